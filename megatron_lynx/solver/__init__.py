@@ -1,1 +1,1 @@
-"""Decides what each layer of a pipeline stage keeps, what it replays and in which windows, within a memory budget."""
+"""Decides for each layer of a pipeline stage which tensors stay, which are recomputed, and in which windows, within a budget."""

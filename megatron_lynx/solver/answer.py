@@ -1,10 +1,10 @@
-"""What a solver answers: one choice for each half of each layer of a stage.
+"""Answers of a solver: an option for each half of each layer of a stage.
 
-    StageAnswer       one stage: what it holds, exposes and sends to the host
-      └── SolvedChunks    of each of its chunks (virtual stages)
+    StageAnswer       one stage: bytes, exposed seconds, bytes sent to the host
+      └── SolvedChunks    its chunks (virtual stages)
             └── Solved        LayerChoice, LayerChoice, ...    an Option for each half
 
-Where nothing fits there is no answer: `Infeasible` is raised, and says what binds and by how much.
+If nothing fits, `Infeasible` is raised. It says what binds and by how much.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ NOTHING_FITS = "no plan fits the budget"
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """What becomes of both halves of one layer."""
+    """Options of both halves of one layer."""
 
     attention: Option
     mlp: Option
 
     @property
     def halves(self) -> tuple[Option, Option]:
-        """In the order of a forward."""
+        """In forward order."""
         return self.attention, self.mlp
 
     @property
     def is_fed(self) -> bool:
-        """Whether the layer keeps no input, as one behind the first of a group that keeps one."""
+        """Whether the layer keeps no input, because it follows another one of its group."""
         return self.attention.checkpoint is not None and self.attention.checkpoint.fed
 
     @property
     def feeds(self) -> bool:
-        """Whether the layer behind it keeps none."""
+        """Whether the next layer keeps no input."""
         return self.mlp.checkpoint is not None and self.mlp.checkpoint.feeds
 
     @property
@@ -54,26 +54,26 @@ class LayerChoice:
 
 
 def layers_of(halves: Sequence[Option]) -> tuple[LayerChoice, ...]:
-    """Options of halves in forward order, put together as layers."""
+    """Return layers made of options in forward order."""
     each = iter(halves)
     return tuple(map(LayerChoice, each, each))
 
 
 @dataclass(frozen=True)
 class Solved:
-    """The choices for a stage's layers, first to last.
+    """Options of a stage's layers, first to last.
 
-    Seconds and bytes are those of one micro-batch, but for `peak_bytes`, which counts all in flight.
+    Seconds and bytes are for one micro-batch, except for `peak_bytes`, which counts all in flight.
     """
 
     layers: tuple[LayerChoice, ...]
     in_flight: float
     gap: float | None = None
-    """The part of its exposed seconds that a faster answer could save at most: 0 where none is faster, None where unknown."""
+    """Fraction of its exposed seconds that a faster answer could save at most; 0 if none is faster, None if unknown."""
     cooldown_peak_bytes: int = 0
-    """The most that is held in cool-down, where that is more than the options say (`solver.chunks`)."""
+    """Peak in cool-down if it exceeds that of the options (`solver.chunks`)."""
     loss_bytes: int = 0
-    """What the loss holds before backward reaches the layers, beyond what is held beside them then (`StageProblem`)."""
+    """Bytes of the loss before backward reaches the layers (`StageProblem`)."""
 
     @property
     def grouped(self) -> bool:
@@ -82,7 +82,6 @@ class Solved:
 
     @property
     def proven(self) -> bool:
-        """Whether no answer to the problem is faster."""
         return self.gap == 0
 
     @cached_property
@@ -100,7 +99,7 @@ class Solved:
 
     @cached_property
     def longer_s(self) -> float:
-        """By how much a micro-batch takes longer than if everything were kept; below 0 where it takes less."""
+        """Seconds that a micro-batch takes longer than without recomputation; negative if it takes less."""
         return sum(half.longer_s for half in self.halves)
 
     @cached_property
@@ -113,23 +112,23 @@ class Solved:
 
     @cached_property
     def movable_bytes(self) -> int:
-        """How much of one micro-batch can go to the host, including what was received."""
+        """Bytes of one micro-batch that can go to the host, its received input included."""
         return sum(half.memory.movable for half in self.halves)
 
     @cached_property
     def ahead_bytes(self) -> int:
-        """The largest frame that is regenerated in a window, or all that are there before backward begins."""
+        """Largest number of bytes recomputed in a window, or recomputed before backward begins."""
         seated = [half.memory for half in self.halves if not half.seat.steady.on_demand]
         return max(sum(memory.early for memory in seated), max((memory.regenerated for memory in seated), default=0))
 
     @cached_property
     def peak_bytes(self) -> int:
-        """While a micro-batch runs backward, with all others that are in flight beside it; or while the loss is computed."""
+        """Peak while a micro-batch runs backward with all others in flight, or while the loss is computed."""
         return max(self.cooldown_peak_bytes, peak_bytes(self.backward_order, self.in_flight, self.loss_bytes))
 
     @cached_property
     def flops(self) -> int:
-        """What one micro-batch computes again."""
+        """Recomputed by one micro-batch."""
         return sum(half.flops for half in self.halves)
 
 
@@ -153,7 +152,7 @@ class Remembering:
 
 
 def infeasible(problem: StageProblem, least: Solved) -> Infeasible:
-    """`least` is the answer that needs the least memory; the budget is below it."""
+    """Return the error for a problem whose budget is below its least memory. `least`: the answer with the least peak."""
     budget = problem.budget_bytes or 0
     held = f"{format_bytes(least.peak_bytes)} with everything replayable replayed ({problem.in_flight} in flight)"
     short = f"raise it by {format_bytes(least.peak_bytes - budget)}, or lower batch.micro, or raise parallel.tensor"
@@ -162,9 +161,10 @@ def infeasible(problem: StageProblem, least: Solved) -> Infeasible:
 
 
 class SolvedChunks(tuple[Solved, ...]):
-    """By chunk: those that are in flight beside each other, then the one whose backward follows its own forward, if there is one.
+    """Chunks in flight beside each other, then the one whose backward follows its own forward, if there is one.
 
-    That one is solved as if it were alone."""
+    The latter is solved as if it were alone.
+    """
 
     @property
     def beside_each_other(self) -> tuple[Solved, ...]:
@@ -172,85 +172,84 @@ class SolvedChunks(tuple[Solved, ...]):
 
     @property
     def most_resident_bytes(self) -> int:
-        """What the largest of those in flight beside others keeps of one micro-batch."""
+        """Bytes that the largest of the chunks beside each other keeps of one micro-batch."""
         return max(chunk.resident_bytes for chunk in self.beside_each_other)
 
     @property
     def peak_bytes(self) -> int:
-        """While any of them runs backward, with as many of the largest beside it as there can be."""
+        """Peak while any of them runs backward, with as many of the largest in flight as possible."""
         return max(chunk.peak_bytes + self._more_beside(chunk) for chunk in self)
 
     @property
     def beside_bytes(self) -> int:
-        """What is held of the others at most while one runs backward."""
+        """Largest number of bytes of the others while one runs backward."""
         return ceil((self[0].in_flight - 1) * self.most_resident_bytes)
 
     @property
     def before_loss_bytes(self) -> int:
-        """What is held when the model's last chunk has run forward: of itself, and of all that are in flight beside it."""
+        """Bytes held when the model's last chunk has run forward: its own, and those of all others in flight."""
         return ceil(self[-1].resident_bytes + (self[0].in_flight - 1) * self.most_resident_bytes)
 
     def _more_beside(self, chunk: Solved) -> int:
-        """How much more the others hold than as many chunks of its own kind would."""
+        """Return the bytes by which the others exceed as many chunks like this one."""
         counted = chunk.resident_bytes if chunk.in_flight == self[0].in_flight else 0
         return ceil((self[0].in_flight - 1) * (self.most_resident_bytes - counted))
 
 
 class Share(NamedTuple):
-    """How much of what every chunk keeps is asked to go to the host."""
+    """Requested offload, as a fraction of every chunk's resident bytes."""
 
     ratio: float
     within: bool = False
-    """Whether it goes within its own micro-batch (`solver.offload`), and not between passes."""
+    """Whether it goes within its own micro-batch (`solver.offload`) instead of between passes."""
 
 
 class Within(NamedTuple):
-    """What leaves of each micro-batch of a stage within its own forward, and comes back within its own backward
-    (`runtime.offload.group`)."""
+    """Offload of each micro-batch within its own forward; it comes back within its own backward (`runtime.offload.group`)."""
 
     bytes: tuple[int, ...]
-    """Of each chunk."""
+    """By chunk."""
     pace_bytes: tuple[int, ...]
-    """So many are copied beside one half's forward of each chunk."""
+    """Bytes copied during one half's forward, for each chunk."""
     spared_bytes: int
-    """What of all micro-batches in flight is not there when the last half of one ends its forward, and begins its backward."""
+    """Bytes of all micro-batches in flight that are away when the last half of one ends its forward and begins its backward."""
     at_loss_bytes: int
-    """What of them is not there when the model's last chunk has run forward: then all that leaves is gone."""
+    """Bytes of them that are away when the model's last chunk has run forward: everything that is offloaded."""
 
 
 @dataclass(frozen=True)
 class StageAnswer:
-    """The choices for one stage. Seconds are those of one micro-batch through all its chunks, but for `exposed_copies_s`."""
+    """Answer for one stage. Seconds are for one micro-batch through all its chunks, except for `exposed_copies_s`."""
 
     stage: int
     chunks: SolvedChunks
     in_flight: int
-    """Chunks between their forward and their backward, at most."""
+    """Largest number of chunks between their forward and their backward."""
     asked: Share
-    """What of every chunk was asked to be offloaded."""
+    """Requested offload of every chunk."""
     stock: StageSeconds
-    """Forward and backward without replays."""
+    """Forward and backward without recomputation."""
     exposed_copies_s: float
     """Seconds of a whole step in which passes wait for copies."""
     host_sets: tuple[int, ...] = ()
-    """Micro-batches of each chunk that are in host memory at once."""
+    """Micro-batches of each chunk in host memory at once."""
     received_bytes: int = 0
-    """The input of a micro-batch from the stage before. Megatron itself holds it, so it stays on the device."""
+    """Input of a micro-batch from the stage before. Megatron holds it, so it stays on the device."""
     offloaded_share: float = 0.0
-    """The share of what every chunk keeps that is offloaded at least: what was asked for, or what can be moved."""
+    """Smallest offloaded fraction of a chunk's resident bytes: as requested, or all that can be moved."""
     host: HostSeconds = NO_HOST_TIME
-    """What the host takes to issue all of it; 0 where that is not known."""
+    """Host seconds to issue it; 0 if unknown."""
     within: Within | None = None
-    """Of a stage that offloads within a micro-batch: then no share is."""
+    """Offload within micro-batches; then nothing is offloaded between passes."""
 
     @property
     def offload_ratio(self) -> float:
-        """The share of what every chunk keeps that was asked to be offloaded."""
+        """Requested fraction of every chunk's resident bytes."""
         return self.asked.ratio
 
     @property
     def host_late_s(self) -> float:
-        """By how much its passes are longer than on the device alone, because the host is slower."""
+        """Seconds that its passes take longer because the host is slower than the device."""
         return self.host.beyond(self.stock.forward_s, self.stock.backward_s + self.longer_s)
 
     @property
@@ -259,28 +258,30 @@ class StageAnswer:
 
     @property
     def longer_s(self) -> float:
-        """By how much its passes take longer on the device than without replays; below 0 where they take less."""
+        """Seconds that its passes take longer on the device than without recomputation; negative if they take less."""
         return sum(chunk.longer_s for chunk in self.chunks)
 
     @property
     def peak_bytes(self) -> int:
-        """What all its layers hold at most, all chunks in flight, or they and the loss. No less than what a simulation finds."""
+        """Peak of all its layers with all chunks in flight, with the loss included. A simulation finds no more."""
         return self.chunks.peak_bytes - self.within_bytes
 
     @property
     def within_bytes(self) -> int:
-        """What of all micro-batches in flight is gone when the last half of one ends its forward, and begins its backward."""
+        """Bytes of all micro-batches in flight that are away when one ends its last forward half and begins its backward."""
         return 0 if self.within is None else self.within.spared_bytes
 
     @property
     def layers_peak_bytes(self) -> int:
-        """The same without the loss, while layers run backward."""
+        """Peak without the loss, while layers run backward."""
         return SolvedChunks(replace(chunk, loss_bytes=0) for chunk in self.chunks).peak_bytes - self.within_bytes
 
     @property
     def less_in_hand_bytes(self) -> int:
-        """By how much less is held while layers run backward, what they have in hand included: all of the same may be there
-        before a backward begins, with nothing in hand. 0 where copies, too, say when a stage is fullest."""
+        """Bytes by which the peak is lower while layers run backward, their workspace included.
+
+        A peak before a backward has no workspace. 0 if copies decide when the peak is.
+        """
         if self.offload_ratio or self.within is not None:
             return 0
         running = SolvedChunks(replace(each, loss_bytes=-sum(half.held for half in each.backward_order)) for each in self.chunks)
@@ -288,12 +289,12 @@ class StageAnswer:
 
     @property
     def before_loss_bytes(self) -> int:
-        """What is held when the model's last chunk has run forward."""
+        """Bytes held when the model's last chunk has run forward."""
         return self.chunks.before_loss_bytes - (0 if self.within is None else self.within.at_loss_bytes)
 
     @property
     def chunk_bytes(self) -> int:
-        """What the largest chunk that is in flight beside others keeps of one micro-batch (C)."""
+        """Bytes that the largest chunk beside others keeps of one micro-batch (C)."""
         return self.chunks.most_resident_bytes
 
     @property
@@ -302,14 +303,14 @@ class StageAnswer:
         return sum(sets * self.offloaded_bytes(chunk) for chunk, sets in enumerate(self.host_sets))
 
     def offloaded_bytes(self, chunk: int) -> int:
-        """What one micro-batch of a chunk offloads."""
+        """Return the bytes that one micro-batch of a chunk offloads."""
         if self.within is not None:
             return self.within.bytes[chunk]
         return min(int(self.offload_ratio * self.chunks[chunk].resident_bytes), self._movable_bytes(chunk))
 
     @property
     def movable_share(self) -> float:
-        """The part of what a chunk keeps that can be offloaded, for the chunk for which that is least."""
+        """Fraction of a chunk's resident bytes that can be offloaded, the least over chunks."""
         return min(
             (
                 self._movable_bytes(at) / max(1, chunk.resident_bytes)
@@ -324,5 +325,5 @@ class StageAnswer:
         return max(0, self.chunks[chunk].movable_bytes - received)
 
     def seconds(self, microbatches: int) -> float:
-        """How long one micro-batch takes, with its part of the exposed copies."""
+        """Return the seconds of one micro-batch, with its part of the exposed copies."""
         return self.stock.both_s + self.longer_s + self.host_late_s + self.exposed_copies_s / microbatches

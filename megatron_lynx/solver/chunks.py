@@ -1,27 +1,26 @@
-"""The chunks of one stage, solved so that together they keep the budget.
+"""Solves the chunks of one stage so that together they keep the budget.
 
    last stage of 2, v = 2      0F0 1F0 | 0F1 0B1   1F1 1B1   2F0 0B0   3F0 1B0 ...
-                                                             └ 2, 1 and 0 of chunk 0 are there, and none of chunk 1
+                                                             └ 2, 1 and 0 of chunk 0 are held, and none of chunk 1
 
-[1] chunks with as many layers, and experts in the same ones, are treated alike: they are offered the windows that all of them
-    have, and are counted as if every chunk in flight were one of them
-[2] of chunks with fewer layers more may be kept, so much that one with more layers no longer fits: what is too much is taken from
-    the budget of those that hold most, until all keep theirs
-[3] chunks without layers, which have the embedding or the loss alone, decide nothing; the others leave the loss its room
-[4] the backward of the model's last chunk follows its own forward: beside the others there is one of it at most, so it may use
-    what they leave. A byte kept of that chunk costs one byte, and one of the others as many as there are in flight: so the others
-    leave it more than they have to where both together then expose less
+[1] Chunks with equal numbers of layers and experts in the same layers are treated alike: they are offered the windows that all of
+    them have, and counted as if every chunk in flight were one of them.
+[2] Chunks with fewer layers may keep so much more that one with more layers no longer fits. The excess is then taken from the
+    budget of those that hold most, until all fit.
+[3] Chunks without layers, which have only the embedding or the loss, have no choices. The others leave memory to the loss.
+[4] The backward of the model's last chunk follows its own forward, so at most one of it is held beside the others, and it may
+    use the rest. A byte of that chunk costs one byte; a byte of the others costs as many as are in flight. The others leave it
+    more than they must if both together then expose less.
 
-Behind that, replays of several halves can share the wait for the gradient in cool-down, which is about a forward long:
+After that, several halves can share the wait for the gradient in cool-down, which takes about a forward:
 
-    last stage      F B F B F B                     the stages behind still run a forward between two backwards,
-    stage before        B   B   B                   so this one waits, and may hold what a micro-batch less leaves free
-                      ...RRR RRR                    R: replays of the next backward, as many as fit, in the order of need
+    last stage      F B F B F B                     later stages still run a forward between two backwards, so this one
+    stage before        B   B   B                   waits, and may use the memory that one micro-batch less leaves free
+                      ...RRR RRR                    R: recomputation for the next backward, as much as fits, in order of need
 
-The solvers give every window one half to hide. Here halves whose replay is still exposed in cool-down are moved into the
-receive, as long as it is long enough and the budget has room for what is then regenerated before backward: in the order in which
-backward needs them, or those first that gain most for each second of the receive, whichever exposes less. The steady phase stays
-as it was, so no answer becomes slower or holds more there.
+Solvers give every window to one half. Here, halves that are still exposed in cool-down move into the receive while it is long
+enough and the budget allows what is then held before backward: in the order of backward, or those first that gain most for each
+second of the receive, whichever exposes less. The steady phase stays the same, so no answer gets slower or holds more there.
 """
 
 from __future__ import annotations
@@ -46,16 +45,18 @@ from megatron_lynx.solver.sweep import least_memory
 from megatron_lynx.units import SECOND_DIGITS
 
 RESERVES = 16
-"""How many parts of what the model's last chunk needs to keep everything are tried as room that the others leave it, beside the
-least with which it can do. [4]"""
+"""Into how many parts the bytes are divided with which the model's last chunk keeps everything; each multiple is tried as memory
+that
+the others leave it, and so is the least that it needs. [4]
+"""
 
 
 MAY_BEGIN = (tuple(LAYER.values()), (None, Checkpoint()))
-"""What layers are that may begin ahead and do not: whole checkpoints, or such an MLP half."""
+"""Checkpoints of a layer that may begin ahead and do not: whole checkpoints, or an MLP half's."""
 
 
 class _SharedOut(NamedTuple):
-    """The answers of all chunks, where those before the last one left it so many bytes, or more."""
+    """Answers of all chunks if those before the last one left it at least this many bytes."""
 
     chunks: SolvedChunks
     reserved_bytes: int
@@ -67,16 +68,16 @@ class _SharedOut(NamedTuple):
 
 @dataclass(frozen=True)
 class Chunks:
-    """The chunks of every stage of a job."""
+    """Chunks of every stage of a job."""
 
     problems: StageProblems
     in_backward: bool = False
-    """Whether nothing is replayed before its own backward begins."""
+    """Without recomputation before a half's own backward."""
 
     def solved(
         self, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver, quick: Solver | None = None
     ) -> SolvedChunks:
-        """All chunks of a stage, `in_flight` of them at once. `quick`: finds what the last one is left, if `solver` is slow."""
+        """Return all chunks of a stage, `in_flight` at once. `quick`: finds the last one's share if `solver` is slow."""
         deciding = partial(_decided, solver)
         if not self._goes_back_at_once(stage):
             return self._beside_each_other(stage, in_flight, budget_bytes, deciding)
@@ -89,15 +90,17 @@ class Chunks:
             return found.chunks
 
     def sharing(self, stage: int, budget_bytes: int | None, chunks: SolvedChunks) -> SolvedChunks:
-        """The same answers, with replays of cool-down moved into the receive of the gradient."""
+        """Return the answers with recomputation of cool-down moved into the receive of the gradient."""
         if len({self._kind(stage, chunk) for chunk in range(len(chunks))}) > 1 or not chunks[0].layers:
             return chunks
         problems = [replace(self._problem(stage, (chunk,)), budget_bytes=budget_bytes) for chunk in range(len(chunks))]
         return SolvedChunks(map(with_shared_receive, problems, chunks))
 
     def begun_anyway(self, stage: int, chunk: int, solved: Solved) -> Iterator[Solved]:
-        """The answer for a chunk, of which the lowest checkpointed layer, the lowest two, and so on begin ahead what they
-        communicate, whatever memory that takes. Those do that are like the layer above them."""
+        """Yield answers for a chunk in which the lowest checkpointed layer, the lowest two, and so on begin communication ahead,
+        whatever
+        memory that takes. Only layers like the one above them do.
+        """
         layers = [*solved.layers]
         kinds = list(map(self.problems.job.model.sections, self.problems.job.layers_of(stage, chunk)))
         for number, (kind, above) in enumerate(pairwise(kinds)):
@@ -111,14 +114,14 @@ class Chunks:
                 yield replace(solved, layers=tuple(layers), gap=None)
 
     def _shared_out(self, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver) -> _SharedOut:
-        """What takes least of several ways to share the budget out between the model's last chunk and the others. [4]"""
+        """Return the fastest of several ways to divide the budget between the model's last chunk and the others. [4]"""
         last = self._problem(stage, (self.problems.job.chunks - 1,))
         if budget_bytes is None:
             return self._with_last(stage, in_flight, budget_bytes, solver)
         enough_bytes = most_bytes = last.loss_bytes
         if last.layers:
             least, most_bytes = self._leanest(stage, last), keep_all(last).peak_bytes
-            enough_bytes = least.peak_bytes - least.resident_bytes  # one of the others is counted that is not beside it
+            enough_bytes = least.peak_bytes - least.resident_bytes  # one of the others is counted that is not held then
         reserves = {enough_bytes, *(part * most_bytes // RESERVES for part in range(RESERVES + 1))}
         found, error = list[_SharedOut](), None
         for reserved_bytes in sorted(reserves):
@@ -126,7 +129,7 @@ class Chunks:
                 found.append(self._with_last(stage, in_flight, budget_bytes, solver, reserved_bytes))
             except Infeasible as too_little:
                 error = error or too_little
-                if found and reserved_bytes:  # the others have not so much to leave
+                if found and reserved_bytes:  # the others cannot leave that much
                     break
             if found and found[0].chunks[-1].longer_s <= 0:
                 break
@@ -137,7 +140,7 @@ class Chunks:
     def _with_last(
         self, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver, reserved_bytes: int = 0
     ) -> _SharedOut:
-        """The answers of chunks beside each other that leave so many bytes, and that of the last chunk in all that they leave."""
+        """Return the answers of chunks beside each other that leave this many bytes, and of the last chunk in the rest."""
         beside = self._beside_each_other(stage, in_flight, budget_bytes, solver, reserved_bytes)
         room_bytes = (beside.peak_bytes if budget_bytes is None else budget_bytes) - beside.beside_bytes
         problem = replace(self._problem(stage, (len(beside),)), in_flight=1, budget_bytes=room_bytes)
@@ -147,7 +150,7 @@ class Chunks:
     def _beside_each_other(
         self, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver, reserved_bytes: int = 0
     ) -> SolvedChunks:
-        """The answers of all chunks but that one. [1] [2] To a solver what is reserved is one more thing that the loss holds."""
+        """Return the answers of all chunks but the last. [1] [2] The solver counts reserved bytes as bytes of the loss."""
         alike = self._alike(stage)
         problems = [replace(self._problem(stage, some), in_flight=in_flight, budget_bytes=budget_bytes) for some in alike]
         while True:
@@ -164,7 +167,7 @@ class Chunks:
         return SolvedChunks(self.problems.in_chunk(common[chunk], stage, chunk) for chunk in sorted(common))
 
     def _alike(self, stage: int) -> list[tuple[int, ...]]:
-        """The chunks beside each other, those that are treated alike together."""
+        """Return the chunks beside each other, grouped by those treated alike."""
         if stage not in self._known_alike:
             chunks = range(self.problems.job.chunks - self._goes_back_at_once(stage))
             kinds = {chunk: self._kind(stage, chunk) for chunk in chunks}
@@ -178,7 +181,7 @@ class Chunks:
         return {}
 
     def _leanest(self, stage: int, last: StageProblem) -> Solved:
-        """The answer of the model's last chunk that holds least, alone. It is the same for all budgets."""
+        """Return the answer with the least peak of the model's last chunk alone. It is the same for all budgets."""
         if stage not in self._known_leanest:
             self._known_leanest[stage] = least_memory(replace(last, in_flight=1))
         return self._known_leanest[stage]
@@ -188,7 +191,7 @@ class Chunks:
         return {}
 
     def _kind(self, stage: int, chunk: int) -> tuple[int, tuple[bool, ...], tuple[str, ...]]:
-        """What alike chunks have in common: how many layers, which of them have experts, and what else fills their halves."""
+        """Return what chunks treated alike have in common: number of layers, which have experts, and other sections."""
         kinds = list(map(self.problems.job.model.sections, self.problems.job.layers_of(stage, chunk)))
         return len(kinds), tuple(second.exchanges for _, second in kinds), tuple(each.name for kind in kinds for each in kind)
 
@@ -199,7 +202,7 @@ class Chunks:
         return last > 0 and goes_back_at_once(*layout)
 
     def _problem(self, stage: int, chunks: tuple[int, ...]) -> StageProblem:
-        """The problem of chunks that are treated alike. It is the same for all offloaded shares."""
+        """Return the problem of chunks treated alike. It is the same for all offloaded fractions."""
         if (stage, chunks) not in self._known:
             problem = self.problems.of(stage, self.problems.job.chunk_layers(stage)[chunks[0]], chunks)
             self._known[stage, chunks] = problem.in_backward if self.in_backward else problem
@@ -211,7 +214,7 @@ class Chunks:
 
 
 def _reserving(solver: Solver, problem: StageProblem, reserved_bytes: int) -> Solved:
-    """The answer that leaves so many bytes of the budget before its backward begins."""
+    """Return the answer that leaves these bytes of the budget before its backward begins."""
     if not reserved_bytes:
         return solver(problem)
     solved = solver(replace(problem, loss_bytes=problem.loss_bytes + reserved_bytes))
@@ -219,7 +222,7 @@ def _reserving(solver: Solver, problem: StageProblem, reserved_bytes: int) -> So
 
 
 def _decided(solver: Solver, problem: StageProblem) -> Solved:
-    """The answer of a solver; that of chunks without layers is nothing. [3]"""
+    """Return the solver's answer, or an empty one for chunks without layers. [3]"""
     if problem.layers:
         return solver(problem)
     nothing = Solved((), problem.in_flight, gap=0.0, loss_bytes=problem.loss_bytes)
@@ -229,7 +232,7 @@ def _decided(solver: Solver, problem: StageProblem) -> Solved:
 
 
 def _solved_or_least(problem: StageProblem, solver: Solver, *, least: bool) -> Solved:
-    """`least`: whether the answer with the least memory is taken where nothing fits."""
+    """Return the solver's answer; if `least` and none fits, the one with the least memory."""
     try:
         return solver(problem)
     except Infeasible:
@@ -239,7 +242,7 @@ def _solved_or_least(problem: StageProblem, solver: Solver, *, least: bool) -> S
 
 
 def with_shared_receive(problem: StageProblem, answer: Solved) -> Solved:
-    """The same answer with more replays hidden in cool-down; itself without a budget."""
+    """Return the answer with more recomputation hidden in cool-down; unchanged without a budget."""
     receive, budget_bytes = problem.receive, problem.budget_bytes
     if receive is None or receive.share == 0 or budget_bytes is None:
         return answer
@@ -263,7 +266,7 @@ def with_shared_receive(problem: StageProblem, answer: Solved) -> Solved:
 def _in_turn(
     order: Iterable[int], moved: Mapping[int, Option], backward: Sequence[Option], receive: Receive, budget_bytes: int
 ) -> list[Option]:
-    """The halves of a backward, of which those that come first in this order have moved, as many as fit."""
+    """Return the halves of a backward, of which as many as fit have moved, in this order."""
     halves = [*backward]
     left_s = receive.seconds / receive.interference - sum(
         option.replay_s for option in backward if option.seat.cooldown.in_receive
@@ -280,13 +283,15 @@ def _in_turn(
 
 
 def _may_move(option: Option) -> bool:
-    """A replay whose input has to be gathered cannot run before that, nor does one that communicates run in a wait."""
+    """Whether a half may move. Recomputation that gathers its input cannot run before that, and none that communicates runs in a
+    wait.
+    """
     alone = option.checkpoint is None and option.seat.gather is None and not option.seat.stays
     return bool(option.replay) and alone and not option.seat.cooldown.in_receive
 
 
 def _moved(option: Option, receive: Receive) -> Option:
-    """The same replay in the receive, where nothing of it is exposed in cool-down."""
+    """Return the same recomputation in the receive, where nothing of it is exposed in cool-down."""
     needed_s = option.replay_s * receive.interference
     cooldown = Placement.in_window(RECV_BACKWARD, needed_s)
     seat = replace(option.seat, cooldown=cooldown, steady_share=1 - receive.share)
@@ -299,6 +304,6 @@ def _peak_bytes(backward: Sequence[Option], receive: Receive) -> int:
 
 
 def _in_cooldown(backward: Sequence[Option]) -> Iterator[HalfMemory]:
-    """What the halves hold where their cool-down seat is another than their steady one."""
+    """Yield the memory of the halves in cool-down."""
     for option in backward:
         yield option.cooldown_memory or option.memory

@@ -1,25 +1,26 @@
 """The exact solver: every half of every layer has its own items and seat, and no answer is faster (Lynx's OPT, our formulation).
 
-    first halves that backward reaches, one by one          1 ──> 2 ──> 4 ──> ... ──> all
+    halves that backward reaches first, one by one          1 ──> 2 ──> 4 ──> ... ──> all
                                                             │     │
-    integer programme without the needs of the others ──> bound: no answer is faster
-      └── its choice, the others in the best order we know ──> answer, if it keeps within the budget
-                                                            the best answer is no slower than the best bound: proven
+    integer program without the needs of the others ──> bound: no answer is faster
+      └── its choice, the others in the best known order ──> answer, if it keeps the budget
+                                                            an answer no slower than the best bound is proven
 
-Backward holds most near its beginning, so a few halves suffice, and of identical layers no two are told apart without need. With
-all halves nothing is left out. The sweep's answer is where the search begins, and what is returned where nothing is faster;
-else the first one that was found. A search ends by nodes of HiGHS's tree, not by the clock: a busy machine makes the same plan.
+Backward holds most near its beginning, so few halves suffice, and identical layers need not be told apart. With all halves the
+program is complete. The search starts at the sweep's answer and returns it if none is faster. It ends after a number of nodes in
+HiGHS's tree, not after a time, so a busy machine makes the same plan.
 
-Where something need not be gained, no more than `MOST_CHOSEN` halves are chosen one by one: four times as many take HiGHS fifty
-times as long. What the programmes found is nearly right, but holds too much, because they leave out when the halves that they
-only count need most. So it is changed until it keeps the budget, one half after the other (`mended`):
+If small gains are not needed, at most `MOST_CHOSEN` halves are chosen one by one; four times as many take HiGHS fifty times as
+long. The programs' answers may exceed the budget, because they omit the needs of halves that are only counted. `mended` then
+changes
+half after half until the budget is kept:
 
-    moments of a backward     ▂▄██▇▆▅▃▂▁     what is held at each [A] [B] (`cost.memory`)
-    the budget                ──────────     beyond it: all that is too much at any moment, added up
-    a change of one half      ▂▄▆▆▇▆▅▃▂▁     costs seconds, and takes some of that away; the cheapest is made, then the next one
+    moments of a backward     ▂▄██▇▆▅▃▂▁     bytes held at each [A] [B] (`cost.memory`)
+    the budget                ──────────     excess: the sum over all moments
+    a change of one half      ▂▄▆▆▇▆▅▃▂▁     costs seconds and reduces the excess; the cheapest is made, then the next
 
-What is cheapest depends on what bytes count beside seconds (`WEIGHTS`): with 1 a byte is worth the same wherever it is taken,
-with more those changes come first that take much away at once. No weight is always the best, so several are tried.
+The cheapest change depends on the weight of bytes against seconds (`WEIGHTS`): with 1 each byte counts the same; with more,
+changes that remove many bytes at once come first. Several weights are tried, because none is always best.
 """
 
 from __future__ import annotations
@@ -41,24 +42,27 @@ from megatron_lynx.solver.programme import Goal, Programme
 from megatron_lynx.units import format_bytes
 
 MOST_CHOSEN = 8
-"""How many halves are chosen one by one at most, where something need not be gained."""
+"""Most halves chosen one by one if small gains are not needed."""
 
 MOST_NODES = 5_000
-"""Of HiGHS's search trees, for one answer. Plans of the bundled jobs take 106 at most."""
+"""Most nodes of HiGHS's search trees for one answer."""
 
 SAME = 1e-6
-"""Answers whose costs differ by a smaller part than this are equally good: HiGHS counts in floats."""
+"""Relative difference of costs below which answers are equally good: HiGHS computes in floats."""
 
 SAME_S, SAME_BYTES = 1e-9, 1.0
-"""So are answers that differ by less than this."""
+"""Absolute differences below which answers are equally good."""
 
 
 def solve(problem: StageProblem, nodes: int = MOST_NODES, enough_s: float = 0.0, quick: Solver = sweep.solve) -> Solved:
-    """The fastest answer: `proven` (to a millionth), or its `gap` says what part of its seconds a faster one could save at most.
-    It is not looked for where it could save no more than `enough_s`. `quick`: the sweep, which may remember its answers.
+    """Return the fastest answer: `proven` (to a millionth), or with the `gap` that a faster one could save at most.
 
-    Without a budget the least memory is wanted, with every replay in the window of its backward that hides most of it. Stages
-    with experts are left to `quick`. Raises `Infeasible` where nothing fits, or nothing was found in so many `nodes`.
+    The search stops at gains of at most `enough_s`. Without a budget, the least memory is sought, with every recomputation in the
+    window of its backward that hides most. Stages with experts are left to `quick`. Raises `Infeasible` if nothing fits, or
+    nothing
+    was found within `nodes`.
+
+    quick: the sweep, which may remember its answers.
     """
     if problem.mixed is not None:
         return quick(problem)
@@ -66,7 +70,7 @@ def solve(problem: StageProblem, nodes: int = MOST_NODES, enough_s: float = 0.0,
         seated = problem.plain.best_seated
         problem = replace(seated, budget_bytes=least_memory(seated, nodes).peak_bytes)
     swept = _by_sweep(problem, quick)
-    if swept is not None and swept.grouped:  # nothing else fits, and no programme knows groups of layers
+    if swept is not None and swept.grouped:  # nothing else fits, and no program covers groups of layers
         return swept
     search = _Search(problem, "time", swept, _least_s(problem), enough=enough_s)
     search.go(nodes)
@@ -76,7 +80,7 @@ def solve(problem: StageProblem, nodes: int = MOST_NODES, enough_s: float = 0.0,
 
 
 def least_memory(problem: StageProblem, nodes: int = MOST_NODES) -> Solved:
-    """The answer that holds least, whatever it exposes."""
+    """Return the answer with the least peak."""
     if problem.mixed is not None:
         return sweep.least_memory(problem)
     search = _Search(problem, "memory", sweep.least_memory(problem), 0.0)
@@ -87,16 +91,16 @@ def least_memory(problem: StageProblem, nodes: int = MOST_NODES) -> Solved:
 
 @dataclass
 class _Search:
-    """The best answer so far, and what none is better than (seconds or bytes)."""
+    """The best answer so far, and a lower bound (seconds or bytes)."""
 
     problem: StageProblem
     goal: Goal
     answer: Solved | None
     bound: float
-    """No answer is below it."""
+    """Lower bound of all answers."""
     hopeless: bool = False
     enough: float = 0.0
-    """What need not be gained."""
+    """Gain that is not worth a search."""
 
     def go(self, nodes: int) -> None:
         halves, loose = len(HALVES) * self.problem.layers, list[Solved]()
@@ -122,18 +126,18 @@ class _Search:
 
     @property
     def _enough_share(self) -> float:
-        """The part of the answer's cost that need not be gained."""
+        """The same as a fraction of the answer's cost."""
         cost = 0.0 if self.answer is None else self._cost(self.answer)
         return self.enough / abs(cost) if cost else 0.0
 
     @property
     def _near(self) -> bool:
-        """Whether nothing that is worth it can be gained any more."""
+        """Whether no gain that is worth a search remains."""
         return self.answer is not None and self._cost(self.answer) - self.bound <= self.enough
 
     @property
     def gap(self) -> float | None:
-        """The part of the answer's cost by which another one could be better; None where there is no answer."""
+        """Fraction of the answer's cost that another one could save; None without an answer."""
         if self.answer is None:
             return None
         cost = self._cost(self.answer)
@@ -154,7 +158,7 @@ class _Search:
 
 
 def _rounds(halves: int) -> Iterator[int]:
-    """How many halves are chosen one by one."""
+    """Yield how many halves are chosen one by one."""
     explicit = 1
     while explicit < halves:
         yield explicit
@@ -163,7 +167,7 @@ def _rounds(halves: int) -> Iterator[int]:
 
 
 def _least_s(problem: StageProblem) -> float:
-    """No answer is faster than if every half took its fastest option, whatever that holds."""
+    """Return a lower bound: the seconds if every half took its fastest option."""
     return sum(float(choices.columns.longer_s.min()) for choices in problem.halves)
 
 
@@ -182,16 +186,16 @@ def _not_found(problem: StageProblem, nodes: int) -> Infeasible:
 
 
 WEIGHTS = (1.0, 1.5)
-"""What bytes count beside seconds."""
+"""Weights of bytes against seconds."""
 
 FREE_S = 1e-12
-"""A change that takes no longer than this, or less time than before, is taken to cost so much."""
+"""Cost of changes that take no longer."""
 
 
 def mended(problem: StageProblem, answer: Solved) -> Solved | None:
-    """The fastest of those answers that keep the budget into which this one can be changed; None where there is none."""
+    """Return the fastest answer within the budget that this one can be changed into, or None."""
     if any(option.joined for option in answer.halves):
-        return None  # it changes one half after the other
+        return None  # changes are made half by half
     mender = _Mender(problem)
     found = [each for weight in WEIGHTS if (each := mender.mended(answer, weight)) is not None]
     return min(found, key=lambda each: each.longer_s, default=None)
@@ -199,7 +203,7 @@ def mended(problem: StageProblem, answer: Solved) -> Solved | None:
 
 @dataclass(frozen=True)
 class _Mender:
-    """Changes answers to one problem. Halves are in the order of a backward."""
+    """Changes answers to one problem. Halves are in backward order."""
 
     problem: StageProblem
 
@@ -216,8 +220,9 @@ class _Mender:
         return found if found.peak_bytes <= (self.problem.budget_bytes or 0) else None
 
     def _change(self, seconds: Floats, held: Floats, weight: float) -> tuple[int, int] | None:
-        """The next half to change, and the number of its option; None where nothing is too much, or no change takes anything
-        away. `held`: by half and moment."""
+        """Return the next half to change and its option; None if nothing exceeds the budget or no change helps. `held`: by half
+        and moment.
+        """
         together = held.sum(axis=0)
         together[0] += self.problem.loss_bytes
         too_much = self._beyond(together)
@@ -231,7 +236,7 @@ class _Mender:
         return (half, option) if np.isfinite(price[half, option]) else None
 
     def _beyond(self, held: Floats) -> Floats:
-        """All that is too much at any moment, added up over the moments."""
+        """Return the excess over the budget, summed over all moments."""
         return np.asarray(np.maximum(0.0, held - float(self.problem.budget_bytes or 0)).sum(axis=-1))
 
     @cached_property
@@ -240,7 +245,7 @@ class _Mender:
 
     @cached_property
     def _seconds(self) -> Floats:
-        """By half and option; no time is long enough where a half has fewer options than others."""
+        """By half and option; infinite if a half has fewer options than others."""
         seconds = np.full((len(self._offered), max(map(len, self._offered))), np.inf)
         for half, choices in enumerate(self._offered):
             seconds[half, : len(choices)] = choices.columns.longer_s
@@ -248,7 +253,7 @@ class _Mender:
 
     @cached_property
     def _bytes(self) -> Floats:
-        """By half, option and moment: what it adds to what is held then."""
+        """By half, option and moment: added bytes."""
         table = np.zeros((*self._seconds.shape, 1 + 2 * len(self._offered)))
         for half, choices in enumerate(self._offered):
             table[half, : len(choices)] = self._adds(choices.columns, half)

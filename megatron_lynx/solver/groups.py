@@ -1,21 +1,21 @@
-"""Layers that keep one input together, where memory is so short that an input of each is too much.
+"""Groups of layers that keep one input together, for budgets that do not allow an input for each layer.
 
     layers of a stage     1  2  3 │ 4  5  6 │ 7  8  9  ...  n
-    what is kept          x         x         whatever the solver finds in the memory that is left for these
+    inputs kept           x         x         the solver's answer in the memory that is left
 
-Groups are the lowest layers: when the backward of one begins, all of it is there at once, and what was above is over. A larger
-group keeps less and is more at once, so every size is looked at, and every number of groups of it:
+Groups are the lowest layers. When the backward of one begins, all of it is recomputed at once, and the layers above are finished.
+Larger groups keep less and recompute more at once, so every size and number of groups is considered:
 
-[1] no answer with so many groups of a size holds less than the least that the other layers keep, beside what these groups keep
-    while nothing of them runs backward, and when each of them does. Most ways do not fit even so
-[2] of those that may, some are tried, from the fewest layers that keep no input to the most: the other layers are a problem of
-    their own, whose budget is what the groups leave. The fastest answer that keeps the whole budget is taken
+[1] A lower bound of each way is the least that the other layers keep,  beside the groups' own bytes, also while each of them runs
+    backward. Most ways are excluded by it.
+[2] Some of the others are solved, ordered by the number of layers that keep no input: the other layers are a problem of their own
+    with the budget that the groups leave. The fastest answer within the whole budget is taken.
 
-To the formula of a peak (`cost.memory`) a group is nothing new. All that its halves make again is there from the moment at which
-its last one begins, and goes half by half, so each half counts what is left then as its own:
+The peak formula of `cost.memory` applies to groups. All that its halves recompute is held when its last half begins, and is freed
+half by half, so each half counts the remaining bytes as its own:
 
     group of two          mlp(2)          attention(2)      mlp(1)       attention(1)
-    [A] made again        a + b + c + d   a + b + c         a + b        a
+    [A] recomputed        a + b + c + d   a + b + c         a + b        a
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from megatron_lynx.solver.answer import Solved, Solver, layers_of
 from megatron_lynx.solver.problem import Grouped, Mixed, Option, StageProblem
 
 TRIED = 6
-"""So many ways that fit are solved, if there are as many."""
+"""Number of ways that are solved if as many fit."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """So many groups of so many layers each; the last one may be smaller."""
+    """A number of groups of one size; the last one may be smaller."""
 
     size: int
     count: int
     layers: int
-    """In all of them together."""
+    """In all groups together."""
     least_bytes: int
-    """No answer holds less. [1]"""
+    """Lower bound of the peak. [1]"""
 
     @property
     def without_input(self) -> int:
@@ -52,8 +52,11 @@ class Way:
 
 
 def fastest(problem: StageProblem, solver: Solver, least: Solved) -> Solved | None:
-    """The fastest answer with groups of layers that keeps the problem's budget; None where none does. `solver`: of the other
-    layers. `least`: the answer without groups that holds least."""
+    """Return the fastest answer with groups within the budget, or None.
+
+    solver: of the other layers.
+    least: the answer without groups with the least peak.
+    """
     if problem.budget_bytes is None or not problem.inside:
         return None
     groups, found = _Groups(problem), list[Solved]()
@@ -69,7 +72,7 @@ def fastest(problem: StageProblem, solver: Solver, least: Solved) -> Solved | No
 
 
 def leaner(problem: StageProblem, least: Solved) -> Solved:
-    """The answer that holds least: `least`, the one without groups, or one with some. The other layers stay as they are in it."""
+    """Return the answer with the least peak: `least`, or one with groups below the same other layers."""
     if not problem.inside:
         return least
     groups = _Groups(problem)
@@ -85,7 +88,7 @@ class _Groups:
 
     @cached_property
     def most(self) -> int:
-        """How many of the lowest layers can be in groups."""
+        """Number of lowest layers that can be in groups."""
         halves = zip(self.problem.halves, self.problem.inside, strict=False)  # `inside` may have more layers
         able = [bool(choices.joined) and inside is not None for choices, inside in halves]
         layers = [all(both) for both in zip(able[::2], able[1::2], strict=True)]
@@ -107,39 +110,40 @@ class _Groups:
 
     @cached_property
     def _kept(self) -> list[int]:
-        """By number of lowest layers: what they keep at least if all of them are inside a group."""
+        """By number of lowest layers: least bytes kept if all of them are inside a group."""
         halves = (min(option.memory.resident for option in both) for both in self._grouped)
         return [0, *accumulate(map(sum, zip(halves, halves, strict=True)))]
 
     @cached_property
     def _made(self) -> list[int]:
-        """What they then make again at least, less what a half has not in hand."""
+        """By number of lowest layers: least bytes recomputed, less the workspace that a half does not need."""
         halves = (min(each.memory.regenerated - each.memory.less_in_hand for each in both) for both in self._grouped)
         return [0, *accumulate(map(sum, zip(halves, halves, strict=True)))]
 
     @cached_property
     def _others(self) -> list[float]:
-        """By number of lowest layers: what those above them keep at least."""
+        """By number of lowest layers: least bytes that those above them keep."""
         least = [float(choices.columns.resident.min()) for choices in self.problem.halves]
         above = [0.0, *accumulate(sum(both) for both in zip(least[::-2], least[-2::-2], strict=True))]
         return above[::-1]
 
     @cached_property
     def _input_bytes(self) -> int:
-        """What a group keeps beyond that."""
+        """Bytes that a group keeps in addition."""
         first = self._grouped[0]
         return first.edge.memory.resident - first.inside.memory.resident
 
     @cached_property
     def _grouped(self) -> list[Grouped]:
-        """Of each half that can be in a group."""
+        """Each half that can be in a group."""
         both = zip(self.problem.halves, self.problem.inside, strict=False)
         able = [grouped for choices, grouped in both if choices.joined and grouped is not None]
         return able[: len(HALVES) * self.most]
 
     def answer(self, way: Way, solver: Solver, least: Solved) -> Solved | None:
-        """The groups below what the solver finds for the other layers, or below these as they hold least; None where that is too
-        much."""
+        """Return the groups below the solver's answer for the other layers, or below these with the least memory; None if that
+        does not fit.
+        """
         problem, budget_bytes, others = self.problem, self.problem.budget_bytes, self.problem.layers - way.layers
         assert budget_bytes is not None
         leanest = self.below(way, least.halves)
@@ -157,7 +161,7 @@ class _Groups:
             left = replace(left, budget_bytes=(left.budget_bytes or 0) - too_much)  # what others keep while a group runs backward
 
     def below(self, way: Way, above: Sequence[Option]) -> Solved:
-        """The groups, below the last ones of these halves."""
+        """Return the groups below the last ones of these halves."""
         others = len(HALVES) * (self.problem.layers - way.layers)
         layers = layers_of([*self._lowest(way), *above[len(above) - others :]])
         return Solved(layers, self.problem.in_flight, loss_bytes=self.problem.loss_bytes)
@@ -171,7 +175,7 @@ class _Groups:
         return None if mixed is None else Mixed(mixed.halves[len(HALVES) * layers :])
 
     def _group(self, begin: int, end: int) -> Iterator[Option]:
-        """The halves of one group, in forward order. One layer alone is none."""
+        """Yield the halves of one group in forward order. A single layer is no group."""
         first, last, there = len(HALVES) * begin, len(HALVES) * end - 1, 0
         options = [self._grouped[half][half not in (first, last)] for half in range(first, last + 1)]
         if end == begin + 1:

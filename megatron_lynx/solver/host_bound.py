@@ -1,17 +1,17 @@
-"""Solves stages on which the host is slower than the device: there a replay that a window hides is not free, as it is issued.
+"""Solves stages on which the host is slower than the device. Recomputation in a window is not free there, because it is issued.
 
     forward     ├── device ──┤                        backward    ├──── device ────┤├─ exposed ─┤
-                ├─── host: kept ───┤                              ├────── host: kept ──────┤├─ replays issued ─┤
+                ├─── host: kept ───┤                              ├────── host: kept ──────┤├─ recomputation issued ─┤
 
     a micro-batch takes     max(device, host) forward  +  max(device + exposed, host) backward
 
-[1] where the solver's own answer leaves no pass to the host, it stays as it is, and nothing else is done; nor where nothing fits
-    but with groups of layers that keep one input
-[2] else it is asked again, with options that cost a part of what they expose and the other part of what they add to the host's
-    seconds; of these answers and its own, the one whose micro-batch is shortest is taken. Ties go to the least host time
+[1] If the solver's answer is not bound by the host, it stays. So does an answer with groups of layers that keep one input.
+[2] Otherwise the solver solves again with options that cost part of their exposed seconds and part of their host seconds. The
+    fastest answer is taken. Ties go to the least host time.
 
-The larger of two sums is not a sum, which is all that the solvers can make least, so [2] need not find the best answer: it is
-exact where only the host counts, or only the device, and no answer is slower than the solver's own.
+Solvers minimise sums, and a maximum of two sums is none, so [2] need not find the best answer. It is exact if only the host or
+only
+the device counts, and never slower than the solver's own answer.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from megatron_lynx.solver.problem import Choices, Option, StageProblem
 from megatron_lynx.units import SECOND_DIGITS
 
 WEIGHTS = (0.5, 0.99)
-"""The parts of an option's cost that are the host's. Not all of it, so that exposed seconds decide between equals."""
+"""Weights of host seconds in an option's cost; below 1, so that exposed seconds break ties."""
 
 
 def solve(problem: StageProblem, solver: Solver) -> Solved:
-    """The solver's answer, or a better one where the stage is host-bound under it. Raises `Infeasible` as `solver` does."""
+    """Return the solver's answer, or a better one if that is host-bound. Raises `Infeasible` as `solver` does."""
     answer = solver(problem)
     if problem.device is None or problem.budget_bytes is None or answer.grouped or not late_s(problem, answer):  # [1]
         return answer
@@ -43,14 +43,16 @@ def solve(problem: StageProblem, solver: Solver) -> Solved:
 
 
 def late_s(problem: StageProblem, answer: Solved) -> float:
-    """By how much the passes of a micro-batch are longer because of the host; 0 where its time is not known."""
+    """Return the seconds that a micro-batch takes longer because of the host; 0 if host seconds are unknown."""
     if problem.device is None:
         return 0.0
     return host_of(answer).beyond(problem.device.forward_s, problem.device.backward_s + answer.longer_s)
 
 
 def host_of_stage(job: Job, profile: Profile, stage: int, chunks: Iterable[Solved], *, offloads: bool) -> HostSeconds:
-    """What the host needs to issue one micro-batch through all chunks of a stage. `offloads`: whether any of it is offloaded."""
+    """Return the host seconds to issue one micro-batch through all chunks of a stage. `offloads`: whether some of it is
+    offloaded.
+    """
     host = sum((host_of(chunk) for chunk in chunks), start=NO_HOST_TIME)
     if not offloads:
         return host
@@ -59,12 +61,12 @@ def host_of_stage(job: Job, profile: Profile, stage: int, chunks: Iterable[Solve
 
 
 def host_of(answer: Solved) -> HostSeconds:
-    """What the host needs to issue one micro-batch."""
+    """Return the host seconds to issue one micro-batch."""
     return sum((half.host for half in answer.halves), start=NO_HOST_TIME)
 
 
 def _weighted(problem: StageProblem, weight: float) -> StageProblem:
-    """The same problem, with costs of which so much is the host's."""
+    """Return the problem with host seconds weighted so in its costs."""
     attention, mlp, last_mlp = (_costing(choices, weight) for choices in (problem.attention, problem.mlp, problem.last_mlp))
     last_attention = problem.last_attention and _costing(problem.last_attention, weight)
     mixed = problem.mixed and problem.mixed.each(lambda choices: _costing(choices, weight))
@@ -82,7 +84,7 @@ def _costing(choices: Choices, weight: float) -> Choices:
 
 
 def _restored(problem: StageProblem, answer: Solved) -> Solved:
-    """The answer to a weighted problem, with the seconds that its options really expose."""
+    """Return the answer to a weighted problem with the seconds that its options really expose."""
     halves = [_same(choices, option) for choices, option in zip(problem.halves, answer.halves, strict=True)]
     return replace(answer, layers=layers_of(halves), gap=None)
 

@@ -1,18 +1,18 @@
-"""How much of what layers keep goes to host memory.
+"""Offload of layers' tensors to host memory: how much.
 
-Under a policy that has a name: the smallest share of every chunk's bytes with which all stages fit (`smallest_ratio`).
+For named policies: the smallest fraction of every chunk's bytes with which all stages fit (`smallest_ratio`).
 
     held by a stage, r offloaded     fixed + (N - (N - 4)r)C  <=  budget        falls as r grows: the first that fits is found
 
-One share for all stages, as Yuan et al. have it; stages with too few chunks in flight do not offload. Zero where the run fits.
+All stages have the same fraction, as in Yuan et al.; stages with too few chunks in flight do not offload. 0 if the run fits.
 
-Within a micro-batch: how much leaves in each chunk's forward, and comes back in its backward (`Leaver`).
+Within micro-batches: bytes that leave in each chunk's forward and return in its backward (`Leaver`).
 
-    share r of what is kept if nothing is replayed    ──solve, with so much more budget──> the layers' choices
-                                                          can so much of that leave? no: as much as can, once more
-    seconds of these copies    hide behind the forwards of all halves but the first, and behind the backwards of as many
+    fraction r of what is kept without recomputation    ──solve with that much more budget──> the layers' choices
+                                                          if less can leave, solve again with that
+    seconds of these copies     overlap with the forwards of all halves but the first, and with as many backwards
 
-A chunk's input stays, because Megatron holds it, and so does what its last half keeps, which backward needs at once.
+A chunk's input stays, because Megatron holds it. What its last half keeps stays, because backward needs it at once.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from megatron_lynx.solver.answer import Solved, SolvedChunks, Within
 from megatron_lynx.units import format_bytes
 
 STEPS = 1000
-"""A share is given in thousandths, rounded up."""
+"""Fractions are given in thousandths, rounded up."""
 
 
 def smallest_ratio(job: Job) -> float:
-    """Raises `Infeasible`, saying for every stage by how much, where not even offloading everything fits."""
+    """Return the fraction. Raises `Infeasible` with the excess of every stage if not even offloading everything fits."""
     stages, budget = OffloadingStages.of(job), job.memory_budget_bytes
 
     def fits(steps: int) -> bool:
@@ -64,12 +64,12 @@ def smallest_ratio(job: Job) -> float:
 
 
 def shortages(job: Job, ratio: float) -> list[Problem]:
-    """What exceeds the budget when this share is offloaded: empty if every stage fits."""
+    """Return what exceeds the budget with this fraction offloaded; empty if every stage fits."""
     return [*too_much(job, memory_of_stages(job, ratio)), *_beside_optimizer(job, ratio)]
 
 
 def too_much(job: Job, stages: Sequence[StageMemory]) -> list[Problem]:
-    """The stages that hold more than the budget."""
+    """Return a problem for each stage above the budget."""
     budget, problems = job.memory_budget_bytes, []
     for stage, memory in enumerate(stages):
         if memory.total > budget:
@@ -86,28 +86,28 @@ def _largest(memory: StageMemory) -> str:
 
 
 def _beside_optimizer(job: Job, ratio: float) -> list[Problem]:
-    """What host memory lacks where a part of the optimizer is there, too."""
+    """Return the shortage of host memory if part of the optimizer is there, too."""
     problem = _host_shortage(job, ratio) if job.optimizer.offloaded else None
     return [] if problem is None else [problem]
 
 
 def _host_shortage(job: Job, ratio: float) -> Problem | None:
-    """What host memory lacks where this share is offloaded."""
+    """Return the shortage of host memory with this fraction offloaded."""
     return host_shortage(job, max(host_bytes(job, stage, ratio) for stage in range(job.parallel.pipeline)))
 
 
 SLACK = 0.95
-"""Of the bytes that a link copies beside a half: halves differ, and a pace that is too fast is waited for."""
+"""Fraction of the bytes that a link copies during a half. Halves differ, and passes wait for copies that are too slow."""
 
 
 def may_go_within(job: Job) -> bool:
-    """Whether micro-batches may be offloaded so. Beside overlapped exchanges of experts they may on one stage alone."""
+    """Whether offload within micro-batches is possible; beside overlapped exchanges of experts only with one chunk."""
     return job.schedule == "flush" and (job.chunks == 1 or not job.model.moe_overlapped)
 
 
 @dataclass(frozen=True)
 class Leaver:
-    """Finds what leaves within a micro-batch of one stage, chunk by chunk."""
+    """Finds what leaves within micro-batches of one stage, chunk by chunk."""
 
     job: Job
     profile: Profile
@@ -116,10 +116,11 @@ class Leaver:
     def leaving(
         self, asked_bytes: int, budget_bytes: int | None, solved: Callable[[int | None], SolvedChunks]
     ) -> tuple[SolvedChunks, Within | None]:
-        """The choices under which as much as was asked for leaves of every chunk, or as much as then can. `solved`: under such a
-        budget.
+        """Return the choices with which the requested bytes leave every chunk, or as many as then can.
 
-        Raises `Infeasible` as that does.
+        solved: solves the chunks with a budget.
+
+        Raises `Infeasible` as `solved` does.
         """
         spared_bytes = self.in_flight * asked_bytes
         while True:
@@ -130,14 +131,14 @@ class Leaver:
             spared_bytes = within.spared_bytes
 
     def exposed_s(self, chunks: SolvedChunks, within: Within | None) -> float:
-        """Seconds of a micro-batch in which its passes wait for what leaves, out and back."""
+        """Return the seconds of a micro-batch in which its passes wait for copies, out and back."""
         if within is None:
             return 0.0
         each = zip(self._chunks, chunks, within.bytes, within.pace_bytes, strict=True)
         return sum(own.exposed_s(solved, size, pace) for own, solved, size, pace in each)
 
     def host_s(self, chunks: SolvedChunks, within: Within | None) -> HostSeconds:
-        """What the host needs to issue a micro-batch of which so much leaves: a half that stays takes no longer."""
+        """Return the host seconds to issue a micro-batch with this offload. A half that stays takes no longer."""
         host = host_bound.host_of_stage(self.job, self.profile, self.stage, chunks, offloads=False)
         sizes = [0] * len(chunks) if within is None else within.bytes
         each = zip(self._chunks, chunks, sizes, strict=True)
@@ -146,24 +147,26 @@ class Leaver:
 
     @property
     def in_flight(self) -> int:
-        """Micro-batches of which so much leaves, those of all chunks together."""
+        """Micro-batches in flight, of all chunks together."""
         return chunks_in_flight(self.job, self.stage)
 
     @property
     def host_sets(self) -> tuple[int, ...]:
-        """Micro-batches of each chunk that are on the host at once."""
+        """Micro-batches of each chunk on the host at once."""
         if self.job.model.moe_overlapped:
             return (self.in_flight + 1,)
         layout = self.job.parallel.pipeline, self.stage, self.job.microbatches, self.job.chunks, self.job.microbatch_group
         return most_of_each_chunk(*layout)
 
     def hidden_bytes(self) -> int:
-        """So much can be copied behind the forward of every chunk."""
+        """Return the bytes that can be copied during the forward of every chunk."""
         return min((own.hidden_bytes for own in self._chunks if own.halves), default=0)
 
     def _within(self, asked_bytes: int, chunks: SolvedChunks) -> Within:
-        """What leaves of these choices: so much of each chunk at most. What is away with the last half only, spares others in
-        flight alone; and of these the one that has most left counts."""
+        """Return the offload with these choices, at most `asked_bytes` of each chunk.
+
+        Bytes that are away only after the last half save memory for the other micro-batches in flight; the largest counts.
+        """
         parts = [own.leaves(solved, asked_bytes) for own, solved in zip(self._chunks, chunks, strict=True)]
         beside = zip(chunks.beside_each_other, parts, strict=False)
         others = min(chunks.most_resident_bytes - solved.resident_bytes + part.bytes for solved, part in beside)
@@ -178,17 +181,17 @@ class Leaver:
 
 
 class _Leaves(NamedTuple):
-    """What of one chunk leaves."""
+    """What leaves of one chunk."""
 
     bytes: int = 0
     pace_bytes: int = 1
     gone_bytes: int = 0
-    """What of it is away before its last half ends."""
+    """Bytes that are away before its last half ends."""
 
 
 @dataclass(frozen=True)
 class _ChunkLeaver:
-    """The same of one chunk."""
+    """The same for one chunk."""
 
     job: Job
     profile: Profile
@@ -196,7 +199,7 @@ class _ChunkLeaver:
     chunk: int
 
     def leaves(self, solved: Solved, asked_bytes: int) -> _Leaves:
-        """So much at most."""
+        """Return what leaves, at most `asked_bytes`."""
         sizes = self._sizes(solved, asked_bytes)
         if not (size_bytes := sum(sizes)):
             return _Leaves()
@@ -206,7 +209,7 @@ class _ChunkLeaver:
         return _Leaves(size_bytes, pace_bytes, sum(size for size, turn in turns if turn.away < self.halves))
 
     def exposed_s(self, solved: Solved, size_bytes: int, pace_bytes: int) -> float:
-        """Seconds in which its passes wait for what leaves, out and back."""
+        """Return the seconds in which its passes wait for copies, out and back."""
         pace, link_s = Pace(pace_bytes, self.halves), partial(self.profile.link_s, "host")
         sizes = self._sizes(solved, size_bytes)
         copies = {place: (link_s(size), pace.leaves(place, size)) for place, size in enumerate(sizes, start=1) if size}
@@ -215,13 +218,13 @@ class _ChunkLeaver:
         return _waits_out_s(forwards_s, copies) + _waits_back_s(longer_s, copies)
 
     def sections_leaving(self, solved: Solved, size_bytes: int) -> Iterator[Section]:
-        """What fills the halves of which something leaves."""
+        """Yield the sections of halves from which something leaves."""
         sections = (each for layer in self._layers for each in self.job.model.sections(layer))
         return compress(sections, self._sizes(solved, size_bytes))
 
     @property
     def hidden_bytes(self) -> int:
-        """So much can be copied behind its forward."""
+        """Bytes that can be copied during its forward."""
         asked_bytes = 2**30
         copy_s = self.profile.link_s("host", asked_bytes)
         return int(asked_bytes * (1 - 1 / self.halves) * self._forward_s / copy_s) if copy_s else 0
@@ -231,12 +234,12 @@ class _ChunkLeaver:
         return len(HALVES) * len(self._layers)
 
     def _sizes(self, solved: Solved, size_bytes: int) -> list[int]:
-        """What of so many bytes leaves of each half but the last: what forward made first leaves first."""
+        """Return the bytes that leave each half but the last, first those that forward produced first."""
         before = [0, *accumulate(movable := self._movable(solved))]
         return [min(size, max(0, size_bytes - gone)) for size, gone in zip(movable, before, strict=False)]
 
     def _movable(self, solved: Solved) -> list[int]:
-        """What can leave of each half but the last."""
+        """Return the bytes that can leave each half but the last."""
         first, *others = [half.memory.movable for half in solved.halves] or [0]
         held = 0 if self.job.model.moe_overlapped else LayerShape.of(self.job).input_bytes
         return [max(0, first - held), *others[:-1]] if others else []
@@ -252,13 +255,15 @@ class _ChunkLeaver:
 
     @property
     def _forward_s(self) -> float:
-        """Forward of its layers."""
+        """Seconds of its layers' forward."""
         return sum(self._halves_s[0])
 
     @cached_property
     def _halves_s(self) -> tuple[list[float], list[float]]:
-        """Forward and backward of each half, nothing replayed. Where they run in turns each is as long as both, and halves count
-        as alike."""
+        """Seconds of the forward and the backward of each half without recomputation. If they alternate, each is as long as both,
+        and halves
+        count as equal.
+        """
         if self.job.model.moe_overlapped:
             kinds = self.job.model.each_kind(self._layers)
             nodes = [nodes_of(self.profile, keeping_all(self.profile, kind), kind) for kind in kinds]
@@ -271,11 +276,11 @@ class _ChunkLeaver:
 
 
 Copies = Mapping[int, tuple[float, Turns]]
-"""By half, counted from 1: how long its copy takes, and when it is away and comes back."""
+"""By half, counted from 1: seconds of its copy, and when it is away and returns."""
 
 
 def _waits_out_s(halves_s: Sequence[float], copies: Copies) -> float:
-    """How long a forward waits for its copies."""
+    """Return the seconds for which a forward waits for its copies."""
     clock_s = free_s = 0.0
     under_way = deque[tuple[int, float]]()
     for place, half_s in enumerate(halves_s, start=1):
@@ -290,7 +295,7 @@ def _waits_out_s(halves_s: Sequence[float], copies: Copies) -> float:
 
 
 def _waits_back_s(halves_s: Sequence[float], copies: Copies) -> float:
-    """How long a backward does."""
+    """Return the seconds for which a backward waits for its copies."""
     clock_s = free_s = 0.0
     away, back_s = sorted(copies), dict[int, float]()
     for place in range(len(halves_s), 0, -1):

@@ -1,6 +1,6 @@
-"""Options for one half of a layer: what it keeps, what it recomputes and where, and the cost.
+"""Options for one half of a layer: tensors kept, items recomputed and where, and their cost.
 
-subsets of items ──replay_of──> what runs, stays, is recomputed ──Seats──> windows ──> Option, Option, ...
+subsets of items ──replay_of──> items run, kept, recomputed    ──Seats──> windows ──> Option, Option, ...
 checkpoints      ──replay_of──> ...                             ──on demand─────────> of the half, and of the layer
 """
 
@@ -203,7 +203,7 @@ class StageProblems:
         return {section: half_seconds(self.profile, section) for section in self.job.model.every_section}
 
     def _loss_bytes(self, seats: StageSeats) -> int:
-        """Return what the loss holds if these chunks include the model's last one, and 0 otherwise."""
+        """Return the bytes of the loss if these chunks include the model's last one, and 0 otherwise."""
         last = seats.stage == self.job.parallel.pipeline - 1 and self.job.chunks - 1 in seats.chunks
         return loss_bytes(self.job, seats.stage) if last else 0
 
@@ -357,7 +357,7 @@ class StageProblems:
         return replace(late, checkpoint=option.checkpoint)
 
     def _begun(self, kind: HalfKind, other: Section, late: Checkpoint) -> Checkpoint:
-        """Return a checkpoint of this half, begun ahead if that is worth it. No half runs before a stage's last MLP half."""
+        """Return a checkpoint of this half, begun ahead if that is worth it; a stage's last MLP half cannot."""
         first = kind.half == HALVES[0]
         if (first and not late.joined) or (kind.last and not first):
             return late

@@ -1,4 +1,4 @@
-"""Where a half is recomputed, and how much of that is exposed.
+"""Places of a half's recomputation, and its exposed seconds.
 
     Seat
       ├── steady      Placement: Portion, Portion, ...    for backwards that follow a forward
@@ -8,7 +8,7 @@
 A portion is a window, the seconds of it that this recomputation may use, and the items that run there. A placement without
 portions is on demand: recomputation starts when backward asks for its first tensor, and nothing hides it.
 
-`held_in` derives what a half holds, and when:
+`held_in` derives the bytes of a half at each moment:
 
 windows of       stage's receive             ...  attention(3)        mlp(2): the half before    attention(2): the half itself
                                                   [A]       [B]       [A]       [B]              [A]
@@ -125,7 +125,7 @@ def held_in(
     exchanges: int = 0,
     attention: Section = ATTENTION,
 ) -> HalfMemory:
-    """Return what a half holds with this placement.
+    """Return the memory of a half with this placement.
 
     memory: on demand.
     gather: window after which the input is gathered.

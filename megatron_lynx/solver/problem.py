@@ -1,14 +1,14 @@
-"""What one stage asks of a solver.
+"""A solver's problem for one stage.
 
     StageProblem
-      ├── attention   every layer's attention half       Choices: Option, Option, ...   a replayed subset and its Seat
-      ├── mlp         the MLP halves but the last
-      ├── last_mlp    the stage's last MLP half: no backward of this stage comes before it
-      ├── mixed       where halves are filled otherwise, with experts, say: the choices of each
+      ├── attention   every layer's attention half       Choices: Option, Option, ...   a recomputed subset and its Seat
+      ├── mlp         all MLP halves but the last
+      ├── last_mlp    the stage's last MLP half, whose backward comes first
+      ├── mixed       choices of each half, if layers differ, as with experts
       └── in_flight, budget_bytes, loss_bytes
 
-An option is a set of replayed items, or a checkpoint of the half, with what follows from it. Its seat says where that replay
-runs, and how much of it the windows there hide (`solver.placement`). Seconds and bytes are those of one micro-batch on one rank.
+An option is a set of recomputed items, or a checkpoint of the half, with its costs. Its seat says where it is recomputed and how
+much of that the windows hide (`solver.placement`). Seconds and bytes are for one micro-batch on one rank.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Numbers = int | NDArray[np.intp]
 """Positions of options in a table."""
 
 ENDLESS = 1e100
-"""Larger figures are cut to this one, so that sums of them stay finite."""
+"""Larger figures are cut to this, so that their sums stay finite."""
 
 
 @dataclass(frozen=True)
@@ -47,21 +47,22 @@ class Option:
     exposed_s: float
     flops: int
     cooldown_memory: HalfMemory | None = None
-    """What it holds in cool-down; None: the same."""
+    """Memory in cool-down; None if it is the same."""
     host: HostSeconds = NO_HOST_TIME
-    """How long the host takes to issue the half so."""
+    """Host seconds to issue the half."""
     checkpoint: Checkpoint | None = None
-    """Of a half that keeps its input at most. `replay` is then all that runs again."""
+    """Checkpoint of a half, which keeps its input at most; `replay` then lists everything that runs again."""
 
     @property
     def joined(self) -> bool:
-        """Whether both halves of a layer take it together: that the layer is checkpointed, and keeps one input."""
+        """Whether both halves of a layer take it together: the layer is checkpointed and keeps one input."""
         return self.checkpoint is not None and (self.checkpoint.feeds or self.checkpoint.fed)
 
     @property
     def longer_s(self) -> float:
-        """By how much its backward takes longer than if all of it were kept; below 0 where it takes less, because a gather for
-        the replay spares it a longer wait."""
+        """Seconds that its backward takes longer than without recomputation. Negative if a gather for recomputation saves a
+        longer wait.
+        """
         return self.exposed_s - self.seat.spared_s
 
     @property
@@ -70,24 +71,24 @@ class Option:
 
 
 def received_memory(option: Option) -> HalfMemory:
-    """What a half holds that is wholly regenerated while its gradient is received."""
+    """Return the memory of a half that is recomputed while its gradient is received."""
     return replace(option.memory, early=option.memory.regenerated, ahead=(0, 0, 0, 0))
 
 
 class Columns(NamedTuple):
-    """What many options cost, side by side."""
+    """Costs of many options, side by side."""
 
     longer_s: Floats
     resident: Floats
     moments: Floats
-    """(options, `cost.memory.COLUMNS`): what each holds of one micro-batch."""
+    """(options, `cost.memory.COLUMNS`): bytes of one micro-batch."""
 
     def at(self, numbers: Numbers | slice) -> Columns:
         return Columns(*(column[numbers] for column in self))
 
 
 def unbeaten(costs: Sequence[Floats]) -> NDArray[np.intp]:
-    """Positions that no other one beats or equals in every cost. Of equals the first stays."""
+    """Return the positions that no other one beats or equals in every cost. Ties go to the first."""
     table = np.array(costs)
     no_worse = (table[:, :, None] <= table[:, None, :]).all(axis=0)
     later = np.tri(table.shape[1], k=-1, dtype=bool).T
@@ -95,46 +96,46 @@ def unbeaten(costs: Sequence[Floats]) -> NDArray[np.intp]:
 
 
 class Choices(tuple[Option, ...]):
-    """Every option of one kind of half, with what is worked out about them once."""
+    """All options of one kind of half, with derived figures cached."""
 
     @cached_property
     def columns(self) -> Columns:
-        """Their costs. Float64 counts bytes up to 2^53 exactly. Seconds that are no number count as `ENDLESS`."""
+        """Costs of the options. Float64 counts bytes exactly up to 2^53. NaN seconds count as `ENDLESS`."""
         rows = [(round(each.longer_s, SECOND_DIGITS), each.memory.resident, *each.memory.columns) for each in self]
         table = np.fmin(np.array(rows, dtype=np.float64).reshape(len(rows), 2 + len(COLUMNS)), ENDLESS)
         return Columns(table[:, 0], table[:, 1], table[:, 2:])
 
     @cached_property
     def joined(self) -> Choices:
-        """Those that both halves of a layer take together."""
+        """Options that both halves of a layer take together."""
         return Choices(option for option in self if option.joined)
 
     @cached_property
     def apart(self) -> Choices:
-        """Those that a half may take whatever the layer's other one does."""
+        """Options of a half that do not depend on the layer's other half."""
         return Choices(option for option in self if not option.joined)
 
     @cached_property
     def plain(self) -> Choices:
-        """Those without checkpoints."""
+        """Options without checkpoints."""
         return Choices(option for option in self if option.checkpoint is None)
 
     @cached_property
     def in_backward(self) -> Choices:
-        """Those of which nothing is replayed before the stage's own backward begins."""
+        """Options without recomputation before the stage's own backward begins."""
         return Choices(option for option in self if not option.seat.begins_early)
 
     @cached_property
     def unbeaten(self) -> Choices:
-        """Those that no other one beats or equals in time and in every kind of memory, then those of whole layers."""
+        """Options that no other one beats or equals in time and every kind of memory, then those of whole layers."""
         columns = self.apart.columns
         return Choices((*(self.apart[number] for number in unbeaten((*columns[:2], *columns.moments.T))), *self.joined))
 
     @cached_property
     def best_seated(self) -> Choices:
-        """Every set of replayed items once, in the seat that hides most of it.
+        """Every set of recomputed items once, in the seat that hides most of it.
 
-        Windows in which the half is regenerated before the stage's backward begins are left out, because they hold memory longer.
+        Windows before the stage's backward are left out, because they hold memory longer.
         """
         subsets: dict[object, Option] = {}
         for option in self:
@@ -144,20 +145,20 @@ class Choices(tuple[Option, ...]):
         return Choices(subsets.values())
 
     def replaying(self, items: Set[str]) -> Option:
-        """The option on demand that replays these items, and as few others as possible."""
+        """Return the option on demand that recomputes these items, and as few others as possible."""
         wanted = [option for option in self.plain if items <= set(option.replay) and option.seat.steady.on_demand]
         return min(wanted, key=lambda option: len(option.replay))
 
 
 @dataclass(frozen=True)
 class Receive:
-    """The wait for a gradient in cool-down, which the replays of several halves can share."""
+    """The wait for a gradient in cool-down, which several halves can share for recomputation."""
 
     seconds: float
     interference: float
-    """How many times longer a replay takes in it."""
+    """How many times as long recomputation takes in it."""
     share: float
-    """The part of the micro-batches whose backward is in cool-down."""
+    """Fraction of micro-batches whose backward is in cool-down."""
     in_flight: float
     """Micro-batches that hold activations when the first of those backwards begins."""
 
@@ -166,14 +167,14 @@ class MixedHalf(NamedTuple):
     """One half of a stage whose layers differ."""
 
     usual: bool
-    """Whether the half's usual section fills it, and not one that only some layers have."""
+    """Whether the half has its usual section, and not one that only some layers have."""
     choices: Choices
-    """They depend on what fills the half whose backward comes before, too."""
+    """They also depend on the section of the half whose backward comes before."""
 
 
 @dataclass(frozen=True)
 class Mixed:
-    """A stage that has more in its halves than what is usual: experts, or what nobody looks into."""
+    """A stage with unusual sections in its halves: experts, or opaque ones."""
 
     halves: tuple[MixedHalf, ...]
     """In forward order."""
@@ -185,11 +186,11 @@ class Mixed:
 
     @property
     def best_seated(self) -> Mixed:
-        """With every set of replayed items in the seat that hides most of it."""
+        """With every set of recomputed items in the seat that hides most of it."""
         return self.each(lambda choices: choices.best_seated)
 
     def each(self, made: Callable[[Choices], Choices]) -> Mixed:
-        """With other choices, made once of equal ones."""
+        """Return the halves with other choices. Equal choices are converted once."""
         kinds = {id(half.choices): half.choices for half in self.halves}
         known = {key: made(choices) for key, choices in kinds.items()}
         return Mixed(tuple(half._replace(choices=known[id(half.choices)]) for half in self.halves))
@@ -205,7 +206,7 @@ class Grouped(NamedTuple):
 
 @dataclass(frozen=True)
 class StageProblem:
-    """The question about one stage. `budget_bytes` bounds what its layers hold at once; without it the least memory is wanted."""
+    """The problem of one stage. `budget_bytes` bounds what its layers hold at once; if it is None, the least memory is sought."""
 
     stage: int
     layers: int
@@ -213,26 +214,28 @@ class StageProblem:
     mlp: Choices
     last_mlp: Choices
     in_flight: float = 1
-    """Micro-batches whose resident bytes are held at once; below their number where a share is offloaded."""
+    """Micro-batches whose resident bytes are held at once; less than their number if a fraction is offloaded."""
     budget_bytes: int | None = None
     receive: Receive | None = None
-    """None on the last stage."""
+    """The last stage has None."""
     mixed: Mixed | None = None
-    """None where all halves are filled as usual."""
+    """Halves with unusual sections; None if there are none."""
     device: StageSeconds | None = None
-    """One micro-batch on the device, nothing replayed. None where the host's time is not known."""
+    """One micro-batch on the device without recomputation; None if host seconds are unknown."""
     forward_s: float = 0.0
     """Seconds of its layers' forward, for one micro-batch."""
     loss_bytes: int = 0
-    """What the loss holds while all of this is kept, before backward reaches it, beyond what is held beside the layers then."""
+    """Bytes of the loss before backward reaches the layers, in addition to other bytes beside the layers at that moment."""
     inside: tuple[Grouped | None, ...] = ()
-    """Every half, in forward order, as it is in a group of layers that keep one input; None where none can be. Empty where no
-    group is to be made (`solver.groups`)."""
+    """Every half in forward order as it is in a group of layers that keep one input; None for a half that cannot be in one. Empty
+    if no
+    groups are wanted (`solver.groups`).
+    """
     last_attention: Choices | None = None
-    """What each attention half is in the stage's last layer, where fewer windows come before it; None: the same."""
+    """Attention choices in the stage's last layer, where fewer windows come before it; None if they are the same."""
 
     def at_top(self, option: Option) -> Option:
-        """What an attention half that is chosen like this is in the last layer."""
+        """Return the option of an attention half as it is in the last layer."""
         return option if self.last_attention is None else self._at_top[option]
 
     @cached_property
@@ -242,7 +245,9 @@ class StageProblem:
 
     @property
     def best_seated(self) -> StageProblem:
-        """With every replay in the window of its backward that hides most of it: leaving a window empty saves no memory."""
+        """The problem with every recomputation in the window of its backward that hides most: leaving a window empty saves no
+        memory.
+        """
         mixed = None if self.mixed is None else self.mixed.best_seated
         attention = self.attention.best_seated
         top = None if self.last_attention is None else Choices(map(self.at_top, attention))
@@ -250,7 +255,9 @@ class StageProblem:
 
     @property
     def in_backward(self) -> StageProblem:
-        """With nothing replayed before its own backward begins: where what a micro-batch keeps comes back within that."""
+        """The problem without recomputation before a half's own backward, for micro-batches that come back from the host during
+        it.
+        """
         mixed = None if self.mixed is None else self.mixed.each(lambda choices: choices.in_backward)
         attention = self.attention.in_backward
         top = None if self.last_attention is None else Choices(map(self.at_top, attention))
@@ -273,7 +280,7 @@ class StageProblem:
 
     @cached_property
     def halves(self) -> tuple[Choices, ...]:
-        """The choices of every half, in forward order."""
+        """Choices of every half, in forward order."""
         if self.mixed is None:
             return (self.attention, self.mlp) * (self.layers - 1) + (self.last_attention or self.attention, self.last_mlp)
         return tuple(half.choices for half in self.mixed.halves)

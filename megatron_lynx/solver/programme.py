@@ -1,14 +1,14 @@
-"""The integer programme of the exact solver, for HiGHS (scipy).
+"""The integer program of the exact solver, for HiGHS (scipy).
 
     backward order     mlp(n)  attention(n)  mlp(n-1) | attention(n-1) ... mlp(1)  attention(1)
-                       these are chosen one by one    | of these only how many choose each option
+                       chosen one by one              | only the number that choose each option
 
     x[half, option] in {0, 1}, y[kind of half, option] a count;  every half has one option
-    before backward begins, beside the loss; while that of each half on the left begins [A], and when it ends [B] (`cost.memory`):
-        (in flight - 1) x resident  +  held behind it  +  what it needs itself  +  what is there ahead of two  <=  budget
+    before backward begins, beside the loss; when the backward of each half on the left begins [A] and ends [B] (`cost.memory`):
+        (in flight - 1) x resident  +  held by later halves  +  its own need  +  what two halves hold ahead  <=  budget
 
-Either the exposed seconds are least and the budget is given, or the budget itself is least. What the halves on the right need
-themselves is left out, so no answer is better than the programme's optimum.
+It minimises either the exposed seconds within a budget, or the budget. The needs of the halves on the right are omitted, so no
+answer is better than the optimum.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from megatron_lynx.solver.problem import Choices, Columns, Floats, Option, Stage
 Goal = Literal["time", "memory"]
 
 LARGEST = 1e6
-"""Bytes are counted in units of which the most that is held has so many: then HiGHS tells a byte from what it tolerates."""
+"""The largest number of bytes, in units for HiGHS: a byte is then larger than its tolerance."""
 
 PRECISION = 1e3
-"""Seconds are counted in units of which the slowest option exposes so many."""
+"""The largest number of seconds of an option, in units for HiGHS."""
 
 HOPELESS = 1e6
-"""Options that expose more than so many times the least are treated as equally slow."""
+"""Options slower than this many times the fastest count as equally slow."""
 
 MOST_EXACT = 2**53
-"""Up to here float64 counts every byte."""
+"""Up to here float64 counts bytes exactly."""
 
 IMPOSSIBLE = 2
 """`status` of scipy's `milp`."""
@@ -45,30 +45,30 @@ IMPOSSIBLE = 2
 
 @dataclass(frozen=True)
 class Found:
-    """What HiGHS finds. Costs are seconds or bytes, as the goal is."""
+    """What HiGHS finds. Costs are seconds or bytes, depending on the goal."""
 
     possible: bool
     bound: float
-    """No answer to the problem is better."""
+    """Lower bound of the problem's costs."""
     answer: Solved | None
-    """Halves that are not chosen one by one are in the order in which least is held; that may still be too much."""
+    """Halves that are not chosen one by one are in the order with the least peak, which may still exceed the budget."""
     nodes: int
-    """How many of its tree HiGHS searched."""
+    """Nodes that HiGHS searched."""
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """One layer that is checkpointed, or one of those that are counted."""
+    """One checkpointed layer, or a number of them."""
 
     groups: tuple[int, int]
-    """Of its MLP half and of its attention half."""
+    """Groups of its MLP half and its attention half."""
     mlp: Option
     attention: Option
     most: float
 
     @property
     def options(self) -> tuple[Option, Option]:
-        """In the order of a backward."""
+        """In backward order."""
         return self.mlp, self.attention
 
     @property
@@ -76,24 +76,28 @@ class _Layer:
         return self.groups[0] > self.groups[1]
 
     def below(self, count: int) -> tuple[Option, ...]:
-        """Those that are counted come last in a backward: all of a layer is there at once."""
+        """Return the halves of counted layers, which come last in a backward because all of a layer is held at once."""
         return self.options * count if self._counted else ()
 
     def on_top(self, count: int) -> list[tuple[int, Option]]:
-        """By group, of halves that are chosen one by one."""
+        """Return the halves chosen one by one, by group."""
         return [] if self._counted else [*zip(self.groups, self.options, strict=True)] * count
 
 
 @dataclass(frozen=True)
 class Programme:
-    """The programme in which `explicit` halves are chosen one by one, from the first that backward reaches."""
+    """The program in which `explicit` halves are chosen one by one, starting with the first that backward reaches."""
 
     problem: StageProblem
     explicit: int
 
     def solved(self, goal: Goal, nodes: int, enough: float = 0.0) -> Found:
-        """`nodes`: so many of the tree are searched at most; `enough`: the part of the costs that need not be gained."""
-        from scipy.optimize import Bounds, LinearConstraint, milp  # half a second, which searches need not wait for
+        """Return HiGHS's result within `nodes`. `enough`: fraction of the costs that need not be gained."""
+        from scipy.optimize import (
+            Bounds,
+            LinearConstraint,
+            milp,
+        )  # imported late: it takes half a second, which searches do not need
 
         costs, unit = (self._seconds, self._second_unit) if goal == "time" else (np.zeros(self._width), self._byte_unit)
         rows, one = self._needs / self._byte_unit, self._one_option_each
@@ -120,7 +124,7 @@ class Programme:
         return Found(result.status != IMPOSSIBLE, bound * unit, answer, result.mip_node_count or 0)
 
     def _arranged(self, chosen: np.ndarray[tuple[int], np.dtype[np.int_]]) -> Solved:
-        """Of halves that were only counted, those that need least on top of what they hold come first."""
+        """Return the answer. Counted halves are ordered by their need beyond their held bytes."""
         *parts, joint = np.split(chosen, np.cumsum(self._widths))
         options = [
             [option for option, count in zip(group, part, strict=True) for _ in range(count)]
@@ -140,12 +144,12 @@ class Programme:
 
     @cached_property
     def _backward(self) -> list[Half]:
-        """Every half, in the order of a backward."""
+        """Every half, in backward order."""
         return [*reversed(HALVES)] * self.problem.layers
 
     @cached_property
     def _groups(self) -> list[Choices]:
-        """The options of each half on the left, then of all attention and of all MLP halves on the right."""
+        """Options of each half on the left, then of all attention and all MLP halves on the right."""
         counted = dict(zip(HALVES, (self.problem.attention.unbeaten.apart, self.problem.mlp.unbeaten.apart), strict=True))
         below = [counted[half] for half in self._backward[1 : self.explicit]]
         if below and self.problem.last_attention is not None:
@@ -154,8 +158,8 @@ class Programme:
 
     @cached_property
     def _layers(self) -> list[_Layer]:
-        """Layers that may be checkpointed: each whose halves are chosen one by one, then those that are counted."""
-        attention, mlp = len(self._groups) - 2, len(self._groups) - 1  # of those that are counted
+        """Layers that may be checkpointed: those whose halves are chosen one by one, then counted ones."""
+        attention, mlp = len(self._groups) - 2, len(self._groups) - 1  # of counted halves
         found = []
         for at in range(0, self.explicit, 2):
             last = (self.problem.last_mlp, self.problem.last_attention or self.problem.attention)
@@ -175,7 +179,7 @@ class Programme:
 
     @cached_property
     def _sizes(self) -> Floats:
-        """How many halves each group stands for."""
+        """Number of halves in each group."""
         right = self._backward[self.explicit :]
         return np.array([*[1] * self.explicit, *(right.count(half) for half in HALVES)], dtype=float)
 
@@ -200,7 +204,7 @@ class Programme:
 
     @property
     def _second_unit(self) -> float:
-        """HiGHS stops where it is within a millionth of the least."""
+        """HiGHS stops within a millionth of the optimum."""
         return float(self._seconds.max()) / PRECISION or 1.0
 
     @cached_property
@@ -226,8 +230,10 @@ class Programme:
         return np.asarray((self.problem.in_flight - 1) * group.columns.resident + alone.T)
 
     def _between_grains(self, room_bytes: Floats) -> Floats:
-        """What rows may hold is a multiple of a grain: as much room to the multiple that fits as to the one that does not. HiGHS
-        takes a number that is nearly whole for a whole one, which makes some bytes of a large row."""
+        """Return bounds halfway between two multiples of the rows' common divisor. HiGHS accepts a nearly whole number as whole,
+        which makes
+        some bytes of a large row.
+        """
         if self._needs.max() > MOST_EXACT or (self._needs % 1).any():
             return room_bytes
         grain = max(1, int(np.gcd.reduce(self._needs.astype(np.int64), axis=None)))
@@ -240,6 +246,6 @@ class Programme:
 
 
 def _order(option: Option) -> tuple[bool, int, int]:
-    """First that of a layer whose other half is chosen one by one, then those that need least on top of what they hold."""
+    """Return a key: first a half if its layer's other half is chosen one by one, then by need beyond its held bytes."""
     memory = option.memory
     return not option.joined, memory.whole - memory.held, sum(memory.ahead)

@@ -1,11 +1,11 @@
-"""Windows of a stage's backward in which a half may be recomputed, and what runs in which.
+"""Windows of a stage's backward in which a half may be recomputed.
 
     backward, from the last layer      mlp(L) [bwd.mlp.*]       attention(L) [bwd.attention.*]    mlp(L-1) ...
                                        recompute attention(L)   recompute mlp(L-1)                                            [1]
     with sequence parallelism          [bwd.X.0] X ...          a half's own recomputation, before its GEMMs                  [2]
 
-[1] A half is recomputed in the windows of the half before it, in several parts if there are several windows. What is recomputed
-    before the last of these windows is held while that whole half runs.
+[1] A half is recomputed in the windows of the half before it, in several parts if there are several windows. Bytes recomputed
+    before the last of these windows are held while that whole half runs.
 [2] `anatomy.in_time` says when that window comes before anything of the half is needed. Each window is offered to one half: to
     the half itself in Megatron's own layers, and to the next half in Transformer Engine's, where it rarely comes in time for the
     half itself.
@@ -47,7 +47,7 @@ class HalfKind:
 
     section: Section
     before: Section | None
-    """None for the stage's last half, whose backward comes first."""
+    """The stage's last half has None: its backward comes first."""
 
     @property
     def half(self) -> Half:
@@ -211,9 +211,8 @@ class Seats:
 
 
 def _placements(waits: Sequence[Wait], stops: Mapping[str, Stop], replay_s: float, done_s: float = 0.0) -> Iterator[Placement]:
-    """Yield every way to run the rest of a recomputation in these windows, in order: in one window, or part by part. What remains
-    after
-    the last part runs on demand.
+    """Yield every way to run the rest of a recomputation in these windows, in order: in one window, or part by part. The rest
+    after the last part runs on demand.
     """
     for number, (window, seconds) in enumerate(waits):
         yield Placement((Portion(window, seconds, replay_s - done_s),))

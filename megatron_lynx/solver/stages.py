@@ -1,16 +1,17 @@
-"""Decides for every stage of a job what its layers keep, replay and send to host memory, and how long the stage then takes.
+"""Solves every stage of a job: tensors kept, recomputed and offloaded by its layers, and seconds of the stage.
 
-    share r to the host    r of what a chunk keeps, of N chunks in flight, leaves N - (N - 4)r of them on the device (Yuan et al.)
-                           small blocks and what Megatron itself holds stay: a larger r moves all that can be moved
-       0, 1/20 ... 1  ──solve under the stage's budget──> exposed replays, once for each micro-batch   ┐ the least of
-                      ──out and back behind passes──────> exposed copies of the whole step             ┘ their sum wins
+    fraction r to the host   of N chunks in flight, N - (N - 4)r remain on the device (Yuan et al.). Small blocks and what
+                             Megatron holds stay there: a larger r moves everything that can be moved
+       0, 1/20 ... 1  ──solve within the stage's budget──> exposed recomputation of each micro-batch   ┐ the least
+                      ──copies overlapped with passes────> exposed copies of the whole step            ┘ sum wins
 
-Or a share of what would be kept leaves within its own micro-batch (`solver.offload`), whatever N is, and must hide behind the two
-passes of that alone: whichever takes less is taken.
+Alternatively, a fraction is offloaded within its own micro-batch (`solver.offload`), whatever N is, and overlaps with the two
+passes of that micro-batch only. The faster way is taken.
 
-Ties go to the smaller share: nothing is offloaded where the run fits and hides its replays without offloading. A share is no
-candidate where a node's host memory is too small for what all its devices offload. Copies and messages take turns (`cost.step`),
-and devices that share a link to the host share its rate, so a copy is as long as the profile's `host` link says.
+Ties go to the smaller fraction, so nothing is offloaded if the run fits and hides its recomputation without. A fraction is
+excluded
+if all devices of a node together would offload more than its host memory holds. Copies and messages take turns (`cost.step`).
+Devices that share a link to the host share its rate, which the profile's `host` link includes.
 """
 
 from __future__ import annotations
@@ -43,56 +44,56 @@ from megatron_lynx.units import SECOND_DIGITS, format_bytes
 NOTHING = Share(0.0)
 
 COPIED_BYTES = 2**30
-"""A copy of this size gives the rate of the link to the host."""
+"""Copy size that gives the rate of the host link."""
 
 STEPS = 20
-"""Shares are multiples of a twentieth."""
+"""Fractions are multiples of a twentieth."""
 
 
 @dataclass(frozen=True)
 class Worked:
-    """What is worked out once for all stages of a job, whatever they spare and exclude."""
+    """Results for all stages of a job that do not depend on excluded fractions."""
 
     chunks: Chunks
     in_backward: Chunks
-    """Where nothing is replayed before its own backward begins."""
+    """Without recomputation before a half's own backward."""
     swept: Remembering
 
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages of a job. What several of them need is priced once."""
+    """Stages of a job. What several stages need is priced once."""
 
     job: Job
     profile: Profile
     excluded: frozenset[tuple[int, Share]] = field(default_factory=frozenset)
-    """Pairs of a stage and a share of which it is not to offload."""
+    """Stages and fractions that are not to be offloaded."""
     copied_bytes: int = 0
-    """What two passes that run in turns have on their way to the host and back, which is counted in no layer."""
+    """Bytes on their way to and from the host in two alternating passes, which no layer counts."""
     paced: frozenset[int] = frozenset()
     """Stages that offload no more of a chunk than is copied during its forward, because copies lag otherwise."""
     before: Worked | None = None
-    """What was worked out for the same stages when they spared or excluded something else."""
+    """Results for the same stages with other exclusions."""
 
     def answer(self, stage: int) -> StageAnswer:
-        """The fastest answer that fits. It is worked out once. Raises `Infeasible` where nothing fits."""
+        """Return the fastest answer that fits (cached). Raises `Infeasible` if none fits."""
         if stage not in self._answers:
             self._answers[stage] = self._best(stage)
         return self._answers[stage]
 
     def least(self, stage: int) -> StageAnswer:
-        """The answer that holds least, whatever the budget."""
+        """Return the answer with the least peak, regardless of the budget."""
         solver = partial(Chunks.solved, solver=_least_memory if self.job.policy == "planned" else self._solved)
         most = dict.fromkeys([NOTHING, *(shares[-1] for shares in self._shares(stage) if shares)])
         found = [self._offloading(stage, share, None, solver) for share in most]
         return min(found, key=lambda answer: answer.peak_bytes)
 
     def refined(self, answer: StageAnswer, enough_s: float = 0.0) -> tuple[StageAnswer, ...]:
-        """Faster answers: every layer may differ, and replays of cool-down share the receive. Layers differ only where that may
-        save more than `enough_s` of a micro-batch.
+        """Return faster answers, in which every layer may differ and several halves share the receive for recomputation.
 
-        The first one has the same share offloaded, the last one the smallest that fits, as a larger share may pay only while
-        layers are alike; between them the faster of both.
+        Layers differ only if that may save more than `enough_s` of a micro-batch. The first answer offloads the same fraction,
+        the last
+        one the smallest that fits, as a larger one may only pay while layers are alike. Between them is the faster of both.
         """
         if answer.exposed_s == answer.host_late_s == 0:
             return (answer,)
@@ -110,8 +111,10 @@ class Stages:
         return (found,) if self._host_shortage(less) else (found, min(found, less, key=self._late_s), less)
 
     def beginning_ahead(self, answer: StageAnswer) -> StageAnswer:
-        """The answer in which as many of the lowest checkpointed layers as fit begin ahead what they communicate: when backward
-        comes to these, less is held."""
+        """Return the answer in which as many of the lowest checkpointed layers as fit begin their communication ahead. Less is
+        held when
+        backward reaches them.
+        """
         budget_bytes = self._budget_bytes(answer.stage)
         if budget_bytes is None:
             return answer
@@ -126,8 +129,10 @@ class Stages:
         return answer
 
     def keeping_all(self, answer: StageAnswer) -> tuple[StageAnswer, StageAnswer]:
-        """The stage without recomputation and offloading: where that fits, else the answer as it is; and whether it fits or not,
-        because a rehearsal may count less where chunks differ."""
+        """Return the stage without recomputation and offload: if that fits (otherwise the answer unchanged), and regardless of
+        the budget,
+        because a rehearsal may count less if chunks differ.
+        """
         keeping = partial(Chunks.solved, solver=baselines.keep_all)
         kept, budget_bytes = self._offloading(answer.stage, NOTHING, None, keeping), self._budget_bytes(answer.stage)
         return answer if budget_bytes is not None and kept.peak_bytes > budget_bytes else kept, kept
@@ -149,7 +154,7 @@ class Stages:
                 self._smallest.setdefault(stage, share)
                 if best is None or self._late_s(candidate) < self._late_s(best):
                     best = candidate
-                if candidate.exposed_copies_s >= self._late_s(best):  # a larger share copies more
+                if candidate.exposed_copies_s >= self._late_s(best):  # a larger fraction copies more
                     break
         if best is None:
             raise Infeasible(NOTHING_FITS, problems())
@@ -160,7 +165,7 @@ class Stages:
         return None if budget_bytes is None else budget_bytes - self.copied_bytes
 
     def _shares(self, stage: int) -> Iterator[list[Share]]:
-        """The shares that are tried: between passes, and within micro-batches."""
+        """Yield the fractions to try: between passes, and within micro-batches."""
         asked = self.job.offload_ratio
         within = asked != 0 and may_go_within(self.job) and (asked == "auto" or self.job.parallel.pipeline == 1)
         between = asked != 0 and chunks_in_flight(self.job, stage) > CHUNKS_NOT_OFFLOADED
@@ -168,7 +173,7 @@ class Stages:
         if between or not within:
             yield self._allowed(stage, map(Share, ratios if between else [0.0]))
         if within:
-            if asked == "auto":  # what is not hidden spares nothing, as it is waited for in the end
+            if asked == "auto":  # exposed copies save no memory, because they are waited for at the end
                 hidden = self._leaver(stage).hidden_bytes() / max(1, self._kept_bytes(stage))
                 ratios = [floor(1000 * ratio * min(1.0, hidden)) / 1000 for ratio in ratios]
             yield self._allowed(stage, (Share(ratio, within=ratio > 0) for ratio in ratios if ratio or not between))
@@ -196,7 +201,7 @@ class Stages:
         return chunks.sharing(stage, budget_bytes, chunks.solved(stage, in_flight, budget_bytes, solver, self._solved))
 
     def _solved(self, problem: StageProblem) -> Solved:
-        """The choices that a policy makes. Those of stock Megatron replay on demand, as it does."""
+        """Return a policy's answer. Policies of stock Megatron recompute on demand."""
         if self.job.policy == "planned":
             return host_bound.solve(problem, self._swept)
         answer = baselines.of_policy(problem, self.job.policy)
@@ -205,7 +210,7 @@ class Stages:
         return answer
 
     def _paced(self, share: Share, problem: StageProblem, solver: Solver | None = None) -> Solved:
-        """The choices that keep no more than such that the share of it is copied to the host during a forward of the layers."""
+        """Return an answer of which this fraction can be copied to the host during a forward of the layers."""
         solver = solver or self._solved
         copy_s = self.profile.link_s("host", COPIED_BYTES)
         most_bytes = COPIED_BYTES * problem.forward_s / (copy_s * share.ratio) if copy_s else inf
@@ -217,7 +222,9 @@ class Stages:
         return solved
 
     def _leaving(self, stage: int, asked: Share, share: float, solved: Callable[[float], SolvedChunks]) -> StageAnswer:
-        """The answer where so much is asked for and `share` is offloaded. `solved`: solves the chunks for so many in flight."""
+        """Return the answer that offloads `share` where `asked` was requested. `solved`: solves the chunks for a number in
+        flight.
+        """
         count = chunks_in_flight(self.job, stage)
         chunks = solved(count - (count - CHUNKS_NOT_OFFLOADED) * share if share else count)
         received_bytes = self._shape.input_bytes
@@ -227,7 +234,7 @@ class Stages:
         )
 
     def _within(self, stage: int, share: Share, budget_bytes: int | None, solver: Callable[..., SolvedChunks]) -> StageAnswer:
-        """The answer of a stage that offloads within a micro-batch a share of what it would keep if it replayed nothing."""
+        """Return the answer of a stage that offloads, within micro-batches, a fraction of its bytes without recomputation."""
         leaver = self._leaver(stage)
         asked_bytes = int(share.ratio * self._kept_bytes(stage))
         count = leaver.in_flight
@@ -245,13 +252,13 @@ class Stages:
         return self._leavers[stage]
 
     def _kept_bytes(self, stage: int) -> int:
-        """What the stage keeps of one micro-batch if it replays nothing."""
+        """Return the bytes that the stage keeps of one micro-batch without recomputation."""
         if stage not in self._kept:
             self._kept[stage] = self._chunks.solved(stage, 1, None, baselines.keep_all).most_resident_bytes
         return self._kept[stage]
 
     def _stock(self, stage: int) -> StageSeconds:
-        """The stage without replays, whatever it offloads."""
+        """Return the seconds of the stage without recomputation."""
         if stage not in self._stocks:
             self._stocks[stage] = stage_seconds(self.job, self.profile, stage)
         return self._stocks[stage]
@@ -275,7 +282,7 @@ class Stages:
         return Problem(f"host memory of a node, stage {answer.stage}", found, in_words(self.job, left_bytes))
 
     def _shortage(self, stage: int, error: Infeasible) -> list[Problem]:
-        """Says by how much the device's memory is exceeded, if that is what binds; else what the solver says."""
+        """Return the shortage of device memory if that binds, and otherwise the solver's problems."""
         beside, budget_bytes = most_beside_layers(self.job, stage), self.job.memory_budget_bytes
         least = self.least(stage)
         missing = beside.total + least.peak_bytes - budget_bytes
@@ -300,7 +307,7 @@ class Stages:
 
     @cached_property
     def _smallest(self) -> dict[int, Share]:
-        """The smallest share with which each stage fits, between passes if that is tried."""
+        """Smallest fraction with which each stage fits, between passes if that is tried."""
         return {}
 
     @cached_property
@@ -334,7 +341,7 @@ class Stages:
 
 
 def _least_memory(problem: StageProblem) -> Solved:
-    """With groups of layers that keep one input, where that holds less."""
+    """Return the answer with the least peak, with groups of layers that keep one input if these need less."""
     return groups.leaner(problem, least_memory(problem))
 
 

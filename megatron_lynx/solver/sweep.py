@@ -1,28 +1,29 @@
-"""Solves a stage by a sweep over the price of a byte: what each half does if a byte is worth so many seconds.
+r"""Solves a stage by a sweep over the price of a byte.
 
-    exposed │ o               Of each kind of half the options that some price makes the best one: the corners of the line
-    seconds │  \\              below which no option lies. As the price rises, all kinds go down their lines, one corner after
-            │    o ─ _        the other, the cheapest step of any kind first. How a half's bytes are weighed, decides which
-            │          ─ o    line it is (`WEIGHINGS`): as it holds them while backward is elsewhere, or at its own moments.
+    exposed │ o               Of each kind of half, the options on the lower convex hull: the best ones at some price. As the
+    price
+    seconds │  \\              rises, all kinds move along their hulls, the cheapest step of any kind first. Bytes of a half are
+            │    o ─ _        weighed in several ways (`WEIGHINGS`): as held while backward is elsewhere, or at its own moments.
+            │          ─ o
             └────────────── bytes held
 
     layers of one stage     1 ... n-k-1     n-k ... n-1          n
     choice                      X               Y          any options of both halves
 
-X and Y are neighbours on one line, or what two lines say at one price: so layers are of two sorts at most, the faster one below
-as a rule, where less is held when its backward runs. The last layer, at which most is held, is chosen apart. Checkpointed layers
-are one more sort, which holds least: the lowest layers, because all of one is there at once when those above are over. Their
-point is on no half's line, but where a straight line from it touches that of whole layers, X is about there. Every such answer
-is priced, and the best one taken:
+X and Y are neighbours on one hull, or the choices of two hulls at one price, so layers are of two sorts at most. The faster one
+is
+usually below, where less is held when its backward runs. The last layer, where the peak is, is chosen separately. Checkpointed
+layers are one more sort, which holds least. They are the lowest layers, because all of a layer is recomputed when those above are
+finished. They lie on no half's hull; X is near the point where the line from them touches the hull of whole layers. All these
+answers are priced, and the best is taken:
 
     with a budget     fastest backward, then least peak, then fewest resident bytes
-    without one       all layers alike, nothing checkpointed, and every replay in the window of its backward that hides most of
-                      it, because leaving a window empty saves no memory: least peak, then fastest backward, then fewest
-                      resident bytes
+    without one       all layers alike, no checkpoints, every recomputation in the window of its backward that hides most, because
+                      leaving a window empty saves no memory: least peak, then fastest backward, then fewest resident bytes
 
-Which answers these are does not depend on the budget, so more of it never costs time. The peak of an answer is a sum, as
-`cost.memory` has it, of what the last layer and all others hold at the moments of the last layer (five, with the one before
-backward begins); behind these it is that of the others alone. So a table of all lower layers and all last ones is cheap.
+The set of answers does not depend on the budget, so a larger budget never costs time. The peak (`cost.memory`) is a sum of
+the bytes of the last layer and all others at the last layer's moments (five, with the one before backward begins). After these it
+depends on the others alone. A table of all lower layers and all last layers is therefore cheap.
 """
 
 from __future__ import annotations
@@ -47,50 +48,52 @@ from megatron_lynx.solver.problem import Choices, Columns, Floats, StageProblem,
 from megatron_lynx.units import SECOND_DIGITS
 
 WEIGHINGS = (("held", 0.0), ("most", 0.5), ("most", 1.0), ("ends", 0.5), ("ends", 1.0), ("-1", 0.5), ("-1", 1.0))
-"""How bytes of a half are weighed: at which of its own moments (`cost.memory.COLUMNS`, or the one at which most is there), and
-which part of the weight these have. The other part has what it holds before. Resident bytes of other micro-batches count in any
-case."""
+"""How bytes of a half are weighed: the moment of its own (`cost.memory.COLUMNS`, or the largest one) and its weight. The rest
+of the weight is on the bytes held before. Resident bytes of other micro-batches always count.
+"""
 
 NEIGHBOURS = 2
-"""So many corners apart two sorts of layers are at most."""
+"""Largest distance in corners between two sorts of layers."""
 
 MOST_ALIKE = 20_000
-"""So many ways in which all layers are alike are looked at for the least memory, and beyond them only options that are not beaten
-in seconds and in two kinds of bytes, and of these every second one."""
+"""Ways with all layers alike that are considered for the least memory. Beyond that, only options that no other one beats in
+seconds
+and two kinds of bytes, and of these every second one.
+"""
 
 MOST_ON_TOP = 24
-"""The same of one half of the last layer."""
+"""The same for one half of the last layer."""
 
 BATCH = 64
-"""Ways of the lower layers that are put together with all last ones at once."""
+"""Ways of the lower layers that are combined with all last layers at once."""
 
 MOST_BYTES = 10**100
-"""Larger budgets are cut to this one."""
+"""Larger budgets are cut to this."""
 
 ROUNDED_S = 1e-11
-"""Rounding seconds changes them by less than this."""
+"""Largest change of seconds by rounding."""
 
 RECENT = 2
-"""The ways of so many problems are remembered: chunks beside each other and the model's last one take turns."""
+"""Problems whose ways are remembered: chunks beside each other and the model's last one take turns."""
 
 Numbers = NDArray[np.intp]
 Corner = tuple[int, ...]
-"""By kind of half the number of its option."""
+"""Number of the option of each kind of half."""
 
 
 @dataclass(frozen=True)
 class Sweeps:
-    """`solve` for problem after problem: those that differ in their budget and in the loss alone have their ways in common."""
+    """`solve` for a series of problems: those that differ only in budget and loss share their ways."""
 
     recent: deque[_Ways] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def __call__(self, problem: StageProblem) -> Solved:
-        """As `solve` has it. Several layers keep one input only where nothing else fits."""
+        """Return the same as `solve`. Several layers keep one input only if nothing else fits."""
         if problem.budget_bytes is None:
             return least_memory(problem.plain.best_seated)
         sweep = _Sweep(problem, self.ways(problem))
         answer = sweep.fastest(float(min(problem.budget_bytes, MOST_BYTES)))
-        if answer is None or answer.peak_bytes > problem.budget_bytes:  # what is beyond 2^53 bytes was rounded
+        if answer is None or answer.peak_bytes > problem.budget_bytes:  # beyond 2^53 bytes were rounded
             answer = sweep.leanest()
         if answer.peak_bytes <= problem.budget_bytes:
             return answer
@@ -100,7 +103,7 @@ class Sweeps:
         return grouped
 
     def ways(self, problem: StageProblem) -> _Ways:
-        """All ways of a problem's halves, the same ones if they were asked for just before."""
+        """Return all ways of a problem's halves, the same object for recent problems."""
         found = next((ways for ways in self.recent if ways.are_of(problem)), None)
         if found is None:
             found = _Ways(problem.halves, problem.in_flight)
@@ -111,20 +114,20 @@ class Sweeps:
 
 
 def solve(problem: StageProblem) -> Solved:
-    """The best answer. Raises `Infeasible` when not even the least memory fits the budget."""
+    """Return the best answer. Raises `Infeasible` if the least memory exceeds the budget."""
     return Sweeps()(problem)
 
 
 def least_memory(problem: StageProblem) -> Solved:
-    """The answer with all layers alike that has the least peak, whatever it exposes. Ties: as without a budget."""
+    """Return the answer with all layers alike and the least peak. Ties: see `solve` without a budget."""
     return _Sweep(problem, Sweeps().ways(problem)).leanest()
 
 
 class _Part(NamedTuple):
-    """Answers for some halves of a stage, a row each."""
+    """Answers for some halves of a stage, one in a row."""
 
     chosen: Numbers
-    """Numbers of options, in the order of a backward."""
+    """Numbers of options, in backward order."""
     longer_s: Floats
     resident: Floats
     held: Floats
@@ -133,13 +136,13 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True)
 class _Sweep:
-    """One problem, and all ways to answer it that are looked at."""
+    """One problem, and all its ways."""
 
     problem: StageProblem
     ways: _Ways
 
     def fastest(self, budget_bytes: float) -> Solved | None:
-        """The fastest that keeps the budget, if any does."""
+        """Return the fastest answer within the budget, or None."""
         if self._bound_bytes > budget_bytes:
             return None
         lower = self.ways.lower
@@ -157,13 +160,13 @@ class _Sweep:
 
     @property
     def _bound_bytes(self) -> float:
-        """No answer holds less when backward begins: every half does what then holds least."""
+        """Lower bound of the bytes held when backward begins: every half takes the option with the fewest."""
         others, columns = self.problem.in_flight - 1, [choices.columns for choices in self.ways.backward]
         least = sum(float((others * each.resident + each.moments[:, 0]).min()) for each in columns)
         return floor(self.problem.loss_bytes + least)
 
     def leanest(self) -> Solved:
-        """The one that holds least, of those whose layers are alike."""
+        """Return the answer with the least peak of those with all layers alike."""
         lower = self.ways.lower_alike
         least = self._least_peaks(lower)
         ordered = np.argsort(least, kind="stable")
@@ -184,7 +187,7 @@ class _Sweep:
         return Solved(layers_of(backward[::-1]), self.problem.in_flight, loss_bytes=self.problem.loss_bytes)
 
     def _costs(self, lower: _Part, rows: Numbers) -> tuple[Floats, Floats, Floats]:
-        """Seconds, peaks and resident bytes: (rows of the lower layers, rows of the last one)."""
+        """Return seconds, peaks and resident bytes: (rows of the lower layers, rows of the last layer)."""
         last, on_top = self._last, self._last.held.shape[-1]
         held = np.maximum(
             (lower.held[rows, None, :on_top] + last.held).max(axis=-1), lower.held[rows, on_top:].max(axis=-1, initial=0)[:, None]
@@ -194,7 +197,7 @@ class _Sweep:
         return np.round(lower.longer_s[rows, None] + last.longer_s, SECOND_DIGITS), peaks, resident
 
     def _least_peaks(self, lower: _Part) -> Floats:
-        """No last layer makes the peak of these lower ones less than this."""
+        """Return a lower bound of the peak of these lower layers with any last layer."""
         least = np.zeros(lower.held.shape[-1])
         least[: self._last.held.shape[-1]] = self._last.held.min(axis=0)
         others = np.ceil((self.problem.in_flight - 1) * (lower.resident + self._last.resident.min()))
@@ -202,7 +205,7 @@ class _Sweep:
 
     @cached_property
     def _last(self) -> _Part:
-        """Every way of the last layer, beside which there is the loss before its backward begins."""
+        """Every way of the last layer, with the loss added before its backward begins."""
         last = self.ways.last
         held = last.held.copy()
         held[:, 0] += self.problem.loss_bytes
@@ -211,20 +214,20 @@ class _Sweep:
 
 @dataclass(frozen=True, eq=False)
 class _Ways:
-    """Each way of the lower layers, and each of the last one, whatever the budget."""
+    """All ways of the lower layers and of the last one, for any budget."""
 
     halves: tuple[Choices, ...]
-    """The choices of every half, in forward order."""
+    """Choices of every half, in forward order."""
     in_flight: float
 
     def are_of(self, problem: StageProblem) -> bool:
-        """Whether they are those of a problem: of the very same choices, which takes no time to see."""
+        """Whether these are the ways of a problem, compared by identity of its choices."""
         alike = self.in_flight == problem.in_flight and len(self.halves) == len(problem.halves)
         return alike and all(map(is_, self.halves, problem.halves))
 
     @cached_property
     def last(self) -> _Part:
-        """Every way of the last layer."""
+        """All ways of the last layer."""
         offered = [self._worth_it(choices, MOST_ON_TOP) for choices in self.backward[: len(HALVES)]]
         chosen = np.stack([numbers.ravel() for numbers in np.meshgrid(*offered, indexing="ij")], axis=-1)
         whole = [[_joined(choices) for choices in self.backward[: len(HALVES)]]]
@@ -232,16 +235,16 @@ class _Ways:
 
     @cached_property
     def lower(self) -> _Part:
-        """Every way of the lower layers, alike or of two sorts."""
+        """All ways of the lower layers, alike or of two sorts."""
         return self._part(self._of_two_sorts, len(HALVES))
 
     @property
     def lower_alike(self) -> _Part:
-        """Every way of the lower layers in which all are alike."""
+        """All ways of the lower layers with all of them alike."""
         return self._part(self._alike, len(HALVES))
 
     def _part(self, chosen: Numbers, first: int) -> _Part:
-        """These options of halves, from the first one of these in the order of a backward on."""
+        """Return these options of halves, from half `first` on in backward order."""
         every, halves = self._every_option, slice(first, first + chosen.shape[1])
         options = chosen + self._first_options[halves]
         columns = np.zeros((len(chosen), halves.stop, len(COLUMNS)))
@@ -250,20 +253,20 @@ class _Ways:
 
     @cached_property
     def _every_option(self) -> Columns:
-        """The options of all kinds of halves, one kind behind the other."""
+        """Options of all kinds of halves, concatenated."""
         kinds = {id(choices): choices.columns for choices in self.backward}
         return Columns(*(np.concatenate(costs) for costs in zip(*kinds.values(), strict=True)))
 
     @cached_property
     def _first_options(self) -> Numbers:
-        """Where in these the options of each half begin."""
+        """Index of each half's first option in these."""
         kinds = {id(choices): len(choices) for choices in self.backward}
         begins = dict(zip(kinds, accumulate(kinds.values(), initial=0), strict=False))
         return np.array([begins[id(choices)] for choices in self.backward], dtype=np.intp)
 
     @property
     def _of_two_sorts(self) -> Numbers:
-        """Options of the lower layers' halves, where layers are alike or of two sorts; a row for each."""
+        """Options of the lower layers' halves with layers alike or of two sorts; one way in a row."""
         pairs = np.array(list(dict.fromkeys(self._pairs)), dtype=np.intp)
         below, above = pairs[:, 0, self._kind_of_half], pairs[:, 1, self._kind_of_half]
         alike, halves = (pairs[:, 0] == pairs[:, 1]).all(axis=-1), below.shape[1]
@@ -273,7 +276,7 @@ class _Ways:
 
     @property
     def _pairs(self) -> Iterator[tuple[Corner, Corner]]:
-        """What lower layers do, and what those above them do. [X, Y]"""
+        """Yield the options of the lower layers, and of those above them. [X, Y]"""
         lines = [self._corners(*weighing) for weighing in WEIGHINGS]
         for corners, _ in lines:
             for apart in range(NEIGHBOURS + 1):
@@ -287,7 +290,7 @@ class _Ways:
             yield from ((corners[own], more[other]) for own, other in zip(at.tolist(), beside.tolist(), strict=True))
 
     def _with_checkpoints(self, corners: Sequence[Corner], moment: str, part: float) -> Iterator[tuple[Corner, Corner]]:
-        """Corners below which layers are checkpointed: the one from which a byte is dearest to gain so, and its neighbours."""
+        """Yield corners above checkpointed layers: the one from which the price of a byte is lowest, and its neighbours."""
         weighed = [self._weighed(choices, moment, part) for choices in self._kinds]
         for layers in self._checkpointable:
             replaced = {kind: len(self._kinds[kind]) - 1 for layer in layers for kind in layer}
@@ -308,7 +311,7 @@ class _Ways:
 
     @cached_property
     def _checkpointable(self) -> list[tuple[tuple[int, ...], ...]]:
-        """Sets of kinds of lower layers, of which all can be checkpointed: each by the kinds of its halves."""
+        """Sets of kinds of lower layers that can be checkpointed, each given by the kinds of its halves."""
         of_layers = map(tuple, self._kind_of_half.reshape(-1, len(HALVES)).tolist())
         layers = [layer for layer in dict.fromkeys(of_layers) if self._may_join(layer)]
         return [chosen for count in range(1, len(layers) + 1) for chosen in combinations(layers, count)]
@@ -317,13 +320,13 @@ class _Ways:
         return all(self._kinds[kind].joined for kind in layer)
 
     def _weighed(self, choices: Choices, moment: str, part: float) -> Floats:
-        """What options of a kind hold, as a line weighs it."""
+        """Return the weighed bytes of a kind's options."""
         columns = choices.columns
         own = columns.moments.max(axis=-1) if moment == "most" else columns.moments[:, COLUMNS.index(moment)]
         return np.asarray((self.in_flight - 1) * columns.resident + (1 - part) * columns.moments[:, 0] + part * own)
 
     def _corners(self, moment: str, part: float) -> tuple[list[Corner], list[float]]:
-        """Options of all kinds at rising prices, and from which price on."""
+        """Return the options of all kinds at rising prices, and the price from which each applies."""
         lines = [self._line(choices, moment, part) for choices in self._kinds]
         steps = sorted((price, place, kind) for kind, (_, prices) in enumerate(lines) for place, price in enumerate(prices))
         corners, prices = [tuple(line[0] for line, _ in lines)], [-np.inf]
@@ -334,8 +337,9 @@ class _Ways:
         return corners, prices
 
     def _line(self, choices: Choices, moment: str, part: float) -> tuple[list[int], list[float]]:
-        """The corners of one kind, from its fastest option to the one that holds least, and the price of each step. Of equals the
-        one that holds least at the other moments."""
+        """Return the corners of one kind, from its fastest option to the one that holds least, and the price of each step.
+        Ties go to the fewest bytes at the other moments.
+        """
         apart = slice(len(choices) - len(choices.joined))
         columns, weighed = choices.columns.at(apart), self._weighed(choices, moment, part)[apart]
         held, most = columns.moments[:, 0], columns.moments.max(axis=-1)
@@ -351,7 +355,7 @@ class _Ways:
 
     @property
     def _alike(self) -> Numbers:
-        """Options of the lower layers' halves, where all layers are alike; a row for each."""
+        """Options of the lower layers' halves with all layers alike; one way in a row."""
         offered = [np.arange(len(choices) - len(choices.joined)) for choices in self._kinds]
         if prod(map(len, offered)) > MOST_ALIKE:
             offered = [self._worth_it(choices, 0) for choices in self._kinds]
@@ -370,8 +374,9 @@ class _Ways:
         return ways[:, self._kind_of_half]
 
     def _worth_it(self, choices: Choices, most: int) -> Numbers:
-        """The options of a kind, or where they are more than so many, those that no other one beats in seconds and in bytes: what
-        a half holds while backward is elsewhere, and as if it were the one with the peak."""
+        """Return all options of a kind if they are at most `most`, otherwise those that no other one beats in seconds and in
+        bytes: its bytes while backward is elsewhere, and at its largest moment.
+        """
         apart = len(choices) - len(choices.joined)
         if apart <= most:
             return np.arange(apart)
@@ -381,13 +386,12 @@ class _Ways:
 
     @cached_property
     def backward(self) -> list[Choices]:
-        """The options of every half that no other one beats, in the order of a backward. Those of whole layers come last."""
+        """Options of every half that no other one beats, in backward order. Those of whole layers come last."""
         return [choices.unbeaten for choices in self.halves[::-1]]
 
     @cached_property
     def _kinds(self) -> list[Choices]:
-        """The kinds of the lower layers' halves, told apart by identity: options of kinds that are alike have windows in other
-        places."""
+        """Kinds of the lower layers' halves by identity: equal kinds may have windows in other places."""
         return list({id(choices): choices for choices in self.backward[len(HALVES) :]}.values())
 
     @cached_property
@@ -397,17 +401,17 @@ class _Ways:
 
 
 def _price(faster: tuple[int, float, float], leaner: tuple[int, float, float]) -> float:
-    """Seconds for a byte."""
+    """Return seconds for a byte."""
     return (leaner[1] - faster[1]) / (faster[2] - leaner[2])
 
 
 def _joined(choices: Choices) -> int | None:
-    """Which of them is a half of a layer that is checkpointed, if any is."""
+    """Return the number of the option of a checkpointed layer, or None."""
     return len(choices) - 1 if choices.joined else None
 
 
 def _first(*costs: Floats) -> tuple[int, int]:
-    """Where a table of costs is least in the first one, among these in the next, and so on."""
+    """Return the position with the least first cost; ties go to the next cost, and so on."""
     chosen = np.arange(costs[0].size)
     for cost in costs:
         values = cost.ravel()[chosen]
@@ -417,6 +421,6 @@ def _first(*costs: Floats) -> tuple[int, int]:
 
 
 def _every_second(choices: Choices, numbers: Sequence[int] | Numbers) -> Numbers:
-    """Half of them, from the one that holds least to the fastest of those that keep most, both of these included."""
+    """Return every second one, from the one that holds least to the fastest of those that keep most, both included."""
     ordered = sorted(numbers, key=lambda number: (choices[number].memory.resident, -choices[number].longer_s))
     return np.array([*compress(ordered[:-1], cycle((True, False))), ordered[-1]], dtype=np.intp)
