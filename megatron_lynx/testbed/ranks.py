@@ -214,9 +214,7 @@ class Hosts:
     def description(self) -> str:
         return "one rank, no links" if self.ranks == 1 else self.network.description
 
-    def run(
-        self, function: Callable[..., Any], *args: Any, unshaped: bool = False, env: Mapping[str, str] | None = None
-    ) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, unshaped: bool = False) -> list[Any]:
         """Run `function(rank, *args)` on fresh ranks; return the results by rank.
 
         `unshaped` ignores the link's rate. Raises errors of this package as they are, others as `RankError`.
@@ -224,7 +222,7 @@ class Hosts:
         network = Links() if unshaped else self.network
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.device == "cpu" else {}
         try:
-            settings = {"links": network, "env": {**hidden, **(env or {})}, "compiler": self.compiler}
+            settings = {"links": network, "env": hidden, "compiler": self.compiler}
             return run_ranks(function, self.ranks, *args, timeout_s=LONGEST_RUN_S, **settings)
         except RankError as error:
             if isinstance(error.__cause__, LynxError):
