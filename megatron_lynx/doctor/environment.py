@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 from megatron_lynx.doctor.finding import Finding
 from megatron_lynx.environment import (
@@ -103,64 +103,31 @@ BLACKWELL = ("B100", "B200", "B300", "Blackwell", "GB10")
 SHARDED = ("use_megatron_fsdp", "use_torch_fsdp2")
 SPLIT = ("tensor_model_parallel_size", "context_parallel_size")
 
-Wanted = Literal["one", "several", "any"]
-
 
 def hardware_queues(variables: Mapping[str, str], given: Given | None, gpus: Sequence[str]) -> Iterator[Finding]:
     """`given`: the launch's arguments, if any. `gpus`: names of the local GPUs, or the cluster."""
     value, blackwell = variables.get(TOPIC), any(chip.lower() in name.lower() for name in gpus for chip in BLACKWELL)
-    yield _without_launch(value, blackwell) if given is None else _of_launch(value, given, blackwell, known=bool(gpus))
-    if value == "1":
-        yield from _timed_collectives(variables)
-
-
-def _without_launch(value: str | None, blackwell: bool) -> Finding:
-    if value != "1":
-        return Finding(TOPIC, "good", value or "not set")
-    return _needless("on Blackwell") if blackwell else _as_megatron_wants_it()
-
-
-def _of_launch(value: str | None, given: Given, blackwell: bool, *, known: bool) -> Finding:
-    wanted = _wanted(given, blackwell)
-    if wanted == "several" and value == "1":
-        return Finding(TOPIC, "defeats", value, "Megatron stops: sharded parameters need several queues", "unset it, or set 32")
-    if wanted == "one" and value != "1":
+    split = given is None or any((given[name] or 1) > 1 for name in SPLIT)
+    sharded = given is not None and any(given[name] for name in SHARDED)
+    overlapped = given is None or bool(given["overlap_moe_expert_parallel_comm"])
+    if sharded and value == "1":
+        needs = "Megatron stops: sharded parameters need several queues"
+        yield Finding(TOPIC, "defeats", value, needs, "unset it, or set 32")
+    elif value != "1" and split and not (sharded or blackwell or overlapped):
         needs = "Megatron stops: with tensor or context parallelism it needs one queue on GPUs before Blackwell"
-        todo = "set 1" if known else "set 1, unless the launch is for Blackwell: --cluster says so"
-        return Finding(TOPIC, "defeats", value or "not set", needs, todo)
-    if value != "1":
-        return Finding(TOPIC, "good", value or "not set")
-    if blackwell or not _split(given):
-        return _needless("on Blackwell" if blackwell else "without tensor or context parallelism")
-    return _as_megatron_wants_it()
-
-
-def _wanted(given: Given, blackwell: bool) -> Wanted:
-    if any(given[name] for name in SHARDED):
-        return "several"
-    if blackwell or not _split(given) or given["overlap_moe_expert_parallel_comm"]:
-        return "any"
-    return "one"
-
-
-def _split(given: Given) -> bool:
-    return any((given[name] or 1) > 1 for name in SPLIT)
-
-
-def _needless(why: str) -> Finding:
-    costs = "all streams share one queue: replays may wait behind collectives; Megatron does not need it here"
-    return Finding(TOPIC, "slows", f"1, {why}", costs, "unset it, or set 32")
-
-
-def _as_megatron_wants_it() -> Finding:
-    costs = "one queue for all streams: the gain of overlap differs by up to 2x with the order of launches"
-    return Finding(TOPIC, "note", "1, as Megatron wants it before Blackwell", costs, "measure: megatron-lynx compare")
-
-
-def _timed_collectives(variables: Mapping[str, str]) -> Iterator[Finding]:
-    """A timing event blocks the only hardware queue (measured on an H100: benchmarks/results/2026-11-22-hardware-queues.md)."""
-    for name in ("TORCH_NCCL_ENABLE_TIMING", "TORCH_NCCL_DESYNC_DEBUG"):
-        if switched_on(variables, name):
+        todo = "set 1" if gpus else "set 1, unless the launch is for Blackwell: --cluster says so"
+        yield Finding(TOPIC, "defeats", value or "not set", needs, todo)
+    elif value != "1":
+        yield Finding(TOPIC, "good", value or "not set")
+    elif blackwell or not split:
+        costs = "all streams share one queue: replays may wait behind collectives; Megatron does not need it here"
+        why = "on Blackwell" if blackwell else "without tensor or context parallelism"
+        yield Finding(TOPIC, "slows", f"1, {why}", costs, "unset it, or set 32")
+    else:
+        costs = "one queue for all streams: the gain of overlap differs by up to 2x with the order of launches"
+        yield Finding(TOPIC, "note", "1, as Megatron wants it before Blackwell", costs, "measure: megatron-lynx compare")
+    for name in ("TORCH_NCCL_ENABLE_TIMING", "TORCH_NCCL_DESYNC_DEBUG") if value == "1" else ():
+        if switched_on(variables, name):  # measured on an H100: benchmarks/results/2026-11-22-hardware-queues.md
             costs = "torch takes the time behind every collective; with one hardware queue compute waits for it: nothing overlaps"
             yield Finding(name, "defeats", f"set, with {TOPIC}=1", costs, "unset it")
 

@@ -30,7 +30,7 @@ from megatron_lynx.bridge_settings import BridgeSettings
 from megatron_lynx.errors import ConfigError, LynxError, Problem
 from megatron_lynx.launch.ending import Ended
 from megatron_lynx.launch.flags import PREFIX
-from megatron_lynx.launch.hosts import Told, around
+from megatron_lynx.launch.hosts import Host, Told, around
 from megatron_lynx.launch.message import stop
 
 TRAINING = "megatron.bridge.training"
@@ -60,7 +60,7 @@ class Settings(BridgeSettings):
         return getattr(getattr(self.cfg, place[0]), place[1])
 
 
-class Bridge:
+class Bridge(Host):
     name = "Megatron-Bridge"
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from importlib import import_module
@@ -52,8 +52,8 @@ class Host(Protocol):
     """Its name in messages."""
 
     def arguments_of(self, words: Sequence[str]) -> Sequence[str]:
-        """The script's `sys.argv[1:]`, with our flags or without."""
-        ...
+        """The script's `sys.argv[1:]`. Megatron-LM's parser shows and records our flags."""
+        return words
 
     def find(self, script: str) -> None:
         """Raises `ConfigError` if the framework cannot be imported as the script would import it."""
@@ -63,9 +63,9 @@ class Host(Protocol):
         """Hooks that call `told` when distributed is initialised, around the training loop, and around a step."""
         ...
 
-    def refused(self, args: Any) -> Iterator[Problem]:
+    def refused(self, args: Any) -> Iterable[Problem]:
         """Settings of the framework that no plan can run with, beyond those that the model and its flags are checked for."""
-        ...
+        return ()
 
     def writers(self) -> tuple[Any, Any]:
         """The writers of TensorBoard and W&B; None on most ranks."""
@@ -73,7 +73,7 @@ class Host(Protocol):
 
     def spoken(self, problem: Problem) -> Problem:
         """A problem in the words of the framework's users: flags, or settings of a configuration."""
-        ...
+        return problem
 
 
 def around(module: Any, name: str, context: Callable[[dict[str, Any]], AbstractContextManager[None]], what: str) -> Claim:
@@ -102,12 +102,8 @@ def host_named(name: str) -> Host:
     return MegatronLM()
 
 
-class MegatronLM:
+class MegatronLM(Host):
     name = "Megatron-LM"
-
-    def arguments_of(self, words: Sequence[str]) -> Sequence[str]:
-        """All of them: Megatron's parser shows and records our flags."""
-        return words
 
     def find(self, script: str) -> None:
         try:
@@ -138,16 +134,10 @@ class MegatronLM:
         loop = around(training, "train", lambda given: told.training(given["model"], given["optimizer"]), "is the training loop")
         yield from (loop, around(training, "train_step", told.step, "is one step"))
 
-    def refused(self, args: Any) -> Iterator[Problem]:
-        return iter(())
-
     def writers(self) -> tuple[Any, Any]:
         from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
         return get_tensorboard_writer(), get_wandb_writer()
-
-    def spoken(self, problem: Problem) -> Problem:
-        return problem
 
 
 def printable(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
