@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron_lynx.advise import Answer, answered, verdict
 from megatron_lynx.advise.today import Row, asked_launch, row_of
 from megatron_lynx.errors import ConfigError, Problem
-from megatron_lynx.launch_arguments.files import read_launch_file
+from megatron_lynx.launch_arguments.command_line import read_launch_file
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.units import GIB
 

@@ -23,7 +23,7 @@ from megatron_lynx.cost.replay import Checkpoint
 from megatron_lynx.cost.section import priced as priced_section
 from megatron_lynx.cost.stage import chunks_in_flight
 from megatron_lynx.errors import Infeasible, LynxError
-from megatron_lynx.launch_arguments.files import read_launch_file
+from megatron_lynx.launch_arguments.command_line import read_launch_file
 from megatron_lynx.planner import Decision, decide
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile

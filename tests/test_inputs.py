@@ -13,7 +13,7 @@ import pytest
 from megatron_lynx import yaml_file
 from megatron_lynx.config.loader import bundled_configs
 from megatron_lynx.errors import ConfigError
-from megatron_lynx.launch_arguments.files import read_launch_file
+from megatron_lynx.launch_arguments.command_line import read_launch_file
 from megatron_lynx.whole_file import write_whole
 from megatron_lynx.yaml_file import read_yaml
 from tests.test_cli import lynx, run_cli

@@ -15,7 +15,7 @@ from megatron_lynx.config.loader import bundled_configs, job_path, load_job
 from megatron_lynx.config.opaque import Opaque
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.kinds.opaque.section import IN_NODES, OpaqueName
-from megatron_lynx.launch_arguments.files import read_launch_file
+from megatron_lynx.launch_arguments.command_line import read_launch_file
 from megatron_lynx.planner.partitioning import partitioned
 from megatron_lynx.planner.uniform import uniform_plan
 from megatron_lynx.profiler.analytic import analytic_profile

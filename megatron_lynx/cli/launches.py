@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 def asked_about(subject: Subject) -> Subject:
     """The subject with all its words, those of a file or a container included. Raises `ConfigError` if it is unclear."""
+    from megatron_lynx.launch_arguments.command_line import read_launch_file
     from megatron_lynx.launch_arguments.container import OPTION as CONTAINER
-    from megatron_lynx.launch_arguments.files import read_launch_file
 
     words, cluster, file = subject.words or [], subject.cluster, subject.launch_file
     if subject.bridge is not None:

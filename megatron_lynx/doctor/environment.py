@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from megatron_lynx.doctor.finding import Finding
+from megatron_lynx.doctor.machine import Finding
 from megatron_lynx.environment import (
     ALLOCATOR,
     AVOIDS_RECORDING,

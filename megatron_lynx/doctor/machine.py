@@ -5,14 +5,30 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Literal
 
 from megatron_lynx.config.cluster import Cluster
-from megatron_lynx.doctor.finding import Finding
 from megatron_lynx.errors import HookRefused
 from megatron_lynx.free_memory import free_memory
 from megatron_lynx.units import GIB, format_bytes
+
+Level = Literal["good", "note", "slows", "defeats"]
+"""good: as it should be; note: worth knowing; slows: overlap gains less; defeats: plans are refused or hide nothing, Megatron
+stops, or stock's gradients are wrong.
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    topic: str
+    level: Level
+    found: str
+    costs: str = ""
+    todo: str = ""
+
 
 BINDERS = ("numactl", "--numa-binding", "--cpu-bind", "--cpu-bind=", "bindpcie")
 """Words of a launcher that bind ranks to their GPU's socket."""

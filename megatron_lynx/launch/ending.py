@@ -120,8 +120,7 @@ def agree(error: LynxError | None, *, same: str | None = None, what: str = "") -
     """Exit on all ranks if one has an error, or if `same` differs between ranks. Collective.
 
     `what` names in words what must be the same. Raises `SystemExit` on every rank, after rank 0 has printed why; without a
-    process
-    group, raises `error`.
+    process group, raises `error`.
     """
     if not dist.is_initialized():
         if error is not None:

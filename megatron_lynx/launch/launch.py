@@ -30,10 +30,9 @@ from megatron_lynx.launch.ending import agree, concluded, gathered_on_rank_0, on
 from megatron_lynx.launch.flags import Flags
 from megatron_lynx.launch.frames import FrameCheck
 from megatron_lynx.launch.hosts import Host
-from megatron_lynx.launch.measuring import DevicePeak
 from megatron_lynx.launch.metrics import Metrics
 from megatron_lynx.launch.out_of_memory import MemoryWatch
-from megatron_lynx.launch.reporter import Reporter, path_of
+from megatron_lynx.launch.reporter import DevicePeak, Reporter, path_of
 from megatron_lynx.limits import ARGUMENTS, refused
 from megatron_lynx.plan import Plan, load_plan
 from megatron_lynx.runtime.device import device_for

@@ -5,8 +5,8 @@
     the end     the last result is written; for W&B before Megatron finishes its run
 
 Megatron logs on its last rank, a stage that offloads nothing in plain 1F1B, so figures of all ranks are reduced to it. The host
-never waits for a device: seconds whose events are not done when a step ends count in the next step. Without gloo only the
-logging rank's figures are written, and rank 0 says so.
+never waits for a device: seconds whose events are not done when a step ends count in the next step. Without gloo only the logging
+rank's figures are written, and rank 0 says so.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ class Metrics:
 
     def step_ends(self, engine: Engine, named: Callable[[Figures], Mapping[str, float | None]] = logged) -> Figures:
         """Take, log and return the engine's counts of this step. `named` returns the logged figures, None if unknown, with the
-        same names on
-        all ranks.
+        same names on all ranks.
         """
         counts = engine.take_counts(exact=False)
         self.total = self.total + counts

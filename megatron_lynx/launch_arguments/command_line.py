@@ -7,18 +7,38 @@ CUDA_DEVICE_MAX_CONNECTIONS=1  torchrun --nproc-per-node 8 --nnodes 4  pretrain_
 The arguments alone are accepted, too; then the number of GPUs is unknown.
 
 under a plan   torchrun ... -m megatron_lynx.launch pretrain_gpt.py ARGUMENTS FLAGS --lynx-plan PLAN
+
+Launches in files. `--launch-file` (`-` for standard input) has one word a line, as `SCRIPT --print` writes them; words may have
+blanks.
+
+# llama3-70b: 64 x H100-80G         a comment: the line is `#`, or begins with `# `
+# cluster: h100-80g                 the cluster, unless --cluster is given
+torchrun
+--nproc-per-node
+8
+
+Megatron's `--yaml-cfg FILE` has the names of its arguments, in two sections and outside of them.
+
+language_model: {num_layers: 24, activation_func: swiglu, ...}     ─┐
+model_parallel: {tensor_model_parallel_size: 2, ...}                ├─> the same values as from arguments
+micro_batch_size: 2                                                ─┘
 """
 
 from __future__ import annotations
 
+import difflib
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from types import MappingProxyType
+from typing import Any
 
 from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.launch_arguments.given import SHELL, Flag, FlagTable, Given, Value, in_range
+from megatron_lynx.whole_file import text_in
+from megatron_lynx.yaml_file import read_yaml
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
@@ -109,3 +129,96 @@ def _product(first: int | None, second: int | None) -> int | None:
 
 def _whole(text: str) -> int | None:
     return int(text) if text.isdecimal() else None
+
+
+OPTION = "--launch-file"
+NEEDED = "a launch, one word a line; comments begin with '# '"
+TODO = "a shell writes one so: printf '%s\\n' torchrun ... > FILE"
+CLUSTER = re.compile(r"#\s+cluster:\s*(\S+)")
+SHELL_LINE = re.compile(r"\S+\s+--\w|\\$")
+"""A line of shell code: several words of a launch, or a continued line."""
+
+
+@dataclass(frozen=True)
+class LaunchFile:
+    words: tuple[str, ...]
+    cluster: str | None = None
+    """Named by a comment; the last one counts."""
+
+
+def read_launch_file(path: Path) -> LaunchFile:
+    """Raises `ConfigError` for a file that cannot be read, is empty, or does not have one word a line."""
+    lines = text_in(path, NEEDED, where=f"{OPTION} {path}", headline=HEADLINE, todo=TODO).splitlines()
+    comments = [line for line in lines if line == "#" or line.startswith("# ")]
+    words = tuple(line for line in lines if line.strip() and line not in comments)
+    if not words:
+        raise _refused(path, "no words" if lines else "an empty file")
+    if (line := next(filter(SHELL_LINE.search, words), None)) is not None:
+        raise _refused(path, f"a line of several words, {line if len(line) < 40 else f'{line[:37]}...'!r}")
+    named = [found[1] for line in comments if (found := CLUSTER.match(line))]
+    return LaunchFile(words, named[-1] if named else None)
+
+
+def _refused(path: Path, found: str) -> ConfigError:
+    return ConfigError(HEADLINE, [Problem(f"{OPTION} {path}", found, NEEDED, TODO)])
+
+
+SECTIONS = ("language_model", "model_parallel")
+BESIDE = ("yaml_cfg", "vocab_size")
+RENAMED = {"num_moe_experts": "num_experts", "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank"}
+"""Fields of Megatron's configuration with another name as an argument."""
+
+ACTIVATIONS = {"gelu": {"swiglu": False}, "swiglu": {"swiglu": True}, "squaredrelu": {"swiglu": False, "squared_relu": True}}
+
+
+def given_file(path: Path, arguments: Given, problems: list[Problem]) -> tuple[Given, list[Problem]]:
+    """Values of a file, which replace the arguments as in Megatron. Only arguments of the tokenizer are used with it."""
+    table, values = arguments.table, {name: arguments.values[name] for name in BESIDE if name in arguments.values}
+    beside = [value.said for name, value in arguments.values.items() if name not in BESIDE]
+    if beside:
+        needed = "no flag beside it: Megatron reads only the file"
+        problems = [*problems, Problem("--yaml-cfg", f"also {', '.join(beside)}", needed)]
+    found = list(problems)
+    for key, name, value in _entries(read_yaml(path)):
+        flag = next((flag for flag in table.of_name.get(name, ()) if arguments.release in flag.releases), None)
+        flag = flag or next(iter(table.of_name.get(name, ())), None)
+        if flag is None:
+            if name not in table.no_flag and not (value is None or value is False):
+                found.append(_unknown(f"{path}: {key}", name, table))
+        elif value is not None:
+            values[name] = Value(flag, key, checked(flag, f"{path}: {key}", value, found))
+    return Given(values, arguments.releases, table, arguments.unknown), found
+
+
+def _entries(data: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    for key, value in data.items():
+        if key in SECTIONS and isinstance(value, Mapping):
+            yield from ((f"{key}.{inner}", name, one) for inner, name, one in _entries(value))
+        elif key == "activation_func":
+            yield from ((key, name, one) for name, one in ACTIVATIONS.get(str(value), {"activation_func": value}).items())
+        elif key == "cpu_offloading":
+            yield key, "cpu_offloading_num_layers", 1 if value else None
+        elif key != "swiglu":  # only `activation_func` has an effect
+            yield key, RENAMED.get(key, key), value
+
+
+KINDS = {"int": (int, "a whole number"), "float": (int | float, "a number"), "text": (str | int | float, "text")}
+
+
+def checked(flag: Flag, where: str, value: Any, problems: list[Problem]) -> Any:
+    """The value as its flag would give it; otherwise None, with a problem added to `problems`."""
+    kind, needed = (bool, "true or false") if flag.takes == 0 and isinstance(flag.to, bool) else KINDS[flag.type]
+    ones = value if isinstance(value, list) and flag.takes not in (0, 1) else [value]
+    if not all(isinstance(one, kind) and isinstance(one, bool) <= (kind is bool) for one in ones):
+        todo = "Megatron would fill the variable in: write the number" if SHELL.search(str(value)) else ""
+        problems.append(Problem(where, repr(value), needed, todo))
+        return None
+    if isinstance(value, int | float):
+        is_text = flag.type == "text" and flag.takes == 1 and flag.is_read
+        return str(value) if is_text else in_range(flag, where, value, problems)
+    return value
+
+
+def _unknown(where: str, name: str, table: FlagTable) -> Problem:
+    close = difflib.get_close_matches(name, table.of_name, n=1)
+    return Problem(where, "an unknown key", "a name that Megatron's arguments have", f"did you mean {close[0]}?" if close else "")

@@ -11,8 +11,7 @@ A recipe is called without GPU and network, from the current folder or an instal
 file holds the container as Bridge resolved it; it differs from a recipe's in vocabulary padding.
 
 Supported models are GPTs of the usual layers, and hybrid stacks. Fields of `cfg.model` that no flag sets are listed in
-flags.json;
-unknown ones are refused.
+flags.json; unknown ones are refused.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from typing import Any
 
 from megatron_lynx.bridge_settings import BridgeSettings, places_of
 from megatron_lynx.errors import ConfigError, Problem
-from megatron_lynx.launch_arguments.files import checked
+from megatron_lynx.launch_arguments.command_line import checked
 from megatron_lynx.launch_arguments.given import FlagTable, Given, Value
 from megatron_lynx.launch_arguments.today import REPLACED
 from megatron_lynx.yaml_file import read_yaml

@@ -23,11 +23,10 @@ from megatron_lynx.config.job import Policy
 from megatron_lynx.config.loader import load_cluster
 from megatron_lynx.config.opaque import MARGIN
 from megatron_lynx.errors import ConfigError, Problem
-from megatron_lynx.launch_arguments.command_line import HEADLINE, LAUNCHER, CommandLine, command_line
+from megatron_lynx.launch_arguments.command_line import HEADLINE, LAUNCHER, CommandLine, command_line, given_file
 from megatron_lynx.launch_arguments.container import OPTION as BRIDGE
 from megatron_lynx.launch_arguments.container import Container, given_container, read_container
 from megatron_lynx.launch_arguments.expert_facts import expert_facts, has_experts, without_experts
-from megatron_lynx.launch_arguments.files import given_file
 from megatron_lynx.launch_arguments.given import (
     OURS,
     Fact,

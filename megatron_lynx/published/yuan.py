@@ -28,8 +28,7 @@ BEFORE_FUSED_SWIGLU = {"fusions": ["bias_dropout", "rope", "masked_softmax"], "g
 """Their fork of Megatron-LM of 2023 saves SiLU separately (their 8H/h), and has no offset."""
 REST_BYTES = 1_200_000_000
 """Their measured memory besides parameters, gradients, optimizer, activations and copies. Their planner reserved it, so their
-ratios
-are recomputed with it. Our model counts 0.9e9 of it, by moment; each ratio of figure 7 also has a row without the reserve.
+ratios are recomputed with it. Our model counts 0.9e9 of it, by moment; each ratio of figure 7 also has a row without the reserve.
 """
 BUDGET = {"memory_gib": 64.6}
 """69.4e9 B of their 80 GB: the 68.2e9 B of their plans, and the rest."""

@@ -10,8 +10,16 @@ import torch
 
 from megatron_lynx.figures import Figures
 from megatron_lynx.launch import out_of_memory as explanation
-from megatron_lynx.launch.moment import Rank, moment_of
-from megatron_lynx.launch.out_of_memory import Allocator, budget_bytes, command, explained, rounded_down, states_held
+from megatron_lynx.launch.out_of_memory import (
+    Allocator,
+    Rank,
+    budget_bytes,
+    command,
+    explained,
+    moment_of,
+    rounded_down,
+    states_held,
+)
 from megatron_lynx.plan.facts import PlannedDevice
 from megatron_lynx.planner import decide, uniform_plan
 from megatron_lynx.runtime.pending import Entry, Pending

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lynx.errors import ConfigError
-from megatron_lynx.launch_arguments.files import LaunchFile, read_launch_file
+from megatron_lynx.launch_arguments.command_line import LaunchFile, read_launch_file
 
 
 def written(folder: Path, text: str) -> Path:

@@ -11,7 +11,7 @@ import pytest
 from megatron_lynx.advise.today import asked_launch
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError
-from megatron_lynx.launch_arguments.files import read_launch_file
+from megatron_lynx.launch_arguments.command_line import read_launch_file
 
 FOLDER = Path(os.environ.get("LAUNCHES_DIR", Path(__file__).parents[3] / "shared/launches"))
 READ = {
