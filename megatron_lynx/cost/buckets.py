@@ -56,8 +56,7 @@ def filled_numbers(job: Job, stage: int, parameters: Parameters) -> int:
 
 def _buffers(job: Job, parameters: Parameters) -> list[tuple[int, int]]:
     """Return (parameters, sharing ranks) of each buffer. Experts with their own data-parallel group have their own buffer
-    (`use_expert_pgs` of 0.19; earlier, expert-parallel ones), and so have weights stored in FP8.
-    """
+    (`use_expert_pgs` of 0.19; earlier, expert-parallel ones), and so have weights stored in FP8."""
     sharers, (linears, experts) = job.parallel.context * job.replicas, held_in_fp8(job, parameters)
     layout = job.parallel
     if not parameters.experts or (layout.expert, layout.expert_tensor_size) == (1, layout.tensor):

@@ -40,15 +40,13 @@ MEASURED = Beside(exchange=0.7, computing=100 / 132)
 
 def shared_rates(profile: Profile, kernels_leave: float = 1.0) -> Beside:
     """Return the rates for stock and plans. `kernels_leave`: share of multiprocessors that a fused dispatcher's kernels leave to
-    compute (`FusedDispatch.computing_kept`).
-    """
+    compute (`FusedDispatch.computing_kept`)."""
     return MEASURED._replace(computing=min(MEASURED.computing, 1 / profile.interference, kernels_leave))
 
 
 class Nodes(NamedTuple):
     """Seconds of each node of one layer and micro-batch. `back`: compute on the exchange stream, after `combine` in forward and
-    before it in backward. `weights`: the part that is weight gradients.
-    """
+    before it in backward. `weights`: the part that is weight gradients."""
 
     before_f: float
     before_b: float
@@ -100,8 +98,7 @@ def nodes_of(profile: Profile, layer: LayerSeconds, kind: LayerKind) -> Nodes:
 
 def _moved_outside(profile: Profile) -> float:
     """Return the share of row copies done on the source ranks: all, or one of two copies if a rank has several experts. Flex
-    dispatchers fuse these copies.
-    """
+    dispatchers fuse these copies."""
     experts = profile.shape.experts
     if experts is None or experts.dispatcher != "alltoall":
         return 0.0

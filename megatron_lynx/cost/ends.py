@@ -35,8 +35,7 @@ NATIVE_GRADIENT_BYTES = 2
 
 LOG_PROBABILITIES_BYTES = 20
 """Bytes per logit in fp32: model output, the same over the temperature, softmax of log-probabilities, a copy for the entropy, and
-its softmax (slime's `get_responses`, `calculate_log_probs_and_entropy`; verl's `vocab_parallel_entropy`).
-"""
+its softmax (slime's `get_responses`, `calculate_log_probs_and_entropy`; verl's `vocab_parallel_entropy`)."""
 
 
 def _words(shape: LayerShape) -> int:

@@ -51,8 +51,7 @@ PINNED_ROUNDING = 2
 """PyTorch rounds pinned blocks up to powers of two (`CachingHostAllocator`): at most twice the size."""
 PAGEABLE = 4.5
 """Slowdown of copies from pageable memory: pinning made such copies 4 to 5 times as fast on nodes of eight GPUs, 6 times on one
-(deepspeedai/DeepSpeed, pull request 5301).
-"""
+(deepspeedai/DeepSpeed, pull request 5301)."""
 
 
 @dataclass(frozen=True)
@@ -182,8 +181,7 @@ def least_left_bytes(job: Job) -> float:
 
 def host_shortage(job: Job, rank_bytes: float) -> Problem | None:
     """Return the problem if a node cannot hold `rank_bytes` of offloaded activations per rank, else None. All devices are taken
-    to be of the stage that offloads most.
-    """
+    to be of the stage that offloads most."""
     node, devices = job.cluster.node, job.host_sharers
     if node is None or (not rank_bytes and not job.optimizer.on_host):
         return None

@@ -75,8 +75,7 @@ def _kept_by(section: Section, shape: LayerShape, policy: Policy) -> int:
 
 def _checkpointed(shape: LayerShape) -> LayerShape:
     """Return the shape as stock's checkpoint of the core attention sees it: it saves its arguments, and exchanges other ranks'
-    keys and values again.
-    """
+    keys and values again."""
     return replace(shape, parallel=shape.parallel.model_copy(update={"context_exchange": "all_gather", "context_levels": None}))
 
 

@@ -61,8 +61,7 @@ class HalfMemory:
     """Added by recomputation, a gathered input included: the size of its frame."""
     tail: int
     """Needed by its backward at its last collective: its input and its column-parallel linear's. Everything if it has no
-    collectives.
-    """
+    collectives."""
     ahead: tuple[int, int, int, int] = (0, 0, 0, 0)
     """Recomputed or gathered bytes already live at the four moments before its backward, nearest first."""
     early: int = 0
@@ -126,8 +125,7 @@ def half_memory(
 
 def _argument_bytes(section: Section, profile: HalfProfile) -> int:
     """Return a half's input and what its backward reads after its last collective: the input of its column-parallel linear; for
-    experts all before the dispatch, for latent attention all before its heads.
-    """
+    experts all before the dispatch, for latent attention all before its heads."""
     read = {section.column_parallel}
     if section.two_paths:
         read = {*section.names[: section.index(section.inner[0])]}
@@ -143,8 +141,7 @@ def smallest_offloaded_bytes(input_bytes: int) -> int:
 
 def movable_bytes(section: Section, profile: HalfProfile, replay: Replay, smallest_bytes: int, *, fed: bool = False) -> int:
     """Return the bytes of a half that can be offloaded: its input, unless `fed`, and resident tensors, except small blocks and
-    shared arguments; if the half is split into nodes, only its own node's.
-    """
+    shared arguments; if the half is split into nodes, only its own node's."""
     stays = [tensor for tensor in replay.stays if tensor.made_by != "input"]
     if section.apart:
         stays = [tensor for tensor in stays if {tensor.made_by, *tensor.saved_by[:1]}.isdisjoint(section.apart)]

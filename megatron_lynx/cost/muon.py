@@ -47,8 +47,7 @@ class Matrices(NamedTuple):
 
 def matrices(job: Job, stage: int, *, split: bool = True) -> Iterator[Matrices]:
     """Yield the matrices of a stage's layers, and learned positions, which Megatron treats as one. `split`: queries, keys and
-    values apart.
-    """
+    values apart."""
     shape = LayerShape.of(job)
     for section, count in sections_on(job, stage).items():
         for name, linear in planning_of(section).linears(shape).items():

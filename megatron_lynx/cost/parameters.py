@@ -170,8 +170,7 @@ def sections_on(job: Job, stage: int) -> Counter[Section]:
 
 def passed_weights(model: Model, kind: LayerKind | None = None) -> int:
     """Return the weights of one layer that one token is multiplied with, over all tensor-parallel ranks: (2 + 2g/a)h² + 3hH with
-    SwiGLU, else 2hH; of experts, the routed ones. `kind`: default a layer without experts.
-    """
+    SwiGLU, else 2hH; of experts, the routed ones. `kind`: default a layer without experts."""
     sections = kind or model.kind_sections(experts=False)
     return sum(planning_of(section).parameters(model, Parallel()).passed for section in sections)
 

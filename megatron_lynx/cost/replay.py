@@ -133,8 +133,7 @@ def sensible_choices(
 
 def _worth_it(section: Section, tensors: Sequence[SavedTensor], choices: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
     """Drop the sets of a two-path section that another one beats in both bytes and items. Latent attention has hundreds; of sets
-    that hold equal bytes the first with fewest items is taken.
-    """
+    that hold equal bytes the first with fewest items is taken."""
     fewest: dict[int, tuple[str, ...]] = {}
     for chosen in choices:
         held = replay_of(section, tensors, chosen).stays_bytes
@@ -166,8 +165,7 @@ def _is_argument(section: Section, tensor: SavedTensor, item: str) -> bool:
 
 def _last_run(section: Section, tensor: SavedTensor, item: str) -> int:
     """Return the last item to run before the tensor is available to `item`: a linear's argument exists when the linear is
-    reached.
-    """
+    reached."""
     index = section.index(item)
     own = item in section.code or not _is_argument(section, tensor, item)
     return index if own else index - 1

@@ -145,8 +145,7 @@ def _begun(profile: Profile, section: Section, replay: Collection[str], checkpoi
 
 def _from_above(memory: HalfMemory, begun_bytes: int, checkpoint: Checkpoint) -> HalfMemory:
     """Add the prefetched bytes that are live during the backward of the layer above: its MLP half follows that layer's attention
-    half, its attention half follows the MLP half.
-    """
+    half, its attention half follows the MLP half."""
     nearest, *_ = memory.ahead
     before = (nearest, nearest, begun_bytes, begun_bytes) if checkpoint.feeds else (begun_bytes, begun_bytes, 0, 0)
     return dataclasses.replace(memory, ahead=before)

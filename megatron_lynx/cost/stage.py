@@ -131,8 +131,7 @@ def chunks_in_flight(job: Job, stage: int) -> int:
 
 def most_in_flight_bytes(job: Job, stage: int, sizes: Sequence[int], chunk: int | None = None) -> int:
     """Return the peak of all micro-batches in flight when a backward of `chunk`, or any, begins. `sizes`: bytes per micro-batch
-    in each chunk of the stage.
-    """
+    in each chunk of the stage."""
     counts = counts_at_backwards(job.parallel.pipeline, stage, job.microbatches, job.chunks, job.microbatch_group)
     some = [each for one in counts for each in one] if chunk is None else counts[chunk]
     return max(sum(count * size for count, size in zip(each, sizes, strict=True)) for each in some)

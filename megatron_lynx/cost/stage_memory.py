@@ -75,8 +75,7 @@ from megatron_lynx.profiler.shape import LayerShape, embedding_bytes, head_bytes
 
 REST_BYTES = {"cuda": 100_000_000, "cpu": 0}
 """Allocations not counted elsewhere: cuBLAS workspaces, 32 MiB for each of the forward and backward threads (PyTorch's default on
-Hopper), and Transformer Engine's, as large. CUDA's context and NCCL are in the cluster's reserve. The CPU testbed has none.
-"""
+Hopper), and Transformer Engine's, as large. CUDA's context and NCCL are in the cluster's reserve. The CPU testbed has none."""
 
 CHUNKS_NOT_OFFLOADED = 4
 """One chunk runs, one is copied out, two come back: with no more than these, offloading saves nothing."""
@@ -146,8 +145,7 @@ def _parts(job: Job, stage: int, states: Parts) -> Parts:
 
 def activations_in_flight(job: Job, stage: int, sizes: Sequence[int], more: int = 0) -> dict[str, Any]:
     """Return the activation fields of `Parts`. `sizes`: bytes per micro-batch in each chunk. `more`: bytes besides all
-    micro-batches.
-    """
+    micro-batches."""
 
     def most(chunk: int | None = None) -> int:
         return most_in_flight_bytes(job, stage, sizes, chunk) + more
@@ -272,8 +270,7 @@ def _recomputed(shape: LayerShape, policy: Policy, kinds: Iterable[LayerKind]) -
 
 def pair_more_bytes(shape: LayerShape) -> int:
     """Return the extra bytes of an interleaved forward and backward over one of them: one layer, saving everything, and its
-    tokens in flight.
-    """
+    tokens in flight."""
     return kept_bytes(shape, "none", shape.model.kind_sections(experts=True)) + dispatched_bytes(shape)
 
 

@@ -149,9 +149,8 @@ def _updated(job: Job, group: _Group, bucket: int) -> UpdateSeconds:
 
 
 def _cast_bytes(job: Job, linears: int, sharers: int) -> float:
-    """Return the bytes read and written to cast weights to FP8 in a step's first micro-batch. Weights stored in FP8
-    are cast by the rank that stepped them, and copied by columns after the gather.
-    """
+    """Return the bytes read and written to cast weights to FP8 in a step's first micro-batch. Weights stored in FP8 are cast by
+    the rank that stepped them, and copied by columns after the gather."""
     if job.model.fp8_recipe is None:
         return 0
     casts = Casts(job.model.fp8_recipe, transposes=job.cluster.transposes_fp8)
@@ -163,8 +162,7 @@ def _cast_bytes(job: Job, linears: int, sharers: int) -> float:
 def _stepped_bytes(job: Job) -> float:
     """Return the bytes read and written per stepped parameter: gradient (norm 1, clipping 2, Adam 1; first copied, if needed),
     Adam's state twice, and the parameter, from the main parameter in place or (precision-aware) joined with its remainder.
-    `_updated` adds clearing, checking and averaging.
-    """
+    `_updated` adds clearing, checking and averaging."""
     each = bytes_each(job)
     if job.optimizer.offloaded:  # norm and clipping of all gradients; the rest is stepped in fp32
         stepped = 2 * (each.main_parameter + each.moments) + FP32_BYTES + each.weight
@@ -204,8 +202,7 @@ NORM_KERNELS = 3
 """Kernels beside the launches of the norm: clear a flag, add partial sums, square."""
 CHECK_WAITS, RESTART_S = 2, 20e-6
 """Host synchronisations per checked bucket, and seconds from a host call to its kernel's start on an idle device: NVIDIA's guide
-to the overheads in Nsight Systems (element-wise kernel, V100), quoted by groundy.com, "Every CUDA Kernel Pays a Launch Tax".
-"""
+to the overheads in Nsight Systems (element-wise kernel, V100), quoted by groundy.com, "Every CUDA Kernel Pays a Launch Tax"."""
 
 
 @dataclass(frozen=True)
@@ -276,8 +273,7 @@ def _reduced_s(job: Job, optimizers: int) -> float:
 
 def _numbers_s(job: Job, optimizers: int) -> float:
     """Return the all-reduces of single numbers: norms, success, largest norm, loss. With pipelining the loss overlaps the next
-    step.
-    """
+    step."""
     layout = job.parallel
     model_ranks = layout.tensor if layout.pipeline == 1 else job.gpus  # whose stages are on other nodes
     norm_s = _begin_s(job, job.gpus if layout.distributed_optimizer else model_ranks)

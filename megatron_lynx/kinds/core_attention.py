@@ -106,8 +106,7 @@ def core_s(shape: LayerShape, flops: int, given: AttentionBytes, roof: Roofline)
 
 def _alone_s(shape: LayerShape, flops: int, read: int, roof: Roofline) -> Passes:
     """Return the seconds without exchange. Unfused: two batched GEMMs, a head of a sequence each, and softmax, mask and dropout
-    over all scores. `read`: bytes of inputs and output.
-    """
+    over all scores. `read`: bytes of inputs and output."""
     if shape.model.attention == "flash":
         causal = flops / 2 * shape.seen
         kernel = shape.model.attention_kernel

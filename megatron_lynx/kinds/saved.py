@@ -26,8 +26,7 @@ from megatron_lynx.profiler.shape import FP32_BYTES, MASK_BYTES, LayerShape, nor
 
 def context_tensors(shape: LayerShape) -> list[SavedTensor]:
     """Return the attention's output. Fused kernels read it in backward, so with current scaling `linear_proj` saves the same
-    tensor instead of FP8 bytes (Megatron's `set_save_original_input`); with delayed scaling it cannot.
-    """
+    tensor instead of FP8 bytes (Megatron's `set_save_original_input`); with delayed scaling it cannot."""
     model = shape.model
     query = shape.tokens * model.element_bytes * shape.query_width
     if model.fp8_recipe != "delayed":
@@ -39,8 +38,7 @@ def context_tensors(shape: LayerShape) -> list[SavedTensor]:
 
 def norm_tensors(shape: LayerShape, section: Section, readers: tuple[str, ...]) -> list[SavedTensor]:
     """Return the output of a half's norm, read by `readers`, and its statistics. Inside a Transformer Engine linear it is no
-    site: its output has no memo.
-    """
+    site: its output has no memo."""
     model, norm, output = shape.model, section.norm, shape.input_bytes
     inside = model.uses_te and section.fuses_norm
     if inside and model.fp8_recipe is not None:
@@ -59,8 +57,7 @@ def statistics(shape: LayerShape, norm: str, output_bytes: int) -> list[SavedTen
 
 def rms_products(shape: LayerShape, size: int) -> list[int]:
     """Return the blocks saved by an eager RMSNorm of an input of `size` bytes: its fp32 product before the weight, and in 16 bits
-    its fp32 copy. The input counts as saved, too, though backward does not read it.
-    """
+    its fp32 copy. The input counts as saved, too, though backward does not read it."""
     element = shape.model.element_bytes
     return [size // element * FP32_BYTES] * (1 if element == FP32_BYTES else 2)
 

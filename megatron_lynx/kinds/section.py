@@ -108,8 +108,7 @@ class Item:
     role: Role
     path: str = ""
     """Attribute path of the submodule in Megatron's layer; empty for code. `*` stands for each of several experts, or for nothing
-    if one module computes all.
-    """
+    if one module computes all."""
     methods: tuple[str, ...] = ("forward",)
     """Its methods, in call order."""
     norm_inside: str = ""
@@ -148,8 +147,7 @@ class Collective:
     kind: Literal["all_reduce", "all_gather", "reduce_scatter"]
     carries: Literal["input", "output", "gradient", "input_gradient", "latent"]
     """Input of a column-parallel linear, output of a row-parallel one, their gradients; or a down-projection's output or its
-    gradient.
-    """
+    gradient."""
     behind: str
     """Item after which it is waited for, in the order of the pass: its role if unique, else its name."""
     beside: Literal["dgrad", "wgrad"] | None = None
@@ -186,8 +184,7 @@ class Section:
     """Whether Transformer Engine fuses its norm into the next linear."""
     two_paths: bool = False
     """Whether items alternate between two paths (queries; keys with values): an item's output may be read by a later item than
-    the next.
-    """
+    the next."""
     in_place: tuple[str, ...] = ()
     """A linear, and the later code that overwrites its output; may be empty."""
     owner: str = ""
@@ -196,8 +193,7 @@ class Section:
     """Items that Megatron runs outside that method, if it splits the layer into nodes. They are kept."""
     profiled: str = ""
     """Key of its figures in a profile, if other than the half's: some layers have this section, others the half's usual one.
-    Rules of a plan need not name its items; unnamed ones are kept.
-    """
+    Rules of a plan need not name its items; unnamed ones are kept."""
     opaque: bool = False
     """Whether it is opaque: kept whole on the device, without windows or hooks."""
     captured: bool = False
@@ -212,8 +208,7 @@ class Section:
     """Items with context-parallel exchanges."""
     gathering_latents = _named("up_projection")
     """Linears that gather compressed tokens under sequence parallelism. If recomputed, their gathered inputs are kept: they are
-    small.
-    """
+    small."""
     handing_on = _named("down_projection", *GATHERING)
     """Linears whose output no item may have saved (later code copies it), though recomputation that passes them needs it."""
     on_own_rows = _named("norm", "residual")
@@ -272,15 +267,13 @@ class Section:
 
     def beside_wgrad(self, linear: str, sequence_parallel: bool) -> int | None:
         """Return the ordinal of the backward's collective that a linear's weight gradient overlaps: the reduction of its input's
-        gradient; else None.
-        """
+        gradient; else None."""
         waited = enumerate(self.collectives("bwd", sequence_parallel))
         return next((at for at, one in waited if one.beside == "wgrad" and (one.of or self.column_parallel) == linear), None)
 
     def behind_wgrad(self, linear: str, sequence_parallel: bool) -> int:
         """Return the ordinal of the backward's first collective or exchange that is waited for after a linear's weight gradient;
-        their number if none follows, as for shared experts, whose backward comes last.
-        """
+        their number if none follows, as for shared experts, whose backward comes last."""
         waited: tuple[Collective | Exchange, ...] = self.collectives("bwd", sequence_parallel)
         waited = self.exchanges_of.get("bwd", waited)
         beside = self.beside_wgrad(linear, sequence_parallel)
@@ -301,23 +294,20 @@ class Section:
 
     def run_again(self, *, whole: bool = False) -> tuple[str, ...]:
         """Return the items that a checkpointed half recomputes, in order. `whole`: its output, too, so its last linear runs, with
-        its reduction, and tokens are sent back. A router runs once.
-        """
+        its reduction, and tokens are sent back. A router runs once."""
         again = (item for item in self.items if whole or not item.ends_values or (self.copies_go and item.computes))
         return tuple(item.name for item in again if item.role != "router")
 
     @cached_property
     def on_rows(self) -> frozenset[str]:
         """Items recomputed if more rows arrive than planned for: they save tensors that grow with the rows, without
-        communication, from the experts' first linears to before their last. Empty without experts.
-        """
+        communication, from the experts' first linears to before their last. Empty without experts."""
         ends = [self.names.index(item.name) for item in self.items if item.of_experts]
         return frozenset(self.names[slice(*ends)]) if ends else frozenset()
 
     def replayable_among(self, context: int, *, sequence_parallel: bool = False) -> tuple[str, ...]:
         """Return the items that a plan may recompute with `context` context-parallel ranks. With several the core attention
-        communicates (rule R2). The residual stream is not gathered for several linears.
-        """
+        communicates (rule R2). The residual stream is not gathered for several linears."""
         kept = {*(self.exchanging if context > 1 else ()), *(self.gathering_rows if sequence_parallel else ())}
         if kept.intersection(self.in_place):
             kept.update(self._over_in_place)
@@ -345,16 +335,14 @@ class Section:
 
     def cast_together(self, replay: Collection[str]) -> tuple[str, ...]:
         """Return the recomputed items that cast a gathered tensor, or make it: with one scale for all ranks' parts they
-        communicate in every call. A fused norm is cast with its linear.
-        """
+        communicate in every call. A fused norm is cast with its linear."""
         inside = {item.norm_inside for item in self.items} | ({self.norm} if self.fuses_norm else set())
         return tuple(item.name for item in self.items if item.name in replay and (item.role in GATHERING or item.name in inside))
 
     @cached_property
     def stops(self) -> tuple[str, ...]:
         """Items before which recomputation can stop, to resume in a later window: only sites precede them, since code between
-        sites would run twice. In latent attention: the first up-projection, and that code.
-        """
+        sites would run twice. In latent attention: the first up-projection, and that code."""
         code = next((at for at, item in enumerate(self.items) if not item.is_site), len(self.items))
         if not self.has_windows or self.column_parallel:
             return self.names[1 : code + 1] if self.has_windows else ()
@@ -378,8 +366,7 @@ class Section:
     @cached_property
     def last_communicating(self) -> str | None:
         """Last item that communicates in a checkpoint whose output is not needed: the dispatch, or the linear with gathered
-        input; None if neither is a window.
-        """
+        input; None if neither is a window."""
         return self.item("dispatch").name if self.exchanges_in_windows else self.gathered if self.has_windows else None
 
     @cached_property

@@ -67,8 +67,7 @@ class DenseAttention(Planning):
 
     def core_arguments_bytes(self, shape: LayerShape) -> int:
         """In a checkpoint eager kernels repeat grouped keys and values per head, so their originals are saved: keys, and the
-        projection's block, which contains values.
-        """
+        projection's block, which contains values."""
         model = shape.model
         if not shape.eager or model.kv_groups == model.heads:
             return 0

@@ -114,8 +114,7 @@ class MixtureOfExperts(Planning):
 
     def parameters(self, model: Model, layout: Parallel) -> HalfParameters:
         """Each of `expert` ranks holds its part of the experts, split among `expert_tensor` ranks; every rank has the router;
-        shared experts are an MLP split among `tensor` ranks (`SequentialMLP`, `TopKRouter`, `SharedExpertMLP`).
-        """
+        shared experts are an MLP split among `tensor` ranks (`SequentialMLP`, `TopKRouter`, `SharedExpertMLP`)."""
         experts, local = mixture(model), mixture(model).count // layout.expert
         one, shared, router = expert_matrices(model), _mlp(model, experts.shared_ffn), model.hidden * experts.count
         linears, gate = 2 * local + (2 if experts.shared_ffn else 0), model.hidden * experts.shared_gate
@@ -152,8 +151,7 @@ def mixture(model: Model) -> Experts:
 
 def expert_sharers(job: Job) -> int:
     """Return the expert data-parallel size, over which experts' optimizer states are sharded
-    (`parallel_state.initialize_model_parallel`).
-    """
+    (`parallel_state.initialize_model_parallel`)."""
     layout = job.parallel
     return job.gpus // (layout.expert_tensor_size * layout.expert * layout.pipeline)
 
@@ -252,8 +250,7 @@ def _router(shape: LayerShape, roof: Roofline) -> Passes:
 
 def _moved_rows(shape: LayerShape, roof: Roofline) -> Passes:
     """Return one permutation of rows, and the sorting by expert if a rank has several: each row is read and written. Flex
-    dispatchers only sort.
-    """
+    dispatchers only sort."""
     row_bytes = 2 * shape.model.hidden * shape.model.element_bytes
     sent_s = roof.seconds(0, row_bytes * routed_rows(shape) / shape.parallel.expert_tensor_size)
     if experts_of(shape).dispatcher == "allgather":  # one copy, from all tokens to the rows of this rank's experts

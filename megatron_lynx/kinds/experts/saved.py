@@ -95,8 +95,7 @@ def _dispatch(shape: LayerShape) -> Iterator[SavedTensor]:
 
 def _maps(shape: LayerShape) -> tuple[int, int]:
     """Return the bytes of (routing map and probabilities, row sources). After gathers every part of an expert has its tokens'
-    own.
-    """
+    own."""
     experts = experts_of(shape)
     parts = shape.parallel.expert_tensor_size if experts.dispatcher == "allgather" else 1
     of_all = parts * shape.own_tokens * experts.count * (1 + shape.model.element_bytes)
@@ -105,8 +104,7 @@ def _maps(shape: LayerShape) -> tuple[int, int]:
 
 def _fused_maps(shape: LayerShape) -> tuple[int, int]:
     """Return the same for a flex dispatcher. DeepEP: choices, sources and targets of probabilities (`_indices_to_multihot`), and
-    the map of received rows by local expert. HybridEP's handle is taken to be as large as its map.
-    """
+    the map of received rows by local expert. HybridEP's handle is taken to be as large as its map."""
     experts, rows = experts_of(shape), routed_rows(shape)
     if experts.dispatcher == "hybridep":
         return shape.own_tokens * experts.count * (1 + FP32_BYTES), rows * INDEX_BYTES
@@ -116,8 +114,7 @@ def _fused_maps(shape: LayerShape) -> tuple[int, int]:
 
 def remembered_bytes(shape: LayerShape) -> int:
     """Return the bytes that one layer's dispatcher keeps in attributes until its next call: routing map, probabilities, row
-    sources (`MoEAlltoAllTokenDispatcher`).
-    """
+    sources (`MoEAlltoAllTokenDispatcher`)."""
     return sum(block.bytes for block in _dispatch(as_held(shape)) if DISPATCH in block.saved_by)
 
 
@@ -141,8 +138,7 @@ def _expert_rows(shape: LayerShape) -> Iterator[SavedTensor]:
 
 def _shared(shape: LayerShape) -> Iterator[SavedTensor]:
     """Shared experts save as an MLP of their width. If overlapped with exchanges they gather their input themselves and save it
-    whole, and their gate has neither offset nor clamp (`SharedExpertMLP`).
-    """
+    whole, and their gate has neither offset nor clamp (`SharedExpertMLP`)."""
     if not experts_of(shape).shared_ffn:
         return
     plain = {"glu_offset": False, "activation_clamped": False} if experts_of(shape).shared_beside else {}

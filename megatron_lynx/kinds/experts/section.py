@@ -113,8 +113,7 @@ SHARED_EXPERTS = tuple(item.name for item in _SHARED)
 SHARED_FC1, SHARED_ACTIVATION, SHARED_FC2 = SHARED_EXPERTS
 BESIDE: Mapping[Role, tuple[str, ...]] = {"dispatch": (SHARED_FC1, SHARED_ACTIVATION), "combine": (SHARED_FC2,)}
 """Shared items that overlap each exchange, in either pass, on their own stream (`--moe-shared-expert-overlap`):
-`MoEAlltoAllTokenDispatcher`, and from 0.18 on `MoEFlexTokenDispatcher`.
-"""
+`MoEAlltoAllTokenDispatcher`, and from 0.18 on `MoEFlexTokenDispatcher`."""
 SHARED_LINEARS = (SHARED_FC1, SHARED_FC2)
 ROUTER, DISPATCH, EXPERTS_FC1, EXPERTS_ACTIVATION, EXPERTS_FC2, COMBINE = EXPERTS.names[1:7]
 """Names for formulas of single items."""
