@@ -35,7 +35,6 @@ def bucket_parameters(job: Job, stage: int, parameters: Parameters, sharers: int
 
 
 def buckets(job: Job, stage: int, parameters: Parameters) -> int:
-    """Return the number of buckets in all buffers of a stage."""
     return sum(_buckets(job, stage, parameters, count, sharers) for count, sharers in _buffers(job, parameters))
 
 

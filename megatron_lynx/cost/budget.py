@@ -102,8 +102,6 @@ STATES = (*(kind for kinds in OF_LEAVING.values() for kind in kinds), "buffers",
 
 @dataclass(frozen=True)
 class BetweenSteps:
-    """Bytes on the fullest device between two steps."""
-
     stays: Mapping[str, int]
     """Bytes that training keeps, by kind."""
     left_bytes: int

@@ -64,7 +64,6 @@ LayerSeconds = tuple[HalfSeconds, ...]
 
 
 def keeping_all(profile: Profile, kind: LayerKind) -> LayerSeconds:
-    """Return a layer without recomputation."""
     return tuple(half_seconds(profile, section) for section in kind)
 
 
@@ -106,7 +105,6 @@ def _moved_outside(profile: Profile) -> float:
 
 
 def _both_s(half: HalfProfile, shares: dict[str, float]) -> tuple[float, float]:
-    """Return forward and backward seconds of these shares of items."""
     own = [(half.items[name], share) for name, share in shares.items()]
     return sum(share * item.forward_s for item, share in own), sum(share * item.backward_s for item, share in own)
 
@@ -161,7 +159,6 @@ def _without(runs: Sequence[tuple[Pair, ...]], at: int, count: int) -> tuple[Pai
 
 
 def _issued(f: Nodes | None, b: Nodes | None, delayed: bool) -> Iterator[Task]:
-    """Yield the nodes of one pair of layers in issue order."""
     if b is not None:
         yield Task(EXCHANGING, BACKWARD, b.back_b)
         yield Task(EXCHANGING, BACKWARD, b.exchange, exchange=True)
@@ -207,7 +204,6 @@ def _walked_s(tasks: Sequence[Task], beside: Beside) -> float:
 
 
 def _rates(exchanges: Sequence[bool], beside: Beside) -> tuple[float, ...]:
-    """Return the rates of concurrent tasks."""
     if len(exchanges) == 1:
         return (1.0,)
     if not any(exchanges):  # row copies on the exchange stream share the device with compute

@@ -93,7 +93,6 @@ def _exchanged_s(profile: Profile, passing: Pass, exchange: Exchange) -> float:
 def _exposed_s(
     profile: Profile, section: Section, collective: Collective, message_bytes: int, deferred: Collection[str]
 ) -> float:
-    """Return a collective's time less the overlapped GEMM's."""
     seconds = profile.link_s(collective.kind, _carried_bytes(profile, section, collective, message_bytes))
     if collective.beside == "wgrad" and (collective.of or section.column_parallel) in deferred:
         return seconds
@@ -198,7 +197,6 @@ GATHERED, SCATTERED = 8, 4
 
 
 def userbuffers_bytes(job: Job, shape: LayerShape) -> int:
-    """Return the bytes of a device's userbuffers."""
     if not job.userbuffers:
         return 0
     gathered = GATHERED * shape.gathered_bytes

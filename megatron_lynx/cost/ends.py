@@ -199,5 +199,4 @@ def predicting_bytes(shape: LayerShape) -> int:
 
 
 def losses_bytes(shape: LayerShape) -> int:
-    """Return the bytes saved by all MTP losses."""
     return shape.model.mtp * loss_kept_bytes(shape)

@@ -49,8 +49,6 @@ BY_POLICY: dict[Policy, Setting] = {"none": "none", "selective": "none", "balanc
 
 @dataclass(frozen=True)
 class HostLoad:
-    """Seconds per step of a host-bound stage."""
-
     stage: int
     host_s: float
     """To issue its passes."""
@@ -84,7 +82,6 @@ def _deferring(profile: Profile, section: Section) -> HostSeconds:
 
 
 def offloading_host_s(profile: Profile, section: Section) -> HostSeconds:
-    """Return the extra host time of a half with offloaded activations."""
     if profile.host_time is None or section.in_some_layers:
         return NO_HOST_TIME
     return _beyond_kept(profile, section, "offloaded")
@@ -121,7 +118,6 @@ def policy_host_s(job: Job, profile: Profile, stage: int) -> HostSeconds:
 
 
 def _of(profile: Profile, section: Section, setting: Setting) -> HostSeconds:
-    """Return a half's host time from the profile, which has one."""
     assert profile.host_time is not None, "callers look"
     passes = profile.host_time.of(profile.shape.implementation).half(section.half).under(setting)
     return HostSeconds(passes.forward_s, passes.backward_s)
@@ -129,16 +125,12 @@ def _of(profile: Profile, section: Section, setting: Setting) -> HostSeconds:
 
 @dataclass(frozen=True)
 class HostReport:
-    """Host time of a whole step, for reports."""
-
     cpu: str | None
     """CPU on which it was measured; None if unknown."""
     layers: Implementation | None = None
-    """Layer implementation that was measured."""
     words: str = ""
     """Both, for people, with the implementation that they stand for."""
     bound: Sequence[HostLoad] = ()
-    """Host-bound stages."""
 
     @classmethod
     def of(cls, profile: Profile, bound: Sequence[HostLoad]) -> HostReport:

@@ -73,8 +73,6 @@ class HostSeconds:
 
 @dataclass(frozen=True)
 class OnHost:
-    """Summary of an optimizer on the host, for reports."""
-
     share: float
     rank_bytes: int
     """Host memory of the rank that needs most."""
@@ -175,7 +173,6 @@ def left_for_activations_bytes(job: Job, stage: int) -> float:
 
 
 def least_left_bytes(job: Job) -> float:
-    """Return the minimum of `left_for_activations_bytes` over stages."""
     return min(left_for_activations_bytes(job, stage) for stage in range(job.parallel.pipeline))
 
 
@@ -199,7 +196,6 @@ def host_shortage(job: Job, rank_bytes: float) -> Problem | None:
 
 
 def assumed(job: Job) -> str:
-    """Return where a node's host memory is stated and how to change it."""
     return f"which {job.cluster.name} is taken to have (node.host_memory_gib, --host-memory-gib)"
 
 

@@ -53,8 +53,6 @@ from megatron_lynx.units import MIB
 
 @dataclass(frozen=True)
 class HalfMemory:
-    """Bytes of one half and micro-batch."""
-
     resident: int
     """Saved from forward to backward."""
     regenerated: int
@@ -82,7 +80,6 @@ class HalfMemory:
 
     @cached_property
     def columns(self) -> tuple[int, ...]:
-        """Live bytes by column, less `less_in_hand`."""
         held, less = self.held, self.less_in_hand
         return held, *(held + size for size in reversed(self.ahead)), self.whole - less, self.tail - less, 0
 

@@ -90,15 +90,12 @@ class Parts:
     embedding: int = 0
     """Dropout masks of the embedding, all micro-batches in flight."""
     messages: int = 0
-    """Buffers of messages between stages."""
     in_hand: int = 0
-    """Transients of a layer's backward."""
     head: int = 0
     """Inputs of final norm and output projection; the norm's is the layers' output."""
     predicting: int = 0
     """Activations of MTP layers, until the backward of the layers before them begins."""
     logits: int = 0
-    """All copies of one micro-batch's logits while the loss is computed."""
     logits_kept: int = 0
     """Saved by the loss, if the embedding's backward of the previous micro-batch runs after it; else 0."""
     loss_in_hand: int = 0
@@ -166,7 +163,6 @@ class Parts:
 
     @property
     def _at_loss(self) -> dict[str, int]:
-        """Return logits and transients at the loss."""
         computed = {"logits": self.logits, "in_hand": self.loss_in_hand} if self.loss_in_hand else {"logits": self.logits}
         if not self.logits_kept:
             return computed
@@ -193,7 +189,6 @@ class Parts:
         return running | {"head": self.head // 2} if moment == "forward" else running
 
     def _between_batches(self, moment: Moment) -> dict[str, int]:
-        """Return reductions' and updates' parts."""
         left = {} if self.flushed else self._running | {"activations": self._activations_of_others}
         if self.pools:  # graphs are refused without flushes
             left = {"activations": self.pools}

@@ -95,7 +95,6 @@ def filled_numbers(job: Job, stage: int) -> int:
 
 
 def in_hand_bytes(job: Job, stage: int) -> int:
-    """Return the transients of an update."""
     if not job.optimizer.muon_steps:
         return 0
     return IN_HAND_BYTES * max((each.numbers for each in matrices(job, stage)), default=0)

@@ -49,8 +49,6 @@ FP32_BYTES, MOMENTS_BYTES = 4, 8
 
 @dataclass(frozen=True)
 class BytesEach:
-    """Bytes per parameter."""
-
     weight: int
     gradient: int
     main_parameter: int
@@ -67,7 +65,6 @@ class BytesEach:
 
     @property
     def optimizer(self) -> float:
-        """Return the optimizer's bytes on the device."""
         return self.stays * (self.main_parameter + self.moments + self.lasting_copy)
 
     @property
@@ -121,7 +118,6 @@ class Parameters:
 
     @property
     def others(self) -> int:
-        """Return all but experts."""
         return self.matrices + self.vectors + self.embedding + self.head
 
     @property
@@ -288,7 +284,6 @@ class ParameterTensors(NamedTuple):
 
 
 def parameter_tensors(job: Job, stage: int) -> ParameterTensors:
-    """Count the tensors of the layers and of the model's ends on this stage."""
     model, halves = job.model, halves_on(job, stage)
     last, embeds = stage == job.parallel.pipeline - 1, embeds_on(job, stage)
     norms = last * (1 + NORMS * model.mtp) + sum(count * half.norms for half, count in halves)

@@ -30,8 +30,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Prices:
-    """Prices of halves under one profile."""
-
     profile: Profile
     less_in_hand_bytes: Mapping[Half, int] = field(default_factory=dict)
     """By half, in backward (`cost.in_hand`); empty if only the layers' own bytes matter."""
@@ -45,7 +43,6 @@ class Prices:
         return found
 
     def of(self, section: Section, replay: Collection[str], checkpoint: Checkpoint | None = None) -> PricedSection:
-        """Return the price of a half that recomputes these items."""
         return self._once(priced, section, replay, checkpoint, self.less_in_hand_bytes.get(section.half, 0))
 
     def host(
@@ -63,12 +60,10 @@ class Prices:
         return self._once(window_lengths_s, passing, section, self.message_bytes, deferred)
 
     def weight_gradient(self, section: Section, linear: str) -> WeightGradient:
-        """Return the cost of one delayed weight gradient."""
         return self._once(weight_gradient, section, linear)
 
     @cached_property
     def message_bytes(self) -> int:
-        """Return the message of a tensor-parallel collective."""
         return self.profile.message_bytes
 
 

@@ -39,7 +39,6 @@ class Checkpoint(NamedTuple):
         return self.feeds or self.fed
 
     def items(self, section: Section) -> tuple[str, ...]:
-        """Return the recomputed items."""
         return section.run_again(whole=self.feeds)
 
 

@@ -31,7 +31,6 @@ class Stop(NamedTuple):
     """Progress of a recomputation that stops before an item."""
 
     seconds: float
-    """Seconds run."""
     bytes: int
     """Bytes live, including tensors kept to resume and a gathered input."""
 
@@ -180,7 +179,6 @@ def pareto_front(profile: Profile) -> tuple[TradeOff, ...]:
 
 
 def _sections(profile: Profile) -> tuple[Section, ...]:
-    """Return the sections of a layer; one with experts if the model has any."""
     attention, mlp = profile.shape.halves.values()
     return attention, mlp if profile.shape.experts is None else profile.shape.experts.section
 

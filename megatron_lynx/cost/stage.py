@@ -34,8 +34,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """One micro-batch on one stage."""
-
     forward_s: float
     backward_s: float
 
@@ -92,7 +90,6 @@ def stage_seconds(job: Job, profile: Profile, stage: int) -> StageSeconds:
 
 
 def stage_of_layers(job: Job, profile: Profile, stage: int, halves: Mapping[Section, HalfSeconds]) -> StageSeconds:
-    """Return a stage of such halves, with its ends of the model."""
     counts, last = job.halves_on(stage), stage == job.parallel.pipeline - 1
     ends = ends_of(profile, LayerShape.of(job).gathered_bytes, first=stage == 0, last=last, pieces=job.head_pieces)
     forward, backward, again_s = (

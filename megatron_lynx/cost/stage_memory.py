@@ -120,7 +120,6 @@ class OffloadingStages:
 
 
 def stage_parts(job: Job, stage: int, offload_ratio: float = 0.0) -> Parts:
-    """Return a stage's parts under `job.policy`."""
     own, last = _parts(job, stage, _states(job, stage)), stage == job.parallel.pipeline - 1
     return _with_share(own, chunks_in_flight(job, stage), offload_ratio, last=last)
 
@@ -262,7 +261,6 @@ def host_bytes(job: Job, stage: int, offload_ratio: float) -> int:
 
 
 def _recomputed(shape: LayerShape, policy: Policy, kinds: Iterable[LayerKind]) -> int:
-    """Return the largest recomputation of a layer."""
     if policy == "none":
         return 0
     return max((kept_bytes(shape, "none", kind) - kept_bytes(shape, policy, kind) for kind in kinds), default=0)
@@ -275,7 +273,6 @@ def pair_more_bytes(shape: LayerShape) -> int:
 
 
 def without_overlap(job: Job) -> Job:
-    """Return the job without overlapped token exchanges."""
     experts = job.model.experts
     if experts is None or not experts.overlapped:
         return job

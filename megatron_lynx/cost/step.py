@@ -37,14 +37,11 @@ from megatron_lynx.units import format_seconds
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Consecutive parts of a step."""
-
     pipeline_s: float
     """Passes of the slowest stage, recomputation and exposed collectives included."""
     bubble_s: float
     messages_s: float
     copies_s: float
-    """Exposed host copies."""
     update_s: float
     """Exposed reduction of gradients, optimizer, gather of parameters."""
 

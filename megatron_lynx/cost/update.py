@@ -207,8 +207,6 @@ to the overheads in Nsight Systems (element-wise kernel, V100), quoted by ground
 
 @dataclass(frozen=True)
 class Fixed:
-    """Counts of one update on one stage."""
-
     kernels: int
     waits: int
     collectives_s: float
@@ -293,5 +291,4 @@ def shared_embedding_s(job: Job) -> float:
 
 
 def _begin_s(job: Job, ranks: int) -> float:
-    """Return the latency of a collective among `ranks` ranks."""
     return 0.0 if ranks == 1 else link_among(job.cluster, ranks).seconds(0)

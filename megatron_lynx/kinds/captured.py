@@ -38,7 +38,6 @@ ROUTER: CapturedModule = "moe_router"
 
 
 def in_graph(section: Section, modules: Collection[str]) -> Section:
-    """Return the section under these captured modules."""
     whole = "attn" if section.half == "attention" else "mlp"
     return _captured(section) if whole in modules and not (section.exchanges or section.opaque) else section
 

@@ -63,7 +63,6 @@ class HalfParameters:
     biased: int
     """Number of these with a bias, if the model has biases."""
     norms: int = 1
-    """Norm modules."""
     largest: int = 0
     """Largest weight, over all tensor-parallel ranks."""
     whole: int = 0
@@ -149,7 +148,6 @@ class Planning(ABC):
         return linear.rows * linear.made * shape.model.element_bytes
 
     def half(self, job: Job, shape: LayerShape, roof: Roofline) -> HalfProfile:
-        """Return the profile of the half."""
         return HalfProfile(input_bytes=shape.input_bytes, items=self.items(shape, roof), tensors=self.tensors(shape))
 
     def listed(self) -> Iterable[Item]:
@@ -157,7 +155,6 @@ class Planning(ABC):
         return self.section.items
 
     def items(self, shape: LayerShape, roof: Roofline) -> dict[str, ItemProfile]:
-        """Return the figures of every item."""
         priced, saved = {item.name: self._item(shape, item, roof) for item in self.listed()}, dict.fromkeys(self.section.names, 0)
         for block in self.tensors(shape):
             if block.saved_by:

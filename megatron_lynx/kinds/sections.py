@@ -29,15 +29,11 @@ class Facts(NamedTuple):
     """Facts of a model or of one layer that determine its sections."""
 
     te: bool = False
-    """Whether layers are Transformer Engine's."""
     latent: LatentSizes | None = None
     """Sizes of multi-latent attention, if used."""
     experts: bool = False
-    """Whether the layer has experts."""
     shared_experts: bool = False
-    """Whether it has shared experts."""
     dispatcher: Dispatcher = "alltoall"
-    """Token dispatcher."""
     overlapped: bool = False
     """Whether exchanges overlap another micro-batch's compute: then layers run in nodes."""
     kinds: tuple[str, ...] = ()
@@ -45,7 +41,6 @@ class Facts(NamedTuple):
     opaque: tuple[OpaqueName, ...] = ()
     """Opaque halves of one layer."""
     captured: tuple[CapturedModule, ...] = ()
-    """Modules captured as graphs."""
     copies_go: bool = False
     """Whether linears compute in FP8 or FP4, and checkpoints keep no copies of their inputs."""
 
@@ -109,7 +104,6 @@ def names_in(half: Half) -> tuple[str, ...]:
 
 
 def all_items() -> tuple[str, ...]:
-    """Return all items in plan files."""
     return tuple(name for half in HALVES for name in names_in(half))
 
 
@@ -119,7 +113,6 @@ def kind_names() -> tuple[str, ...]:
 
 
 def sections_of(facts: Facts = USUAL) -> LayerKind:
-    """Return the sections of a layer in forward order."""
     found: dict[Half, Section] = {}
     for kind in KINDS:  # the last that answers
         if (section := kind.chosen(facts)) is not None:
@@ -151,7 +144,5 @@ def _one_of(names: Callable[[], tuple[str, ...]]) -> AfterValidator:
 
 
 ItemName = Annotated[str, _one_of(all_items), WithJsonSchema({"enum": list(all_items()), "type": "string"})]
-"""An item in a plan file."""
 
 KindName = Annotated[str, _one_of(kind_names), WithJsonSchema({"type": "string"})]
-"""A kind in `Facts.kinds`."""

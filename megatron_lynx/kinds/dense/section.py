@@ -64,7 +64,6 @@ LINEAR_FC1, ACTIVATION, LINEAR_FC2 = MLP.names[1:4]
 """Names for formulas of single items."""
 
 DENSE: Mapping[Half, Section] = {"attention": ATTENTION, "mlp": MLP}
-"""Sections of a dense layer."""
 
 ITEMS: tuple[str, ...] = ATTENTION.names + MLP.names
 REPLAYABLE: tuple[str, ...] = ATTENTION.replayable + MLP.replayable

@@ -68,8 +68,6 @@ from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape
 
 
 class MixtureOfExperts(Planning):
-    """Router, routed experts and shared experts."""
-
     def linears(self, shape: LayerShape) -> Mapping[str, Linear]:
         return expert_linears(shape)
 
@@ -144,7 +142,6 @@ class MixtureOfExperts(Planning):
 
 
 def mixture(model: Model) -> Experts:
-    """Return the experts of a model that has some."""
     assert model.experts is not None, "asked only of models with experts"
     return model.experts
 
@@ -157,7 +154,6 @@ def expert_sharers(job: Job) -> int:
 
 
 def expert_matrices(model: Model) -> int:
-    """Return the weights of one whole expert."""
     return _mlp(model, mixture(model).ffn)
 
 

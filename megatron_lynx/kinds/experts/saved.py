@@ -56,7 +56,6 @@ from megatron_lynx.profiler.profile import SavedTensor, own_tensors
 from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape, saved_bytes
 
 INDEX_BYTES = 8
-"""Bytes of a PyTorch index."""
 
 SHARED = dict(zip(MLP.names[1:4], SHARED_EXPERTS, strict=True))
 """Items of shared experts, by the MLP items that they resemble."""
@@ -160,7 +159,6 @@ def _gathers_apart(shape: LayerShape) -> bool:
 
 
 def experts_of(shape: LayerShape) -> Experts:
-    """Return the experts of a layer that has some."""
     assert shape.model.experts is not None, "asked only of layers with experts"
     return shape.model.experts
 
@@ -183,7 +181,6 @@ def routed_rows(shape: LayerShape) -> int:
 
 
 def gathered_tokens(shape: LayerShape) -> int:
-    """Return the number of tokens after a gather."""
     return shape.own_tokens * shape.parallel.expert * shape.parallel.expert_tensor_size
 
 
@@ -211,17 +208,14 @@ def local_experts(shape: LayerShape) -> int:
 
 
 def expert_width(shape: LayerShape) -> int:
-    """Width of an expert on one rank."""
     return experts_of(shape).ffn // shape.parallel.expert_tensor_size
 
 
 def shared_width(shape: LayerShape) -> int:
-    """Width of shared experts on one rank; 0 if none."""
     return experts_of(shape).shared_ffn // shape.parallel.tensor
 
 
 def expert_linears(shape: LayerShape) -> dict[str, Linear]:
-    """Return the linears by item."""
     count, rows = local_experts(shape), padded_rows(shape)
     linears = _pair(shape, (EXPERTS_FC1, EXPERTS_FC2), -(-rows // count), expert_width(shape), count)
     if width := shared_width(shape):

@@ -217,7 +217,6 @@ class LatentAttention(Planning):
 
 
 def sizes_of(model: Model) -> LatentSizes:
-    """Return the sizes of a model that has latent attention."""
     assert model.latent is not None, "asked only of models with latent attention"
     return model.latent
 
@@ -232,5 +231,4 @@ def latent_rows(shape: LayerShape) -> int:
 
 
 def _rank(sizes: LatentSizes, norm: Item) -> int:
-    """Return the width of an inner norm."""
     return sizes.kv_rank if norm is KV_NORM else sizes.q_rank or 0

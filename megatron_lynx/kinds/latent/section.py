@@ -92,7 +92,6 @@ LATENT: Mapping[tuple[bool, bool, bool], Section] = {
 
 
 def latent_section(sizes: LatentSizes, *, te: bool) -> Section:
-    """Return the section for these sizes."""
     return LATENT[sizes.compressed, te, sizes.fused_rotary]
 
 
