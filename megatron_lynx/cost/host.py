@@ -72,13 +72,10 @@ def half_host_s(
     if profile.host_time is None or section.in_some_layers or section.captured:
         return NO_HOST_TIME
     setting = setting_of(section, replay, gathered=not checkpointed and gathers(profile, section, replay))
-    treated = _of(profile, section, setting) + _deferring(profile, section) * deferred
+    treated = _of(profile, section, setting)
+    if deferred:  # measured with all linears of a dense half
+        treated += _beyond_kept(profile, section, "deferred") * (1 / len(DENSE[section.half].linears)) * deferred
     return treated + offloading_host_s(profile, section) if offloads else treated
-
-
-def _deferring(profile: Profile, section: Section) -> HostSeconds:
-    """Return the extra host time of one delayed weight gradient, measured over all linears of a dense half."""
-    return _beyond_kept(profile, section, "deferred") * (1 / len(DENSE[section.half].linears))
 
 
 def offloading_host_s(profile: Profile, section: Section) -> HostSeconds:

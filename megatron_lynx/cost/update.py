@@ -37,7 +37,7 @@ from megatron_lynx.cost.parameters import (
 from megatron_lynx.cost.stage import StageSeconds, of_every_stage, stage_seconds
 from megatron_lynx.kinds.experts.planning import expert_sharers
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.profiler.roofline import fewest_in_a_node, link_among
+from megatron_lynx.profiler.roofline import collective_s, fewest_in_a_node, link_among
 from megatron_lynx.profiler.shape import Casts
 
 
@@ -261,12 +261,12 @@ def _reduced_s(job: Job, optimizers: int) -> float:
     """Return the latencies of gradient reductions and parameter gathers. Overlapped ones expose one bucket's."""
     layout = job.parallel
     stage_ranks, buffers = layout.tensor * layout.context * job.replicas, job.chunks * optimizers
-    begin_s = _begin_s(job, stage_ranks) if layout.context * job.replicas > 1 else 0.0
+    begin_s = collective_s(job.cluster, stage_ranks, 0) if layout.context * job.replicas > 1 else 0.0
     reductions = (1 if job.overlap.gradients else buffers) * (1 + (layout.optimizer_instances > 1))
     gathers = 0
     if layout.distributed_optimizer:
         gathers = 1 if job.overlap.parameters else buffers
-    return (reductions + gathers) * begin_s + _begin_s(job, layout.tensor) * job.parallel.sequence_parallel
+    return (reductions + gathers) * begin_s + collective_s(job.cluster, layout.tensor, 0) * job.parallel.sequence_parallel
 
 
 def _numbers_s(job: Job, optimizers: int) -> float:
@@ -274,9 +274,9 @@ def _numbers_s(job: Job, optimizers: int) -> float:
     step."""
     layout = job.parallel
     model_ranks = layout.tensor if layout.pipeline == 1 else job.gpus  # whose stages are on other nodes
-    norm_s = _begin_s(job, job.gpus if layout.distributed_optimizer else model_ranks)
-    loss_s = _begin_s(job, layout.context * job.replicas * layout.tensor) if layout.pipeline == 1 else 0.0
-    return optimizers * norm_s + 2 * _begin_s(job, model_ranks) + loss_s
+    norm_s = collective_s(job.cluster, job.gpus if layout.distributed_optimizer else model_ranks, 0)
+    loss_s = collective_s(job.cluster, layout.context * job.replicas * layout.tensor, 0) if layout.pipeline == 1 else 0.0
+    return optimizers * norm_s + 2 * collective_s(job.cluster, model_ranks, 0) + loss_s
 
 
 def shared_embedding_s(job: Job) -> float:
@@ -288,7 +288,3 @@ def shared_embedding_s(job: Job) -> float:
         return 0.0
     words = job.model.vocab * job.model.hidden // job.parallel.tensor
     return link_among(job.cluster, job.gpus).seconds(words * bytes_each(job).gradient)
-
-
-def _begin_s(job: Job, ranks: int) -> float:
-    return 0.0 if ranks == 1 else link_among(job.cluster, ranks).seconds(0)

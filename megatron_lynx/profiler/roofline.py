@@ -230,6 +230,11 @@ def _beside_s(job: Job) -> tuple[float, float]:
     return link.seconds(share * shape.gathered_input_bytes), link.seconds(sent)
 
 
+def collective_s(cluster: Cluster, ranks: int, sent_bytes: float) -> float:
+    """Return a collective in which each of `ranks` ranks sends `sent_bytes`; 0 for one rank."""
+    return 0.0 if ranks == 1 else link_among(cluster, ranks).seconds(sent_bytes)
+
+
 def link_among(cluster: Cluster, ranks: int) -> Link:
     assert cluster.pcie is not None, "checked by Roofline.of"
     assert cluster.nic is not None, "checked by Roofline.of"

@@ -60,6 +60,7 @@ from megatron_lynx.profiler.roofline import (
     Passes,
     Roofline,
     activation_kernels,
+    collective_s,
     fewest_in_a_node,
     link_among,
     weighted_kernels,
@@ -106,9 +107,6 @@ class MixtureOfExperts(Planning):
 
     def saved(self, shape: LayerShape) -> Iterator[SavedTensor]:
         yield from expert_tensors(shape)
-
-    def tensors(self, shape: LayerShape) -> tuple[SavedTensor, ...]:
-        return expert_tensors(shape)
 
     def parameters(self, model: Model, layout: Parallel) -> HalfParameters:
         """Each of `expert` ranks holds its part of the experts, split among `expert_tensor` ranks; every rank has the router;
@@ -192,7 +190,7 @@ def _exchange_s(job: Job, shape: LayerShape) -> float:
     if experts_of(shape).dispatcher == "allgather":
         ranks = shape.parallel.expert * tensor
         sent_bytes = (ranks - 1) * shape.own_tokens * row_bytes
-        return link_among(job.cluster, ranks).seconds(sent_bytes) if ranks > 1 else 0.0
+        return collective_s(job.cluster, ranks, sent_bytes)
     return all_to_all_s(job.cluster, job.gpus, shape.parallel.expert, tensor, routed_rows(shape) // tensor * row_bytes)
 
 
@@ -225,15 +223,13 @@ def _cut_s(job: Job, shape: LayerShape) -> float:
         return 0.0
     tensor, row_bytes = shape.parallel.expert_tensor_size, shape.model.hidden * shape.model.element_bytes
     gathered = routed_rows(shape) * row_bytes * (tensor - 1) / tensor
-    return link_among(job.cluster, tensor).seconds(gathered) if tensor > 1 else 0.0
+    return collective_s(job.cluster, tensor, gathered)
 
 
 def _shared_collective_s(job: Job, shape: LayerShape) -> float:
     """Return one exposed collective of shared experts, an MLP on all rows."""
     tensor = shape.parallel.tensor
-    if tensor == 1 or not shared_width(shape):
-        return 0.0
-    return link_among(job.cluster, tensor).seconds(shape.gathered_bytes * (tensor - 1) / tensor)
+    return collective_s(job.cluster, tensor, shape.gathered_bytes * (tensor - 1) / tensor) if shared_width(shape) else 0.0
 
 
 def _router(shape: LayerShape, roof: Roofline) -> Passes:

@@ -20,7 +20,7 @@ from megatron_lynx.kinds.face import HalfParameters, Linear, Planning, Step
 from megatron_lynx.kinds.saved import dropout_tensor
 from megatron_lynx.kinds.section import Item
 from megatron_lynx.profiler.profile import HalfProfile, ItemProfile, SavedTensor, own_tensors
-from megatron_lynx.profiler.roofline import Kernels, Passes, Roofline, link_among
+from megatron_lynx.profiler.roofline import Kernels, Passes, Roofline, collective_s
 from megatron_lynx.profiler.shape import LayerShape
 
 NO_SECONDS = ItemProfile(forward_s=0.0, backward_s=0.0, saved_bytes=0, output_bytes=0, flops=0)
@@ -46,10 +46,7 @@ class OpaqueHalf(Planning):
             return HalfProfile(input_bytes=0, items=dict.fromkeys(self.section.names, NO_SECONDS), tensors=())
         half = super().half(job, shape, roof)
         tensor, [name] = shape.parallel.tensor, self._inside
-        if tensor == 1:
-            return half
-        sent = shape.gathered_bytes * (tensor - 1) / tensor
-        waits_s = COLLECTIVES * link_among(job.cluster, tensor).seconds(sent)
+        waits_s = COLLECTIVES * collective_s(job.cluster, tensor, shape.gathered_bytes * (tensor - 1) / tensor)
         item = half.items[name]
         longer = {"forward_s": item.forward_s + waits_s, "backward_s": item.backward_s + waits_s}
         return half.model_copy(update={"items": {**half.items, name: item.model_copy(update=longer)}})
