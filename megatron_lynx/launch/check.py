@@ -79,7 +79,6 @@ class Check:
         return losses
 
     def _setting(self, step: Step) -> ReferenceSetting:
-        """Return the stock setting that this step is compared with; the same on all ranks."""
         if self._against != "fitting":
             return "full" if self._against == "full" else "none"
         device = next(step.run.chunks[0].parameters()).device
@@ -166,7 +165,6 @@ ReferenceSetting = Literal["none", "full"]
 IN_WORDS = {"none": "stock without recomputation", "full": "stock with full recomputation"}
 
 USABLE = 0.95
-"""Usable share of the free memory; the rest is lost to fragmentation."""
 
 
 @contextmanager
@@ -205,8 +203,6 @@ def room_bytes(device: torch.device) -> int | None:
 
 @dataclass(frozen=True)
 class Need:
-    """Device memory of a pass on one rank, in addition to what is allocated before and after it."""
-
     planned_bytes: int
     let_go_bytes: int
     """Activations that the plan frees, of all passes in flight at the peak."""
@@ -216,7 +212,6 @@ class Need:
         return self.planned_bytes + self.let_go_bytes
 
     def lacking(self, room: int) -> str | None:
-        """How much is missing, in words with both numbers; None if it fits."""
         if self.of_none_bytes <= USABLE * room:
             return None
         return f"may need {format_bytes(self.of_none_bytes)} and has {format_bytes(USABLE * room)} to give"

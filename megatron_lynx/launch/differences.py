@@ -44,8 +44,6 @@ class Difference:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Losses and gradients of one pass on one rank."""
-
     losses: tuple[Any, ...]
     """Values of the loss function, by micro-batch; empty on ranks without a loss."""
     gradients: Gradients
@@ -180,7 +178,6 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def unlike(one: Tensor, other: Tensor, names: tuple[str, str]) -> str:
-    """How two tensors differ in shape or type, in words; empty if their bits can be compared."""
     if (one.shape, one.dtype) == (other.shape, other.dtype):
         return ""
     return f"{tuple(one.shape)} {one.dtype} in {names[0]}, {tuple(other.shape)} {other.dtype} in {names[1]}"

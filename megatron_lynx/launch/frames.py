@@ -178,7 +178,6 @@ class FrameCheck:
 
 
 def _name(frame: Frame, place: Place, tensor: Tensor) -> str:
-    """The tensor in words. Layers count from 1, as in plans."""
     layer, half = frame.key
     item = "" if place.item is None else f", {place.item}"
     which = f"tensor {place.ordinal}"
@@ -203,7 +202,6 @@ class Draw:
 
     @property
     def kinds(self) -> tuple[int, int]:
-        """Kinds of frames that were drawn, and all kinds."""
         return sum(count > 0 for count in self._drawn.values()), len(self._drawn)
 
     def step_begins(self) -> None:

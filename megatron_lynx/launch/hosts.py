@@ -46,8 +46,6 @@ class Told(Protocol):
 
 
 class Host(Protocol):
-    """One framework."""
-
     name: str
     """Its name in messages."""
 
@@ -94,7 +92,6 @@ def around(module: Any, name: str, context: Callable[[dict[str, Any]], AbstractC
 
 
 def host_named(name: str) -> Host:
-    """The host that `--lynx-host` names."""
     if name == BRIDGE:
         from megatron_lynx.launch.bridge import Bridge
 

@@ -122,7 +122,6 @@ class Launch:
                 yield
 
     def _conclude(self) -> None:
-        """Report and log the last figures. The training loop has ended normally on all ranks."""
         assert self._reporter is not None
         assert self._metrics is not None
         self._say_checked()
@@ -194,7 +193,6 @@ class Launch:
         return Check(wanted, self.flags.lynx_check_against, head_in_pieces=self._plan.head is not None)
 
     def _say_checked(self) -> None:
-        """Report the check, once, unless no step was checked."""
         check, self._check = self._check, None
         if check is not None and (summary := check.summary()) is not None:
             on_rank_0(f"megatron-lynx: {summary}")
@@ -249,7 +247,6 @@ def arguments_against(plan: Plan, args: Any) -> Iterator[Problem]:
 
 
 def against_two_versions(args: Any) -> Iterator[Problem]:
-    """Yield a problem for every argument that `--lynx-schedule double-buffered` refuses."""
     flag, stages = "--lynx-schedule double-buffered", args.pipeline_model_parallel_size
     chunks = getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
     if stages == 1:
@@ -284,8 +281,6 @@ def _backend(args: Any) -> Iterator[Problem]:
 
 
 class TraceFile:
-    """Counts steps, and writes the trace of one of them. Without a path it does nothing."""
-
     def __init__(self, path: Path | None, step: int) -> None:
         self._path = path
         self._step = step
@@ -297,7 +292,6 @@ class TraceFile:
 
     @contextmanager
     def around(self, trace: Trace) -> Iterator[None]:
-        """Run one step, and trace it if it is the requested one."""
         self._steps += 1
         if self._path is None or self._steps != self._step:
             yield

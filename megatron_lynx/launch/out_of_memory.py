@@ -189,7 +189,6 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
 
 
 def _is_in(passed: Sequence[_Passed], module: Any) -> bool:
-    """Whether a method of this module object runs."""
     return module is not None and any(one.local.get("self") is module for one in passed)
 
 
@@ -239,7 +238,6 @@ def _problems(error: BaseException, moment: Moment, rank: Rank, predicted: Predi
 
 
 def _load(error: BaseException, rank: Rank) -> Iterator[Problem]:
-    """Experts of this rank that got more tokens than planned."""
     where, planned = whereabouts_of(error), rank.plan.model.moe_load
     if where is not None and where.expert_load > planned:
         found = f"{where.expert_load:.2f} of a balanced share of tokens on this rank, in this step"
@@ -426,7 +424,6 @@ def _tensors_of(optimizer: Any) -> Iterator[Tensor]:
 
 
 def _inner(optimizer: Any) -> Iterator[Any]:
-    """Torch's optimizers, which Megatron's wrap or chain."""
     if hasattr(optimizer, "chained_optimizers"):
         for chained in optimizer.chained_optimizers:
             yield from _inner(chained)
@@ -497,6 +494,5 @@ class MemoryWatch:
 
 
 def _may_grow(run: LiveRun) -> bool:
-    """Whether expandable segments of the allocator are possible."""
     registers = any(getattr(getattr(wrapper, "ddp_config", None), "nccl_ub", False) for wrapper in run.wrappers)
     return not (registers and nccl_ub_stands_alone(torch.__version__, installed_version()))

@@ -112,7 +112,6 @@ class StepClock:
         return self._steps[-1] if self._steps else None
 
     def forget(self) -> None:
-        """Leave the steps so far out of the medians."""
         self._take(exact=True)
         self._steps.clear()
 
@@ -149,7 +148,6 @@ class DevicePeak:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count allocations of the block, on a CPU."""
         busy = torch.autograd._profiler_enabled() or _get_current_dispatch_mode() is not None  # type: ignore[attr-defined]
         if self._total is None or busy:
             yield
@@ -339,7 +337,6 @@ class Reporter:
         self._known["parts"] = parts_of(self._engine.trace.stop(), self._plan.model.has_experts)
 
     def step_ends(self, counts: Figures, *, usual: bool) -> None:
-        """Report the step that has ended, with these counts of the engine, if it is one of the first."""
         largest = {name: max(self._known.get(name, 0), getattr(counts, name)) for name in ("expert_load", "fell_back")}
         self._known |= (_known(counts) if usual else {}) | largest
         if usual and self._measured <= FIRST:

@@ -59,7 +59,6 @@ def rows(plan: Plan, ranks: Iterable[tuple[int, StageMeasured]]) -> tuple[StageR
 
 
 def predicted_of(plan: Plan, stage: int) -> StagePredicted | None:
-    """The plan's figures of a stage; None if it has none."""
     chunks = [entry.predicted for entry in plan.chunks_of(stage)]
     first = chunks[0]
     if first.step_s is None and not first.memory_bytes:
@@ -150,7 +149,6 @@ def _waits(found: Sequence[tuple[float, float, float]]) -> WaitSeconds:
 
 
 def _kind(half: str | None, layer: int | None, has_experts: Callable[[int], bool]) -> str:
-    """The part of a profile that prices a half."""
     return "experts" if half == EXPERTS.half and layer is not None and has_experts(layer) else str(half)
 
 

@@ -129,7 +129,6 @@ def held(launch: Launch) -> list[holding.Hook]:
 
 @contextmanager
 def _as_its_own_process(command: Command, host: Host) -> Iterator[None]:
-    """Set `sys.argv` and `sys.path[0]` as the script expects them."""
     argv, first = sys.argv, sys.path[0]
     sys.argv, sys.path[0] = [str(command.script), *host.arguments_of(command.arguments)], str(command.script.resolve().parent)
     try:

@@ -231,9 +231,7 @@ def _beside_the_user() -> Iterator[None]:
 
 
 HYBRID = ("HybridModelProvider", "MambaModelProvider")
-"""Names in 0.6 and 0.5."""
 MODELS = ("GPTModelProvider", "MLAModelProvider", "GPTModelConfig", *HYBRID)
-"""Classes whose layers are those of Megatron-LM; subclasses that build nothing else are accepted."""
 
 LAYERS_OF_TE = ("default_layer_spec", "transformer_engine_layer_spec", "get_gpt_decoder_block_spec", "None")
 LAYERS_OF_MEGATRON = "local_layer_spec"
@@ -272,7 +270,6 @@ def refused_model(container: Container, table: FlagTable) -> Iterator[Problem]:
 
 
 def _other_class(model: Any) -> str | None:
-    """The name of a model's class if it builds something else than a GPT."""
     if (target := getattr(model, "_target_", None)) is not None:
         name = str(target).rpartition(".")[2]
         return None if name in MODELS else name

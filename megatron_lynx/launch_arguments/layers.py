@@ -90,7 +90,6 @@ WINDOW, SKIPPED, SOFTMAX = "window_size", "window_attn_skip_freq", "softmax_type
 
 
 def window_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
-    """Yield facts about windows and sinks, if there are any. Malformed ones are added to `problems`."""
     if given[SOFTMAX] == "learnable":
         yield Fact("model.sinks", True, given.origin(SOFTMAX))
     if given[WINDOW] is None:
@@ -147,7 +146,6 @@ def is_hybrid(given: Given) -> bool:
 
 
 def stack_of(given: Given) -> list[StackLayer]:
-    """The layers of a hybrid stack with known symbols; empty without one."""
     return [layer for segment in _segments(given) for layer in layers_of(segment)]
 
 
@@ -174,7 +172,6 @@ STATED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 
 
 def opaque_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
-    """Yield the opaque halves, if there are any. Impossible ones are added to `problems`."""
     if any(given[name] is None for name in STATED):
         return
     if stack := stack_of(given):

@@ -211,7 +211,6 @@ LINEARS, MESSAGES, USERBUFFERS = "async_tensor_model_parallel_allreduce", "overl
 
 
 IN_PLACE = "gradient_accumulation_fusion"
-"""A delayed weight gradient needs it."""
 
 
 def overlap_facts(given: Given) -> Iterator[Fact]:
@@ -272,7 +271,6 @@ def with_packing(given: Given) -> Given:
 
 
 def _batch(given: Given) -> dict[str, tuple[int, str]]:
-    """The batch of a step, if the launch gives the number of steps per rollout."""
     steps, *samples = (_number(given, option) for option in (STEPS, *SAMPLES))
     if not steps or None in samples:
         return {}
