@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_lynx.published import korthikanti, overlapped, pipeoffload, steps, yuan
+from megatron_lynx.published import korthikanti, pipeoffload, steps, yuan
 from megatron_lynx.published.row import Row, published_figures
 
 
@@ -12,4 +12,4 @@ def all_rows() -> list[Row]:
     found = [row for name, part in parts.items() for row in part.rows(figures[name])]
     series = {each["id"]: each for each in published_figures("published_more")["series"]}
     measured = list(steps.rows(series))
-    return [*found, *measured, *steps.means(measured), *steps.peaks(series), *overlapped.rows(series)]
+    return [*found, *measured, *steps.means(measured), *steps.peaks(series), *steps.overlapped(series)]
