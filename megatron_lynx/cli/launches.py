@@ -168,9 +168,7 @@ def understood_as_json(reading: Reading | None) -> dict[str, object]:
 def command_with(
     reading: Reading, job: Job, made: Plan, path: Path, more: Sequence[str] = (), without: Collection[str] = ()
 ) -> str:
-    """The launch under the plan, with flags `more` and without the names of `without`. Layer flags only if it left the partition
-    open.
-    """
+    """The launch under the plan, with the flags of `more` and without the names of `without`."""
     from megatron_lynx.launch_arguments.command_line import LAUNCHER, TESTBED
     from megatron_lynx.plan.layout import layer_flags, schedule_flags
     from megatron_lynx.planner.summary import job_environment

@@ -142,9 +142,7 @@ def _difference(one: Tensor | None, other: Tensor | None, names: tuple[str, str]
 
 
 def _near(one: Tensor | None, other: Tensor | None, tolerance: float | None) -> bool:
-    """Whether two gradients differ by at most `tolerance` times the largest value of the first. Compares in pieces, to save
-    memory.
-    """
+    """Whether two gradients differ by at most `tolerance` times the largest value of the first. Compares in pieces."""
     if tolerance is None or one is None or other is None or one.shape != other.shape:
         return False
     most = largest = 0.0

@@ -53,9 +53,7 @@ class Metrics:
         self._pending: _Pending | None = None
 
     def step_ends(self, engine: Engine, named: Callable[[Figures], Mapping[str, float | None]] = logged) -> Figures:
-        """Take, log and return the engine's counts of this step. `named` returns the logged figures, None if unknown, with the
-        same names on all ranks.
-        """
+        """Take, log and return the engine's counts of this step. `named` returns the logged figures, the same on all ranks."""
         counts = engine.take_counts(exact=False)
         self.total = self.total + counts
         step = self._args.curr_iteration + 1

@@ -279,9 +279,7 @@ def path_of(stated: Path | None, trace: Path | None, logs: str | None) -> Path |
 
 
 class Reporter:
-    """`path`: of the outcome file, if one is written. `shards`: ranks that share a sequence. `checked`: steps are compared with
-    stock's.
-    """
+    """`path`: of the outcome file, if any. `shards`: ranks that share a sequence. `checked`: compared with stock."""
 
     def __init__(
         self,

@@ -118,9 +118,7 @@ def in_fp8(module: Module) -> bool:
 
 
 class Fp8Scales:
-    """FP8 scales and amax histories: every pass in FP8 changes them, and extra states lack those of a module that has not run
-    yet.
-    """
+    """FP8 scales and amax histories: every pass in FP8 changes them, and extra states lack those of unused modules."""
 
     def __init__(self, modules: Iterable[Module]) -> None:
         self._modules = [module for module in modules if in_fp8(module)]

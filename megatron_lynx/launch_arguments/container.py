@@ -215,9 +215,7 @@ def _chain(error: BaseException, *, stated: bool = False) -> list[BaseException]
 
 @contextmanager
 def _beside_the_user() -> Iterator[None]:
-    """Import from the current folder, with hubs offline unless the user decides otherwise: without a network they retry for
-    minutes.
-    """
+    """Import from the current folder, with hubs offline unless the user decides otherwise: without a network they retry."""
     folder, said = os.getcwd(), os.environ.get(OFFLINE)
     sys.path.insert(0, folder)
     os.environ.setdefault(OFFLINE, "1")

@@ -111,9 +111,7 @@ def expert_facts(given: Given, problems: list[Problem], *, planning: bool) -> It
 
 
 def _scores(given: Given) -> Iterator[Fact]:
-    """Tensors of scores that `TopKRouter` saves. Group-limited routing also saves a mask of all experts and indices of the best
-    groups.
-    """
+    """Tensors of scores that `TopKRouter` saves. Group-limited routing also saves a mask and indices."""
     kinds, coefficients = ([value] if not isinstance(value, list) else value for value in map(given.__getitem__, AUXILIARY))
     kept = {
         AUXILIARY[1]: any(

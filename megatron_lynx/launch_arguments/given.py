@@ -234,8 +234,7 @@ class Given:
     """The releases that accept every flag of the launch, oldest first; never empty."""
     table: FlagTable
     unknown: tuple[str, ...] = ()
-    """Flags that Megatron does not have, with their words, and unknown values of flags that do not matter; a fork may have them.
-    """
+    """Flags that Megatron does not have, with their words, and unknown values of flags that do not matter."""
     packed: str = ""
     """The setting of a data set that packs sequences, if no flag does."""
 

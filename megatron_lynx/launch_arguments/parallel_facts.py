@@ -153,9 +153,7 @@ def batch_facts(given: Given, gpus: int | None, problems: list[Problem]) -> Iter
 
 
 def _last_of_schedule(given: Given, problems: list[Problem]) -> Iterator[Fact]:
-    """The final batch size: in `0:16 2.4B:320`, 320 from 2.4e9 samples or tokens on. Megatron refuses --global-batch-size with
-    it.
-    """
+    """The final batch size: in `0:16 2.4B:320`, 320 from 2.4e9 samples or tokens on."""
     origin, text, stated = (
         given.origin("step_batch_size_schedule"),
         str(given["step_batch_size_schedule"]),

@@ -111,9 +111,7 @@ class Today:
 
 
 def stays_overlapped(given: Given) -> bool:
-    """Whether exchanges of experts stay overlapped under a plan. Not if FP8 experts are alone on a rank: Megatron frees their
-    rows.
-    """
+    """Whether exchanges of experts stay overlapped under a plan. Megatron frees the rows of an FP8 expert alone on a rank."""
     alone = given["num_experts"] == (given["expert_model_parallel_size"] or 1)
     return bool(given[OVERLAP]) and not ((given["fp8"] or given["fp4"]) and alone)
 
