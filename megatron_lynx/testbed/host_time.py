@@ -218,11 +218,12 @@ def _half(half: Half, share: Spent, layer: dict[str, Spent], further: dict[str, 
     deferred = None if later is None else (kept + later).at_least(kept)
     found: dict[str, Spent | None] = {"none": none, "full": layer[FULL.name] * share, "kept": kept, "partly": alone("partly")}
     found |= {"replayed": replayed, "gathered": gathered, "offloaded": offloaded, "deferred": deferred}
-    return HalfHostTime(**{name: _passes(spent) for name, spent in found.items() if spent is not None})
-
-
-def _passes(spent: Spent) -> HostPasses:
-    return HostPasses(forward_us=round(1e6 * spent.forward_s, 1), backward_us=round(1e6 * spent.backward_s, 1))
+    us = {
+        name: [round(1e6 * seconds, 1) for seconds in vars(spent).values()] for name, spent in found.items() if spent is not None
+    }
+    return HalfHostTime(
+        **{name: HostPasses(forward_us=forward, backward_us=backward) for name, (forward, backward) in us.items()}
+    )
 
 
 Clock = Callable[[], float]

@@ -86,12 +86,7 @@ class Links:
 
 
 class Link:
-    """The link in one rank's process.
-
-    Args:
-        setting: the value of the environment variable `LYNX_LINK`.
-        rank: this process.
-    """
+    """The link in one rank's process. `setting`: the value of `LYNX_LINK`."""
 
     def __init__(self, setting: str, rank: int) -> None:
         rate_mbit, path = setting.split(maxsplit=1)

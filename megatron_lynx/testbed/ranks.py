@@ -67,10 +67,9 @@ class RankPool:
     call `run` from a long-lived thread.
 
     Args:
-        ranks: number of processes.
         links: the network between them; None: loopback.
         pin: pin every rank to its own core, if there are enough.
-        env: environment variables of the ranks, besides the parent's and torchrun's.
+        env: environment variables besides the parent's and torchrun's.
         compiler: `torch.compile` backend in these ranks (`fusions.Backend`), which enables compiled fusions.
     """
 

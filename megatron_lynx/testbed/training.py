@@ -47,8 +47,6 @@ class Training:
     """A model in training.
 
     Args:
-        job: layout and batch sizes.
-        chunks: this rank's chunks from `build_model`.
         optimizer: plain SGD (without reduction over replicas unless `ddp`), Megatron's Adam, or None.
             Megatron's needs `ddp`, and is distributed if the job says so.
         ddp: wrap the chunks in Megatron's DistributedDataParallel.
