@@ -22,18 +22,17 @@ from megatron_lynx.plan.plan import Plan
 
 def mismatches(plan: Plan, run: LiveRun, overlapping: bool = False) -> list[Problem]:
     """Every difference between the plan and the run. `overlapping`: the run has no flushes."""
-    problems = [*_schedule(plan, overlapping), *_facts(plan, run)]
+    problems = [*_facts(plan, run)]
+    needed = "double_buffered" if overlapping else "flush"
+    if plan.schedule != needed:
+        found = f"{needed}, as this run has it"
+        problems.insert(0, Problem("plan: schedule", plan.schedule, found, "make a plan for this schedule"))
     if not plan.chunks_of(run.stage):
         problems.append(Problem("plan: stages", f"no stage {run.stage}", f"one for each of {run.pipeline} pipeline ranks"))
     elif plan.parallel.chunks == len(run.chunks):
-        problems += [*_layers(plan, run), *_kinds(plan, run)]
+        problems += _layers(plan, run)
+        problems += (problem for face, layers in layers_by_kind(run) for problem in face.mismatches(plan, run, layers))
     return problems
-
-
-def _schedule(plan: Plan, overlapping: bool) -> Iterator[Problem]:
-    needed = "double_buffered" if overlapping else "flush"
-    if plan.schedule != needed:
-        yield Problem("plan: schedule", plan.schedule, f"{needed}, as this run has it", "make a plan for this schedule")
 
 
 FLAGS = {
@@ -158,11 +157,6 @@ def layers_in_bf16(config: Any) -> dict[str, int]:
     asked = getattr(config, "first_last_layers_bf16", False)
     numbers = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
     return {f"model.{key}": getattr(config, name) if asked else 0 for key, name in zip(IN_BF16, numbers, strict=True)}
-
-
-def _kinds(plan: Plan, run: LiveRun) -> Iterator[Problem]:
-    for face, layers in layers_by_kind(run):
-        yield from face.mismatches(plan, run, layers)
 
 
 def _layers(plan: Plan, run: LiveRun) -> Iterator[Problem]:
