@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,43 +48,28 @@ def _row(measurement: Measurement, setting: Setting) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Our fastest setting against the fastest stock one with at most its bytes (None: every stock one has more)."""
-
-    ours: Setting
-    opponent: Setting | None
-    by: Bytes
-
-    @property
-    def speedup(self) -> float | None:
-        """Opponent's seconds over ours: above 1, ours is faster."""
-        return None if self.opponent is None else self.opponent.step.median_s / self.ours.step.median_s
-
-    def __str__(self) -> str:
-        what, ours = IN_WORDS[self.by], self._in_words(self.ours)
-        if self.opponent is None or self.speedup is None:
-            return f"No stock setting that was measured needs as few {what} as {ours}."
-        stock = self._in_words(self.opponent)
-        if self.speedup >= 1:
-            won = f"is {self.speedup:.2f} times as fast as {stock}"
-        else:
-            won = f"is slower, by a factor of {1 / self.speedup:.2f}, than {stock}"
-        return f"{ours} {won}, the fastest stock setting of no more {what}."
-
-    def _in_words(self, setting: Setting) -> str:
-        return f"{setting.name} ({format_seconds(setting.step.median_s)}, {format_bytes(getattr(setting.figures, self.by))})"
-
-
-def verdict(settings: Iterable[Setting], by: Bytes = "resident_bytes") -> Verdict | None:
-    """The verdict on our fastest setting, or None if none of ours, or none of stock's, was measured."""
+def verdict(settings: Iterable[Setting], by: Bytes = "resident_bytes") -> str | None:
+    """Our fastest setting against the fastest stock one with at most its bytes; None if neither, or only one kind, was measured."""
     settings = tuple(settings)
-    ours = min((each for each in settings if each.ours), key=lambda each: each.step.median_s, default=None)
+    ours = min((each for each in settings if each.ours), key=_step_s, default=None)
     stock = [each for each in settings if not each.ours]
     if ours is None or not stock:
         return None
     small = (each for each in stock if getattr(each.figures, by) <= getattr(ours.figures, by))
-    return Verdict(ours, min(small, key=lambda each: each.step.median_s, default=None), by)
+    if (opponent := min(small, key=_step_s, default=None)) is None:
+        return f"No stock setting that was measured needs as few {IN_WORDS[by]} as {_in_words(ours, by)}."
+    speedup = _step_s(opponent) / _step_s(ours)
+    won = f"is {speedup:.2f} times as fast as" if speedup >= 1 else f"is slower, by a factor of {1 / speedup:.2f}, than"
+    opposed = f"{_in_words(opponent, by)}, the fastest stock setting of no more {IN_WORDS[by]}"
+    return f"{_in_words(ours, by)} {won} {opposed}."
+
+
+def _step_s(setting: Setting) -> float:
+    return setting.step.median_s
+
+
+def _in_words(setting: Setting, by: Bytes) -> str:
+    return f"{setting.name} ({format_seconds(_step_s(setting))}, {format_bytes(getattr(setting.figures, by))})"
 
 
 COLUMNS = (
@@ -145,7 +129,7 @@ def write_report(measurement: Measurement, directory: str | os.PathLike[str], pa
 def verdicts(measurement: Measurement) -> list[str]:
     """Ours against the fastest stock setting with at most its bytes, by resident bytes and by peak bytes."""
     found = (verdict(measurement.settings, "resident_bytes"), verdict(measurement.settings, "peak_bytes"))
-    return [str(each) for each in found if each is not None]
+    return [sentence for sentence in found if sentence is not None]
 
 
 def notes(measurement: Measurement) -> Iterator[str]:

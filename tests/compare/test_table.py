@@ -27,10 +27,8 @@ def test_rows_as_the_command_prints_them():
 def test_the_opponent_is_the_fastest_stock_setting_of_no_more_bytes():
     settings = measurement().settings
     resident, peak = verdict(settings, "resident_bytes"), verdict(settings, "peak_bytes")
-    assert (resident.ours.name, resident.opponent.name) == ("ours in windows", "stock full")  # block-2 holds 50 > 18 MiB
-    assert resident.speedup == pytest.approx(1.4 / 1.01)
-    assert peak.opponent.name == "stock block-2"  # 60 <= 70 MiB
-    assert str(resident) == (
+    assert " stock block-2 (" in peak  # 60 <= 70 MiB; of resident bytes it has 50 > 18 MiB
+    assert resident == (
         "ours in windows (1.11 s, 18.00 MiB) is 1.39 times as fast as stock full (1.54 s, 10.00 MiB), "
         "the fastest stock setting of no more activation bytes."
     )
@@ -38,12 +36,10 @@ def test_the_opponent_is_the_fastest_stock_setting_of_no_more_bytes():
 
 def test_a_lost_comparison_is_said_so():
     lost = verdict((setting("stock none", 1.0, 5, 5), setting("ours", 1.25, 5, 5, ours=True)))
-    assert "is slower, by a factor of 1.25, than stock none" in str(lost)
+    assert "is slower, by a factor of 1.25, than stock none" in lost
 
 
 def test_without_a_stock_setting_as_small_nobody_wins():
     alone = verdict((setting("stock none", 1.0, 9, 9), setting("ours", 1.0, 5, 5, ours=True)))
-    assert alone.opponent is None
-    assert alone.speedup is None
-    assert str(alone).startswith("No stock setting that was measured needs as few activation bytes as ours")
+    assert alone.startswith("No stock setting that was measured needs as few activation bytes as ours")
     assert verdict((setting("stock none", 1.0, 9, 9),)) is None
