@@ -49,7 +49,7 @@ def _row(measurement: Measurement, setting: Setting) -> dict[str, Any]:
 
 
 def verdict(settings: Iterable[Setting], by: Bytes = "resident_bytes") -> str | None:
-    """Our fastest setting against the fastest stock one with at most its bytes; None if neither, or only one kind, was measured."""
+    """Our fastest setting against the fastest stock one with at most its bytes; None if one of them was not measured."""
     settings = tuple(settings)
     ours = min((each for each in settings if each.ours), key=_step_s, default=None)
     stock = [each for each in settings if not each.ours]
