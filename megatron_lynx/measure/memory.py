@@ -29,6 +29,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, final
 
@@ -174,12 +175,7 @@ def remember_blocks() -> None:
 
     Call it before the model is built if a counted step may free older blocks. Raises LynxError if this PyTorch lacks the flag.
     """
-    try:
-        flag = ctypes.c_bool.in_dll(ctypes.CDLL(str(c10_library())), _FLAG)
-    except (OSError, ValueError) as error:
-        needed, todo = f"a C10 library with {_FLAG}", "use a release wheel of PyTorch"
-        problem = Problem(f"torch {torch.__version__}", str(error), needed, todo)
-        raise LynxError("Activation bytes cannot be counted on the CPU", [problem]) from error
+    flag = _in_c10(_FLAG, lambda library: ctypes.c_bool.in_dll(library, _FLAG))
     # The allocator warns about the first block whose size it does not know: let that be this one.
     with nothing_printed(STANDARD_ERROR):
         unknown = torch.empty(1, device="cpu")
@@ -187,8 +183,18 @@ def remember_blocks() -> None:
         del unknown
 
 
-def c10_library() -> Path:
-    return Path(torch.__file__).parent / "lib" / ("libc10.dylib" if sys.platform == "darwin" else "libc10.so")
+def _in_c10(name: str, find: Callable[[Any], Any]) -> Any:
+    file = Path(torch.__file__).parent / "lib" / ("libc10.dylib" if sys.platform == "darwin" else "libc10.so")
+    try:
+        return find(ctypes.CDLL(str(file)))
+    except (OSError, ValueError, AttributeError) as error:
+        raise _lacking(name, str(error)) from error
+
+
+def _lacking(name: str, found: str) -> LynxError:
+    needed, todo = f"a C10 library with {name}", "use a release wheel of PyTorch"
+    problem = Problem(f"torch {torch.__version__}", found, needed, todo)
+    return LynxError("Bytes cannot be counted on the CPU", [problem])
 
 
 def wait_for_other_threads() -> None:
@@ -289,16 +295,12 @@ class CpuTotal:
 
     def __init__(self) -> None:
         remember_blocks()
-        try:
-            library = ctypes.CDLL(str(c10_library()))
-            reporter: Any = library[_REPORTER]
-        except (OSError, AttributeError) as error:
-            raise _hidden(str(error)) from error
+        reporter = _in_c10(_REPORTER, itemgetter(_REPORTER))
         reporter.restype = ctypes.c_void_p
         words = (ctypes.c_size_t * _WORDS).from_address(reporter())
         found = [word for word in range(_WORDS) if all(_follows(words, word, size) for size in _SIZES)]
         if len(found) != 1:
-            raise _hidden(f"{len(found)} words that follow what is allocated")
+            raise _lacking(_REPORTER, f"{len(found)} words that follow what is allocated")
         self._words, self._word = words, found[0]
 
     @property
@@ -312,9 +314,3 @@ def _follows(words: Any, word: int, size: int) -> bool:
     grown = words[word] - before
     del block
     return bool(grown == size and words[word] == before)
-
-
-def _hidden(found: str) -> LynxError:
-    needed, todo = f"a C10 library that gives away {_REPORTER}", "use a release wheel of PyTorch"
-    problem = Problem(f"torch {torch.__version__}", found, needed, todo)
-    return LynxError("Allocated bytes cannot be asked for on the CPU", [problem])
