@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from functools import wraps
+from functools import partial, wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,30 +28,6 @@ from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.pending import Linear
 
 
-class _OneTensor:
-    """A memory buffer that has one tensor."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def get_tensor(self, tensor_shape: Any, dtype: torch.dtype, name: str, *args: Any, **kwargs: Any) -> Tensor:
-        assert tuple(tensor_shape) == tuple(self._tensor.shape), (
-            f"{name}: {tuple(tensor_shape)} asked, {tuple(self._tensor.shape)} held"
-        )
-        assert dtype == self._tensor.dtype, f"{name}: {dtype} asked, {self._tensor.dtype} held"
-        return self._tensor
-
-
-class _NewTensor:
-    """A memory buffer that allocates anew at each request."""
-
-    def __init__(self, shared: Any) -> None:
-        self._shared = shared
-
-    def get_tensor(self, *args: Any, **kwargs: Any) -> Tensor:
-        return torch.empty_like(self._shared.get_tensor(*args, **kwargs))
-
-
 def claims(engine: Engine, linears: Iterable[LinearOf] = ()) -> Iterator[Claim]:
     from megatron.core.tensor_parallel import layers
 
@@ -61,12 +38,21 @@ def claims(engine: Engine, linears: Iterable[LinearOf] = ()) -> Iterator[Claim]:
         def get_global_memory_buffer() -> Any:
             gathered = engine.waits.gathered_input() if engine.in_half else None
             if gathered is not None:
-                return _OneTensor(gathered)
-            return _NewTensor(original()) if puts_off() or engine.owns_gathered else original()
+                return SimpleNamespace(get_tensor=partial(_held, gathered))
+            shared = original()
+            if puts_off() or engine.owns_gathered:
+                return SimpleNamespace(get_tensor=lambda *args, **kwargs: torch.empty_like(shared.get_tensor(*args, **kwargs)))
+            return shared
 
         return get_global_memory_buffer
 
     yield Claim(layers, "get_global_memory_buffer", hooked, "lends the buffer for a gathered input")
+
+
+def _held(gathered: Tensor, tensor_shape: Any, dtype: torch.dtype, name: str, *args: Any, **kwargs: Any) -> Tensor:
+    asked, held = (tuple(tensor_shape), dtype), (tuple(gathered.shape), gathered.dtype)
+    assert asked == held, f"{name}: {asked} asked, {held} held"
+    return gathered
 
 
 def _puts_off(engine: Engine, linears: Iterable[LinearOf]) -> Callable[[], bool]:
