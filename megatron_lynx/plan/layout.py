@@ -12,7 +12,7 @@ loss, | a boundary.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 from megatron_lynx.plan.plan import Plan
@@ -37,10 +37,15 @@ def layer_flags(plan: Plan, *, chunks_counted: bool = False) -> tuple[str, ...]:
     """The arguments for the layers of each stage; empty for Megatron's default. `chunks_counted`: give the number of equal chunks
     instead of their layers."""
     counts = [len(stage.layers) for stage in plan.stages]
+    if len(set(counts)) == 1 and plan.parallel.chunks == 1:
+        return ()
+    if len(set(counts)) == 1 and chunks_counted:
+        return (f"--num-virtual-stages-per-pipeline-rank {plan.parallel.chunks}",)
     if len(set(counts)) == 1:
-        return () if plan.parallel.chunks == 1 else (_chunks(plan, counts[0], counted=chunks_counted),)
+        return (f"--num-layers-per-virtual-pipeline-stage {counts[0]}",)
     if plan.parallel.chunks == 1 and len(set(counts[1:-1])) <= 1 and 0 not in counts:
-        return tuple(_ends(counts))
+        middle, ends = counts[1] if len(counts) > 2 else None, (("first", counts[0]), ("last", counts[-1]))
+        return tuple(f"--decoder-{end}-pipeline-num-layers {count}" for end, count in ends if count != middle)
     return (f"--pipeline-model-parallel-layout {shlex.quote(layout_text(counts, plan.model.mtp))}",)
 
 
@@ -62,16 +67,3 @@ def in_words(plan: Plan) -> str:
     """The flags, one a line, and a note on the global batch size, which a plan does not know."""
     size = plan.batch.micro * plan.batch.microbatches
     return " \\\n".join(launch_flags(plan)) + f"\n(--global-batch-size is {size} x the data-parallel size)"
-
-
-def _chunks(plan: Plan, layers: int, *, counted: bool) -> str:
-    if counted:
-        return f"--num-virtual-stages-per-pipeline-rank {plan.parallel.chunks}"
-    return f"--num-layers-per-virtual-pipeline-stage {layers}"
-
-
-def _ends(counts: Sequence[int]) -> Iterator[str]:
-    middle = counts[1] if len(counts) > 2 else None
-    for end, count in (("first", counts[0]), ("last", counts[-1])):
-        if count != middle:
-            yield f"--decoder-{end}-pipeline-num-layers {count}"
