@@ -44,8 +44,21 @@ def kept_bytes(shape: LayerShape, policy: Policy, kind: LayerKind | None = None)
 
 def half_kept_bytes(shape: LayerShape, section: Section, policy: Policy = "none") -> int:
     """Return the bytes one half saves; 0 for an absent half."""
-    nothing = section.opaque and shape.model.opaque_in(section).nothing
-    return 0 if nothing else shape.input_bytes + _kept_by(section, shape, policy)
+    if section.opaque and shape.model.opaque_in(section).nothing:
+        return 0
+    face = planning_of(section)
+    if section.in_some_layers or policy not in ("selective", "balanced"):
+        return shape.input_bytes + sum(tensor.bytes for tensor in face.tensors(shape) if tensor.saved_by)
+    if policy == "balanced":
+        items = [item for item in BALANCED if item in section.names]
+        return shape.input_bytes + replay_of(section, face.tensors(shape), items).stays_bytes
+    # Stock's checkpoint of the core attention saves its arguments, and exchanges other ranks' keys and values again. It keeps its
+    # output, which linear_proj reads.
+    layout = shape.parallel.model_copy(update={"context_exchange": "all_gather", "context_levels": None})
+    tensors = face.tensors(replace(shape, parallel=layout))
+    stays = [tensor for tensor in tensors if (tensor.made_by, *tensor.saved_by) != CORE_ALONE]
+    given_bytes = face.core_arguments_bytes(shape) if len(stays) < len(tensors) else 0
+    return shape.input_bytes + given_bytes + sum(tensor.bytes for tensor in stays if tensor.saved_by)
 
 
 def beyond_fp8_bytes(shape: LayerShape, layers: range) -> int:
@@ -58,25 +71,6 @@ def beyond_fp8_bytes(shape: LayerShape, layers: range) -> int:
 def layers_bytes(shape: LayerShape, policy: Policy, kinds: Mapping[LayerKind, int]) -> int:
     """Return what layers save of one micro-batch. `kinds`: number of layers of each kind."""
     return sum(layers * kept_bytes(shape, policy, kind) for kind, layers in kinds.items())
-
-
-def _kept_by(section: Section, shape: LayerShape, policy: Policy) -> int:
-    face = planning_of(section)
-    if section.in_some_layers:
-        policy = "none"
-    tensors = face.tensors(_checkpointed(shape) if policy == "selective" else shape)
-    if policy == "balanced":
-        return replay_of(section, tensors, [item for item in BALANCED if item in section.names]).stays_bytes
-    # stock's checkpoint of the core attention keeps its output, which linear_proj reads
-    let_go = [tensor for tensor in tensors if policy == "selective" and (tensor.made_by, *tensor.saved_by) == CORE_ALONE]
-    given_bytes = face.core_arguments_bytes(shape) if let_go else 0
-    return given_bytes + sum(tensor.bytes for tensor in tensors if tensor.saved_by and tensor not in let_go)
-
-
-def _checkpointed(shape: LayerShape) -> LayerShape:
-    """Return the shape as stock's checkpoint of the core attention sees it: it saves its arguments, and exchanges other ranks'
-    keys and values again."""
-    return replace(shape, parallel=shape.parallel.model_copy(update={"context_exchange": "all_gather", "context_levels": None}))
 
 
 def replayed_flops(shape: LayerShape, replay: Collection[str], kind: LayerKind | None = None) -> int:

@@ -60,11 +60,16 @@ def matrices(job: Job, stage: int, *, split: bool = True) -> Iterator[Matrices]:
         yield Matrices(small, large, 1, experts=False)
 
 
+def _shared(job: Job, found: list[Matrices]) -> Iterator[tuple[int, list[Matrices]]]:
+    """Yield the number of ranks that share experts, and all others, with their matrices."""
+    yield job.parallel.context * job.replicas, [each for each in found if not each.experts]
+    yield expert_sharers(job), [each for each in found if each.experts]
+
+
 def fullest(job: Job, found: list[Matrices], of: Callable[[Matrices], float]) -> float:
     """Return a sum over the matrices of the rank that has most."""
     total = 0.0
-    for experts, sharers in ((False, job.parallel.context * job.replicas), (True, expert_sharers(job))):
-        own = [each for each in found if each.experts == experts]
+    for sharers, own in _shared(job, found):
         share = sum(each.times * of(each) for each in own) / (sharers if job.parallel.distributed_optimizer else 1)
         total += max([share, *map(of, own)])
     return total
@@ -85,10 +90,8 @@ def filled_numbers(job: Job, stage: int) -> int:
     """Return the padding of a stage's buffers, in numbers, for equal sizes on all ranks."""
     if not job.optimizer.muon_steps or not job.parallel.distributed_optimizer:
         return 0
-    found = list(matrices(job, stage, split=False))
     filled = 0
-    for experts, sharers in ((False, job.parallel.context * job.replicas), (True, expert_sharers(job))):
-        own = [each for each in found if each.experts == experts]
+    for sharers, own in _shared(job, list(matrices(job, stage, split=False))):
         largest = max((each.numbers for each in own), default=0)
         filled += max(0, sharers * largest - sum(each.times * each.numbers for each in own))
     return filled

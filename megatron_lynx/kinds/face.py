@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Model
@@ -155,20 +155,20 @@ class Planning(ABC):
         return self.section.items
 
     def items(self, shape: LayerShape, roof: Roofline) -> dict[str, ItemProfile]:
-        priced, saved = {item.name: self._item(shape, item, roof) for item in self.listed()}, dict.fromkeys(self.section.names, 0)
+        saved = dict.fromkeys(self.section.names, 0)
         for block in self.tensors(shape):
             if block.saved_by:
                 saved[block.saved_by[0]] += block.bytes
-        return {name: item.model_copy(update={"saved_bytes": saved[name]}) for name, item in priced.items()}
-
-    def _item(self, shape: LayerShape, item: Item, roof: Roofline) -> ItemProfile:
-        linear, output = self.linears(shape).get(item.name), self.output_bytes(shape, item)
-        if linear is not None:
-            return self._linear(shape, item, linear, roof).model_copy(update={"output_bytes": output})
-        seconds, flops = self.seconds(shape, item, roof), self.core_flops(shape) if item.role == "core" else 0
-        return ItemProfile(
-            forward_s=seconds.forward_s, backward_s=seconds.backward_s, saved_bytes=0, output_bytes=output, flops=flops
-        )
+        linears, priced = self.linears(shape), dict[str, ItemProfile]()
+        for item in self.listed():
+            figures: dict[str, Any] = {"saved_bytes": saved[item.name], "output_bytes": self.output_bytes(shape, item)}
+            if item.name in linears:
+                figures |= self._linear(shape, item, linears[item.name], roof)
+            else:
+                figures |= asdict(self.seconds(shape, item, roof))
+                figures["flops"] = self.core_flops(shape) if item.role == "core" else 0
+            priced[item.name] = ItemProfile(**figures)
+        return priced
 
     def seconds(self, shape: LayerShape, item: Item, roof: Roofline) -> Passes:
         """Return the seconds of an item other than a linear."""
@@ -183,8 +183,8 @@ class Planning(ABC):
             return alone
         return alone + normed_cast(shape, shape.own_tokens * shape.model.hidden, roof)
 
-    def _linear(self, shape: LayerShape, item: Item, linear: Linear, roof: Roofline) -> ItemProfile:
-        """Return the figures of a linear. The weight's gradient accumulates in fp32: read and written."""
+    def _linear(self, shape: LayerShape, item: Item, linear: Linear, roof: Roofline) -> dict[str, float]:
+        """Return the seconds and FLOPs of a linear. The weight's gradient accumulates in fp32: read and written."""
         element, flops, weight = shape.model.element_bytes, linear.one_flops, linear.taken * linear.made
         taken, made, recipe = linear.rows * linear.taken, linear.rows * linear.made, shape.model.fp8_recipe
 
@@ -197,15 +197,13 @@ class Planning(ABC):
         if self.section.collectives_of and item.role in GATHERING:  # overlapped with collectives
             dgrad_s, wgrad_s = (roof.slowed_s(*both) for both in zip((dgrad_s, wgrad_s), roof.beside_s, strict=True))
         cast_forward_s, cast_backward_s = self._casts_s(shape, item, linear, roof)
-        return ItemProfile(
-            forward_s=forward_s + cast_forward_s,
-            backward_s=dgrad_s + wgrad_s + cast_backward_s,
-            saved_bytes=0,
-            output_bytes=0,
-            flops=linear.times * flops,
-            dgrad_s=dgrad_s,
-            wgrad_s=wgrad_s,
-        )
+        return {
+            "forward_s": forward_s + cast_forward_s,
+            "backward_s": dgrad_s + wgrad_s + cast_backward_s,
+            "flops": linear.times * flops,
+            "dgrad_s": dgrad_s,
+            "wgrad_s": wgrad_s,
+        }
 
     def _casts_s(self, shape: LayerShape, item: Item, linear: Linear, roof: Roofline) -> tuple[float, float]:
         """Return forward and backward seconds of a linear's FP8 casts: its input, unless a norm makes it, and its output's

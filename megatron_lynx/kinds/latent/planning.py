@@ -187,13 +187,11 @@ class LatentAttention(Planning):
         yield norm(shape, self.section, (len(down) + 1) * shape.input_bytes)
 
     def input_width(self, sizes: Shape, linear: str) -> int:
-        latent = sizes.latent
-        assert latent is not None, "a profile of latent attention says its sizes"
+        latent = sizes_of(sizes)
         return {Q_UP.name: latent.q_rank or 0, KV_UP.name: latent.kv_rank}.get(linear, sizes.hidden)
 
     def carried_width(self, sizes: Shape, collective: Collective) -> int:
-        latent = sizes.latent
-        assert latent is not None, "a profile of latent attention says its sizes"
+        latent = sizes_of(sizes)
         if collective.carries != "latent":
             return self.input_width(sizes, collective.of)
         if collective.of == Q_DOWN.name:
@@ -216,7 +214,7 @@ class LatentAttention(Planning):
         return profile.gathered_input(profile.message_bytes) * self.input_width(sizes, linear) // sizes.hidden, made
 
 
-def sizes_of(model: Model) -> LatentSizes:
+def sizes_of(model: Model | Shape) -> LatentSizes:
     assert model.latent is not None, "asked only of models with latent attention"
     return model.latent
 
