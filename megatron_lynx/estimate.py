@@ -50,7 +50,7 @@ class Estimate:
     host: HostReport | None = None
     """The host-bound stages; None without a step."""
     step_at_best: StepSeconds | None = None
-    """Shortest step, if the step is a range (`cost.step_range`); `step` is then its longest."""
+    """Shortest step, if the step is a range (`cost.step`); `step` is then its longest."""
 
     on_host: OnHost | None = None
     """Set if the optimizer is on the host, wholly or in part."""

@@ -103,7 +103,7 @@ def _undivided(job: Job) -> str:
 
 
 def graph_bytes(job: Job) -> int:
-    """Bytes that captured graphs add to the fullest stage of stock without recomputation (`cost.graphs`)."""
+    """Bytes that captured graphs add to the fullest stage of stock without recomputation (`cost.stage_memory`)."""
     plain = as_stock(job)
     beside = plain.model_copy(update={"model": job.model})
     return _fullest(beside) - _fullest(plain) if job.model.captured else 0

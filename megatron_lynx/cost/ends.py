@@ -1,4 +1,4 @@
-"""Memory of the model's ends: the embedding on the first stage, the head and the loss on the last.
+"""Memory and seconds of the model's ends: the embedding on the first stage, the head and the loss on the last.
 
     bytes per logit, in fp32 + in the model's type (bf16)
 
@@ -19,6 +19,20 @@ With the head in pieces (`runtime.loss_in_pieces`) the logits are one piece's. B
 the weight's gradient and, with sequence parallelism, the gathered rows.
 
 Counted with the real loss, compiled and eager (`tests/cost/test_moments.py`); `te` from `cross_entropy_forward`.
+
+Multi-token prediction (MTP) adds layers on the last stage, each with a loss, never recomputed by a plan:
+
+    tokens shifted by one ──> embedding ─> norm ─┐
+                                                 ├─> projection (2h to h) ─> a layer like the last one ─> norm ─> head and loss
+    output of the previous layer ─────────> norm ┘
+
+    seconds      layer, embedding and head from the profile, three norms, and the projection, scaled by FLOPs from the attention's
+                 row-parallel linear, with exposed collectives
+    saved        by the layer, and six blocks as large as its input: embedding output, both normed ones concatenated, outputs of
+                 layer and norm; and a copy of the earlier outputs, since Megatron concatenates all for the head
+    parameters   layer, projection, three norms; with pipelining a copy of the embeddings and the head, even if tied
+
+Source: `MultiTokenPredictionLayer` and `GPTModel._postprocess` of megatron-core 0.16 to 0.19.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
     attention    dropout, linear_proj, core attention, rotary, linear_qkv, norm
 
 Each operator allocates its inputs' gradients while its output's gradient and its saved tensors are live, then frees both. The
-walk below does this operator by operator (`kinds.backward` lists them) and returns the highest balance.
+walk below does this operator by operator (`kinds.saved` lists them) and returns the highest balance.
 """
 
 from __future__ import annotations

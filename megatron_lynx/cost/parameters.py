@@ -298,7 +298,13 @@ Convention = Literal["causal", "whole"]
 
 
 def flops_per_token(model: Model, convention: Convention = "causal") -> int:
-    """Return forward and backward FLOPs of the whole model: 6 per weight of a matrix, plus attention."""
+    """Return forward and backward FLOPs of the whole model: 6 per weight of a matrix, plus attention.
+
+    causal    attention counted half, for the causal mask (Yuan et al., ATC '24): 6(L((2 + 2g/a)h² + 3hH) + hV) + 6Lhs
+    whole     attention counted whole (Korthikanti et al.): 72Lh²(1 + s/(6h) + V/(12hL)) for a GPT
+
+    Recomputation does not count. Compare published MFUs only within one convention.
+    """
     kinds, last = model.kinds_of(range(1, model.layers + 1)), model.sections(model.layers)
     matrices = sum(layers * passed_weights(model, kind) for kind, layers in kinds.items()) + model.hidden * model.vocab
     matrices += model.mtp * (passed_weights(model, last) + projection_weights(model) + model.hidden * model.vocab)

@@ -4,7 +4,7 @@
     rest                                   workspaces
     learned                                observed by a run besides all of these; below 0 if it used less
     buffers                                Megatron's global buffer; Transformer Engine's dummy weight gradients; userbuffers;
-                                           masks and workspace of captured graphs (`graphs`)
+                                           masks and workspace of captured graphs
     activations                            layers, all chunks in flight; with offloading, the share that stays
     staging                                with offloading: the offloaded shares of two chunks, on their way back (ping, pong)
     messages                               with a pipeline: messages being sent and received
@@ -27,6 +27,17 @@ Offloading a share r of every chunk's bytes C, N chunks in flight (Yuan et al., 
 
 so stages with four chunks or fewer do not offload. On the last stage the logits are live only between the forward of its last
 chunk and that chunk's backward. It is not offloaded, so no copy is in flight then: one chunk is whole, not two.
+
+Captured CUDA graphs (`model.captured`) hold, besides the tensors that their modules save:
+
+    pool       the saved tensors, counted with the layers; graphs never free them, so they are live during updates, too
+    masks      b s/c s bytes per layer and micro-batch in flight if `attn` is captured: b sequences of s tokens over c
+               context-parallel ranks; plus one per call
+    workspace  graphs share one pool that other code cannot use: the transients of the widest captured half
+    gradients  one per output of a graph
+
+Source: `TransformerLayer.get_layer_static_inputs` (mask), `TECudaGraphHelper._get_sample_arguments` (static inputs are reused
+after the backward that read them) and Transformer Engine's `make_graphed_callables`. These are estimates.
 """
 
 from __future__ import annotations

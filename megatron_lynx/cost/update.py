@@ -6,12 +6,21 @@
     parameters           ... B | reduce | Adam | first | F ...       by bucket, during the first forward; the first bucket is
                                                gather ......         exposed
 
-Added: an optimizer on the host (`cost.host_optimizer`), Muon's products (`cost.muon`), fixed costs (`cost.fixed`).
+Added: an optimizer on the host (`cost.host_optimizer`), Muon's products (`cost.muon`), fixed costs.
 
 With several instances of the distributed optimizer gradients are reduced within each, then each rank's share between them;
 parameters are gathered within.
 
 Overlap slows GEMMs (`matmul.beside_collective`). The overlapped pass is taken without recomputation, for all policies alike.
+
+Fixed costs, at any batch size: kernel launches, small all-reduces, host synchronisations. Python between these kernels is not
+counted.
+
+    clear grads ... last backward | check, reduce | norms, shared embedding | norm, sync
+    clip, Adam, copy | gather | success sync, largest norm sync | loss sync
+
+Source: megatron-core 0.16.1 (`param_and_grad_buffer.py`, `finalize_model_grads.py`, `distrib_optimizer.py`, `clip_grads.py`) and
+Megatron-LM's `train_step`.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class Planning(ABC):
 
     @abstractmethod
     def backward(self, shape: LayerShape) -> Iterator[Step]:
-        """Yield the operators of its backward, from its output's gradient to its input's (`kinds.backward`)."""
+        """Yield the operators of its backward, from its output's gradient to its input's (`kinds.saved`)."""
 
     def attention(self, shape: LayerShape) -> AttentionBytes:
         """Return the sizes of its core attention."""

@@ -1,4 +1,4 @@
-"""Tensors saved by halves of several kinds: norm, attention output, dropout.
+"""Saved tensors and backward operators shared by several kinds of halves.
 
 Three implementations, by `model.attention` and device:
 
@@ -10,6 +10,15 @@ Three implementations, by `model.attention` and device:
                     and the other half are blocks of their own, 10H/h (8H/h in Yuan et al., ATC '24, whose fork had no offset).
                     In FP8, linears save bytes of their inputs instead, from their own casts (`profiler.shape`).
     unfused, cuda   the same kernels except attention, with its 5as/h: softmax's output 2, dropout's mask 1 and output 2.
+
+In a backward, each operator allocates its inputs' gradients while its output's gradient and its saved tensors are live, then
+frees both (summed in `cost.in_hand`). Every linear returns to autograd a block as large as its weight's gradient: on GPUs the
+GEMM has already added the gradient to Megatron's buffer (`--gradient-accumulation-fusion`, default), and the block, of the
+model's type, only triggers autograd's hooks. Megatron's linears allocate it each time, Transformer Engine keeps one per weight
+shape (`get_dummy_wgrad`). On a CPU it is the gradient.
+
+Sources: `LinearWithGradAccumulationAndAsyncCommunication.backward` (gathers), `mha_bwd` of flash-attention (dQ accumulates in
+fp32; grouped keys and values get per-head gradients first), Megatron's fused softmax (in-place backward).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 job ──variants──> jobs that differ in these flags ──fastest_decision──> a plan each ──> the fastest
 
-A plan with userbuffers has a range (`cost.step_range`). It is taken if even its longest step is the shortest, or if stock's best
+A plan with userbuffers has a range (`cost.step`). It is taken if even its longest step is the shortest, or if stock's best
 is faster than every other plan.
 """
 

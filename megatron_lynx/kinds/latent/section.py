@@ -18,6 +18,11 @@ Recomputed code between two sites must not communicate: gathered tensors there a
 
 The fused rotary kernel rotates queries in place, in the linear's output. Recomputing `rotary` on a kept output would rotate it
 twice, so both are kept or both recomputed.
+
+Sizes in jobs, profiles and plans; each field names that of Megatron's model config, whose flag has dashes (`--kv-lora-rank`):
+
+    latent: {kv_rank: 512, head_size: 128, rope_size: 64, value_head_size: 128}                     DeepSeek-V2-Lite
+    latent: {q_rank: 1536, kv_rank: 512, head_size: 128, rope_size: 64, value_head_size: 128}       DeepSeek-V3
 """
 
 from __future__ import annotations
