@@ -54,6 +54,9 @@ WORTH = 0.01
 H100.
 """
 
+ENDLESS_GIB = 1e6
+"""More than any device's memory."""
+
 WORTH_COPIES = 0.02
 """Relative gain from which copies to the host are recommended."""
 
@@ -223,7 +226,7 @@ def _in_layout(
 
 
 def _best_plan(job: Job, costs: Profile, release: str | None, stock: Stock | None) -> Planned | None:
-    return fastest(planned_variants(job, costs, release), None if stock is None else stock.row.expected_s)
+    return fastest(list(planned_variants(job, costs, release)), None if stock is None else stock.row.expected_s)
 
 
 def _why_none(job: Job, costs: Profile) -> Infeasible | None:
@@ -244,16 +247,21 @@ def _within_today(job: Job, costs: Profile, release: str | None, launch: Launch,
 
 
 def _with_copies(answer: Answer, costs: Profile, release: str | None) -> Planned | None:
-    """The plan that offloads activations, if it is worth a row. A plan that recomputes nothing cannot gain."""
-    without = answer.without_copies
-    if without is not None and not without.recomputes:
-        return None
-    found = _best_plan(answer.job.model_copy(update={"offload_ratio": "auto"}), costs, release, answer.stock)
-    if found is None or without is None:
-        return found
+    """The plan that offloads activations, if it is worth a row."""
+    job, without = answer.job, answer.without_copies
+    with_copies = job.model_copy(update={"offload_ratio": "auto"})
+    if without is None:
+        return _best_plan(with_copies, costs, release, answer.stock)
     beaten = answer.stock is not None and answer.stock.row.expected_s < without.step.expected_s
-    least = 0.0 if beaten else WORTH_COPIES
-    return found if found.step.expected_s < (1 - least) * without.step.expected_s else None
+    below_s = (1 - (0.0 if beaten else WORTH_COPIES)) * without.step.expected_s
+    # copies gain no more than endless memory
+    unbounded = job.model_copy(
+        update={"budget": job.budget.model_copy(update={"memory_gib": ENDLESS_GIB, "activation_mib": None})}
+    )
+    if not without.recomputes or all(each.step.expected_s >= below_s for each in planned_variants(unbounded, costs, release)):
+        return None
+    found = _best_plan(with_copies, costs, release, answer.stock)
+    return None if found is None or found.step.expected_s >= below_s else found
 
 
 TIMES_AS_MANY = (2, 4, 8)

@@ -98,7 +98,7 @@ def _answered(own: Job, found: Job, release: str | None) -> Neighbour:
     costs = analytic_profile(job)
     stock = stocks_best(job, costs, release)
     rival_s = None if stock is None else stock.row.expected_s
-    return Neighbour(job, stock, fastest(planned_variants(job, costs, release), rival_s))
+    return Neighbour(job, stock, fastest(list(planned_variants(job, costs, release)), rival_s))
 
 
 def _layouts(job: Job) -> Iterator[dict[str, Any]]:

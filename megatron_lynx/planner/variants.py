@@ -14,7 +14,7 @@ from functools import cached_property
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.step import StepRange, hiding_all
-from megatron_lynx.errors import LynxError
+from megatron_lynx.errors import Infeasible, LynxError
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner.checks import check_plannable
 from megatron_lynx.planner.decision import Decision, completed, fastest_decision
@@ -93,15 +93,19 @@ def _first_of_fastest(plans: Sequence[Planned], seconds: Callable[[Planned], flo
     return next((each for each in plans if seconds(each) <= (1 + EQUAL) * least_s), None)
 
 
-def planned_variants(job: Job, profile: Profile, release: str | None) -> list[Planned]:
+def planned_variants(job: Job, profile: Profile, release: str | None) -> Iterator[Planned]:
     """Plan all variants; skip those without a plan. `release`: of megatron-core; None keeps the flags."""
-    found = []
+    fits_overlapped = True
     for variant in [job] if release is None else variants(job, release):
+        model = variant.model
+        if model.moe_delayed and not fits_overlapped:  # delayed weight gradients free no memory
+            continue
         try:
-            found.append(planned(variant, profile))
+            yield planned(variant, profile)
+        except Infeasible:
+            fits_overlapped = fits_overlapped and (model.moe_delayed or not model.moe_overlapped)
         except LynxError:
             continue
-    return found
 
 
 def variants(job: Job, release: str) -> Iterator[Job]:

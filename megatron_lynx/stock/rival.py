@@ -67,6 +67,7 @@ class _Rivals:
     found: list[Priced] = field(default_factory=list)
     _known_s: dict[StockSetting, float] = field(default_factory=dict)
     """Steps of settings without copies; if the busiest stage alone is too slow, its seconds."""
+    _least_bytes: dict[StockSetting, int] = field(default_factory=dict)
     _needed: dict[Modules, frozenset[str]] = field(default_factory=dict)
     _too_large: set[StockSetting] = field(default_factory=set)
     """Sets of modules that do not fit. Neither delayed weight gradients nor overlapped exchanges free memory."""
@@ -81,16 +82,23 @@ class _Rivals:
             return
         if self._is_too_large(last):
             return
-        if least_bytes(self.job, last) > self.budget_bytes:
+        if self._least(last) > self.budget_bytes:
             self._too_large.add(replace(last, delayed=False))
             return
         if last.method is None and self._is_slower(without_copies):
             return
-        price = _first_that_fits(self.job, self.profile, family, self.budget_bytes)
+        price = self._first_that_fits(family)
         if price is None:
             self._too_large.add(replace(last, delayed=False))
         elif host_shortage(self.job, price.host_bytes) is None:
             self.found.append(price)
+
+    def _first_that_fits(self, family: Family) -> Priced | None:
+        """Search by least bytes, then by bytes with copies in flight; price only the member that fits."""
+        start = bisect_left(family, True, key=lambda setting: self._least(setting) <= self.budget_bytes)
+        found = {number: Pricing(self.job, self.profile, family[number]) for number in range(start, len(family))}
+        number = bisect_left(range(len(family)), True, lo=start, key=lambda number: found[number].fits(self.budget_bytes))
+        return None if number == len(family) else found[number].price
 
     def _is_too_large(self, setting: StockSetting) -> bool:
         delayed = replace(setting, delayed=False)
@@ -105,7 +113,12 @@ class _Rivals:
         return not self._needed[setting.recompute] <= {*setting.offload}
 
     def _fits(self, recompute: Modules, offload: Modules) -> bool:
-        return least_bytes(self.job, StockSetting(recompute, offload=offload)) <= self.budget_bytes
+        return self._least(StockSetting(recompute, offload=offload)) <= self.budget_bytes
+
+    def _least(self, setting: StockSetting) -> int:
+        if setting not in self._least_bytes:
+            self._least_bytes[setting] = least_bytes(self.job, setting)
+        return self._least_bytes[setting]
 
     @cached_property
     def _offloaded(self) -> Modules:
@@ -177,14 +190,6 @@ def _with_userbuffers(job: Job, profile: Profile, budget_bytes: int, setting: St
     price = priced(job, profile, beside)
     if price.most_bytes <= budget_bytes:
         yield price
-
-
-def _first_that_fits(job: Job, profile: Profile, family: Family, budget_bytes: int) -> Priced | None:
-    """Search by least bytes, then by bytes with copies in flight; price only the member that fits."""
-    start = bisect_left(family, True, key=lambda setting: least_bytes(job, setting) <= budget_bytes)
-    found = {number: Pricing(job, profile, family[number]) for number in range(start, len(family))}
-    number = bisect_left(range(len(family)), True, lo=start, key=lambda number: found[number].fits(budget_bytes))
-    return None if number == len(family) else found[number].price
 
 
 Family = tuple[StockSetting, ...]
