@@ -4,7 +4,7 @@
 
 reader                       settings                          circumstances
 `launch_arguments.reading`   flags, by the names they set      any, and those of the launch and of the plan
-`launch.fit`                 Megatron's parsed arguments       a plan, two versions
+`launch.launch`              Megatron's parsed arguments       a plan, two versions
 `apply.refusals`             a live model's configuration      those of the run and of its plan
 `double_buffered.pipeline`   live configurations               two versions, deferred updates
 `bridge_settings`            Megatron-Bridge's container       a plan

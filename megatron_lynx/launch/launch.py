@@ -33,7 +33,7 @@ from megatron_lynx.launch.hosts import Host
 from megatron_lynx.launch.metrics import Metrics
 from megatron_lynx.launch.out_of_memory import MemoryWatch
 from megatron_lynx.launch.reporter import DevicePeak, Reporter, path_of
-from megatron_lynx.limits import ARGUMENTS, refused
+from megatron_lynx.limits import ARGUMENTS, Limit, refused
 from megatron_lynx.plan import Plan, load_plan
 from megatron_lynx.runtime.device import device_for
 from megatron_lynx.runtime.trace import Trace
@@ -260,7 +260,11 @@ def against_two_versions(args: Any) -> Iterator[Problem]:
         needed = f"at least {stages}, one for each stage, with {flag}"
         todo = f"enlarge --global-batch-size, or drop {flag}"
         yield Problem("micro-batches per update", f"{microbatches} ({sizes})", needed, todo)
-    yield from refused(args, ["two versions"], attrgetter("option"), ARGUMENTS, name=attrgetter("argument"))
+
+    def name(limit: Limit) -> str:  # Megatron resolves an argument into the setting of another name
+        return limit.setting if limit.argument and hasattr(args, limit.setting) else limit.argument
+
+    yield from refused(args, ["two versions"], attrgetter("option"), ARGUMENTS, name=name)
 
 
 BUFFERS = {"deepep": "Buffer", "hybridep": "HybridEPBuffer"}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lynx.launch.launch import arguments_against
+from megatron_lynx.launch.launch import against_two_versions, arguments_against
 from megatron_lynx.plan import Plan
 from megatron_lynx.planner.uniform import uniform_plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -91,3 +91,12 @@ def test_steps_cannot_be_checked_without_flushes() -> None:
     unflushed = {**AS_PLANNED, "lynx_schedule": "double-buffered"}
     assert places(plan, **unflushed, lynx_check=2) == ["--lynx-check"]
     assert places(plan, **unflushed, lynx_check="frames") == places(PLAN, **AS_PLANNED, lynx_check=2) == []
+
+
+def test_shards_of_weights_that_are_tensor_ranks_train_without_flushes() -> None:
+    """Megatron 0.19 resolves --tensor-parallel-num-weight-shards to the tensor-parallel size, and such launches were refused."""
+    sizes = {"pipeline_model_parallel_size": 2, "global_batch_size": 4, "micro_batch_size": 1, "data_parallel_size": 1}
+    args = SimpleNamespace(**sizes, tensor_parallel_num_weight_shards=2, gtp_weight_remat_size=1)
+    assert list(against_two_versions(args)) == []
+    args.gtp_weight_remat_size = 2
+    assert [problem.where for problem in against_two_versions(args)] == ["--tensor-parallel-num-weight-shards"]
