@@ -174,9 +174,7 @@ def last_end_of(profile: Profile, message_bytes: int, pieces: int = 1) -> BlockP
 
 def _predicting_s(profile: Profile, message_bytes: int) -> tuple[float, float]:
     """Return forward and backward seconds of one MTP layer without its head."""
-    shape = profile.shape
-    attention, mlp = shape.halves.values()
-    sections = (attention, mlp if shape.experts is None else shape.experts.section)
+    sections = attention, _ = profile.shape.sections
     halves, embedding = [profile.of(section) for section in sections], embedding_of(profile, message_bytes)
     norm, projection_s = halves[0].items[attention.norm], _projection_s(profile, attention, message_bytes)
     windows = [

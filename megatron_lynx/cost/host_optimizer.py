@@ -55,7 +55,7 @@ PAGEABLE = 4.5
 
 
 @dataclass(frozen=True)
-class HostSeconds:
+class HostUpdate:
     """One rank's update on the host, while the node's other ranks run theirs."""
 
     out_s: float
@@ -76,7 +76,7 @@ class OnHost:
     share: float
     rank_bytes: int
     """Host memory of the rank that needs most."""
-    seconds: HostSeconds | None
+    seconds: HostUpdate | None
     """Unknown without the cluster's rates; None if updates run on the device."""
     states: bool = False
     """Whether only states are on the host, and updates run on the device."""
@@ -111,11 +111,11 @@ class OnHost:
         return f"{held}; {format_seconds(self.seconds.total_s)} a step ({parts}, {how})"
 
 
-def host_seconds(job: Job, owned: float, adam: HostAdam | None) -> HostSeconds:
+def host_seconds(job: Job, owned: float, adam: HostAdam | None) -> HostUpdate:
     """Return the seconds of a rank that owns `owned` parameters. Raises `ConfigError` if the CPU's Adam rate is unknown."""
     count, cluster = job.optimizer.offloaded * owned, job.cluster
     if not count:
-        return HostSeconds(0.0, 0.0, 0.0, overlapped=False)
+        return HostUpdate(0.0, 0.0, 0.0, overlapped=False)
     if adam is None:
         todo = "name a file that has it (host_time: hosts/intel-xeon-h100), or measure it: megatron-lynx profile"
         raise ConfigError(
@@ -124,7 +124,7 @@ def host_seconds(job: Job, owned: float, adam: HostAdam | None) -> HostSeconds:
     copied_s = 0.0 if cluster.pcie is None else cluster.pcie.shared_s(FP32_BYTES * count)
     node_gpus = job.host_sharers if cluster.node is None else cluster.node.gpus
     step_s = count / adam.parameters_per_s(job.host_sharers, node_gpus)
-    return HostSeconds(copied_s, step_s, PAGEABLE * copied_s, job.optimizer.overlap_copies)
+    return HostUpdate(copied_s, step_s, PAGEABLE * copied_s, job.optimizer.overlap_copies)
 
 
 def states_s(job: Job, parameters: Parameters, adam_s: float, reduction_s: float) -> float:

@@ -163,11 +163,9 @@ class Parts:
 
     @property
     def _at_loss(self) -> dict[str, int]:
-        computed = {"logits": self.logits, "in_hand": self.loss_in_hand} if self.loss_in_hand else {"logits": self.logits}
-        if not self.logits_kept:
-            return computed
-        behind = {"logits": self.logits_kept, "in_hand": self.embedding_gradient + self.remembered}
-        return max(computed, behind, key=lambda each: sum(each.values()))
+        computed = {"logits": self.logits, "in_hand": self.loss_in_hand}
+        after = {"logits": self.logits_kept, "in_hand": self.embedding_gradient + self.remembered} if self.logits_kept else {}
+        return max(computed, after, key=lambda each: sum(each.values()))
 
     def _beside_states(self, moment: Moment) -> dict[str, int]:
         if moment == "optimizer_made":
@@ -199,12 +197,7 @@ class Parts:
     @property
     def _running(self) -> dict[str, int]:
         """Return the parts of all micro-batches in flight."""
-        return {
-            "activations": self.activations,
-            "staging": self.staging,
-            "embedding": self.embedding,
-            "messages": self.messages,
-        }
+        return {name: getattr(self, name) for name in ("activations", "staging", "embedding", "messages")}
 
     @property
     def _activations_of_others(self) -> int:

@@ -169,18 +169,13 @@ def pareto_front(profile: Profile) -> tuple[TradeOff, ...]:
     """Return all trade-offs that no other beats in both figures, by rising seconds."""
     both = [
         TradeOff(first.replay + second.replay, first.saved_bytes + second.saved_bytes, first.replay_s + second.replay_s)
-        for first, second in product(*(list(_trade_offs(profile, section)) for section in _sections(profile)))
+        for first, second in product(*(list(_trade_offs(profile, section)) for section in profile.shape.sections))
     ]
     front: list[TradeOff] = []
     for one in sorted(both, key=lambda one: (one.replay_s, -one.saved_bytes, len(one.replay))):
         if not front or one.saved_bytes > front[-1].saved_bytes:
             front.append(one)
     return tuple(front)
-
-
-def _sections(profile: Profile) -> tuple[Section, ...]:
-    attention, mlp = profile.shape.halves.values()
-    return attention, mlp if profile.shape.experts is None else profile.shape.experts.section
 
 
 def _trade_offs(profile: Profile, section: Section) -> Iterator[TradeOff]:

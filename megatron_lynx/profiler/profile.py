@@ -197,6 +197,12 @@ class Shape(Part):
     def halves(self) -> Mapping[Half, Section]:
         return halves_of(self.facts)
 
+    @property
+    def sections(self) -> tuple[Section, Section]:
+        """Sections of a layer; one with experts if the model has any."""
+        attention, mlp = self.halves.values()
+        return attention, mlp if self.experts is None else self.experts.section
+
 
 LATER = (
     *("qk_norm", "kv_channels", "latent", "fp8", "experts", "expert", "expert_tensor", "context_exchange", "context_levels"),
