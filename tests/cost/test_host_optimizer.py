@@ -13,7 +13,7 @@ from megatron_lynx.config.cluster import HostAdam
 from megatron_lynx.config.parallel import Optimizer
 from megatron_lynx.cost.host_optimizer import (
     PAGEABLE,
-    HostSeconds,
+    HostUpdate,
     OnHost,
     host_seconds,
     left_for_activations_bytes,
@@ -189,7 +189,7 @@ def test_seconds_by_hand() -> None:
     assert pcie is not None
     copy_s = pcie.latency_us * 1e-6 + 4e6 / pcie.byte_per_s
     found = host_seconds(job, 2e6, adam)
-    assert found == HostSeconds(copy_s, 0.1, PAGEABLE * copy_s, overlapped=False)
+    assert found == HostUpdate(copy_s, 0.1, PAGEABLE * copy_s, overlapped=False)
     assert found.total_s == pytest.approx((1 + PAGEABLE) * copy_s + 0.1)
     overlapped = host_seconds(offloading(0.5, optimizer={"overlap_copies": True}), 2e6, adam)
     assert overlapped.total_s == pytest.approx(0.1 + PAGEABLE * copy_s)
