@@ -13,7 +13,6 @@ from megatron_lynx.whole_file import against_file, against_folder
 
 if TYPE_CHECKING:
     from megatron_lynx.apply.releases import Held
-    from megatron_lynx.config.cluster import HostAdam
     from megatron_lynx.doctor import Finding
     from megatron_lynx.estimate import Estimate, LaunchEstimate
     from megatron_lynx.plan import Plan
@@ -65,14 +64,11 @@ def _host_time(measured: Profile) -> list[str]:
     figures = f"stock none {format_seconds(layer.layer_s('none'))}, stock full {format_seconds(layer.layer_s('full'))}"
     keeps, replays = format_seconds(layer.layer_s("kept")), format_seconds(layer.layer_s("replayed"))
     ours = f"a plan that keeps all {keeps}, replays all {replays}"
-    return [f"host time  of a layer: {figures}; {ours} ({host_time.words_for(whose)})", *_adam(host_time.adam)]
-
-
-def _adam(adam: HostAdam | None) -> list[str]:
-    if adam is None:
-        return []
-    alone, together = f"{adam.alone_million_per_s:g}", f"{adam.together_million_per_s:g}"
-    return [f"AdamW      on the host: {alone} million parameters a second of a rank alone, {together} of each if all step"]
+    lines = [f"host time  of a layer: {figures}; {ours} ({host_time.words_for(whose)})"]
+    if (adam := host_time.adam) is not None:
+        alone, together = f"{adam.alone_million_per_s:g}", f"{adam.together_million_per_s:g}"
+        lines += [f"AdamW      on the host: {alone} million parameters a second of a rank alone, {together} of each if all step"]
+    return lines
 
 
 def show_estimate(answer: Estimate, launch: LaunchEstimate | None = None) -> None:

@@ -122,12 +122,8 @@ def _scores(given: Given) -> Iterator[Fact]:
         PRE_SOFTMAX: bool(given[PRE_SOFTMAX]) and given[SCORES] == "softmax",
     }
     numbers, said = float(sum(kept.values())), [name for name, counts in kept.items() if counts]
-    count, chosen, groups, best = (
-        given["num_experts"],
-        given["moe_router_topk"] or 1,
-        given[GROUPS],
-        given["moe_router_group_topk"],
-    )
+    count, chosen = given["num_experts"], given["moe_router_topk"] or 1
+    groups, best = given[GROUPS], given["moe_router_group_topk"]
     if groups and best:
         numbers += (count + INDEX_BYTES * (groups * (chosen // best) + best)) / (SCORE_BYTES * count)
         said.append(GROUPS)
@@ -154,9 +150,8 @@ def _capacity(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     padded = given[PADDED]
     if factor is None or factor < 0:
         if padded:
-            problems.append(
-                Problem(given.origin(PADDED), "given", "--moe-expert-capacity-factor beside it", "Megatron stops here")
-            )
+            needed = "--moe-expert-capacity-factor beside it"
+            problems.append(Problem(given.origin(PADDED), "given", needed, "Megatron stops here"))
         return
     most = ranks * min(1.0, max(1, count // ranks) / (given["moe_router_topk"] or 1))
     bound, origin = min(factor, most), given.origin(CAPACITY)

@@ -168,14 +168,10 @@ def of_a_fork(given: Given) -> str | None:
 def _activation(given: Given, problems: list[Problem]) -> Fact:
     if (fork := of_a_fork(given)) is not None:
         return Fact("model.activation", "squared_relu", fork)
-    if given["squared_relu"]:
+    if (name := next((name for name in ("squared_relu", "quick_geglu") if given[name]), None)) is not None:
         if given["swiglu"]:
-            problems.append(Problem(given.origin("squared_relu"), "also --swiglu", "one of them"))
-        return Fact("model.activation", "squared_relu", given.origin("squared_relu"))
-    if given["quick_geglu"]:
-        if given["swiglu"]:
-            problems.append(Problem(given.origin("quick_geglu"), "also --swiglu", "one of them"))
-        return Fact("model.activation", "quick_geglu", given.origin("quick_geglu"))
+            problems.append(Problem(given.origin(name), "also --swiglu", "one of them"))
+        return Fact("model.activation", name, given.origin(name))
     return Fact("model.activation", "swiglu" if given["swiglu"] else "gelu", given.origin("swiglu"))
 
 
