@@ -152,47 +152,28 @@ def _chunk_passes(
     plan: Plan, entry: Stage, prices: Prices, timetable: Timetable, halves: Halves, *, reduced_in_backward: bool
 ) -> ChunkPasses:
     """`halves`: of all chunks of the stage."""
+    embedding, head = _ends(plan, entry, prices)
+    deferral = entry.chunk, 0 if entry.weight_gradients is None else entry.weight_gradients.bytes
+    made = partial(
+        stage_passes,
+        halves=halves,
+        profile=prices.profile,
+        message_bytes=prices.message_bytes,
+        embedding=embedding,
+        head=head,
+        deferral=deferral,
+    )
     own = [halves[planned.key] for planned in timetable.chunks[entry.chunk]]
-    made = partial(_passes, plan, entry, prices, timetable, halves=halves, reduced_in_backward=reduced_in_backward)
-    passes = replace(made(own), copy=_copy(plan, entry, prices.profile))
+    usual = partial(made, timetable, entry.chunk, reduced_in_backward=reduced_in_backward)
+    passes = replace(usual(own), copy=_copy(plan, entry, prices.profile))
     if entry.offload is not None and entry.offload.pace_bytes is not None:
-        within = made(list(_half_by_half(plan, entry, prices, own)))
+        within = usual(list(_half_by_half(plan, entry, prices, own)))
         passes = within if entry.offload.half_by_half == "all" else replace(passes, at_once=within)
     if entry.whole is None:
         return passes
     beside = timetable.beside_kept(entry.chunk)
     kept = list(treated_halves(entry, beside.chunks[-1], prices))
-    return replace(
-        passes, whole=entry.whole, keeping=_passes(plan, entry, prices, beside, kept, halves, chunk=len(beside.chunks) - 1)
-    )
-
-
-def _passes(
-    plan: Plan,
-    stage: Stage,
-    prices: Prices,
-    timetable: Timetable,
-    own: Sequence[Treated],
-    halves: Halves,
-    *,
-    chunk: int | None = None,
-    reduced_in_backward: bool = False,
-) -> ChunkPasses:
-    """`chunk`: its index in the timetable, if it is not the stage's."""
-    profile, message_bytes = prices.profile, prices.message_bytes
-    embedding, head = _ends(plan, stage, prices)
-    return stage_passes(
-        timetable,
-        stage.chunk if chunk is None else chunk,
-        own,
-        halves,
-        profile,
-        message_bytes,
-        embedding=embedding,
-        head=head,
-        deferral=(stage.chunk, 0 if stage.weight_gradients is None else stage.weight_gradients.bytes),
-        reduced_in_backward=reduced_in_backward,
-    )
+    return replace(passes, whole=entry.whole, keeping=made(beside, len(beside.chunks) - 1, kept))
 
 
 def _ends(plan: Plan, stage: Stage, prices: Prices) -> tuple[BlockProfile, BlockProfile]:

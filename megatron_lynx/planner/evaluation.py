@@ -155,7 +155,6 @@ def most_held(job: Job, simulation: Simulation, stage: int) -> Iterator[Held]:
 
 
 def _fullest(held: Mapping[Moment, StageMemory]) -> StageMemory:
-    """The fullest moment, the first of equals."""
     most = max(held.values(), key=lambda memory: memory.total)
     return replace(most, totals={moment: memory.total for moment, memory in held.items()})
 
@@ -186,7 +185,6 @@ class _Passes:
         return int(np.maximum.reduceat(self._bytes, ranges).reshape(-1, 2)[:, 0].max()) if which else 0
 
     def between(self) -> int:
-        """Between passes."""
         running = np.zeros(len(self._bytes))
         np.add.at(running, self._first, 1)
         np.add.at(running, self._last + 1, -1)

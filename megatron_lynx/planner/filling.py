@@ -111,8 +111,6 @@ class _WaysOfLayers:
 
 @dataclass(frozen=True)
 class _Filling:
-    """The filling of one chunk of one stage."""
-
     rooms: Rooms
     slack: Slack
     ways: _WaysOfLayers

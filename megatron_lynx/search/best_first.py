@@ -112,7 +112,6 @@ class BestFirst:
         return Entry(job, spent, looks)
 
     def _look(self, order: int, entry: Entry) -> None:
-        """Look closer at an entry."""
         found = entry.closer()
         if found is None:
             self.losers.add("no plan", entry.job, 0.0, 0.0)

@@ -62,7 +62,6 @@ class Candidate:
     step_s: float
     """As simulated, with gradients and optimizer."""
     spent: Spent
-    """By the closed form of a step."""
     offload_ratio: float
     """The largest of all stages."""
     memory_bytes: int

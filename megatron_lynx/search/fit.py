@@ -47,7 +47,6 @@ class Excess:
 class Fits:
     offload_ratio: float
     memory: StageMemory
-    """Of the fullest stage."""
 
 
 def fit(job: Job, offload: bool) -> Fits | Excess:

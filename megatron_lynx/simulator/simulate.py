@@ -182,7 +182,7 @@ class Run:
             if action.kind == "R":
                 replay = stage.received(action, phase)
                 continue
-            over = self._behind_copies(stage, before, action, free) if stage.asked_by else free
+            over = max(free, self._copied_s(stage, before, action)) if stage.asked_by else free
             ready, arrived = yield from self._exchange(stage, before, action, over)
             synchronised = max(arrived, self._copied_s(stage, before, action)) if stage.copying else arrived
             held_up_s, arrived = over - free + synchronised - arrived, synchronised
@@ -214,10 +214,6 @@ class Run:
         if (sent := self._sent(stage, before)) is not None:
             self._post(sent, free)
         yield from ()
-
-    def _behind_copies(self, stage: RunningStage, before: Action | None, action: Action, free: float) -> float:
-        """Return when an exchange can begin if copies avoid messages."""
-        return max(free, self._copied_s(stage, before, action))
 
     def _copied_s(self, stage: RunningStage, before: Action | None, action: Action) -> float:
         """Time at which copies issued before a blocking exchange are complete; 0 if there is no exchange, or it does not

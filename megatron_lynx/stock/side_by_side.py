@@ -19,7 +19,6 @@ from megatron_lynx.stock.setting import FULL, NONE
 from megatron_lynx.units import format_bytes
 
 STRONGEST = 5
-"""Number of rivals with a row."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,6 @@ class SimulatedRow:
     host_bytes: int = 0
     """Page-locked memory of the rank with the most."""
     flags: tuple[str, ...] = ()
-    """Flags of stock's launch."""
     ours: bool = False
     ratio_to_none: float = 1.0
 

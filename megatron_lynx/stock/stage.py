@@ -116,7 +116,6 @@ class TimedStage:
 
     @cached_property
     def memory(self) -> StageMemory:
-        """Its fullest moment."""
         return self.stage.memory(0 if self.copies is None else self.copies.most_bytes())
 
     @cached_property
@@ -228,7 +227,6 @@ class StockLayer:
 
     @property
     def stays(self) -> int:
-        """Bytes kept on the device."""
         return self.input_bytes * self.begins if self.whole else sum(half.stays for half in self.halves)
 
     @property
