@@ -168,7 +168,7 @@ def loads_of_falling_back(job: Job, plan: Plan, stage: Stage, profile: Profile, 
     """For a stage that fits at `load`, return the load from which its expert halves fall back, and the load at which it then
     fits, because a row then holds less.
 
-    Halves that already recompute everything fallible grow with each row, so the others must begin earlier.
+    Halves that already recompute what falling back frees grow with each row, so the others begin earlier.
     """
     heavier = with_load(job, DOUBLED * job.model.moe_load)
     profiles = profile, _loaded(heavier, profile)

@@ -102,7 +102,7 @@ class RunningStage:
 
     @property
     def copies_may_return_s(self) -> float:
-        """Start of the last backward; of the last forward before the first backward."""
+        """Start of the last backward or, before the first one, of the last forward."""
         backwards = (each.start_s for each in reversed(self.executed) if each.action.kind == "B")
         forwards = (each.start_s for each in reversed(self.executed) if each.action.kind == "F")
         return next(backwards, next(forwards, 0.0))

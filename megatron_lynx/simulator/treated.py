@@ -97,7 +97,7 @@ class Treated:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of its gathered input, and of items before it."""
+        """Recomputed bytes once its input is gathered."""
         return self.stops[self.section.column_parallel].bytes
 
     def spared_s(self, gathered: Window | None) -> float:

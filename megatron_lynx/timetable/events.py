@@ -247,7 +247,7 @@ class PlannedHalf:
     @property
     def gathers(self) -> bool:
         """Whether the input of its recomputation is gathered once, so that backward need not gather it again. A checkpoint
-        gathers it as a forward does, into shared memory: kept, it would be the checkpoint's largest block.
+        gathers it as a forward does, into a shared buffer: kept, it would be the checkpoint's largest block.
         """
         return self.section.column_parallel in self.replay and not self.checkpoint
 
