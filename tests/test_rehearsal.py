@@ -69,8 +69,8 @@ def test_a_pass_takes_what_the_parts_of_its_stage_take(layout, link_s):
         passes = passes_of_chunks(plan, entries, Prices(profile))[entries.index(stage)]
         expected = stage_seconds(job, profile, stage.stage)
         for phase in ("warmup", "steady", "cooldown"):
-            assert passes.forward[phase].seconds == pytest.approx(expected.forward_s)
-            assert passes.backward[phase].seconds == pytest.approx(expected.backward_s)
+            assert passes.one("F", phase).seconds == pytest.approx(expected.forward_s)
+            assert passes.one("B", phase).seconds == pytest.approx(expected.backward_s)
 
 
 @every_layout

@@ -28,7 +28,7 @@ from megatron_lynx.cost.ends import NO_BLOCK
 from megatron_lynx.cost.host import NO_HOST_TIME
 from megatron_lynx.cost.prices import weight_gradient
 from megatron_lynx.kinds.section import Exchange
-from megatron_lynx.simulator.passes import PHASES, ChunkPasses, Filled, PassKey, Queue, TimedPass, Walked
+from megatron_lynx.simulator.passes import PHASES, ChunkPasses, Filled, PassKey, Queue, TimedPass
 from megatron_lynx.simulator.treated import HalfKind, Halves, Treated
 from megatron_lynx.simulator.walk import ComingBack, GoingOut, Walk, recomputed
 from megatron_lynx.timetable import HalfPass, Linear, Pass, Task, Timetable, Wait
@@ -98,9 +98,12 @@ def stage_passes(
         through = timetable.backward(chunk, which)
         return _backward(walk, through, own, backward, embedding.backward_s, last, defers).issued_in(host.backward_s)
 
+    defers_any = any(half.deferred for half in timetable.all_halves)
+
     def plain(key: PassKey) -> PassKey:
         """Return the first key whose pass is equal to this one's, so that each is walked once."""
         kind, which, last = key
+        last = last and defers_any
         if isinstance(which, int):
             return key
         if kind == "F":
@@ -108,15 +111,7 @@ def stage_passes(
         alike = timetable.backward if kind == "B" else timetable.receive
         return kind, next(each for each in PHASES if alike(chunk, each) == alike(chunk, which)), last
 
-    filled = Filled(walked, lambda pending: Queue(*deferral, pending), plain, frozenset(others))
-    if any(half.deferred for half in timetable.all_halves):
-        return ChunkPasses(filled=filled)
-    return ChunkPasses(
-        forward=Walked(filled, "F", PHASES),
-        backward=Walked(filled, "B", PHASES),
-        received=Walked(filled, "R", PHASES),
-        hiding=Walked(filled, "F", tuple(others)),
-    )
+    return ChunkPasses(Filled(walked, lambda pending: Queue(*deferral, pending), plain, frozenset(others)))
 
 
 def segments(

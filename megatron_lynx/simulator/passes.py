@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 from megatron_lynx.cost.prices import WeightGradient
 from megatron_lynx.schedule.schedule import Phase
@@ -143,13 +143,28 @@ class TimedPass:
 
 NOTHING = TimedPass()
 
-PassKey = tuple[Literal["F", "R", "B"], Phase | int, bool]
+Kind = Literal["F", "R", "B"]
+KINDS: tuple[Kind, ...] = ("F", "R", "B")
+
+PassKey = tuple[Kind, Phase | int, bool]
 """(kind, phase, or for a forward the chunk whose recomputation it hides; whether it is the chunk's last in a step)."""
 
 
 @dataclass(frozen=True)
+class Table:
+    """Passes of a chunk by kind and phase, of which none hides another chunk's recomputation; none if not listed."""
+
+    passes: Mapping[tuple[Kind, Phase], TimedPass]
+    others: Collection[int] = ()
+
+    def of(self, key: PassKey, pending: Pending) -> tuple[TimedPass, Pending]:
+        """As `Filled.of`."""
+        return self.passes.get(key[:2], NOTHING), pending  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
 class Filled:
-    """Passes of a chunk of a stage that delays weight gradients; they depend on the pending ones."""
+    """Passes of a chunk, walked when they are first needed; they depend on pending weight gradients."""
 
     walks: Callable[[PassKey, Queue], TimedPass]
     """Walks a pass, and leaves pending entries in the queue."""
@@ -176,70 +191,41 @@ class Filled:
         made = self.walks(key, queue)
         return pending, made, self.left.setdefault(queue.pending, queue.pending)
 
-    def forward_key(self, phase: Phase, chunk: int | None) -> PassKey:
-        """Key of the forward whose windows hide recomputation for a backward of `chunk` (None: hides nothing)."""
-        if chunk is None or phase != "steady":
-            return "F", "warmup", False
-        return "F", chunk if chunk in self.others else "steady", False
-
-
-Which = TypeVar("Which", Phase, int)
-
-
-@dataclass(frozen=True, eq=False)
-class Walked(Mapping[Which, TimedPass]):
-    """Passes of one kind by phase or chunk, of a chunk that delays nothing. Each is walked when it is first read."""
-
-    filled: Filled
-    kind: Literal["F", "R", "B"]
-    all: Collection[Which]
-    made: dict[Which, TimedPass] = field(default_factory=dict)
-
-    def __getitem__(self, which: Which) -> TimedPass:
-        if which not in self.made:
-            if which not in self.all:
-                raise KeyError(which)
-            self.made[which] = self.filled.of((self.kind, which, False), ())[0]
-        return self.made[which]
-
-    def __iter__(self) -> Iterator[Which]:
-        return iter(self.all)
-
-    def __len__(self) -> int:
-        return len(self.all)
-
 
 @dataclass(frozen=True)
 class ChunkPasses:
-    """All passes and copies of one chunk. `received`: recomputations that run while its gradient is awaited."""
+    """All passes and copies of one chunk."""
 
-    forward: Mapping[Phase, TimedPass] = field(default_factory=dict)
-    backward: Mapping[Phase, TimedPass] = field(default_factory=dict)
-    received: Mapping[Phase, TimedPass] = field(default_factory=lambda: dict.fromkeys(PHASES, NOTHING))
+    walks: Filled | Table
     copy: HostCopy | None = None
     """Offloaded bytes of each micro-batch. Recomputation during a receive does not wait for it."""
-    hiding: Mapping[int, TimedPass] = field(default_factory=dict)
-    """Forwards that hide recomputation of another chunk, by that chunk."""
     whole: Container[int] = ()
     keeping: ChunkPasses | None = None
     """Passes of micro-batches that keep everything."""
     at_once: ChunkPasses | None = None
     """Passes of micro-batches whose own backward follows at once, if they are offloaded within these passes."""
-    filled: Filled | None = None
-    """Replaces `forward`, `backward`, `received` and `hiding` if the stage delays weight gradients."""
 
     def of(self, micro_batch: int) -> ChunkPasses:
         return self.keeping if self.keeping is not None and micro_batch in self.whole else self
 
-    def forward_before(self, phase: Phase, chunk: int | None) -> TimedPass:
-        """Forward whose windows hide recomputation for a backward of `chunk` (None: hides nothing)."""
-        if chunk is None or phase != "steady":
-            return self.forward["warmup"]
-        return self.hiding.get(chunk, self.forward["steady"])
+    def one(self, kind: Kind, phase: Phase) -> TimedPass:
+        """The pass of a phase with no weight gradient pending. R: work that runs while the gradient is awaited."""
+        return self.walks.of((kind, phase, False), ())[0]
+
+    def with_steady(self, forward: TimedPass, backward: TimedPass) -> ChunkPasses:
+        """The chunk with other passes in the steady phase."""
+        passes = {(kind, phase): self.one(kind, phase) for kind in KINDS for phase in PHASES}
+        return replace(self, walks=Table(passes | {("F", "steady"): forward, ("B", "steady"): backward}))
+
+
+def by_phase(forward: Mapping[Phase, TimedPass], backward: Mapping[Phase, TimedPass]) -> ChunkPasses:
+    """Return a chunk without recomputation in receives."""
+    ways: tuple[tuple[Kind, Mapping[Phase, TimedPass]], ...] = (("F", forward), ("B", backward))
+    return ChunkPasses(Table({(kind, phase): passes[phase] for kind, passes in ways for phase in PHASES}))
 
 
 def plain_passes(forward_s: float, backward_s: float, *, resident_bytes: int = 0) -> ChunkPasses:
     """Return a chunk without recomputation, from its two durations; its memory is allocated at the end of forward."""
     forward = TimedPass(forward_s, memory=((forward_s, resident_bytes),), spans=(Span("forward", 0.0, forward_s),))
     backward = TimedPass(backward_s, memory=((backward_s, -resident_bytes),), spans=(Span("backward", 0.0, backward_s),))
-    return ChunkPasses(dict.fromkeys(PHASES, forward), dict.fromkeys(PHASES, backward))
+    return by_phase(dict.fromkeys(PHASES, forward), dict.fromkeys(PHASES, backward))

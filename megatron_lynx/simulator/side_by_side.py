@@ -16,7 +16,7 @@ from functools import partial
 from itertools import accumulate, pairwise
 
 from megatron_lynx.cost.combined import Beside, Nodes, paired_s
-from megatron_lynx.simulator.passes import PHASES, ChunkPasses, TimedPass
+from megatron_lynx.simulator.passes import ChunkPasses, TimedPass
 from megatron_lynx.simulator.simulation import Executed, Simulation
 from megatron_lynx.timeline import MemoryCurve, Span
 
@@ -67,7 +67,7 @@ def most_beside(chunks: Sequence[ChunkPasses], layer_bytes: int) -> int:
     """Bytes that a pair of a half-by-half offloaded chunk holds beyond its separate passes and one layer, at most."""
     if len(chunks) > 1 or (own := chunks[0].at_once) is None:
         return 0
-    forward, backward = own.forward["steady"], own.backward["steady"]
+    forward, backward = own.one("F", "steady"), own.one("B", "steady")
     kept_bytes = sum(change for _, change in forward.memory)
     made, left = list(_by_layer(forward)), [kept_bytes + size for size in _by_layer(backward)]
     together_bytes = max(map(sum, zip(made, left, strict=True)), default=0)
@@ -101,13 +101,10 @@ def _paired(
         exposed_s += (both_s - pair_s(chunk.without_again, other.without_again)) / len(chunks)
         again_s += other.again_s / len(chunks)
     exposed_s = min(max(exposed_s, 0.0), again_s)
-    host_s = chunk.passes.forward["steady"].host_s + sum(other.passes.backward["steady"].host_s for other in chunks) / len(chunks)
+    backward_host_s = sum(other.passes.one("B", "steady").host_s for other in chunks) / len(chunks)
+    host_s = chunk.passes.one("F", "steady").host_s + backward_host_s
     spans = (Span("forward", 0.0, seconds),)
     waited_s = max(0.0, chunk.copy_s - seconds)
     passed = TimedPass(seconds + waited_s, again_s - exposed_s, exposed_s, spans=spans, copy_wait_s=waited_s)
-    forward = passed.issued_in(host_s)
-    own = {phase: (chunk.passes.forward[phase], chunk.passes.backward[phase]) for phase in PHASES}
-    own["steady"] = forward, TimedPass()
-    forwards, backwards = ({phase: both[way] for phase, both in own.items()} for way in (0, 1))
     copy = chunk.passes.copy if chunk.passes.at_once is None else None
-    return replace(chunk.passes, forward=forwards, backward=backwards, hiding={}, copy=copy, at_once=None)
+    return replace(chunk.passes.with_steady(passed.issued_in(host_s), TimedPass()), copy=copy, at_once=None)

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 
 from megatron_lynx.schedule.schedule import Action, Phase, Schedule
 from megatron_lynx.simulator.copies import HostCopies
-from megatron_lynx.simulator.passes import NOTHING, ChunkPasses, Filled, PassKey, Pending, TimedPass
+from megatron_lynx.simulator.passes import NOTHING, ChunkPasses, PassKey, Pending, TimedPass
 from megatron_lynx.simulator.simulation import Executed, Simulation
 
 
@@ -79,25 +79,13 @@ class RunningStage:
     def forward(self, action: Action, phase: Phase, behind: Action | None) -> TimedPass:
         """The forward, with the recomputations that it hides."""
         hides = behind is not None and not _own(action, behind) and behind.micro_batch not in self.passes[behind.chunk].whole
-        chunk, passes = behind.chunk if behind is not None and hides else None, self.of(action)
-        if passes.filled is not None:
-            return self._filled(passes.filled, passes.filled.forward_key(phase, chunk))
-        return passes.forward_before(phase, chunk)
+        if behind is None or not hides or phase != "steady":
+            return self.timed(action, ("F", "warmup", False))
+        return self.timed(action, ("F", behind.chunk if behind.chunk in self.of(action).walks.others else "steady", False))
 
-    def backward(self, action: Action, phase: Phase) -> TimedPass:
-        passes = self.of(action)
-        if passes.filled is not None:
-            return self._filled(passes.filled, ("B", phase, action in self.last))
-        return passes.backward[phase]
-
-    def received(self, action: Action, phase: Phase) -> TimedPass:
-        passes = self.of(action)
-        if passes.filled is not None:
-            return self._filled(passes.filled, ("R", phase, False))
-        return passes.received[phase]
-
-    def _filled(self, filled: Filled, key: PassKey) -> TimedPass:
-        made, self.pending[0] = filled.of(key, self.pending[0])
+    def timed(self, action: Action, key: PassKey) -> TimedPass:
+        """A pass of the action's micro-batch, with the weight gradients that it runs."""
+        made, self.pending[0] = self.of(action).walks.of(key, self.pending[0])
         return made
 
     @property
@@ -180,7 +168,7 @@ class Run:
         replay: TimedPass = NOTHING
         for (action, phase), behind in zip(self._schedule.phases(stage.number), stage.behind, strict=True):
             if action.kind == "R":
-                replay = stage.received(action, phase)
+                replay = stage.timed(action, ("R", phase, False))
                 continue
             over = max(free, self._copied_s(stage, before, action)) if stage.asked_by else free
             ready, arrived = yield from self._exchange(stage, before, action, over)
@@ -250,7 +238,10 @@ class Run:
         """
         (arrived, begin, held_up_s), passes = times, stage.passes[action.chunk].of(action.micro_batch)
         waited = self._copies_back(stage, action, passes, begin) if stage.copying else 0.0
-        chosen = stage.forward(action, phase, behind) if action.kind == "F" else stage.backward(action, phase)
+        if action.kind == "F":
+            chosen = stage.forward(action, phase, behind)
+        else:
+            chosen = stage.timed(action, ("B", phase, action in stage.last))
         end = begin + waited + chosen.seconds
         stage.executed.append(Executed(action, phase, arrived, begin + waited, end, chosen, waited + held_up_s))
         if passes.copy is not None and action.kind == "F" and not _own(action, behind):

@@ -124,7 +124,7 @@ def _head_spared_s(job: Job, profile: Profile, setting: StockSetting) -> float:
 
 
 def _steady_s(passes: ChunkPasses) -> float:
-    return passes.forward["steady"].seconds + passes.backward["steady"].seconds
+    return passes.one("F", "steady").seconds + passes.one("B", "steady").seconds
 
 
 def least_bytes(job: Job, setting: StockSetting) -> int:

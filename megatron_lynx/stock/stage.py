@@ -31,7 +31,7 @@ from megatron_lynx.cost.stage_memory import activations_in_flight, dispatched_by
 from megatron_lynx.profiler.profile import BlockProfile, Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.schedule import Schedule
-from megatron_lynx.simulator.passes import PHASES, ChunkPasses, TimedPass
+from megatron_lynx.simulator.passes import PHASES, ChunkPasses, TimedPass, by_phase
 from megatron_lynx.stock.layer_bytes import LayerBytes, layer_bytes
 from megatron_lynx.stock.modules import LEAST_ELEMENTS
 from megatron_lynx.stock.seconds import CopiedLayer, StageCopies, layer_seconds
@@ -138,10 +138,7 @@ class TimedStage:
             nodes_s = paired_s(self._nodes[chunk], self._nodes[other], beside, delayed=self.stage.setting.delayed)
             copies_s = max(sum(layer.copy_s for layer in self._layers[which]) for which in (chunk, other))
             both_s += max(nodes_s + ends_s, copies_s, host.both_s) / job.chunks
-        own = apart[chunk]
-        return replace(
-            own, forward={**own.forward, "steady": TimedPass(both_s)}, backward={**own.backward, "steady": TimedPass()}
-        )
+        return apart[chunk].with_steady(TimedPass(both_s), TimedPass())
 
     @cached_property
     def _seconds(self) -> dict[LayerKind, LayerSeconds]:
@@ -170,7 +167,7 @@ class TimedStage:
             {phase: TimedPass(max(least_s[kind], walked.get((kind, chunk, phase), plain_s[kind]))) for phase in PHASES}
             for kind in plain_s
         )
-        return ChunkPasses(forward, backward)
+        return by_phase(forward, backward)
 
     @cached_property
     def _layers(self) -> list[list[CopiedLayer]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_lynx.simulator.halves import stage_passes
-from megatron_lynx.simulator.passes import ChunkPasses
+from megatron_lynx.simulator.passes import KINDS, PHASES, ChunkPasses, Table, TimedPass
 from megatron_lynx.simulator.treated import Treated
 from megatron_lynx.timetable import Layout, Timetable
 
@@ -16,3 +16,9 @@ def passes_of_halves(halves: tuple[Treated, ...], profile: Any, *ends: Any, **mo
     layout = Layout(shape.tensor > 1, shape.sequence_parallel, layers if shape.expert > 1 else ())
     timetable = Timetable([[half.planned for half in halves]], layout)
     return stage_passes(timetable, 0, halves, {half.key: half for half in halves}, profile, 100, *ends, **more)
+
+
+def receiving(plain: ChunkPasses, received: TimedPass) -> ChunkPasses:
+    """A chunk with this recomputation in every receive."""
+    passes = {(kind, phase): plain.one(kind, phase) for kind in KINDS for phase in PHASES}
+    return ChunkPasses(Table(passes | {("R", phase): received for phase in PHASES}))

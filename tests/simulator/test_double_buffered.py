@@ -13,8 +13,9 @@ from megatron_lynx.schedule.double_buffered import deferral
 from megatron_lynx.schedule.one_f_one_b import one_f_one_b
 from megatron_lynx.simulator import double_buffered
 from megatron_lynx.simulator.double_buffered import Updates, simulate_without_flushes
-from megatron_lynx.simulator.passes import PHASES, ChunkPasses, TimedPass, plain_passes
+from megatron_lynx.simulator.passes import ChunkPasses, TimedPass, plain_passes
 from megatron_lynx.simulator.simulate import simulate
+from tests.simulator.by_hand import receiving
 
 ALL: tuple[Updates, ...] = ("deferred", "at once", "no barrier")
 
@@ -82,7 +83,7 @@ def test_no_more_micro_batches_in_flight_than_with_flushes() -> None:
 
 def test_a_receive_hides_replays() -> None:
     plain = plain_passes(1.0, 2.0)
-    replaying = ChunkPasses(plain.forward, plain.backward, dict.fromkeys(PHASES, TimedPass(0.25)))
+    replaying = receiving(plain, TimedPass(0.25))
     run = simulate_without_flushes(2, [replaying, plain], p2p_s=0.3)
     assert run.hidden_replay_s(0) + run.exposed_replay_s(0) == pytest.approx(0.5)
 
@@ -119,7 +120,7 @@ def test_a_batch_takes_at_least_its_slowest_stage_and_updates_in_order(
 ) -> None:
     passes, microbatches, p2p_s, updates = run
     found = simulate_without_flushes(microbatches, passes, p2p_s, updates=updates, batches=8)
-    busy_s = [microbatches * (each.forward["steady"].seconds + each.backward["steady"].seconds) for each in passes]
+    busy_s = [microbatches * (each.one("F", "steady").seconds + each.one("B", "steady").seconds) for each in passes]
     assert found.step_s >= max(busy_s) - 1e-9
     if updates != "no barrier":
         assert [found.busy_s(stage) for stage in range(len(passes))] == pytest.approx(busy_s)

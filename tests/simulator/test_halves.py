@@ -97,10 +97,10 @@ def test_a_backward_is_as_long_as_its_parts_and_what_windows_leave_over(replay_s
 def test_memory_of_a_backward_step_by_step():
     """The MLP half lets go of all but 15 bytes in its window at 8 s, where the attention half is regenerated."""
     passes = passes_of_halves(layer(3.0, **IN_WINDOW), profile_of(tensor=2))
-    assert passes.forward["warmup"].memory == ((11.0, 10), (21.0, 50))
-    steady = passes.backward["steady"].memory
+    assert passes.one("F", "warmup").memory == ((11.0, 10), (21.0, 50))
+    steady = passes.one("B", "steady").memory
     assert steady == ((8.0, -35), (8.0, 30), (14.0, -15), (24.0, -28), (30.0, -12))
-    assert passes.backward["steady"].regenerated == ((8.0, 30), (24.0, -28), (30.0, -2)), "let go before what was kept"
+    assert passes.one("B", "steady").regenerated == ((8.0, 30), (24.0, -28), (30.0, -2)), "let go before what was kept"
 
 
 def test_a_forward_hides_replays_only_when_a_backward_follows():
@@ -109,13 +109,13 @@ def test_a_forward_hides_replays_only_when_a_backward_follows():
     place, received = Place(((WindowAddress("fwd", 1, "mlp", 0), None),)), Place((("pipe.recv_backward", None),))
     mlp = Treated(PlannedHalf(1, MLP, MLP.names, place, received), HalfMemory(10, 30, 12), 7.0)
     passes = passes_of_halves((attention, mlp), profile_of(tensor=2))
-    assert passes.forward["warmup"].seconds == 21.0
-    assert (passes.forward["steady"].seconds, passes.forward["steady"].hidden_s) == (23.0, 5.0)
-    assert passes.backward["steady"].seconds == 30.0
-    assert passes.backward["warmup"].seconds == 37.0, "its forward hid nothing, so the replay is on demand"
-    assert passes.received["cooldown"].seconds == 7.0
-    assert passes.received["steady"].seconds == 0.0
-    assert [(span.kind, span.window) for span in passes.forward["steady"].spans if span.kind == "replay"] == [
+    assert passes.one("F", "warmup").seconds == 21.0
+    assert (passes.one("F", "steady").seconds, passes.one("F", "steady").hidden_s) == (23.0, 5.0)
+    assert passes.one("B", "steady").seconds == 30.0
+    assert passes.one("B", "warmup").seconds == 37.0, "its forward hid nothing, so the replay is on demand"
+    assert passes.one("R", "cooldown").seconds == 7.0
+    assert passes.one("R", "steady").seconds == 0.0
+    assert [(span.kind, span.window) for span in passes.one("F", "steady").spans if span.kind == "replay"] == [
         ("replay", "fwd.mlp.0@1"),
         ("replay", "on_demand"),
     ]
@@ -124,9 +124,9 @@ def test_a_forward_hides_replays_only_when_a_backward_follows():
 def test_embedding_and_head_are_outside_of_the_layers():
     ends = BlockProfile(forward_s=1.0, backward_s=2.0), BlockProfile(forward_s=3.0, backward_s=4.0)
     passes = passes_of_halves(layer(0.0), profile_of(tensor=2), *ends)
-    halves = [(span.start_s, span.end_s) for span in passes.forward["warmup"].spans if span.kind == "forward"]
+    halves = [(span.start_s, span.end_s) for span in passes.one("F", "warmup").spans if span.kind == "forward"]
     assert halves == [(1.0, 12.0), (12.0, 22.0)]
-    assert (passes.forward["warmup"].seconds, passes.backward["steady"].seconds) == (25.0, 36.0)
+    assert (passes.one("F", "warmup").seconds, passes.one("B", "steady").seconds) == (25.0, 36.0)
 
 
 def issued(forward_s, backward_s):
@@ -145,7 +145,7 @@ def test_no_pass_is_shorter_than_its_host_time():
 
 def test_a_pass_that_waits_for_the_host_does_everything_later():
     """Twice as long: what is held is held from a time twice as late, and as much of it."""
-    late, alone = issued(42.0, 0.0).forward["steady"], issued(0.0, 0.0).forward["steady"]
+    late, alone = issued(42.0, 0.0).one("F", "steady"), issued(0.0, 0.0).one("F", "steady")
     assert late.memory == tuple((2 * at_s, change) for at_s, change in alone.memory)
 
 

@@ -13,12 +13,13 @@ from megatron_lynx.schedule.interleaved import interleaved
 from megatron_lynx.schedule.one_f_one_b import one_f_one_b
 from megatron_lynx.schedule.schedule import Schedule, with_replays
 from megatron_lynx.simulator.copies import HostCopy
-from megatron_lynx.simulator.passes import PHASES, ChunkPasses, TimedPass, plain_passes
+from megatron_lynx.simulator.passes import TimedPass, plain_passes
 from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.timeline import Span
 from tests.schedule.orders import most_in_flight, read_actions
 from tests.schedule.test_orders import schedules
+from tests.simulator.by_hand import receiving
 
 
 def overlapping(schedule: Schedule) -> Schedule:
@@ -58,7 +59,7 @@ def test_messages_on_one_link_follow_each_other() -> None:
 def test_replays_run_while_the_gradient_is_awaited() -> None:
     """1.5 s of replay for each micro-batch: the first wait of 2 s hides it, the second, of 1 s, leaves 0.5 s."""
     plain = plain_passes(1.0, 2.0)
-    replaying = ChunkPasses(plain.forward, plain.backward, dict.fromkeys(PHASES, TimedPass(1.5)))
+    replaying = receiving(plain, TimedPass(1.5))
     schedule = one_f_one_b(2, 2)
     schedule = Schedule((tuple(with_replays(schedule.orders[0])), schedule.orders[1]), schedule.warmups)
     simulation = simulate(schedule, [[replaying], [plain]])
@@ -72,7 +73,7 @@ def test_replays_run_while_the_gradient_is_awaited() -> None:
 def test_beside_a_message_replays_take_longer() -> None:
     """1.5 times: of the first one 2 / 1.5 s are hidden, of the second 1 / 1.5 s; the rest runs alone, as fast as ever."""
     plain = plain_passes(1.0, 2.0)
-    replaying = ChunkPasses(plain.forward, plain.backward, dict.fromkeys(PHASES, TimedPass(1.5)))
+    replaying = receiving(plain, TimedPass(1.5))
     schedule = one_f_one_b(2, 2)
     schedule = Schedule((tuple(with_replays(schedule.orders[0])), schedule.orders[1]), schedule.warmups)
     simulation = simulate(schedule, [[replaying], [plain]], interference=1.5)
@@ -83,7 +84,7 @@ def test_beside_a_message_replays_take_longer() -> None:
 def test_a_replay_that_outlasts_its_receive_is_shown_in_two_parts() -> None:
     plain = plain_passes(1.0, 2.0)
     span = Span("replay", 0.0, 1.5, window="pipe.recv_backward")
-    replaying = ChunkPasses(plain.forward, plain.backward, dict.fromkeys(PHASES, TimedPass(1.5, spans=(span,))))
+    replaying = receiving(plain, TimedPass(1.5, spans=(span,)))
     schedule = one_f_one_b(2, 2)
     schedule = Schedule((tuple(with_replays(schedule.orders[0])), schedule.orders[1]), schedule.warmups)
     spans = simulate(schedule, [[replaying], [plain]]).timeline().ranks[0]
