@@ -22,7 +22,8 @@ from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.cost.step import StepRange, StepSeconds, hiding_all, replaying_stage_s, step_seconds
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, Infeasible, Problem
-from megatron_lynx.planner import check_profile, decide, least_memory
+from megatron_lynx.planner import check_profile, least_memory
+from megatron_lynx.planner.decision import drafted
 from megatron_lynx.planner.left_open import least_share_that_fits, with_share
 from megatron_lynx.planner.variants import at_best
 from megatron_lynx.profiler.analytic import analytic_profile, on_cluster
@@ -248,7 +249,7 @@ def _planned(job: Job, profile: Profile | None) -> Estimate:
         todo = "what a plan decides depends on seconds: megatron-lynx profile"
         raise ConfigError("this job cannot be estimated", [Problem("job: policy", "planned", needed, todo)])
     try:
-        decision = decide(job, costs)
+        decision = drafted(job, costs)
     except Infeasible as error:
         return Estimate(
             job,

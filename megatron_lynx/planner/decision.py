@@ -86,8 +86,13 @@ def make_plan(job: Job, profile: Profile) -> Plan:
 
 def decide(job: Job, profile: Profile) -> Decision:
     """Make a plan as `make_plan` does, and return what led to it."""
+    return completed(drafted(job, profile), profile)
+
+
+def drafted(job: Job, profile: Profile) -> Decision:
+    """Decide without `completed`: enough for the seconds and bytes of a plan. Raises as `decide` does."""
     try:
-        return completed(fastest_decision(job, profile), profile)
+        return fastest_decision(job, profile)
     except Infeasible as error:
         tried = left_open.last_tried(job)
         changes = [*nearest_change(tried, profile, plannable), *left_open.inexact_change(tried, profile, plannable)]

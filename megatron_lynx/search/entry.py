@@ -77,14 +77,13 @@ def looks_at_plan(job: Job, cost: LayerCost, floor: Spent, *, offload: bool, bes
         yield spent
         plan = written(job, answers, job=job.digest, profile=cost.profile.digest)
         simulation = rehearse(plan, cost.profile, job=job)
-        step_s, memory_bytes = simulation.step_s, fullest_bytes(job, simulation)
-        if memory_bytes > job.memory_budget_bytes:  # copies lag: plan without such shares
+        if fullest_bytes(job, simulation) > job.memory_budget_bytes:  # copies lag: plan without such shares
             decision = fitting(stages)
-            answers, step_s = decision.stages, decision.simulation.step_s
-            memory_bytes = max(memory.total for memory in decision.memory)
+            answers, simulation = decision.stages, decision.simulation
     except Infeasible:
         return _excess(job, stages)
-    return _candidate(job, cost, spent, step_s, max(answer.offload_ratio for answer in answers), memory_bytes)
+    ratio = max(answer.offload_ratio for answer in answers)
+    return _candidate(job, cost, spent, simulation.step_s, ratio, fullest_bytes(job, simulation))
 
 
 def _candidate(job: Job, cost: LayerCost, spent: Spent, pipeline_s: float, ratio: float, memory_bytes: int) -> Candidate:

@@ -20,7 +20,8 @@ from megatron_lynx.config.fit import needs_flushes
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, LynxError, Problem
-from megatron_lynx.planner import decide, figures_of
+from megatron_lynx.planner import figures_of
+from megatron_lynx.planner.decision import drafted
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.roofline import Roofline
 from megatron_lynx.search.best_first import BestFirst, Watch, no_collections
@@ -130,7 +131,7 @@ def _priced(candidate: Candidate) -> Candidate | None:
 def _planned(candidate: Candidate) -> Candidate | None:
     profile = analytic_profile(candidate.job)
     try:
-        decision = decide(candidate.job, profile)
+        decision = drafted(candidate.job, profile)
     except LynxError:
         return None
     figures = figures_of(decision.job, profile, decision.simulation)
