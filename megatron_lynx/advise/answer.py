@@ -32,7 +32,7 @@ from megatron_lynx.launch_arguments import Reading
 from megatron_lynx.launch_arguments.model_facts import CHUNK, CHUNKED
 from megatron_lynx.planner import Decision
 from megatron_lynx.planner.checks import check_plannable
-from megatron_lynx.planner.decision import decide, plannable
+from megatron_lynx.planner.decision import drafted, plannable
 from megatron_lynx.planner.left_open import QUARTERS
 from megatron_lynx.planner.nearest import Changes, fewest_changes, in_words, with_changes
 from megatron_lynx.planner.variants import EQUAL, Planned, fastest, planned_variants
@@ -232,7 +232,7 @@ def _best_plan(job: Job, costs: Profile, release: str | None, stock: Stock | Non
 def _why_none(job: Job, costs: Profile) -> Infeasible | None:
     """The binding limits, and the nearest changes that fit."""
     try:
-        decide(job, costs)
+        drafted(job, costs)
     except Infeasible as error:
         return error
     return None

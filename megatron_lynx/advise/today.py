@@ -167,12 +167,12 @@ def stocks_best(
     found = None if best is None else Stock(best.setting, stock_row(own, costs, best))
     if launch is None or launch.row is None or reading is None or launch.row.memory_bytes > budget_bytes:
         return found
-    if found is not None and found.row.expected_s < launch.row.expected_s * (1 - EQUAL):
+    if found is not None and found.row.expected_s < launch.row.expected_s * (1 - ROUNDING):
         return found
     return Stock(reading.today.setting, launch.row, launch=True)
 
 
-EQUAL = 1e-6
+ROUNDING = 1e-6
 """Rounding of sums in another order."""
 
 

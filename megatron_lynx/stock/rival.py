@@ -145,7 +145,7 @@ class _Rivals:
     def _least_s(self) -> float:
         """Seconds below which a setting is faster than the best that fits."""
         best = _fastest(self.found)
-        return inf if best is None else best.step_s * (1 - EQUAL)
+        return inf if best is None else best.step_s * (1 - WORTH_PRICING)
 
     def _is_known_slower(self, setting: StockSetting) -> bool:
         """Whether a setting with a part of its recomputation is known to be no faster. More recomputation is never faster."""
@@ -195,7 +195,7 @@ def _with_userbuffers(job: Job, profile: Profile, budget_bytes: int, setting: St
 Family = tuple[StockSetting, ...]
 Modules = tuple[str, ...]
 
-EQUAL = 2e-3
+WORTH_PRICING = 2e-3
 """Relative gain below which a setting is not priced; with a smaller one, some launches take minutes."""
 
 MILLION = 1_000_000
