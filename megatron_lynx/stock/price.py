@@ -87,10 +87,12 @@ class Pricing:
         most_s = least_s = self._step_s(stages)
         if job.userbuffers:
             least_s = self._step_s(self._timed(hiding_all(profile)))
+        # at most: a deferred weight gradient takes the seconds of the head's forward, which the last stage's backwards save
+        spared_s = deferred_heads(job, self._setting) * head_of(profile, LayerShape.of(job).input_bytes).forward_s
         return Priced(
             self._setting,
             tuple(stage.memory for stage in stages),
-            StepRange(least_s - _head_spared_s(job, profile, self._setting), most_s),
+            StepRange(least_s - spared_s, most_s),
             max(stage.stage.host_bytes for stage in stages),
             self.busy_s,
         )
@@ -98,7 +100,8 @@ class Pricing:
     @property
     def busy_s(self) -> float:
         """Seconds of forwards and backwards in a step on the busiest stage: a lower bound of a step without copies."""
-        return self._job.microbatches * max(sum(map(_steady_s, stage.passes)) for stage in self._stages)
+        pairs = ([(each.one("F", "steady"), each.one("B", "steady")) for each in stage.passes] for stage in self._stages)
+        return self._job.microbatches * max(sum(forward.seconds + backward.seconds for forward, backward in own) for own in pairs)
 
     def step(self) -> Simulation:
         return self._simulated([stage.passes for stage in self._stages], self._job.microbatches)
@@ -116,15 +119,6 @@ class Pricing:
         job, pipeline = self._job, self._job.parallel.pipeline
         message_s = self._profile.link_s("p2p", LayerShape.of(job).input_bytes) if pipeline > 1 else 0.0
         return simulate(self._schedule(microbatches), passes, message_s, between_passes=not job.overlap.messages)
-
-
-def _head_spared_s(job: Job, profile: Profile, setting: StockSetting) -> float:
-    """Upper bound: each deferred weight gradient takes the head's forward seconds, which the last stage's backwards save."""
-    return deferred_heads(job, setting) * head_of(profile, LayerShape.of(job).input_bytes).forward_s
-
-
-def _steady_s(passes: ChunkPasses) -> float:
-    return passes.one("F", "steady").seconds + passes.one("B", "steady").seconds
 
 
 def least_bytes(job: Job, setting: StockSetting) -> int:

@@ -216,7 +216,7 @@ def families(job: Job, release: str = NEWEST, choose: Choose = tuple) -> Iterato
             yield (StockSetting(method="uniform", layers=layers),)
     for setting in module_sets(job, release, choose=choose):
         shares = _shares(most) if setting.offload and release >= FRACTION_SINCE else ()
-        yield (*(_of_part(setting, share) for share in shares), setting)
+        yield (*(replace(setting, fraction=share) for share in shares), setting)
         beside = tuple(StockSetting(method="block", layers=layers, offload=setting.offload) for layers in range(1, most))
         if beside and setting.offload and not setting.recompute and offered(beside[0], facts):
             yield beside
@@ -267,8 +267,3 @@ def _subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
 def _shares(layers: int) -> Iterator[float]:
     """Fractions of a chunk's layers, for 1 to n - 1 of n. Slightly below k / n, so that k are taken."""
     return (math.floor(MILLION * count / layers) / MILLION for count in range(1, layers))
-
-
-def _of_part(setting: StockSetting, share: float) -> StockSetting:
-    assert 0 < share < WHOLE, "all of it is the setting itself"
-    return StockSetting(recompute=setting.recompute, offload=setting.offload, fraction=share)

@@ -157,18 +157,13 @@ class StageCopies:
             if place in self._out_end_s:  # not reloaded ahead
                 self._reload(action, at)
                 self._now_s = max(self._now_s, self._back_end_s.pop(place))
-            if self.ahead:
-                self._ask_for_next(action, at, next_backward)
+            if self.ahead and at:
+                self._reload(action, at - 1)
+            elif self.ahead and next_backward is not None:
+                self._reload(next_backward, len(self.chunks[next_backward.chunk]) - 1)  # its top layer
             self._now_s += rest_s
             if layers[at].copied:
                 self._changes.append((self._now_s, -self._held.pop(place, layers[at].leaves)))
-
-    def _ask_for_next(self, action: Action, at: int, next_backward: Action | None) -> None:
-        """Reload the layer whose backward is next."""
-        if at:
-            self._reload(action, at - 1)
-        elif next_backward is not None:
-            self._reload(next_backward, len(self.chunks[next_backward.chunk]) - 1)  # top layer of the next backward
 
     def _reload(self, backward: Action, at: int) -> None:
         """Reload a layer's tensors, if they are in host memory or in flight to it."""
