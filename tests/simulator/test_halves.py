@@ -10,6 +10,7 @@ from megatron_lynx.cost.host import HostSeconds
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.profiler.profile import BlockProfile, LinkPoint
 from megatron_lynx.simulator.halves import segments
+from megatron_lynx.simulator.passes import PHASES
 from megatron_lynx.simulator.treated import Treated
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.timetable import Place, PlannedHalf
@@ -89,8 +90,8 @@ def test_a_collective_in_the_middle_of_a_section_is_a_window_there():
 )
 def test_a_backward_is_as_long_as_its_parts_and_what_windows_leave_over(replay_s, interference, window, seconds, hidden_s):
     passes = passes_of_halves(layer(replay_s, **window), profile_of(interference, tensor=2))
-    assert {one.seconds for one in passes.forward.values()} == {21.0}
-    for one in passes.backward.values():
+    assert {passes.one("F", phase).seconds for phase in PHASES} == {21.0}
+    for one in (passes.one("B", phase) for phase in PHASES):
         assert (one.seconds, one.hidden_s, one.exposed_s) == (seconds, hidden_s, replay_s - hidden_s)
 
 
@@ -138,7 +139,7 @@ def issued(forward_s, backward_s):
 def test_no_pass_is_shorter_than_its_host_time():
     """On the device 21 s and 33 s, as above."""
     passes = issued(42.0, 40.0)
-    for forward, backward in zip(passes.forward.values(), passes.backward.values(), strict=True):
+    for forward, backward in ((passes.one("F", phase), passes.one("B", phase)) for phase in PHASES):
         assert (forward.seconds, forward.host_late_s, backward.seconds, backward.host_late_s) == (42.0, 21.0, 40.0, 7.0)
         assert max(span.end_s for span in forward.spans) == 42.0
 

@@ -130,8 +130,8 @@ def gone_in_pairs(plan: Plan, profile: Profile) -> list[int]:
     (chunk,) = passes_of_chunks(plan, plan.stages, Prices(profile, {}))
     assert chunk.at_once is not None
     made, back = (
-        [kept - now for kept, now in zip(at_halves(each["steady"]), at_halves(other["steady"]), strict=True)]
-        for each, other in ((chunk.forward, chunk.at_once.forward), (chunk.backward, chunk.at_once.backward))
+        [kept - now for kept, now in zip(*(at_halves(each.one(kind, "steady")) for each in (chunk, chunk.at_once)), strict=True)]
+        for kind in ("F", "B")
     )
     everything = -back[-1]
     made, left = [*made, everything], [everything, *(everything + size for size in back)]
