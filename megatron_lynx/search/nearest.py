@@ -1,7 +1,9 @@
-"""If nothing fits: the closest layout, and the smallest changes after which one fits.
+"""If nothing fits: the closest layout, and the smallest changes after which one fits. And the smallest layout that fits.
 
 closest      of all layouts and policies, the stage that is least over its budget
 changes      one line for each that alone is enough: other policies, offloading, a larger budget, more devices
+smallest     for a job that states only model, cluster and devices: the fewest ranks per replica under the first policy that fits,
+             without context parallelism, one chunk, micro-batch 1
 """
 
 from __future__ import annotations
