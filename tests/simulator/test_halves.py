@@ -152,6 +152,6 @@ def test_a_pass_that_waits_for_the_host_does_everything_later():
 
 def test_host_time_that_the_device_outlasts_changes_nothing():
     known, unknown = issued(21.0, 33.0), issued(0.0, 0.0)
-    for name in ("forward", "backward"):
-        for one, other in zip(getattr(known, name).values(), getattr(unknown, name).values(), strict=True):
+    for kind in ("F", "B"):
+        for one, other in ((known.one(kind, phase), unknown.one(kind, phase)) for phase in PHASES):
             assert (one.seconds, one.memory, one.spans, one.host_late_s) == (other.seconds, other.memory, other.spans, 0.0)
