@@ -65,11 +65,11 @@ class Candidate:
     offload_ratio: float
     """The largest of all stages."""
     memory_bytes: int
-    """Of the fullest stage."""
+    """Bytes on the fullest stage."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all devices together."""
+        """Tokens per second of all devices."""
         return self.job.batch.global_ * self.job.model.seq / self.step_s
 
     @property

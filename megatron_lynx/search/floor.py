@@ -34,7 +34,7 @@ class _Split(NamedTuple):
     """Fewest on a stage."""
     slowest_s: float
     others_s: float
-    """Of all other stages together."""
+    """Sum over all other stages."""
 
 
 @dataclass(frozen=True)

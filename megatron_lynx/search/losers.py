@@ -6,7 +6,7 @@ micro-batches  fewer than stages, too few for two versions of the weights
 no plan        everything fits, so a plan would equal policy `none`
 state          parameters, gradients and optimizer alone do not fit
 activations    does not fit with everything offloaded
-host memory    the host has no memory for what must be offloaded
+host memory    the host has too little memory for the offloaded tensors
 slower         by the part that exceeds the winner's most: compute, replay, communication, bubble, copies
 
 Layouts without flushes are counted separately.

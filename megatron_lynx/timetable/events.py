@@ -22,7 +22,7 @@ its input. It may begin ahead; its communication is then in flight while the lay
     enter attention(5)          begin mlp(4) to its dispatch
     enter mlp(4)                recompute the rest
 
-The rest of a half of experts, or of a dense half whose gradient is gathered, may run in the first wait of its own backward:
+The rest of a half of experts, or of a dense half whose gradient is gathered, may run in the first wait of its backward:
 
     enter mlp(4)                recompute attention(4); begin mlp(4) to its dispatch
     in    bwd.mlp.0@4           recompute the rest
@@ -236,7 +236,7 @@ class PlannedHalf:
 
     @property
     def goes_on_behind(self) -> str | None:
-        """The item of a checkpointed half after whose communication the rest is recomputed in the first wait of its own backward;
+        """The item of a checkpointed half after whose communication the rest is recomputed in the first wait of its backward;
         None: all of it is recomputed when backward enters it.
         """
         return self.section.last_communicating if self.checkpoint and self.steady != ON_DEMAND_PLACE else None
