@@ -323,7 +323,7 @@ class Profile(Part):
             off["experts"] = True
         else:
             off["shape"] = dict.fromkeys(off["shape"], True) | {"experts": as_by_default(self.shape.experts, IN_EXPERTS)}
-        off |= {half: {"tensors": {"__all__": {"blocks"}}} for half in ("attention", "mlp", "experts") if half not in off}
+        off |= {half: {"tensors": {"__all__": {"blocks"}}} for half in (*HALVES, "experts") if half not in off}
         off["source"] = as_by_default(self.source, ("stood_in_for", "fusions"))
         return hashlib.sha256(self.model_dump_json(exclude=off).encode()).hexdigest()
 
