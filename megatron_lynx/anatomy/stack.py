@@ -59,7 +59,7 @@ def segments_of(pattern: str, stages: int) -> list[str]:
 
 def layers_of(segment: str) -> list[StackLayer]:
     """The layers of a plan in one segment of known symbols."""
-    return [StackLayer(*found.groups()) for found in LAYER.finditer(segment) if found[0]]
+    return [StackLayer(*match.groups()) for match in LAYER.finditer(segment) if match[0]]
 
 
 def pattern_of(layers: Sequence[StackLayer], counts: Iterable[int]) -> str:

@@ -84,11 +84,11 @@ class LayerHostTime(Part):
     mlp: HalfHostTime
 
     def half(self, half: Half) -> HalfHostTime:
-        own: HalfHostTime = getattr(self, half)
-        return own
+        half_time: HalfHostTime = getattr(self, half)
+        return half_time
 
     def layer_s(self, setting: Setting) -> float:
-        return sum(each.forward_s + each.backward_s for each in (self.half(half).under(setting) for half in HALVES))
+        return sum(passes.forward_s + passes.backward_s for passes in (self.half(half).under(setting) for half in HALVES))
 
 
 class HostAdam(Part):
@@ -142,7 +142,7 @@ class HostTime(Part):
 
     @property
     def measured(self) -> tuple[Implementation, ...]:
-        return tuple(each for each in LAYERS if getattr(self, each) is not None)
+        return tuple(implementation for implementation in LAYERS if getattr(self, implementation) is not None)
 
     def of(self, implementation: Implementation) -> LayerHostTime:
         layer: LayerHostTime = getattr(self, self.taken_for(implementation))

@@ -102,17 +102,20 @@ def communicators(layout: Parallel, gpus: int, node_gpus: int, *, tied: bool, di
         every("embedding", 2 if tied and layout.pipeline > 1 else 1, stage_ranks * max(1, layout.pipeline - 1)),
     ]
     if (instances := layout.optimizer_instances) > 1:
-        own = stage_ranks // layout.tensor // instances
-        groups += [every("instance", own, layout.tensor), every("instances", instances, layout.tensor * own)]
+        instance_ranks = stage_ranks // layout.tensor // instances
+        groups += [
+            every("instance", instance_ranks, layout.tensor),
+            every("instances", instances, layout.tensor * instance_ranks),
+        ]
     if dispatcher is not None:
-        both = layout.expert_tensor_size * layout.expert
+        expert_ranks = layout.expert_tensor_size * layout.expert
         groups += [
             every("expert", layout.expert if dispatcher == "alltoall" else 1, layout.expert_tensor_size, "exchange"),
             every("expert tensor", layout.expert_tensor_size, 1),
-            every("routing", both, 1),
-            every("expert data", stage_ranks // both, both),
+            every("routing", expert_ranks, 1),
+            every("expert data", stage_ranks // expert_ranks, expert_ranks),
         ]
-    return tuple(each for each in groups if each.ranks > 1)
+    return tuple(group for group in groups if group.ranks > 1)
 
 
 OTHERS = "others' share"
@@ -168,7 +171,7 @@ def device_reserve(
         return DeviceReserve(memory_bytes, {"stated": int(GIB * cluster.reserve_gib)}, {})
     if reserve is None:
         return DeviceReserve(memory_bytes, {}, {})
-    buffers = {each.name: each.buffer_bytes(reserve.nccl) for each in groups}
+    buffers = {group.name: group.buffer_bytes(reserve.nccl) for group in groups}
     slack = reserve.allocator
     parts = {
         "context": int(GIB * reserve.context_gib),
@@ -285,21 +288,21 @@ class FusedDispatch(NamedTuple):
         token_bytes = self.model.hidden * max(2, self.model.element_bytes) + META_BYTES + TOPK_AND_SCALES_BYTES
         size = channels * min(ranks, NVLINK_PEERS) * _chunk(NVLINK_CHUNK, ranks) * token_bytes
         if ranks > NVLINK_PEERS:
-            both = 2 * (token_bytes + FLAGS_BYTES)
-            size += channels * (ranks // NVLINK_PEERS) * _chunk(RDMA_CHUNK, ranks) * both
+            sent_and_received_bytes = 2 * (token_bytes + FLAGS_BYTES)
+            size += channels * (ranks // NVLINK_PEERS) * _chunk(RDMA_CHUNK, ranks) * sent_and_received_bytes
         return size + WORKSPACE_BYTES
 
     def _hybrid_ep_bytes(self, experts: Experts) -> int:
         within = self._ranks_within
-        others, own = -(-self._ranks // within) - 1, experts.count // self.parallel.expert
+        other_domains, local_experts = -(-self._ranks // within) - 1, experts.count // self.parallel.expert
         tokens = -(-self._own_tokens // HYBRID_CHUNK) * HYBRID_CHUNK
         token, scales = 2 * self.model.hidden, FP32_BYTES * (self.model.hidden // SCALED)
-        of_node, of_all = FP32_BYTES * own * within, own * self._ranks
+        of_node, of_all = FP32_BYTES * local_experts * within, local_experts * self._ranks
         worst = tokens * self._ranks * (token + scales + of_node + of_all)
-        if not others:
+        if not other_domains:
             return worst
         sent = tokens * (token + scales + FP32_BYTES * of_all)
-        return worst + sent + others * tokens * (3 * (token + of_node) + scales)
+        return worst + sent + other_domains * tokens * (3 * (token + of_node) + scales)
 
     @property
     def _own_tokens(self) -> int:
@@ -308,4 +311,4 @@ class FusedDispatch(NamedTuple):
 
 
 def _chunk(by_ranks: dict[float, int], ranks: int) -> int:
-    return next(tokens for most, tokens in by_ranks.items() if ranks <= most)
+    return next(tokens for most_ranks, tokens in by_ranks.items() if ranks <= most_ranks)

@@ -90,8 +90,8 @@ class Experts(Part):
         if self.shared_gate and not self.shared_ffn:
             yield "shared_gate true needs shared_ffn, found 0"
         if self.shared_beside and not (self.shared_ffn and self.whole and not self.overlapped):
-            found = f"found {self.shared_ffn}, {str(self.whole).lower()} and {str(self.overlapped).lower()}"
-            yield f"shared_beside true needs shared_ffn, whole: true and overlapped: false, {found}"
+            finding = f"found {self.shared_ffn}, {str(self.whole).lower()} and {str(self.overlapped).lower()}"
+            yield f"shared_beside true needs shared_ffn, whole: true and overlapped: false, {finding}"
         if self.dispatcher == "allgather" and (beside := [name for name in BESIDE_EXCHANGES if getattr(self, name)]):
             yield f"{' and '.join(beside)} true needs dispatcher alltoall, deepep or hybridep, found allgather"
         if self.load < BALANCED and not self.drops:

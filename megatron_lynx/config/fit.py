@@ -42,9 +42,9 @@ def layer_problems(layers: int, parallel: Parallel) -> Iterator[str]:
             yield f"model.layers ({layers}) must be at least parallel.pipeline ({pipeline})"
     elif layers % pipeline:
         yield f"model.layers ({layers}) must be a multiple of parallel.pipeline ({pipeline}), such as {_divisors(layers)}"
-    elif (own := layers // pipeline) % (chunk := parallel.layers_per_chunk or own):
-        needed = f"parallel.layers_per_chunk ({chunk}), such as {_divisors(own)}"
-        yield f"layers of a stage ({own}) must be a multiple of {needed}"
+    elif (stage_layers := layers // pipeline) % (chunk := parallel.layers_per_chunk or stage_layers):
+        needed = f"parallel.layers_per_chunk ({chunk}), such as {_divisors(stage_layers)}"
+        yield f"layers of a stage ({stage_layers}) must be a multiple of {needed}"
 
 
 def expert_problems(model: Model, parallel: Parallel, gpus: int) -> Iterator[str]:
@@ -90,8 +90,8 @@ def _undivided(model: Model, experts: Experts, parallel: Parallel) -> Iterator[s
     if experts.shared_ffn % parallel.tensor:
         yield f"model.experts.shared_ffn ({experts.shared_ffn}) must be a multiple of parallel.tensor ({parallel.tensor})"
     for name, load in (("load", experts.load), ("holds", experts.held_load)):
-        if load > (most := experts.most_load(parallel.expert)):
-            yield f"model.experts.{name} ({load:g}) must be at most {most:g} with parallel.expert {parallel.expert}"
+        if load > (most_load := experts.most_load(parallel.expert)):
+            yield f"model.experts.{name} ({load:g}) must be at most {most_load:g} with parallel.expert {parallel.expert}"
             return
     if (beyond := first_beyond(experts.layers, model.layers)) is not None:
         yield f"model.experts.layers names layer {beyond}, but model.layers is {model.layers}"
@@ -118,12 +118,12 @@ def fp8_problems(model: Model, parallel: Parallel, micro: int, cluster: Cluster)
 
 def _in_bf16(model: Model, parallel: Parallel) -> Iterator[str]:
     assert model.fp8 is not None
-    most, asked = model.layers // parallel.pipeline, ("first_in_bf16", "last_in_bf16")
-    found = {name: getattr(model.fp8, name) for name in asked}
-    for name, layers in found.items():
-        if layers > most:
-            yield f"model.fp8.{name} ({layers}) must be at most model.layers / parallel.pipeline ({most})"
-    if any(found.values()) and model.fp8.recipe == "delayed":
+    most_layers, asked = model.layers // parallel.pipeline, ("first_in_bf16", "last_in_bf16")
+    counts = {name: getattr(model.fp8, name) for name in asked}
+    for name, layers in counts.items():
+        if layers > most_layers:
+            yield f"model.fp8.{name} ({layers}) must be at most model.layers / parallel.pipeline ({most_layers})"
+    if any(counts.values()) and model.fp8.recipe == "delayed":
         yield "model.fp8.first_in_bf16 and last_in_bf16 need another recipe than delayed: Megatron stops here"
 
 
@@ -149,11 +149,11 @@ def _unfit(model: Model, parallel: Parallel, micro: int) -> Iterator[str]:
         sizes["model.experts.shared_ffn / parallel.tensor"] = (model.experts.shared_ffn // tensor, least_columns)
     if parallel.sequence_parallel:
         gathered = {"rows of a micro-batch on a rank": rows}
-        gathered |= {what: found for what, (found, _) in sizes.items() if what in GATHERED}
-        sizes |= {what: (found, max(stored.gathered_multiple, sizes[what][1])) for what, found in gathered.items()}
-    for what, (found, needed) in sizes.items():
-        if found % needed:
-            yield f"{what} ({found}) must be a multiple of {needed} with model.fp8"
+        gathered |= {what: size for what, (size, _) in sizes.items() if what in GATHERED}
+        sizes |= {what: (size, max(stored.gathered_multiple, sizes[what][1])) for what, size in gathered.items()}
+    for what, (size, needed) in sizes.items():
+        if size % needed:
+            yield f"{what} ({size}) must be a multiple of {needed} with model.fp8"
 
 
 GATHERED = ("model.hidden", "model.latent.q_rank", "model.latent.kv_rank")
@@ -177,10 +177,10 @@ def needs_flushes(model: Model) -> list[str]:
         "model.experts: routers keep state from batch to batch, schedule double_buffered has two in flight": model.experts,
         "model.mtp: its embedding is a second copy, which was not tried with schedule double_buffered": model.mtp or None,
     }
-    return [reason for reason, found in reasons.items() if found is not None]
+    return [reason for reason, feature in reasons.items() if feature is not None]
 
 
 def _divisors(number: int) -> str:
     """Return the first ten divisors up to 1000, as suggestions."""
-    found = [str(each) for each in range(1, min(number, 1000) + 1) if number % each == 0]
-    return ", ".join(found[:10])
+    divisors = [str(divisor) for divisor in range(1, min(number, 1000) + 1) if number % divisor == 0]
+    return ", ".join(divisors[:10])

@@ -173,8 +173,8 @@ class Job(Part):
         elif self.chunks > 1:
             needed_groups = groups_needed(self.microbatches, self.microbatch_group, parallel.pipeline, "parallel.")
             if needed_groups is not None:
-                found = f"micro-batches of a pipeline ({self.microbatches})"
-                problems.append(f"{found} must be {needed_groups} with several chunks on each stage")
+                subject = f"micro-batches of a pipeline ({self.microbatches})"
+                problems.append(f"{subject} must be {needed_groups} with several chunks on each stage")
         problems += expert_problems(model, parallel, self.gpus)
         if not problems:
             problems += instance_problems(parallel, self.gpus)
@@ -214,7 +214,7 @@ class Job(Part):
 
     def _flushless_problems(self) -> Iterator[str]:
         """Return what prevents two weight versions: a batch needs a micro-batch per stage, and stages need one chunk."""
-        pipeline, found, todo = self.parallel.pipeline, self.microbatches, "or train with schedule flush"
+        pipeline, microbatches, todo = self.parallel.pipeline, self.microbatches, "or train with schedule flush"
         if pipeline == 1:
             yield f"parallel.pipeline (1) has no flush to leave out, schedule double_buffered needs at least 2, {todo}"
             return
@@ -227,9 +227,9 @@ class Job(Part):
         if self.chunks > 1:
             needed = "chunk of each stage: it cannot be interleaved"
             yield f"parallel makes {self.chunks} chunks of each stage, schedule double_buffered needs 1 {needed}, {todo}"
-        if found < pipeline:
+        if microbatches < pipeline:
             needed = f"at least parallel.pipeline ({pipeline}) with schedule double_buffered, or two versions would not do"
-            yield f"micro-batches of a pipeline ({found}) must be {needed}: enlarge batch.global, {todo}"
+            yield f"micro-batches of a pipeline ({microbatches}) must be {needed}: enlarge batch.global, {todo}"
 
     @property
     def replicas(self) -> int:
@@ -287,18 +287,18 @@ class Job(Part):
         if isinstance(self.parallel.partition, tuple):
             return self.parallel.partition
         if self.parallel.layers_per_chunk is None:
-            each, more = divmod(self.model.layers, self.parallel.pipeline)
-            return (each,) * (self.parallel.pipeline - more) + (each + 1,) * more
-        each = self.parallel.layers_per_chunk
-        return (each,) * (self.model.layers // each)
+            layers, more = divmod(self.model.layers, self.parallel.pipeline)
+            return (layers,) * (self.parallel.pipeline - more) + (layers + 1,) * more
+        layers = self.parallel.layers_per_chunk
+        return (layers,) * (self.model.layers // layers)
 
     @property
     def memory_budget_bytes(self) -> int:
         """Device memory for PyTorch's allocations, limited to the memory that a run found available; negative if the reserve
         exceeds the device."""
-        stated, found = self.budget.memory_gib, self.learned.device_bytes
-        own = self.device_reserve.left_bytes if stated is None else int(GIB * stated)
-        return own if found is None else min(own, found)
+        stated, device_bytes = self.budget.memory_gib, self.learned.device_bytes
+        budget_bytes = self.device_reserve.left_bytes if stated is None else int(GIB * stated)
+        return budget_bytes if device_bytes is None else min(budget_bytes, device_bytes)
 
     @property
     def communicators(self) -> tuple[Communicator, ...]:
@@ -317,7 +317,7 @@ class Job(Part):
         segments = self.budget.expandable_segments
         buffers = self.fused_dispatch.buffers_bytes
         reserve = device_reserve(self.cluster, self.communicators, expandable_segments=segments, dispatch_bytes=buffers)
-        return reserve.beside(self.budget.share, {each.what: each.gib for each in self.budget.beside})
+        return reserve.beside(self.budget.share, {component.what: component.gib for component in self.budget.beside})
 
     @property
     def host_sharers(self) -> int:

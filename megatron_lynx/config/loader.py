@@ -86,12 +86,12 @@ def lengths_in(file: Path) -> dict[str, float]:
     try:
         lengths = [int(word) for word in text.split()]
     except ValueError as error:
-        found = str(error)
+        finding = str(error)
     else:
         if lengths and min(lengths) >= 1:
             return {"mean": fmean(lengths), "mean_square": fmean(length**2 for length in lengths)}
-        found = "no lengths" if not lengths else f"a length of {min(lengths)}"
-    raise ConfigError(headline, [Problem(str(file), found, needed)])
+        finding = "no lengths" if not lengths else f"a length of {min(lengths)}"
+    raise ConfigError(headline, [Problem(str(file), finding, needed)])
 
 
 def job_path(name: str | os.PathLike[str]) -> Path:
@@ -122,9 +122,11 @@ def _named(name: str, where: str, kind: str) -> Path:
     if len(alike) == 1:
         return bundled[alike[0]]
     close = () if alike else difflib.get_close_matches(short, bundled, n=1)
-    found = f"{name!r}, with which {len(alike)} names begin" if alike else f"no file {name!r}"
+    finding = f"{name!r}, with which {len(alike)} names begin" if alike else f"no file {name!r}"
     todo = f"did you mean {close[0]}?" if close else ""
-    raise ConfigError(f"{name} was not found", [Problem(where, found, f"a path, or one of {', '.join(alike or bundled)}", todo)])
+    raise ConfigError(
+        f"{name} was not found", [Problem(where, finding, f"a path, or one of {', '.join(alike or bundled)}", todo)]
+    )
 
 
 def cluster_data(file: Path) -> dict[str, Any]:

@@ -161,9 +161,12 @@ class Model(Part):
             yield f"hidden ({self.hidden}) must be a multiple of heads ({self.heads})"
         if self.heads % self.kv_groups:
             yield f"heads ({self.heads}) must be a multiple of kv_groups ({self.kv_groups})"
-        for name, found, needed in (("implementation", self.implementation, "transformer_engine"), ("dtype", self.dtype, "bf16")):
-            if self.fp8 is not None and found != needed:
-                yield f"fp8 needs {name} {needed}, found {found}"
+        for name, setting, needed in (
+            ("implementation", self.implementation, "transformer_engine"),
+            ("dtype", self.dtype, "bf16"),
+        ):
+            if self.fp8 is not None and setting != needed:
+                yield f"fp8 needs {name} {needed}, found {setting}"
         if self.deterministic and self.cross_entropy != "unfused":
             yield f"deterministic true needs cross_entropy unfused, found {self.cross_entropy}, as Megatron refuses it"
         if self.sinks and self.latent is not None:
@@ -174,7 +177,7 @@ class Model(Part):
             yield f"latent needs kv_groups {self.heads} (heads), found {self.kv_groups}: there are keys for every head"
         if self.latent is not None and self.position != "rope":
             yield f"latent needs position rope, found {self.position}"
-        named = [each.kind for each in self.opaque]
+        named = [opaque.kind for opaque in self.opaque]
         yield from (f"opaque has {kind} twice, needed once" for kind in dict.fromkeys(named) if named.count(kind) > 1)
         for at, opaque in enumerate(self.opaque):
             if (number := first_beyond(opaque.layers, self.layers)) is not None:
@@ -194,7 +197,7 @@ class Model(Part):
     def every_section(self) -> tuple[Section, ...]:
         """All sections of the model, those of a layer without experts first, even if no layer has them."""
         mixture = () if self.experts is None else (self.kind_sections(experts=True)[1],)
-        return (*self.halves.values(), *mixture, *dict.fromkeys(each.section for each in self.opaque))
+        return (*self.halves.values(), *mixture, *dict.fromkeys(opaque.section for opaque in self.opaque))
 
     @property
     def element_bytes(self) -> int:
@@ -270,7 +273,7 @@ class Model(Part):
     def each_kind(self, layers: Iterable[int]) -> list[LayerKind]:
         """Return the sections of each of these layers."""
         contents = [
-            (layer in self.expert_layers, tuple(each.kind for each in self.opaque if layer in each.numbers(self.layers)))
+            (layer in self.expert_layers, tuple(opaque.kind for opaque in self.opaque if layer in opaque.numbers(self.layers)))
             for layer in layers
         ]
         kinds = {content: self.kind_sections(experts=content[0], opaque=content[1]) for content in set(contents)}
@@ -291,7 +294,7 @@ class Model(Part):
         return Counter(self.each_kind(layers))
 
     def opaque_in(self, section: Section) -> Opaque:
-        return next(each for each in self.opaque if each.section is section)
+        return next(opaque for opaque in self.opaque if opaque.section is section)
 
     @property
     def alike(self) -> bool:

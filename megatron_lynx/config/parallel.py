@@ -149,8 +149,8 @@ class Overlap(Part):
         if self.parameters and not self.gradients:
             yield "parameters true needs gradients: true (--overlap-grad-reduce), found false, as Megatron refuses it"
         if self.buckets is not None and self.bucket_parameters is not None:
-            found = f"found {self.buckets} and {self.bucket_parameters}"
-            yield f"buckets and bucket_parameters: needed one of them, {found}, as Megatron refuses both"
+            finding = f"found {self.buckets} and {self.bucket_parameters}"
+            yield f"buckets and bucket_parameters: needed one of them, {finding}, as Megatron refuses both"
 
 
 ADAMS = 2
@@ -194,18 +194,18 @@ class Optimizer(Part):
             if (value := getattr(self, name)) != "fp32"
         }
         if smaller and not self.precision_aware:
-            found = ", ".join(f"{name} {value}" for name, value in smaller.items())
-            yield f"{found} needs precision_aware: true (--use-precision-aware-optimizer), found false"
+            settings = ", ".join(f"{name} {value}" for name, value in smaller.items())
+            yield f"{settings} needs precision_aware: true (--use-precision-aware-optimizer), found false"
         if self.precision_aware and self.muon_steps:
             yield f"precision_aware: true needs muon_steps 0, found {self.muon_steps}: it is Transformer Engine's Adam"
         if self.precision_aware and self.states != ADAMS:
             yield f"precision_aware: true needs states {ADAMS}, found {self.states}: it is Transformer Engine's Adam"
         if self.states_on_host and self.offload != 0:
-            found = f"states_on_host {self.states_on_host:g} and offload {self.offload}"
-            yield f"{found}: one of them, as Megatron refuses both"
+            settings = f"states_on_host {self.states_on_host:g} and offload {self.offload}"
+            yield f"{settings}: one of them, as Megatron refuses both"
         if self.offload != 0 and not self.precision_aware:
-            found = f"offload {self.offload} needs precision_aware: true (--use-precision-aware-optimizer)"
-            yield f"{found}, found false, as Megatron refuses it"
+            settings = f"offload {self.offload} needs precision_aware: true (--use-precision-aware-optimizer)"
+            yield f"{settings}, found false, as Megatron refuses it"
 
     @property
     def offloaded(self) -> float:

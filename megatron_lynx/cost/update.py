@@ -164,8 +164,8 @@ def _cast_bytes(job: Job, linears: int, sharers: int) -> float:
         return 0
     casts = Casts(job.model.fp8_recipe, transposes=job.cluster.transposes_fp8)
     if job.model.fp8_parameters:
-        return casts.of(linears, both=False)[0] / sharers + casts.gathered(linears)
-    return casts.of(linears, both=True)[0]
+        return casts.of(linears, columnwise=False)[0] / sharers + casts.gathered(linears)
+    return casts.of(linears, columnwise=True)[0]
 
 
 def _stepped_bytes(job: Job) -> float:

@@ -218,13 +218,13 @@ class Planning(ABC):
         gathers, scatters = sliced and item.role in GATHERING, sliced and item.role == "row_parallel"
         forward_s = backward_s = 0.0
         if not self.norm_casts(shape, item):
-            forward_s = roof.cast_s(casts.of(taken // (shape.parallel.tensor if gathers else 1), both=not gathers))
+            forward_s = roof.cast_s(casts.of(taken // (shape.parallel.tensor if gathers else 1), columnwise=not gathers))
         if gathers:
             backward_s += roof.cast_s(casts.transposed(taken))
         if scatters:
             backward_s += roof.cast_s(casts.transposed(made))
         own = made // (shape.parallel.tensor if scatters else 1)
-        return forward_s, roof.cast_s(casts.of(own, both=not scatters)) + backward_s
+        return forward_s, roof.cast_s(casts.of(own, columnwise=not scatters)) + backward_s
 
     def norm_casts(self, shape: LayerShape, item: Item) -> bool:
         """Whether the norm inside a linear makes its FP8 input."""
@@ -261,4 +261,4 @@ def normed_cast(shape: LayerShape, count: int, roof: Roofline) -> Passes:
     """Return the seconds to cast `count` numbers made by a norm inside a linear."""
     if roof.casts is None:
         return Passes(0.0, 0.0)
-    return Passes(roof.cast_s(roof.casts.of_norm(count, both=not shape.parallel.sequence_parallel)), 0.0)
+    return Passes(roof.cast_s(roof.casts.of_norm(count, columnwise=not shape.parallel.sequence_parallel)), 0.0)

@@ -51,7 +51,7 @@ def analytic_profile(job: Job) -> Profile:
         head_summand_s=roof.seconds(0, 2 * FP32_BYTES * shape.model.vocab * shape.model.hidden // shape.parallel.tensor),
         interference=_interference(job, roof),
         host_time=job.cluster.host_time,
-        opaque={each.kind: figures[each.kind] for each in job.model.opaque},
+        opaque={opaque.kind: figures[opaque.kind] for opaque in job.model.opaque},
         **usual,
         **_said_by(job),
     )
@@ -125,9 +125,13 @@ def _links(job: Job, shape: LayerShape) -> tuple[LinkPoint, ...]:
     if job.cluster.pcie is not None:
         kinds["host"] = (job.cluster.pcie, job.cluster.pcie.gpus_per_link)  # concurrent copies share the uplink
     size, scattered = shape.gathered_bytes, job.parallel.scattered_messages and tensor > 1
-    points = {(kind, each): link.seconds(share * each) for kind, (link, share) in kinds.items() for each in (1, size)}
+    points = {
+        (kind, message_bytes): link.seconds(share * message_bytes)
+        for kind, (link, share) in kinds.items()
+        for message_bytes in (1, size)
+    }
     if scattered and "p2p" in kinds:
         link = kinds["p2p"][0]
-        for each in (1, size):
-            points["p2p", each] = link.seconds(each / tensor) + points["all_gather", each]
-    return tuple(LinkPoint(kind=kind, bytes=each, seconds=seconds) for (kind, each), seconds in points.items())
+        for message_bytes in (1, size):
+            points["p2p", message_bytes] = link.seconds(message_bytes / tensor) + points["all_gather", message_bytes]
+    return tuple(LinkPoint(kind=kind, bytes=message_bytes, seconds=seconds) for (kind, message_bytes), seconds in points.items())

@@ -70,8 +70,8 @@ def held_bytes(run: Callable[[], Tensor], width: int, sequence_shards: int = 1) 
     Under sequence parallelism, blocks of tensors `width` wide are sharded: divided by `sequence_shards`.
     """
     (first, _kept_first), (second, _kept_second) = _saved_by(run), _saved_by(run)
-    own = [(size, last) for address, (size, last) in second.items() if address not in first]
-    return sum(size // (sequence_shards if last == width else 1) for size, last in own)
+    blocks = [(size, last) for address, (size, last) in second.items() if address not in first]
+    return sum(size // (sequence_shards if last == width else 1) for size, last in blocks)
 
 
 def _saved_by(run: Callable[[], Tensor]) -> tuple[dict[int, tuple[int, int]], list[Tensor]]:
@@ -306,9 +306,9 @@ def _median_seconds(send: Callable[[], Any], group: ProcessGroup, repetitions: i
 
 
 def slowest(seconds: float, group: ProcessGroup, device: torch.device) -> float:
-    most = torch.tensor([seconds], dtype=torch.float64, device=device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-    return float(most.item())
+    most_s = torch.tensor([seconds], dtype=torch.float64, device=device)
+    dist.all_reduce(most_s, op=dist.ReduceOp.MAX, group=group)
+    return float(most_s.item())
 
 
 OUTLASTS = 3

@@ -266,7 +266,7 @@ class Profile(Part):
             yield from _misnamed(self.experts, self.shape.experts.section.name, self.shape.experts.section.names)
         if (self.shape.experts is None) != (self.experts is None):
             yield "shape.experts and experts belong together: give both, or none"
-        needed = {each.kind for each in self.shape.opaque}
+        needed = {opaque.kind for opaque in self.shape.opaque}
         if needed != self.opaque.keys():
             yield f"opaque has {sorted(self.opaque)}, needed {sorted(needed)}, as in shape.opaque"
         for name in needed & self.opaque.keys():
@@ -385,12 +385,12 @@ def as_learned(profile: Profile, learned: Learned | None) -> Profile:
     if learned is None:
         return profile
     times = learned.seconds
-    found: dict[str, object] = {half: _scaled(getattr(profile, half), times * getattr(learned, half)) for half in HALVES}
-    found |= {name: _scaled(getattr(profile, name), times) for name in ("embedding", "head")}
+    parts: dict[str, object] = {half: _scaled(getattr(profile, half), times * getattr(learned, half)) for half in HALVES}
+    parts |= {name: _scaled(getattr(profile, name), times) for name in ("embedding", "head")}
     if profile.experts is not None:
-        found["experts"] = _experts(profile.experts, learned)
+        parts["experts"] = _experts(profile.experts, learned)
     links = tuple(_link(point, learned) for point in profile.links)
-    return profile.model_copy(update={**found, "links": links, "head_summand_s": times * profile.head_summand_s})
+    return profile.model_copy(update={**parts, "links": links, "head_summand_s": times * profile.head_summand_s})
 
 
 def _link(point: LinkPoint, learned: Learned) -> LinkPoint:
@@ -411,7 +411,7 @@ def _experts(half: ExpertHalf, learned: Learned) -> ExpertHalf:
 
 def _scaled(part: PartT, times: float) -> PartT:
     """Return a part with every field of seconds multiplied, including those of items."""
-    found: dict[str, object] = {name: times * value for name, value in part if name.endswith("_s") or name == "seconds"}
+    changes: dict[str, object] = {name: times * value for name, value in part if name.endswith("_s") or name == "seconds"}
     if (items := getattr(part, "items", None)) is not None:
-        found |= {"items": {name: _scaled(item, times) for name, item in items.items()}}
-    return part.model_copy(update=found)
+        changes |= {"items": {name: _scaled(item, times) for name, item in items.items()}}
+    return part.model_copy(update=changes)

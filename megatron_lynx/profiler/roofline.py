@@ -213,7 +213,7 @@ class Roofline:
 
 
 def kernels_s(kernels: Kernels, roof: Roofline) -> Passes:
-    forward_s, backward_s = (sum(roof.seconds(0, moved) for moved in each) for each in kernels)
+    forward_s, backward_s = (sum(roof.seconds(0, moved) for moved in pass_kernels) for pass_kernels in kernels)
     return Passes(forward_s, backward_s)
 
 

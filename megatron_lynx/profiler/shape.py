@@ -95,17 +95,17 @@ class Casts:
     recipe: Recipe
     transposes: bool
 
-    def of(self, count: int, *, both: bool) -> tuple[int, int]:
-        """Return the cost of casting bf16 values. `both`: also columnwise, for which FP4 uses a separate, transposing kernel."""
+    def of(self, count: int, *, columnwise: bool) -> tuple[int, int]:
+        """Return the cost of casting bf16 values. `columnwise`: that way too, which takes FP4 a second, transposing kernel."""
         searched = STORED[self.recipe].searched  # for the maximum, in a separate kernel
-        copies = 2 if both and (self.transposes or self.recipe not in PER_TENSOR) else 1
+        copies = 2 if columnwise and (self.transposes or self.recipe not in PER_TENSOR) else 1
         reads = copies if self.recipe == "nvfp4" else 1
         return (searched + reads) * BF16_BYTES * count + copies * cast_bytes(self.recipe, count), searched + reads
 
     def gathered(self, count: int) -> int:
         """Return the bytes moved on a rank for gathered FP8 weights: a full cast, or columnwise copies."""
         if not STORED[self.recipe].held_in_buffer:
-            return self.of(count, both=True)[0]
+            return self.of(count, columnwise=True)[0]
         return 2 * cast_bytes(self.recipe, count) if self.transposes or self.recipe not in PER_TENSOR else 0
 
     def transposed(self, count: int) -> tuple[int, int]:
@@ -113,11 +113,11 @@ class Casts:
         needed = self.transposes and self.recipe in PER_TENSOR
         return (2 * FP8_BYTES * count, 1) if needed else (0, 0)
 
-    def of_norm(self, count: int, *, both: bool) -> tuple[int, int]:
+    def of_norm(self, count: int, *, columnwise: bool) -> tuple[int, int]:
         """Return a norm's cost beyond writing bf16. With delayed scaling its own kernel writes FP8, which moves less."""
         if self.recipe != "delayed":
-            return self.of(count, both=both)
-        moved, kernels = self.transposed(count) if both else (0, 0)
+            return self.of(count, columnwise=columnwise)
+        moved, kernels = self.transposed(count) if columnwise else (0, 0)
         return moved - (BF16_BYTES - FP8_BYTES) * count, kernels
 
 

@@ -263,7 +263,7 @@ def _stretches(begin: Event, marks: list[tuple[str, Event]]) -> dict[str, float]
 def gradient_gemm_seconds(run: HalfRun, head_start: HeadStart, repetitions: int) -> dict[str, tuple[float, float]]:
     """Return the (dgrad, wgrad) seconds of each linear's backward GEMMs, run alone. With a `main_grad`, wgrad accumulates into
     it, as in training."""
-    arguments, outputs = ({name: tensor.flatten(0, -2) for name, tensor in found.items()} for found in _read_and_made(run))
+    arguments, outputs = ({name: tensor.flatten(0, -2) for name, tensor in tensors.items()} for tensors in _read_and_made(run))
     result = {}
 
     def weight_gradient(gradient: Tensor, argument: Tensor, weight: Tensor) -> Tensor:

@@ -138,7 +138,7 @@ def _gained_by_whole(config: Mapping[str, Any], published: Mapping[str, Any]) ->
         for some, every in zip(held, kept, strict=True)
     ]
     whole = tuple(_with_whole(entry, config["p"] - entry.stage, shares[entry.stage]) for entry in plan.stages)
-    before_s, behind_s = (rehearse(each, profile).step_s for each in (plan, plan.model_copy(update={"stages": whole})))
+    before_s, behind_s = (rehearse(variant, profile).step_s for variant in (plan, plan.model_copy(update={"stages": whole})))
     gained = (published["mfu"] - published["gain"]) * (before_s / behind_s - 1)
     what = f"appendix C: MFU of {config['model']} gained by whole micro-batches"
     return Row(SOURCE, what, published["gain"], gained, "points", bound=1.0, error_in="unit")

@@ -65,9 +65,9 @@ def peaks(series: Mapping[str, Any]) -> Iterator[Row]:
         yield Row(ZERO_BUBBLE, what, run["peak_gb"], computed, "GB", bound=PEAK_PERCENT)
 
 
-def means(found: list[Row]) -> Iterator[Row]:
-    for source in dict.fromkeys(row.source for row in found):
-        errors = [abs(row.error) for row in found if row.source == source]
+def means(step_rows: list[Row]) -> Iterator[Row]:
+    for source in dict.fromkeys(row.source for row in step_rows):
+        errors = [abs(row.error) for row in step_rows if row.source == source]
         what = f"mean error of {len(errors)} steps"
         bound = FP8_SERIES_PERCENT if source == IN_FP8 else SERIES_PERCENT
         yield Row(source, what, 0.0, sum(errors) / len(errors), "%", bound=bound, error_in="unit")
@@ -113,12 +113,12 @@ def recipe_job(config: Mapping[str, Any], run: Run, fp8: Mapping[str, Any] | Non
 
 def zero_bubble_job(run: Run) -> Job:
     """The first and last stage have one layer less than the others. The script sets 16-bit gradients."""
-    each = (run["layers"] + 2) // run["pp"]
+    layers = (run["layers"] + 2) // run["pp"]
     return described_job(
         _gpt(run, vocab=32000, seq=1024),
         "a100-80g",
         gpus=run["gpus"],
-        parallel={"pipeline": run["pp"], "partition": [each - 1, *[each] * (run["pp"] - 2), each - 1]},
+        parallel={"pipeline": run["pp"], "partition": [layers - 1, *[layers] * (run["pp"] - 2), layers - 1]},
         optimizer={"gradients": "bf16"},
         batch={"micro": run["mbs"], "global": run["mbs"] * run["microbatches"]},
         policy="none",
@@ -162,8 +162,8 @@ def _of_run(run: Run) -> Iterator[Row]:
     job, what = overlapped_job(run), f"Qwen3 30B-A3B, {run['dispatcher']}"
     costs = analytic_profile(job)
     measured = {NONE: run["step_s"], OVERLAPPED: run["overlapped_s"], OVERLAPPED_DELAYED: run.get("delayed_s")}
-    found = {setting: priced(job, costs, setting) for setting, step_s in measured.items() if step_s is not None}
-    steps = {setting: price.step.most_s + update_s(job, costs) for setting, price in found.items()}
+    prices = {setting: priced(job, costs, setting) for setting, step_s in measured.items() if step_s is not None}
+    steps = {setting: price.step.most_s + update_s(job, costs) for setting, price in prices.items()}
     for setting, step_s in steps.items():
         yield Row(BRIDGE, f"{what}: step, {setting.name}", measured[setting], step_s, "s", bound=STEP_BOUND)
         if setting != NONE:
@@ -171,7 +171,7 @@ def _of_run(run: Run) -> Iterator[Row]:
             name, chose = f"{what}: times as fast, {setting.name}", "cost.combined.MEASURED"
             yield Row(BRIDGE, name, *faster, "", bound=FASTER_BOUND, calibrates=chose)
     if "peak_gib" in run:
-        held_gib = found[OVERLAPPED].most_bytes / GIB
+        held_gib = prices[OVERLAPPED].most_bytes / GIB
         yield Row(BRIDGE, f"{what}: peak memory, {OVERLAPPED.name}", run["peak_gib"], held_gib, "GiB", bound=PEAK_BOUND)
 
 

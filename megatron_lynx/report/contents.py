@@ -75,7 +75,7 @@ def stages_of(
 
     `memory`: each stage's peak; by default as stated by the plan.
     """
-    held = dict(_planned(plan)) if memory is None else {stage: (each.moment, used_kinds(each)) for stage, each in memory.items()}
+    held = dict(_planned(plan)) if memory is None else {stage: (peak.moment, used_kinds(peak)) for stage, peak in memory.items()}
     entries = sorted(plan.stages, key=lambda entry: (entry.stage, entry.chunk))
     return [_entry(plan, entry, simulation, held, measured_bytes or {}) for entry in entries]
 
@@ -163,21 +163,21 @@ Watch = Callable[[int, int], None]
 
 def plans_over_budgets(job: Job, profile: Profile, budgets: int, watch: Watch) -> Iterator[Point]:
     """Yield a plan for each of `budgets` evenly spaced budgets, without infeasible and repeated ones."""
-    least = max(memory.total for memory in least_memory(job, profile))
-    most = max(memory.total for memory in memory_of_stages(job.model_copy(update={"policy": "none", "offload_ratio": 0.0})))
+    least_bytes = max(memory.total for memory in least_memory(job, profile))
+    most_bytes = max(memory.total for memory in memory_of_stages(job.model_copy(update={"policy": "none", "offload_ratio": 0.0})))
     seen: set[tuple[int | None, float]] = set()
     for number in range(budgets):
-        budget_bytes = least + (max(most, least) - least) * (number + 1) / budgets
+        budget_bytes = least_bytes + (max(most_bytes, least_bytes) - least_bytes) * (number + 1) / budgets
         changed = job.model_copy(update={"budget": Budget(memory_gib=budget_bytes / GIB), "policy": "planned"})
         try:
-            found = point(decide(changed, profile), profile, f"{budget_bytes / GIB:.1f} GiB", round(budget_bytes))
+            plan_point = point(decide(changed, profile), profile, f"{budget_bytes / GIB:.1f} GiB", round(budget_bytes))
         except (ConfigError, Infeasible):
             continue
         finally:
             watch(number + 1, budgets)
-        if (key := (found["memory_bytes"], found["step_s"])) not in seen:
+        if (key := (plan_point["memory_bytes"], plan_point["step_s"])) not in seen:
             seen.add(key)
-            yield found
+            yield plan_point
 
 
 def point(decision: Decision, profile: Profile, label: str, budget_bytes: int | None, *, shown: bool = False) -> Point:
@@ -218,11 +218,11 @@ def stock_points(job: Job, profile: Profile) -> Iterator[Point]:
                     deferred_bytes=0,
                     hidden_replay_s=None,
                     exposed_replay_s=None,
-                    memory_bytes=used_kinds(each),
-                    moment=each.moment.replace("_", " "),
+                    memory_bytes=used_kinds(memory),
+                    moment=memory.moment.replace("_", " "),
                     measured_bytes=None,
                 )
-                for stage, each in enumerate(price.stages)
+                for stage, memory in enumerate(price.stages)
             ],
         )
 
@@ -244,17 +244,17 @@ class Asked:
 def contents(asked: Asked) -> Island:
     given = asked.given
     check_enough(given)
-    plan, simulation, own = _predicted(asked)
+    plan, simulation, plan_points = _predicted(asked)
     if given.outcome is not None and plan is not None:
         check_outcome(given.outcome, plan, given.sources["outcome"])
     drawn = views_of(given, plan, simulation)
     views, seen = [view for view, _ in drawn], [figures for _, figures in drawn]
-    points = list(own)
+    points = list(plan_points)
     if asked.job is not None and asked.costs is not None and asked.budgets:
         points += plans_over_budgets(asked.job, asked.costs, asked.budgets, asked.watch)
         points += stock_points(asked.job, asked.costs)
-    memories = [row["memory"]["kinds"] for each in views for row in each["rows"] if row["memory"] is not None]
-    memory_kinds = {*chain(*memories, *(stage["memory_bytes"] for each in points for stage in each["stages"]))}
+    memories = [row["memory"]["kinds"] for view in views for row in view["rows"] if row["memory"] is not None]
+    memory_kinds = {*chain(*memories, *(stage["memory_bytes"] for plan_point in points for stage in plan_point["stages"]))}
     on_gpus = asked.job is not None and asked.job.cluster.device != "cpu"
     return Island(
         version=VERSION,
@@ -264,12 +264,12 @@ def contents(asked: Asked) -> Island:
         sources=[f"{kind} {source}" for kind, source in given.sources.items()],
         notes=[*notes_of(plan, asked.costs, simulation), *how_measured(given.measurement)],
         tiles=list(tiles_of(seen, points, given.outcome, None if plan is None else plan.stages[0].predicted.step_s)),
-        kinds=with_fallbacks(KINDS, {subject["kind"] for each in views for subject in each["subjects"]}),
+        kinds=with_fallbacks(KINDS, {subject["kind"] for view in views for subject in view["subjects"]}),
         memory_kinds=with_fallbacks(MEMORY_KINDS, memory_kinds),
         capacity_bytes=asked.job.memory_budget_bytes if asked.job is not None and on_gpus else None,
         views=views,
         points=points,
-        tables=list(_tables(asked, seen, own)),
+        tables=list(_tables(asked, seen, plan_points)),
     )
 
 
@@ -279,8 +279,8 @@ def check_enough(given: Given) -> None:
     measured = [given.sources[kind] for kind in ("trace", "measurement", "outcome") if kind in given.sources]
     if given.plan is None and measured and not simulated:
         todo = "name that plan as well: megatron-lynx report RUN plan.yaml"
-        found = [Problem(where, "no plan beside it", "the plan under which it ran", todo) for where in measured]
-        raise ConfigError("a run without a plan", found)
+        problems = [Problem(where, "no plan beside it", "the plan under which it ran", todo) for where in measured]
+        raise ConfigError("a run without a plan", problems)
     if not given.sources.keys() & {"plan", "job", "trace", "simulation"}:
         raise ConfigError("there is nothing to draw", [Problem("report", ", ".join(given.sources) or "nothing", NEEDED)])
 
@@ -323,13 +323,13 @@ def _point_of(plan: Plan, simulation: Simulation | None, figures: PlanFigures | 
     )
 
 
-def _tables(asked: Asked, seen: list[Seen], own: list[Point]) -> Iterator[Table]:
+def _tables(asked: Asked, seen: list[Seen], plan_points: list[Point]) -> Iterator[Table]:
     """Yield the page's tables. `own`: the plan's point."""
     given, job, costs, reading = asked.given, asked.job, asked.costs, asked.reading
     today: list[Table] = []
     read: list[Table] = []
     if given.plan is not None and job is not None and costs is not None and reading is not None:
-        today, read = ([each] for each in launch_tables(given.plan, job, costs, reading, own[0]))
+        today, read = ([table] for table in launch_tables(given.plan, job, costs, reading, plan_points[0]))
     yield from today
     if given.outcome is not None:
         yield outcome_table(given.outcome)
@@ -337,8 +337,8 @@ def _tables(asked: Asked, seen: list[Seen], own: list[Point]) -> Iterator[Table]
         yield settings_table(given.measurement)
     if seen:
         yield stage_table(seen)
-    yield from (use_table(each.name, each.timeline, each.labels) for each in seen)
-    yield from (exposed_table(each.name, each.timeline, each.labels) for each in seen)
+    yield from (use_table(view.name, view.timeline, view.labels) for view in seen)
+    yield from (exposed_table(view.name, view.timeline, view.labels) for view in seen)
     yield from read
 
 

@@ -129,14 +129,14 @@ def read_simulation(data: Mapping[str, Any], where: str) -> ReadSimulation:
 
 
 def _spans(actions: list[Mapping[str, Any]]) -> Iterator[Span]:
-    for each in actions:
-        parts = ACTION.fullmatch(each["action"])
+    for action in actions:
+        parts = ACTION.fullmatch(action["action"])
         if parts is None:
-            raise ValueError(f"{each['action']!r} is no action")
+            raise ValueError(f"{action['action']!r} is no action")
         micro_batch, kind, chunk = parts.groups()
         window = "pipe.recv_backward" if kind == "R" else None
         name = f"{KINDS[kind]} of micro-batch {micro_batch}" + (f", chunk {chunk}" if chunk != "0" else "")
-        yield Span(KINDS[kind], float(each["start_s"]), float(each["end_s"]), None, None, int(micro_batch), window, name)
+        yield Span(KINDS[kind], float(action["start_s"]), float(action["end_s"]), None, None, int(micro_batch), window, name)
 
 
 def stages_of_rows(trace: ReadTrace, plan: Plan | None, where: str) -> dict[int, int]:
@@ -171,9 +171,9 @@ def _wrong_layers(trace: ReadTrace, stages: dict[int, int], plan: Plan, where: s
         stage: {layer for entry in plan.chunks_of(stage) for layer in entry.layers} for stage in range(plan.parallel.pipeline)
     }
     for row, spans in trace.timeline.ranks.items():
-        found = {span.layer for span in spans if span.layer is not None}
-        if not found <= owned[stages[row]]:
-            said, needed = (", ".join(map(str, as_spans(layers))) for layers in (found, owned[stages[row]]))
+        traced_layers = {span.layer for span in spans if span.layer is not None}
+        if not traced_layers <= owned[stages[row]]:
+            said, needed = (", ".join(map(str, as_spans(layers))) for layers in (traced_layers, owned[stages[row]]))
             yield Problem(
                 f"{where}: rank {row}", f"layers {said}", f"layers {needed}, which stage {stages[row]} owns", ABOUT_RUNS
             )
@@ -183,10 +183,10 @@ def _wrong_batch(trace: ReadTrace, plan: Plan, where: str) -> Iterator[Problem]:
     if plan.schedule != "flush":
         return
     for row, spans in trace.timeline.ranks.items():
-        found = len({span.micro_batch for span in spans if span.micro_batch is not None and span.kind == "forward"})
-        if found > plan.batch.microbatches:
+        microbatches = len({span.micro_batch for span in spans if span.micro_batch is not None and span.kind == "forward"})
+        if microbatches > plan.batch.microbatches:
             needed = f"at most {plan.batch.microbatches}, as in the plan"
-            yield Problem(f"{where}: rank {row}", f"{found} micro-batches in one step", needed, ABOUT_RUNS)
+            yield Problem(f"{where}: rank {row}", f"{microbatches} micro-batches in one step", needed, ABOUT_RUNS)
 
 
 FileKind = Literal["plan", "profile", "job", "trace", "simulation", "measurement", "outcome"]
@@ -259,7 +259,7 @@ def _add(given: Given, file: str, *, required: bool) -> None:
     if kind in given.sources:
         raise ConfigError("one of each", [Problem(file, f"a second {kind}, beside {given.sources[kind]}", "one")])
     given.sources[kind] = file
-    assert kind in {each.name for each in fields(Given)}
+    assert kind in {field.name for field in fields(Given)}
     setattr(given, kind, _read(kind, file, data))
 
 

@@ -54,19 +54,19 @@ class WaitUse:
 
 def waits_of(spans: Sequence[Span]) -> dict[str, WaitUse]:
     """Return the use of one row's waits, by name without the layer."""
-    found: dict[str, WaitUse] = defaultdict(WaitUse)
+    uses: dict[str, WaitUse] = defaultdict(WaitUse)
     tasks = sorted((span for span in spans if kind_of(span) in TASKS), key=lambda span: span.start_s)
     ends = sorted(span.end_s for span in tasks)
     for wait in spans:
         if not is_wait(wait):
             continue
-        use = found[(wait.window or wait.name).partition("@")[0]]
+        use = uses[(wait.window or wait.name).partition("@")[0]]
         use.count += 1
         use.seconds += wait.seconds
         for task in _within(tasks, ends, wait):
             use.used_s += min(task.end_s, wait.end_s) - max(task.start_s, wait.start_s)
             use.tasks.add(f"{task.kind.replace('_', ' ')} {task.half or ''}".strip())
-    return dict(found)
+    return dict(uses)
 
 
 def _within(tasks: Sequence[Span], ends: Sequence[float], wait: Span) -> Iterator[Span]:
@@ -91,11 +91,13 @@ def use_table(name: str, timeline: Timeline, labels: Mapping[int, str]) -> Table
 def exposed_table(name: str, timeline: Timeline, labels: Mapping[int, str]) -> Table:
     rows: list[list[Cell]] = []
     for row, label in labels.items():
-        found: dict[tuple[str, str], list[float]] = defaultdict(list)
+        exposed: dict[tuple[str, str], list[float]] = defaultdict(list)
         for span in timeline.ranks[row]:
             if (kind := kind_of(span)) in EXPOSED:
-                found[EXPOSED[kind], span.half or ""].append(span.seconds)
-        rows += [[label, *what, len(each), sum(each), sum(each) / len(each)] for what, each in sorted(found.items())]
+                exposed[EXPOSED[kind], span.half or ""].append(span.seconds)
+        rows += [
+            [label, *what, len(seconds), sum(seconds), sum(seconds) / len(seconds)] for what, seconds in sorted(exposed.items())
+        ]
     note = "Replays on demand and what went on after its wait was over, other tasks outside of waits, and waits for copies."
     columns: dict[str, Unit] = {"where": "text", "what": "text", "half": "text", "number": "count", "seconds": "s", "each": "s"}
     return _table(f"exposed-{name}", f"What no wait hid, {name}", note, columns, rows)
@@ -209,9 +211,9 @@ def tiles_of(
 
 def check_outcome(outcome: RunOutcome, plan: Plan, where: str) -> None:
     if outcome.plan_digest != plan.digest:
-        found, needed = (f"{digest[:12]}..." for digest in (outcome.plan_digest, plan.digest))
+        run_digest, needed = (f"{digest[:12]}..." for digest in (outcome.plan_digest, plan.digest))
         todo = f"give {outcome.plan}, as it was when the run began"
-        problem = Problem(f"{where}: plan_digest", found, f"{needed}, the plan's", todo)
+        problem = Problem(f"{where}: plan_digest", run_digest, f"{needed}, the plan's", todo)
         raise PlanMismatch("the run was under another plan", [problem])
 
 
@@ -250,8 +252,8 @@ def settings_table(measurement: Measurement) -> Table:
     for setting in measurement.settings:
         ratio = measurement.ratio_to_none(setting)
         equal = {True: "yes", False: "NO", None: "reference" if ratio == 1.0 else "not compared"}[setting.gradients_equal]
-        found = setting.figures
-        figures = (found.resident_bytes, found.peak_bytes, found.in_windows, found.on_demand)
+        counts = setting.figures
+        figures = (counts.resident_bytes, counts.peak_bytes, counts.in_windows, counts.on_demand)
         rows.append([setting.name, setting.step.median_s, ratio, *figures, equal])
     columns: dict[str, Unit] = {"setting": "text", "step": "s", "of none": "share", "resident activations": "bytes"}
     columns |= {"peak": "bytes", "replays hidden": "count", "replays on demand": "count", "gradients equal": "text"}
@@ -265,11 +267,11 @@ def how_measured(measurement: Measurement | None) -> Iterator[str]:
         yield from notes(measurement)
 
 
-def launch_tables(plan: Plan, job: Job, costs: Profile, reading: Reading, own: Point) -> tuple[Table, Table]:
-    """Return tables of a plan's launch: its cost today and under the plan (`own`), and the facts read from it."""
+def launch_tables(plan: Plan, job: Job, costs: Profile, reading: Reading, plan_point: Point) -> tuple[Table, Table]:
+    """Return tables of a plan's launch: its cost today and under the plan (`plan_point`), and the facts read from it."""
     today = launch_today(job, costs, reading.with_graphs_of(plan.model.captured))
-    step_s = own["step_s"]
-    rows: list[list[Cell]] = [["the plan", step_s, None, own["memory_bytes"] or 0]]
+    step_s = plan_point["step_s"]
+    rows: list[list[Cell]] = [["the plan", step_s, None, plan_point["memory_bytes"] or 0]]
     if (row := today.row) is not None:
         rows[0][2] = step_s / row.step.most_s
         rows.insert(0, [f"today: {today.setting}", row.step.most_s, 1.0, row.memory_bytes])

@@ -48,8 +48,8 @@ def view(
         )
         for row in shown
     ]
-    found = [Subject(kind=kind, name=of, layer=layer, half=half, window=at) for kind, of, layer, half, at in subjects]
-    return View(name=name, title=title, step_ns=_ns(timeline.seconds), subjects=found, rows=rows)
+    named_subjects = [Subject(kind=kind, name=of, layer=layer, half=half, window=at) for kind, of, layer, half, at in subjects]
+    return View(name=name, title=title, step_ns=_ns(timeline.seconds), subjects=named_subjects, rows=rows)
 
 
 def memory_of(simulation: Simulation, stage: int) -> Memory:
@@ -117,7 +117,7 @@ def _ns(seconds: float) -> int:
 def views_of(given: Given, plan: Plan | None, simulation: Simulation | None) -> list[tuple[View, Seen]]:
     """Return the views, predicted first. Raises `PlanMismatch` for a trace of another job."""
     measured = None if given.trace is None or given.trace.simulated else _traced("measured", given, plan)
-    return [each for each in (_predicted(given, plan, simulation), measured) if each is not None]
+    return [drawn for drawn in (_predicted(given, plan, simulation), measured) if drawn is not None]
 
 
 def _predicted(given: Given, plan: Plan | None, simulation: Simulation | None) -> tuple[View, Seen] | None:

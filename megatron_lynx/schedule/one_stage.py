@@ -33,11 +33,11 @@ def passes_of(
 
 def most_in_flight(passes: Iterable[tuple[Action, Phase]]) -> Counter[int]:
     """Return by chunk the most micro-batches between the begin of their forward and the end of their backward."""
-    counts, most = Counter[int](), Counter[int]()
+    counts, peaks = Counter[int](), Counter[int]()
     for action, _ in passes:
         counts[action.chunk] += {"F": 1, "B": -1}.get(action.kind, 0)
-        most[action.chunk] = max(most[action.chunk], counts[action.chunk])
-    return most
+        peaks[action.chunk] = max(peaks[action.chunk], counts[action.chunk])
+    return peaks
 
 
 @lru_cache(maxsize=1024)
@@ -45,8 +45,8 @@ def most_of_each_chunk(
     pipeline: int, stage: int, microbatches: int, chunks: int = 1, group_size: int | None = None
 ) -> tuple[int, ...]:
     """Return `most_in_flight` in a step of Megatron's schedules."""
-    most = most_in_flight(passes_of(pipeline, stage, microbatches, chunks, group_size))
-    return tuple(most[chunk] for chunk in range(chunks))
+    peaks = most_in_flight(passes_of(pipeline, stage, microbatches, chunks, group_size))
+    return tuple(peaks[chunk] for chunk in range(chunks))
 
 
 @lru_cache(maxsize=1024)
@@ -62,16 +62,18 @@ def counts_at_backwards(
     group = group_size or pipeline
     if chunks > 1:
         microbatches = group * min(microbatches // group, REPEATING_GROUPS) + microbatches % group
-    counts, found = [0] * chunks, [set[tuple[int, ...]]() for _ in range(chunks)]
+    counts, counts_by_chunk = [0] * chunks, [set[tuple[int, ...]]() for _ in range(chunks)]
     for action, _ in passes_of(pipeline, stage, microbatches, chunks, group_size):
         if action.kind == "B":
-            found[action.chunk].add(tuple(counts))
+            counts_by_chunk[action.chunk].add(tuple(counts))
         counts[action.chunk] += 1 if action.kind == "F" else -1
-    return tuple(tuple(each for each in some if not any(_exceeds(other, each) for other in some)) for some in found)
+    return tuple(
+        tuple(maximum for maximum in some if not any(_exceeds(other, maximum) for other in some)) for some in counts_by_chunk
+    )
 
 
-def _exceeds(some: tuple[int, ...], others: tuple[int, ...]) -> bool:
-    return some != others and all(one >= other for one, other in zip(some, others, strict=True))
+def _exceeds(some: tuple[int, ...], reference: tuple[int, ...]) -> bool:
+    return some != reference and all(one >= other for one, other in zip(some, reference, strict=True))
 
 
 @lru_cache(maxsize=1024)
@@ -79,8 +81,8 @@ def sets_on_host(
     pipeline: int, stage: int, microbatches: int, chunks: int = 1, group_size: int | None = None, prefetch: int = 1
 ) -> tuple[int, ...]:
     """Return `most_on_host` in a step of Megatron's schedules."""
-    most = most_on_host(passes_of(pipeline, stage, microbatches, chunks, group_size), prefetch)
-    return tuple(most[chunk] for chunk in range(chunks))
+    peaks = most_on_host(passes_of(pipeline, stage, microbatches, chunks, group_size), prefetch)
+    return tuple(peaks[chunk] for chunk in range(chunks))
 
 
 def most_on_host(passes: Iterable[tuple[Action, Phase]], prefetch: int) -> Counter[int]:
@@ -89,10 +91,10 @@ def most_on_host(passes: Iterable[tuple[Action, Phase]], prefetch: int) -> Count
     backwards = [action for action, _ in order if action.kind == "B"]
     behind = {one: after for (one, _), (after, _) in pairwise(order) if (one.kind, after.kind) == ("F", "B")}
     away: set[Action] = set()
-    counts, most, begun = Counter[int](), Counter[int](), 0
+    counts, peaks, begun = Counter[int](), Counter[int](), 0
     for action, phase in order:
-        own = Action(action.micro_batch, "B", action.chunk)
-        at_once = behind.get(action) == own
+        backward = Action(action.micro_batch, "B", action.chunk)
+        at_once = behind.get(action) == backward
         begun += action.kind == "B"
         back = {action}
         if action.kind == "B" or (phase == "steady" and action in behind and not at_once):
@@ -100,7 +102,7 @@ def most_on_host(passes: Iterable[tuple[Action, Phase]], prefetch: int) -> Count
         counts.subtract(one.chunk for one in back & away)
         away -= back
         if action.kind == "F" and not at_once:
-            away.add(own)
+            away.add(backward)
             counts[action.chunk] += 1
-            most[action.chunk] = max(most[action.chunk], counts[action.chunk])
-    return most
+            peaks[action.chunk] = max(peaks[action.chunk], counts[action.chunk])
+    return peaks

@@ -123,7 +123,7 @@ def subjects_of(job: Job, candidates: Sequence[Candidate]) -> dict[str, Subject]
 
     initialise(job)
     first = Subject(job, candidates[0])
-    return {each.name: first if each is candidates[0] else Subject(job, each, first) for each in candidates}
+    return {candidate.name: first if candidate is candidates[0] else Subject(job, candidate, first) for candidate in candidates}
 
 
 def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -214,7 +214,7 @@ class Census:
     skipped: list[Skipped] = field(default_factory=list)
 
     def of(self, name: str) -> Counted:
-        return next(each for each in self.counted if each.candidate.name == name)
+        return next(counted for counted in self.counted if counted.candidate.name == name)
 
 
 def take_census(rank: int, job: Job, plan: Plan, module_sets_too: bool = True) -> Census:
@@ -239,7 +239,7 @@ def take_census(rank: int, job: Job, plan: Plan, module_sets_too: bool = True) -
             census.counted.append(_count(subject, reference))
             return census.counted[-1]
 
-        tried = (each for each in module_sets(job) if each.name not in failing)
+        tried = (module_set for module_set in module_sets(job) if module_set.name not in failing)
         further = (*tried, *offload_sets(job)) if module_sets_too else ()
         for candidate in (SELECTIVE, FULL, *checkpointed(plan), *ours(plan), *further):
             count(candidate)
@@ -260,9 +260,9 @@ def _count(subject: Subject, reference: Bits | None = None) -> Counted:
         if installation is not None:
             counts = installation.engine.take_counts()
         use = subject.counted_step()
-    most = torch.tensor((use.resident_bytes, use.peak_bytes), dtype=torch.int64, device=subject.device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    most_resident, most_peak = most.tolist()
+    most_bytes = torch.tensor((use.resident_bytes, use.peak_bytes), dtype=torch.int64, device=subject.device)
+    dist.all_reduce(most_bytes, op=dist.ReduceOp.MAX)
+    most_resident, most_peak = most_bytes.tolist()
     return Counted(subject.candidate, use, most_resident, most_peak, counts, equal)
 
 
@@ -350,11 +350,11 @@ def field_of(census: Census) -> list[Counted]:
     """Return the settings to time: stock's usual ones, ours, and of the settings that use no more memory than ours by either
     measure those that keep most, and so recompute least."""
     whole, stocks = census.of("ours"), (NONE, SELECTIVE, FULL)
-    others = [each for each in census.counted if each.candidate not in stocks and not each.candidate.ours]
-    small = [each for each in others if not each.candidate.offloads and each.holds_no_more_than(whole)]
-    opponents = sorted(small, key=lambda each: each.most_resident_bytes, reverse=True)[:MOST_OPPONENTS]
+    rivals = [setting for setting in census.counted if setting.candidate not in stocks and not setting.candidate.ours]
+    small = [setting for setting in rivals if not setting.candidate.offloads and setting.holds_no_more_than(whole)]
+    opponents = sorted(small, key=lambda setting: setting.most_resident_bytes, reverse=True)[:MOST_OPPONENTS]
     always = [census.of(candidate.name) for candidate in stocks]
-    return [*always, *opponents, *(each for each in census.counted if each.candidate.ours)]
+    return [*always, *opponents, *(setting for setting in census.counted if setting.candidate.ours)]
 
 
 def left_out_of(census: Census, field: list[Counted]) -> Iterator[Skipped]:
@@ -372,8 +372,8 @@ def left_out_of(census: Census, field: list[Counted]) -> Iterator[Skipped]:
 
 
 def _setting(candidate: Candidate, censuses: list[Census], laps: list[dict[str, Lap]]) -> Setting:
-    found = zip((census.of(candidate.name) for census in censuses), (lap[candidate.name] for lap in laps), strict=True)
-    return Setting(name=candidate.name, ours=candidate.ours, ranks=tuple(_result(rank, *each) for rank, each in enumerate(found)))
+    pairs = zip((census.of(candidate.name) for census in censuses), (lap[candidate.name] for lap in laps), strict=True)
+    return Setting(name=candidate.name, ours=candidate.ours, ranks=tuple(_result(rank, *pair) for rank, pair in enumerate(pairs)))
 
 
 def _result(rank: int, counted: Counted, lap: Lap) -> RankResult:

@@ -56,10 +56,10 @@ def stand_in_for_cuda() -> StandIn:
         ConfigError: this machine has a working GPU.
     """
     if torch.cuda.is_available():
-        found = f"a GPU ({torch.cuda.get_device_name()})"
+        gpu = f"a GPU ({torch.cuda.get_device_name()})"
         raise ConfigError(
             "The CUDA stand-in is for machines without a GPU.",
-            [Problem("torch.cuda.is_available()", found, "no GPU", "run on the GPU, or hide it with CUDA_VISIBLE_DEVICES=''")],
+            [Problem("torch.cuda.is_available()", gpu, "no GPU", "run on the GPU, or hide it with CUDA_VISIBLE_DEVICES=''")],
         )
     undo = ExitStack()
     if not isinstance(torch.cuda.default_generators, OneGenerator):

@@ -86,8 +86,8 @@ def _has_layout_of(job: Job) -> bool:
         parallel_state.get_expert_tensor_parallel_world_size(),
     )
     layout = job.parallel
-    own = parallel_state.get_data_parallel_world_size(with_context_parallel=True, partial_data_parallel=True)
-    return (*sizes, own) == (
+    sharers = parallel_state.get_data_parallel_world_size(with_context_parallel=True, partial_data_parallel=True)
+    return (*sizes, sharers) == (
         *(layout.tensor, layout.pipeline, layout.context, layout.expert, layout.expert_tensor_size),
         job.optimizer_sharers,
     )
@@ -147,4 +147,4 @@ def _devices() -> list[Any]:
     named = next((os.environ[name] for name in INTERFACES if os.environ.get(name)), "")
     interfaces = [interface for interface in named.split(",") if interface]
     make = c10d.ProcessGroupGloo
-    return [make.create_device(interface=each) for each in interfaces] or [make.create_default_device()]
+    return [make.create_device(interface=interface) for interface in interfaces] or [make.create_default_device()]

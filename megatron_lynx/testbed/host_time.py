@@ -71,10 +71,10 @@ def asked_by(job: Job, rounds: int) -> Asked:
 def measured_here(*asked: Asked) -> HostTime:
     """Measure this machine's host time, each implementation on a fresh rank. Raises `RankError` with a rank's error."""
     layers: dict[str, LayerHostTime] = {}
-    for each in asked:
-        compiler = compiler_for(_job(each))
-        found = run_ranks(measure_alone, 1, each, pin=compiler is None, timeout_s=LONGEST_RUN_S, compiler=compiler)
-        layers[each.implementation] = found[0]
+    for request in asked:
+        compiler = compiler_for(_job(request))
+        rank_times = run_ranks(measure_alone, 1, request, pin=compiler is None, timeout_s=LONGEST_RUN_S, compiler=compiler)
+        layers[request.implementation] = rank_times[0]
     return HostTime(cpu=this_machine(Links(kind="none")).cpu, **layers)
 
 
@@ -102,15 +102,15 @@ def measure_layers(rank: int, ranks: int, asked: Asked) -> LayerHostTime:
 
 def _of_two_ranks(asked: Asked, pairs: int) -> dict[str, Spent]:
     """Measure settings that need two ranks, as differences to keeping everything."""
-    found: dict[str, Spent] = {}
+    spent: dict[str, Spent] = {}
     if asked.gathered or asked.deferred:
         sliced = _job(asked, tensor=2, sequence_parallel=True, replicas=pairs)
         gathering = list(_half_alone(sliced, "gathered")) if asked.gathered else []
-        found |= _beyond_kept(sliced, [*gathering, *(_deferring(sliced) if asked.deferred else ())], asked)
+        spent |= _beyond_kept(sliced, [*gathering, *(_deferring(sliced) if asked.deferred else ())], asked)
     if asked.offloaded:
         stages = _job(asked, pipeline=2, replicas=pairs)
-        found |= _beyond_kept(stages, [Candidate("offloaded", plan=offloading_all(uniform_plan(stages, "none")))], asked)
-    return found
+        spent |= _beyond_kept(stages, [Candidate("offloaded", plan=offloading_all(uniform_plan(stages, "none")))], asked)
+    return spent
 
 
 def _made_by(asked: Asked, job: Job, subject: Subject, walls: float) -> str:
@@ -128,7 +128,7 @@ def _made_by(asked: Asked, job: Job, subject: Subject, walls: float) -> str:
     return ", ".join(told)
 
 
-def slowest(found: Sequence[LayerHostTime]) -> LayerHostTime:
+def slowest(ranks: Sequence[LayerHostTime]) -> LayerHostTime:
     """Return the figures of the rank that takes longest to recompute everything, with the largest offloading difference of all
     ranks: the last of two stages offloads nothing."""
 
@@ -138,9 +138,11 @@ def slowest(found: Sequence[LayerHostTime]) -> LayerHostTime:
     def added_us(one: LayerHostTime) -> float:
         return sum(us(half.under("offloaded")) - us(half.kept) for half in map(one.half, HALVES))
 
-    most = max(found, key=lambda one: sum(us(half.replayed) for half in map(one.half, HALVES)))
-    offloading = max(found, key=added_us)
-    return most.model_copy(update={half: _with_offloading(most.half(half), offloading.half(half)) for half in HALVES})
+    slowest_rank = max(ranks, key=lambda one: sum(us(half.replayed) for half in map(one.half, HALVES)))
+    offloading = max(ranks, key=added_us)
+    return slowest_rank.model_copy(
+        update={half: _with_offloading(slowest_rank.half(half), offloading.half(half)) for half in HALVES}
+    )
 
 
 def _with_offloading(half: HalfHostTime, of: HalfHostTime) -> HalfHostTime:
@@ -184,20 +186,20 @@ def _layer(job: Job, candidates: Sequence[Candidate], asked: Asked) -> tuple[dic
     one_layer = job.model_copy(update={"model": job.model.model_copy(update={"layers": 1})})
     alone, all_layers = subjects_of(one_layer, [NONE]), subjects_of(job, candidates)
     single = least_of_steps(alone, asked.rounds, asked.steps)[NONE.name]
-    found = least_of_steps(all_layers, asked.rounds, asked.steps)
+    steps = least_of_steps(all_layers, asked.rounds, asked.steps)
     layers = job.model.layers
-    ends = single - (found[NONE.name] - single) * (1 / (layers - 1))
+    ends = single - (steps[NONE.name] - single) * (1 / (layers - 1))
     none = all_layers[NONE.name]
     wall = least_of_steps({NONE.name: none}, asked.rounds, asked.steps, time.perf_counter)[NONE.name]
-    walls = (wall.forward_s + wall.backward_s) / (found[NONE.name].forward_s + found[NONE.name].backward_s)
-    return {name: (spent - ends) * (1 / (layers * job.microbatches)) for name, spent in found.items()}, none, walls
+    walls = (wall.forward_s + wall.backward_s) / (steps[NONE.name].forward_s + steps[NONE.name].backward_s)
+    return {name: (spent - ends) * (1 / (layers * job.microbatches)) for name, spent in steps.items()}, none, walls
 
 
 def _beyond_kept(job: Job, candidates: Sequence[Candidate], asked: Asked) -> dict[str, Spent]:
     kept = Candidate("kept", plan=uniform_plan(job, "none"))
-    found = least_of_steps(subjects_of(job, [kept, *candidates]), asked.rounds, asked.steps)
+    steps = least_of_steps(subjects_of(job, [kept, *candidates]), asked.rounds, asked.steps)
     count = job.microbatches * len(job.layers_of(0))
-    return {each.name: (found[each.name] - found[kept.name]) * (1 / count) for each in candidates}
+    return {candidate.name: (steps[candidate.name] - steps[kept.name]) * (1 / count) for candidate in candidates}
 
 
 def offloading_all(plan: Plan) -> Plan:
@@ -216,10 +218,12 @@ def _half(half: Half, share: Spent, layer: dict[str, Spent], further: dict[str, 
     offloaded = None if "offloaded" not in further else (kept + further["offloaded"] * share).at_least(kept)
     later = further.get(f"{half} deferred")
     deferred = None if later is None else (kept + later).at_least(kept)
-    found: dict[str, Spent | None] = {"none": none, "full": layer[FULL.name] * share, "kept": kept, "partly": alone("partly")}
-    found |= {"replayed": replayed, "gathered": gathered, "offloaded": offloaded, "deferred": deferred}
+    settings: dict[str, Spent | None] = {"none": none, "full": layer[FULL.name] * share, "kept": kept, "partly": alone("partly")}
+    settings |= {"replayed": replayed, "gathered": gathered, "offloaded": offloaded, "deferred": deferred}
     us = {
-        name: [round(1e6 * seconds, 1) for seconds in vars(spent).values()] for name, spent in found.items() if spent is not None
+        name: [round(1e6 * seconds, 1) for seconds in vars(spent).values()]
+        for name, spent in settings.items()
+        if spent is not None
     }
     return HalfHostTime(
         **{name: HostPasses(forward_us=forward, backward_us=backward) for name, (forward, backward) in us.items()}
@@ -262,8 +266,8 @@ class Spent:
 def least_of_steps(subjects: Mapping[str, Subject], rounds: int, steps: int, clock: Clock | None = None) -> dict[str, Spent]:
     """Return the minimum time per step of each subject, forward and backward separately. Noise only adds time."""
     return {
-        name: Spent(min(one.forward_s for one in found), min(one.backward_s for one in found))
-        for name, found in spent_in_steps(subjects, rounds, steps, clock).items()
+        name: Spent(min(one.forward_s for one in samples), min(one.backward_s for one in samples))
+        for name, samples in spent_in_steps(subjects, rounds, steps, clock).items()
     }
 
 

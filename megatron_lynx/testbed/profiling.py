@@ -67,7 +67,7 @@ def measure_profile(job: Job, hosts: Hosts, announce: Callable[[str], AbstractCo
     check_measurable(job)
     with announce("measuring a layer and the links"):
         figures: list[RankFigures] = hosts.run(measure_rank, job, REPETITIONS, HOST_ROUNDS)
-    slowest = max(figures, key=lambda each: each.layer_s)
+    slowest = max(figures, key=lambda rank: rank.layer_s)
     machine = this_machine(hosts.links, hosts.device)
     source = Source(
         how="measured",
@@ -85,14 +85,14 @@ def measure_profile(job: Job, hosts: Hosts, announce: Callable[[str], AbstractCo
         links=figures[0].links,
         embedding=slowest.embedding,
         head=slowest.head,
-        interference=max(each.interference for each in figures),
+        interference=max(rank.interference for rank in figures),
         host_time=_host_time(job, figures, machine.cpu),
     )
 
 
 def _host_time(job: Job, figures: list[RankFigures], cpu: str) -> HostTime | None:
-    found = host_time_of_ranks(job, [each.host_time for each in figures if each.host_time is not None], cpu)
-    return None if found is None else found.model_copy(update={"adam": figures[0].adam})
+    host_time = host_time_of_ranks(job, [rank.host_time for rank in figures if rank.host_time is not None], cpu)
+    return None if host_time is None else host_time.model_copy(update={"adam": figures[0].adam})
 
 
 def host_time_of_ranks(job: Job, measured: list[LayerHostTime], cpu: str) -> HostTime | None:

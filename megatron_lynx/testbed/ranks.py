@@ -245,9 +245,9 @@ def hosts_for(job: Job) -> Iterator[Hosts]:
 
 def _check(job: Job) -> None:
     problems = []
-    if job.cluster.device == "cuda" and (found := torch.cuda.device_count()) < job.gpus:
+    if job.cluster.device == "cuda" and (gpus := torch.cuda.device_count()) < job.gpus:
         problems.append(
-            Problem("job: gpus", f"{job.gpus}", f"at most {found}, the GPUs of this machine", "or cluster.device: cpu")
+            Problem("job: gpus", f"{job.gpus}", f"at most {gpus}, the GPUs of this machine", "or cluster.device: cpu")
         )
     if job.cluster.device == "cpu" and job.gpus > MOST_RANKS_PER_CORE * (cores := len(os.sched_getaffinity(0))):
         needed = f"at most {MOST_RANKS_PER_CORE * cores}, {MOST_RANKS_PER_CORE} for each core of this machine"

@@ -49,12 +49,12 @@ class StandIn:
 
 def replace(undo: ExitStack, owner: Any, name: str, new: Any) -> None:
     """Set `owner.name`, and register the restoration of the `__dict__` entry, if any."""
-    own = vars(owner).get(name, ABSENT)
+    entry = vars(owner).get(name, ABSENT)
     setattr(owner, name, new)
-    if own is ABSENT:
+    if entry is ABSENT:
         undo.callback(delattr, owner, name)
     else:
-        undo.callback(setattr, owner, name, own)
+        undo.callback(setattr, owner, name, entry)
 
 
 def replace_entry(undo: ExitStack, mapping: MutableMapping[str, Any], key: str, new: Any) -> None:
@@ -86,8 +86,8 @@ def transformer_engine_can_run() -> bool:
 
 
 def has_compiled_extension() -> bool:
-    found = importlib.util.find_spec(TRANSFORMER_ENGINE)
-    folders = [] if found is None else found.submodule_search_locations or []
+    spec = importlib.util.find_spec(TRANSFORMER_ENGINE)
+    folders = [] if spec is None else spec.submodule_search_locations or []
     return any(True for folder in folders for _ in Path(folder).parent.glob("**/transformer_engine_torch*.so"))
 
 

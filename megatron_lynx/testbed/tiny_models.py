@@ -334,12 +334,12 @@ def draw_weights(chunk: GPTModel, seed: int) -> None:
         of_name = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
         generator = torch.Generator(parameter.device).manual_seed(of_name)
         whole = torch.randn(whole_shape(parameter, shard), generator=generator, device=parameter.device) * 0.05
-        own = slice_of_rank(parameter, whole + 1 if name.endswith("norm.weight") else whole, shard)
+        weights = slice_of_rank(parameter, whole + 1 if name.endswith("norm.weight") else whole, shard)
         if hasattr(parameter, KEPT):
             if (amax := getattr(parameter._quantizer, "amax", None)) is not None:
                 amax.zero_()  # computed from uninitialized memory
-            setattr(parameter, KEPT, own.to(parameter.dtype).cpu())
-        parameter.copy_(own)
+            setattr(parameter, KEPT, weights.to(parameter.dtype).cpu())
+        parameter.copy_(weights)
 
 
 def global_name(chunk: GPTModel, name: str) -> str:
@@ -347,8 +347,8 @@ def global_name(chunk: GPTModel, name: str) -> str:
     name for tied embeddings."""
     if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
         return "embedding.word_embeddings.weight"
-    for fused, own in SAME.items():
-        name = name.replace(fused, own)
+    for fused, local in SAME.items():
+        name = name.replace(fused, local)
     name = re.sub(r"(?<=\.local_experts\.)\d+", lambda index: str(_first_expert(chunk) + int(index[0])), name)
     name = re.sub(r"(?<=\.mlp\.experts\.)(?!local_experts)", lambda _: f"from_{_first_expert(chunk)}.", name)
     return re.sub(r"(?<=^decoder\.layers\.)\d+", lambda index: str(chunk.decoder.layers[int(index[0])].layer_number - 1), name)

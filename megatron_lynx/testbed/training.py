@@ -73,7 +73,7 @@ class Training:
         self.job = job
         self.chunks = list(chunks)
         if ddp and buffers_of is not None:
-            self.chunks = [around(*both) for both in zip(buffers_of.chunks, chunks, strict=True)]
+            self.chunks = [around(*pair) for pair in zip(buffers_of.chunks, chunks, strict=True)]
         elif ddp:
             self.chunks = with_ddp(job, chunks, overlap_grad_reduce, overlap_param_gather)
         self.optimizer: Any = None
@@ -184,12 +184,12 @@ def named_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Pa
 
 
 def gradients(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    found = {}
+    clones = {}
     for name, parameter in named_parameters(chunks).items():
         gradient = getattr(parameter, "main_grad", parameter.grad)
         if gradient is not None:
-            found[name] = gradient.detach().clone()
-    return found
+            clones[name] = gradient.detach().clone()
+    return clones
 
 
 def finalize_without_ddp(chunks: Sequence[torch.nn.Module], num_tokens: torch.Tensor | None = None, **_: Any) -> None:

@@ -99,7 +99,7 @@ class Timetable:
     @cached_property
     def in_forwards(self) -> bool:
         """Whether anything runs in a wait of a forward."""
-        return any(each.busy for chunk in range(len(self.chunks)) for each in self._forwards_of(chunk))
+        return any(forward.busy for chunk in range(len(self.chunks)) for forward in self._forwards_of(chunk))
 
     @cached_property
     def in_collectives(self) -> bool:
@@ -109,14 +109,16 @@ class Timetable:
     @cached_property
     def core_halves(self) -> frozenset[FrameKey]:
         """Halves at whose core attention something begins."""
-        passes = (each for chunk in range(len(self.chunks)) for each in self._backwards_of(chunk))
-        return frozenset[FrameKey]().union(*(each.core_halves for each in passes))
+        passes = (backward for chunk in range(len(self.chunks)) for backward in self._backwards_of(chunk))
+        return frozenset[FrameKey]().union(*(backward.core_halves for backward in passes))
 
     @cached_property
     def busy_halves(self) -> tuple[frozenset[FrameKey], ...]:
         """By chunk, the halves with a wait in which anything runs, for any chunk."""
         return tuple(
-            frozenset[FrameKey]().union(*(each.busy_halves for each in (*self._forwards_of(chunk), *self._backwards_of(chunk))))
+            frozenset[FrameKey]().union(
+                *(one_pass.busy_halves for one_pass in (*self._forwards_of(chunk), *self._backwards_of(chunk)))
+            )
             for chunk in range(len(self.chunks))
         )
 
@@ -152,21 +154,21 @@ class Timetable:
     @cached_property
     def _weight_gradients(self) -> tuple[Tasks, ...]:
         """By chunk, weight gradients that run in its waits; those of other chunks run in its forwards, at the same index."""
-        found = []
-        for running, own in enumerate(self._deferred):
-            tasks = dict(own)
+        tables = []
+        for running, deferred in enumerate(self._deferred):
+            tasks = dict(deferred)
             for other, of_other in enumerate(self._deferred):
                 shift = self._shift(running, other) if other != running and of_other else None
                 for moment, more in _moved(of_other, shift).items() if shift is not None else ():
                     tasks[moment] = (*tasks.get(moment, ()), *more)
-            found.append(tasks)
-        return tuple(found)
+            tables.append(tasks)
+        return tuple(tables)
 
 
 def _table(moments: Iterable[Moment], planned: Tasks, weight_gradients: Tasks) -> Tasks:
     """Tasks of both tables at these moments; in a wait recomputations come first."""
-    both = ((moment, (*planned.get(moment, ()), *weight_gradients.get(moment, ()))) for moment in moments)
-    return {moment: tasks for moment, tasks in both if tasks}
+    merged = ((moment, (*planned.get(moment, ()), *weight_gradients.get(moment, ()))) for moment in moments)
+    return {moment: tasks for moment, tasks in merged if tasks}
 
 
 def _planned(halves: Sequence[PlannedHalf], phase: Phase, layout: Layout) -> Tasks:
@@ -175,10 +177,10 @@ def _planned(halves: Sequence[PlannedHalf], phase: Phase, layout: Layout) -> Tas
     feeding = dict(_feeding(halves))
     for half in reversed(halves):
         if half.checkpoint:
-            found = () if half.feeds else _checkpointed(half, feeding.get(half.key, ()), layout)
+            recomputations = () if half.feeds else _checkpointed(half, feeding.get(half.key, ()), layout)
         else:
-            found = _replayed(half, phase) if half.replay else ()
-        for moment, task in found:
+            recomputations = _replayed(half, phase) if half.replay else ()
+        for moment, task in recomputations:
             tasks[moment] = (*tasks.get(moment, ()), task)
     _begin_ahead(tasks, halves, layout)
     return tasks
@@ -238,12 +240,12 @@ def _begin_ahead(tasks: dict[Moment, tuple[Task, ...]], halves: Sequence[Planned
         if item is None or above.section.kept_whole or not layout.waits("fwd", half.layer, half.section):
             continue
         entered, place = Moment("enter", mlp.key), Moment("enter", above.key)
-        *before, own = tasks[entered]
+        *before, last_task = tasks[entered]
         begin = Task("begin", half.key, item)
         if half is mlp:
             ahead = (*before, begin)
-            tasks[entered] = (own._replace(since=item),)
-            if own.do == "begin":
+            tasks[entered] = (last_task._replace(since=item),)
+            if last_task.do == "begin":
                 del tasks[entered]  # the rest of it runs in a wait
         else:
             place, ahead = _place_ahead(above, layout), (begin,)
@@ -251,7 +253,7 @@ def _begin_ahead(tasks: dict[Moment, tuple[Task, ...]], halves: Sequence[Planned
                 gathered = attention.section.gathered
                 ahead = (Task("begin", half.key, gathered),)
                 tasks[Moment("core", above.key)] = (begin._replace(since=gathered),)
-            tasks[entered] = (Task("recompute", attention.key, since=item), own)
+            tasks[entered] = (Task("recompute", attention.key, since=item), last_task)
         tasks[place] = (*tasks.get(place, ()), *ahead)
 
 
@@ -281,13 +283,13 @@ def _missed(window: Window, phase: Phase) -> bool:
 
 def _deferred(halves: Sequence[PlannedHalf]) -> Tasks:
     """Weight gradients of a chunk by wait, in backward order."""
-    found: dict[Moment, tuple[Task, ...]] = {}
+    tasks: dict[Moment, tuple[Task, ...]] = {}
     for half in reversed(halves):
         for linear, waits in half.deferred.items():
             for wait in waits:
                 moment = Moment("in", wait)
-                found[moment] = (*found.get(moment, ()), Task("weight_gradient", half.key, linear))
-    return found
+                tasks[moment] = (*tasks.get(moment, ()), Task("weight_gradient", half.key, linear))
+    return tasks
 
 
 def _moved(tasks: Tasks, layers: int) -> Tasks:
