@@ -364,6 +364,6 @@ def notes_of(plan: Plan | None, costs: Profile | None, simulation: Simulation | 
         yield "There were no figures to simulate the plan with: give its profile, or --job."
     if simulation is not None and simulation.host_bound:
         stages = ", ".join(str(load.stage) for load in simulation.host_bound)
-        yield f"Host-bound stages: {stages}. There the device waits for Python, and hiding replays gains nothing."
+        yield f"Host-bound stages: {stages}. There the device waits for Python, and hiding recomputation gains nothing."
     if plan is not None and plan.schedule == "double_buffered":
         yield "The pipeline is never flushed: the schedule is a whole run of several batches; gradients are one update old."

@@ -82,7 +82,7 @@ def use_table(name: str, timeline: Timeline, labels: Mapping[int, str]) -> Table
     rows: list[list[Cell]] = [
         [label, wait, *use.cells] for row, label in labels.items() for wait, use in sorted(waits_of(timeline.ranks[row]).items())
     ]
-    note = "Seconds of one step for which a stage would wait for communication, and what of them replays used."
+    note = "Seconds of one step for which a stage would wait for communication, and what of them recomputation used."
     columns: dict[str, Unit] = {"where": "text", "wait": "text", "number": "count"}
     columns |= {"seconds": "s", "each": "s", "used": "s", "unused": "s", "share used": "share", "what ran in it": "text"}
     return _table(f"waits-{name}", f"Waits, {name}", note, columns, rows)
@@ -98,7 +98,7 @@ def exposed_table(name: str, timeline: Timeline, labels: Mapping[int, str]) -> T
         rows += [
             [label, *what, len(seconds), sum(seconds), sum(seconds) / len(seconds)] for what, seconds in sorted(exposed.items())
         ]
-    note = "Replays on demand and what went on after its wait was over, other tasks outside of waits, and waits for copies."
+    note = "Recomputation on demand and what went on after its wait was over, other tasks outside of waits, and waits for copies."
     columns: dict[str, Unit] = {"where": "text", "what": "text", "half": "text", "number": "count", "seconds": "s", "each": "s"}
     return _table(f"exposed-{name}", f"What no wait hid, {name}", note, columns, rows)
 
@@ -169,19 +169,20 @@ def stage_table(views: Sequence[Seen]) -> Table:
             held = seen.held_bytes.get(row)
             rows.append([seen.labels[row], seen.name, seen.layers.get(row, ""), *vars(figures).values(), held])
     columns: dict[str, Unit] = dict.fromkeys(("where", "seen", "layers"), "text")
-    names = ("forward", "backward", "replays hidden", "replays exposed", "waits", "unused", "of collectives", "unused of these")
-    columns |= {**dict.fromkeys(names, "s"), "activations at most": "bytes"}
+    passes = ("forward", "backward", "recompute hidden", "recompute exposed")
+    waits = ("waits", "unused", "of collectives", "unused of these")
+    columns |= {**dict.fromkeys((*passes, *waits), "s"), "activations at most": "bytes"}
     note = (
         "Seconds of one step. Passes include the waits inside them; waits include those for messages between stages. "
-        "Communication slows what runs beside it, so a bar is longer than a replay would be alone."
+        "Communication slows what runs beside it, so a bar is longer than the recomputation would be alone."
     )
     return _table("stages", "Stages", note, columns, rows)
 
 
 FIGURES: tuple[tuple[str, Unit, str, Callable[[Seen], float | None]], ...] = (
     ("passes", "s", "forwards and backwards of one step", lambda seen: seen.passes_s),
-    ("replays hidden", "share", "of all seconds of replays, those behind waits", lambda seen: seen.hidden_share),
-    ("replays exposed", "s", "in one step, on the stage that has most", lambda seen: seen.exposed_s),
+    ("recompute hidden", "share", "of all seconds of recomputation, those behind waits", lambda seen: seen.hidden_share),
+    ("recompute exposed", "s", "in one step, on the stage that has most", lambda seen: seen.exposed_s),
     ("collectives unused", "share", "of all seconds of waits for tensor-parallel collectives", lambda seen: seen.unused_share),
 )
 
@@ -256,7 +257,7 @@ def settings_table(measurement: Measurement) -> Table:
         figures = (counts.resident_bytes, counts.peak_bytes, counts.in_windows, counts.on_demand)
         rows.append([setting.name, setting.step.median_s, ratio, *figures, equal])
     columns: dict[str, Unit] = {"setting": "text", "step": "s", "of none": "share", "resident activations": "bytes"}
-    columns |= {"peak": "bytes", "replays hidden": "count", "replays on demand": "count", "gradients equal": "text"}
+    columns |= {"peak": "bytes", "recompute hidden": "count", "recompute on demand": "count", "gradients equal": "text"}
     return _table("settings", "Settings side by side, measured", " ".join(verdicts(measurement)), columns, rows)
 
 

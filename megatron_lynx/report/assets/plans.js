@@ -1,4 +1,4 @@
-// One plan of the front at a time: chosen with the slider or in the picture; stage by stage what it keeps, replays and offloads.
+// One plan of the front at a time: chosen with the slider or in the picture; stage by stage what it keeps, recomputes and offloads.
 
 class Plans {
   constructor(island, theme) {
@@ -37,7 +37,7 @@ class Plans {
   stageOf(stage, most, open) {
     const chunk = stage.chunk || this.point.stages.some((other) => other.chunk) ? `, chunk ${stage.chunk}` : "";
     const facts = [];
-    if (stage.hidden_replay_s !== null) facts.push(`replays: ${formatSeconds(stage.hidden_replay_s)} hidden, ${formatSeconds(stage.exposed_replay_s)} exposed`);
+    if (stage.hidden_replay_s !== null) facts.push(`recompute: ${formatSeconds(stage.hidden_replay_s)} hidden, ${formatSeconds(stage.exposed_replay_s)} exposed`);
     if (stage.deferred_bytes) facts.push(`weight gradients put off hold at most ${formatBytes(stage.deferred_bytes)}`);
     if (stage.offloaded_bytes) facts.push(`${formatBytes(stage.offloaded_bytes)} of each micro-batch to the host`);
     const line = [element("span", {}, element("b", {}, `stage ${stage.stage}${chunk}`), ` layers ${stage.layers}`), element("span", { class: "soft" }, facts.join("; ")), this.stackOf(stage, most)];
@@ -49,7 +49,7 @@ class Plans {
     const kinds = Object.entries(stage.memory_bytes);
     if (!kinds.length) return element("span");
     const total = sum(kinds.map(([, bytes]) => bytes));
-    const said = kinds.map(([name, bytes]) => `${name.replaceAll("_", " ")} ${formatBytes(bytes)}`).join(", ");
+    const said = kinds.map(([name, bytes]) => `${this.island.memory_kinds.find((kind) => kind.name === name).label} ${formatBytes(bytes)}`).join(", ");
     const stack = element("div", { class: "stack", title: said, role: "img", "aria-label": said });
     for (const [name, bytes] of kinds) {
       const part = element("i");
@@ -77,9 +77,9 @@ function summaryOf(point) {
   if (point.memory_bytes) facts.push(["fullest device", formatBytes(point.memory_bytes)]);
   const replays = (key) => Math.max(...point.stages.map((stage) => stage[key] ?? 0));
   if (point.by === "plan") {
-    facts.push(["replays", `${formatSeconds(replays("hidden_replay_s"))} hidden, ${formatSeconds(replays("exposed_replay_s"))} exposed on the stage with most`]);
+    facts.push(["recompute", `${formatSeconds(replays("hidden_replay_s"))} hidden, ${formatSeconds(replays("exposed_replay_s"))} exposed on the stage with most`]);
     const items = point.stages.flatMap((stage) => stage.treatments.flatMap((treatment) => treatment.items.filter(([, what]) => what === "replay").map(([item]) => item)));
-    facts.push(["replayed", [...new Set(items)].join(", ") || "nothing"]);
+    facts.push(["recomputed", [...new Set(items)].join(", ") || "nothing"]);
     const offloaded = Math.max(...point.stages.map((stage) => stage.offloaded_bytes));
     facts.push(["to the host", offloaded ? `up to ${formatBytes(offloaded)} of each micro-batch` : "nothing"]);
   }
@@ -89,11 +89,11 @@ function summaryOf(point) {
 function treatmentsOf(stage) {
   const gathers = stage.treatments.some((treatment) => treatment.gather);
   const deferred = stage.treatments.some((treatment) => treatment.deferred.length);
-  const names = ["layers", "half", "kept (outlined) and replayed (filled)", "replayed in", ...(gathers ? ["input gathered"] : []), ...(deferred ? ["weight gradients put off to"] : [])];
+  const names = ["layers", "half", "kept (outlined) and recomputed (filled)", "recomputed in", ...(gathers ? ["input gathered"] : []), ...(deferred ? ["weight gradients put off to"] : [])];
   const rows = stage.treatments.map((treatment) => element("tr", {},
     element("td", {}, treatment.layers),
     element("td", {}, treatment.half),
-    element("td", {}, ...treatment.items.map(([item, what]) => element("span", { class: `chip ${what}`, title: what === "keep" ? "kept" : "replayed" }, item))),
+    element("td", {}, ...treatment.items.map(([item, what]) => element("span", { class: `chip ${what}`, title: what === "keep" ? "kept" : "recomputed" }, item))),
     element("td", { class: "place" }, treatment.window || "–"),
     ...(gathers ? [element("td", { class: "place" }, treatment.gather || "–")] : []),
     ...(deferred ? [element("td", { class: "place" }, ...treatment.deferred.map((each) => element("div", {}, each)))] : [])));
