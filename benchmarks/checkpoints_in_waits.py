@@ -47,20 +47,20 @@ def candidates(job: Job) -> Iterator[Candidate]:
     """All with a checkpoint around each layer."""
     begins: Ahead = "gather" if job.parallel.sequence_parallel else True
     yield from (NONE, FULL)
-    yield Candidate("on demand", plan=plan_of(job, ahead=False, goes_on=False))
-    yield Candidate("goes on", plan=plan_of(job, ahead=False, goes_on=True))
-    yield Candidate("ahead", plan=plan_of(job, ahead=begins, goes_on=False))
-    yield Candidate("ahead, goes on", plan=plan_of(job, ahead=begins, goes_on=True))
+    yield Candidate("on demand", plan=plan_of(job, ahead=False, rest_in_wait=False))
+    yield Candidate("goes on", plan=plan_of(job, ahead=False, rest_in_wait=True))
+    yield Candidate("ahead", plan=plan_of(job, ahead=begins, rest_in_wait=False))
+    yield Candidate("ahead, goes on", plan=plan_of(job, ahead=begins, rest_in_wait=True))
 
 
-def plan_of(job: Job, *, ahead: Ahead, goes_on: bool) -> Plan:
+def plan_of(job: Job, *, ahead: Ahead, rest_in_wait: bool) -> Plan:
     plan = uniform_plan(job, "none")
-    windows = Windows(mlp=own_window(MLP)) if goes_on else Windows()
+    windows = Windows(mlp=own_window(MLP)) if rest_in_wait else Windows()
     layout = plan.parallel.model_copy(update={"expert": job.parallel.expert})
     stages = [
         stage.model_copy(
             update={
-                "ahead_depth": int(goes_on),
+                "ahead_depth": int(rest_in_wait),
                 "rules": (Rule(layers=stage.layers, checkpoint="layer", ahead=ahead, windows=windows),),
             }
         )

@@ -101,8 +101,8 @@ MECHANISMS = (
     ),
     Mechanism(
         "checkpoints go on in waits",
-        _of_class(StageProblems, "_going_on"),
-        ((StageProblems, "_going_on", lambda problems, section, checkpoint: checkpoint),),
+        _of_class(StageProblems, "_with_rest_in_wait"),
+        ((StageProblems, "_with_rest_in_wait", lambda problems, section, checkpoint: checkpoint),),
     ),
     Mechanism(
         "everything kept where recomputation or the host is late",

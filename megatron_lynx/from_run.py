@@ -111,24 +111,24 @@ class Lesson:
     @property
     def lines(self) -> tuple[str, ...]:
         was_s, is_s = self.seconds
-        told = [f"learned from {self.source} ({self.steps} steps): was -> is"]
-        told.append(f"  passes of a step   {format_seconds(was_s)} -> {format_seconds(is_s)}   x {is_s / was_s:.3f}")
+        rows = [f"learned from {self.source} ({self.steps} steps): was -> is"]
+        rows.append(f"  passes of a step   {format_seconds(was_s)} -> {format_seconds(is_s)}   x {is_s / was_s:.3f}")
         for price in self.prices:
             moved = f"{format_seconds(price.was_s)} -> {format_seconds(price.is_s)}   x {price.times:.3f}"
-            told.append(f"  {price.part}   {moved}")
+            rows.append(f"  {price.part}   {moved}")
         if (found := self.hidden) is not None:
             most = format_seconds(found.most_s)
             range_ = most if found.most_s == found.least_s else f"{format_seconds(found.least_s)} to {most}"
             said = f"{range_} of the {format_seconds(found.all_s)} that ran in waits"
-            told.append(f"  hidden recomputation   {format_seconds(found.predicted_s)} -> {said}")
+            rows.append(f"  hidden recomputation   {format_seconds(found.predicted_s)} -> {said}")
         for stage, peak in enumerate(self.stages):
             if peak is not None:
                 more = f"{'+' if peak[1] >= peak[0] else ''}{format_bytes(peak[1] - peak[0])}"
-                told.append(f"  stage {stage} at its peak   {format_bytes(peak[0])} -> {format_bytes(peak[1])}   {more}")
+                rows.append(f"  stage {stage} at its peak   {format_bytes(peak[0])} -> {format_bytes(peak[1])}   {more}")
         if self.budget is not None:
             was, now = map(format_bytes, self.budget)
-            told.append(f"  budget of a device   {was}, kept" if was == now else f"  budget of a device   {was} -> {now}")
-        return (*told, *(f"  not learned: {each}" for each in self.not_learned))
+            rows.append(f"  budget of a device   {was}, kept" if was == now else f"  budget of a device   {was} -> {now}")
+        return (*rows, *(f"  not learned: {each}" for each in self.not_learned))
 
     @property
     def as_json(self) -> dict[str, Any]:

@@ -290,8 +290,8 @@ def with_checkpoints(planned: Iterable[PlannedHalf]) -> Iterator[tuple[PlannedHa
     """Halves in forward order, each with its checkpoint, if it is one."""
     fed = False
     for half in planned:
-        goes_on = half.goes_on_behind is not None
-        yield half, Checkpoint(half.feeds, fed, half.ahead_to, half.gathers_ahead, goes_on) if half.checkpoint else None
+        rest_in_wait = half.rest_after is not None
+        yield half, Checkpoint(half.feeds, fed, half.ahead_to, half.gathers_ahead, rest_in_wait) if half.checkpoint else None
         fed = half.feeds
 
 

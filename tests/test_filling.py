@@ -167,7 +167,7 @@ def test_one_stage_without_room_does_not_take_forwards_from_the_others(monkeypat
     and the step was 0.9 % longer. (With checkpoints that begin ahead, or go on in waits, it has
     room.)"""
     monkeypatch.setattr(options, "begun_ahead", lambda prices, sections, layer, **how: layer)
-    monkeypatch.setattr(options.StageProblems, "_going_on", lambda problems, section, checkpoint: checkpoint)
+    monkeypatch.setattr(options.StageProblems, "_with_rest_in_wait", lambda problems, section, checkpoint: checkpoint)
     job = load_job(job_path("jobs/mixtral-8x7b-h100-80g"))
     found = decide(job, analytic_profile(job))
     in_forwards = [

@@ -351,10 +351,10 @@ def test_the_command_says_which_prices_moved_and_writes_where_they_are_from(job,
     assert (written.job, written.profile) == (plan.provenance.job, plan.provenance.profile)
     assert isinstance(written.learned, Learned)
     assert written.learned.beside_bytes == MORE
-    told = json.loads(lynx(*asked, "--json").stdout)["from_run"]
-    assert told["peak_bytes"][0]["is"] - told["peak_bytes"][0]["was"] == MORE[0]
-    assert told["passes_s"]["times"] == pytest.approx(written.learned.seconds)
-    assert told["budget_bytes"]["was"] == told["budget_bytes"]["is"] == job.memory_budget_bytes
+    learned = json.loads(lynx(*asked, "--json").stdout)["from_run"]
+    assert learned["peak_bytes"][0]["is"] - learned["peak_bytes"][0]["was"] == MORE[0]
+    assert learned["passes_s"]["times"] == pytest.approx(written.learned.seconds)
+    assert learned["budget_bytes"]["was"] == learned["budget_bytes"]["is"] == job.memory_budget_bytes
     assert written.asked == f"--from-run {tmp_path / 'o.json'} {NAME}"
 
 

@@ -158,10 +158,10 @@ def test_a_part_that_is_refused_what_it_wants_beside_it_is_skipped_and_the_run_g
     ]
     status, results, page = run(tmp_path, "--gpus", "1", of=lambda machine: chosen)
     assert status == 0, page
-    refused, served, as_ever = results["parts"]
+    refused, shared, as_ever = results["parts"]
     assert (refused["status"], refused["reason"]) == ("skipped", "MPS: not here")
-    assert served["status"] == "passed"
-    places = [(found["LOCAL_RANK"], found["NCCL_HOSTID"], found["CUDA_MPS_PIPE_DIRECTORY"]) for found in served["figures"]]
+    assert shared["status"] == "passed"
+    places = [(found["LOCAL_RANK"], found["NCCL_HOSTID"], found["CUDA_MPS_PIPE_DIRECTORY"]) for found in shared["figures"]]
     assert places == [("0", "rank-0", "/its/own"), ("0", "rank-1", "/its/own")]
     assert [found["CUDA_MPS_PIPE_DIRECTORY"] for found in as_ever["figures"]] == [None, None]
 

@@ -21,7 +21,7 @@ from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.forward_hooks import NO_HOOKS, ForwardHooks
 from megatron_lynx.runtime.offload import HostFacts, HostLimit, Offloader, OffloadPolicy, limit_of
 from megatron_lynx.runtime.order import OrderOfStep, StageOrder
-from megatron_lynx.runtime.policy import Beyond, ChunkPolicy, HalfPolicy
+from megatron_lynx.runtime.policy import ChunkPolicy, ExpertOverflow, HalfPolicy
 from megatron_lynx.runtime.record import GATHERED
 from megatron_lynx.runtime.saved import memory_of
 from megatron_lynx.schedule.one_stage import most_in_flight, most_on_host, passes_of
@@ -61,12 +61,12 @@ def _policy(
     replayed = frozenset(planned.replay)
     if planned.checkpoint:
         replayed |= {GATHERED.name}
-    beyond = None
+    overflow = None
     if stage.experts_hold is not None and section.on_rows - replayed and not planned.checkpoint:
-        beyond = Beyond(stage.experts_hold, section.on_rows, replayed)
-    hooks = ForwardHooks(module.modules(), _waits_for_weights) if replayed or beyond is not None else NO_HOOKS
-    goes_on = planned.goes_on_behind is not None and not section.exchanges
-    gathers = plan.parallel.sequence_parallel and (planned.gathers or planned.gathers_ahead or goes_on)
+        overflow = ExpertOverflow(stage.experts_hold, section.on_rows, replayed)
+    hooks = ForwardHooks(module.modules(), _waits_for_weights) if replayed or overflow is not None else NO_HOOKS
+    rest_in_wait = planned.rest_after is not None and not section.exchanges
+    gathers = plan.parallel.sequence_parallel and (planned.gathers or planned.gathers_ahead or rest_in_wait)
     kept = plan.parallel.sequence_parallel and not planned.checkpoint
     stays = stage.offload is None or stage.offload.stays(planned)
     stays |= section.kept_whole or (section.in_some_layers and not (stage.offload and stage.offload.experts))
@@ -84,7 +84,7 @@ def _policy(
         checkpoint=planned.checkpoint,
         feeds=planned.feeds,
         marked=marked_in(section, module) if planned.checkpoint else (),
-        beyond=beyond,
+        overflow=overflow,
         hooks=hooks,
     )
 

@@ -209,7 +209,7 @@ class HeldExperts(Running):
             yield Problem("config.num_moe_experts", f"{config.num_moe_experts} over {run.expert} ranks", needed, TODO)
         rules = (entry.rule_for(layer) for entry in plan.chunks_of(run.stage) for layer in touched if layer in entry.layers)
         parts = getattr(config, "expert_tensor_parallel_size", None) or 1
-        if parts > 1 and any(rule.goes_on for rule in rules):  # cut experts exchange rows after the dispatch, in no window
+        if parts > 1 and any(rule.rest_in_wait for rule in rules):  # cut experts exchange rows after the dispatch, in no window
             needed = "1 where the rest of a checkpointed half of experts runs again in a wait"
             yield Problem("config.expert_tensor_parallel_size", str(parts), needed, "leave windows.mlp of these layers out")
         layer = layers[touched[0]]  # all are built from one config

@@ -173,8 +173,8 @@ def show_findings(found: list[Finding]) -> None:
     table.add_column()
     table.add_column(max_width=READABLE)
     for finding in found:
-        told = [f"{finding.topic}: {finding.found}", finding.costs, f"to do: {finding.todo}" if finding.todo else ""]
-        table.add_row(finding.level, Text("\n".join(filter(None, told))), style=styles.get(finding.level, ""))
+        paragraphs = [f"{finding.topic}: {finding.found}", finding.costs, f"to do: {finding.todo}" if finding.todo else ""]
+        table.add_row(finding.level, Text("\n".join(filter(None, paragraphs))), style=styles.get(finding.level, ""))
     show(table)
 
 

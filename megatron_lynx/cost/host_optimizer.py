@@ -96,8 +96,8 @@ class OnHost:
 
     @property
     def as_json(self) -> dict[str, Any]:
-        told = None if self.seconds is None else {**asdict(self.seconds), "total_s": self.seconds.total_s}
-        return {"share": self.share, "rank_bytes": self.rank_bytes, "seconds": told, "states": self.states}
+        seconds = None if self.seconds is None else {**asdict(self.seconds), "total_s": self.seconds.total_s}
+        return {"share": self.share, "rank_bytes": self.rank_bytes, "seconds": seconds, "states": self.states}
 
     @property
     def in_words(self) -> str:

@@ -30,7 +30,7 @@ class Checkpoint(NamedTuple):
     """Item to which it is recomputed during the backward of the layer above (`timetable.PlannedHalf`)."""
     gathers_ahead: bool = False
     """Whether its input is gathered before that."""
-    goes_on: bool = False
+    rest_in_wait: bool = False
     """Whether the items after its last communication are recomputed in the first wait of its backward."""
 
     @property

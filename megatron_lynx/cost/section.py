@@ -77,7 +77,7 @@ def priced(
     less_in_hand_bytes: int = 0,
 ) -> PricedSection:
     """Price the recomputation of these items. `checkpoint`: of these items, saving at most its input."""
-    if checkpoint is not None and (checkpoint.ahead_to is not None or checkpoint.goes_on):
+    if checkpoint is not None and (checkpoint.ahead_to is not None or checkpoint.rest_in_wait):
         return _in_parts(profile, section, replay, checkpoint, less_in_hand_bytes)
     costs, message_bytes = profile.of(section), profile.message_bytes
     replayed = replay_of(section, costs.tensors, replay, whole=checkpoint is not None and checkpoint.feeds)

@@ -92,9 +92,9 @@ def _allocator(variables: Mapping[str, str], *, alone: bool) -> Finding:
 
 def _recorded(variables: Mapping[str, str], torch: str, gpus: Sequence[str]) -> Finding:
     """Torch before 2.8 keeps operands of asynchronous collectives, our windows, until the host sees their end."""
-    found = f"{variables.get(AVOIDS_RECORDING) or 'not set'}, with torch {torch.partition('+')[0]}"
+    setting = f"{variables.get(AVOIDS_RECORDING) or 'not set'}, with torch {torch.partition('+')[0]}"
     costs = "plans with windows are refused on GPUs: their collectives would hold memory that a plan does not count"
-    return Finding(AVOIDS_RECORDING, "defeats" if gpus else "note", found, costs, "set 1, or install torch 2.8 or later")
+    return Finding(AVOIDS_RECORDING, "defeats" if gpus else "note", setting, costs, "set 1, or install torch 2.8 or later")
 
 
 TOPIC = "CUDA_DEVICE_MAX_CONNECTIONS"

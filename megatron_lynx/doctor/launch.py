@@ -87,13 +87,13 @@ def _replaced(reading: Reading) -> Iterator[Finding]:
     for name, topic in TODAY.items():
         if not is_on(reading.given, name):
             continue
-        found = reading.given.origin(name)
+        origin = reading.given.origin(name)
         if name in GRAPHS and not why_alone(reading.given):
-            yield Finding(topic, "note", found, "what is captured is kept whole: the plan has to be made for this launch")
+            yield Finding(topic, "note", origin, "what is captured is kept whole: the plan has to be made for this launch")
         elif planned:
-            yield Finding(topic, "defeats", found, "two deciders: the plan is refused", "drop it")
+            yield Finding(topic, "defeats", origin, "two deciders: the plan is refused", "drop it")
         else:
-            yield Finding(topic, "note", found, "what the launch does today: `plan` prints the launch without it")
+            yield Finding(topic, "note", origin, "what the launch does today: `plan` prints the launch without it")
 
 
 def _wrong_in_stock(reading: Reading) -> Iterator[Finding]:

@@ -42,8 +42,8 @@ def machine(launcher: Sequence[str] = (), root: Path = Path("/"), *, elsewhere: 
         yield Finding("host memory", "good", words)
         return
     devices = gpus()
-    found = ", ".join(sorted(set(devices))) + f" ({len(devices)})" if devices else "none here"
-    yield Finding("GPUs", "good" if devices else "note", found)
+    gpu_names = ", ".join(sorted(set(devices))) + f" ({len(devices)})" if devices else "none here"
+    yield Finding("GPUs", "good" if devices else "note", gpu_names)
     nodes = len(list((root / "sys/devices/system/node").glob("node[0-9]*")))
     bound = any(word.startswith(BINDERS) for word in launcher) or len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
     if nodes > 1 and not bound:
@@ -65,13 +65,13 @@ def gpus() -> list[str]:
 
 
 def _host_memory(root: Path) -> Finding:
-    found = free_memory(root)
-    least = found.least
-    limited = "" if least is found.pots[0] else f", the limit of {least.words}"
+    free = free_memory(root)
+    least = free.least
+    limited = "" if least is free.pots[0] else f", the limit of {least.words}"
     little = least.free_bytes < 64 * GIB
     words = f"{format_bytes(least.free_bytes)} for offloaded activations, less a reserve of a tenth at least{limited}"
-    if found.unread:
-        costs = f"limits in {', '.join(found.unread)} cannot be read: whether offloaded activations fit is not known"
+    if free.unread:
+        costs = f"limits in {', '.join(free.unread)} cannot be read: whether offloaded activations fit is not known"
         return Finding("host memory", "note", words, costs)
     return Finding("host memory", "note" if little else "good", words, "little can be offloaded" if little else "")
 
@@ -92,17 +92,17 @@ def software() -> Iterator[Finding]:
     yield from _megatron()
 
 
-def _te(found: str) -> Finding:
+def _te(release: str) -> Finding:
     """Whether this release is known. Its functions are compared when a plan is installed: importing them needs a GPU."""
     from megatron_lynx.apply.releases import KNOWN_TE, minor_of
 
-    if minor_of(found) in KNOWN_TE:
-        return Finding("Transformer Engine", "good", found)
+    if minor_of(release) in KNOWN_TE:
+        return Finding("Transformer Engine", "good", release)
     costs, todo = (
         "plans for its layers are refused",
         f"install one of {', '.join(KNOWN_TE)}, or launch with --transformer-impl local",
     )
-    return Finding("Transformer Engine", "defeats", found, costs, todo)
+    return Finding("Transformer Engine", "defeats", release, costs, todo)
 
 
 def version_of(*names: str) -> str | None:
@@ -119,7 +119,7 @@ def _megatron() -> Iterator[Finding]:
     try:
         from megatron_lynx.apply.releases import installed_version, inventory, present_release
 
-        found = installed_version()
+        release = installed_version()
     except ImportError as error:
         yield Finding("megatron-core", "defeats", f"cannot be imported: {error}", "no training", "install it")
         return
@@ -128,11 +128,11 @@ def _megatron() -> Iterator[Finding]:
     except HookRefused as error:
         problem = error.problems[0]
         yield Finding(
-            "megatron-core", "defeats", found, "every plan is refused: its functions are not known", f"{problem.needed}"
+            "megatron-core", "defeats", release, "every plan is refused: its functions are not known", f"{problem.needed}"
         )
         return
-    yield Finding("megatron-core", "good", found)
-    stale = [each.site for each in held if not each.as_recorded]
+    yield Finding("megatron-core", "good", release)
+    stale = [function.site for function in held if not function.as_recorded]
     if stale:
         costs, todo = "every plan is refused", "megatron-lynx hooks says which; install the release as it was published"
         yield Finding("hooks", "defeats", f"{len(stale)} of {len(held)} functions not as recorded: {stale[0]}", costs, todo)

@@ -206,10 +206,10 @@ SHARDS = ("shard_float16_groups", "shard_fp32_groups")
 
 def owners(chunk: torch.nn.Module, optimizer: Any) -> Iterator[torch.Tensor]:
     """Return the tensors that may share memory with weights. DDP makes some of them when it first needs them."""
-    found = [*chunk.parameters(), *_of_ddp(chunk)]
+    tensors = [*chunk.parameters(), *_of_ddp(chunk)]
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        found += [tensor for name in SHARDS for group in getattr(part, name, []) for tensor in group]
-    return (tensor for tensor in found if tensor is not None)
+        tensors += [tensor for name in SHARDS for group in getattr(part, name, []) for tensor in group]
+    return (tensor for tensor in tensors if tensor is not None)
 
 
 def _of_ddp(chunk: Any) -> Iterator[torch.Tensor | None]:

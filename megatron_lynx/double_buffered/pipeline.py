@@ -161,8 +161,8 @@ class DoubleBuffered:
     def check_drained(self, what: str) -> None:
         """Raise `HookRefused`, on all stages alike, if the last batch did not drain: `what` needs one version of the weights."""
         if not self._drains:
-            found = f"forwards of the next batch have begun ({self.in_flight} on this stage)"
-            problem = Problem("pipeline", found, "an empty one", "let the batch before it drain")
+            state = f"forwards of the next batch have begun ({self.in_flight} on this stage)"
+            problem = Problem("pipeline", state, "an empty one", "let the batch before it drain")
             raise HookRefused(f"{what} while micro-batches are in flight", [problem])
 
     # --- under a plan (`runtime.order`) --------------------------------------------------------------------------
@@ -239,8 +239,8 @@ def check_no_plan() -> None:
 
 def _of_a_plan() -> Iterator[Problem]:
     if getattr(schedules.forward_step, MARK, False):
-        found, todo = "a plan that is installed", "install it behind the pipeline: install(model, plan, without_flushes=pipeline)"
-        yield Problem("schedules.forward_step", found, "none", todo)
+        state, todo = "a plan that is installed", "install it behind the pipeline: install(model, plan, without_flushes=pipeline)"
+        yield Problem("schedules.forward_step", state, "none", todo)
 
 
 def _refusals_of_deferral(chunk: torch.nn.Module) -> Iterator[Problem]:
@@ -270,9 +270,9 @@ def order_of_batch(pipeline: int, stage: int, microbatches: int, batch: int, *, 
 
 def _completing(run: Sequence[Action], microbatches: int, batch: int) -> set[VirtualMicroBatch]:
     """Backwards of a run after which gradients may be read or moved: the last one of its batch, and the run's last."""
-    own = [step for step in run if step.kind == "B"]
+    backwards = [step for step in run if step.kind == "B"]
     last = (batch + 1) * microbatches - 1
-    return {step.virtual for step in own if step is own[-1] or step.micro_batch == last}
+    return {step.virtual for step in backwards if step is backwards[-1] or step.micro_batch == last}
 
 
 def order_of_few_batches(pipeline: int, stage: int, microbatches: int) -> StageOrder:

@@ -99,7 +99,7 @@ def _unhonoured(plan: PlanContents, stage: Stage, rule: Rule) -> Iterator[str]:
     """Requests of a rule that the runtime cannot meet in this layout."""
     yield from _nothing_ahead(plan, stage, rule)
     for half in HALVES:
-        yield from _nothing_goes_on(plan, rule, half)
+        yield from _rest_without_wait(plan, rule, half)
         yield from _exchanging_again(plan, rule, half)
         yield from _unmade_inputs(plan, rule, half)
         yield from _reduced_amaxes(plan, rule, half)
@@ -116,13 +116,13 @@ def _unhonoured(plan: PlanContents, stage: Stage, rule: Rule) -> Iterator[str]:
                 yield f"{key}.{half}.cooldown is {cooldown}, but no forward runs in cool-down"
 
 
-def _nothing_goes_on(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
+def _rest_without_wait(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
     """Layers of a checkpoint whose rest should run in its first wait, and that have no such wait."""
-    window, layout = rule.goes_on_in(half), layout_of(plan)
+    window, layout = rule.wait_of_rest(half), layout_of(plan)
     if window is None:
         return
     halves = ((layer, section) for layer in rule.layers for section in plan.model.sections_of(layer) if section.half == half)
-    if lacking := [layer for layer, section in halves if not _may_go_on(plan, layout, layer, section)]:
+    if lacking := [layer for layer, section in halves if not _rest_has_wait(plan, layout, layer, section)]:
         found = (
             f"windows.{half} is {window}, but {rule.checkpoint_said}, and no gradient travels there: {features.spans(lacking)}"
         )
@@ -130,7 +130,7 @@ def _nothing_goes_on(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str
         yield f"{found}: needed {needed}, or no window"
 
 
-def _may_go_on(plan: PlanContents, layout: Layout, layer: int, section: Section) -> bool:
+def _rest_has_wait(plan: PlanContents, layout: Layout, layer: int, section: Section) -> bool:
     exchanges, gathers = layout.waits("bwd", layer, section) > 0, layout.sequence_parallel and layout.collectives
     userbuffers = plan.parallel.userbuffers
     return resumes_in_wait(section, plan.model.fp8, exchanges=exchanges, gathers=gathers, userbuffers=userbuffers)

@@ -133,7 +133,7 @@ def _window(rule: Rule, half: Half) -> Text:
         first = rule.feeds(rule.layers.first, half) and half == HALVES[0]
         what = "its gather begins" if rule.gathers_ahead and first else "begins"
         begins = f"{what} ahead, at {HALVES[0]}+1{NEW_LINE}" if rule.ahead and (first or half == HALVES[-1]) else ""
-        rest = f"{NEW_LINE}then {wait}: what comes behind all that communicates" if (wait := rule.goes_on_in(half)) else ""
+        rest = f"{NEW_LINE}then {wait}: what comes behind all that communicates" if (wait := rule.wait_of_rest(half)) else ""
         return Text(f"{begins}{f'before {HALVES[-1]}' if first else 'where backward enters it'}{rest}")
     if not rule.replays(half):
         return Text("-")

@@ -70,7 +70,7 @@ AHEAD = """\
 #                 gather the input of that attention is gathered there before it
 """
 """Added for communication that begins ahead."""
-GOING_ON = """\
+REST_IN_WAIT = """\
 #                 windows of a checkpoint's half: what comes behind all that it communicates runs again in that wait, for the
 #                 gradient of what the half returned
 """
@@ -99,8 +99,8 @@ def dump_plan(plan: Plan) -> str:
         header = header.replace(_END, PACED + _END)
     if any(rule.checkpoint is not None for stage in plan.stages for rule in stage.rules):
         header = header.replace(_END, CHECKPOINTED + _END)
-    if any(rule.goes_on for stage in plan.stages for rule in stage.rules):
-        header = header.replace(_END, GOING_ON + _END)
+    if any(rule.rest_in_wait for stage in plan.stages for rule in stage.rules):
+        header = header.replace(_END, REST_IN_WAIT + _END)
     if any(rule.ahead for stage in plan.stages for rule in stage.rules):
         header = header.replace(_END, AHEAD + _END)
     if plan.head is not None:

@@ -208,7 +208,7 @@ class Rule(Part):
             if self.checkpoints(half):
                 if gather is not None:
                     yield f"gather.{half} is given, but {self.checkpoint_said}: it gathers as its forward did"
-                yield from self._goes_on(half)
+                yield from self._rest_problems(half)
                 continue
             if window is not None and not self.replays(half):
                 yield f"windows.{half} is given, but the {half} half replays nothing"
@@ -225,10 +225,10 @@ class Rule(Part):
         return self.ahead == "gather"
 
     @property
-    def goes_on(self) -> bool:
-        return any(map(self.goes_on_in, HALVES))
+    def rest_in_wait(self) -> bool:
+        return any(map(self.wait_of_rest, HALVES))
 
-    def goes_on_in(self, half: Half) -> str | None:
+    def wait_of_rest(self, half: Half) -> str | None:
         """The wait in which the rest of a checkpointed half is recomputed, or None."""
         window = self.windows.of(half, "steady")
         return window if self.checkpoints(half) and window != ON_DEMAND else None
@@ -257,7 +257,7 @@ class Rule(Part):
             return "the layer's input" if half == first else f"nothing: {first} makes its input"
         return "its input"
 
-    def _goes_on(self, half: Half) -> Iterator[str]:
+    def _rest_problems(self, half: Half) -> Iterator[str]:
         """Problems of the wait in which the rest of a checkpointed half should be recomputed."""
         window, own = getattr(self.windows, half), own_window(half)
         found = "is by phase" if isinstance(window, ByPhase) else f"is {window}"

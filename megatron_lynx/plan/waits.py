@@ -83,7 +83,7 @@ def _places(timetable: Timetable, chunk: int, phase: BackwardPhase) -> tuple[Pla
 
 def _own_in_time(half: PlannedHalf, timetable: Timetable, te: bool) -> int:
     """Number of windows of the half's backward before backward needs a recomputed tensor of the half."""
-    if half.goes_on_behind is not None:
+    if half.rest_after is not None:
         return 1  # this includes the dropout mask that backward reads first
     if half.section.exchanges and half.layer in timetable.layout.exchanging:
         return own_exchanges_in_time(half.section, half.replay)

@@ -294,7 +294,7 @@ def _rule(layers: LayerRange, sections: Sequence[Section], choice: LayerChoice) 
     windows = {
         half: window_of(each.seat.steady.window, each.seat.cooldown.window)
         for half, each in zip(HALVES, choice.halves, strict=True)
-        if each.replay and (each.checkpoint is None or each.checkpoint.goes_on)
+        if each.replay and (each.checkpoint is None or each.checkpoint.rest_in_wait)
     }
     gathers = {half: option.seat.gather for half, option in options}
     named = [section for section in sections if section.half in dict(options)]

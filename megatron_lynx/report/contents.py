@@ -143,7 +143,7 @@ def _treatment(plan: Plan, entry: Stage, rule: Rule, half: Half) -> Treatment:
 
 def _place(plan: Plan, entry: Stage, rule: Rule, half: Half) -> str:
     if rule.checkpoints(half):
-        rest = f", then {wait}" if (wait := rule.goes_on_in(half)) else ""
+        rest = f", then {wait}" if (wait := rule.wait_of_rest(half)) else ""
         return f"{rule.checkpoint_said}{rule.ahead_in_words}{rest}: keeps {plan.kept_input(entry, rule, half)}"
     return " / ".join(_by_phase(rule.windows.of(half, "steady"), rule.windows.of(half, "cooldown")))
 

@@ -131,13 +131,13 @@ class Engine(Progress):
 
     def reported(self, site: Site) -> Callable[..., Any]:
         """Return a replacement for a site's code that reports its calls to the running half."""
-        own = site.forward
+        original = site.forward
 
         def call_site(*args: Any, **kwargs: Any) -> Any:
             scope = self.scope
             if scope is None:
-                return own(*args, **kwargs)
-            outputs = own(*args, **kwargs) if scope.passes(site) else scope.site(SiteCall(site, args, kwargs))
+                return original(*args, **kwargs)
+            outputs = original(*args, **kwargs) if scope.passes(site) else scope.site(SiteCall(site, args, kwargs))
             if scope.frame.policy.midway == site.name and not scope.replays:
                 self._mark_midway(scope.frame, outputs)
             return outputs
@@ -179,7 +179,7 @@ class Engine(Progress):
             frame.random = self._random.capture() if frame.draws and not follows else None
             frame.surroundings = self._surroundings.capture()
         graphs = self._graphs.of((frame.key, group is None), signature_of((args, kwargs)))
-        too_many = None if policy.beyond is None else partial(self._too_many, frame)
+        too_many = None if policy.overflow is None else partial(self._too_many, frame)
         observer = self.observer
         if observer is not None and not observer.wants(frame, group is not None):
             observer = None
@@ -194,9 +194,9 @@ class Engine(Progress):
         return outputs
 
     def _too_many(self, frame: Frame, rows: int, balanced: int) -> bool:
-        own = frame.micro_batch
-        whole = own.index in self._chunks[own.chunk].whole
-        return too_many(frame, rows, balanced, self.ledger.in_flight_beside(own), whole=whole)
+        micro_batch = frame.micro_batch
+        whole = micro_batch.index in self._chunks[micro_batch.chunk].whole
+        return too_many(frame, rows, balanced, self.ledger.in_flight_beside(micro_batch), whole=whole)
 
     def _held_inputs(self, frame: Frame, given: Any) -> Any:
         """Return a half's arguments for its frame, with `Fed` for those that a recomputed half before returns."""

@@ -198,7 +198,7 @@ class Frame:
     """Gradient of its output while it is recomputed, if it is to be gathered after the input."""
     gathered_gradient: GatheredGradient | None = None
     """Set from then until backward reaches it."""
-    told: Callable[[Tensor], None] | None = None
+    on_gathered: Callable[[Tensor], None] | None = None
     """Called with the gathered input when this half's backward has waited for it (`watched`)."""
     mark: Any = None
     """Hook handle on the graph: backward reaches this half. It owns the frame until the half's backward is over."""
@@ -287,10 +287,10 @@ class Handle:
             raise second_order(frame.policy.name)
         if self.key not in frame.found and frame.lets_go:
             frame.on_demand(frame)
-        found = frame.found.pop(self.key, None)
-        if found is None:
+        tensor = frame.found.pop(self.key, None)
+        if tensor is None:
             raise asked_twice(frame.policy.name)
-        return found
+        return tensor
 
 
 def tensor_of(held: Any) -> Tensor:

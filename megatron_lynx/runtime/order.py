@@ -204,7 +204,7 @@ class Ledger:
 
     def in_flight_beside(self, micro_batch: MicroBatch) -> list[MicroBatch]:
         """Return the other micro-batches between forward and backward. They are equal on all ranks of a stage."""
-        return [each for each in self._in_flight.values() if each is not micro_batch]
+        return [other for other in self._in_flight.values() if other is not micro_batch]
 
     @property
     def completes_gradients(self) -> bool:

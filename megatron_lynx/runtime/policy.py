@@ -31,8 +31,8 @@ class ChunkPolicy:
 
 
 @dataclass(frozen=True)
-class Beyond:
-    hold: float
+class ExpertOverflow:
+    allowed_load: float
     """Load (rows over balanced rows) that the plan's bytes allow, averaged over the halves in flight (`record.too_many`)."""
     replay: frozenset[str]
     """Items that are recomputed in addition."""
@@ -75,7 +75,7 @@ class HalfPolicy:
     """The half before it, if that feeds this one."""
     marked: tuple[object, ...] = ()
     """Objects on which each call of its code leaves attributes; a recomputation restores them (rule R13)."""
-    beyond: Beyond | None = None
+    overflow: ExpertOverflow | None = None
     """Set if it may fall back."""
     hooks: ForwardHooks = field(default=NO_HOOKS, compare=False)
     """Hooks of the modules that it calls, if anything is recomputed."""
@@ -87,12 +87,12 @@ class HalfPolicy:
 
     @cached_property
     def fallen_back(self) -> HalfPolicy:
-        assert self.beyond is not None, f"{self.name} never falls back"
-        return replace(self, replay=self.replay | self.beyond.replay, beyond=None)
+        assert self.overflow is not None, f"{self.name} never falls back"
+        return replace(self, replay=self.replay | self.overflow.replay, overflow=None)
 
     @cached_property
     def may_replay(self) -> bool:
-        return bool(self.replay) or self.beyond is not None
+        return bool(self.replay) or self.overflow is not None
 
     def goes_out(self, offloading: Container[int]) -> bool:
         """Return whether its kept tensors may go to the host. `offloading`: chunks that offload."""

@@ -61,8 +61,8 @@ def note(error: BaseException, where: Whereabouts) -> None:
 
 def whereabouts_of(error: BaseException) -> Whereabouts | None:
     """Return where an error was raised; None for errors from outside of a pass."""
-    found = getattr(error, _NAME, None)
-    return found if isinstance(found, Whereabouts) else None
+    whereabouts = getattr(error, _NAME, None)
+    return whereabouts if isinstance(whereabouts, Whereabouts) else None
 
 
 class Run:

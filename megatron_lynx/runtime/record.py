@@ -116,7 +116,7 @@ class Recorder(Run):
     def keep_gathered(self, whole: Any) -> None:
         """Keep the gathered input of a recomputed site if it is small. [9]"""
         if self._observer is not None and self._item is not None and self._item == self.frame.policy.gather_site:
-            self.frame.told = self._observer.saved(self.frame, Place(self._item, self._segment, -1, "gathered"), whole)
+            self.frame.on_gathered = self._observer.saved(self.frame, Place(self._item, self._segment, -1, "gathered"), whole)
         if self.owns_gathered:
             self.frame.gathered[self._segment] = whole.detach() if isinstance(whole, Tensor) else whole
 
@@ -148,7 +148,7 @@ class Recorder(Run):
             self._finder.returned(outputs)
         if site.state is not None and self._replay:
             self.frame.site_states[segment] = site.state.capture()  # [8]
-        code = site.name if site.goes_on else self.frame.policy.section.code_behind.get(site.name, site.name)
+        code = site.name if site.has_next_method else self.frame.policy.section.code_behind.get(site.name, site.name)
         self._enter(code)
         self._packing.turn(code in self._replay or self._group is not None)  # [1]
         if self._first is not None and site.state is None and code not in self._replay and self._group is None:
@@ -272,8 +272,8 @@ class Recorder(Run):
         """Whether no recomputed item reads the values of this kept site's output. A recomputed dispatch reads the router's."""
         item, section = self._of(site), self.frame.policy.section
         again = (section.of_name[name] for name in self._replay if name in section.of_name)
-        read = item.role == "router" and any(each.exchanges for each in again)
-        return site.goes_on or (item.ends_values and not read)
+        read = item.role == "router" and any(replayed.exchanges for replayed in again)
+        return site.has_next_method or (item.ends_values and not read)
 
     def _drop_memos(self) -> None:
         """Drop memos that no recomputation passes, and values that none reads, after a call that made all memos."""
@@ -312,11 +312,11 @@ def too_many(frame: Frame, rows: int, balanced: int, in_flight: Iterable[MicroBa
         in_flight: the other micro-batches between forward and backward.
         whole: whether the plan keeps everything of this micro-batch.
     """
-    policy, own = frame.policy, frame.micro_batch
-    assert policy.beyond is not None, f"{policy.name} never falls back"
-    rule = (policy.beyond.rule, whole)
-    held = [each.rows[rule] for each in (*in_flight, own) if rule in each.rows]
+    policy, micro_batch = frame.policy, frame.micro_batch
+    assert policy.overflow is not None, f"{policy.name} never falls back"
+    rule = (policy.overflow.rule, whole)
+    held = [holder.rows[rule] for holder in (*in_flight, micro_batch) if rule in holder.rows]
     halves, all_rows = 1 + sum(count for count, _ in held), rows + sum(held_rows for _, held_rows in held)
-    own_halves, own_rows = own.rows.get(rule, (0, 0))
-    own.rows[rule] = own_halves + 1, own_rows + rows
-    return all_rows > policy.beyond.hold * balanced * halves
+    own_halves, own_rows = micro_batch.rows.get(rule, (0, 0))
+    micro_batch.rows[rule] = own_halves + 1, own_rows + rows
+    return all_rows > policy.overflow.allowed_load * balanced * halves

@@ -58,8 +58,8 @@ class SiteGraph:
     @classmethod
     def of(cls, walked: Sequence[tuple[Any, Edge]], replaced: Iterable[Replaced]) -> SiteGraph:
         """Make a graph from all `walked` nodes of a call, without those that lead to no replaced tensor."""
-        found = tuple(replaced)
-        needed = {one.node for one in found}
+        replacements = tuple(replaced)
+        needed = {replacement.node for replacement in replacements}
         for place in range(len(walked) - 1, -1, -1):  # a node comes after the one that leads to it
             before = walked[place][1].before
             if place in needed and before is not None:
@@ -67,9 +67,9 @@ class SiteGraph:
         places = {old: new for new, old in enumerate(sorted(needed))}
         taken = [walked[old] for old in places]
         edges = (edge if edge.before is None else edge._replace(before=places[edge.before]) for _, edge in taken)
-        moved = tuple(one._replace(node=places[one.node]) for one in found)
-        views = tuple(one for one in moved if one.argument is not None)
-        together = groupby(moved, key=lambda one: (one.node, one.slot.raws))
+        moved = tuple(replacement._replace(node=places[replacement.node]) for replacement in replacements)
+        views = tuple(replacement for replacement in moved if replacement.argument is not None)
+        together = groupby(moved, key=lambda replacement: (replacement.node, replacement.slot.raws))
         by_attribute = tuple(tuple(of_attribute) for _, of_attribute in together)
         return cls(moved, tuple(edges), tuple(type(node) for node, _ in taken), views, by_attribute)
 
@@ -151,7 +151,7 @@ class FirstCall:
         if not replayed:
             regenerated = regenerated - self._resident if self._replay and not item.exchanges else set()
         first = self._of_first_part(call, nodes)
-        views, own = sum(len(site.views) for site in self.graph.sites.values()), 0
+        views, dropped_index = sum(len(site.views) for site in self.graph.sites.values()), 0
         for place, node in enumerate(nodes):
             for slot, tensor in saved_in(node):
                 memory = [storage_of(part) for part in memory_of([tensor])]
@@ -164,8 +164,8 @@ class FirstCall:
                     views += 1
                     yield Replaced(place, slot, (segment, -views), argument_at[storage])
                 elif replayed and storage not in argument_at:
-                    yield Replaced(place, slot, (segment, own))
-                    own += 1
+                    yield Replaced(place, slot, (segment, dropped_index))
+                    dropped_index += 1
                 elif self._may_go is not None and self._may_go(tensor, any_size=item.any_rows):
                     yield Replaced(place, slot, None)
 

@@ -88,7 +88,7 @@ class Replayer(Run):
         self._starts = starts
         self._last = until is None and starts is None
         """Whether this is the frame's last recomputation."""
-        self._goes_on = whole or starts is not None
+        self._has_fixed_end = whole or starts is not None
         """Whether it continues without wanted tensors."""
         self.argument: Tensor | None = None
         """Input of the site `until`, or of its rest if it has a first part. None if the recomputation stopped earlier."""
@@ -179,11 +179,11 @@ class Replayer(Run):
         return outputs
 
     def _run_first(self, first: FirstPart, call: SiteCall, arguments: list[Tensor]) -> None:
-        own = {key for key in self.frame.wanted if key[0] == self._segment}
+        segment_keys = {key for key in self.frame.wanted if key[0] == self._segment}
         passed = self._segment + 1 in self.frame.memos
         ends_here = call.site.name == self._until
-        ends_all = own == self.frame.wanted and not self._goes_on
-        if not ends_here and (not own or not (passed or ends_all)):
+        ends_all = segment_keys == self.frame.wanted and not self._has_fixed_end
+        if not ends_here and (not segment_keys or not (passed or ends_all)):
             return  # not needed, or the whole site runs
         with torch.no_grad(), call.as_recorded(self.frame.site_states.get(self._segment + 1)):
             made = first.run(arguments[0])  # [4]
@@ -269,7 +269,7 @@ class Replayer(Run):
             self._stop_if_done()
 
     def _stop_if_done(self) -> None:
-        if not self.frame.wanted and not self._goes_on:
+        if not self.frame.wanted and not self._has_fixed_end:
             raise _Enough  # [5]
 
 

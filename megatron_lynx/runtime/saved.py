@@ -81,11 +81,11 @@ def parts_of(wrapper: Any) -> dict[str, Tensor]:
 
 def without_parts(wrapper: Any) -> Callable[[Mapping[str, Any]], Any]:
     """Return a function that makes a wrapper like this one from other parts."""
-    others = {name: part for name, part in wrapper.get_metadata().items() if not isinstance(part, Tensor)}
+    metadata = {name: part for name, part in wrapper.get_metadata().items() if not isinstance(part, Tensor)}
     if isinstance(wrapper, Tensor):
-        others |= {"shape": wrapper.shape, "dtype": wrapper.dtype}
+        metadata |= {"shape": wrapper.shape, "dtype": wrapper.dtype}
     kind = type(wrapper)  # the function must not hold the wrapper
-    return lambda parts: kind(**parts, **others)
+    return lambda parts: kind(**parts, **metadata)
 
 
 class View(NamedTuple):
@@ -164,17 +164,17 @@ def edges_between(outputs: Any, arguments: Any) -> list[tuple[Any, Edge]]:
     """Return the same nodes, each with the edge that reaches it, without gradient accumulators."""
     seen = {tensor.grad_fn for tensor in tensors_in(arguments)}
     waiting = [(tensor.grad_fn, Edge(None, at)) for at, tensor in enumerate(tensors_in(outputs))]
-    found: list[tuple[Any, Edge]] = []
+    edges: list[tuple[Any, Edge]] = []
     while waiting:
         node, edge = waiting.pop()
         if node is None or node in seen or type(node) is _ACCUMULATE:
             continue
         seen.add(node)
-        place = len(found)
-        found.append((node, edge))
+        place = len(edges)
+        edges.append((node, edge))
         behind = [(before, Edge(place, at)) for at, (before, _) in enumerate(node.next_functions)]
         waiting.extend(reversed(behind))
-    return found
+    return edges
 
 
 def nodes_at(edges: Sequence[Edge], kinds: Sequence[type], outputs: Any, arguments: Sequence[Tensor]) -> list[Any] | None:

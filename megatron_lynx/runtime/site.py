@@ -61,7 +61,7 @@ class Site:
     state: SiteState | None = None
     may_draw: bool = True
     """Whether it can draw random numbers. Norms and linears cannot."""
-    goes_on: bool = False
+    has_next_method: bool = False
     """Whether another method of the same item follows, the only reader of its output."""
 
     @cached_property
@@ -123,11 +123,11 @@ class ShortcutStep(NamedTuple):
 class ShortcutFinder:
     """Learns the steps of a shortcut from one call of a half."""
 
-    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], most: int | None = None) -> None:
-        """`most`: how many steps to look for, if known."""
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], step_count: int | None = None) -> None:
+        """`step_count`: how many steps to look for, if known."""
         self._values = [*args, *kwargs.values()]
         self._steps: list[ShortcutStep] = []
-        self._left = most
+        self._left = step_count
 
     def called(self, call: SiteCall, segment: int) -> None:
         if self._left == 0:
@@ -149,10 +149,10 @@ class ShortcutFinder:
 
     def steps(self, lets_go: Collection[int]) -> tuple[ShortcutStep, ...]:
         """Return the steps that reach all segments with dropped tensors; empty if only the half's code reaches them."""
-        wanted, found = set(lets_go), []
+        wanted, shortcut = set(lets_go), []
         for step in self._steps:
             if not wanted:
                 break
-            found.append(step)
+            shortcut.append(step)
             wanted.difference_update(range(step.segment - step.site.segments + 1, step.segment + 1))
-        return () if wanted else tuple(found)
+        return () if wanted else tuple(shortcut)

@@ -131,7 +131,7 @@ class Waits:
         gathering = self._gathering
         return gathering[0] if gathering is not None else None
 
-    def served(self, output: Any) -> Any:
+    def started_gather(self, output: Any) -> Any:
         """Return the `Work` that gathers into `output`, if a frame started it. It counts as a collective of the half."""
         gathering = self._gathering
         if gathering is None:
@@ -142,7 +142,7 @@ class Waits:
             return gathering[1]
         frame = self._ledger.entered
         self._ledger.ordinal += 1
-        return gathering[1] if frame is None or frame.told is None else _telling(frame.told, *gathering)
+        return gathering[1] if frame is None or frame.on_gathered is None else _reporting_gathered(frame.on_gathered, *gathering)
 
     @property
     def _gathering(self) -> tuple[Any, Any] | None:
@@ -156,8 +156,8 @@ class Waits:
         """Address of a forward's collective, the micro-batch that its window serves, and the pass."""
         address = WindowAddress("fwd", *scope.frame.key, scope.collectives)
         scope.collectives += 1
-        served = self.timetable.in_forwards or self._progress.trace.enabled
-        micro_batch = self._ledger.hidden_by_forward() if served else None
+        needs_micro_batch = self.timetable.in_forwards or self._progress.trace.enabled
+        micro_batch = self._ledger.hidden_by_forward() if needs_micro_batch else None
         serving = None if micro_batch is None else micro_batch.chunk
         return address, micro_batch, self.timetable.forward(scope.frame.policy.chunk, serving)
 
@@ -213,13 +213,13 @@ class Waits:
         frame = self._frame_of(task, reached)
         if frame is None or task.item is None:
             return
-        own = frame.key == reached.place
-        if own and not frame.policy.section.exchanges:
+        entered = frame.key == reached.place
+        if entered and not frame.policy.section.exchanges:
             window = str(WindowAddress("bwd", *frame.key, 0))
             self._replays.beside_gradient(frame, first_in(Tensor, reached.gradients), window)
             return
         self._replays.begin(frame, task.item)
-        self._progress.counts.ahead += not own
+        self._progress.counts.ahead += not entered
 
     def _gather(self, task: Task, reached: Reached) -> None:
         frame = self._frame_of(task, reached)
@@ -247,12 +247,12 @@ class Waits:
         return True
 
 
-def _telling(told: Callable[[Tensor], None], gathered: Tensor, work: Any) -> WindowedWork:
+def _reporting_gathered(on_gathered: Callable[[Tensor], None], gathered: Tensor, work: Any) -> WindowedWork:
     """Report the gathered input after the wait, before its use."""
 
-    def wait_and_tell(wait: Callable[[], Any]) -> Any:
+    def wait_and_report(wait: Callable[[], Any]) -> Any:
         waited = wait()
-        told(gathered)
+        on_gathered(gathered)
         return waited
 
-    return WindowedWork(work, wait_and_tell)
+    return WindowedWork(work, wait_and_report)

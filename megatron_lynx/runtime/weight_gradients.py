@@ -73,12 +73,12 @@ class WeightGradients:
         frame = self._progress.ledger.entered
         assert frame is not None, "a weight gradient is put off in its half's backward"
         chunk, pending, counts = frame.policy.chunk, self._progress.pending, self._progress.counts
-        blocks, most = blocks_of(operands), self._policies[chunk].most_delayed_bytes
-        while pending.bytes_with(chunk, blocks) > most and (oldest := pending.take_oldest(chunk)) is not None:
+        blocks, limit_bytes = blocks_of(operands), self._policies[chunk].most_delayed_bytes
+        while pending.bytes_with(chunk, blocks) > limit_bytes and (oldest := pending.take_oldest(chunk)) is not None:
             self._compute(oldest, FLUSHED)
         entry = Entry(linear, frame.policy.half, chunk, frame.micro_batch.number, compute, blocks, self._surroundings.capture())
         counts.deferred += 1
-        if sum(blocks.values()) > most:
+        if sum(blocks.values()) > limit_bytes:
             self._compute(entry, FLUSHED)
             return
         pending.add(entry)

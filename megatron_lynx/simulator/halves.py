@@ -178,7 +178,7 @@ def _backward_s(items: Mapping[str, ItemProfile], section: Section, begin: int, 
 
 
 def _forward(walk: Walk, through: Pass, treated: Sequence[Treated], halves: Parts, end_s: float) -> TimedPass:
-    going = GoingOut() if _leave(treated) else None
+    copies = GoingOut() if _leave(treated) else None
     for number, (half, planned) in enumerate(zip(treated, through.halves, strict=True), start=1):
         start_s = walk.clock_s
         parts = halves[half.kind]
@@ -189,8 +189,8 @@ def _forward(walk: Walk, through: Pass, treated: Sequence[Treated], halves: Part
                 walk.window(wait, parts.windows_s[ordinal], through.at("in", wait.window), through.at("after", wait.window))
         walk.hold(half.memory.resident)
         walk.half("forward", start_s, half)
-        if going is not None:
-            going.half_ends(walk, number, half)
+        if copies is not None:
+            copies.half_ends(walk, number, half)
     walk.compute(end_s)
     return walk.over()
 

@@ -148,10 +148,10 @@ class Simulation:
 
     def replays_of(self, stage: int, chunk: int) -> tuple[float, float]:
         """Seconds of one chunk's recomputations: hidden, exposed. A forward hides those of the next backward."""
-        if stage not in self._served:
-            self._served[stage] = _served(self.executed[stage])
-        both = zip(self.executed[stage], self._served[stage], self.times(stage), strict=True)
-        own = [(each.content, times) for each, served, times in both if served.chunk == chunk]
+        if stage not in self._backward_actions:
+            self._backward_actions[stage] = _backward_actions(self.executed[stage])
+        both = zip(self.executed[stage], self._backward_actions[stage], self.times(stage), strict=True)
+        own = [(each.content, times) for each, action, times in both if action.chunk == chunk]
         return sum([times * one.hidden_s for one, times in own]), sum([times * one.exposed_s for one, times in own])
 
     def weight_gradients_of(self, stage: int, chunk: int) -> tuple[float, float]:
@@ -175,7 +175,7 @@ class Simulation:
         return {}
 
     @cached_property
-    def _served(self) -> dict[int, list[Action]]:
+    def _backward_actions(self) -> dict[int, list[Action]]:
         return {}
 
     def turns(self, stage: int) -> Sequence[tuple[Executed, Executed]]:
@@ -209,9 +209,9 @@ class Simulation:
 
 
 def _spans(executed: Sequence[Executed], halts: Sequence[float]) -> Iterator[Span]:
-    served = _served(executed)
+    backward_actions = _backward_actions(executed)
     free_s = 0.0
-    for each, whose in zip(executed, served, strict=True):
+    for each, whose in zip(executed, backward_actions, strict=True):
         free_s = max([free_s, *(end_s for end_s in halts if end_s <= each.arrived_s)])
         if each.action.kind != "R":
             if each.arrived_s > free_s:
@@ -251,7 +251,7 @@ def _parted(replay: Span, hidden_until_s: float) -> Iterator[Span]:
         yield replay._replace(start_s=max(replay.start_s, hidden_until_s), window=exposed)
 
 
-def _served(executed: Sequence[Executed]) -> list[Action]:
+def _backward_actions(executed: Sequence[Executed]) -> list[Action]:
     """By action, the pass whose recomputations it runs: itself, or for a forward the backward after it."""
     following = [*[after.action for after in executed[1:]], None]
     return [

@@ -106,7 +106,7 @@ class Chunks:
         for number, (kind, above) in enumerate(pairwise(kinds)):
             attention, mlp = halves = layers[number].halves
             late = attention.checkpoint, mlp.checkpoint
-            if kind != above or (late[0], late[1] and late[1]._replace(goes_on=False)) not in MAY_BEGIN:
+            if kind != above or (late[0], late[1] and late[1]._replace(rest_in_wait=False)) not in MAY_BEGIN:
                 continue
             begun = self.problems.begun_anyway(kind, late)
             if any(begun):

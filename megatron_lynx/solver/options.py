@@ -236,7 +236,7 @@ class StageProblems:
     def _inside_of(self, section: Section) -> Grouped | None:
         if section not in self._known_inside:
             able = may_checkpoint(self.job, section, INSIDE)
-            both = (self._checkpoint(section, self._going_on(section, each)) for each in (LAYER[section.half], INSIDE))
+            both = (self._checkpoint(section, self._with_rest_in_wait(section, each)) for each in (LAYER[section.half], INSIDE))
             self._known_inside[section] = Grouped(*both) if able else None
         return self._known_inside[section]
 
@@ -287,7 +287,7 @@ class StageProblems:
         for late in (Checkpoint(), LAYER[kind.half]):
             if not may_checkpoint(self.job, kind.section, late):
                 continue
-            begun = self._begun(kind, other, self._going_on(kind.section, late))
+            begun = self._begun(kind, other, self._with_rest_in_wait(kind.section, late))
             option = self._checkpoint(kind.section, begun, other)
             if option.joined or option.memory.resident < least_bytes:
                 yield option
@@ -301,7 +301,7 @@ class StageProblems:
             attention, mlp = (section, other) if section.half == HALVES[0] else (other, section)
             waits_s -= spared_s(self.profile, price, section, checkpoint, (attention, mlp))
         rest = NOWHERE
-        if checkpoint.goes_on:
+        if checkpoint.rest_in_wait:
             (begun,), (window_s, *_) = price.begun.values(), self._prices.windows_s("bwd", section, ())
             rest = Placement((Portion(own_window(section.half), window_s, price.replay_s - begun.seconds + begun.again_s),))
             waits_s += 0.0 if checkpoint.ahead_to else begun.again_s
@@ -317,7 +317,7 @@ class StageProblems:
             checkpoint=checkpoint,
         )
 
-    def _going_on(self, section: Section, checkpoint: Checkpoint) -> Checkpoint:
+    def _with_rest_in_wait(self, section: Section, checkpoint: Checkpoint) -> Checkpoint:
         """Return the checkpoint with the rest of its recomputation in its first wait, if it may run there.
 
         It may if it has a wait and backward needs no dropout mask before that. Experts with tensor parallelism would exchange
@@ -330,7 +330,7 @@ class StageProblems:
         userbuffers = self.job.userbuffers
         waits = resumes_in_wait(section, model.fp8_recipe, exchanges=exchanges, gathers=gathers, userbuffers=userbuffers)
         may = waits and not checkpoint.feeds and not model.hidden_dropout
-        return checkpoint._replace(goes_on=may and self._prices.windows_s("bwd", section, ())[0] > 0)
+        return checkpoint._replace(rest_in_wait=may and self._prices.windows_s("bwd", section, ())[0] > 0)
 
     def begun_anyway(self, sections: tuple[Section, Section], late: Layer) -> tuple[Option | None, ...]:
         """Return the checkpoints of a layer with communication begun ahead, whatever memory that takes.
@@ -362,7 +362,7 @@ class StageProblems:
         if (first and not late.joined) or (kind.last and not first):
             return late
         sections = (kind.section, other) if first else (other, kind.section)
-        mlp = self._going_on(sections[-1], LAYER[HALVES[1]] if late.joined else late)
+        mlp = self._with_rest_in_wait(sections[-1], LAYER[HALVES[1]] if late.joined else late)
         layer = (LAYER[HALVES[0]], mlp) if late.joined else (None, mlp)
         if not self._may_begin(sections):
             return late

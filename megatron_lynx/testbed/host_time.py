@@ -115,7 +115,7 @@ def _of_two_ranks(asked: Asked, pairs: int) -> dict[str, Spent]:
 
 def _made_by(asked: Asked, job: Job, subject: Subject, walls: float) -> str:
     machine = this_machine(Links(kind="none"), subject.device)
-    told = [
+    conditions = [
         f"megatron-lynx {__version__}",
         f"torch {machine.torch}",
         f"megatron-core {machine.megatron_core}",
@@ -125,7 +125,7 @@ def _made_by(asked: Asked, job: Job, subject: Subject, walls: float) -> str:
         f"least of {asked.rounds * asked.steps} steps",
         f"{walls:.2f} times that by the clock on the wall",
     ]
-    return ", ".join(told)
+    return ", ".join(conditions)
 
 
 def slowest(ranks: Sequence[LayerHostTime]) -> LayerHostTime:

@@ -235,7 +235,7 @@ class PlannedHalf:
         return None if self.ahead_to == self.section.residual else self.ahead_to
 
     @property
-    def goes_on_behind(self) -> str | None:
+    def rest_after(self) -> str | None:
         """The item of a checkpointed half after whose communication the rest is recomputed in the first wait of its backward;
         None: all of it is recomputed when backward enters it.
         """
@@ -258,10 +258,10 @@ class PlannedHalf:
         a micro-batch runs between its forward and its backward.
         """
         place = _place_in_stage(self.key)
-        served = [at.frame for at in self._windows() if isinstance(at, WindowAddress) and at.passing == "bwd"]
+        window_frames = [at.frame for at in self._windows() if isinstance(at, WindowAddress) and at.passing == "bwd"]
         if self.ahead_to is not None:
-            served.append((self.layer + 1, HALVES[0]))
-        return max((_place_in_stage(frame) + 1 - place for frame in served), default=1 + self.fed_behind)
+            window_frames.append((self.layer + 1, HALVES[0]))
+        return max((_place_in_stage(frame) + 1 - place for frame in window_frames), default=1 + self.fed_behind)
 
     @property
     def begins_early(self) -> bool:

@@ -209,7 +209,7 @@ def _checkpointed(half: PlannedHalf, before: Sequence[Task], layout: Layout) -> 
     """Yield a checkpointed half's recomputation, after the tasks `before` that return its input. The part after its last
     communication may run in a wait.
     """
-    entered, behind = Moment("enter", half.key), half.goes_on_behind
+    entered, behind = Moment("enter", half.key), half.rest_after
     yield from ((entered, task) for task in before)
     if behind is None or not layout.waits("bwd", half.layer, half.section):
         yield entered, Task("recompute", half.key)

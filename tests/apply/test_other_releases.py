@@ -18,7 +18,7 @@ from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 from ..long import long
 from ..te_releases import folder_of, python_path
-from ..transparency.checkpoints import ahead, checkpointed, going_on
+from ..transparency.checkpoints import ahead, checkpointed, with_rest_in_wait
 from ..transparency.plans import plan_for, replayable
 from ..transparency.trials import Trial
 from . import on_ranks
@@ -88,7 +88,7 @@ def test_checkpoints_go_on_in_waits(pool_on, release):
     """A gradient is gathered beside them; ahead, too."""
     job = tiny_job("llama", tensor=2, sequence_parallel=True)
     late = checkpointed(plan_for(job, lambda _: ()), "layer")
-    plans = [going_on(late), going_on(ahead(late, how="gather"))]
+    plans = [with_rest_in_wait(late), with_rest_in_wait(ahead(late, how="gather"))]
     for version, outcomes in pool_on(2).run(on_ranks.compare_with_stock_of_release, job, plans):
         assert version.startswith(f"{release}.")
         assert [outcome.differing for outcome in outcomes] == [[], []]

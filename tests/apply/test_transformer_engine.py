@@ -26,7 +26,7 @@ from ..plan.strategies import plans_for, samples
 from ..profiler.on_ranks import bytes_saved_by_items
 from ..te_releases import pool_with, pools_with
 from ..transparency import test_benefit as benefit
-from ..transparency.checkpoints import ahead, checkpointed, going_on
+from ..transparency.checkpoints import ahead, checkpointed, with_rest_in_wait
 from ..transparency.offloaded import offloading
 from ..transparency.plans import plan_for, replayable
 from ..transparency.test_every_bit import checked
@@ -200,9 +200,9 @@ def test_a_gradient_is_gathered_beside_a_checkpoint(pool_of, like):
     """Its linear reads what it saved before it asks for the gradient: that was begun where backward entered the half."""
     job = te_job(like, hidden_dropout=0.0, **LAYOUTS["TP2+SP"])
     late = checkpointed(plan_for(job, lambda layer: ()), "layer")
-    halves = going_on(checkpointed(late, "halves"), ("attention", "mlp"))
+    halves = with_rest_in_wait(checkpointed(late, "halves"), ("attention", "mlp"))
     for outcomes in checked(
-        pool_of, job, [late, going_on(late), going_on(ahead(late, how="gather")), halves], Trial(counted=True)
+        pool_of, job, [late, with_rest_in_wait(late), with_rest_in_wait(ahead(late, how="gather")), halves], Trial(counted=True)
     ):
         first, *others = (Counter(outcome.planned.collectives) for outcome in outcomes)
         assert others[0] == others[1] == first
@@ -213,7 +213,7 @@ def test_grouped_experts_go_on_while_gradients_travel(pool_of):
     job = te_job(expert=2, replicas=2, experts={"count": 4, "per_token": 2, "ffn": 32}, bias=False, hidden_dropout=0.0)
     plan = ahead(checkpointed(plan_for(job, lambda layer: ()), "layer"), expert=2)
     trial = Trial(training={"ddp": True, "optimizer": "megatron"}, model={"moe_grouped_gemm": True})
-    checked(pool_of, job, [going_on(plan)], trial)
+    checked(pool_of, job, [with_rest_in_wait(plan)], trial)
 
 
 @pytest.mark.parametrize("layout", ["TP2", "TP2+SP"])

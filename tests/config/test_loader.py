@@ -295,11 +295,11 @@ def test_what_came_later_and_is_off_leaves_a_jobs_digest_as_it_was() -> None:
 
 
 def test_latent_attention_without_its_fused_kernel_is_the_job_that_it_was() -> None:
-    sizes, told = {"kv_rank": 512, "head_size": 128, "rope_size": 64, "value_head_size": 128}, []
+    sizes, changes = {"kv_rank": 512, "head_size": 128, "rope_size": 64, "value_head_size": 128}, []
     for fused in (False, True):
         job = load_job("jobs/llama-7b-h800-80g", {"model.kv_groups": 32, "model.latent": {**sizes, "fused_rotary": fused}})
-        told.append(left_out(job)["model"].get("latent"))
-    assert told == [{"fused_rotary"}, None]
+        changes.append(left_out(job)["model"].get("latent"))
+    assert changes == [{"fused_rotary"}, None]
 
 
 EXPERTS = {"count": 8, "per_token": 2, "ffn": 128, "layers": ["2-3", 4]}

@@ -63,10 +63,10 @@ class Workplace:
 
     def run(self, tests: Sequence[str], timeout_s: float) -> tuple[list[Ended], str]:
         """Run these tests, and return how they ended, with what pytest printed. After `timeout_s` they are ended."""
-        told = self.folder.with_suffix(".jsonl")
-        told.unlink(missing_ok=True)
+        endings_file = self.folder.with_suffix(".jsonl")
+        endings_file.unlink(missing_ok=True)
         log = self.folder.with_suffix(".log")
-        environment = {**os.environ, "PYTHONPATH": str(self.folder), FILE: str(told)}
+        environment = {**os.environ, "PYTHONPATH": str(self.folder), FILE: str(endings_file)}
         arguments = ["-q", "-p", "tests.faults.witness", "-p", "no:cacheprovider", *tests]
         process = self._server.Process(target=session.run, args=(arguments, str(self.folder), environment, str(log)))
         process.start()
@@ -78,5 +78,5 @@ class Workplace:
             process.kill()
             process.join()
         printed = log.read_text() if log.exists() else ""
-        lines = told.read_text().splitlines() if told.exists() else []
+        lines = endings_file.read_text().splitlines() if endings_file.exists() else []
         return [Ended.model_validate(json.loads(line)) for line in lines], printed

@@ -44,10 +44,10 @@ def main() -> None:
     for module in AHEAD:
         import_module(module)
     for line in sys.stdin:
-        print(served(json.loads(line)), file=answers, flush=True)
+        print(exit_status_of(json.loads(line)), file=answers, flush=True)
 
 
-def served(request: dict[str, Any]) -> int:
+def exit_status_of(request: dict[str, Any]) -> int:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

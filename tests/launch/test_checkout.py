@@ -18,7 +18,7 @@ from megatron_lynx.measure.run_outcome import FILE_NAME, load_outcome
 from megatron_lynx.testbed.candidates import deferring
 
 from ..long import long
-from ..transparency.checkpoints import ahead, checkpointed, going_on
+from ..transparency.checkpoints import ahead, checkpointed, with_rest_in_wait
 from .checkouts import FOUR, INTERLEAVED, check_every_digit, te_for, under_plans
 from .launched import (
     EXPERTS,
@@ -97,10 +97,10 @@ def test_checkpoints_go_on_in_waits(script, tmp_path):
     dry = ["--mock-data", "--hidden-dropout", "0.0"]
     sliced, spread = "tensor 2, sequence parallel", "expert 2"
     te = checkpointed(plan_of(sliced, implementation="transformer_engine"), "layer")
-    plans = [going_on(te), going_on(ahead(te, how="gather"))]
+    plans = [with_rest_in_wait(te), with_rest_in_wait(ahead(te, how="gather"))]
     dense = [*under_plans(script, [*MODEL, *TE, *dry], sliced, plans, tmp_path, path=[te_for(script)])]
     experts = ahead(checkpointed(plan_of(spread, experts=True), "layer", (2, 3, 4)), expert=2)
-    spread_out = [*under_plans(script, [*MODEL, *EXPERTS, *dry], spread, [going_on(experts)], tmp_path)]
+    spread_out = [*under_plans(script, [*MODEL, *EXPERTS, *dry], spread, [with_rest_in_wait(experts)], tmp_path)]
     assert (len(dense), len(spread_out)) == (2, 1)
 
 

@@ -21,7 +21,7 @@ INTERLEAVED = "pipeline 2, two chunks on each stage"
 
 
 def logged(args):
-    """What both writers are told in six steps, and the total."""
+    """What both writers are calls in six steps, and the total."""
     scalars, wandb, engine = [], [], metrics_on_ranks.Counted()
     board = SimpleNamespace(add_scalar=lambda *scalar: scalars.append(scalar))
     metrics = Metrics(args, board, SimpleNamespace(log=lambda figures, step: wandb.append((step, figures))))
@@ -74,15 +74,15 @@ def test_without_a_log_only_the_total_is_kept():
 
 def test_what_is_left_is_in_wandb_before_megatron_ends_the_run():
     """Where its loop exits, Megatron ends W&B's run first; who logs behind that gets an error."""
-    told: list[str] = []
-    wandb = SimpleNamespace(log=lambda figures, step: told.append(f"step {step}"), finish=lambda: told.append("finished"))
+    calls: list[str] = []
+    wandb = SimpleNamespace(log=lambda figures, step: calls.append(f"step {step}"), finish=lambda: calls.append("finished"))
     finish = wandb.finish
     metrics = Metrics(SimpleNamespace(wandb_project="ours", tensorboard_log_interval=1, curr_iteration=0), None, wandb)
     with metrics.written_before_wandb_ends():
         metrics.step_ends(metrics_on_ranks.Counted())
         wandb.finish()
         metrics.close()
-    assert told == ["step 1", "finished"]
+    assert calls == ["step 1", "finished"]
     assert wandb.finish is finish
 
 

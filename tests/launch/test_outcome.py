@@ -117,28 +117,28 @@ def reported(plan, path, steps) -> Report:
 
 
 def test_the_most_that_experts_got_in_any_step_is_told(predicting, tmp_path):
-    told = reported(predicting, tmp_path / "o.json", [(FULL, 1.1), (FULL, 1.5), (FULL, 1.2)])
-    assert (told.stages[0].measured.expert_load, told.stages[0].measured.fell_back) == (1.5, 1)
+    report = reported(predicting, tmp_path / "o.json", [(FULL, 1.1), (FULL, 1.5), (FULL, 1.2)])
+    assert (report.stages[0].measured.expert_load, report.stages[0].measured.fell_back) == (1.5, 1)
 
 
 def test_what_came_is_that_of_the_steps_whose_seconds_are_told(predicting, tmp_path):
     """The third one is traced, so that it is longer, and none of these."""
-    told = reported(predicting, tmp_path / "o.json", [(FULL, 1.0), (FULL, 1.0), (FULL // 2, 1.0), (FULL, 1.0)])
-    assert told.met is None, "as planned"
+    report = reported(predicting, tmp_path / "o.json", [(FULL, 1.0), (FULL, 1.0), (FULL // 2, 1.0), (FULL, 1.0)])
+    assert report.met is None, "as planned"
 
 
 def test_the_load_of_experts_is_told_beside_the_one_planned_for(predicting):
     """The largest of a stage's ranks, as it decides what has to fit."""
 
-    def told(planned_load, *loads):
+    def expert_lines(planned_load, *loads):
         ranks = [figures(0, expert_load=load) for load in loads]
         found = Report(when="end", step=9, stages=rows(predicting, ranks), planned_load=planned_load)
         return [line.strip() for line in lines(found) if "experts" in line]
 
     said = "experts: stage 0 had a rank with 1.37 of a balanced share of tokens, its plan was made for"
-    assert told(1.0, 0.63, 1.37) == [f"{said} 1.00: expect more bytes and seconds than predicted"]
-    assert told(1.5, 1.37, 0.63) == [f"{said} 1.50"]
-    assert told(None, 0.0) == []
+    assert expert_lines(1.0, 0.63, 1.37) == [f"{said} 1.00: expect more bytes and seconds than predicted"]
+    assert expert_lines(1.5, 1.37, 0.63) == [f"{said} 1.50"]
+    assert expert_lines(None, 0.0) == []
 
 
 FULL = SIZE["seq"] * JOB.batch.micro
@@ -207,9 +207,9 @@ def test_halves_of_experts_that_fell_back_are_told(predicting):
     """Of the rank of each stage on which most did; all ranks that share out experts have as many."""
     ranks = [figures(stage, expert_load=1.5, fell_back=2 * stage) for stage in (0, 1)]
     found = Report(when="end", step=9, stages=rows(predicting, ranks), planned_load=1.2)
-    told = [line.strip() for line in lines(found) if "fell back" in line]
+    fallback_lines = [line.strip() for line in lines(found) if "fell back" in line]
     said = "experts: 2 halves of a step fell back on stage 1, whose bytes hold for less: plan for more with"
-    assert told == [f"{said} --experts-hold"]
+    assert fallback_lines == [f"{said} --experts-hold"]
 
 
 def test_columns_stand_below_their_names(predicting):

@@ -21,7 +21,7 @@ from tests.measure.on_ranks import held
 from tests.profiler.made_up import made_up_profile
 from tests.te_releases import pool_with, pools_with
 from tests.transparency import test_latent
-from tests.transparency.checkpoints import FULL, ahead, checkpointed, going_on, without_beginning, without_copies
+from tests.transparency.checkpoints import FULL, ahead, checkpointed, with_rest_in_wait, without_beginning, without_copies
 from tests.transparency.plans import plan_for
 
 Pools = Callable[[int], RankPool]
@@ -104,7 +104,7 @@ def test_what_goes_on_in_a_wait_makes_no_moment_fuller(own_pool_of: Pools, ffn: 
     """A gathered gradient is there while a half runs again, and was there beside all of it a moment later."""
     job = tiny_job("llama", **{**SIZE, "tensor": 2, "sequence_parallel": True, "ffn": ffn})
     late = kept_but_for(job, "layer")
-    for (_, at_once), (_, gone_on) in own_pool_of(job.gpus).run(held, job, [({}, late), ({}, going_on(late))]):
+    for (_, at_once), (_, gone_on) in own_pool_of(job.gpus).run(held, job, [({}, late), ({}, with_rest_in_wait(late))]):
         assert gone_on <= at_once + IN_FLIGHT
 
 
@@ -114,7 +114,7 @@ def test_where_experts_go_on_in_a_wait_rows_that_were_sorted_are_gone(te_pools: 
     job = tiny_job("llama", **{**SIZE, **fields, "implementation": "transformer_engine"})
     plan = ahead(kept_but_for(job, "layer"), expert=2)
     late = without_beginning(plan)
-    cases = [({"moe_grouped_gemm": True}, each) for each in (late, going_on(late), plan, going_on(plan))]
+    cases = [({"moe_grouped_gemm": True}, each) for each in (late, with_rest_in_wait(late), plan, with_rest_in_wait(plan))]
     for found in te_pools(job.gpus).run(held, job, cases):
         (_, at_once), (_, gone_on), (_, begun), (_, begun_and_gone_on) = found
         assert gone_on <= at_once + IN_FLIGHT

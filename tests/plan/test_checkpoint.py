@@ -14,7 +14,7 @@ from megatron_lynx.plan.plan_file import dump_plan, load_plan
 from megatron_lynx.plan.rule import CheckpointGroups, joined
 from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.testbed.tiny_jobs import tiny_job
-from tests.transparency.checkpoints import ahead, checkpointed, going_on
+from tests.transparency.checkpoints import ahead, checkpointed, with_rest_in_wait
 from tests.transparency.plans import plan_for
 
 NOTHING = plan_for(tiny_job("llama"), lambda layer: ())
@@ -39,7 +39,7 @@ def test_it_is_written_and_read_as_what_it_is(tmp_path, checkpoint):
 def test_what_windows_say_of_a_checkpoint_is_explained():
     plan = checkpointed(plan_for(tiny_job("llama", tensor=2, sequence_parallel=True), lambda layer: ()), "layer")
     said = "#                 windows of a checkpoint's half: what comes behind"
-    assert said in dump_plan(going_on(plan))
+    assert said in dump_plan(with_rest_in_wait(plan))
     assert said not in dump_plan(plan)
 
 

@@ -11,7 +11,7 @@ from megatron_lynx.plan.explanation import explanation
 from megatron_lynx.plan.plan import CheckpointGroups, Head, Offload, Plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
-from tests.transparency.checkpoints import checkpointed, going_on, without_copies
+from tests.transparency.checkpoints import checkpointed, with_rest_in_wait, without_copies
 
 
 def shown(plan: Plan) -> str:
@@ -60,7 +60,7 @@ def test_where_a_checkpoint_goes_on_is_explained() -> None:
     job = tiny_job("llama", tensor=2, sequence_parallel=True)
     plan = checkpointed(uniform_plan(job, windows=False), "layer")
     said = "then bwd.mlp.0: what comes behind all that communicates"
-    assert shown(going_on(plan)).count(said) == 1
+    assert shown(with_rest_in_wait(plan)).count(said) == 1
     assert said not in shown(plan)
 
 

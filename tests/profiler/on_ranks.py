@@ -136,7 +136,7 @@ def bytes_saved_by_items(
 def _tell_items(layer: Any, section: Section, running: list[str]) -> None:
     """From now on `running` says which item of the section runs."""
 
-    def told(item: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def reporting(item: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **named: Any) -> Any:
             running[0] = item
             outputs = method(*args, **named)
@@ -148,7 +148,7 @@ def _tell_items(layer: Any, section: Section, running: list[str]) -> None:
     for item in section.sites:
         for module in _modules(layer, item.path.split(".")):
             for method in item.methods:
-                setattr(module, method, told(item.name, getattr(module, method)))
+                setattr(module, method, reporting(item.name, getattr(module, method)))
 
 
 def _modules(module: Any, path: Sequence[str]) -> list[Any]:

@@ -21,7 +21,7 @@ from tests.instruments.queues.recorder import Recorder
 from tests.instruments.queues.replay import replay
 from tests.instruments.queues.unawaited import unawaited
 from tests.queues.on_ranks import Setting, recorded, trained
-from tests.transparency.checkpoints import ahead, checkpointed, going_on, without_beginning
+from tests.transparency.checkpoints import ahead, checkpointed, with_rest_in_wait, without_beginning
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, receiving, replayable
 from tests.transparency.test_experts import EXPERTS
@@ -71,7 +71,7 @@ def gathered_ahead(job: Job) -> Setting:
 def gone_on(job: Job) -> Setting:
     """The same, and what comes behind all that a half communicates runs in the wait for its gradient."""
     begun = ahead(checkpointed(plan_for(job, lambda layer: ()), "layer"), expert=job.parallel.expert)
-    return Setting(plan=going_on(begun if job.model.experts else without_beginning(begun)), timers=1)
+    return Setting(plan=with_rest_in_wait(begun if job.model.experts else without_beginning(begun)), timers=1)
 
 
 SPREAD = {"pipeline": 2, "replicas": 2, "expert": 2}

@@ -7,7 +7,7 @@ from megatron_lynx.plan.stage import Offload, WeightGradients
 from megatron_lynx.report.contents import stages_of
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.report.samples import PLAN
-from tests.transparency.checkpoints import checkpointed, going_on
+from tests.transparency.checkpoints import checkpointed, with_rest_in_wait
 from tests.transparency.plans import plan_for
 
 
@@ -33,7 +33,7 @@ def test_a_checkpoint_shows_what_runs_again_and_what_it_keeps() -> None:
         "checkpoint is layer: keeps nothing: attention makes its input",
     )
     spread = tiny_job("llama", tensor=2, sequence_parallel=True)
-    _, gone_on = stages_of(going_on(checkpointed(plan_for(spread, lambda layer: ()), "layer")))[0]["treatments"]
+    _, gone_on = stages_of(with_rest_in_wait(checkpointed(plan_for(spread, lambda layer: ()), "layer")))[0]["treatments"]
     assert gone_on["window"] == "checkpoint is layer, then bwd.mlp.0: keeps nothing: attention makes its input"
     assert dict(attention["items"])["linear_proj"] == "replay", "its output is the MLP half's input"
     assert {item: said for item, said in mlp["items"] if item in ("router", "dispatch", "experts_fc1", "combine")} == {

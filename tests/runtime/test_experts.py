@@ -47,10 +47,10 @@ class TinyExperts(torch.nn.Module):
         gate = self._site(ROUTER, self.gate, lambda given: torch.sigmoid(self.gate(given)), normed)
         order = torch.arange(ROWS).flip(0)
         tokens, weights = self._site(
-            DISPATCH, None, lambda *given: tuple(one[order] for one in given), normed, gate, goes_on=True
+            DISPATCH, None, lambda *given: tuple(one[order] for one in given), normed, gate, has_next_method=True
         )
         tokens, weights = self._site(
-            DISPATCH, None, lambda *given: tuple(one.clone() for one in given), tokens, weights, goes_on=True
+            DISPATCH, None, lambda *given: tuple(one.clone() for one in given), tokens, weights, has_next_method=True
         )
         tokens, weights, counts = self._site(DISPATCH, None, lambda *given: (*given, torch.tensor(self.rows)), tokens, weights)
         made = []
@@ -59,19 +59,19 @@ class TinyExperts(torch.nn.Module):
             narrow = self._site(FC2, self.second[number], self.second[number], gelu(wide) * share)
             narrow += self.bias * share  # in place, as Megatron's experts do
             made.append(narrow)
-        back = self._site(COMBINE, None, lambda given: given + 0, torch.cat(made), goes_on=True)
-        back = self._site(COMBINE, None, lambda given: given * 1, back, goes_on=True)
+        back = self._site(COMBINE, None, lambda given: given + 0, torch.cat(made), has_next_method=True)
+        back = self._site(COMBINE, None, lambda given: given * 1, back, has_next_method=True)
         back = self._site(COMBINE, None, lambda given: given[order], back)
         return dropout(back, 0.5) + hidden
 
     def _site(
-        self, name: str, module: torch.nn.Module | None, code: Callable[..., Any], *given: Tensor, goes_on: bool = False
+        self, name: str, module: torch.nn.Module | None, code: Callable[..., Any], *given: Tensor, has_next_method: bool = False
     ) -> Any:
         def run(*given: Tensor) -> Any:
             self.ran[name] += 1
             return code(*given)
 
-        return self.report(SiteCall(Site(name, module, run, goes_on=goes_on), given, {}))
+        return self.report(SiteCall(Site(name, module, run, has_next_method=has_next_method), given, {}))
 
 
 class Run:

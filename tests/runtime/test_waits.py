@@ -372,8 +372,8 @@ def test_only_the_gather_that_fills_its_own_buffer_is_served() -> None:
     buffer = torch.empty(6, WIDTH)
     frame.gathering = buffer, Work(log, "input")
     engine.ledger.enter(frame)
-    assert engine.waits.served(torch.empty(6, WIDTH)) is None
-    assert engine.waits.served(buffer.view(-1)) is frame.gathering[1]
+    assert engine.waits.started_gather(torch.empty(6, WIDTH)) is None
+    assert engine.waits.started_gather(buffer.view(-1)) is frame.gathering[1]
 
 
 def test_outside_of_schedules_an_engine_is_busy_until_all_that_was_let_go_is_back() -> None:

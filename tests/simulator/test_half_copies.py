@@ -27,11 +27,11 @@ def walk() -> Walk:
 
 
 def forward(halves: list[Treated]) -> TimedPass:
-    made, going = walk(), GoingOut()
+    made, copies = walk(), GoingOut()
     for place, half in enumerate(halves, start=1):
         made.compute(2.0)
         made.hold(100)
-        going.half_ends(made, place, half)
+        copies.half_ends(made, place, half)
     return made.over()
 
 

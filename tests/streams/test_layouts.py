@@ -14,7 +14,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.tiny_jobs import tiny_job
-from tests.transparency.checkpoints import ahead, checkpointed, going_on
+from tests.transparency.checkpoints import ahead, checkpointed, with_rest_in_wait
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, replayable
 from tests.transparency.test_every_bit import OVERLAPPED
@@ -54,7 +54,7 @@ def gathered_ahead(job: Job) -> Plan:
 
 def gone_on(job: Job) -> Plan:
     """The same, and what comes behind what a half gathers runs beside the gather of its gradient."""
-    return going_on(gathered_ahead(job))
+    return with_rest_in_wait(gathered_ahead(job))
 
 
 def leaving(job: Job, share: float = 1.0, beside: str = "allow") -> Plan:

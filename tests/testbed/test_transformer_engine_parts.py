@@ -140,10 +140,10 @@ def test_nothing_but_transformer_engine_takes_the_cpu_for_a_gpu(monkeypatch):
     before = [dict(vars(owner)) for owner in (torch.cuda, torch.Tensor, torch.cuda.nvtx)], list(sys.meta_path)
     asked = "import torch; answers = torch.ones(1).is_cuda, torch.cuda.is_available(), torch.cuda.current_device()"
     with stand_in_for_cuda(), stand_in_for_transformer_engine():
-        told, others = {"__name__": "transformer_engine.pytorch.utils"}, {"__name__": "megatron.core.utils"}
-        exec(asked, told)
-        exec(asked, others)
-        assert told["answers"] == (True, True, 0)
-        assert others["answers"] == (False, False, torch.device("cpu"))
+        te_module, core_module = {"__name__": "transformer_engine.pytorch.utils"}, {"__name__": "megatron.core.utils"}
+        exec(asked, te_module)
+        exec(asked, core_module)
+        assert te_module["answers"] == (True, True, 0)
+        assert core_module["answers"] == (False, False, torch.device("cpu"))
         assert not device.asked_by_transformer_engine()
     assert before == ([dict(vars(owner)) for owner in (torch.cuda, torch.Tensor, torch.cuda.nvtx)], list(sys.meta_path))

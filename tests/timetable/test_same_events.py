@@ -129,10 +129,10 @@ def test_what_ranks_run_is_the_timetable(pool_of: Callable[[int], RankPool], lay
         )
         entry_of = {layer: entry for entry in plan.chunks_of(stage) for layer in entry.layers}
         expected, linears = [], set[tuple[int, str, str]]()
-        for _, served, ran, while_received in passes(plan, job, stage, timetable_of(plan, stage)):
+        for _, micro_batch, ran, while_received in passes(plan, job, stage, timetable_of(plan, stage)):
             both = [*ran, *while_received]
             expected += [
-                (served, *replay.half, window)
+                (micro_batch, *replay.half, window)
                 for replay, window in replays_of(both)
                 if lets_go(job, entry_of[replay.half[0]], *replay.half)
             ]

@@ -51,7 +51,7 @@ def without_beginning(plan: Plan) -> Plan:
     return Plan.model_validate(raw)
 
 
-def going_on(plan: Plan, halves: Iterable[str] = ("mlp",)) -> Plan:
+def with_rest_in_wait(plan: Plan, halves: Iterable[str] = ("mlp",)) -> Plan:
     """The same plan in which what comes behind all that checkpointed halves communicate runs again in their first wait."""
     raw = plan.model_dump(mode="json", exclude_defaults=True)
     for stage in raw["stages"]:

@@ -56,9 +56,9 @@ def expected(job: Job, plan: Plan, stage: int) -> Expected:
             result.replayed += sum(task.do == "recompute" and task.half != half.half for task in entered)
             if entry.rule_for(layer).checkpoints(name):  # type: ignore[arg-type]
                 in_waits = [task for wait in half.waits for task in backward.at("in", wait.window)]
-                goes_on = any(task.half == half.half and task.since for task in in_waits)
-                result.replayed += any(task.half == half.half for task in entered) or goes_on
-                result.hidden += goes_on and not (job.model.hidden_dropout and layer in job.model.expert_layers)
+                rest_in_wait = any(task.half == half.half and task.since for task in in_waits)
+                result.replayed += any(task.half == half.half for task in entered) or rest_in_wait
+                result.hidden += rest_in_wait and not (job.model.hidden_dropout and layer in job.model.expert_layers)
                 continue
             if not lets_go(job, entry, layer, name):
                 continue

@@ -37,12 +37,12 @@ def heard(rank: int, job: Job, plans: list[Plan | None]) -> list[list[Heard]]:
 def _heard(job: Job, plan: Plan | None) -> list[Heard]:
     from megatron_lynx.apply import install
 
-    training, told = trained(job), list[Heard]()
+    training, calls = trained(job), list[Heard]()
     names = {module: name for name, module in training.chunks[0].decoder.layers.named_modules()}
 
     def tell(kind: str, module: torch.nn.Module, *given: Any) -> Any:
         if module in names:
-            told.append((names[module], kind, bits(given)))
+            calls.append((names[module], kind, bits(given)))
         return given[-1] if kind == "hands on" else None
 
     with ExitStack() as undo:
@@ -56,7 +56,7 @@ def _heard(job: Job, plan: Plan | None) -> list[Heard]:
             module.register_forward_hook(partial(tell, "behind"), with_kwargs=True)
             module.register_forward_hook(partial(tell, "hands on"), always_call=True)
         one_step(training, 1)
-    return told
+    return calls
 
 
 def more(module: Any, given: Any, output: Any) -> Any:

@@ -20,7 +20,7 @@ from tests.launch import frames_on_ranks
 from tests.long import long
 from tests.te_releases import pools_with
 from tests.transparency import test_context, test_latent
-from tests.transparency.checkpoints import ahead, checkpointed, going_on, without_copies
+from tests.transparency.checkpoints import ahead, checkpointed, with_rest_in_wait, without_copies
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for
 from tests.transparency.test_checkpoints import kept_but_for
@@ -84,7 +84,7 @@ def test_weight_gradients_are_deferred_as_elsewhere(pool_of: Pools) -> None:
     job = tiny_job("llama", **LAYOUTS["TP2+SP"])
     plan = kept_but_for(job, "layer")
     trial = Trial(training={"ddp": True}, model={"gradient_accumulation_fusion": True})
-    plans = [plan, ahead(plan, how="gather"), going_on(plan)]
+    plans = [plan, ahead(plan, how="gather"), with_rest_in_wait(plan)]
     for outcomes in checked(pool_of, job, [deferring(each) for each in plans], trial):
         for counts in (each for outcome in outcomes for each in outcome.planned.counts):
             assert counts.deferred == counts.filled + counts.flushed
@@ -113,7 +113,7 @@ def test_what_it_keeps_may_leave_within_a_micro_batch(pool_of: Pools, checkpoint
 def test_it_goes_on_beside_copies_of_what_it_keeps(pool_of: Pools) -> None:
     """Between passes on the first stage, within micro-batches on the second."""
     job = tiny_job("llama", pipeline=2, microbatches=3, **SP2)
-    plan = going_on(kept_but_for(job, "layer"))
+    plan = with_rest_in_wait(kept_but_for(job, "layer"))
     for outcomes in checked(
         pool_of, job, [offloading(plan, 1 << 20), offloading(plan, 1 << 20, pace=1 << 12)], Trial(tampered=True)
     ):
@@ -124,7 +124,7 @@ def test_it_goes_on_beside_copies_of_what_it_keeps(pool_of: Pools) -> None:
 def test_experts_go_on_in_fp8(te_pool_of: Pools, recipe: str) -> None:
     """Where no copies stay their last linears run again there, too."""
     job = test_fp8_kinds.job_of(recipe, "EP2", experts=test_fp8_kinds.MIXTURE | {"filled": True}, hidden_dropout=0.0)
-    plan = going_on(ahead(kept_but_for(job, "layer"), expert=2))
+    plan = with_rest_in_wait(ahead(kept_but_for(job, "layer"), expert=2))
     trial = Trial(steps=2, training={"ddp": True, "optimizer": "megatron"}, model={"moe_grouped_gemm": True})
     checked(te_pool_of, job, [plan, without_copies(plan)], trial)
 
@@ -137,7 +137,7 @@ def test_without_flushes(pool_of: Pools, layout: dict[str, Any]) -> None:
     job = tiny_job("llama", **layout)
     plans = [kept_but_for(job, one) for one in ("layer", {"layers": 2})]
     if job.parallel.sequence_parallel:
-        plans.append(going_on(plans[0]))
+        plans.append(with_rest_in_wait(plans[0]))
     how = {**MEGATRON, "defer_updates": True}
     for outcomes in pool_of(job.gpus).run(without_flush.planned, job, how, [*map(without_flushes, plans)], 4):
         assert all(outcome.differing == [] for outcome in outcomes)
@@ -147,7 +147,7 @@ def test_without_flushes(pool_of: Pools, layout: dict[str, Any]) -> None:
 def test_frames_are_checked(pool_of: Pools) -> None:
     job = tiny_job("gpt", **SP2)
     plan = kept_but_for(job, "layer")
-    trials = [frames_on_ranks.Trial(each) for each in (plan, ahead(plan, how="gather"), going_on(plan))]
+    trials = [frames_on_ranks.Trial(each) for each in (plan, ahead(plan, how="gather"), with_rest_in_wait(plan))]
     for checked_ranks in zip(*pool_of(2).run(frames_on_ranks.check_frames, job, trials), strict=True):
         for rank in checked_ranks:
             assert (rank.status, rank.observer, rank.kept) == (None, None, 0), rank.said

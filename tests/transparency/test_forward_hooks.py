@@ -31,8 +31,8 @@ def test_hooks_heard_each_replay_as_one_more_forward(pool_of: Pools, job) -> Non
     """With memory that nobody had written, where a replay passes what it does not need: so recorded those who record activations
     or count tokens. Every hook hears what stock's hears: the same modules, in the same order, with the same bits."""
     partly = plan_for(job, lambda layer: ("rotary", "core_attention", "activation", "experts_activation"))
-    [told] = pool_of(1).run(listening.heard, job, [None, all_replayed(job), partly])
-    stock, *planned = told
+    [calls] = pool_of(1).run(listening.heard, job, [None, all_replayed(job), partly])
+    stock, *planned = calls
     assert len(stock) > 100
     assert [each == stock for each in planned] == [True, True]
 

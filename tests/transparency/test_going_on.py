@@ -21,7 +21,7 @@ from megatron_lynx.timetable import Task
 from tests.apply.on_ranks import refused
 from tests.long import long
 from tests.transparency import test_flex
-from tests.transparency.checkpoints import going_on, without_beginning
+from tests.transparency.checkpoints import with_rest_in_wait, without_beginning
 from tests.transparency.test_ahead import begun, held_up, late
 from tests.transparency.test_every_bit import LAYOUTS, checked
 from tests.transparency.test_experts import job_of, trial_of
@@ -38,8 +38,12 @@ BOTH = ("attention", "mlp")
 def test_a_gradient_is_gathered_beside_the_rest_of_a_half(pool_of: Pools, layout: str, like: Any) -> None:
     """On demand, ahead, ahead from a gather on, in each half by itself, and in groups of layers."""
     job = tiny_job(like, **LAYOUTS[layout], **DRY)
-    plans = [late(job), going_on(late(job)), going_on(begun(job)), going_on(begun(job, how="gather"))]
-    plans += [going_on(late(job, "halves"), BOTH), going_on(late(job, {"layers": 2})), going_on(late(job, layers=(1, 2)))]
+    plans = [late(job), with_rest_in_wait(late(job)), with_rest_in_wait(begun(job)), with_rest_in_wait(begun(job, how="gather"))]
+    plans += [
+        with_rest_in_wait(late(job, "halves"), BOTH),
+        with_rest_in_wait(late(job, {"layers": 2})),
+        with_rest_in_wait(late(job, layers=(1, 2))),
+    ]
     for outcomes in checked(pool_of, job, plans, Trial(counted=True)):
         first, *others = (Counter(outcome.planned.collectives) for outcome in outcomes)
         assert all(other == first for other in others[:3])
@@ -49,7 +53,7 @@ def test_a_gradient_that_dropout_changes_is_gathered_where_backward_comes_to_it(
     """What was gathered beside the half is of no use then, and everything is as without."""
     job = tiny_job("gpt", **LAYOUTS["TP2+SP"])
     times = job.model.layers * job.microbatches
-    for plain, gone_on in checked(pool_of, job, [late(job), going_on(late(job))], Trial(counted=True)):
+    for plain, gone_on in checked(pool_of, job, [late(job), with_rest_in_wait(late(job))], Trial(counted=True)):
         more = Counter(gone_on.planned.collectives) - Counter(plain.planned.collectives)
         assert sum(more.values()) == times * len(gone_on.planned.counts), more
 
@@ -60,7 +64,12 @@ def test_the_rest_of_experts_runs_while_gradients_travel(pool_of: Pools, layout:
     trial = trial_of(model={"moe_aux_loss_coeff": 0.01, "moe_router_enable_expert_bias": False})
     for model in (DRY, {}):
         job = job_of(layout, **model)
-        plans = [begun_late(job), going_on(begun_late(job)), going_on(begun(job)), going_on(begun(job, "mlp"))]
+        plans = [
+            begun_late(job),
+            with_rest_in_wait(begun_late(job)),
+            with_rest_in_wait(begun(job)),
+            with_rest_in_wait(begun(job, "mlp")),
+        ]
         for outcomes in checked(pool_of, job, plans, trial):
             first, *others = (Counter(outcome.planned.collectives) for outcome in outcomes)
             assert all(other == first for other in others)
@@ -75,7 +84,7 @@ def test_what_deepep_brings_back_travels_beside_the_rest(pool_of: Pools) -> None
     """Outputs of its stand-in are NaN until they were waited for."""
     job = test_flex.job_of("EP2", "deepep", shared_ffn=32)
     job = job.model_copy(update={"model": job.model.model_copy(update=DRY)})
-    checked(pool_of, job, [going_on(begun(job)), going_on(begun(job, "mlp"))], trial_of(steps=3))
+    checked(pool_of, job, [with_rest_in_wait(begun(job)), with_rest_in_wait(begun(job, "mlp"))], trial_of(steps=3))
 
 
 TRAVELS: dict[str, tuple[Callable[[], Job], str, int]] = {
@@ -91,7 +100,7 @@ def test_the_rest_runs_between_an_issue_and_its_wait(pool_of: Pools, layout: str
     made, work, held = TRAVELS[layout]
     job = made()
     plain = begun_late(job) if job.model.experts else late(job)
-    for of_rank in pool_of(job.gpus).run(timelines, job, [going_on(plain), plain], {"ddp": True}, {}):
+    for of_rank in pool_of(job.gpus).run(timelines, job, [with_rest_in_wait(plain), plain], {"ddp": True}, {}):
         halves = job.model.layers * job.microbatches
         first, second = (held_up(timeline, work) for timeline in of_rank)
         assert first - second == held * halves
@@ -104,17 +113,17 @@ def test_where_it_goes_on_is_its_own_first_wait() -> None:
     dense = tiny_job("llama", **LAYOUTS["TP2+SP"])
     experts = job_of("EP2", **DRY)
     for plan, behind, on_entry in (
-        (going_on(late(dense)), "linear_fc1", True),
-        (going_on(begun(dense)), "linear_fc1", True),
-        (going_on(begun_late(experts)), "dispatch", True),
-        (going_on(begun(experts)), "dispatch", False),
+        (with_rest_in_wait(late(dense)), "linear_fc1", True),
+        (with_rest_in_wait(begun(dense)), "linear_fc1", True),
+        (with_rest_in_wait(begun_late(experts)), "dispatch", True),
+        (with_rest_in_wait(begun(experts)), "dispatch", False),
     ):
         backward = timetable_of(plan, 0).backward(0, "steady")
         mlp = backward.halves[2]
         assert backward.at("in", mlp.waits[0].window) == (Task("recompute", mlp.half, since=behind),)
         *_, last = backward.at("enter", mlp.half) or (None,)
         assert last == (Task("begin", mlp.half, behind) if on_entry else None)
-    backward = timetable_of(going_on(late(dense, {"layers": 2})), 0).backward(0, "steady")
+    backward = timetable_of(with_rest_in_wait(late(dense, {"layers": 2})), 0).backward(0, "steady")
     in_first = [backward.at("in", half.waits[0].window) for half in backward.halves]
     assert [bool(tasks) for tasks in in_first] == [True, False, False, False] * 2
 
@@ -123,9 +132,9 @@ def test_what_cannot_go_on_is_refused_by_name() -> None:
     """All at once, and with what to do."""
     tp, cut = tiny_job("llama", **LAYOUTS["TP2"]), tiny_job("llama", **LAYOUTS["TP2+SP"])
     with pytest.raises(ValueError, match=r"windows\.mlp is bwd\.mlp\.0, .* no gradient travels there: layers 1-4"):
-        going_on(late(tp))
+        with_rest_in_wait(late(tp))
     with pytest.raises(ValueError, match=r"windows\.attention is .*: the attention half runs again whole"):
-        going_on(late(cut), BOTH)
+        with_rest_in_wait(late(cut), BOTH)
     raw = late(cut).model_dump(mode="json", exclude_defaults=True)
     raw["stages"][0]["rules"][0]["windows"] = {"mlp": "bwd.attention.0+1"}
     with pytest.raises(ValueError, match=r"it runs again where backward enters it, at most to bwd\.mlp\.0"):
@@ -137,7 +146,7 @@ def test_experts_that_are_cut_exchange_rows_once_more(pool_of: Pools) -> None:
     job = job_of("TP2+SP, EP2, every second layer", **DRY)
     layout = job.parallel.model_copy(update={"expert_tensor": 2})
     cut = job.model_copy(update={"parallel": layout, "gpus": 4})
-    plan = going_on(without_beginning(begun(job, "mlp", job.model.expert_layers)))
+    plan = with_rest_in_wait(without_beginning(begun(job, "mlp", job.model.expert_layers)))
     for refusal in pool_of(cut.gpus).run(refused, cut, plan):
         assert refusal.changed == []
         assert "config.expert_tensor_parallel_size: found 2, needed 1 where the rest" in str(refusal.error)

@@ -53,7 +53,7 @@ def claims(engine: Engine, group: Any) -> Iterator[Claim]:
 
         @wraps(original)
         def gather(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            work = engine.waits.served(output) if engine.in_half else None
+            work = engine.waits.started_gather(output) if engine.in_half else None
             if work is None:
                 waited_for = windowed(output, *args, **kwargs)
                 if waited_for is None:
@@ -129,7 +129,7 @@ def te_claims(engine: Engine, group: Any) -> Iterator[Claim]:
                 if process_group is group and work is None and engine.owns_gathered:
                     engine.gathered(as_alias(whole) if is_wrapper(whole) else whole)
                 return whole, work
-            return _of_kind(tensor, gathered), waited(engine.waits.served(gathered), async_op)
+            return _of_kind(tensor, gathered), waited(engine.waits.started_gather(gathered), async_op)
 
         return gather
 

@@ -153,5 +153,5 @@ def _site_at(place: Place, section: Section, *, te: bool, fp8: bool) -> Callable
         first=norm_inside(owner, norm) if norm else None,
         state=Fp8Linear(owner) if fp8 and (item.is_linear or item.of_experts) else None,
         may_draw=item.may_draw,
-        goes_on=method != item.methods[-1],
+        has_next_method=method != item.methods[-1],
     )

@@ -121,7 +121,7 @@ class OffloadedStorage:
             self._out.release()
         self._original = None
 
-    def _going(self, block: Block, size_bytes: int) -> Pair:
+    def _copy_to_host(self, block: Block, size_bytes: int) -> Pair:
         """Return the copy of the first `size_bytes` to the host; the rest, if any, is cloned."""
         original = self._original
         assert original is not None
@@ -133,7 +133,7 @@ class OffloadedStorage:
             self._hosted, original, self._rest = block.tensor[:size_bytes], all_bytes[:size_bytes], all_bytes[size_bytes:].clone()
         return self._hosted, original
 
-    def _coming(self) -> Pair:
+    def _copy_to_device(self) -> Pair:
         hosted, self._hosted = self._hosted, None
         assert hosted is not None
         target = self._returned = self._fresh()
@@ -164,8 +164,8 @@ class OffloadedTensor:
 
     def tensor(self) -> Tensor:
         """Return a tensor with size, stride, offset, dtype and bits of the one that was pushed. May be called again."""
-        there = self.storage.tensor()
-        return there if self.view is None else self.view.in_(there)
+        base = self.storage.tensor()
+        return base if self.view is None else self.view.in_(base)
 
 
 class OffloadedWrapper:
@@ -251,7 +251,7 @@ class OffloadGroup:
         """Return an `OffloadedTensor` (for a wrapper, an `OffloadedWrapper`), or the detached tensor if it must stay."""
         if type(tensor) is not Tensor and is_wrapper(tensor) and self.may_go(tensor):
             return OffloadedWrapper(tensor, {name: self.push(part) for name, part in parts_of(tensor).items()})
-        storage = self._going(tensor)
+        storage = self._movable_storage(tensor)
         if storage is None:
             return tensor.detach().requires_grad_(tensor.requires_grad)
         address = storage.data_ptr()
@@ -270,9 +270,9 @@ class OffloadGroup:
     def may_go(self, tensor: Tensor, *, any_size: bool = False) -> bool:
         """Return whether a tensor may leave: plain, large enough (or of `any_size`), and not held by others."""
         parts = parts_of(tensor).values() if is_wrapper(tensor) else [tensor]
-        return any(self._going(part, any_size=any_size) is not None for part in parts)
+        return any(self._movable_storage(part, any_size=any_size) is not None for part in parts)
 
-    def _going(self, tensor: Tensor, *, any_size: bool = False) -> torch.UntypedStorage | None:
+    def _movable_storage(self, tensor: Tensor, *, any_size: bool = False) -> torch.UntypedStorage | None:
         """Storage of a tensor that may leave, or None."""
         if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.device != self.device:
             return None
@@ -309,17 +309,20 @@ class OffloadGroup:
     def send(self) -> None:
         """Copy the chosen storages to the host, one copy per half. Raises `OffloadError`."""
         chosen, self._chosen = self._chosen, []
-        for each in chosen:
-            if storages := each.alive():
+        for leaving in chosen:
+            if storages := leaving.alive():
                 sizes = [*storages.values()]
                 with naming("offload", self.owner, sum(sizes)):
-                    blocks = self.memory.lend((self.owner.where, each.half), sizes, changing=self.policy.ragged)
-                    pairs = [storage._going(block, size) for (storage, size), block in zip(storages.items(), blocks, strict=True)]
+                    blocks = self.memory.lend((self.owner.where, leaving.half), sizes, changing=self.policy.ragged)
+                    pairs = [
+                        storage._copy_to_host(block, size)
+                        for (storage, size), block in zip(storages.items(), blocks, strict=True)
+                    ]
                 copy = self.out.start(pairs, self.owner, [block.last for block in blocks])
                 for storage, block in zip(storages, blocks, strict=True):
                     storage._out = block.last = copy
-                self._leaving.append((each, copy))
-                self._away.append(each)
+                self._leaving.append((leaving, copy))
+                self._away.append(leaving)
 
     def settle(self) -> None:
         """Free originals whose copies are over."""
@@ -347,7 +350,7 @@ class OffloadGroup:
     def _choose(self, outputs: Any, ahead: int = 1) -> None:
         """Choose storages made since the last call to leave next, up to the plan's bytes; `outputs` wait for the next call."""
         kept_outputs = {storage_of(tensor) for tensor in tensors_in(outputs)}
-        made, self._storages = self._storages, [each for each in self._storages if each[0] in kept_outputs]
+        made, self._storages = self._storages, [entry for entry in self._storages if entry[0] in kept_outputs]
         before_bytes, chosen = self._chosen_bytes, list[tuple[_Known, int]]()
         for address, known in made:
             storage = None if address in kept_outputs else known()
@@ -373,7 +376,7 @@ def fetch(storages: Iterable[OffloadedStorage]) -> None:
         return
     copier, owner = coming[0]._copier, coming[0]._owner
     with naming("reload", owner, sum(storage.size_bytes for storage in coming)):
-        pairs = [storage._coming() for storage in coming]
+        pairs = [storage._copy_to_device() for storage in coming]
     back = copier.start(pairs, owner, [storage._out for storage in coming])
     for storage in coming:
         assert storage._block is not None

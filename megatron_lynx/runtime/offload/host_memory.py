@@ -242,9 +242,11 @@ class HostMemory:
 
     def _roomier(self, known: Sequence[int], sizes: Sequence[int], sets: int) -> list[int]:
         """Return by rank the largest size plus an eighth; the requested sizes if that exceeds the limit for `sets` sets."""
-        most = [max(one, other) for one, other in zip_longest(known, (size + size // 8 for size in sizes), fillvalue=0)]
+        enlarged_sizes = [max(one, other) for one, other in zip_longest(known, (size + size // 8 for size in sizes), fillvalue=0)]
         locked_bytes = self._locked.left_bytes if self._locked is not None else 0
-        return most if sets * sum(map(_aligned, most)) <= self._limit.free_bytes + locked_bytes else list(sizes)
+        return (
+            enlarged_sizes if sets * sum(map(_aligned, enlarged_sizes)) <= self._limit.free_bytes + locked_bytes else list(sizes)
+        )
 
     def _room(self, set_bytes: int) -> Slab:
         if self._locked is not None and self._locked.left_bytes >= set_bytes:
