@@ -30,7 +30,7 @@ from megatron_lynx.bridge_settings import BridgeSettings
 from megatron_lynx.errors import ConfigError, LynxError, Problem
 from megatron_lynx.launch.ending import Ended
 from megatron_lynx.launch.flags import PREFIX
-from megatron_lynx.launch.hosts import Host, Told, around
+from megatron_lynx.launch.hosts import Host, LaunchCallbacks, around
 from megatron_lynx.launch.message import stop
 
 TRAINING = "megatron.bridge.training"
@@ -68,24 +68,24 @@ class Bridge(Host):
 
     def arguments_of(self, words: Sequence[str]) -> Sequence[str]:
         """The script's arguments without our flags, which its parser would refuse."""
-        others, taken = [], False
+        script_words, taken = [], False
         for word in words:
             ours = word.startswith(PREFIX)
             if not ours and not taken:
-                others.append(word)
+                script_words.append(word)
             taken = ours and "=" not in word
-        return others
+        return script_words
 
     def find(self, script: str) -> None:
         try:
             importlib.import_module(f"{TRAINING}.pretrain")
         except ModuleNotFoundError as missing:
-            found = f"no {missing.name} that it could import"
+            cause = f"no {missing.name} that it could import"
             todo = "install megatron-bridge and what it needs, or put its checkout's src folder on PYTHONPATH"
-            problem = Problem(script, found, f"{TRAINING} (Megatron-Bridge 0.5 or 0.6)", todo)
+            problem = Problem(script, cause, f"{TRAINING} (Megatron-Bridge 0.5 or 0.6)", todo)
             raise ConfigError("the launch cannot find Megatron-Bridge's training", [problem]) from None
 
-    def claims(self, told: Told) -> Iterator[Claim]:
+    def claims(self, callbacks: LaunchCallbacks) -> Iterator[Claim]:
         setup, pretrain, train = (importlib.import_module(f"{TRAINING}.{name}") for name in ("setup", "pretrain", "train"))
 
         @contextmanager
@@ -94,18 +94,18 @@ class Bridge(Host):
             _let_our_warnings_through()
             self._settings = Settings(given["cfg"])
             with _leaving_together():
-                told.prepare(self._settings)
+                callbacks.prepare(self._settings)
 
         @contextmanager
         def loop(given: Mapping[str, Any]) -> Iterator[None]:
             assert self._settings is not None, "Bridge initialises before it trains"
             self._settings.state = given["global_state"]
-            with _leaving_together(), told.training(given["model"], given["optimizer"]):
+            with _leaving_together(), callbacks.training(given["model"], given["optimizer"]):
                 yield
 
         yield around(setup, "initialize_megatron", initialised, "starts torch.distributed")
         yield around(pretrain, "train", loop, "is the training loop")
-        yield around(train, "train_step", told.step, "is one step")
+        yield around(train, "train_step", callbacks.step, "is one step")
 
     def refused(self, args: Any) -> Iterator[Problem]:
         yield from args.refused()
@@ -125,8 +125,8 @@ def _let_our_warnings_through() -> None:
     """Remove the filters of `cfg.logger.filter_warnings` from our loggers: it silences every logger."""
     for name, logger in logging.root.manager.loggerDict.items():
         if name.partition(".")[0] == "megatron_lynx" and isinstance(logger, logging.Logger):
-            for each in [one for one in logger.filters if getattr(one, "__name__", "") == "warning_filter"]:
-                logger.removeFilter(each)
+            for log_filter in [one for one in logger.filters if getattr(one, "__name__", "") == "warning_filter"]:
+                logger.removeFilter(log_filter)
 
 
 @contextmanager

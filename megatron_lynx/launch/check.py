@@ -63,10 +63,10 @@ class Check:
         self._left -= 1
         checked = iter([True])
 
-        def forward_backward(*, model: Any, data_iterator: Any, **others: Any) -> Any:
+        def forward_backward(*, model: Any, data_iterator: Any, **arguments: Any) -> Any:
             if not next(checked, False):
-                return schedule(model=model, data_iterator=data_iterator, **others)
-            step = Step(schedule, model, data_iterator, others, optimizer, installation)
+                return schedule(model=model, data_iterator=data_iterator, **arguments)
+            step = Step(schedule, model, data_iterator, arguments, optimizer, installation)
             return self._run(step)
 
         return forward_backward
@@ -110,15 +110,15 @@ class Check:
     def _settle(self, step: Step, setting: ReferenceSetting, reference: Outcome, planned: Outcome) -> None:
         """Compare the two passes: returns on all ranks, or exits on all of them. Step 5."""
         near = head_tolerances(step.run.chunks) if self._head_in_pieces else {}
-        found = step.differences(reference, planned, (IN_WORDS[setting], "the plan"), near)
+        differences = step.differences(reference, planned, (IN_WORDS[setting], "the plan"), near)
         self._compared = of_all_ranks(
-            _Found(len(reference.gradients), len(reference.losses), reference.size_bytes, tuple(found[:1]), near)
+            _Found(len(reference.gradients), len(reference.losses), reference.size_bytes, tuple(differences[:1]), near)
         )
         self.steps += 1
         self._settings.add(setting)
         if not (first := [difference for rank in self._compared for difference in rank.differences]):
             return
-        count = sum(of_all_ranks(len(found)))
+        count = sum(of_all_ranks(len(differences)))
         with enough_memory(self.steps, IN_WORDS[setting]):
             again = step.stock(setting)
         repeated = step.differences(reference, again, ("the first run", "the second"))
@@ -144,8 +144,8 @@ class Check:
         near = {name: tolerance for rank in self._compared for name, tolerance in rank.near.items()}
         if not near:
             return ""
-        most = max(near.values())
-        return f", but for {' and '.join(near)}: within {most:.1g} of its largest value, as the plan's head is in pieces"
+        loosest = max(near.values())
+        return f", but for {' and '.join(near)}: within {loosest:.1g} of its largest value, as the plan's head is in pieces"
 
     @property
     def over(self) -> bool:
@@ -229,7 +229,7 @@ class Step:
         schedule: Schedule,
         model: Any,
         data_iterator: Any,
-        others: dict[str, Any],
+        arguments: dict[str, Any],
         optimizer: Any,
         installation: Installation,
     ) -> None:
@@ -241,7 +241,7 @@ class Step:
         self._optimizer = optimizer
         self._installation = installation
         self._iterators = DataIterators(data_iterator)
-        self._others = others
+        self._arguments = arguments
         self._state = TrainingState(run.chunks)  # step 1
         self._fresh = True
 
@@ -262,7 +262,7 @@ class Step:
         with self._once_more():
             self._pass()
         counts = self._installation.engine.take_counts()
-        run, microbatches = self.run, self._others["num_microbatches"]
+        run, microbatches = self.run, self._arguments["num_microbatches"]
         passes = microbatches * len(run.chunks)
         let_go = (counts.let_go_bytes + counts.offloaded_bytes) // passes
         return Need(torch.cuda.max_memory_allocated() - before, let_go * _most_in_flight(run, microbatches))
@@ -274,7 +274,7 @@ class Step:
         return differences(one, other, rank=rank, stage=self.run.stage, names=names, tolerances=tolerances)
 
     def _pass(self) -> Any:
-        return self._schedule(model=self._model, data_iterator=self._iterators.stand_in, **self._others)
+        return self._schedule(model=self._model, data_iterator=self._iterators.stand_in, **self._arguments)
 
     @contextmanager
     def _once_more(self) -> Iterator[None]:
@@ -291,11 +291,11 @@ class Step:
 
 
 def _most_in_flight(run: LiveRun, microbatches: int) -> int:
-    count = most = 0
+    count = peak = 0
     for turn, _ in order_of(run.pipeline, run.stage, len(run.chunks), run.group_size)(microbatches).all:
         count += 1 if turn.kind == "F" else -1
-        most = max(most, count)
-    return most
+        peak = max(peak, count)
+    return peak
 
 
 IN_FP32 = 2.0**-16
@@ -377,8 +377,8 @@ def enough_memory(step: int, what: str) -> Iterator[None]:
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:
-        found = f"{what} ran out of device memory in step {step} ({_how_much(error)})"
-        problem = Problem("--lynx-check", found, "", INSTEAD.get(what, WITHOUT_CHECK))
+        reason = f"{what} ran out of device memory in step {step} ({_how_much(error)})"
+        problem = Problem("--lynx-check", reason, "", INSTEAD.get(what, WITHOUT_CHECK))
         raise OutOfMemory("the plan cannot be checked like this", [problem]) from None
 
 

@@ -99,18 +99,18 @@ def differences(
     tolerances: Mapping[str, float] = MappingProxyType({}),
 ) -> list[Difference]:
     """Return all values that differ, earliest first. `tolerances`: fractions of the largest value, by names of gradients."""
-    found = [
+    all_differences = [
         Difference((0, index), rank, stage, f"the loss of micro-batch {index}", what)
         for index, pair in enumerate(_paired(one.losses, other.losses))
         if (what := _loss_difference(*pair, names))
     ]
-    found += [
+    all_differences += [
         Difference(one.positions[name], rank, stage, name, what)
         for name, mine in one.gradients.items()
         if not _near(mine, other.gradients[name], tolerances.get(name))
         and (what := _difference(mine, other.gradients[name], names))
     ]
-    return sorted(found)
+    return sorted(all_differences)
 
 
 def _paired(one: Sequence[Any], other: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
@@ -127,8 +127,8 @@ def _loss_difference(one: Any, other: Any, names: tuple[str, str]) -> str:
 
 def _difference(one: Tensor | None, other: Tensor | None, names: tuple[str, str]) -> str:
     if one is None or other is None:
-        there, absent = (names[1], names[0]) if one is None else names
-        return "" if one is other else f"a value in {there}, none in {absent}"
+        present, absent = (names[1], names[0]) if one is None else names
+        return "" if one is other else f"a value in {present}, none in {absent}"
     if what := unlike(one, other, names):
         return what
     one = one.to(other.device)
@@ -137,22 +137,22 @@ def _difference(one: Tensor | None, other: Tensor | None, names: tuple[str, str]
         return ""
     mine, yours = one.flatten()[differing].double(), other.flatten()[differing].double()
     worst = int(torch.nan_to_num((mine - yours).abs(), nan=torch.inf).argmax())
-    most = f"{mine[worst]:.9g} in {names[0]} and {yours[worst]:.9g} in {names[1]}"
-    return f"{len(mine)} of {one.numel()} values that differ, most {most}"
+    worst_values = f"{mine[worst]:.9g} in {names[0]} and {yours[worst]:.9g} in {names[1]}"
+    return f"{len(mine)} of {one.numel()} values that differ, most {worst_values}"
 
 
 def _near(one: Tensor | None, other: Tensor | None, tolerance: float | None) -> bool:
     """Whether two gradients differ by at most `tolerance` times the largest value of the first. Compares in pieces."""
     if tolerance is None or one is None or other is None or one.shape != other.shape:
         return False
-    most = largest = 0.0
+    largest_difference = largest = 0.0
     for mine, yours in zip(one.flatten().split(_AT_ONCE), other.flatten().split(_AT_ONCE), strict=True):
         mine = mine.to(yours.device).double()
         difference = float((mine - yours.double()).abs().max())
         if math.isnan(difference):
             return False
-        most, largest = max(most, difference), max(largest, float(mine.abs().max()))
-    return most <= tolerance * largest
+        largest_difference, largest = max(largest_difference, difference), max(largest, float(mine.abs().max()))
+    return largest_difference <= tolerance * largest
 
 
 def backward_position(name: str, parameter: Parameter) -> Position:

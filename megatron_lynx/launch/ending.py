@@ -6,7 +6,7 @@
     the script raises                             a line, then Python's traceback; exit status 1
     the script exits with another status          a line: `sys.exit` prints nothing
     an error found where all ranks check          `agree`: rank 0 says why, and all ranks exit with one status
-    an error on one rank                          `LastWord`: the first rank says why and exits; torchrun (or
+    an error on one rank                          `FirstFailure`: that rank says why and exits; torchrun (or
                                                   `srun --kill-on-bad-exit`) ends the others, and ranks that fail because of it
                                                   exit without a message
     a signal, an abort                            Python's stacks of all threads
@@ -38,7 +38,7 @@ ENDED = "megatron-lynx/ended"
 """Key in the store of the process group: the number of ranks that failed by themselves."""
 
 
-class LastWord:
+class FirstFailure:
     """Finds out which rank failed first; later ones exit without a message. Must be created while all ranks are alive."""
 
     def __init__(self) -> None:

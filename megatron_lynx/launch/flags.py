@@ -134,10 +134,10 @@ def _check(text: str) -> int | str:
 def read_flags(arguments: Sequence[str]) -> Flags:
     """Parse our flags among a script's arguments. Raises `ConfigError` for an unknown, bad or useless flag of ours."""
     parser = add_flags(_Parser(add_help=False, allow_abbrev=False))
-    found, others = parser.parse_known_args(list(arguments))
+    namespace, unknown = parser.parse_known_args(list(arguments))
     known = ", ".join(f"--{field.name.replace('_', '-')}" for field in fields(Flags))
-    problems = [Problem(flag.partition("=")[0], "no such flag", known) for flag in others if flag.startswith(PREFIX)]
-    flags = Flags(**vars(found))
+    problems = [Problem(flag.partition("=")[0], "no such flag", known) for flag in unknown if flag.startswith(PREFIX)]
+    flags = Flags(**vars(namespace))
     without_plan = (
         ("--lynx-trace", flags.lynx_trace, "there is nothing to trace"),
         ("--lynx-outcome", flags.lynx_outcome, "nothing is predicted"),

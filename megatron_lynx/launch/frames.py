@@ -76,14 +76,14 @@ class FrameCheck:
         draws, checked = self._left > 0, iter([True])
         self._left, self._lag = (self._left - 1, self._lag) if draws else (0, self._lag - 1)
 
-        def forward_backward(*, model: Any, **others: Any) -> Any:
+        def forward_backward(*, model: Any, **arguments: Any) -> Any:
             if not next(checked, False):
-                return schedule(model=model, **others)
+                return schedule(model=model, **arguments)
             if draws:
                 self._begin(model)
                 installation.engine.observer = self
             try:
-                losses = schedule(model=model, **others)
+                losses = schedule(model=model, **arguments)
             except Exception as error:
                 if (known := self._differs()) is not None:
                     raise known from error  # a backward may fail on a wrong tensor
@@ -102,15 +102,17 @@ class FrameCheck:
     def summary(self) -> str | None:
         if not self._compared:
             return None
-        frames, size_bytes = (sum(getattr(found, name) for found in self._compared) for name in ("frames", "size_bytes"))
-        again = sum((Counter(found.again) for found in self._compared), Counter[Again]())
+        frames, size_bytes = (
+            sum(getattr(comparison, name) for comparison in self._compared) for name in ("frames", "size_bytes")
+        )
+        again = sum((Counter(comparison.again) for comparison in self._compared), Counter[Again]())
         gathered = f", and {again['gathered']} inputs that were gathered again," if again["gathered"] else ""
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        kinds = [found.kinds for found in self._compared[-ranks:]]
+        kinds = [comparison.kinds for comparison in self._compared[-ranks:]]
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
         where = "" if ranks == 1 else f" on {ranks} ranks"
-        drawn, there = (sum(of_rank) for of_rank in zip(*kinds, strict=True))
-        covered = f"all {there} kinds of frames" if drawn == there else f"{drawn} of {there} kinds of frames"
+        drawn, total = (sum(of_rank) for of_rank in zip(*kinds, strict=True))
+        covered = f"all {total} kinds of frames" if drawn == total else f"{drawn} of {total} kinds of frames"
         return (
             f"checked {frames} frames in {steps}{where}, of {covered}: {again['replayed']} tensors that were replayed and "
             f"{again['reloaded']} that were reloaded{gathered} ({format_bytes(size_bytes)}) are in every bit what their forward "
@@ -154,11 +156,11 @@ class FrameCheck:
             first=tuple(differing[:1]),
             differing=len(differing),
         )
-        found = of_all_ranks(mine)
-        self._compared += found
-        if first := [difference for rank in found for difference in rank.first]:
-            compared = sum(sum(rank.again.values()) for rank in found)
-            agree(frames_differ(min(first), sum(rank.differing for rank in found), compared))
+        comparisons = of_all_ranks(mine)
+        self._compared += comparisons
+        if first := [difference for rank in comparisons for difference in rank.first]:
+            compared = sum(sum(rank.again.values()) for rank in comparisons)
+            agree(frames_differ(min(first), sum(rank.differing for rank in comparisons), compared))
 
     def _differs(self) -> LynxError | None:
         """This rank's differences so far, as an error, in the middle of a step."""
@@ -170,11 +172,11 @@ class FrameCheck:
         return sorted(difference for drawn in over if (difference := self._difference(drawn)) is not None)
 
     def _difference(self, drawn: _Drawn) -> Difference | None:
-        found, place = drawn.original.found(), drawn.place
-        if not found:
+        description, place = drawn.original.found(), drawn.place
+        if not description:
             return None
         position = drawn.step, self._reached[drawn.frame], place.segment, place.ordinal
-        return Difference(position, self._rank, self._stage, f"step {drawn.step}, {drawn.name}", found)
+        return Difference(position, self._rank, self._stage, f"step {drawn.step}, {drawn.name}", description)
 
 
 def _name(frame: Frame, place: Place, tensor: Tensor) -> str:

@@ -31,7 +31,7 @@ from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.launch.flags import BRIDGE, add_flags
 
 
-class Told(Protocol):
+class LaunchCallbacks(Protocol):
     """The part of a launch that a host's hooks call.
 
     `args` has the names of Megatron-LM's (`seq_length`, `tensor_model_parallel_size`, ...), accepts our flags, and its
@@ -57,8 +57,8 @@ class Host(Protocol):
         """Raises `ConfigError` if the framework cannot be imported as the script would import it."""
         ...
 
-    def claims(self, told: Told) -> Iterator[Claim]:
-        """Hooks that call `told` when distributed is initialised, around the training loop, and around a step."""
+    def claims(self, callbacks: LaunchCallbacks) -> Iterator[Claim]:
+        """Hooks that call `callbacks` when distributed is initialised, around the training loop, and around a step."""
         ...
 
     def refused(self, args: Any) -> Iterable[Problem]:
@@ -108,12 +108,12 @@ class MegatronLM(Host):
         except ModuleNotFoundError as missing:
             if (missing.name or "").split(".")[0] != "megatron":
                 raise
-            found = f"no {missing.name} that it could import"
+            cause = f"no {missing.name} that it could import"
             needed = "megatron.training (of Megatron-LM, or of a megatron-core wheel from 0.17)"
             todo = "put the Megatron-LM checkout that the script belongs to on PYTHONPATH"
-            raise ConfigError("the launch cannot find Megatron's training", [Problem(script, found, needed, todo)]) from None
+            raise ConfigError("the launch cannot find Megatron's training", [Problem(script, cause, needed, todo)]) from None
 
-    def claims(self, told: Told) -> Iterator[Claim]:
+    def claims(self, callbacks: LaunchCallbacks) -> Iterator[Claim]:
         arguments, initialize, training = (
             import_module(f"megatron.training.{name}") for name in ("arguments", "initialize", "training")
         )
@@ -124,12 +124,14 @@ class MegatronLM(Host):
         @contextmanager
         def initialised(_: Mapping[str, Any]) -> Iterator[None]:
             yield
-            told.prepare(import_module("megatron.training.global_vars").get_args())
+            callbacks.prepare(import_module("megatron.training.global_vars").get_args())
 
         yield Claim(arguments, "add_megatron_arguments", declared, "declares Megatron's arguments")
         yield around(initialize, "_initialize_distributed", initialised, "starts torch.distributed")
-        loop = around(training, "train", lambda given: told.training(given["model"], given["optimizer"]), "is the training loop")
-        yield from (loop, around(training, "train_step", told.step, "is one step"))
+        loop = around(
+            training, "train", lambda given: callbacks.training(given["model"], given["optimizer"]), "is the training loop"
+        )
+        yield from (loop, around(training, "train_step", callbacks.step, "is one step"))
 
     def writers(self) -> tuple[Any, Any]:
         from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer

@@ -79,8 +79,8 @@ class Launch:
             problems = [*against_two_versions(args)] if self.flags.without_flushes else []
             if self.flags.plan is not None:
                 self._plan = load_plan(self.flags.plan)
-                if others := [*arguments_against(self._plan, args), *self.host.refused(args), *self._unwritable()]:
-                    headline, problems = "this launch and its plan do not fit", [*problems, *others]
+                if mismatches := [*arguments_against(self._plan, args), *self.host.refused(args), *self._unwritable()]:
+                    headline, problems = "this launch and its plan do not fit", [*problems, *mismatches]
             if problems:
                 raise ConfigError(headline, problems)
         except LynxError as found:
@@ -166,8 +166,8 @@ class Launch:
         """Yield output files that rank 0 could not write. Creates their folders."""
         paths = {"--lynx-trace": self.flags.trace, "--lynx-outcome": self.flags.outcome}
         for flag, path in paths.items():
-            if path is not None and self._args.rank == 0 and (found := against_file(path)) is not None:
-                yield Problem(flag, f"{path} ({found})", "a file that can be written")
+            if path is not None and self._args.rank == 0 and (reason := against_file(path)) is not None:
+                yield Problem(flag, f"{path} ({reason})", "a file that can be written")
 
     def _new_reporter(self, model: Any) -> Reporter:
         assert self._plan is not None
@@ -216,7 +216,7 @@ class Launch:
         """How much memory was page-locked before the first step. Slowest where all ranks of a host do it at once."""
         locked = of_all_ranks(self._installation.engine.offloader.locked)
         slowest = max(range(len(locked)), key=lambda rank: locked[rank].seconds)
-        held = sum(each.bytes for each in locked)
+        held = sum(rank_locked.bytes for rank_locked in locked)
         words = (
             f"; {format_bytes(held)} of host memory page-locked in {locked[slowest].seconds:.1f} s (the slowest: rank {slowest})"
         )
@@ -236,13 +236,13 @@ def arguments_against(plan: Plan, args: Any) -> Iterator[Problem]:
     yield from launch_mismatches(plan, args)
     yield from _backend(args)
     if plan.schedule == "double_buffered" and isinstance(getattr(args, "lynx_check", None), int):
-        found = "a plan without flushes, whose gradients are not complete when a step ends"
+        reason = "a plan without flushes, whose gradients are not complete when a step ends"
         todo = "check frames, or a plan for --lynx-schedule flush"
-        yield Problem("--lynx-check", found, "--lynx-check frames, or a plan that flushes", todo)
-    found, planned = getattr(args, "lynx_schedule", "flush"), plan.schedule.replace("_", "-")
-    if found != planned:
+        yield Problem("--lynx-check", reason, "--lynx-check frames, or a plan that flushes", todo)
+    schedule, planned = getattr(args, "lynx_schedule", "flush"), plan.schedule.replace("_", "-")
+    if schedule != planned:
         todo = "launch with the plan's, or make a plan for this one"
-        yield Problem("--lynx-schedule", str(found), f"{planned}, as the plan has it", todo)
+        yield Problem("--lynx-schedule", str(schedule), f"{planned}, as the plan has it", todo)
     yield from refused(args, ["plan"], attrgetter("option"), ARGUMENTS)
 
 

@@ -60,13 +60,13 @@ class Metrics:
         if not self._wanted or step % self._args.tensorboard_log_interval:
             return counts
         self._write()
-        found = {name: UNKNOWN if value is None else value for name, value in named(counts).items()}
-        values = torch.tensor(list(found.values()), dtype=torch.float64, device="cpu")
+        figures = {name: UNKNOWN if value is None else value for name, value in named(counts).items()}
+        values = torch.tensor(list(figures.values()), dtype=torch.float64, device="cpu")
         work = None
         if self._group is not None:
             last = dist.get_world_size() - 1
             work = dist.reduce(values, dst=last, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        self._pending = _Pending(step, list(found), values, work)
+        self._pending = _Pending(step, list(figures), values, work)
         return counts
 
     def close(self) -> None:

@@ -52,7 +52,7 @@ from megatron_lynx.apply.live_run import LiveRun, live_run
 from megatron_lynx.apply.releases import installed_version
 from megatron_lynx.environment import ALLOCATOR, GROWING, nccl_ub_stands_alone
 from megatron_lynx.errors import LynxError, Problem
-from megatron_lynx.launch.ending import LastWord
+from megatron_lynx.launch.ending import FirstFailure
 from megatron_lynx.launch.message import stop
 from megatron_lynx.plan import Plan
 from megatron_lynx.plan.facts import PlannedDevice, without_options
@@ -115,7 +115,7 @@ def moment_of(error: BaseException, rank: Rank) -> Moment | None:
     """The moment; None for an error outside of passes, updates and messages."""
     causes = [*causes_of(error)]
     where = next(filter(None, map(whereabouts_of, causes)), None)
-    frames = [frame for each in causes for frame, _ in walk_tb(each.__traceback__)]
+    frames = [frame for cause in causes for frame, _ in walk_tb(cause.__traceback__)]
     passed = [_Passed(str(frame.f_globals.get("__name__", "")), frame.f_code.co_name, frame.f_locals) for frame in frames]
     if (entry := _put_off(passed)) is not None:
         layer, linear = entry.linear
@@ -182,10 +182,10 @@ def _put_off(passed: Sequence[_Passed]) -> Entry | None:
 
 
 def causes_of(error: BaseException) -> Iterator[BaseException]:
-    found: BaseException | None = error
-    while found is not None:
-        yield found
-        found = found.__cause__
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
 
 
 def _is_in(passed: Sequence[_Passed], module: Any) -> bool:
@@ -222,11 +222,11 @@ def _problems(error: BaseException, moment: Moment, rank: Rank, predicted: Predi
     if allocator is None:
         yield Problem(where, str(error).partition("\n")[0], "")
     else:
-        found = f"{format_bytes(allocator.allocated_bytes)} allocated and {format_bytes(allocator.asked_bytes)} asked for, of"
+        usage = f"{format_bytes(allocator.allocated_bytes)} allocated and {format_bytes(allocator.asked_bytes)} asked for, of"
         needed = "no more than was planned"
         if at_most is not None:
             needed = f"at most {format_bytes(at_most[0])} at this moment, as planned"
-        yield Problem(where, f"{found} {format_bytes(allocator.limit_bytes)}", needed)
+        yield Problem(where, f"{usage} {format_bytes(allocator.limit_bytes)}", needed)
     yield Problem("planned", _planned(predicted, at_most), "")
     yield from _load(error, rank)
     if allocator is not None:
@@ -240,9 +240,9 @@ def _problems(error: BaseException, moment: Moment, rank: Rank, predicted: Predi
 def _load(error: BaseException, rank: Rank) -> Iterator[Problem]:
     where, planned = whereabouts_of(error), rank.plan.model.moe_load
     if where is not None and where.expert_load > planned:
-        found = f"{where.expert_load:.2f} of a balanced share of tokens on this rank, in this step"
+        load = f"{where.expert_load:.2f} of a balanced share of tokens on this rank, in this step"
         todo = "make a plan for such a load (model.experts.load)"
-        yield Problem("experts", found, f"{planned:.2f}, for which the plan was made", todo)
+        yield Problem("experts", load, f"{planned:.2f}, for which the plan was made", todo)
 
 
 def _planned(predicted: Predicted, at_most: tuple[int, str] | None) -> str:
@@ -261,8 +261,8 @@ def _held(states: Mapping[str, int], allocator: Allocator) -> str:
 def _largest(kinds: Mapping[str, int]) -> str:
     ordered = sorted(kinds.items(), key=lambda kind: -kind[1])
     words = [f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in ordered[:LARGEST]]
-    others = sum(size for _, size in ordered[LARGEST:])
-    return ", ".join([*words, *([f"others {format_bytes(others)}"] if others else [])])
+    others_bytes = sum(size for _, size in ordered[LARGEST:])
+    return ", ".join([*words, *([f"others {format_bytes(others_bytes)}"] if others_bytes else [])])
 
 
 def _reserve(allocator: Allocator, device: PlannedDevice | None) -> Iterator[Problem]:
@@ -277,10 +277,10 @@ def _reserve(allocator: Allocator, device: PlannedDevice | None) -> Iterator[Pro
         ),
         ("reserved and not allocated", allocator.unused_bytes, device.slack_bytes),
     )
-    short = [(name, found, planned) for name, found, planned in parts if found > planned]
-    for name, found, planned in short:
+    short = [(name, used_bytes, planned) for name, used_bytes, planned in parts if used_bytes > planned]
+    for name, used_bytes, planned in short:
         yield Problem(
-            f"reserve, {name}", format_bytes(found), f"at most {format_bytes(planned)}, as planned: this part was too small"
+            f"reserve, {name}", format_bytes(used_bytes), f"at most {format_bytes(planned)}, as planned: this part was too small"
         )
     if not short:
         yield Problem("reserve", "large enough in each of its parts", "")
@@ -288,10 +288,10 @@ def _reserve(allocator: Allocator, device: PlannedDevice | None) -> Iterator[Pro
 
 def _fragmented(allocator: Allocator) -> str:
     unused, free = format_bytes(allocator.unused_bytes), format_bytes(allocator.free_bytes)
-    there = f"{unused} reserved and not allocated, {free} free"
+    summary = f"{unused} reserved and not allocated, {free} free"
     if not allocator.lacking_bytes:
-        return f"{there}: together enough, so it is to blame alone"
-    return f"{there}: without it {format_bytes(allocator.lacking_bytes)} would lack all the same"
+        return f"{summary}: together enough, so it is to blame alone"
+    return f"{summary}: without it {format_bytes(allocator.lacking_bytes)} would lack all the same"
 
 
 DIGITS = 4
@@ -381,8 +381,8 @@ class Allocator:
 
 
 def _size_in(pattern: re.Pattern[str], text: str) -> int | None:
-    found = pattern.search(text)
-    return None if found is None else round(float(found.group(1)) * _UNITS[found.group(2)])
+    match = pattern.search(text)
+    return None if match is None else round(float(match.group(1)) * _UNITS[match.group(2)])
 
 
 def states_held(models: Iterable[Module], optimizer: Any) -> dict[str, int]:
@@ -396,13 +396,13 @@ def states_held(models: Iterable[Module], optimizer: Any) -> dict[str, int]:
         "gradients": [gradient for gradient in gradients if gradient is not None],
         "optimizer": [tensor for tensor in _tensors_of(optimizer) if not devices or tensor.device.type in devices],
     }
-    found = {kind: _memory(tensors, counted) for kind, tensors in kinds.items()}
-    return {kind: size for kind, size in found.items() if size}
+    kind_bytes = {kind: _memory(tensors, counted) for kind, tensors in kinds.items()}
+    return {kind: size for kind, size in kind_bytes.items() if size}
 
 
 def has_state(optimizer: Any) -> bool:
     """Whether an optimizer has created its state, in a step or from a checkpoint."""
-    return any(_states_of(each) for each in _inner(optimizer))
+    return any(_states_of(inner) for inner in _inner(optimizer))
 
 
 def _memory(tensors: Iterable[Tensor], counted: set[int]) -> int:
@@ -420,7 +420,7 @@ def _tensors_of(optimizer: Any) -> Iterator[Tensor]:
     for inner in _inner(optimizer):
         parameters = (parameter for group in getattr(inner, "param_groups", ()) for parameter in group["params"])
         states = (value for state in _states_of(inner).values() for value in state.values())
-        yield from (each for each in (*parameters, *states) if isinstance(each, Tensor))
+        yield from (tensor for tensor in (*parameters, *states) if isinstance(tensor, Tensor))
 
 
 def _inner(optimizer: Any) -> Iterator[Any]:
@@ -443,12 +443,12 @@ class MemoryWatch:
         self._run: LiveRun | None = None
         self._optimizer: Any = None
         self._stepped = False
-        self._last_word: LastWord | None = None
+        self._first_failure: FirstFailure | None = None
 
     def under(self, plan: Plan | None, path: str) -> None:
         """Watch runs under this plan from now on. Call after torch.distributed is initialised."""
         self._plan, self._path = plan, path
-        self._last_word = None if plan is None else LastWord()
+        self._first_failure = None if plan is None else FirstFailure()
 
     def trains(self, model: Any, optimizer: Any) -> None:
         run = live_run(model)
@@ -461,15 +461,15 @@ class MemoryWatch:
         try:
             yield
         except Exception as error:
-            if self._plan is None or self._last_word is None or isinstance(error, OutOfDeviceMemory):
+            if self._plan is None or self._first_failure is None or isinstance(error, OutOfDeviceMemory):
                 raise
-            found = explained(error, self._rank(self._plan), self._how_far(), self._path)
-            if found is not None:
-                raise (found if self._last_word.is_first() else found.too()) from error
+            explanation = explained(error, self._rank(self._plan), self._how_far(), self._path)
+            if explanation is not None:
+                raise (explanation if self._first_failure.is_first() else explanation.too()) from error
             if not isinstance(error, LynxError):
-                self._last_word.follow()
-            elif not self._last_word.is_first():
-                self._last_word.follow(error.exit_status)
+                self._first_failure.follow()
+            elif not self._first_failure.is_first():
+                self._first_failure.follow(error.exit_status)
             raise
 
     @contextmanager

@@ -238,22 +238,22 @@ def _reserve(report: Report) -> Iterator[str]:
     if not outside or not slack:
         return
     planned = (None, None) if report.reserve is None else (report.reserve.outside_bytes, report.reserve.slack_bytes)
-    others = f"{_used(max(outside), planned[0])} outside PyTorch's allocator (context, libraries, NCCL)"
-    yield f"reserve: {others}, {_used(max(slack), planned[1])} reserved and not allocated"
+    outside_use = f"{_used(max(outside), planned[0])} outside PyTorch's allocator (context, libraries, NCCL)"
+    yield f"reserve: {outside_use}, {_used(max(slack), planned[1])} reserved and not allocated"
 
 
-def _used(found: int, planned: int | None) -> str:
-    return format_bytes(found) if planned is None else f"{format_bytes(found)} of {format_bytes(planned)} used"
+def _used(used_bytes: int, planned: int | None) -> str:
+    return format_bytes(used_bytes) if planned is None else f"{format_bytes(used_bytes)} of {format_bytes(planned)} used"
 
 
 def _load(report: Report) -> Iterator[str]:
-    most = max(report.stages, key=lambda row: row.measured.expert_load)
-    if report.planned_load is None or not most.measured.expert_load:
+    fullest = max(report.stages, key=lambda row: row.measured.expert_load)
+    if report.planned_load is None or not fullest.measured.expert_load:
         return
-    found = f"experts: stage {most.stage} had a rank with {most.measured.expert_load:.2f} of a balanced share of tokens"
+    load = f"experts: stage {fullest.stage} had a rank with {fullest.measured.expert_load:.2f} of a balanced share of tokens"
     planned = f"its plan was made for {report.planned_load:.2f}"
-    more = ": expect more bytes and seconds than predicted" if most.measured.expert_load > report.planned_load else ""
-    yield f"{found}, {planned}{more}"
+    more = ": expect more bytes and seconds than predicted" if fullest.measured.expert_load > report.planned_load else ""
+    yield f"{load}, {planned}{more}"
     fallen = max(report.stages, key=lambda row: row.measured.fell_back)
     if fallen.measured.fell_back:
         often = f"{fallen.measured.fell_back} halves of a step fell back on stage {fallen.stage}"
@@ -351,8 +351,8 @@ class Reporter:
         return logged(self._figures(self._clock.known(), self._peak.most(), _known(counts))) | logged(predicted)
 
     def _figures(self, seconds: StepSeconds | None, peak: Peak, counts: Mapping[str, Any]) -> StageMeasured:
-        found = self._known | dict(counts) | (seconds._asdict() if seconds else {}) | peak._asdict()
-        return StageMeasured(ranks=1, slack_bytes=peak.slack_bytes, **found)
+        figures = self._known | dict(counts) | (seconds._asdict() if seconds else {}) | peak._asdict()
+        return StageMeasured(ranks=1, slack_bytes=peak.slack_bytes, **figures)
 
     @property
     def _is_timed(self) -> bool:
@@ -371,10 +371,10 @@ class Reporter:
         report = Report(
             when=when,
             step=self._step,
-            stages=rows(self._plan, [(stage, found) for stage, found, _ in ranks]),
+            stages=rows(self._plan, [(stage, measured) for stage, measured, _ in ranks]),
             planned_load=load,
             reserve=reserve_of(self._plan),
-            met=largest_input(found for _, _, found in ranks),
+            met=largest_input(step_input for _, _, step_input in ranks),
         )
         self._reports.append(report)
         on_rank_0("megatron-lynx: " + "\n".join(lines(report)))

@@ -103,9 +103,9 @@ def step_input(plan: Plan, seen: InputSeen, steps: int, shards: int) -> StepInpu
     )
 
 
-def largest_input(found: Iterable[StepInput | None]) -> StepInput | None:
+def largest_input(inputs: Iterable[StepInput | None]) -> StepInput | None:
     """The input of the rank with most work, which determines the step; None if it was as planned, or is unknown."""
-    fullest = max((met for met in found if met is not None), key=lambda met: met.passes, default=None)
+    fullest = max((met for met in inputs if met is not None), key=lambda met: met.passes, default=None)
     return None if fullest is None or fullest.as_planned else fullest
 
 
@@ -114,31 +114,33 @@ def parts_of(spans: Sequence[Span], has_experts: Callable[[int], bool]) -> StepP
     halves: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     waits: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
     for span, inside in _nested(span for span in spans if span.kind not in ON_COPY_STREAMS):
-        own_s = span.end_s - span.start_s - sum(each.end_s - each.start_s for each in inside)
+        own_s = span.end_s - span.start_s - sum(inner_span.end_s - inner_span.start_s for inner_span in inside)
         if span.kind in COMPUTING or span.kind == "weight_gradient":
             halves[_kind(span.half, span.layer, has_experts)][span.kind].append(own_s)
         elif span.kind == "window":
             name, _, layer = str(span.window).partition("@")
             passing, half, ordinal = name.split(".")
             place = f"{passing}.{_kind(half, int(layer), has_experts)}.{ordinal}"
-            replays_s = sum(each.end_s - each.start_s for each in inside if each.kind == "replay")
+            replays_s = sum(inner_span.end_s - inner_span.start_s for inner_span in inside if inner_span.kind == "replay")
             waits[place].append((span.end_s - span.start_s, own_s, replays_s))
     return StepParts(
-        halves={kind: _half(found) for kind, found in sorted(halves.items())},
-        waits={place: _waits(found) for place, found in sorted(waits.items())},
+        halves={kind: _half(seconds_by_kind) for kind, seconds_by_kind in sorted(halves.items())},
+        waits={place: _waits(wait_times) for place, wait_times in sorted(waits.items())},
     )
 
 
-def _half(found: Mapping[str, Sequence[float]]) -> HalfSeconds:
-    """`found`: seconds by kind of span. The median is used for passes, as other work may have delayed some."""
-    seconds = sum(len(found[passing]) * median(found[passing]) for passing in COMPUTING if found[passing])
-    return HalfSeconds(calls=len(found["forward"]), seconds=seconds + sum(found["weight_gradient"]))
+def _half(seconds_by_kind: Mapping[str, Sequence[float]]) -> HalfSeconds:
+    """`seconds_by_kind`: seconds by kind of span. The median is used for passes, as other work may have delayed some."""
+    seconds = sum(
+        len(seconds_by_kind[passing]) * median(seconds_by_kind[passing]) for passing in COMPUTING if seconds_by_kind[passing]
+    )
+    return HalfSeconds(calls=len(seconds_by_kind["forward"]), seconds=seconds + sum(seconds_by_kind["weight_gradient"]))
 
 
-def _waits(found: Sequence[tuple[float, float, float]]) -> WaitSeconds:
-    """`found`: for each wait its length, its rest after the work in it, and the recomputations in it."""
-    longer = [(whole_s, replays_s) for whole_s, rest_s, replays_s in found if rest_s > OVER * whole_s]
-    shorter = [(whole_s, replays_s) for whole_s, rest_s, replays_s in found if rest_s <= OVER * whole_s]
+def _waits(wait_times: Sequence[tuple[float, float, float]]) -> WaitSeconds:
+    """`wait_times`: for each wait its length, its rest after the work in it, and the recomputations in it."""
+    longer = [(whole_s, replays_s) for whole_s, rest_s, replays_s in wait_times if rest_s > OVER * whole_s]
+    shorter = [(whole_s, replays_s) for whole_s, rest_s, replays_s in wait_times if rest_s <= OVER * whole_s]
     return WaitSeconds(
         longer=len(longer),
         longer_s=sum(whole_s for whole_s, _ in longer),

@@ -66,8 +66,8 @@ def read(arguments: Sequence[str]) -> Command:
         taken = 1 if "=" in words[0] else 2
         host, words = [*host, *words[:taken]], words[taken:]
     if not words or words[0].startswith("-"):
-        found = "no arguments" if not words else f"{words[0]} first"
-        raise ConfigError("the launch cannot be read", [Problem("command line", found, "the training script first, then flags")])
+        start = "no arguments" if not words else f"{words[0]} first"
+        raise ConfigError("the launch cannot be read", [Problem("command line", start, "the training script first, then flags")])
     script = Path(words[0])
     if not script.is_file():
         raise ConfigError("the launch cannot be read", [Problem(str(script), "no such file", "a training script")])

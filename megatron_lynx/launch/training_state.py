@@ -87,11 +87,11 @@ _LOGGED = (
 
 def _logged_losses() -> Iterator[dict[str, Any]]:
     for module, path in _LOGGED:
-        found: Any = sys.modules.get(module)
+        attribute: Any = sys.modules.get(module)
         for name in path.split("."):
-            found = getattr(found, name, None)
-        if isinstance(found, dict):
-            yield found
+            attribute = getattr(attribute, name, None)
+        if isinstance(attribute, dict):
+            yield attribute
 
 
 def _copies(fields: Mapping[str, Any]) -> dict[str, Any]:

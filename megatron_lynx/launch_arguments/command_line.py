@@ -103,8 +103,8 @@ def command_line(words: Sequence[str]) -> CommandLine:
     rest = list(words)
     environment = []
     while rest and (rest[0] == "env" or ASSIGNMENT.fullmatch(rest[0])):
-        if found := ASSIGNMENT.fullmatch(rest.pop(0)):
-            environment.append((found[1], found[2]))
+        if assignment := ASSIGNMENT.fullmatch(rest.pop(0)):
+            environment.append((assignment[1], assignment[2]))
     if not rest or rest[0].startswith("-"):
         return CommandLine(tuple(environment), (), None, tuple(rest))
     at = next((index for index, word in enumerate(rest) if word.endswith(".py")), None)
@@ -155,12 +155,12 @@ def read_launch_file(path: Path) -> LaunchFile:
         raise _refused(path, "no words" if lines else "an empty file")
     if (line := next(filter(SHELL_LINE.search, words), None)) is not None:
         raise _refused(path, f"a line of several words, {line if len(line) < 40 else f'{line[:37]}...'!r}")
-    named = [found[1] for line in comments if (found := CLUSTER.match(line))]
+    named = [match[1] for line in comments if (match := CLUSTER.match(line))]
     return LaunchFile(words, named[-1] if named else None)
 
 
-def _refused(path: Path, found: str) -> ConfigError:
-    return ConfigError(HEADLINE, [Problem(f"{OPTION} {path}", found, NEEDED, TODO)])
+def _refused(path: Path, content: str) -> ConfigError:
+    return ConfigError(HEADLINE, [Problem(f"{OPTION} {path}", content, NEEDED, TODO)])
 
 
 SECTIONS = ("language_model", "model_parallel")
@@ -178,16 +178,16 @@ def given_file(path: Path, arguments: Given, problems: list[Problem]) -> tuple[G
     if beside:
         needed = "no flag beside it: Megatron reads only the file"
         problems = [*problems, Problem("--yaml-cfg", f"also {', '.join(beside)}", needed)]
-    found = list(problems)
+    all_problems = list(problems)
     for key, name, value in _entries(read_yaml(path)):
         flag = next((flag for flag in table.of_name.get(name, ()) if arguments.release in flag.releases), None)
         flag = flag or next(iter(table.of_name.get(name, ())), None)
         if flag is None:
             if name not in table.no_flag and not (value is None or value is False):
-                found.append(_unknown(f"{path}: {key}", name, table))
+                all_problems.append(_unknown(f"{path}: {key}", name, table))
         elif value is not None:
-            values[name] = Value(flag, key, checked(flag, f"{path}: {key}", value, found))
-    return Given(values, arguments.releases, table, arguments.unknown), found
+            values[name] = Value(flag, key, checked(flag, f"{path}: {key}", value, all_problems))
+    return Given(values, arguments.releases, table, arguments.unknown), all_problems
 
 
 def _entries(data: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:

@@ -187,7 +187,7 @@ def container_of(name: str) -> Any:
 
 def _failed(where: str, module: str, error: BaseException) -> Problem:
     text = " ".join(str(error).split()) or "no reason"
-    found = f"{type(error).__name__}: {text if len(text) < 200 else f'{text[:197]}...'}"
+    cause = f"{type(error).__name__}: {text if len(text) < 200 else f'{text[:197]}...'}"
     written = f"write the container to a file where it can be had, cfg.to_yaml('cfg.yaml'), and give that: {OPTION} cfg.yaml"
     needed = "what can be imported here, with Megatron-Bridge and all that it needs"
     missing = next((one.name for one in _chain(error, stated=True) if isinstance(one, ModuleNotFoundError)), None)
@@ -195,12 +195,12 @@ def _failed(where: str, module: str, error: BaseException) -> Problem:
         package = missing.partition(".")[0]
         return Problem(where, f"no package {package} (import {missing})", needed, f"install {package}, or {written}")
     if isinstance(error, ImportError):
-        return Problem(where, found, needed, f"or {written}")
+        return Problem(where, cause, needed, f"or {written}")
     hubs = ("huggingface_hub", "requests", "httpx", "urllib3", "urllib")
     if any(type(one).__module__.split(".")[0] in hubs or "huggingface.co" in str(one) for one in _chain(error)):
         needed = "a recipe that needs no network: this one asks a hub for a model's configuration"
-        return Problem(where, found, needed, f"let it ask ({OFFLINE}=0), or {written}")
-    return Problem(where, found, "a function without arguments that returns a ConfigContainer")
+        return Problem(where, cause, needed, f"let it ask ({OFFLINE}=0), or {written}")
+    return Problem(where, cause, "a function without arguments that returns a ConfigContainer")
 
 
 def _chain(error: BaseException, *, stated: bool = False) -> list[BaseException]:
@@ -273,8 +273,8 @@ def _other_class(model: Any) -> str | None:
         return None if name in MODELS else name
     if isinstance(model, SimpleNamespace):
         return None
-    own = next((one for one in type(model).__mro__ if "provide" in vars(one)), type(model))
-    return None if own.__name__ in MODELS else type(model).__name__
+    defining_class = next((one for one in type(model).__mro__ if "provide" in vars(one)), type(model))
+    return None if defining_class.__name__ in MODELS else type(model).__name__
 
 
 def activation(container: Container) -> tuple[str, bool]:

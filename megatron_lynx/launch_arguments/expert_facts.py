@@ -153,8 +153,8 @@ def _capacity(given: Given, problems: list[Problem]) -> Iterator[Fact]:
             needed = "--moe-expert-capacity-factor beside it"
             problems.append(Problem(given.origin(PADDED), "given", needed, "Megatron stops here"))
         return
-    most = ranks * min(1.0, max(1, count // ranks) / (given["moe_router_topk"] or 1))
-    bound, origin = min(factor, most), given.origin(CAPACITY)
+    largest_bound = ranks * min(1.0, max(1, count // ranks) / (given["moe_router_topk"] or 1))
+    bound, origin = min(factor, largest_bound), given.origin(CAPACITY)
     yield Fact("model.experts.drops", True, f"{origin}: tokens beyond are dropped")
     if padded:
         yield Fact("model.experts.load", bound, f"{origin}, {given.origin(PADDED)}: as many rows for every expert")
@@ -193,8 +193,8 @@ def _rank_capacity(given: Given, problems: list[Problem], backend: str) -> Itera
 def _widths(given: Given) -> Iterator[Fact]:
     if given["moe_ffn_hidden_size"] is not None:
         yield Fact("model.experts.ffn", given["moe_ffn_hidden_size"], given.origin("moe_ffn_hidden_size"))
-    elif (found := ffn_of(given)) is not None:
-        yield Fact("model.experts.ffn", found[0], f"{found[1]}: no --moe-ffn-hidden-size")
+    elif (ffn := ffn_of(given)) is not None:
+        yield Fact("model.experts.ffn", ffn[0], f"{ffn[1]}: no --moe-ffn-hidden-size")
     shared = given["moe_shared_expert_intermediate_size"]
     if shared is not None:
         yield Fact("model.experts.shared_ffn", shared, given.origin("moe_shared_expert_intermediate_size"))
@@ -203,9 +203,9 @@ def _widths(given: Given) -> Iterator[Fact]:
 
 
 def _layers(given: Given, problems: list[Problem]) -> Iterator[Fact]:
-    found, origin = layer_pattern(given, FREQ, problems, "([0]+[1]*26)"), given.origin(FREQ)
-    if isinstance(found, int) and found > 1:
-        yield Fact("model.experts.layers", found, f"{origin}: the first of every {found}")
-    elif isinstance(found, list):
-        spans = as_spans(number for number, one in enumerate(found, start=1) if one)
+    pattern, origin = layer_pattern(given, FREQ, problems, "([0]+[1]*26)"), given.origin(FREQ)
+    if isinstance(pattern, int) and pattern > 1:
+        yield Fact("model.experts.layers", pattern, f"{origin}: the first of every {pattern}")
+    elif isinstance(pattern, list):
+        spans = as_spans(number for number, one in enumerate(pattern, start=1) if one)
         yield Fact("model.experts.layers", list(spans), f"{origin} {written(given, FREQ)}")

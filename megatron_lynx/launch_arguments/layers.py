@@ -103,11 +103,11 @@ def window_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     origin, layers = given.origin(SKIPPED), given["num_layers"]
     if given[SKIPPED] is None or not layers:
         return
-    found = layer_pattern(given, SKIPPED, problems, "([1]*3+[0])*8")
-    if isinstance(found, int):
-        yield Fact("model.window.share", 1 - layers // found / layers, f"{origin}: every {found}th layer sees all")
-    elif found is not None:
-        yield Fact("model.window.share", sum(found) / layers, f"{origin} {written(given, SKIPPED)}")
+    pattern = layer_pattern(given, SKIPPED, problems, "([1]*3+[0])*8")
+    if isinstance(pattern, int):
+        yield Fact("model.window.share", 1 - layers // pattern / layers, f"{origin}: every {pattern}th layer sees all")
+    elif pattern is not None:
+        yield Fact("model.window.share", sum(pattern) / layers, f"{origin} {written(given, SKIPPED)}")
 
 
 PATTERN, SPEC = "hybrid_layer_pattern", "spec"
@@ -135,9 +135,9 @@ def in_words_of_a_gpt(given: Given, problems: list[Problem]) -> Given:
         values["moe_layer_freq"] = f"[{','.join(map(str, having))}]"
     elif any(having) or given["num_experts"]:
         problems.append(Problem(PATTERN_FLAG, pattern, "--num-experts beside it where it has experts (E), and only there"))
-    told = {name: Value(given.table.of_name[name][-1], PATTERN_FLAG, value) for name, value in values.items()}
+    pattern_values = {name: Value(given.table.of_name[name][-1], PATTERN_FLAG, value) for name, value in values.items()}
     kept = {name: value for name, value in given.values.items() if not (name == SPEC and STOCK_SPEC in str(value.value))}
-    return replace(given, values={**kept, **told})
+    return replace(given, values={**kept, **pattern_values})
 
 
 def is_hybrid(given: Given) -> bool:
@@ -182,23 +182,23 @@ def opaque_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
         figures = {"mamba": _mamba, KNOWN: _delta_net}
         if having:
             every = having.items()
-            found = [_in_layers(figures[kind](given) if kind in figures else {"kind": kind}, layers) for kind, layers in every]
-            yield Fact("model.opaque", found, PATTERN_FLAG)
+            kinds = [_in_layers(figures[kind](given) if kind in figures else {"kind": kind}, layers) for kind, layers in every]
+            yield Fact("model.opaque", kinds, PATTERN_FLAG)
         return
     linear, origins = _linear(given, problems), []
-    found = []
+    kinds = []
     if linear:
-        found.append(_in_layers(_delta_net(given), linear))
+        kinds.append(_in_layers(_delta_net(given), linear))
         origins += [given.origin(FREQ)]
-    others = [layer for layer in range(1, given["num_layers"] + 1) if layer not in linear]
-    if given[GATE] and others:
+    attention_layers = [layer for layer in range(1, given["num_layers"] + 1) if layer not in linear]
+    if given[GATE] and attention_layers:
         size = given["kv_channels"] or given["hidden_size"] // given["num_attention_heads"]
         groups = given["num_query_groups"] if given["group_query_attention"] else given["num_attention_heads"]
         widths = {"queries": size * given["num_attention_heads"], "keys": size * groups, "seq": given["seq_length"]}
-        found.append(_in_layers(gated_attention(given["hidden_size"], element_of(given), **widths), others))
+        kinds.append(_in_layers(gated_attention(given["hidden_size"], element_of(given), **widths), attention_layers))
         origins += [given.origin(GATE)]
-    if found:
-        yield Fact("model.opaque", found, ", ".join(origins))
+    if kinds:
+        yield Fact("model.opaque", kinds, ", ".join(origins))
 
 
 def without_known(given: Given) -> Given:
@@ -234,8 +234,8 @@ def _linear(given: Given, problems: list[Problem]) -> list[int]:
     if given[FREQ] is None:
         problems.append(Problem(given.origin(VARIANT), KNOWN, "--linear-attention-freq beside it", "Megatron stops here"))
         return []
-    found = layer_pattern(given, FREQ, problems, "([1]*3+[0]*1)*12")
+    pattern = layer_pattern(given, FREQ, problems, "([1]*3+[0]*1)*12")
     numbers = range(1, given["num_layers"] + 1)
-    if isinstance(found, int):
-        return [layer for layer in numbers if layer % found]
-    return [layer for layer, one in zip(numbers, found or (), strict=False) if one]
+    if isinstance(pattern, int):
+        return [layer for layer in numbers if layer % pattern]
+    return [layer for layer, one in zip(numbers, pattern or (), strict=False) if one]

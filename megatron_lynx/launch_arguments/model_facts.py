@@ -129,8 +129,8 @@ def _kinds(given: Given, problems: list[Problem]) -> Iterator[Fact]:
         yield Fact("model.cross_entropy", given[name], f"{given.origin('cross_entropy_loss_fusion')}, {given.origin(name)}")
     if given["deterministic_mode"]:
         if given["cross_entropy_loss_fusion"]:
-            found = f"also {given.origin('cross_entropy_loss_fusion')}"
-            problems.append(Problem(given.origin("deterministic_mode"), found, "one of them: Megatron refuses both"))
+            conflict = f"also {given.origin('cross_entropy_loss_fusion')}"
+            problems.append(Problem(given.origin("deterministic_mode"), conflict, "one of them: Megatron refuses both"))
         yield Fact("model.deterministic", True, given.origin("deterministic_mode"))
     if given["fp16"] and given["bf16"]:
         problems.append(Problem("--fp16", "also --bf16", "one of them"))
@@ -176,15 +176,15 @@ def _activation(given: Given, problems: list[Problem]) -> Fact:
 
 
 def _position(given: Given, problems: list[Problem]) -> Fact:
-    found = "rope" if given["use_rotary_position_embeddings"] else given["position_embedding_type"]
+    embedding = "rope" if given["use_rotary_position_embeddings"] else given["position_embedding_type"]
     known = {"learned_absolute": "learned", "rope": "rope", "yarn": "rope", "none": "rope"}
     origin = given.origin("use_rotary_position_embeddings", "position_embedding_type")
-    origin += " none: counted as rope, which keeps more" if found == "none" else ""
-    if found not in known:
-        problems.append(Problem(origin, str(found), f"one of {', '.join(known)}", "other positions are not modelled"))
-    if known.get(found) == "learned" and given["add_position_embedding"] is False:
+    origin += " none: counted as rope, which keeps more" if embedding == "none" else ""
+    if embedding not in known:
+        problems.append(Problem(origin, str(embedding), f"one of {', '.join(known)}", "other positions are not modelled"))
+    if known.get(embedding) == "learned" and given["add_position_embedding"] is False:
         problems.append(Problem(given.origin("add_position_embedding"), "given", "--position-embedding-type rope beside it"))
-    return Fact("model.position", known.get(found, "rope"), origin)
+    return Fact("model.position", known.get(embedding, "rope"), origin)
 
 
 def _attention(given: Given) -> Iterator[Fact]:
@@ -231,10 +231,10 @@ def fp8_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     bits = next((bits for bits in ("fp8", "fp4") if given[bits]), None)
     if bits is None:
         return
-    flag, found, recipe = given.origin(bits), given[bits], given[f"{bits}_recipe"]
+    flag, number_format, recipe = given.origin(bits), given[bits], given[f"{bits}_recipe"]
     if bits == "fp8" and given["fp4"]:
         problems.append(Problem(f"{flag}, {given.origin('fp4')}", "both", "one of them, as Megatron has it"))
-    yield Fact("model.fp8.format", found, flag)
+    yield Fact("model.fp8.format", number_format, flag)
     if recipe == "custom":
         known = [known for known in STORED if (known == "nvfp4") == (bits == "fp4")]
         problems.append(Problem(given.origin(f"{bits}_recipe"), recipe, " or ".join(known)))
@@ -254,9 +254,9 @@ def fp8_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
                 f"model.fp8.{place}_in_bf16", given[name], f"{given.origin('first_last_layers_bf16')}, {given.origin(name)}"
             )
     if given["transformer_impl"] == "local":
-        problems.append(Problem(flag, found, "--transformer-impl transformer_engine beside it"))
+        problems.append(Problem(flag, number_format, "--transformer-impl transformer_engine beside it"))
     if not given["bf16"]:
-        problems.append(Problem(flag, found, "--bf16 beside it"))
+        problems.append(Problem(flag, number_format, "--bf16 beside it"))
 
 
 AWARE = "use_precision_aware_optimizer"

@@ -98,15 +98,15 @@ def layers_of_layout(text: str, mtp: int = 0) -> tuple[int, ...]:
     if strange := sorted(set(plain) - set("EtmL|")):
         raise _Uneven(f"{', '.join(map(repr, strange))} in {text!r}: needed E, t, m, L and |")
     stages = plain.split("|")
-    if (found := plain.count("m")) != mtp:
-        raise _Uneven(f"{found} times m in {text!r}: needed {mtp}, as --mtp-num-layers says")
-    if stages[-1].count("m") != found:
+    if (mtp_layers := plain.count("m")) != mtp:
+        raise _Uneven(f"{mtp_layers} times m in {text!r}: needed {mtp}, as --mtp-num-layers says")
+    if stages[-1].count("m") != mtp_layers:
         raise _Uneven(f"m in {text!r} before its last stage: needed all beside L; other places are not modelled")
     return tuple(stage.count("t") for stage in stages)
 
 
-def _repeated(found: re.Match[str]) -> str:
-    return found[1] * int(found[2])
+def _repeated(match: re.Match[str]) -> str:
+    return match[1] * int(match[2])
 
 
 INSTANCES = "num_distributed_optimizer_instances"
@@ -193,8 +193,10 @@ def _levels(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     if sizes and None in sizes:
         return  # reported before
     if not sizes or len(sizes) != 2 or min(sizes) < 1 or sizes[0] * sizes[1] != context:
-        found = " ".join(map(str, sizes)) if sizes else "nothing"
-        problems.append(Problem(given.origin(LEVELS), found, f"two sizes whose product is --context-parallel-size ({context})"))
+        given_sizes = " ".join(map(str, sizes)) if sizes else "nothing"
+        problems.append(
+            Problem(given.origin(LEVELS), given_sizes, f"two sizes whose product is --context-parallel-size ({context})")
+        )
         return
     yield Fact("parallel.context_levels", list(sizes), given.origin(LEVELS))
 

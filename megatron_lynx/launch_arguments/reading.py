@@ -225,20 +225,20 @@ def _circumstances(given: Given, *, planning: bool) -> Iterator[str]:
 
 def _refused(given: Given, today: Today, circumstances: Collection[str]) -> Iterator[Problem]:
     """Yield every flag that is refused in these circumstances, once, unless a plan replaces it."""
-    told = set(today.replaced)
+    reported = set(today.replaced)
     if not has_experts(given):
-        told.update(name for name in given.values if name.startswith(EXPERTS_OWN))
+        reported.update(name for name in given.values if name.startswith(EXPERTS_OWN))
     for limit, under in limits(circumstances, ARGUMENTS):
         value = given.values.get(limit.argument)
-        if value is None or limit.allows(value.value) or limit.argument in told:
+        if value is None or limit.allows(value.value) or limit.argument in reported:
             continue
         if under == "any" and value.value == given.table.default(limit.argument, given.release):
             continue
-        told.add(limit.argument)
-        found = "given" if value.flag.takes == 0 and value.said.startswith("--") else str(value.value)
-        plain = found == "given" if limit.allowed else under == "any"
+        reported.add(limit.argument)
+        state = "given" if value.flag.takes == 0 and value.said.startswith("--") else str(value.value)
+        plain = state == "given" if limit.allowed else under == "any"
         needed = f"{'a launch without it' if plain else limit.needed} {CIRCUMSTANCES[under]}".rstrip()
-        yield Problem(value.said, found, f"{needed}: {limit.reason}", OR_ELSE.get(under, ""))
+        yield Problem(value.said, state, f"{needed}: {limit.reason}", OR_ELSE.get(under, ""))
 
 
 def _without_matter(given: Given) -> dict[str, tuple[str, ...]]:
@@ -261,10 +261,10 @@ def _substitutes(given: Given, facts: Sequence[Fact]) -> Iterator[tuple[str, str
     if has_experts(given) and given["moe_token_dispatcher_type"] == "flex":
         yield given.origin("moe_token_dispatcher_type"), DISPATCH
     for fact in facts:
-        for each in fact.value if fact.place == "model.opaque" else ():
-            if "kept_bytes" in each:
-                kept = f"{MARGIN:g} times {each['kept_bytes']} bytes a token, read in code and not measured"
-                yield fact.origin, f"{each['kind']}, kept whole, {kept}: leave room, or put a profile in place of it"
+        for layer_kind in fact.value if fact.place == "model.opaque" else ():
+            if "kept_bytes" in layer_kind:
+                kept = f"{MARGIN:g} times {layer_kind['kept_bytes']} bytes a token, read in code and not measured"
+                yield fact.origin, f"{layer_kind['kind']}, kept whole, {kept}: leave room, or put a profile in place of it"
     if (fork := of_a_fork(given)) is not None:
         yield fork, "a squared ReLU: it keeps and moves as much, its own parameters apart"
     # Eager operators of Megatron's own layers save scores in fp32 and a copy in 16 bits (`FusedScaleMaskSoftmax`).

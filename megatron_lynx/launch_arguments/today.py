@@ -127,8 +127,8 @@ def today_of(given: Given, problems: list[Problem], *, planning: bool = False) -
     flags = tuple(dict.fromkeys(map(given.origin, said))) if switched_on else ()
     not_priced = tuple(f"{given.origin(name)}: {why}" for name, why in NOT_PRICED.items() if given[name])
     if given[FINE_GRAINED]:
-        others = [name for name, least in LOWER_BOUND.items() if given[name] not in (None, least)]
-        not_priced += tuple(f"{given.origin(name)}: only Megatron's default is priced" for name in others)
+        unpriced_names = [name for name, least in LOWER_BOUND.items() if given[name] not in (None, least)]
+        not_priced += tuple(f"{given.origin(name)}: only Megatron's default is priced" for name in unpriced_names)
     of_graphs = tuple(given.origin(name) for name in said if name in OF_GRAPHS)
     return Today(_setting(given), flags, not_priced, beside, graphs, of_graphs, why_alone(given))
 
@@ -212,9 +212,9 @@ def _contradictions(given: Given) -> Iterator[Problem]:
     )
     for broken, name, needed in rules:
         if broken:
-            found = "given" if given[name] is True else str(given[name])
-            found = f"also {', '.join(map(given.origin, graphs[1:]))}" if name in graphs else found
-            yield Problem(given.origin(name), found, needed, STOPS)
+            conflict = "given" if given[name] is True else str(given[name])
+            conflict = f"also {', '.join(map(given.origin, graphs[1:]))}" if name in graphs else conflict
+            yield Problem(given.origin(name), conflict, needed, STOPS)
 
 
 def captures(given: Given) -> bool:
@@ -227,8 +227,8 @@ def why_alone(given: Given) -> str:
         return ""
     modules = _modules(given)
     if (refused := refused_capture(_implementation(given), modules, hybrid=_is_hybrid(given))) is not None:
-        found, why = refused
-        return f"{found}: {why}; nearest: --cuda-graph-impl {CAPTURABLE}"
+        refused_setting, why = refused
+        return f"{refused_setting}: {why}; nearest: --cuda-graph-impl {CAPTURABLE}"
     if {"attn", "mlp"}.issubset(modules) and not given["num_experts"]:
         return "attn and mlp: nothing is left to recompute, to offload or to fill"
     tried = ("tp_comm_overlap",) if (given["tensor_model_parallel_size"] or 1) == 1 else ()
@@ -239,7 +239,7 @@ def why_alone(given: Given) -> str:
 def graph_facts(given: Given, *, planning: bool) -> Iterator[Fact]:
     if planning and captures(given) and not why_alone(given):
         named = _modules(given)
-        yield Fact("model.captured", [each for each in CAPTURED_MODULES if each in named], given.origin(_named_by(given)))
+        yield Fact("model.captured", [module for module in CAPTURED_MODULES if module in named], given.origin(_named_by(given)))
 
 
 def _implementation(given: Given) -> str:
@@ -257,4 +257,4 @@ def _named_by(given: Given) -> str:
 
 
 def _modules(given: Given) -> tuple[str, ...]:
-    return tuple(str(each) for each in given[_named_by(given)] or () if str(each) != ALL_MODULES)
+    return tuple(str(module) for module in given[_named_by(given)] or () if str(module) != ALL_MODULES)

@@ -93,8 +93,8 @@ def test_what_installation_refuses_is_refused_by_plan_or_left_out(limit: Limit, 
         assert limit.option not in reading_of(said).changed({}).arguments
         return
     reasons = {each.reason for each, _ in limits(["any", under], ARGUMENTS) if each.argument == limit.argument}
-    told = [problem for problem in found if problem.where in flag.options and problem.needed.partition(": ")[2] in reasons]
-    assert len(told) == 1, found
+    refusals = [problem for problem in found if problem.where in flag.options and problem.needed.partition(": ")[2] in reasons]
+    assert len(refusals) == 1, found
 
 
 @pytest.mark.parametrize("under", FLAGS)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_lynx.launch.ending import LastWord
+from megatron_lynx.launch.ending import FirstFailure
 from tests.hurry import skip_in_a_hurry
 
 ROOT = Path(__file__).parents[2]
@@ -46,16 +46,16 @@ def test_every_rank_ends_and_one_message_is_seen(tmp_path: Path, failure: str, s
 def test_a_rank_that_fails_because_another_one_is_gone_is_silent() -> None:
     script = """
 import torch.distributed as dist
-from megatron_lynx.launch.ending import ENDED, LastWord
+from megatron_lynx.launch.ending import ENDED, FirstFailure
 from megatron_lynx.launch.out_of_memory import MemoryWatch
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 watch = MemoryWatch(lambda: "in step 1")
 watch.under(uniform_plan(tiny_job("gpt")), "plan.yaml")
-watch._last_word._store = dist.HashStore()
+watch._first_failure._store = dist.HashStore()
 if FOLLOWS:
-    watch._last_word._store.add(ENDED, 1)
+    watch._first_failure._store.add(ENDED, 1)
 with watch.watching():
     raise RuntimeError("Connection closed by peer")
 """
@@ -72,8 +72,8 @@ def test_a_rank_that_fails_behind_the_one_that_hosts_the_store_is_not_the_first(
         listening.bind(("127.0.0.1", 0))
         port = int(listening.getsockname()[1])
     host = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    word = LastWord()
-    word._store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    failure = FirstFailure()
+    failure._store = dist.TCPStore("127.0.0.1", port, is_master=False)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     del host
-    assert not word.is_first()
+    assert not failure.is_first()
