@@ -47,9 +47,11 @@ def filled_numbers(job: Job, stage: int, parameters: Parameters) -> int:
         multiple = lcm(
             sharers // job.parallel.optimizer_instances, ALIGNED, ALIGNED_FOR_BANDWIDTH if job.overlap.padded_buckets else 1
         )
-        number, each = _buckets(job, stage, parameters, count, sharers), count // job.chunks
+        number, chunk_numbers = _buckets(job, stage, parameters, count, sharers), count // job.chunks
         cut = number - (job.chunks - 1)  # in the first chunk's buffer
-        filled += (job.chunks - 1) * (-each % multiple) + (-each % multiple if cut == 1 else cut * (multiple - 1))
+        filled += (job.chunks - 1) * (-chunk_numbers % multiple) + (
+            -chunk_numbers % multiple if cut == 1 else cut * (multiple - 1)
+        )
     return filled
 
 

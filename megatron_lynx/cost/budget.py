@@ -79,15 +79,15 @@ def _on_device_bytes(job: Job, stage: int) -> int:
     Later moments may need more than the layers' backward: the embedding's backward, and updates without flushes. By then the
     micro-batch that has run backward holds less: at least its layers' inputs and the tensors saved by one half are freed.
     """
-    most, beside = most_beside_layers(job, stage), parts_beside_layers(job, stage)
-    left = job.memory_budget_bytes - most.total
-    if most.moment != "backward":
+    peak, beside = most_beside_layers(job, stage), parts_beside_layers(job, stage)
+    left = job.memory_budget_bytes - peak.total
+    if peak.moment != "backward":
         return left
     later = {"embedding_backward"} | (set() if beside.flushed else {"reduction", "first_update", "update"})
     later_bytes = max((beside.at(moment).total for moment in beside.moments if moment in later), default=0)
     shape, least = LayerShape.of(job), min(job.chunk_layers(stage))
     freed = least * shape.input_bytes + fullest_half_bytes(shape) if least else 0
-    return left - max(0, later_bytes - most.total - freed)
+    return left - max(0, later_bytes - peak.total - freed)
 
 
 OF_LEAVING = {

@@ -105,8 +105,8 @@ def _moved_outside(profile: Profile) -> float:
 
 
 def _both_s(half: HalfProfile, shares: dict[str, float]) -> tuple[float, float]:
-    own = [(half.items[name], share) for name, share in shares.items()]
-    return sum(share * item.forward_s for item, share in own), sum(share * item.backward_s for item, share in own)
+    item_shares = [(half.items[name], share) for name, share in shares.items()]
+    return sum(share * item.forward_s for item, share in item_shares), sum(share * item.backward_s for item, share in item_shares)
 
 
 def _weights_s(half: HalfProfile, names: Iterable[str] | None = None) -> float:

@@ -42,10 +42,10 @@ def window_lengths_s(
     `deferred`: linears with delayed weight gradients, which hide no collective here.
     """
     return tuple(
-        _exchanged_s(profile, passing, each)
-        if isinstance(each, Exchange)
-        else _exposed_s(profile, section, each, message_bytes, deferred)
-        for each in windows_of(profile, section, passing)
+        _exchanged_s(profile, passing, window)
+        if isinstance(window, Exchange)
+        else _exposed_s(profile, section, window, message_bytes, deferred)
+        for window in windows_of(profile, section, passing)
     )
 
 
@@ -69,18 +69,18 @@ def again_s(profile: Profile, section: Section, runs: Collection[str]) -> float:
 def under_way_s(profile: Profile, section: Section, item: str, *, gathers: bool = False) -> float:
     """Return the communication of one item that can overlap other compute. `gathers`: of its input, else of its output."""
     waits = _forward_waits(profile, section)
-    return sum(wait_s for own, carries, wait_s in waits if own == item and (carries == "input") == gathers)
+    return sum(wait_s for waiting_item, carries, wait_s in waits if waiting_item == item and (carries == "input") == gathers)
 
 
 def _forward_waits(profile: Profile, section: Section) -> Iterator[tuple[str, str, float]]:
     """Yield (item, tensor, seconds) of each wait: the item whose input is gathered, or whose output is reduced or exchanged."""
     waited, seconds = windows_of(profile, section, "fwd"), window_lengths_s(profile, "fwd", section, profile.message_bytes)
-    for each, wait_s in zip(waited, seconds, strict=True):
-        if isinstance(each, Exchange):
-            yield section.item(each.behind).name, each.carries, wait_s
+    for window, wait_s in zip(waited, seconds, strict=True):
+        if isinstance(window, Exchange):
+            yield section.item(window.behind).name, window.carries, wait_s
         else:
-            item = each.of or (section.column_parallel if each.carries == "input" else section.row_parallel)
-            yield item, each.carries, wait_s
+            item = window.of or (section.column_parallel if window.carries == "input" else section.row_parallel)
+            yield item, window.carries, wait_s
 
 
 def _exchanged_s(profile: Profile, passing: Pass, exchange: Exchange) -> float:

@@ -110,7 +110,7 @@ def policy_host_s(job: Job, profile: Profile, stage: int) -> HostSeconds:
         return NO_HOST_TIME
     counted = job.halves_on(stage)
     usual = job.model.halves.values()
-    halves = [_of(profile, each, BY_POLICY[job.policy]) * counted[each] for each in usual if not each.captured]
+    halves = [_of(profile, section, BY_POLICY[job.policy]) * counted[section] for section in usual if not section.captured]
     return sum(halves, start=NO_HOST_TIME)
 
 
@@ -131,10 +131,10 @@ class HostReport:
 
     @classmethod
     def of(cls, profile: Profile, bound: Sequence[HostLoad]) -> HostReport:
-        known, own = profile.host_time, profile.shape.implementation
+        known, implementation = profile.host_time, profile.shape.implementation
         if known is None:
             return cls(None, bound=tuple(bound))
-        return cls(known.cpu, known.taken_for(own), known.words_for(own), tuple(bound))
+        return cls(known.cpu, known.taken_for(implementation), known.words_for(implementation), tuple(bound))
 
     @property
     def as_json(self) -> dict[str, Any]:

@@ -90,8 +90,8 @@ class OnHost:
         rank_bytes = max(optimizer_host_bytes(job, stage) for stage in stages)
         if share := job.optimizer.states_on_host:
             return cls(share, rank_bytes, None, states=True)
-        most = max((stage_parameters(job, stage) for stage in stages), key=lambda parameters: parameters.total)
-        seconds = host_seconds(job, owned_parameters(job, most), adam) if priced else None
+        most_parameters = max((stage_parameters(job, stage) for stage in stages), key=lambda parameters: parameters.total)
+        seconds = host_seconds(job, owned_parameters(job, most_parameters), adam) if priced else None
         return cls(job.optimizer.offloaded, rank_bytes, seconds)
 
     @property
@@ -133,21 +133,21 @@ def states_s(job: Job, parameters: Parameters, adam_s: float, reduction_s: float
     The first chunk overlaps the gradient reduction, the others the update. Copies in both directions overlap. 0 without a
     description of PCIe.
     """
-    each, owned, pcie = bytes_each(job), owned_parameters(job, parameters), job.cluster.pcie
+    sizes, owned, pcie = bytes_each(job), owned_parameters(job, parameters), job.cluster.pcie
     if pcie is None or not job.optimizer.states_on_host:
         return 0.0
     main, window = restored_bytes(job, parameters)
     first = window / 2 if job.optimizer.chunk_mib else window
-    others = max(0.0, job.optimizer.states_on_host * each.moments * owned - first)
-    return max(0.0, pcie.shared_s(main + first) - reduction_s) + max(0.0, pcie.shared_s(others) - adam_s)
+    other_chunks_bytes = max(0.0, job.optimizer.states_on_host * sizes.moments * owned - first)
+    return max(0.0, pcie.shared_s(main + first) - reduction_s) + max(0.0, pcie.shared_s(other_chunks_bytes) - adam_s)
 
 
 def optimizer_host_bytes(job: Job, stage: int) -> int:
     """Return the peak host memory of one rank's optimizer, pinned blocks included."""
     share, parameters = job.optimizer.offloaded, stage_parameters(job, stage)
     if states := job.optimizer.states_on_host:
-        each = bytes_each(job)
-        return round(PINNED_ROUNDING * states * (each.main_parameter + each.moments) * owned_parameters(job, parameters))
+        sizes = bytes_each(job)
+        return round(PINNED_ROUNDING * states * (sizes.main_parameter + sizes.moments) * owned_parameters(job, parameters))
     if not share:
         return 0
     owned, element_bytes = owned_parameters(job, parameters), job.model.element_bytes
@@ -186,10 +186,10 @@ def host_shortage(job: Job, rank_bytes: float) -> Problem | None:
         return None
     optimizers = node.host_memory_gib * GIB - left
     parts = {"the optimizer's state and its copies": optimizers, "activations": needed}
-    found = ", ".join(f"{format_bytes(size)} of {name}" for name, size in parts.items() if size)
+    finding = ", ".join(f"{format_bytes(size)} of {name}" for name, size in parts.items() if size)
     return Problem(
         "host memory of a node",
-        f"{found} ({devices} devices)",
+        f"{finding} ({devices} devices)",
         f"at most {node.host_memory_gib:g} GiB, {assumed(job)}",
         "state what the nodes have, or send less to the host",
     )

@@ -29,8 +29,10 @@ def layer_in_hand_bytes(shape: LayerShape) -> int:
     """Return the peak transients of a layer that is whole when its backward begins: freed tensors of its MLP half make room."""
     kinds = {tuple(shape.model.halves.values())}
     if shape.model.opaque:
-        opaque = (kind for kind in shape.model.kinds_of(range(1, shape.model.layers + 1)) if any(each.opaque for each in kind))
-        kinds |= {tuple(each for each in kind if not each.exchanges) for kind in opaque}
+        opaque = (
+            kind for kind in shape.model.kinds_of(range(1, shape.model.layers + 1)) if any(section.opaque for section in kind)
+        )
+        kinds |= {tuple(section for section in kind if not section.exchanges) for kind in opaque}
     return max(transient_bytes(shape, *kind) for kind in kinds)
 
 
@@ -46,10 +48,10 @@ def fullest_half_bytes(shape: LayerShape) -> int:
 
     All that the half saves, less its saving in transients against `half_in_hand_bytes`. Halves of experts are left out.
     """
-    most, halves = half_in_hand_bytes(shape), shape.model.halves.values()
+    peak_bytes, halves = half_in_hand_bytes(shape), shape.model.halves.values()
     asked = [section for section in halves if section.half != MLP.half or shape.model.experts is None]
     saved = ((section, sum(_freed(shape, section).values())) for section in asked)
-    return max(0, *(size - (most - transient_bytes(shape, section)) for section, size in saved))
+    return max(0, *(size - (peak_bytes - transient_bytes(shape, section)) for section, size in saved))
 
 
 def less_in_hand_bytes(job: Job) -> Mapping[Half, int]:
@@ -60,11 +62,12 @@ def less_in_hand_bytes(job: Job) -> Mapping[Half, int]:
     if job.budget.activation_mib is not None:
         return {}
     shape = LayerShape.of(job)
-    most, layer = half_in_hand_bytes(shape), layer_in_hand_bytes(shape)
+    peak_bytes, layer = half_in_hand_bytes(shape), layer_in_hand_bytes(shape)
     less = {
-        half: most - max(transient_bytes(shape, each) for each in walked(shape.model) if each.half == half) for half in HALVES
+        half: peak_bytes - max(transient_bytes(shape, section) for section in walked(shape.model) if section.half == half)
+        for half in HALVES
     }
-    return less if shape.model.experts is None else {**less, MLP.half: most - layer}
+    return less if shape.model.experts is None else {**less, MLP.half: peak_bytes - layer}
 
 
 def walked(model: Model) -> Iterator[Section]:
@@ -100,13 +103,13 @@ def global_buffer_bytes(shape: LayerShape) -> int:
 def transient_bytes(shape: LayerShape, *sections: Section) -> int:
     """Return the peak transients of these sections, in forward order, which are all live when their backward begins."""
     freed = {name: size for section in sections for name, size in _freed(shape, section).items()}
-    level = most = shape.input_bytes  # gradient of the residual
+    level = peak_bytes = shape.input_bytes  # gradient of the residual
     for section in reversed(sections):
         for step in planning_of(section).backward(shape):
             level += step.made
-            most = max(most, level)
+            peak_bytes = max(peak_bytes, level)
             level -= step.let_go + freed.get(step.item, 0)
-    return most
+    return peak_bytes
 
 
 def _freed(shape: LayerShape, section: Section) -> dict[str, int]:

@@ -161,8 +161,8 @@ def held_at_moments(columns: NDArray[Any]) -> NDArray[Any]:
     moments = np.concatenate([behind[..., :1], np.repeat(behind, 2, axis=-1)], axis=-1)
     beyond = columns - held[..., None]
     for later in range(min(3, halves)):  # at a half's moments: of itself, the next, and the one after that
-        both = slice(BEGINS - 2 * later, BEGINS - 2 * later + 2)
-        moments[..., 1 : 1 + 2 * (halves - later)] += beyond[..., later:, both].reshape(*columns.shape[:-2], -1)
+        moment_columns = slice(BEGINS - 2 * later, BEGINS - 2 * later + 2)
+        moments[..., 1 : 1 + 2 * (halves - later)] += beyond[..., later:, moment_columns].reshape(*columns.shape[:-2], -1)
     return moments
 
 

@@ -137,7 +137,7 @@ class Parts:
     def fullest(self) -> StageMemory:
         """Return the peak moment; of equals the first."""
         totals = self._totals
-        return replace(self.at(max(totals, key=lambda each: totals[each])), totals=totals)
+        return replace(self.at(max(totals, key=lambda moment: totals[moment])), totals=totals)
 
     @property
     def peak_bytes(self) -> int:
@@ -165,7 +165,7 @@ class Parts:
     def _at_loss(self) -> dict[str, int]:
         computed = {"logits": self.logits, "in_hand": self.loss_in_hand}
         after = {"logits": self.logits_kept, "in_hand": self.embedding_gradient + self.remembered} if self.logits_kept else {}
-        return max(computed, after, key=lambda each: sum(each.values()))
+        return max(computed, after, key=lambda parts: sum(parts.values()))
 
     def _beside_states(self, moment: Moment) -> dict[str, int]:
         if moment == "optimizer_made":
@@ -182,8 +182,8 @@ class Parts:
         if moment == "backward":
             return running | {"recomputed": self.recomputed, "in_hand": self.in_hand + self.tied_gradient}
         if moment == "embedding_backward":
-            others = {"activations": self._activations_of_others + self.pool}
-            return running | others | {"in_hand": self.embedding_gradient + self.remembered}
+            other_activations = {"activations": self._activations_of_others + self.pool}
+            return running | other_activations | {"in_hand": self.embedding_gradient + self.remembered}
         return running | {"head": self.head // 2} if moment == "forward" else running
 
     def _between_batches(self, moment: Moment) -> dict[str, int]:

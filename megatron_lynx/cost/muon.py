@@ -60,18 +60,18 @@ def matrices(job: Job, stage: int, *, split: bool = True) -> Iterator[Matrices]:
         yield Matrices(small, large, 1, experts=False)
 
 
-def _shared(job: Job, found: list[Matrices]) -> Iterator[tuple[int, list[Matrices]]]:
+def _shared(job: Job, all_matrices: list[Matrices]) -> Iterator[tuple[int, list[Matrices]]]:
     """Yield the number of ranks that share experts, and all others, with their matrices."""
-    yield job.parallel.context * job.replicas, [each for each in found if not each.experts]
-    yield expert_sharers(job), [each for each in found if each.experts]
+    yield job.parallel.context * job.replicas, [matrix for matrix in all_matrices if not matrix.experts]
+    yield expert_sharers(job), [matrix for matrix in all_matrices if matrix.experts]
 
 
-def fullest(job: Job, found: list[Matrices], of: Callable[[Matrices], float]) -> float:
+def fullest(job: Job, all_matrices: list[Matrices], of: Callable[[Matrices], float]) -> float:
     """Return a sum over the matrices of the rank that has most."""
     total = 0.0
-    for sharers, own in _shared(job, found):
-        share = sum(each.times * of(each) for each in own) / (sharers if job.parallel.distributed_optimizer else 1)
-        total += max([share, *map(of, own)])
+    for sharers, group in _shared(job, all_matrices):
+        share = sum(matrix.times * of(matrix) for matrix in group) / (sharers if job.parallel.distributed_optimizer else 1)
+        total += max([share, *map(of, group)])
     return total
 
 
@@ -79,11 +79,13 @@ def spared_bytes(job: Job, stage: int) -> int:
     """Return the optimizer bytes saved against Adam; below 0 if whole matrices are shared unevenly."""
     if not job.optimizer.muon_steps:
         return 0
-    each, found = bytes_each(job), list(matrices(job, stage, split=False))
-    of_others, of_experts = (sum(one.times * one.numbers for one in found if one.experts is experts) for experts in (False, True))
+    sizes, stage_matrices = bytes_each(job), list(matrices(job, stage, split=False))
+    of_others, of_experts = (
+        sum(one.times * one.numbers for one in stage_matrices if one.experts is experts) for experts in (False, True)
+    )
     as_adam = optimizer_bytes(job, of_others + of_experts, of_experts)
-    own = fullest(job, found, lambda one: one.numbers)
-    return as_adam - ceil(own * (each.main_parameter + FP32_BYTES * job.optimizer.matrix_states))
+    rank_numbers = fullest(job, stage_matrices, lambda one: one.numbers)
+    return as_adam - ceil(rank_numbers * (sizes.main_parameter + FP32_BYTES * job.optimizer.matrix_states))
 
 
 def filled_numbers(job: Job, stage: int) -> int:
@@ -91,16 +93,16 @@ def filled_numbers(job: Job, stage: int) -> int:
     if not job.optimizer.muon_steps or not job.parallel.distributed_optimizer:
         return 0
     filled = 0
-    for sharers, own in _shared(job, list(matrices(job, stage, split=False))):
-        largest = max((each.numbers for each in own), default=0)
-        filled += max(0, sharers * largest - sum(each.times * each.numbers for each in own))
+    for sharers, group in _shared(job, list(matrices(job, stage, split=False))):
+        largest = max((matrix.numbers for matrix in group), default=0)
+        filled += max(0, sharers * largest - sum(matrix.times * matrix.numbers for matrix in group))
     return filled
 
 
 def in_hand_bytes(job: Job, stage: int) -> int:
     if not job.optimizer.muon_steps:
         return 0
-    return IN_HAND_BYTES * max((each.numbers for each in matrices(job, stage)), default=0)
+    return IN_HAND_BYTES * max((matrix.numbers for matrix in matrices(job, stage)), default=0)
 
 
 def newton_schulz_s(job: Job, stage: int) -> float:
@@ -109,8 +111,8 @@ def newton_schulz_s(job: Job, stage: int) -> float:
     if matmul is None or not steps:
         return 0.0
 
-    def seconds(each: Matrices) -> float:
-        square, whole = 2 * each.small**3, 2 * each.small * each.numbers
+    def seconds(matrix: Matrices) -> float:
+        square, whole = 2 * matrix.small**3, 2 * matrix.small * matrix.numbers
         return steps * (matmul.gemm_s(square, "bf16") + 2 * matmul.gemm_s(whole, "bf16"))
 
     return fullest(job, list(matrices(job, stage)), seconds)

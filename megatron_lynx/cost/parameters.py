@@ -88,7 +88,7 @@ def bytes_each(job: Job) -> BytesEach:
             main, copy = TYPE_BYTES[asked.main_parameters], 0
             copied.append(asked.main_parameters)
         # Else main parameters and gradient copies are Megatron's, in fp32 (`OptimizerConfig.__post_init__`).
-    state_copies = FP32_BYTES * sum(each not in ("fp32", "remainder") for each in copied)
+    state_copies = FP32_BYTES * sum(state_type not in ("fp32", "remainder") for state_type in copied)
     return BytesEach(job.model.element_bytes, gradient, main, moments, copy, state_copies, stays=1 - asked.states_on_host)
 
 
@@ -238,10 +238,10 @@ def restored_bytes(job: Job, parameters: Parameters) -> tuple[int, int]:
     All main parameters are restored first, moments by chunks; one parameter's moments are in one chunk
     (`ChunkedOptimizerStateOffloader` of Megatron's dev branch).
     """
-    asked, each, owned = job.optimizer, bytes_each(job), owned_parameters(job, parameters)
-    moments, largest = asked.states_on_host * each.moments * owned, each.moments * min(parameters.largest, owned)
+    asked, sizes, owned = job.optimizer, bytes_each(job), owned_parameters(job, parameters)
+    moments, largest = asked.states_on_host * sizes.moments * owned, sizes.moments * min(parameters.largest, owned)
     window = 2 * max(asked.chunk_mib * MIB, largest) if asked.chunk_mib else moments
-    return ceil(asked.states_on_host * each.main_parameter * owned), ceil(min(moments, window))
+    return ceil(asked.states_on_host * sizes.main_parameter * owned), ceil(min(moments, window))
 
 
 def update_in_hand_bytes(job: Job, parameters: Parameters) -> int:
@@ -262,13 +262,13 @@ def owned_parameters(job: Job, parameters: Parameters) -> int:
     return _shared(job, parameters.total, parameters.experts, 1)
 
 
-def _shared(job: Job, count: int, experts: int, each: float) -> int:
+def _shared(job: Job, count: int, experts: int, parameter_bytes: float) -> int:
     sharded = job.parallel.distributed_optimizer
     sharers = job.optimizer_sharers if sharded else 1
     of_experts = 0
     if experts:
-        of_experts = ceil(experts * each / (expert_sharers(job) // job.parallel.optimizer_instances if sharded else 1))
-    return ceil((count - experts) * each / sharers) + of_experts
+        of_experts = ceil(experts * parameter_bytes / (expert_sharers(job) // job.parallel.optimizer_instances if sharded else 1))
+    return ceil((count - experts) * parameter_bytes / sharers) + of_experts
 
 
 class ParameterTensors(NamedTuple):

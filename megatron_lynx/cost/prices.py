@@ -39,8 +39,8 @@ class Prices:
         key = price, where, *how.values()
         if key not in self._known:
             self._known[key] = price(self.profile, *where, **how)
-        found: T = self._known[key]
-        return found
+        result: T = self._known[key]
+        return result
 
     def of(self, section: Section, replay: Collection[str], checkpoint: Checkpoint | None = None) -> PricedSection:
         return self._once(priced, section, replay, checkpoint, self.less_in_hand_bytes.get(section.half, 0))

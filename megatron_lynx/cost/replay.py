@@ -89,7 +89,7 @@ def replay_of(
     made = {tensor.made_by for tensor, items in let_go if items and not tensor.output}
     runs = tuple(item for item in order[: last + 1] if item in code or item in replay or item in made)
     stays, regenerated = [], 0
-    there = dict.fromkeys(section.stops if stops is None else stops, 0)
+    held_bytes = dict.fromkeys(section.stops if stops is None else stops, 0)
     for tensor, items in let_go:
         # The memo of a kept site that recomputation passes stays.
         remembered = tensor.output and tensor.made_by not in (*replay, *ends) and order.index(tensor.made_by) < passed
@@ -101,9 +101,9 @@ def replay_of(
         first = min((_last_run(section, tensor, item) for item in items), default=len(order))
         if tensor.output and tensor.made_by in runs:  # a stopped recomputation holds the outputs of the sites that it ran
             first = min(first, order.index(tensor.made_by))
-        for stop in there:
-            there[stop] += tensor.bytes * (first < order.index(stop))
-    return Replay(runs, tuple(stays), regenerated, there)
+        for stop in held_bytes:
+            held_bytes[stop] += tensor.bytes * (first < order.index(stop))
+    return Replay(runs, tuple(stays), regenerated, held_bytes)
 
 
 def sensible_choices(
@@ -119,7 +119,7 @@ def sensible_choices(
     not hold its outputs.
     """
     replayable = section.replayable_among(context, sequence_parallel=sequence_parallel)
-    found = (
+    choices = (
         chosen
         for size in range(len(replayable) + 1)
         for chosen in combinations(replayable, size)
@@ -127,7 +127,7 @@ def sensible_choices(
         and replay_of(section, tensors, chosen).runs == chosen
         and not (te and section.norms_apart(chosen))
     )
-    yield from _worth_it(section, tensors, tuple(found)) if section.two_paths else found
+    yield from _worth_it(section, tensors, tuple(choices)) if section.two_paths else choices
 
 
 def _worth_it(section: Section, tensors: Sequence[SavedTensor], choices: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
@@ -166,5 +166,5 @@ def _last_run(section: Section, tensor: SavedTensor, item: str) -> int:
     """Return the last item to run before the tensor is available to `item`: a linear's argument exists when the linear is
     reached."""
     index = section.index(item)
-    own = item in section.code or not _is_argument(section, tensor, item)
-    return index if own else index - 1
+    runs_item = item in section.code or not _is_argument(section, tensor, item)
+    return index if runs_item else index - 1

@@ -117,11 +117,11 @@ def _in_parts(
         return dataclasses.replace(price, memory=_from_above(price.memory, price.memory.regenerated, checkpoint))
     stops = (item, *((section.column_parallel,) if checkpoint.gathers_ahead else ()))
     begun = {stop: _begun(profile, section, replay, checkpoint, stop) for stop in stops}
-    exposed_s = price.communicates_s - sum(each.under_way_s for each in begun.values())
+    exposed_s = price.communicates_s - sum(progress.under_way_s for progress in begun.values())
     begun[item] = begun[item]._replace(waits_s=exposed_s)
     memory = price.memory
     if checkpoint.ahead_to is not None:
-        memory = _from_above(memory, max(each.bytes for each in begun.values()), checkpoint)
+        memory = _from_above(memory, max(progress.bytes for progress in begun.values()), checkpoint)
     return dataclasses.replace(price, memory=memory, begun=begun)
 
 
@@ -130,15 +130,15 @@ def _begun(profile: Profile, section: Section, replay: Collection[str], checkpoi
     costs, index, gathers = profile.of(section), section.index(item), item == section.gathered
     stop = item if gathers or section.exchanges else section.names[index + 1]
     replayed = replay_of(section, costs.tensors, replay, whole=checkpoint.feeds, stops=(stop,))
-    before = [each for each in replayed.runs if section.index(each) < index + (not gathers)]
-    there = replayed.there_bytes[stop] + (costs.input_bytes if checkpoint.fed or (checkpoint.feeds and not gathers) else 0)
+    before = [run for run in replayed.runs if section.index(run) < index + (not gathers)]
+    held_bytes = replayed.there_bytes[stop] + (costs.input_bytes if checkpoint.fed or (checkpoint.feeds and not gathers) else 0)
     scatters = profile.shape.sequence_parallel and not section.exchanges
     travels = profile.gathered_input(profile.message_bytes) if gathers else profile.message_bytes if scatters else 0
     return Begun(
-        sum(costs.items[each].forward_s for each in before),
-        there + travels,
+        sum(costs.items[run].forward_s for run in before),
+        held_bytes + travels,
         under_way_s(profile, section, item, gathers=gathers),
-        sum(costs.items[each].forward_s for each in before if each in section.code),
+        sum(costs.items[run].forward_s for run in before if run in section.code),
     )
 
 
@@ -167,12 +167,12 @@ class TradeOff:
 
 def pareto_front(profile: Profile) -> tuple[TradeOff, ...]:
     """Return all trade-offs that no other beats in both figures, by rising seconds."""
-    both = [
+    trade_offs = [
         TradeOff(first.replay + second.replay, first.saved_bytes + second.saved_bytes, first.replay_s + second.replay_s)
         for first, second in product(*(list(_trade_offs(profile, section)) for section in profile.shape.sections))
     ]
     front: list[TradeOff] = []
-    for one in sorted(both, key=lambda one: (one.replay_s, -one.saved_bytes, len(one.replay))):
+    for one in sorted(trade_offs, key=lambda one: (one.replay_s, -one.saved_bytes, len(one.replay))):
         if not front or one.saved_bytes > front[-1].saved_bytes:
             front.append(one)
     return tuple(front)

@@ -93,7 +93,7 @@ def stage_of_layers(job: Job, profile: Profile, stage: int, halves: Mapping[Sect
     counts, last = job.halves_on(stage), stage == job.parallel.pipeline - 1
     ends = ends_of(profile, LayerShape.of(job).gathered_bytes, first=stage == 0, last=last, pieces=job.head_pieces)
     forward, backward, again_s = (
-        sum(counts[section] * getattr(each, name) for section, each in halves.items())
+        sum(counts[section] * getattr(seconds, name) for section, seconds in halves.items())
         for name in ("forward_s", "backward_s", "again_s")
     )
     return StageSeconds(forward + sum(end.forward_s for end in ends), backward + sum(end.backward_s for end in ends) + again_s)
@@ -130,8 +130,8 @@ def most_in_flight_bytes(job: Job, stage: int, sizes: Sequence[int], chunk: int 
     """Return the peak of all micro-batches in flight when a backward of `chunk`, or any, begins. `sizes`: bytes per micro-batch
     in each chunk of the stage."""
     counts = counts_at_backwards(job.parallel.pipeline, stage, job.microbatches, job.chunks, job.microbatch_group)
-    some = [each for one in counts for each in one] if chunk is None else counts[chunk]
-    return max(sum(count * size for count, size in zip(each, sizes, strict=True)) for each in some)
+    some = [in_flight for one in counts for in_flight in one] if chunk is None else counts[chunk]
+    return max(sum(count * size for count, size in zip(in_flight, sizes, strict=True)) for in_flight in some)
 
 
 def microbatches_in_flight(job: Job, stage: int) -> int:

@@ -125,14 +125,14 @@ class OffloadingStages:
         """Return every stage's parts with this share of each chunk offloaded."""
         last = len(self.stages) - 1
         return tuple(
-            _with_share(own, count, ratio, last=stage == last)
-            for stage, (own, count) in enumerate(zip(self.stages, self.in_flight, strict=True))
+            _with_share(parts, count, ratio, last=stage == last)
+            for stage, (parts, count) in enumerate(zip(self.stages, self.in_flight, strict=True))
         )
 
 
 def stage_parts(job: Job, stage: int, offload_ratio: float = 0.0) -> Parts:
-    own, last = _parts(job, stage, _states(job, stage)), stage == job.parallel.pipeline - 1
-    return _with_share(own, chunks_in_flight(job, stage), offload_ratio, last=last)
+    parts, last = _parts(job, stage, _states(job, stage)), stage == job.parallel.pipeline - 1
+    return _with_share(parts, chunks_in_flight(job, stage), offload_ratio, last=last)
 
 
 @lru_cache(maxsize=1024)
@@ -166,14 +166,14 @@ def activations_in_flight(job: Job, stage: int, sizes: Sequence[int], more: int 
     return {"activations": most(), "chunk": max(sizes), **moments}
 
 
-def _with_share(own: Parts, in_flight: int, ratio: float, *, last: bool) -> Parts:
+def _with_share(parts: Parts, in_flight: int, ratio: float, *, last: bool) -> Parts:
     """Offload this share of each chunk; every chunk is taken to be as large as the largest while it is whole."""
     if ratio == 0 or in_flight <= CHUNKS_NOT_OFFLOADED:
-        return own
-    whole_bytes = (1 if last else 2) * own.chunk
-    activations = round((own.activations - whole_bytes) * (1 - ratio)) + whole_bytes
-    staging = round(2 * ratio * own.chunk)
-    return replace(own, activations=activations, staging=staging, activations_at_loss=None, activations_behind_backward=None)
+        return parts
+    whole_bytes = (1 if last else 2) * parts.chunk
+    activations = round((parts.activations - whole_bytes) * (1 - ratio)) + whole_bytes
+    staging = round(2 * ratio * parts.chunk)
+    return replace(parts, activations=activations, staging=staging, activations_at_loss=None, activations_behind_backward=None)
 
 
 def _beside_layers(job: Job, stage: int, states: Parts, layer_whole: bool) -> Parts:
@@ -214,8 +214,8 @@ def _beside_layers(job: Job, stage: int, states: Parts, layer_whole: bool) -> Pa
 
 def _head_in_hand(job: Job, shape: LayerShape, tied: bool, *, in_place: bool) -> int:
     """Return the transients of the last stage's end; with MTP the largest of the head's, an MTP layer's and its embedding's."""
-    own = ends.head_in_hand_bytes(shape, tied, job.head_pieces, in_place=in_place)
-    return max(own, layer_in_hand_bytes(shape), ends.embedding_gradient_bytes(shape)) if job.model.mtp else own
+    head_bytes = ends.head_in_hand_bytes(shape, tied, job.head_pieces, in_place=in_place)
+    return max(head_bytes, layer_in_hand_bytes(shape), ends.embedding_gradient_bytes(shape)) if job.model.mtp else head_bytes
 
 
 def _states(job: Job, stage: int) -> Parts:
@@ -323,7 +323,7 @@ def pool_bytes(job: Job, shape: LayerShape, stage: int) -> int:
     if not job.model.captured:
         return 0
     of_chunk = (job.kinds_of(stage, chunk).items() for chunk in range(job.chunks))
-    return max(sum(count * sum(_kept(job, shape, each) for each in kind) for kind, count in kinds) for kinds in of_chunk)
+    return max(sum(count * sum(_kept(job, shape, section) for section in kind) for kind, count in kinds) for kinds in of_chunk)
 
 
 def _kept(job: Job, shape: LayerShape, section: Section) -> int:
@@ -331,9 +331,11 @@ def _kept(job: Job, shape: LayerShape, section: Section) -> int:
         return half_kept_bytes(shape, section)
     if not _in_graph(job, section):
         return 0
-    own = set(section.apart) - {section.residual}
+    graph_items = set(section.apart) - {section.residual}
     tensors = planning_of(section).tensors(shape)
-    return shape.input_bytes + sum(each.bytes for each in tensors if each.saved_by and own.issuperset(each.saved_by))
+    return shape.input_bytes + sum(
+        tensor.bytes for tensor in tensors if tensor.saved_by and graph_items.issuperset(tensor.saved_by)
+    )
 
 
 def _in_graph(job: Job, section: Section) -> bool:

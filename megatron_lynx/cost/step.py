@@ -56,12 +56,12 @@ def step_seconds(job: Job, profile: Profile, offload_ratio: float = 0.0) -> Step
     halves = _replaying(job.policy, profile, job.model.every_section)
     stages = of_every_stage(job, lambda stage: issued(stage_of_layers(job, profile, stage, halves), job, profile, stage))
     slowest = max(stage.both_s for stage in stages)
-    others = sum(stage.both_s for stage in stages) - slowest
+    other_stages_s = sum(stage.both_s for stage in stages) - slowest
     message_s = profile.link_s("p2p", shape.input_bytes) if pipeline > 1 else 0.0
     flushes = job.schedule == "flush"
     return StepSeconds(
         pipeline_s=job.microbatches * slowest,
-        bubble_s=others / job.chunks if flushes else 0.0,
+        bubble_s=other_stages_s / job.chunks if flushes else 0.0,
         messages_s=_messages_s(job, stages, message_s) if flushes else 0.0,
         copies_s=_copies_s(job, stages, offload_ratio, message_s),
         update_s=update_s(job, profile),
@@ -129,9 +129,9 @@ def exposed_copies_s(job: Job, stage: StageSeconds, number: int, copy_s: float, 
     forward_s, backward_s = (seconds / job.chunks - shared_s for seconds in (stage.forward_s, stage.backward_s))
     ends = chunks_in_flight(job, number) - 1 if job.schedule == "flush" else 0
     pairs = job.microbatches * job.chunks - ends
-    late = max(0.0, copy_s - forward_s) + max(0.0, copy_s - backward_s)
+    exposed_s = max(0.0, copy_s - forward_s) + max(0.0, copy_s - backward_s)
     behind_pair_s = backward_s if avoid_messages(job) else forward_s + backward_s
-    return ends * late + pairs * max(0.0, copy_s - behind_pair_s)
+    return ends * exposed_s + pairs * max(0.0, copy_s - behind_pair_s)
 
 
 def copy_to_compute_ratio(copied_bytes: int, forward_flops: int, compute_flop_per_s: float, copy_byte_per_s: float) -> float:
@@ -184,10 +184,12 @@ class StepRange:
 
     @property
     def in_words(self) -> str:
-        (least, unit), most = format_seconds(self.least_s).split(), format_seconds(self.most_s)
-        if f"{least} {unit}" == most:
-            return most
-        return f"{least.removesuffix('.0')} to {most}" if most.endswith(f" {unit}") else f"{least} {unit} to {most}"
+        (least, unit), most_text = format_seconds(self.least_s).split(), format_seconds(self.most_s)
+        if f"{least} {unit}" == most_text:
+            return most_text
+        return (
+            f"{least.removesuffix('.0')} to {most_text}" if most_text.endswith(f" {unit}") else f"{least} {unit} to {most_text}"
+        )
 
     @property
     def as_json(self) -> dict[str, float]:

@@ -91,17 +91,17 @@ def update_s(job: Job, profile: Profile) -> float:
     """
     stages = of_every_stage(job, lambda stage: stage_parameters(job, stage))
     stage = max(range(job.parallel.pipeline), key=lambda stage: stages[stage].total)
-    most, behind = stages[stage], StageSeconds(0.0, 0.0)
+    most_parameters, behind = stages[stage], StageSeconds(0.0, 0.0)
     if job.overlap.gradients or job.overlap.parameters:
         behind = stage_seconds(job, profile, stage)
-    seconds, adam_s = host_seconds(job, owned_parameters(job, most), profile.host_adam).total_s, 0.0
+    seconds, adam_s = host_seconds(job, owned_parameters(job, most_parameters), profile.host_adam).total_s, 0.0
     for group in _groups(job, stages):
-        updated = _updated(job, group, bucket_parameters(job, stage, most, group.sharers))
+        updated = _updated(job, group, bucket_parameters(job, stage, most_parameters, group.sharers))
         seconds, adam_s = seconds + updated.exposed_s(job, behind), adam_s + updated.adam_s
         behind = updated.passes_left(job, behind)
     seconds += newton_schulz_s(job, stage)
-    seconds += states_s(job, most, adam_s, reduction_s(job))
-    return seconds + fixed_s(job, stage, most, buckets(job, stage, most))
+    seconds += states_s(job, most_parameters, adam_s, reduction_s(job))
+    return seconds + fixed_s(job, stage, most_parameters, buckets(job, stage, most_parameters))
 
 
 def reduction_s(job: Job) -> float:
@@ -126,33 +126,33 @@ class _Group:
 
 
 def _groups(job: Job, stages: Sequence[Parameters]) -> Iterator[_Group]:
-    most, layout = max(stages, key=lambda parameters: parameters.total), job.parallel
-    linears, experts = held_in_fp8(job, most)
-    cast = max(each.linears for each in stages)
-    yield _Group(most.others, layout.context * job.replicas, layout.tensor, cast, linears)
-    if most.experts:
-        stride, cast = layout.expert_tensor_size * layout.expert, max(each.experts for each in stages)
-        yield _Group(most.experts, expert_sharers(job), stride, cast, experts)
+    most_parameters, layout = max(stages, key=lambda parameters: parameters.total), job.parallel
+    linears, experts = held_in_fp8(job, most_parameters)
+    cast = max(stage.linears for stage in stages)
+    yield _Group(most_parameters.others, layout.context * job.replicas, layout.tensor, cast, linears)
+    if most_parameters.experts:
+        stride, cast = layout.expert_tensor_size * layout.expert, max(stage.experts for stage in stages)
+        yield _Group(most_parameters.experts, expert_sharers(job), stride, cast, experts)
 
 
 def _updated(job: Job, group: _Group, bucket: int) -> UpdateSeconds:
     """Return the update of a group in buckets of `bucket` parameters."""
     count, sharers, stride = group.count, group.sharers, group.stride
     instances = job.parallel.optimizer_instances
-    own = sharers // instances
-    owned, each = count / own if job.parallel.distributed_optimizer else count, bytes_each(job)
+    instance_ranks = sharers // instances
+    owned, sizes = count / instance_ranks if job.parallel.distributed_optimizer else count, bytes_each(job)
     hbm = job.cluster.hbm
-    streamed = owned * _stepped_bytes(job) + count * (4 if sharers > 1 else 2) * each.gradient
-    streamed += _cast_bytes(job, group.cast, own)
+    streamed = owned * _stepped_bytes(job) + count * (4 if sharers > 1 else 2) * sizes.gradient
+    streamed += _cast_bytes(job, group.cast, instance_ranks)
     if job.schedule == "double_buffered":  # the newest version is first copied over the retired one
-        streamed += 2 * count * each.weight
-    moved, byte_per_s = (own - 1) / own * count, _replica_byte_per_s(job, own, stride, instances)
-    between = 2 * (instances - 1) / instances * count / own  # an all-reduce of the own share
+        streamed += 2 * count * sizes.weight
+    moved, byte_per_s = (instance_ranks - 1) / instance_ranks * count, _replica_byte_per_s(job, instance_ranks, stride, instances)
+    between = 2 * (instances - 1) / instances * count / instance_ranks  # an all-reduce of the own share
     gathered = moved / count * gathered_bytes(job, count, group.in_fp8) if count else 0.0
     return UpdateSeconds(
-        reduce_s=each.gradient * (moved / byte_per_s + between / _replica_byte_per_s(job, instances, stride * own)),
+        reduce_s=sizes.gradient * (moved / byte_per_s + between / _replica_byte_per_s(job, instances, stride * instance_ranks)),
         adam_s=0.0 if hbm is None else streamed / hbm.byte_per_s,
-        gather_s=(moved * each.gradient if not job.parallel.distributed_optimizer else gathered) / byte_per_s,
+        gather_s=(moved * sizes.gradient if not job.parallel.distributed_optimizer else gathered) / byte_per_s,
         bucket_share=min(1.0, bucket / count),
     )
 
@@ -172,13 +172,13 @@ def _stepped_bytes(job: Job) -> float:
     """Return the bytes read and written per stepped parameter: gradient (norm 1, clipping 2, Adam 1; first copied, if needed),
     Adam's state twice, and the parameter, from the main parameter in place or (precision-aware) joined with its remainder.
     `_updated` adds clearing, checking and averaging."""
-    each = bytes_each(job)
+    sizes = bytes_each(job)
     if job.optimizer.offloaded:  # norm and clipping of all gradients; the rest is stepped in fp32
-        stepped = 2 * (each.main_parameter + each.moments) + FP32_BYTES + each.weight
-        return 3 * each.gradient + each.stays * (2 * each.lasting_copy + each.gradient + stepped)
-    gradient = 5 * each.gradient_copy + each.gradient if each.gradient_copy else 4 * each.gradient
-    parameter = 2 * each.weight if job.optimizer.precision_aware else 4 + each.weight
-    return gradient + 2 * (each.main_parameter + each.moments) + parameter
+        stepped = 2 * (sizes.main_parameter + sizes.moments) + FP32_BYTES + sizes.weight
+        return 3 * sizes.gradient + sizes.stays * (2 * sizes.lasting_copy + sizes.gradient + stepped)
+    gradient = 5 * sizes.gradient_copy + sizes.gradient if sizes.gradient_copy else 4 * sizes.gradient
+    parameter = 2 * sizes.weight if job.optimizer.precision_aware else 4 + sizes.weight
+    return gradient + 2 * (sizes.main_parameter + sizes.moments) + parameter
 
 
 def _replica_byte_per_s(job: Job, sharers: int, stride: int, groups: int = 1) -> float:
@@ -246,7 +246,7 @@ def fixed_of(job: Job, stage: int, parameters: Parameters, buckets: int) -> Fixe
 
 
 def _kernels(job: Job, stage: int, parameters: Parameters, buckets: int) -> int:
-    layout, each = job.parallel, bytes_each(job)
+    layout, sizes = job.parallel, bytes_each(job)
     sharers = layout.context * job.replicas
     owners = job.optimizer_sharers if layout.distributed_optimizer else 1
     tensors = parameter_tensors(job, stage)
@@ -258,7 +258,7 @@ def _kernels(job: Job, stage: int, parameters: Parameters, buckets: int) -> int:
     cleared = job.chunks
     checked = buckets * (CHECK_KERNELS + (sharers > 1))  # and averaged in place, if shared
     gathered = 1 + tensors.vectors if job.parallel.sequence_parallel else 0
-    copied = owned if each.gradient_copy else 0
+    copied = owned if sizes.gradient_copy else 0
     written = owned if layout.distributed_optimizer else launches("copy")
     if job.optimizer.precision_aware:
         written = 0  # written by Adam

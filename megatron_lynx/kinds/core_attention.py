@@ -91,8 +91,8 @@ def core_s(shape: LayerShape, flops: int, given: AttentionBytes, roof: Roofline)
     if layout.context == 1:
         return alone
     if layout.context_exchange == "all_gather":
-        others = layout.context - 1
-        both_s = roof.ring.seconds(others * given.key) + roof.ring.seconds(others * given.value)
+        other_ranks = layout.context - 1
+        both_s = roof.ring.seconds(other_ranks * given.key) + roof.ring.seconds(other_ranks * given.value)
         return alone + Passes(both_s, 2 * both_s)
     traders, turns = layout.context_groups
     if turns > 1:

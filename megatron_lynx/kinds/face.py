@@ -195,7 +195,7 @@ class Planning(ABC):
         dgrad_s = linear.times * roof.linear_s(flops, read(made + weight) + element * taken)
         wgrad_s = linear.times * roof.linear_s(flops, read(taken + made) + 2 * FP32_BYTES * weight)
         if self.section.collectives_of and item.role in GATHERING:  # overlapped with collectives
-            dgrad_s, wgrad_s = (roof.slowed_s(*both) for both in zip((dgrad_s, wgrad_s), roof.beside_s, strict=True))
+            dgrad_s, wgrad_s = (roof.slowed_s(*times_s) for times_s in zip((dgrad_s, wgrad_s), roof.beside_s, strict=True))
         cast_forward_s, cast_backward_s = self._casts_s(shape, item, linear, roof)
         return {
             "forward_s": forward_s + cast_forward_s,
@@ -223,8 +223,8 @@ class Planning(ABC):
             backward_s += roof.cast_s(casts.transposed(taken))
         if scatters:
             backward_s += roof.cast_s(casts.transposed(made))
-        own = made // (shape.parallel.tensor if scatters else 1)
-        return forward_s, roof.cast_s(casts.of(own, columnwise=not scatters)) + backward_s
+        gradient_numbers = made // (shape.parallel.tensor if scatters else 1)
+        return forward_s, roof.cast_s(casts.of(gradient_numbers, columnwise=not scatters)) + backward_s
 
     def norm_casts(self, shape: LayerShape, item: Item) -> bool:
         """Whether the norm inside a linear makes its FP8 input."""

@@ -326,8 +326,8 @@ class Section:
     @cached_property
     def gathering_rows(self) -> tuple[str, ...]:
         """Linears that gather the residual stream under sequence parallelism, if several gather. They are kept then."""
-        found = (one.of for one in self.collectives("fwd", True) if one.carries == "input" and one.of)
-        return tuple(linear for linear in found if linear not in self.gathering_latents)
+        linears = (one.of for one in self.collectives("fwd", True) if one.carries == "input" and one.of)
+        return tuple(linear for linear in linears if linear not in self.gathering_latents)
 
     def norms_apart(self, replay: Collection[str]) -> tuple[Item, ...]:
         """Return the recomputed up-projections whose fused norm is not recomputed."""
@@ -346,8 +346,8 @@ class Section:
         code = next((at for at, item in enumerate(self.items) if not item.is_site), len(self.items))
         if not self.has_windows or self.column_parallel:
             return self.names[1 : code + 1] if self.has_windows else ()
-        both = zip(self.items, self.items[1 : code + 1], strict=False)
-        return tuple(item.name for before, item in both if before.role == "inner_norm" != item.role or not item.is_site)
+        pairs = zip(self.items, self.items[1 : code + 1], strict=False)
+        return tuple(item.name for before, item in pairs if before.role == "inner_norm" != item.role or not item.is_site)
 
     @cached_property
     def code(self) -> frozenset[str]:

@@ -113,11 +113,11 @@ def kind_names() -> tuple[str, ...]:
 
 
 def sections_of(facts: Facts = USUAL) -> LayerKind:
-    found: dict[Half, Section] = {}
+    sections: dict[Half, Section] = {}
     for kind in KINDS:  # the last that answers
         if (section := kind.chosen(facts)) is not None:
-            found[section.half] = section
-    attention, mlp = (in_graph(found[half], facts.captured) for half in HALVES)
+            sections[section.half] = section
+    attention, mlp = (in_graph(sections[half], facts.captured) for half in HALVES)
     return (_without_copies(attention), _without_copies(mlp)) if facts.copies_go else (attention, mlp)
 
 

@@ -25,24 +25,24 @@ from megatron_lynx.timetable import Layout
 
 def problems(plan: PlanContents) -> list[str]:
     """Every inconsistency of a plan, in words, with both numbers."""
-    found = [*of_launch(plan), *_missing_stages(plan), *_broken_layers(plan)]
+    inconsistencies = [*of_launch(plan), *_missing_stages(plan), *_broken_layers(plan)]
     for at, stage in enumerate(plan.stages):
         for rule in stage.rules:
             unmet = features.unknown_names(plan, rule)
             unmet = unmet or [*_unhonoured(plan, stage, rule), *features.experts_rule(plan, rule)]
             unmet += features.of_rule(plan, rule)
-            found += [f"stages.{at} layers {rule.layers}: {text}" for text in unmet]
-    if found:
-        return found
+            inconsistencies += [f"stages.{at} layers {rule.layers}: {text}" for text in unmet]
+    if inconsistencies:
+        return inconsistencies
     te = plan.model.implementation == "transformer_engine"
     timetables = [timetable_of(plan, stage) for stage in range(plan.parallel.pipeline)]
     for at, stage in enumerate(plan.stages):
         timetable = timetables[stage.stage]
-        found += [f"stages.{at}: {text}" for text in waits.order_problems(stage, timetable, stage.chunk, te=te)]
+        inconsistencies += [f"stages.{at}: {text}" for text in waits.order_problems(stage, timetable, stage.chunk, te=te)]
         for rule in stage.rules:
             deferring = waits.deferral_problems(plan, stage, rule, timetable)
-            found += [f"stages.{at} layers {rule.layers}: {text}" for text in deferring]
-    return found
+            inconsistencies += [f"stages.{at} layers {rule.layers}: {text}" for text in deferring]
+    return inconsistencies
 
 
 def of_launch(plan: PlanContents) -> list[str]:
@@ -51,7 +51,7 @@ def of_launch(plan: PlanContents) -> list[str]:
 
 
 def _impossible_chunks(plan: PlanContents) -> list[str]:
-    layout, found = plan.parallel, plan.batch.microbatches
+    layout, microbatches = plan.parallel, plan.batch.microbatches
     if layout.chunks == 1:
         stated = layout.microbatch_group
         return [] if stated is None else [f"parallel.microbatch_group is {stated}, but without chunks nothing takes turns"]
@@ -59,8 +59,8 @@ def _impossible_chunks(plan: PlanContents) -> list[str]:
         return [f"parallel.chunks is {layout.chunks}, but one stage has nothing to take turns with (pipeline 1)"]
     if layout.group < layout.pipeline:
         return [f"parallel.microbatch_group ({layout.group}) must be at least pipeline ({layout.pipeline})"]
-    needed = groups_needed(found, layout.group, layout.pipeline)
-    return [f"batch.microbatches ({found}) must be {needed} with {layout.chunks} chunks on each stage"] if needed else []
+    needed = groups_needed(microbatches, layout.group, layout.pipeline)
+    return [f"batch.microbatches ({microbatches}) must be {needed} with {layout.chunks} chunks on each stage"] if needed else []
 
 
 def _uneven_pieces(plan: PlanContents) -> Iterator[str]:
@@ -77,14 +77,14 @@ def _uneven_pieces(plan: PlanContents) -> Iterator[str]:
 
 def _missing_stages(plan: PlanContents) -> list[str]:
     pipeline, chunks = plan.parallel.pipeline, plan.parallel.chunks
-    found = [(stage.stage, stage.chunk) for stage in plan.stages]
+    plan_stages = [(stage.stage, stage.chunk) for stage in plan.stages]
     needed = [(stage, chunk) for chunk in range(chunks) for stage in range(pipeline)]
-    if found == needed:
+    if plan_stages == needed:
         return []
     if chunks == 1:
-        found_stages, needed_stages = [stage for stage, _ in found], [stage for stage, _ in needed]
+        found_stages, needed_stages = [stage for stage, _ in plan_stages], [stage for stage, _ in needed]
         return [f"stages are numbered {found_stages}, but pipeline {pipeline} needs {needed_stages}"]
-    return [f"stages are numbered (stage, chunk) {found}, but pipeline {pipeline} with {chunks} chunks needs {needed}"]
+    return [f"stages are numbered (stage, chunk) {plan_stages}, but pipeline {pipeline} with {chunks} chunks needs {needed}"]
 
 
 def _broken_layers(plan: PlanContents) -> list[str]:
@@ -108,10 +108,10 @@ def _unhonoured(plan: PlanContents, stage: Stage, rule: Rule) -> Iterator[str]:
             yield f"windows.{half} asks for a replay ahead of time, but ahead_depth is 0"
         for key, name in places:
             yield from (f"{key}.{half} is {name}, {why}" for why in _no_window(plan, stage, rule, name))
-        late = [("gather", rule.gather.of(half, "cooldown"))]
+        cooldown_windows = [("gather", rule.gather.of(half, "cooldown"))]
         if isinstance(getattr(rule.windows, half), ByPhase):
-            late += [("windows", stretch.window) for stretch in rule.windows.stretches(half, "cooldown")]
-        for key, cooldown in late:
+            cooldown_windows += [("windows", stretch.window) for stretch in rule.windows.stretches(half, "cooldown")]
+        for key, cooldown in cooldown_windows:
             if cooldown is not None and is_forward(cooldown):
                 yield f"{key}.{half}.cooldown is {cooldown}, but no forward runs in cool-down"
 
@@ -123,11 +123,11 @@ def _rest_without_wait(plan: PlanContents, rule: Rule, half: Half) -> Iterator[s
         return
     halves = ((layer, section) for layer in rule.layers for section in plan.model.sections_of(layer) if section.half == half)
     if lacking := [layer for layer, section in halves if not _rest_has_wait(plan, layout, layer, section)]:
-        found = (
+        finding = (
             f"windows.{half} is {window}, but {rule.checkpoint_said}, and no gradient travels there: {features.spans(lacking)}"
         )
         needed = "tokens that are dispatched in windows, or parallel.sequence_parallel without fp8"
-        yield f"{found}: needed {needed}, or no window"
+        yield f"{finding}: needed {needed}, or no window"
 
 
 def _rest_has_wait(plan: PlanContents, layout: Layout, layer: int, section: Section) -> bool:
@@ -138,8 +138,8 @@ def _rest_has_wait(plan: PlanContents, layout: Layout, layer: int, section: Sect
 
 def _sections(plan: PlanContents, rule: Rule, half: Half) -> list[Section]:
     """The sections of a half in the rule's layers, each once."""
-    found = (section for layer in rule.layers for section in plan.model.sections_of(layer) if section.half == half)
-    return list(dict.fromkeys(found))
+    sections = (section for layer in rule.layers for section in plan.model.sections_of(layer) if section.half == half)
+    return list(dict.fromkeys(sections))
 
 
 def _nothing_ahead(plan: PlanContents, stage: Stage, rule: Rule) -> Iterator[str]:
@@ -163,8 +163,8 @@ def _exchanging_again(plan: PlanContents, rule: Rule, half: Half) -> Iterator[st
     """Recomputed items in which context-parallel ranks exchange keys and values (rule R2)."""
     again = [item for section in _sections(plan, rule, half) for item in section.exchanging if item in rule.replay]
     if plan.parallel.context > 1 and again:
-        found = f"found {', '.join(again)} replayed, needed kept with parallel.context {plan.parallel.context}"
-        yield f"{found}: its exchange must not run again; keep it, and let offload take what it saves, if that is much"
+        finding = f"found {', '.join(again)} replayed, needed kept with parallel.context {plan.parallel.context}"
+        yield f"{finding}: its exchange must not run again; keep it, and let offload take what it saves, if that is much"
 
 
 def _unmade_inputs(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
@@ -175,8 +175,8 @@ def _unmade_inputs(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
         if te and section.fuses_norm and linear in rule.replay and norm not in rule.replay:
             yield f"{linear} is replayed, and {norm} with it: Transformer Engine makes the norm inside the linear"
         if sequence_parallel and linear in rule.replay and not gathers_once(plan.model.fp8):
-            found = f"{linear} is replayed under sequence_parallel with fp8 {plan.model.fp8}"
-            yield f"{found}: keep it, one gather does not serve both of its GEMMs"
+            finding = f"{linear} is replayed under sequence_parallel with fp8 {plan.model.fp8}"
+            yield f"{finding}: keep it, one gather does not serve both of its GEMMs"
         elif sequence_parallel and linear in rule.replay and gather is None:
             yield f"{linear} is replayed under sequence_parallel, so gather.{half} must say where its input is"
     if not sequence_parallel and gather is not None:
@@ -187,15 +187,17 @@ def _reduced_amaxes(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]
     """Recomputations in a window that would reduce an amax there."""
     facts = rule.replay, plan.model.fp8
     sliced = plan.parallel.sequence_parallel
-    reducing = [item for each in _sections(plan, rule, half) for item in amax_reducing(each, *facts, sequence_parallel=sliced)]
+    reducing = [
+        item for section in _sections(plan, rule, half) for item in amax_reducing(section, *facts, sequence_parallel=sliced)
+    ]
     if not reducing:
         return
     windows = {rule.windows.of(half, phase) for phase in BACKWARD_PHASES}
     for place, names in (("windows", windows), ("gather", {rule.gather.of(half, phase) for phase in BACKWARD_PHASES})):
-        if found := names - {ON_DEMAND, None}:
+        if reducing_windows := names - {ON_DEMAND, None}:
             todo = f"plan it on demand, or keep it, with fp8 {plan.model.fp8} and sequence_parallel"
             why = f"but {reducing[0]} reduces an amax in every call"
-            yield f"{place}.{half} is {', '.join(sorted(map(str, found)))}, {why}: {todo}"
+            yield f"{place}.{half} is {', '.join(sorted(map(str, reducing_windows)))}, {why}: {todo}"
 
 
 def _no_window(plan: PlanContents, stage: Stage, rule: Rule, name: str) -> Iterator[str]:
@@ -229,5 +231,5 @@ def _no_such_place(plan: PlanContents, stage: Stage, rule: Rule, name: str) -> I
     assert isinstance(window, WindowAddress)
     place, least = window.layer - stage.layers.first + 1, min(len(entry.layers) for entry in plan.chunks_of(stage.stage))
     if place > least:
-        found = f"in layer {place} of the chunk whose forward runs just before"
-        yield f"{found}, but stage {stage.stage} has a chunk of {least} layers"
+        finding = f"in layer {place} of the chunk whose forward runs just before"
+        yield f"{finding}, but stage {stage.stage} has a chunk of {least} layers"

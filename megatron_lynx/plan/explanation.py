@@ -109,7 +109,7 @@ def _table(plan: Plan, alike: Sequence[Stage]) -> WrappedTable:
     stage, last, chunked = alike[0], alike[-1], plan.parallel.chunks > 1
     chunks = f"chunk {stage.chunk}" if len(alike) == 1 else f"chunks {stage.chunk}-{last.chunk}, each"
     place = f"stage {stage.stage}, {chunks}" if chunked else f"stage {stage.stage}"
-    layers = ", ".join(str(each.layers) for each in alike)
+    layers = ", ".join(str(entry.layers) for entry in alike)
     title = f"{place}: layers {layers}, ahead depth {stage.ahead_depth} (layer halves)"
     columns = ("layers", "half", "kept", "replayed", "window", *(["weight gradients"] if stage.defers else []))
     table = WrappedTable(columns, words=columns, keys=2, title=title, lines=True)
@@ -139,9 +139,9 @@ def _window(rule: Rule, half: Half) -> Text:
         return Text("-")
     steady, cooldown = rule.windows.of(half, "steady"), rule.windows.of(half, "cooldown")
     text = steady if steady == cooldown else f"{steady}\nin cool-down {cooldown}"
-    gather, late = rule.gather.of(half, "steady"), rule.gather.of(half, "cooldown")
+    gather, cooldown_gather = rule.gather.of(half, "steady"), rule.gather.of(half, "cooldown")
     gathered = f"\ninput gathered {gather}" if gather else ""
-    differs = f", in cool-down {late}" if late != gather else ""
+    differs = f", in cool-down {cooldown_gather}" if cooldown_gather != gather else ""
     return Text(f"{text}{gathered}{differs}".replace(THEN, f"\n{THEN.lstrip()}"))
 
 
@@ -174,8 +174,8 @@ def _beside(stage: Stage) -> Text | None:
         if offload.beside_messages == "avoid":
             lines.append("copies and messages between stages take turns: an exchange waits for what was asked for before it")
     if (deferred := stage.weight_gradients) is not None:
-        most = format_bytes(deferred.bytes)
-        lines.append(f"weight gradients that are deferred hold at most {most}; then the oldest run at once")
+        limit = format_bytes(deferred.bytes)
+        lines.append(f"weight gradients that are deferred hold at most {limit}; then the oldest run at once")
     if (whole := stage.whole) is not None:
         lines.append(f"micro-batches that keep everything: the first {whole.first} of every {whole.of_every}")
     return Text("\n".join(lines)) if lines else None

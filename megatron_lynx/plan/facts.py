@@ -158,9 +158,9 @@ class ModelFacts(Part):
     def _problems(self) -> Iterator[str]:
         if self.fp8 is not None and self.implementation != "transformer_engine":
             yield f"fp8 ({self.fp8}) needs implementation transformer_engine, found {self.implementation}"
-        for name, found in (("fp8_parameters", self.fp8_parameters), *self.in_bf16.items()):
-            if found and self.fp8 is None:
-                yield f"{name} is {str(found).lower()}, needed fp8: how scales are found"
+        for name, setting in (("fp8_parameters", self.fp8_parameters), *self.in_bf16.items()):
+            if setting and self.fp8 is None:
+                yield f"{name} is {str(setting).lower()}, needed fp8: how scales are found"
         if self.fp8 is None and not self.fp8_copies_kept:
             yield "fp8_copies_kept is false, needed fp8: how scales are found"
         if self.shared_experts and not self.moe_layers:

@@ -85,9 +85,9 @@ def spans(layers: list[int]) -> str:
 
 
 def _differing(facts: Iterable[tuple[str, object, object]], beside: str) -> Iterator[str]:
-    for name, found, needed in facts:
-        if found != needed:
-            yield f"{name} is {found}, needed {'none' if needed is None else needed} {beside}: nothing else was tried"
+    for name, setting, needed in facts:
+        if setting != needed:
+            yield f"{name} is {setting}, needed {'none' if needed is None else needed} {beside}: nothing else was tried"
 
 
 def _captured(plan: PlanContents) -> Iterator[str]:
@@ -130,7 +130,7 @@ def _captured_half(rule: Rule, section: Section) -> Iterator[str]:
 
 
 def _without_flushes(plan: PlanContents) -> Iterator[str]:
-    layout, found = plan.parallel, plan.batch.microbatches
+    layout, microbatches = plan.parallel, plan.batch.microbatches
     if plan.schedule == "flush":
         if not plan.defer_updates:
             yield "defer_updates is false, but schedule flush has nothing to defer"
@@ -151,8 +151,9 @@ def _without_flushes(plan: PlanContents) -> Iterator[str]:
         if entry.offload is not None and entry.offload.pace_bytes is not None:
             why = "it needs none: offloading within a micro-batch was not tried without flushes"
             yield f"schedule is double_buffered, but {plan.place_of(entry)}.offload.pace_bytes is given: {why}"
-    if found < layout.pipeline:
-        yield f"schedule is double_buffered, but batch.microbatches is {found}: it needs at least pipeline ({layout.pipeline})"
+    if microbatches < layout.pipeline:
+        needed = f"it needs at least pipeline ({layout.pipeline})"
+        yield f"schedule is double_buffered, but batch.microbatches is {microbatches}: {needed}"
 
 
 def _experts(plan: PlanContents) -> Iterator[str]:
@@ -190,31 +191,31 @@ def may_fall_back(plan: PlanContents, stage: Stage) -> bool:
 def experts_rule(plan: PlanContents, rule: Rule) -> Iterator[str]:
     """Items and windows of a rule that its layers of experts, or its other layers, do not have."""
     affected = [layer for layer in rule.layers if plan.model.has_experts(layer)]
-    others = [layer for layer in rule.layers if layer not in affected]
+    other_layers = [layer for layer in rule.layers if layer not in affected]
     dense = [item for item in MLP.names if item in rule.replay and item not in EXPERTS.names]
     if affected and dense:
-        found = f"{', '.join(dense)} replayed in {spans(affected)}, whose MLP is a mixture of experts (model.moe_layers)"
-        yield f"found {found}, needed items of {', '.join(EXPERTS.replayable)}: give these layers a rule of their own"
+        finding = f"{', '.join(dense)} replayed in {spans(affected)}, whose MLP is a mixture of experts (model.moe_layers)"
+        yield f"found {finding}, needed items of {', '.join(EXPERTS.replayable)}: give these layers a rule of their own"
     named = [item for item in EXPERTS_WITH_SHARED.names if item in (*rule.keep, *rule.replay) and item not in MLP.names]
-    if others and named:
-        found = f"{', '.join(named)} in {spans(others)}, whose MLP is no mixture of experts (model.moe_layers)"
-        yield f"found {found}, needed {', '.join(MLP.names)}: give these layers a rule of their own"
+    if other_layers and named:
+        finding = f"{', '.join(named)} in {spans(other_layers)}, whose MLP is no mixture of experts (model.moe_layers)"
+        yield f"found {finding}, needed {', '.join(MLP.names)}: give these layers a rule of their own"
     shared = [item for item in named if item in SHARED_EXPERTS]
     if affected and shared and not plan.model.shared_experts:
         yield f"found {', '.join(shared)} in a model without shared experts, needed none of them, or model.shared_experts: true"
     stretched = any(rule.windows.stretches(MLP.half, phase)[1:] for phase in BACKWARD_PHASES)
     if affected and stretched and rule.filling(MLP.half) is MLP:
-        found = f"windows.{MLP.half} of {spans(affected)} in several stretches"
-        yield f"found {found}, needed one window: a replay of experts runs at once"
+        finding = f"windows.{MLP.half} of {spans(affected)} in several stretches"
+        yield f"found {finding}, needed one window: a replay of experts runs at once"
     for name in dict.fromkeys(name for half in HALVES for _, name in places(rule, half)):
         windows = {layer: window for layer in rule.layers if isinstance(window := window_at(name, layer), WindowAddress)}
         inside = [layer for layer, at in windows.items() if at.half == EXPERTS.half and plan.model.has_experts(at.layer)]
         if inside and not plan.exchanging:
-            found = f"{name} of {spans(inside)}, which lies in a mixture of experts (model.moe_layers)"
-            yield f"found {found}, needed on_demand or a wait outside experts: give these layers a rule of their own"
+            finding = f"{name} of {spans(inside)}, which lies in a mixture of experts (model.moe_layers)"
+            yield f"found {finding}, needed on_demand or a wait outside experts: give these layers a rule of their own"
         elif inside and plan.parallel.chunks > 1 and is_forward(name) and len(plan.exchanging) < plan.model.layers:
-            found = f"{name} of {spans(inside)}, where other layers have no experts (model.moe_layers)"
-            yield f"found {found}, needed a wait of a backward: the forward may be another chunk's"
+            finding = f"{name} of {spans(inside)}, where other layers have no experts (model.moe_layers)"
+            yield f"found {finding}, needed a wait of a backward: the forward may be another chunk's"
 
 
 def _latent(plan: PlanContents) -> Iterator[str]:
@@ -231,10 +232,10 @@ def _latent_rule(plan: PlanContents, rule: Rule) -> Iterator[str]:
     half, section = HALVES[0], plan.model.halves[HALVES[0]]
     if rule.checkpoints(half) or rule.filling(half).opaque:  # checked by `_opaque_rule`
         return
-    found = rule.filling(half).names
-    if found != section.names:
+    names = rule.filling(half).names
+    if names != section.names:
         needed = f"{', '.join(section.names)}, as model.latent_attention says"
-        yield f"found items {', '.join(found)} of the {half} half, needed {needed}"
+        yield f"found items {', '.join(names)} of the {half} half, needed {needed}"
         return
     if torn := section.torn(rule.replay):
         linear, code = section.in_place
@@ -256,26 +257,26 @@ def _opaque(plan: PlanContents) -> Iterator[str]:
             if span.last > plan.model.layers:
                 yield f"model.opaque_layers.{name} has {span}, but the model has layers 1-{plan.model.layers}"
             for layer in span if span.last <= plan.model.layers else ():
-                if OPAQUE[name] not in (found := plan.model.sections_of(layer)):
-                    filled = next(section.name for section in found if section.half == OPAQUE[name].half)
+                if OPAQUE[name] not in (sections := plan.model.sections_of(layer)):
+                    filled = next(section.name for section in sections if section.half == OPAQUE[name].half)
                     yield f"model.opaque_layers.{name} has layer {layer}, where the {OPAQUE[name].half} half is {filled} already"
 
 
 def _opaque_rule(plan: PlanContents, rule: Rule) -> Iterator[str]:
     for half in HALVES:
-        found = {section for layer in rule.layers for section in plan.model.sections_of(layer) if section.half == half}
-        affected = {section.name for section in found if section.opaque}
+        sections = {section for layer in rule.layers for section in plan.model.sections_of(layer) if section.half == half}
+        affected = {section.name for section in sections if section.opaque}
         named = ", ".join(sorted(affected))
         if affected and (rule.checkpoints(half) or (rule.checkpoint is not None and not isinstance(rule.checkpoint, str))):
             todo = "checkpoint the other half alone"
             yield f"found {rule.checkpoint_said}, needed {named} kept whole: nobody looks into it; {todo}"
         elif affected and rule.replays(half):
-            usual = any(not section.opaque for section in found)
+            usual = any(not section.opaque for section in sections)
             todo = "give these layers a rule of their own" if usual else "list it under keep"
             yield f"found {', '.join(rule.replays(half))} replayed, needed {named} kept whole: nobody looks into it; {todo}"
         listed = [name for name in OPAQUE if name in (*rule.keep, *rule.replay) and OPAQUE[name].half == half]
-        if others := [name for name in listed if name not in affected]:
-            yield f"found {', '.join(others)}, which no layer of the rule has (model.opaque_layers)"
+        if absent_names := [name for name in listed if name not in affected]:
+            yield f"found {', '.join(absent_names)}, which no layer of the rule has (model.opaque_layers)"
 
 
 def _overlapped(plan: PlanContents) -> Iterator[str]:
@@ -325,8 +326,8 @@ def _userbuffers(plan: PlanContents) -> Iterator[str]:
     if not plan.parallel.sequence_parallel:
         yield "parallel.userbuffers needs parallel.sequence_parallel: true, found false, as Megatron refuses it"
     if plan.model.implementation != "transformer_engine":
-        found = f"found {plan.model.implementation}: Megatron's own layers have no userbuffers"
-        yield f"parallel.userbuffers needs model.implementation transformer_engine, {found}"
+        finding = f"found {plan.model.implementation}: Megatron's own layers have no userbuffers"
+        yield f"parallel.userbuffers needs model.implementation transformer_engine, {finding}"
 
 
 def _userbuffers_rule(rule: Rule) -> Iterator[str]:

@@ -199,8 +199,8 @@ class Rule(Part):
         yield from self._unlisted()
         yield from self._never_replayed()
         if self.ahead and self.checkpoint not in AHEAD:
-            found = "there is no checkpoint" if self.checkpoint is None else self.checkpoint_said
-            yield f"{self.ahead_said}, but {found}: it needs checkpoint {', '.join(AHEAD[:-1])} or {AHEAD[-1]}"
+            finding = "there is no checkpoint" if self.checkpoint is None else self.checkpoint_said
+            yield f"{self.ahead_said}, but {finding}: it needs checkpoint {', '.join(AHEAD[:-1])} or {AHEAD[-1]}"
         elif self.gathers_ahead and self.checkpoint != "layer":
             yield f"{self.ahead_said}, but {self.checkpoint_said}: it needs checkpoint layer"
         for half in HALVES:
@@ -259,12 +259,13 @@ class Rule(Part):
 
     def _rest_problems(self, half: Half) -> Iterator[str]:
         """Problems of the wait in which the rest of a checkpointed half should be recomputed."""
-        window, own = getattr(self.windows, half), own_window(half)
-        found = "is by phase" if isinstance(window, ByPhase) else f"is {window}"
+        window, half_window = getattr(self.windows, half), own_window(half)
+        finding = "is by phase" if isinstance(window, ByPhase) else f"is {window}"
         if window is not None and self.feeds(self.layers.last, half):
-            yield f"windows.{half} {found}, but {self.checkpoint_said}: the {half} half runs again whole, before the mlp half"
-        elif window not in (None, own):
-            yield f"windows.{half} {found}, but {self.checkpoint_said}: it runs again where backward enters it, at most to {own}"
+            yield f"windows.{half} {finding}, but {self.checkpoint_said}: the {half} half runs again whole, before the mlp half"
+        elif window not in (None, half_window):
+            again = f"it runs again where backward enters it, at most to {half_window}"
+            yield f"windows.{half} {finding}, but {self.checkpoint_said}: {again}"
 
     def _unlisted(self) -> Iterator[str]:
         listed = self.keep + self.replay
@@ -279,8 +280,8 @@ class Rule(Part):
             if section.in_some_layers or self.checkpoints(half):
                 continue
             yield from (f"{item} is neither kept nor replayed" for item in section.names if item not in listed)
-            others = (item for item in names_in(half) if item in listed and item not in section.names)
-            yield from (f"{item} is no item of a layer that has {section.names[1]}" for item in others)
+            other_items = (item for item in names_in(half) if item in listed and item not in section.names)
+            yield from (f"{item} is no item of a layer that has {section.names[1]}" for item in other_items)
 
     def _never_replayed(self) -> Iterator[str]:
         roles = {item.name: item.role for half in HALVES for section in filling(half) for item in section.items}
@@ -345,9 +346,9 @@ def _may_join(rule: Rule, behind: Rule) -> bool:
 
 @lru_cache(maxsize=1024)
 def _filling(half: Half, keep: tuple[str, ...], replay: tuple[str, ...]) -> Section:  # called thousands of times per plan
-    named, (dense, *others) = {*keep, *replay}, filling(half)
-    found = [section for section in others if named & set(section.names) - set(dense.names)]
-    return max(found, key=lambda section: len(named & set(section.names)), default=dense)
+    named, (dense, *other_sections) = {*keep, *replay}, filling(half)
+    candidates = [section for section in other_sections if named & set(section.names) - set(dense.names)]
+    return max(candidates, key=lambda section: len(named & set(section.names)), default=dense)
 
 
 @lru_cache(maxsize=1024)

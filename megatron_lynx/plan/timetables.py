@@ -76,20 +76,20 @@ Group = Literal["tp", "ep", "pp"]
 
 
 def groups_waited_for(plan: PlanContents) -> tuple[Group, ...]:
-    found = {_group(plan, window) for half in _halves(plan) for window in _windows(half) if window != ON_DEMAND}
-    return tuple(group for group in get_args(Group) if group in found)
+    groups = {_group(plan, window) for half in _halves(plan) for window in _windows(half) if window != ON_DEMAND}
+    return tuple(group for group in get_args(Group) if group in groups)
 
 
 def norms_in_windows(plan: PlanContents) -> tuple[str, ...]:
     """The norms over whole rows that are recomputed in windows. The norm of a gathered input runs at the gather instead."""
-    found = {
+    norms = {
         half.section.norm
         for half in _halves(plan)
         if half.section.norm in half.replay and not half.checkpoint
         for place in map(half.place, BACKWARD_PHASES)
         if place.gather is None and place.stretches[0][0] != ON_DEMAND
     }
-    return tuple(sorted(found))
+    return tuple(sorted(norms))
 
 
 def _halves(plan: PlanContents) -> Iterator[PlannedHalf]:

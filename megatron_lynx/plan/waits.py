@@ -144,14 +144,15 @@ def deferral_problems(plan: PlanContents, stage: Stage, rule: Rule, timetable: T
     """Waits of a rule in which its delayed weight gradients cannot run. `timetable`: the stage's."""
     for linear, waits in rule.weight_gradients.items():
         sections = {
-            layer: next((each for each in plan.model.sections_of(layer) if linear in each.linears), None) for layer in rule.layers
+            layer: next((candidate for candidate in plan.model.sections_of(layer) if linear in candidate.linears), None)
+            for layer in rule.layers
         }
         missing = next((layer for layer, section in sections.items() if section is None), None)
         if missing is not None:
             mlp = "a mixture of experts" if plan.model.has_experts(missing) else "no mixture of experts"
             linears = ", ".join(name for section in plan.model.sections_of(missing) for name in section.linears)
-            found = f"weight_gradients.{linear} is deferred, but the MLP of layer {missing} is {mlp}"
-            yield f"{found}: leave it out, or name one of {linears}"
+            finding = f"weight_gradients.{linear} is deferred, but the MLP of layer {missing} is {mlp}"
+            yield f"{finding}: leave it out, or name one of {linears}"
             continue
         for wait in waits:
             why = (_never(plan, stage, timetable, (layer, one, linear), wait) for layer, one in sections.items() if one)
@@ -169,8 +170,8 @@ def _never(plan: PlanContents, stage: Stage, timetable: Timetable, where: tuple[
     assert isinstance(window, WindowAddress)
     if window.passing == "fwd":  # named by its layer's index in its chunk: the forward may be any chunk's of the stage
         place, chunks = window.layer - stage.layers.first, plan.chunks_of(stage.stage)
-        there = [entry.layers.first + place for entry in chunks if 0 <= place < len(entry.layers)]
-        if (why := _no_wait(plan, timetable, window, there)) or _forward_follows(plan, stage):
+        layers = [entry.layers.first + place for entry in chunks if 0 <= place < len(entry.layers)]
+        if (why := _no_wait(plan, timetable, window, layers)) or _forward_follows(plan, stage):
             return why
         return f"but no forward runs behind a backward (batch.microbatches {plan.batch.microbatches})"
     backward = timetable.backward(stage.chunk, "cooldown")

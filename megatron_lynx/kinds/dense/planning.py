@@ -58,8 +58,8 @@ class DenseAttention(Planning):
 
     def kernels(self, shape: LayerShape, item: Item) -> Kernels:
         """Queries and keys: copied out of the linear's block and normed, if they are, then rotated."""
-        model, both = shape.model, sum(_query_key_bytes(shape))
-        normed = one_kernel(4 * both, 5 * both) if model.qk_norm else Kernels((), ())
+        model, query_key_bytes = shape.model, sum(_query_key_bytes(shape))
+        normed = one_kernel(4 * query_key_bytes, 5 * query_key_bytes) if model.qk_norm else Kernels((), ())
         if model.position != "rope":
             return normed
         query, key = (turned_kernels(shape, width, model.head_size) for width in (shape.query_width, shape.key_width))

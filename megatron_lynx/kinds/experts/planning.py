@@ -84,8 +84,8 @@ class MixtureOfExperts(Planning):
 
     def listed(self) -> Iterable[Item]:
         """Linears first, then the routed path, then the items of an MLP layer."""
-        late = (EXPERTS_ACTIVATION, ROUTER, DISPATCH, COMBINE, self.section.norm, self.section.residual, SHARED_ACTIVATION)
-        names = *EXPERTS.linears, *SHARED_LINEARS, *late
+        later_names = (EXPERTS_ACTIVATION, ROUTER, DISPATCH, COMBINE, self.section.norm, self.section.residual, SHARED_ACTIVATION)
+        names = *EXPERTS.linears, *SHARED_LINEARS, *later_names
         return (self.section.of_name[name] for name in dict.fromkeys(names) if name in self.section.names)
 
     def output_bytes(self, shape: LayerShape, item: Item) -> int:
@@ -213,8 +213,8 @@ def _fused_exchange_s(cluster: Cluster, shape: LayerShape, row_bytes: int) -> fl
 
 def expected_parts(experts: Experts, parts: int) -> float:
     """Return the expected number of parts that a token is sent to, of `parts` equal parts of a layer's experts."""
-    others = experts.count - experts.count // parts
-    return parts * (1 - comb(others, experts.per_token) / comb(experts.count, experts.per_token))
+    other_experts = experts.count - experts.count // parts
+    return parts * (1 - comb(other_experts, experts.per_token) / comb(experts.count, experts.per_token))
 
 
 def _cut_s(job: Job, shape: LayerShape) -> float:

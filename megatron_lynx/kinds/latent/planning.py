@@ -72,10 +72,10 @@ class LatentAttention(Planning):
             return one_kernel(one, one)
         taken = heads * (sizes.query_head_size + sizes.kv_head_size)
         made = heads * (2 * sizes.query_head_size + sizes.value_head_size)
-        both = element * shape.tokens * (taken + made)
+        moved_bytes = element * shape.tokens * (taken + made)
         widths = (heads * sizes.rope_size, sizes.rope_size)
         queries, key = (turned_kernels(shape, width, sizes.rope_size, interleaved=True) for width in widths)
-        return one_kernel(both, both) + queries + key
+        return one_kernel(moved_bytes, moved_bytes) + queries + key
 
     def seconds(self, shape: LayerShape, item: Item, roof: Roofline) -> Passes:
         if item.role != "inner_norm" or not shape.model.qk_norm:
@@ -136,14 +136,14 @@ class LatentAttention(Planning):
         """A fused kernel rotates queries in place, with tables shared by all layers."""
         one, linears, given = shape.tokens * shape.model.element_bytes, self.linears(shape), self.attention(shape)
         if shape.parallel.context > 1 and not shape.eager:
-            query, *others = kept_beside_exchange(shape.parallel, given, ROTARY)
+            query, *other_tensors = kept_beside_exchange(shape.parallel, given, ROTARY)
         else:
-            query, *others = (SavedTensor(bytes=size, made_by=ROTARY, saved_by=(CORE_ATTENTION,)) for size in given[:3])
+            query, *other_tensors = (SavedTensor(bytes=size, made_by=ROTARY, saved_by=(CORE_ATTENTION,)) for size in given[:3])
         turned = self.section.in_place[0] if self.section.in_place and query.made_by == ROTARY else ""
         for item in self._with_role(*HEADS):
             readers = query.saved_by if item.name == turned else ()
             yield SavedTensor(bytes=one * linears[item.name].made, made_by=item.name, saved_by=readers, output=True)
-        yield from (others if turned else (query, *others))
+        yield from (other_tensors if turned else (query, *other_tensors))
         if self.section.in_place:
             return
         table = shape.model.seq // shape.parallel.context * sizes_of(shape.model).rope_size * shape.model.element_bytes
