@@ -282,7 +282,7 @@ def line(row: Row) -> str:
     sizes = [f"{size / GIB:.1f} GiB" for size in (row.none_bytes, row.budget_bytes)]
     modules, best, ours = (f"{seconds / row.none_s:.3f}" for seconds in (row.modules_s, row.best_stock_s, row.ours_s))
     flagged = "-" if row.beside_s is None else f"{row.beside_s / row.none_s:.3f}"
-    shares = [f"{row.gain:.1%}", f"{row.as_fast_bytes / GIB:.1f} GiB", f"{row.less:.0%}"]
+    shares = [f"{round(row.gain, 3) + 0.0:.1%}", f"{row.as_fast_bytes / GIB:.1f} GiB", f"{row.less:.0%}"]
     stock = [modules, f"{best}: {row.best_stock}", beside(row)]
     return f"| {' | '.join([row.what, *sizes, *stock, ours, f'{row.hidden:.0%}', flagged, *shares])} |"
 
