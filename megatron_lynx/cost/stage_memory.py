@@ -157,13 +157,13 @@ def activations_in_flight(job: Job, stage: int, sizes: Sequence[int], more: int 
     """Return the activation fields of `Parts`. `sizes`: bytes per micro-batch in each chunk. `more`: bytes besides all
     micro-batches."""
 
-    def most(chunk: int | None = None) -> int:
+    def peak_bytes(chunk: int | None = None) -> int:
         return most_in_flight_bytes(job, stage, sizes, chunk) + more
 
     if len(set(sizes)) == 1:
-        return {"activations": most(), "chunk": sizes[0]}
-    moments = {"activations_at_loss": most(job.chunks - 1), "activations_behind_backward": most(0) - sizes[0]}
-    return {"activations": most(), "chunk": max(sizes), **moments}
+        return {"activations": peak_bytes(), "chunk": sizes[0]}
+    moments = {"activations_at_loss": peak_bytes(job.chunks - 1), "activations_behind_backward": peak_bytes(0) - sizes[0]}
+    return {"activations": peak_bytes(), "chunk": max(sizes), **moments}
 
 
 def _with_share(parts: Parts, in_flight: int, ratio: float, *, last: bool) -> Parts:
