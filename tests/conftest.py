@@ -46,7 +46,7 @@ LAUNCHES_S, SLOW_S, ON_RANKS_S, OTHERS_S = 15, 10, 3, 0.3
 
 def seconds_of(item: pytest.Item) -> float:
     fixtures = set(getattr(item, "fixturenames", ()))
-    if fixtures & {"run", "faulty", "planned", "going_on"}:
+    if fixtures & {"run", "faulty", "planned", "undrained"}:
         return LAUNCHES_S
     if item.get_closest_marker("slow"):
         return SLOW_S

@@ -325,7 +325,7 @@ def test_without_flushes_saved_and_resumed(script, tmp_path):
     """Of a run that is drained behind the third batch."""
     flags = ["--hidden-dropout", "0", "--attention-dropout", "0", *MOVING_SCALE]
     saving = ["--save", tmp_path, "--save-interval", "3"]
-    _, going_on = without_flushes(script, FOUR, flags, 4, drained="3,5", ours=saving)
+    _, undrained = without_flushes(script, FOUR, flags, 4, drained="3,5", ours=saving)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     _, resumed = without_flushes(script, FOUR, [*flags, "--load", str(tmp_path)], 4)
-    assert [norm for _, _, norm in resumed.iterations] == [norm for _, _, norm in going_on.iterations[3:]]
+    assert [norm for _, _, norm in resumed.iterations] == [norm for _, _, norm in undrained.iterations[3:]]

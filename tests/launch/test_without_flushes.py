@@ -47,41 +47,41 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def going_on(run, folder):
+def undrained(run, folder):
     return run(SCRIPT, [*FLAGS, *WITHOUT, "--save", folder / "saved", "--save-interval", "3"])
 
 
-def test_every_printed_digit_is_that_of_the_version_rule(run, going_on):
+def test_every_printed_digit_is_that_of_the_version_rule(run, undrained):
     expected = run(VERSIONS, FLAGS, env={"DRAINED": "3,4"})
-    assert (expected.status, going_on.status) == (0, 0), going_on.text
+    assert (expected.status, undrained.status) == (0, 0), undrained.text
     assert len(expected.iterations) == 6
-    assert going_on.iterations == expected.iterations
-    assert LOSS_SCALE.findall(going_on.text) == ["1024.0", "2048.0", "2048.0", "4096.0", "4096.0", "8192.0"]
-    assert VALIDATION.findall(going_on.text) == VALIDATION.findall(expected.text) != []
+    assert undrained.iterations == expected.iterations
+    assert LOSS_SCALE.findall(undrained.text) == ["1024.0", "2048.0", "2048.0", "4096.0", "4096.0", "8192.0"]
+    assert VALIDATION.findall(undrained.text) == VALIDATION.findall(expected.text) != []
 
 
-def test_it_says_what_it_does(going_on):
-    [said] = going_on.ours
+def test_it_says_what_it_does(undrained):
+    [said] = undrained.ours
     assert "training without flushes, on gradients that are one update old" in said
 
 
 @pytest.mark.long
-def test_a_signal_saves_one_batch_later_and_nothing_is_lost(run, folder, going_on):
+def test_a_signal_saves_one_batch_later_and_nothing_is_lost(run, folder, undrained):
     """Asked to stop behind the second batch, when forwards of the third have begun: that one drains, and is saved."""
     flags = [*FLAGS, *WITHOUT, "--save", folder / "asked", "--save-interval", "100", "--exit-signal-handler"]
     asked = run(VERSIONS, flags, env={"SIGNAL": "2"})
     assert asked.status == 0, asked.text
     assert "exiting program after receiving SIGTERM" in asked.text
-    assert asked.iterations == going_on.iterations[:3]
+    assert asked.iterations == undrained.iterations[:3]
     resumed = run(SCRIPT, [*FLAGS, *WITHOUT, "--load", folder / "asked"])
     expected = run(VERSIONS, [*FLAGS, "--load", folder / "asked"], env={"DRAINED": "4"})
     assert resumed.iterations == expected.iterations
-    gone_on = going_on.iterations[3:]
+    gone_on = undrained.iterations[3:]
     assert [norm for _, _, norm in resumed.iterations] == [norm for _, _, norm in gone_on]
     assert resumed.iterations[::2] == gone_on[::2], "the second loss behind a resume is Megatron's mean of two"
 
 
-def test_under_a_plan(run, folder, going_on):
+def test_under_a_plan(run, folder, undrained):
     """Everything replayed, its first half while the gradient is awaited; some on the host. Frames are checked, though a backward
     may come a batch behind its forward. A plan that flushes is refused."""
     plan = plan_of("pipeline 2")
@@ -93,7 +93,7 @@ def test_under_a_plan(run, folder, going_on):
     flags += ["--lynx-check", "frames:2"]
     planned = run(SCRIPT, [*flags, "--lynx-plan", saved(plan, folder / "plan.yaml")])
     assert planned.status == 0, planned.text
-    assert planned.iterations == going_on.iterations
+    assert planned.iterations == undrained.iterations
     assert "replayed 96 layer halves: 24 inside windows, 72 on demand" in planned.text
     assert "copied to the host" in planned.text
     assert "checked 1" in planned.text

@@ -146,9 +146,9 @@ def test_a_batch_that_drains_leaves_nothing_in_flight(setting: Setting, data: st
         wait = deferral(stage, share)
         counted = actions(steps)
         assert sum(action.kind == "F" for action in counted) == stop * microbatches == len(counted) / 2
-        going_on = order(pipeline, stage, microbatches, batches, deferral=wait)
+        longer_order = order(pipeline, stage, microbatches, batches, deferral=wait)
         begun = sum(len(batch_order(pipeline, stage, microbatches, batch, deferral=wait)) for batch in range(stop - 1))
-        assert steps[:begun] == going_on[:begun]
+        assert steps[:begun] == longer_order[:begun]
 
 
 @pytest.mark.parametrize(("pipeline", "microbatches"), [(2, 1), (4, 3)])
