@@ -28,8 +28,8 @@ def check_plannable(job: Job) -> None:
         needed = "planned, or another one with overlap.userbuffers: what owns a userbuffer does not run again"
         problems.append(Problem("job: policy", "full", needed, "the job can be estimated"))
     problems += [*_overlap_problems(job), *_graph_problems(job)]
-    for found, needed in job.fused_dispatch.limits():
-        problems.append(Problem("job: model.experts.dispatcher", found, needed, "the job can be estimated"))
+    for setting, needed in job.fused_dispatch.limits():
+        problems.append(Problem("job: model.experts.dispatcher", setting, needed, "the job can be estimated"))
     problems += [problem for section in job.model.every_section for problem in planning_of(section).refusals(job)]
     if (lacks := lacking_here(job.model.fp8_recipe, "job: model.fp8.recipe")) is not None:
         problems.append(lacks)
@@ -44,21 +44,21 @@ def check_plan(job: Job, plan: Plan) -> None:
     """Raises `PlanMismatch` with every fact in which the plan is for another job. `job`: as planned (`planner.as_planned`) if a
     plan may choose launch flags.
     """
-    found = {part: getattr(plan, part).model_dump() for part in ("model", "parallel", "batch")}
+    plan_facts = {part: getattr(plan, part).model_dump() for part in ("model", "parallel", "batch")}
     needed: dict[str, dict[str, object]] = {
         "model": model_facts(job).model_dump(),
         "parallel": parallel_facts(job).model_dump(),
         "batch": {"micro": job.batch.micro, "microbatches": job.microbatches},
     }
     del needed["model"]["fp8_copies_kept"]  # the planner decides it
-    found["parallel"]["microbatch_group"], needed["parallel"]["microbatch_group"] = plan.parallel.group, job.microbatch_group
+    plan_facts["parallel"]["microbatch_group"], needed["parallel"]["microbatch_group"] = plan.parallel.group, job.microbatch_group
     if job.chunks == 1 or plan.parallel.pipeline != job.parallel.pipeline:  # the plan states no group
         del needed["parallel"]["microbatch_group"]
     differing = [
-        (f"{part}.{name}", found[part][name], value)
+        (f"{part}.{name}", plan_facts[part][name], value)
         for part, facts in needed.items()
         for name, value in facts.items()
-        if found[part][name] != value
+        if plan_facts[part][name] != value
     ]
     differing += [
         (name, getattr(plan, name), getattr(job, name))
@@ -66,7 +66,7 @@ def check_plan(job: Job, plan: Plan) -> None:
         if getattr(plan, name) != getattr(job, name)
     ]
     todo = "make a plan for this job"
-    problems = [Problem(f"plan: {place}", str(own), f"{value}, as in the job", todo) for place, own, value in differing]
+    problems = [Problem(f"plan: {place}", str(fact), f"{value}, as in the job", todo) for place, fact, value in differing]
     if problems:
         raise PlanMismatch("the plan does not fit the job", problems)
 
@@ -76,14 +76,14 @@ def _overlap_problems(job: Job) -> Iterator[Problem]:
     if not job.model.moe_overlapped:
         return
     parallel, model = job.parallel, job.model
-    for place, found, needed in (
+    for place, setting, needed in (
         ("schedule", job.schedule, "flush"),
         ("head.pieces", job.head_pieces, 1),
     ):
-        if found != needed:
+        if setting != needed:
             todo = "drop --overlap-moe-expert-parallel-comm (model.experts.overlapped), or change this"
             beside = f"{'none' if needed is None else needed} beside overlapped exchanges of experts"
-            yield Problem(f"job: {place}", str(found), beside, todo)
+            yield Problem(f"job: {place}", str(setting), beside, todo)
     if parallel.expert == 1 or (parallel.pipeline > 1 and job.chunks == 1):
         said = f"expert {parallel.expert}, pipeline {parallel.pipeline} with {job.chunks} chunk on each stage"
         needed = "experts over several ranks, and several chunks on each stage of a pipeline, as Megatron does"
@@ -102,15 +102,15 @@ def _graph_problems(job: Job) -> Iterator[Problem]:
     """Problems of captured graphs (`plan.features`): untested combinations."""
     if not job.model.captured:
         return
-    for place, found, needed in (
+    for place, setting, needed in (
         ("schedule", job.schedule, "flush"),
         ("model.mtp", job.model.mtp, 0),
         ("model.experts.overlapped", job.model.moe_overlapped, False),
         ("overlap.userbuffers", job.userbuffers, False),
     ):
-        if found != needed:
+        if setting != needed:
             beside = f"{needed} beside captured graphs (model.captured): nothing else was tried"
-            yield Problem(f"job: {place}", str(found), beside, "leave model.captured out, or change this")
+            yield Problem(f"job: {place}", str(setting), beside, "leave model.captured out, or change this")
 
 
 def _context_problems(job: Job) -> Iterator[Problem]:
@@ -132,13 +132,13 @@ def _context_problems(job: Job) -> Iterator[Problem]:
 
 def check_profile(job: Job, profile: Profile) -> None:
     """Raises `ConfigError` for every fact in which the profile is of another job."""
-    found, needed = profile.shape.model_dump(), shape_of(job).model_dump()
+    profiled, needed = profile.shape.model_dump(), shape_of(job).model_dump()
     ranks = job.parallel.tensor * job.parallel.context
     todo = f"measure this job, or its layers alone (pipeline 1 on {ranks} devices): megatron-lynx profile"
     problems = [
-        Problem(f"profile: shape.{name}", str(found[name]), str(needed[name]), todo)
+        Problem(f"profile: shape.{name}", str(profiled[name]), str(needed[name]), todo)
         for name in needed
-        if found[name] != needed[name]
+        if profiled[name] != needed[name]
     ]
     if problems:
         raise ConfigError("the profile was measured for another job", problems)

@@ -154,7 +154,7 @@ def _worth_its_bits(decision: Decision, pieced: Job, profile: Profile) -> Decisi
     if bounded_by_device(pieced):
         better = other.simulation.step_s < (1 - left_open.WORTH_BITS) * decision.simulation.step_s
     else:
-        better = max(each.total for each in other.memory) < max(each.total for each in decision.memory)
+        better = max(memory.total for memory in other.memory) < max(memory.total for memory in decision.memory)
     return other if better else decision
 
 
@@ -173,16 +173,16 @@ def _fastest(job: Job, profile: Profile) -> Decision:
     if job.model.fp8 is None or job.model.fp8.copies_kept is not None:
         return _made(job, profile)
     least = _made(left_open.with_copies(job, kept=False), profile)
-    found = [least]
+    decisions = [least]
     if any(rule.checkpoint or rule.replay for entry in least.plan.stages for rule in entry.rules):
         with suppress(Infeasible):
-            found.append(_made(left_open.with_copies(job, kept=True), profile))
-    return _as_of(job, min(found, key=lambda each: each.simulation.step_s))
+            decisions.append(_made(left_open.with_copies(job, kept=True), profile))
+    return _as_of(job, min(decisions, key=lambda decision: decision.simulation.step_s))
 
 
 def _made(job: Job, profile: Profile) -> Decision:
     decisions = [_fitting(job, Stages(parted, profile)) for parted in partitioned(job, profile)]
-    decision, stages = min(decisions, key=lambda found: found[0].simulation.step_s)
+    decision, stages = min(decisions, key=lambda pair: pair[0].simulation.step_s)
     refined = _refined(decision, stages, job, profile)
     little = refined.simulation.step_s > (1 - WORTH_READING) * decision.simulation.step_s
     filled = _filled(decision if little and why_none_deferred(job) is None else refined, profile)
@@ -195,16 +195,16 @@ def _made(job: Job, profile: Profile) -> Decision:
 def _with_best_share(job: Job, profile: Profile) -> Decision:
     """Decide for a job that leaves the optimizer's share on the host open."""
 
-    def step_s(found: Decision) -> float:
-        return found.simulation.step_s + update_s(found.job, profile)
+    def step_s(decision: Decision) -> float:
+        return decision.simulation.step_s + update_s(decision.job, profile)
 
-    return _as_of(job, best_share(job, lambda own: fastest_decision(own, profile), step_s))
+    return _as_of(job, best_share(job, lambda candidate: fastest_decision(candidate, profile), step_s))
 
 
-def _as_of(job: Job, found: Decision) -> Decision:
+def _as_of(job: Job, decision: Decision) -> Decision:
     """Relabel the plan with the original job's digest."""
-    origin = found.plan.provenance.model_copy(update={"job": job.digest})
-    return replace(found, plan=found.plan.model_copy(update={"provenance": origin}))
+    origin = decision.plan.provenance.model_copy(update={"job": job.digest})
+    return replace(decision, plan=decision.plan.model_copy(update={"provenance": origin}))
 
 
 def _with_loads(decision: Decision, profile: Profile) -> Decision:
@@ -238,10 +238,10 @@ def _with_lengths(decision: Decision, profile: Profile) -> Decision:
 
 def plannable(job: Job, profile: Profile) -> bool:
     """Whether any plan fits."""
-    for own in left_open.with_rotary_again(job):
+    for candidate in left_open.with_rotary_again(job):
         with suppress(LynxError):
-            check_plannable(own)
-            _fitting(own, Stages(partitioned(own, profile)[0], profile))
+            check_plannable(candidate)
+            _fitting(candidate, Stages(partitioned(candidate, profile)[0], profile))
             return True
     return False
 
@@ -277,8 +277,10 @@ def _fitting(job: Job, stages: Stages) -> tuple[Decision, Stages]:
             return _rehearsed(parted, profile, answers, plan, simulation), stages
         if isinstance(simulation, SideBySide) and stages.copied_bytes < max(simulation.more_bytes):
             stages = replace(stages, copied_bytes=max(simulation.more_bytes), before=stages.worked)
-        elif parted.policy == "planned" and (late := {stage for stage, share in over if not share.within} - stages.paced):
-            stages = replace(stages, paced=stages.paced | late, before=stages.worked)
+        elif parted.policy == "planned" and (
+            lagging_stages := {stage for stage, share in over if not share.within} - stages.paced
+        ):
+            stages = replace(stages, paced=stages.paced | lagging_stages, before=stages.worked)
         else:
             stages = replace(stages, excluded=stages.excluded | over, before=stages.worked)
 
@@ -296,13 +298,13 @@ def _refined(decision: Decision, stages: Stages, job: Job, profile: Profile) -> 
     enough_s = WORTH_READING * decision.simulation.step_s / passes
     refined = [stages.refined(answer, enough_s) for answer in decision.stages]
     best = decision
-    ways = [tuple(each[min(way, len(each) - 1)] for each in refined) for way in range(3)]
+    ways = [tuple(stage_answers[min(way, len(stage_answers) - 1)] for stage_answers in refined) for way in range(3)]
     for answers in dict.fromkeys(ways):
         best = _faster_of(best, answers, job, profile)
-    for answers in zip(*(_kept_if_late(each, best.simulation, stages) for each in best.stages), strict=True):
+    for answers in zip(*(_kept_if_late(answer, best.simulation, stages) for answer in best.stages), strict=True):
         best = _faster_of(best, answers, job, profile)
     begun = tuple(map(stages.beginning_ahead, best.stages))
-    spared_s = max(late.longer_s - ahead.longer_s for late, ahead in zip(best.stages, begun, strict=True))
+    spared_s = max(best_answer.longer_s - ahead.longer_s for best_answer, ahead in zip(best.stages, begun, strict=True))
     return _faster_of(best, begun, job, profile) if spared_s > enough_s else best
 
 
@@ -337,7 +339,9 @@ def _filled(decision: Decision, profile: Profile) -> Decision:
         return replace(decision, weight_gradients=f"none deferred: {why}")
     known = Known()
     ways = (True, False) if decision.job.chunks > 1 else (True,)  # several chunks: see `planner.filling`
-    return min((_placed(decision, profile, known, forwards=way) for way in ways), key=lambda each: each.simulation.step_s)
+    return min(
+        (_placed(decision, profile, known, forwards=way) for way in ways), key=lambda candidate: candidate.simulation.step_s
+    )
 
 
 def _placed(decision: Decision, profile: Profile, known: Known, *, forwards: bool) -> Decision:

@@ -144,8 +144,8 @@ def most_held(job: Job, simulation: Simulation, stage: int) -> Iterator[Held]:
             layers["embedding_backward"] = passes.behind_backward(chunk)
         for moment, memory in at.items():
             if moment in layers:
-                others = without_head if moment == "forward" and (stage, chunk) != last else memory
-                yield Held(stage, chunk, layers[moment], others)
+                memory_beside = without_head if moment == "forward" and (stage, chunk) != last else memory
+                yield Held(stage, chunk, layers[moment], memory_beside)
     yield Held(stage, None, passes.between(), without_head)
     left = _at_updates(simulation, stage)
     for moment in BETWEEN_BATCHES:
@@ -155,8 +155,8 @@ def most_held(job: Job, simulation: Simulation, stage: int) -> Iterator[Held]:
 
 
 def _fullest(held: Mapping[Moment, StageMemory]) -> StageMemory:
-    most = max(held.values(), key=lambda memory: memory.total)
-    return replace(most, totals={moment: memory.total for moment, memory in held.items()})
+    fullest_memory = max(held.values(), key=lambda memory: memory.total)
+    return replace(fullest_memory, totals={moment: memory.total for moment, memory in held.items()})
 
 
 def _by_kind(held: Held, simulation: Simulation) -> StageMemory:
@@ -176,8 +176,8 @@ class _Passes:
     def __init__(self, executed: tuple[Executed, ...], curve: MemoryCurve) -> None:
         times_s, self._bytes = np.array(curve.times_s), np.array([*curve.bytes, 0])
         self._executed = executed
-        self._first = np.searchsorted(times_s, [each.start_s for each in executed], "right") - 1
-        self._last = np.searchsorted(times_s, [each.end_s for each in executed], "right") - 1
+        self._first = np.searchsorted(times_s, [execution.start_s for execution in executed], "right") - 1
+        self._last = np.searchsorted(times_s, [execution.end_s for execution in executed], "right") - 1
 
     def during(self, kinds: str, chunk: int) -> int:
         which = self._which(kinds, chunk)
@@ -204,7 +204,7 @@ class _Passes:
 
 
 def _taken_at_once(content: TimedPass) -> int:
-    return sum(change for _, change in takewhile(lambda each: each[0] == 0, content.memory))
+    return sum(change for _, change in takewhile(lambda event: event[0] == 0, content.memory))
 
 
 def _at_updates(simulation: Simulation, stage: int) -> int:
@@ -212,15 +212,15 @@ def _at_updates(simulation: Simulation, stage: int) -> int:
     if not isinstance(simulation, Unflushed):
         return 0
     curve = simulation.memory(stage)
-    begins = np.searchsorted(curve.times_s, [each.arrived_s for each in simulation.updates[stage]], "right") - 1
+    begins = np.searchsorted(curve.times_s, [update.arrived_s for update in simulation.updates[stage]], "right") - 1
     return int(np.array(curve.bytes)[begins].max())
 
 
 def _over(job: Job, held: Held) -> Iterator[Problem]:
     todo = "report it with the job (or the launch), the cluster and the budget"
     if bounded_by_device(job) and (excess := held.device_bytes - job.memory_budget_bytes) > 0:
-        found = f"{format_bytes(held.device_bytes)} on the device, {format_bytes(excess)} too much"
-        yield Problem(held.where, found, f"at most {format_bytes(job.memory_budget_bytes)}", todo)
+        held_in_words = f"{format_bytes(held.device_bytes)} on the device, {format_bytes(excess)} too much"
+        yield Problem(held.where, held_in_words, f"at most {format_bytes(job.memory_budget_bytes)}", todo)
     if job.budget.activation_mib is not None and (excess := held.layers_bytes - int(job.budget.activation_mib * MIB)) > 0:
-        found = f"{format_bytes(held.layers_bytes)} held by the layers, {format_bytes(excess)} too much"
-        yield Problem(held.where, found, f"at most {job.budget.activation_mib:g} MiB", todo)
+        held_in_words = f"{format_bytes(held.layers_bytes)} held by the layers, {format_bytes(excess)} too much"
+        yield Problem(held.where, held_in_words, f"at most {job.budget.activation_mib:g} MiB", todo)

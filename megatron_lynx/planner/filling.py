@@ -49,7 +49,7 @@ class Filler:
         self._simulation = simulation
         prices = Prices(profile, less_in_hand_bytes(job))
         rooms = (_rooms(plan, entry, job, prices, simulation, forwards=entry.stage in forwards) for entry in plan.stages)
-        self._ways = [_WaysOfLayers(each, known) for each in rooms]
+        self._ways = [_WaysOfLayers(chunk_rooms, known) for chunk_rooms in rooms]
 
     def filled(self, budgets: Sequence[int]) -> Plan:
         """Return the plan with weight gradients in its waits; unchanged if nothing is gained or fits.
@@ -62,7 +62,7 @@ class Filler:
 
     def _filling(self, ways: _WaysOfLayers, budget_bytes: int) -> _Filling:
         entry = ways.rooms.entry
-        first_layers = [each.layers.first for each in self._plan.chunks_of(entry.stage)]
+        first_layers = [chunk.layers.first for chunk in self._plan.chunks_of(entry.stage)]
         return _Filling(ways.rooms, Slack(self._simulation, entry, first_layers, budget_bytes), ways)
 
 
@@ -118,15 +118,15 @@ class _Filling:
 
     def filled(self, *, receives: bool) -> Stage:
         layers = {layer: self.ways.of(layer) for layer in self.rooms.entry.layers}
-        for layer, found in layers.items():
-            if not self._choose(layer, found[0]):
-                any(self._choose(layer, some) for some in self._parts(layer, found[0]))
+        for layer, ways in layers.items():
+            if not self._choose(layer, ways[0]):
+                any(self._choose(layer, some) for some in self._parts(layer, ways[0]))
         gains = [
-            ((found[0].seconds - other.seconds) / self._in_forwards_bytes(other), -layer, other)
-            for layer, found in layers.items()
-            for other in found[1:]
+            ((ways[0].seconds - other.seconds) / self._in_forwards_bytes(other), -layer, other)
+            for layer, ways in layers.items()
+            for other in ways[1:]
         ]
-        for _, layer, other in sorted(gains, key=lambda each: each[:2], reverse=True):
+        for _, layer, other in sorted(gains, key=lambda gain: gain[:2], reverse=True):
             if -layer in self.chosen and other.seconds < self.chosen[-layer].seconds:
                 self._choose(-layer, other)
         return self._entry(receives)
@@ -182,7 +182,7 @@ class _Filling:
     def _waits_of(self, layers: LayerRange) -> dict[str, str]:
         """Weight gradients deferred by all layers of a rule, to the same wait."""
         chosen = [self.chosen[layer].waits if layer in self.chosen else {} for layer in layers]
-        return {linear: wait for linear, wait in chosen[0].items() if all(own.get(linear) == wait for own in chosen)}
+        return {linear: wait for linear, wait in chosen[0].items() if all(waits.get(linear) == wait for waits in chosen)}
 
 
 def _waits(wait: str, receives: bool) -> tuple[str, ...]:

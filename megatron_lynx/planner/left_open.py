@@ -81,25 +81,25 @@ def best_share(job: Job, decide: Callable[[Job], DecisionT], step_s: Callable[[D
     """Return the decision for the share with the shortest step, including its update. Raises `Infeasible` if none fits, with the
     excess when everything is on the host.
     """
-    found: dict[float, DecisionT] = {}
+    decisions: dict[float, DecisionT] = {}
     failed: dict[float, Infeasible] = {}
 
     def tried(share: float) -> None:
         try:
-            found[share] = decide(with_share(job, share))
+            decisions[share] = decide(with_share(job, share))
         except Infeasible as error:
             failed[share] = error
 
     def best() -> float:
-        return min(sorted(found), key=lambda share: step_s(found[share]))
+        return min(sorted(decisions), key=lambda share: step_s(decisions[share]))
 
     for share in sorted({*QUARTERS, _least_that_keeps_all(job)}):
         tried(share)
-    if not found:
+    if not decisions:
         raise failed[1.0]
-    for share in _between(best(), sorted({*found, *failed})):
+    for share in _between(best(), sorted({*decisions, *failed})):
         tried(share)
-    return found[best()]
+    return decisions[best()]
 
 
 def least_share_that_fits(job: Job) -> Job:
@@ -148,7 +148,7 @@ def with_pieces(job: Job) -> Job | None:
     if job.schedule == "double_buffered" or job.model.mtp or job.model.moe_overlapped or not _loss_binds(job):
         return None
     several = list(_several(job))
-    return next((each for each in several if not _loss_binds(each)), several[-1] if several else None)
+    return next((candidate for candidate in several if not _loss_binds(candidate)), several[-1] if several else None)
 
 
 def with_whole_head(job: Job) -> Job:

@@ -137,23 +137,23 @@ def loads_that_fit(job: Job, plan: Plan, profile: Profile, simulation: Simulatio
         return [0.0] * job.parallel.pipeline
     later, stages = rehearsed_with_load_of(heavier, plan, profile), range(job.parallel.pipeline)
     held = [(peak_bytes(job, simulation, stage), peak_bytes(heavier, later, stage)) for stage in stages]
-    found = [_largest(job, heavier, *both) if job.experts_on(stage) else 0.0 for stage, both in enumerate(held)]
-    return _held_to(job, plan, profile, found)
+    loads = [_largest(job, heavier, *peaks_bytes) if job.experts_on(stage) else 0.0 for stage, peaks_bytes in enumerate(held)]
+    return _held_to(job, plan, profile, loads)
 
 
 def _held_to(job: Job, plan: Plan, profile: Profile, loads: Sequence[float]) -> list[float]:
     """Rehearse each stage at its load, and lower the loads that do not fit."""
-    found = list(loads)
-    asked = {stage for stage, load in enumerate(found) if load > job.model.moe_load}
+    lowered_loads = list(loads)
+    asked = {stage for stage, load in enumerate(lowered_loads) if load > job.model.moe_load}
     while asked:
-        jobs = {stage: with_load(job, found[stage]) for stage in asked}
-        loaded = {stage: _loaded(each, profile) for stage, each in jobs.items()}
+        jobs = {stage: with_load(job, lowered_loads[stage]) for stage in asked}
+        loaded = {stage: _loaded(stage_job, profile) for stage, stage_job in jobs.items()}
         simulation = rehearse(plan, profile, job=job, loaded=loaded)
-        for stage, each in jobs.items():
-            if peak_bytes(each, simulation, stage) > job.memory_budget_bytes:
-                found[stage] = round(found[stage] - 1 / DIGITS, 2)
-        asked = {stage for stage in asked if job.model.moe_load < found[stage] < jobs[stage].model.moe_load}
-    return found
+        for stage, stage_job in jobs.items():
+            if peak_bytes(stage_job, simulation, stage) > job.memory_budget_bytes:
+                lowered_loads[stage] = round(lowered_loads[stage] - 1 / DIGITS, 2)
+        asked = {stage for stage in asked if job.model.moe_load < lowered_loads[stage] < jobs[stage].model.moe_load}
+    return lowered_loads
 
 
 def _largest(job: Job, heavier: Job, held_bytes: int, more_bytes: int) -> float:
@@ -185,13 +185,13 @@ def loads_of_falling_back(job: Job, plan: Plan, stage: Stage, profile: Profile, 
             else:
                 kept, left = kept + with_rows, left + _of_rows_bytes(profiles, section, replay | section.on_rows)
     assert job.model.experts is not None, "asked only of jobs with experts"
-    most = load * (kept + always)
-    holds = min(most / (left + always), job.model.experts.most_load(job.parallel.expert))
+    room_bytes = load * (kept + always)
+    holds = min(room_bytes / (left + always), job.model.experts.most_load(job.parallel.expert))
     if not always:
         return load, _rounded_down(holds)
     holds = min(holds, DOUBLED * job.model.moe_load)
-    begins = max(job.model.moe_load, (most - always * holds) / kept)
-    return _rounded_down(begins), _rounded_down(min(holds, (most - kept * begins) / always))
+    begins = max(job.model.moe_load, (room_bytes - always * holds) / kept)
+    return _rounded_down(begins), _rounded_down(min(holds, (room_bytes - kept * begins) / always))
 
 
 def _rounded_down(load: float) -> float:

@@ -122,8 +122,8 @@ class Ways:
         least = [(used, int(rows[cost[rows].argmin()])) for used, rows in self._using]
         subsets = sorted(product((0, 1), repeat=len(self._linears)), key=sum)
         masks = [sum(bit << number for number, bit in enumerate(subset)) for subset in subsets]
-        found = (min((cost[row], row) for used, row in least if not used & ~mask) for mask in masks)
-        return [Packed(float(seconds[row]), self._named(row)) for row in dict.fromkeys(row for _, row in found)]
+        cheapest_rows = (min((cost[row], row) for used, row in least if not used & ~mask) for mask in masks)
+        return [Packed(float(seconds[row]), self._named(row)) for row in dict.fromkeys(row for _, row in cheapest_rows)]
 
     def best_of_all(self, filled_s: Sequence[float]) -> Packed:
         """Return the best assignment, whichever linears use forwards."""
@@ -137,8 +137,8 @@ class Ways:
         return np.asarray((self._length + beyond).sum(axis=1) + self._alone)
 
     def _named(self, row: int) -> dict[str, str]:
-        each = zip(self._linears, self._places, self._chosen[:, row], strict=True)
-        return {linear.name: put.name for linear, places, at in each if (put := places[at]) is not None}
+        choices = zip(self._linears, self._places, self._chosen[:, row], strict=True)
+        return {linear.name: put.name for linear, places, at in choices if (put := places[at]) is not None}
 
 
 MOST_AT_ONCE = 4
@@ -172,19 +172,19 @@ class InTurns:
         for _ in range(ROUNDS):
             before = dict(chosen)
             for pair in pairwise(linears):
-                others = {linear: chosen[linear.name] for linear in linears if linear not in pair}
-                lengths_s, taken_s = self._beside(others, filled_s)
+                choices = {linear: chosen[linear.name] for linear in linears if linear not in pair}
+                lengths_s, taken_s = self._beside(choices, filled_s)
                 packed = Ways(lengths_s, pair, self._interference).best_of_all(taken_s)
-                seconds = packed.seconds + sum(linear.seconds for linear, name in others.items() if name is None)
+                seconds = packed.seconds + sum(linear.seconds for linear, name in choices.items() if name is None)
                 chosen |= {linear.name: packed.waits.get(linear.name) for linear in pair}
             if chosen == before:
                 break
         return Packed(seconds, {linear: name for linear, name in chosen.items() if name is not None})
 
-    def _beside(self, others: dict[Linear, str | None], filled_s: Sequence[float]) -> tuple[list[float], list[float]]:
+    def _beside(self, choices: dict[Linear, str | None], filled_s: Sequence[float]) -> tuple[list[float], list[float]]:
         """Length of each wait, and seconds taken in it, given these linears' choices."""
         lengths_s, taken_s = list(self._lengths_s), list(filled_s)
-        for linear, name in others.items():
+        for linear, name in choices.items():
             if name is not None:
                 taken_s[next(put.wait for put in linear.places if put.name == name)] += linear.seconds
             elif linear.beside is not None:

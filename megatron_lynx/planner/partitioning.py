@@ -33,8 +33,8 @@ def partitioned(job: Job, profile: Profile) -> list[Job]:
     counts = best(layers, stages, microbatches, times.of, times.least)
     if counts is None:
         return [job]
-    fitting = [each for each in (even(layers, stages), counts) if step_s(each, microbatches, times.of) < inf]
-    return [with_partition(job, _by_virtual_stage(each, job.chunks)) for each in dict.fromkeys(fitting)]
+    fitting = [partition for partition in (even(layers, stages), counts) if step_s(partition, microbatches, times.of) < inf]
+    return [with_partition(job, _by_virtual_stage(partition, job.chunks)) for partition in dict.fromkeys(fitting)]
 
 
 def with_partition(job: Job, partition: tuple[int, ...]) -> Job:

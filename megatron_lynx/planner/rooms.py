@@ -66,7 +66,7 @@ class Rooms:
     @cached_property
     def _linears(self) -> dict[int, tuple[Linear, ...]]:
         alike: dict[object, tuple[Linear, ...]] = {}
-        found = {}
+        linears = {}
         for layer in self.entry.layers:
             kind = self._sections(layer), self._places(layer), self._places(layer - 1)
             if kind not in alike:
@@ -75,8 +75,8 @@ class Rooms:
                     for section in reversed(self._sections(layer))
                     for name in reversed(self._deferrable(section))
                 )
-            found[layer] = alike[kind]
-        return found
+            linears[layer] = alike[kind]
+        return linears
 
     def _places(self, layer: int) -> tuple[object, ...]:
         """Waits of one layer, without the layer's number."""
@@ -88,25 +88,27 @@ class Rooms:
         timetable = Timetable([tuple(planned_halves(self.entry, self.plan.model.sections_of))], layout_of(self.plan))
         halves = {half.key: half for half in treated_halves(self.entry, timetable.chunks[0], self.prices)}
         passes = [timetable.backward(0, "steady"), *([timetable.forward(0, 0)] if self.forwards else [])]
-        found: dict[int, dict[WindowAddress, Wait]] = {}
-        waits = ((each, wait) for each in passes for half in each.halves for wait in half.waits if not wait.over)
-        for through, at in ((each, wait.window) for each, wait in waits):
+        waits_of_layers: dict[int, dict[WindowAddress, Wait]] = {}
+        waits = (
+            (timed_pass, wait) for timed_pass in passes for half in timed_pass.halves for wait in half.waits if not wait.over
+        )
+        for through, at in ((timed_pass, wait.window) for timed_pass, wait in waits):
             assert isinstance(at, WindowAddress)
             section = halves[at.frame].section
             seconds = self.prices.windows_s(at.passing, section, section.linears)[at.ordinal]
             if seconds or not section.exchanges:
                 filled_s = sum(halves[task.half].part(task).seconds for task in through.at("in", at) if task.do == "recompute")
                 name = window_name(at.passing, at.half, at.ordinal)
-                found.setdefault(at.layer, {})[at] = Wait(name, seconds, filled_s)
-        return found
+                waits_of_layers.setdefault(at.layer, {})[at] = Wait(name, seconds, filled_s)
+        return waits_of_layers
 
     def _linear(self, layer: int, section: Section, name: str) -> Linear:
         waits, sliced = self._addresses(layer), self.prices.profile.shape.sequence_parallel
-        own = [at for at, wait in enumerate(waits) if wait.passing == "bwd" and wait.half == section.half]
+        waits_of_half = [at for at, wait in enumerate(waits) if wait.passing == "bwd" and wait.half == section.half]
         hides = section.beside_wgrad(name, sliced)
-        beside = next((at for at in own if waits[at].ordinal == hides), None)
+        beside = next((at for at in waits_of_half if waits[at].ordinal == hides), None)
         first = self._first(waits, section, name)
-        number = [each for own in reversed(self._sections(layer)) for each in reversed(self._deferrable(own))].index(name)
+        number = [linear for half in reversed(self._sections(layer)) for linear in reversed(self._deferrable(half))].index(name)
         return Linear(
             name, self.cost(name).seconds, self.cost(name).bytes, beside, tuple(self._puts(layer, waits, first, number + 1))
         )

@@ -32,12 +32,12 @@ class Slack:
         self._taken = np.zeros_like(self._left)
         self._halves: dict[tuple[str, FrameKey], tuple[float, float]] = {}
         self._windows: dict[str, float] = {}
-        for each in (backward, behind):
-            self._enter(each)
+        for execution in (backward, behind):
+            self._enter(execution)
 
-    def _enter(self, each: Executed) -> None:
-        for span in each.content.spans:
-            start_s, end_s = each.start_s + span.start_s, each.start_s + span.end_s
+    def _enter(self, execution: Executed) -> None:
+        for span in execution.content.spans:
+            start_s, end_s = execution.start_s + span.start_s, execution.start_s + span.end_s
             if span.kind == "window":
                 self._windows[span.name] = start_s
             elif span.layer is not None and span.half is not None:
@@ -86,5 +86,9 @@ def next_forward(simulation: Simulation, stage: int, chunk: int) -> tuple[Execut
 
 def _alone(simulation: Simulation, entry: Stage) -> tuple[Executed, Executed]:
     """The first backward of a chunk that no forward follows."""
-    own = next(each for each in simulation.holding(entry.stage) if each.action.kind == "B" and each.action.chunk == entry.chunk)
-    return own, own
+    backward = next(
+        execution
+        for execution in simulation.holding(entry.stage)
+        if execution.action.kind == "B" and execution.action.chunk == entry.chunk
+    )
+    return backward, backward

@@ -36,11 +36,11 @@ def uniform_plan(
     check_plannable(job)
     sliced = job.parallel.sequence_parallel
     known = job.model.every_section
-    replayable = [item for each in known for item in each.replayable_among(job.parallel.context, sequence_parallel=sliced)]
+    replayable = [item for section in known for item in section.replayable_among(job.parallel.context, sequence_parallel=sliced)]
     asked = replayable if replay == "all" else () if replay == "none" else replay
     items = tuple(item for item in all_items() if item in asked)
     if sliced:
-        kept = [each.gathered for each in known if gather == "keep" or job.keeps_gathered or not each.has_windows]
+        kept = [section.gathered for section in known if gather == "keep" or job.keeps_gathered or not section.has_windows]
         items = tuple(item for item in items if item not in kept)
     places = ((stage, chunk) for chunk in range(job.chunks) for stage in range(job.parallel.pipeline))
     stages = tuple(_uniform_stage(job, stage, chunk, items, windows and not job.model.moe_overlapped) for stage, chunk in places)
@@ -54,10 +54,10 @@ def _uniform_stage(job: Job, stage: int, chunk: int, items: Collection[str], ahe
     befores = [next((half for half in rest if half[1].has_windows), None) for rest in later]
     rules, flops = [], 0
     for layer in layers:
-        own = [(section, before) for (at, section), before in zip(halves, befores, strict=True) if at == layer]
-        replayed = [section for section, _ in own if not stays_whole(job, section)]
+        layer_halves = [(section, before) for (at, section), before in zip(halves, befores, strict=True) if at == layer]
+        replayed = [section for section, _ in layer_halves if not stays_whole(job, section)]
         some = [item for item in items if any(item in section.names and item not in section.apart for section in replayed)]
-        rules.append(_uniform_rule(job, (stage, chunk), layer, some, own, ahead))
+        rules.append(_uniform_rule(job, (stage, chunk), layer, some, layer_halves, ahead))
         flops += replayed_flops(shape, some, job.model.sections(layer))
     return stage_of(job, (stage, chunk), rules, Predicted(replayed_flops=flops))
 
@@ -89,11 +89,13 @@ def _usual_window(
 ) -> str | ByPhase:
     (layer, section), parallel = frame, job.parallel
     gathers_once = parallel.sequence_parallel and section.gathered in items
-    own = section.has_windows
+    has_windows = section.has_windows
     exchanges = section.exchanges and layer in exchanging_layers(job) and not job.userbuffers
     if exchanges and own_exchanges_in_time(section, items):
         return own_window(section.half)
-    in_time = own and own_windows_in_time(section, items, sequence_parallel=parallel.sequence_parallel, te=job.model.uses_te)
+    in_time = has_windows and own_windows_in_time(
+        section, items, sequence_parallel=parallel.sequence_parallel, te=job.model.uses_te
+    )
     if in_time and not gathers_once and not job.userbuffers:
         return own_window(section.half)
     if before is not None and job.userbuffers:
@@ -108,5 +110,5 @@ def _usual_window(
     lies_there = last_stage and job.microbatch_group > parallel.pipeline
     received, layers = ON_DEMAND if lies_there else RECV_BACKWARD, job.chunk_layers(stage)
     collective = parallel.tensor > 1 and not job.userbuffers
-    precedes = own and collective and layers[chunk] == min(layers) and job.schedule == "flush"
+    precedes = has_windows and collective and layers[chunk] == min(layers) and job.schedule == "flush"
     return window_of(window_name("fwd", section.half, 0) if precedes else received, received)

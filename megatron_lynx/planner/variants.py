@@ -82,15 +82,15 @@ def fastest(plans: Sequence[Planned], rival_s: float | None = None) -> Planned |
 
     `rival_s`: middle of stock's best. Of plans within `EQUAL` the first is taken, as later ones change more flags.
     """
-    certain = _first_of_fastest(plans, lambda each: each.step.most_s)
+    certain = _first_of_fastest(plans, lambda plan: plan.step.most_s)
     if certain is None or rival_s is None or certain.step.expected_s <= (1 + EQUAL) * rival_s:
         return certain
-    return _first_of_fastest(plans, lambda each: each.step.expected_s)
+    return _first_of_fastest(plans, lambda plan: plan.step.expected_s)
 
 
 def _first_of_fastest(plans: Sequence[Planned], seconds: Callable[[Planned], float]) -> Planned | None:
     least_s = min(map(seconds, plans), default=0.0)
-    return next((each for each in plans if seconds(each) <= (1 + EQUAL) * least_s), None)
+    return next((plan for plan in plans if seconds(plan) <= (1 + EQUAL) * least_s), None)
 
 
 def planned_variants(job: Job, profile: Profile, release: str | None) -> Iterator[Planned]:
@@ -123,9 +123,9 @@ def _others(job: Job, facts: Facts) -> Iterator[Job]:
     """Without captured graphs, which exclude both."""
     job, experts = without_graphs(job) if job.model.captured else job, job.model.experts
     if experts is not None:
-        own = experts.overlapped, experts.overlapped and experts.delayed
+        flags = experts.overlapped, experts.overlapped and experts.delayed
         for setting in (StockSetting(), *(() if experts.whole else OVERLAPPED)):
-            if (setting.overlap, setting.delayed) != own and offered(setting, facts):
+            if (setting.overlap, setting.delayed) != flags and offered(setting, facts):
                 yield with_exchanges(job, overlapped=setting.overlap, delayed=setting.delayed)
     if job.userbuffers:
         yield job.with_userbuffers(False)

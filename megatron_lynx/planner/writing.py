@@ -65,7 +65,7 @@ def with_rehearsed(plan: Plan, parted: Job, profile: Profile, answers: Sequence[
     stages = []
     for entry in plan.stages:
         held = held_of[entry.stage]
-        found: dict[str, object] = {
+        predictions: dict[str, object] = {
             "step_s": round(simulation.step_s, SECOND_DIGITS),
             "update_s": added_s,
             "exposed_copy_s": waits_s[entry.stage],
@@ -73,15 +73,18 @@ def with_rehearsed(plan: Plan, parted: Job, profile: Profile, answers: Sequence[
             "memory": _by_moment(held) if entry.chunk == 0 else {},
         }
         if (load := loads.get(entry.stage)) is not None:
-            found |= {"host_s": round(load.host_s, SECOND_DIGITS), "device_s": round(load.device_s, SECOND_DIGITS)}
+            predictions |= {"host_s": round(load.host_s, SECOND_DIGITS), "device_s": round(load.device_s, SECOND_DIGITS)}
         if parted.chunks > 1:  # hidden seconds of a receive differ by backward, and the solver assumes the least
             hidden_s, exposed_s = simulation.replays_of(entry.stage, entry.chunk)
-            found["hidden_replay_s"], found["exposed_replay_s"] = round(hidden_s, SECOND_DIGITS), round(exposed_s, SECOND_DIGITS)
+            predictions |= {
+                "hidden_replay_s": round(hidden_s, SECOND_DIGITS),
+                "exposed_replay_s": round(exposed_s, SECOND_DIGITS),
+            }
         if entry.defers:
             both_s = simulation.weight_gradients_of(entry.stage, entry.chunk)
             hidden, exposed = (round(seconds, SECOND_DIGITS) for seconds in both_s)
-            found |= {"weight_gradient_hidden_s": hidden, "weight_gradient_exposed_s": exposed}
-        stages.append(entry.model_copy(update={"predicted": entry.predicted.model_copy(update=found)}))
+            predictions |= {"weight_gradient_hidden_s": hidden, "weight_gradient_exposed_s": exposed}
+        stages.append(entry.model_copy(update={"predicted": entry.predicted.model_copy(update=predictions)}))
     return plan.model_copy(update={"stages": tuple(stages)})
 
 
@@ -107,9 +110,9 @@ def least_memory_of(job: Job, answer: StageAnswer) -> StageMemory:
 def _by_moment(held: Mapping[Moment, StageMemory]) -> dict[str, dict[str, int]]:
     """Bytes by moment and kind, without zeros; kinds equal at all moments are stated once."""
     kinds = {moment: {kind: size for kind, size in memory.kinds.items() if size} for moment, memory in held.items()}
-    always = {name: size for name, size in kinds["update"].items() if all(each.get(name) == size for each in kinds.values())}
+    always = {name: size for name, size in kinds["update"].items() if all(sizes.get(name) == size for sizes in kinds.values())}
     beside: dict[str, dict[str, int]] = {}
-    beside |= {moment: {name: size for name, size in each.items() if name not in always} for moment, each in kinds.items()}
+    beside |= {moment: {name: size for name, size in sizes.items() if name not in always} for moment, sizes in kinds.items()}
     return {ALWAYS: always, **beside}
 
 
@@ -245,14 +248,14 @@ def _rules(job: Job, where: tuple[int, int], choices: Sequence[LayerChoice]) -> 
     for layer, choice in numbered:
         begins[layer] = begins[layer - 1] if choice.is_fed else layer
 
-    def treatment(each: tuple[int, LayerChoice]) -> object:
-        layer, choice = each
+    def treatment(numbered_layer: tuple[int, LayerChoice]) -> object:
+        layer, choice = numbered_layer
         grouped = choice.is_fed or choice.feeds
         return begins[layer] if grouped else (choice, job.model.sections(layer))
 
     for _, alike in groupby(numbered, key=treatment):
-        (first, choice), *others = alike
-        layers = LayerRange(first=first, last=first + len(others))
+        (first, choice), *layers_above = alike
+        layers = LayerRange(first=first, last=first + len(layers_above))
         if choice.feeds:
             yield Rule(layers=layers, checkpoint=CheckpointGroups(layers=len(layers)))
         else:
@@ -289,12 +292,12 @@ def _predicted(job: Job, answer: StageAnswer, solved: Solved) -> Predicted:
 
 def _rule(layers: LayerRange, sections: Sequence[Section], choice: LayerChoice) -> Rule:
     """Return the rule for equally treated layers."""
-    options = [each for each in zip(HALVES, choice.halves, strict=True) if each[1].checkpoint is None]
+    options = [pair for pair in zip(HALVES, choice.halves, strict=True) if pair[1].checkpoint is None]
     replay = {item for _, option in options for item in option.replay}
     windows = {
-        half: window_of(each.seat.steady.window, each.seat.cooldown.window)
-        for half, each in zip(HALVES, choice.halves, strict=True)
-        if each.replay and (each.checkpoint is None or each.checkpoint.rest_in_wait)
+        half: window_of(option.seat.steady.window, option.seat.cooldown.window)
+        for half, option in zip(HALVES, choice.halves, strict=True)
+        if option.replay and (option.checkpoint is None or option.checkpoint.rest_in_wait)
     }
     gathers = {half: option.seat.gather for half, option in options}
     named = [section for section in sections if section.half in dict(options)]
@@ -313,7 +316,7 @@ def _checkpoint(choice: LayerChoice) -> CheckpointName | None:
     """Checkpointed halves, as named in a plan."""
     if choice.attention.joined:
         return "layer"
-    found = [half for half, option in zip(HALVES, choice.halves, strict=True) if option.checkpoint is not None]
-    if found[1:]:
+    halves = [half for half, option in zip(HALVES, choice.halves, strict=True) if option.checkpoint is not None]
+    if halves[1:]:
         return "halves"
-    return found[0] if found else None
+    return halves[0] if halves else None

@@ -32,13 +32,13 @@ def begun_ahead(prices: Prices, sections: tuple[Section, Section], layer: Layer,
     sections: of both halves. The layer above has the same sections.
     anyway: ignore memory.
     """
-    found, most_s = layer, 0.0
+    best_layer, most_s = layer, 0.0
     for ahead in _ways(prices.profile, sections, layer):
-        both = ((_price(prices, *each), *each) for each in zip(sections, ahead, strict=True))
-        seconds = sum(spared_s(prices.profile, *each, sections) for each in both)
+        halves = ((_price(prices, *half), *half) for half in zip(sections, ahead, strict=True))
+        seconds = sum(spared_s(prices.profile, *half, sections) for half in halves)
         if seconds > most_s and (anyway or _takes_no_memory(prices, sections, layer, ahead)):
-            found, most_s = ahead, seconds
-    return found
+            best_layer, most_s = ahead, seconds
+    return best_layer
 
 
 def _ways(profile: Profile, sections: tuple[Section, Section], layer: Layer) -> Iterator[Layer]:
@@ -55,8 +55,8 @@ def _ways(profile: Profile, sections: tuple[Section, Section], layer: Layer) -> 
 
 
 def _takes_no_memory(prices: Prices, sections: tuple[Section, Section], layer: Layer, ahead: Layer) -> bool:
-    above, *_ = (_price(prices, *each).memory for each in zip(sections, layer, strict=True))
-    attention, mlp = (_price(prices, *each).memory for each in zip(sections, ahead, strict=True))
+    above, *_ = (_price(prices, *half).memory for half in zip(sections, layer, strict=True))
+    attention, mlp = (_price(prices, *half).memory for half in zip(sections, ahead, strict=True))
     return _at(above, 0) + _at(attention, 4) + _at(mlp, 2) <= _at(mlp, 0) + _at(attention, 2)
 
 

@@ -55,8 +55,8 @@ class LayerChoice:
 
 def layers_of(halves: Sequence[Option]) -> tuple[LayerChoice, ...]:
     """Return layers made of options in forward order."""
-    each = iter(halves)
-    return tuple(map(LayerChoice, each, each))
+    options = iter(halves)
+    return tuple(map(LayerChoice, options, options))
 
 
 @dataclass(frozen=True)
@@ -284,7 +284,9 @@ class StageAnswer:
         """
         if self.offload_ratio or self.within is not None:
             return 0
-        running = SolvedChunks(replace(each, loss_bytes=-sum(half.held for half in each.backward_order)) for each in self.chunks)
+        running = SolvedChunks(
+            replace(chunk, loss_bytes=-sum(half.held for half in chunk.backward_order)) for chunk in self.chunks
+        )
         return self.layers_peak_bytes - running.peak_bytes
 
     @property

@@ -85,5 +85,5 @@ def _least_exposed(options: Iterable[Option]) -> Option:
 
 
 def _most_replayed(options: Choices) -> list[Option]:
-    most = max(len(option.replay) for option in options.plain)
-    return [option for option in options.plain if len(option.replay) == most]
+    most_items = max(len(option.replay) for option in options.plain)
+    return [option for option in options.plain if len(option.replay) == most_items]

@@ -81,13 +81,13 @@ class Chunks:
         deciding = partial(_decided, solver)
         if not self._goes_back_at_once(stage):
             return self._beside_each_other(stage, in_flight, budget_bytes, deciding)
-        found = self._shared_out(stage, in_flight, budget_bytes, partial(_decided, quick or solver))
+        division = self._shared_out(stage, in_flight, budget_bytes, partial(_decided, quick or solver))
         if quick is None:
-            return found.chunks
+            return division.chunks
         try:
-            return self._with_last(stage, in_flight, budget_bytes, deciding, found.reserved_bytes).chunks
+            return self._with_last(stage, in_flight, budget_bytes, deciding, division.reserved_bytes).chunks
         except Infeasible:  # the others' answer is faster, and leaves the last one too little
-            return found.chunks
+            return division.chunks
 
     def sharing(self, stage: int, budget_bytes: int | None, chunks: SolvedChunks) -> SolvedChunks:
         """Return the answers with recomputation of cool-down moved into the receive of the gradient."""
@@ -105,12 +105,12 @@ class Chunks:
         kinds = list(map(self.problems.job.model.sections, self.problems.job.layers_of(stage, chunk)))
         for number, (kind, above) in enumerate(pairwise(kinds)):
             attention, mlp = halves = layers[number].halves
-            late = attention.checkpoint, mlp.checkpoint
-            if kind != above or (late[0], late[1] and late[1]._replace(rest_in_wait=False)) not in MAY_BEGIN:
+            checkpoints = attention.checkpoint, mlp.checkpoint
+            if kind != above or (checkpoints[0], checkpoints[1] and checkpoints[1]._replace(rest_in_wait=False)) not in MAY_BEGIN:
                 continue
-            begun = self.problems.begun_anyway(kind, late)
+            begun = self.problems.begun_anyway(kind, checkpoints)
             if any(begun):
-                layers[number] = LayerChoice(*(one or late for one, late in zip(begun, halves, strict=True)))
+                layers[number] = LayerChoice(*(option or half for option, half in zip(begun, halves, strict=True)))
                 yield replace(solved, layers=tuple(layers), gap=None)
 
     def _shared_out(self, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver) -> _SharedOut:
@@ -123,19 +123,19 @@ class Chunks:
             least, most_bytes = self._leanest(stage, last), keep_all(last).peak_bytes
             enough_bytes = least.peak_bytes - least.resident_bytes  # one of the others is counted that is not held then
         reserves = {enough_bytes, *(part * most_bytes // RESERVES for part in range(RESERVES + 1))}
-        found, error = list[_SharedOut](), None
+        divisions, error = list[_SharedOut](), None
         for reserved_bytes in sorted(reserves):
             try:
-                found.append(self._with_last(stage, in_flight, budget_bytes, solver, reserved_bytes))
+                divisions.append(self._with_last(stage, in_flight, budget_bytes, solver, reserved_bytes))
             except Infeasible as too_little:
                 error = error or too_little
-                if found and reserved_bytes:  # the others cannot leave that much
+                if divisions and reserved_bytes:  # the others cannot leave that much
                     break
-            if found and found[0].chunks[-1].longer_s <= 0:
+            if divisions and divisions[0].chunks[-1].longer_s <= 0:
                 break
-        if error is not None and not found:
+        if error is not None and not divisions:
             raise error
-        return min(found, key=lambda each: each.longer_s)
+        return min(divisions, key=lambda division: division.longer_s)
 
     def _with_last(
         self, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver, reserved_bytes: int = 0
@@ -158,12 +158,12 @@ class Chunks:
             too_much = 0 if budget_bytes is None else solved.peak_bytes - budget_bytes
             if too_much <= 0:
                 break
-            most = solved.most_resident_bytes
+            most_bytes = solved.most_resident_bytes
             problems = [
-                replace(problem, budget_bytes=(problem.budget_bytes or 0) - too_much * (each.resident_bytes == most))
-                for problem, each in zip(problems, solved, strict=True)
+                replace(problem, budget_bytes=(problem.budget_bytes or 0) - too_much * (answer.resident_bytes == most_bytes))
+                for problem, answer in zip(problems, solved, strict=True)
             ]
-        common = {chunk: each for some, each in zip(alike, solved, strict=True) for chunk in some}
+        common = {chunk: answer for some, answer in zip(alike, solved, strict=True) for chunk in some}
         return SolvedChunks(self.problems.in_chunk(common[chunk], stage, chunk) for chunk in sorted(common))
 
     def _alike(self, stage: int) -> list[tuple[int, ...]]:
@@ -193,7 +193,11 @@ class Chunks:
     def _kind(self, stage: int, chunk: int) -> tuple[int, tuple[bool, ...], tuple[str, ...]]:
         """Return what chunks treated alike have in common: number of layers, which have experts, and other sections."""
         kinds = list(map(self.problems.job.model.sections, self.problems.job.layers_of(stage, chunk)))
-        return len(kinds), tuple(second.exchanges for _, second in kinds), tuple(each.name for kind in kinds for each in kind)
+        return (
+            len(kinds),
+            tuple(second.exchanges for _, second in kinds),
+            tuple(section.name for kind in kinds for section in kind),
+        )
 
     def _goes_back_at_once(self, stage: int) -> bool:
         """Whether the backward of the last of several chunks follows its own forward. [4]"""
@@ -249,14 +253,16 @@ def with_shared_receive(problem: StageProblem, answer: Solved) -> Solved:
     backward = answer.halves[::-1]
     moved = {number: _moved(option, receive) for number, option in enumerate(backward) if _may_move(option)}
     gain = {
-        number: (backward[number].exposed_s - each.exposed_s) / each.replay_s for number, each in moved.items() if each.replay_s
+        number: (backward[number].exposed_s - option.exposed_s) / option.replay_s
+        for number, option in moved.items()
+        if option.replay_s
     }
     in_need = [number for number in gain if gain[number] > 0]
     by_gain = sorted(in_need, key=lambda number: gain[number], reverse=True)
-    found = [_in_turn(in_need, moved, backward, receive, budget_bytes)]
-    if by_gain != in_need and any(found[0][number] is backward[number] for number in in_need):
-        found.append(_in_turn(by_gain, moved, backward, receive, budget_bytes))
-    best = min(found, key=lambda halves: sum(option.longer_s for option in halves))
+    ways = [_in_turn(in_need, moved, backward, receive, budget_bytes)]
+    if by_gain != in_need and any(ways[0][number] is backward[number] for number in in_need):
+        ways.append(_in_turn(by_gain, moved, backward, receive, budget_bytes))
+    best = min(ways, key=lambda halves: sum(option.longer_s for option in halves))
     layers = layers_of(best[::-1])
     if layers == answer.layers:
         return answer

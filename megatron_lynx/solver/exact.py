@@ -107,13 +107,13 @@ class _Search:
         for explicit in _rounds(halves):
             if self.enough and explicit > MOST_CHOSEN:
                 break
-            found = Programme(self.problem, explicit).solved(self.goal, nodes, self._enough_share)
-            nodes -= found.nodes
-            self.hopeless = not found.possible
-            self.bound = max(self.bound, found.bound)
-            if found.answer is not None:
-                self._take(found.answer)
-                loose.append(found.answer)
+            result = Programme(self.problem, explicit).solved(self.goal, nodes, self._enough_share)
+            nodes -= result.nodes
+            self.hopeless = not result.possible
+            self.bound = max(self.bound, result.bound)
+            if result.answer is not None:
+                self._take(result.answer)
+                loose.append(result.answer)
             if self.hopeless or self.gap == 0 or self._near or nodes <= 0:
                 return
         for answer in loose:
@@ -179,9 +179,9 @@ def _by_sweep(problem: StageProblem, quick: Solver) -> Solved | None:
 
 
 def _not_found(problem: StageProblem, nodes: int) -> Infeasible:
-    found = f"nothing was found that fits {format_bytes(problem.budget_bytes or 0)}, nor that nothing does"
+    outcome = f"nothing was found that fits {format_bytes(problem.budget_bytes or 0)}, nor that nothing does"
     return Infeasible(
-        "no plan was found", [Problem(f"stage {problem.stage}", f"{found} ({nodes} nodes searched)", "", "raise the budget")]
+        "no plan was found", [Problem(f"stage {problem.stage}", f"{outcome} ({nodes} nodes searched)", "", "raise the budget")]
     )
 
 
@@ -197,8 +197,8 @@ def mended(problem: StageProblem, answer: Solved) -> Solved | None:
     if any(option.joined for option in answer.halves):
         return None  # changes are made half by half
     mender = _Mender(problem)
-    found = [each for weight in WEIGHTS if (each := mender.mended(answer, weight)) is not None]
-    return min(found, key=lambda each: each.longer_s, default=None)
+    candidates = [candidate for weight in WEIGHTS if (candidate := mender.mended(answer, weight)) is not None]
+    return min(candidates, key=lambda candidate: candidate.longer_s, default=None)
 
 
 @dataclass(frozen=True)
@@ -209,15 +209,15 @@ class _Mender:
 
     def mended(self, answer: Solved, weight: float) -> Solved | None:
         backward = list(answer.halves[::-1])
-        own = Choices(backward).columns
-        seconds = own.longer_s.copy()
-        held = np.array([self._adds(own.at(np.array([half])), half)[0] for half in range(len(backward))])
+        columns = Choices(backward).columns
+        seconds = columns.longer_s.copy()
+        held = np.array([self._adds(columns.at(np.array([half])), half)[0] for half in range(len(backward))])
         while (change := self._change(seconds, held, weight)) is not None:
             half, option = change
             backward[half] = self._offered[half][option]
             seconds[half], held[half] = self._seconds[half, option], self._bytes[half, option]
-        found = Solved(layers_of(backward[::-1]), self.problem.in_flight, loss_bytes=self.problem.loss_bytes)
-        return found if found.peak_bytes <= (self.problem.budget_bytes or 0) else None
+        mended_answer = Solved(layers_of(backward[::-1]), self.problem.in_flight, loss_bytes=self.problem.loss_bytes)
+        return mended_answer if mended_answer.peak_bytes <= (self.problem.budget_bytes or 0) else None
 
     def _change(self, seconds: Floats, held: Floats, weight: float) -> tuple[int, int] | None:
         """Return the next half to change and its option; None if nothing exceeds the budget or no change helps. `held`: by half
@@ -260,5 +260,5 @@ class _Mender:
         return table
 
     def _adds(self, columns: Columns, half: int) -> Floats:
-        others = (self.problem.in_flight - 1) * columns.resident
-        return np.asarray(others[:, None] + held_by_one(columns.moments, half, len(self._offered)))
+        beside_bytes = (self.problem.in_flight - 1) * columns.resident
+        return np.asarray(beside_bytes[:, None] + held_by_one(columns.moments, half, len(self._offered)))

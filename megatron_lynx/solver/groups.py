@@ -59,16 +59,16 @@ def fastest(problem: StageProblem, solver: Solver, least: Solved) -> Solved | No
     """
     if problem.budget_bytes is None or not problem.inside:
         return None
-    groups, found = _Groups(problem), list[Solved]()
+    groups, answers = _Groups(problem), list[Solved]()
     possible = [way for way in groups.ways if way.least_bytes <= problem.budget_bytes]
     possible.sort(key=lambda way: (way.without_input, way.size))
     picked = [possible[at * (len(possible) - 1) // (TRIED - 1)] for at in range(TRIED)] if len(possible) > TRIED else possible
     for way in dict.fromkeys([*picked, *sorted(possible, key=lambda way: way.least_bytes)]):
-        if found and way not in picked:
+        if answers and way not in picked:
             break
         if (answer := groups.answer(way, solver, least)) is not None:
-            found.append(answer)
-    return min(found, key=lambda answer: (answer.longer_s, answer.peak_bytes), default=None)
+            answers.append(answer)
+    return min(answers, key=lambda answer: (answer.longer_s, answer.peak_bytes), default=None)
 
 
 def leaner(problem: StageProblem, least: Solved) -> Solved:
@@ -91,7 +91,7 @@ class _Groups:
         """Number of lowest layers that can be in groups."""
         halves = zip(self.problem.halves, self.problem.inside, strict=False)  # `inside` may have more layers
         able = [bool(choices.joined) and inside is not None for choices, inside in halves]
-        layers = [all(both) for both in zip(able[::2], able[1::2], strict=True)]
+        layers = [all(pair) for pair in zip(able[::2], able[1::2], strict=True)]
         return next((at for at, one in enumerate(layers) if not one), len(layers))
 
     @cached_property
@@ -99,32 +99,32 @@ class _Groups:
         return [way for size in range(2, self.most + 1) for way in self._of_size(size)]
 
     def _of_size(self, size: int) -> Iterator[Way]:
-        most = 0
+        most_bytes = 0
         for count in range(1, ceil(self.most / size) + 1):
             begin, layers = (count - 1) * size, min(count * size, self.most)
             below = self._kept[layers] + count * self._input_bytes
-            most = max(most, below + self._made[layers] - self._made[begin])
+            most_bytes = max(most_bytes, below + self._made[layers] - self._made[begin])
             whole = below + self._others[layers]
-            least = (self.problem.in_flight - 1) * whole + max(most, whole + self.problem.loss_bytes)
+            least = (self.problem.in_flight - 1) * whole + max(most_bytes, whole + self.problem.loss_bytes)
             yield Way(size, count, layers, int(least))
 
     @cached_property
     def _kept(self) -> list[int]:
         """By number of lowest layers: least bytes kept if all of them are inside a group."""
-        halves = (min(option.memory.resident for option in both) for both in self._grouped)
+        halves = (min(option.memory.resident for option in grouped) for grouped in self._grouped)
         return [0, *accumulate(map(sum, zip(halves, halves, strict=True)))]
 
     @cached_property
     def _made(self) -> list[int]:
         """By number of lowest layers: least bytes recomputed, less the workspace that a half does not need."""
-        halves = (min(each.memory.regenerated - each.memory.less_in_hand for each in both) for both in self._grouped)
+        halves = (min(option.memory.regenerated - option.memory.less_in_hand for option in grouped) for grouped in self._grouped)
         return [0, *accumulate(map(sum, zip(halves, halves, strict=True)))]
 
     @cached_property
     def _others(self) -> list[float]:
         """By number of lowest layers: least bytes that those above them keep."""
         least = [float(choices.columns.resident.min()) for choices in self.problem.halves]
-        above = [0.0, *accumulate(sum(both) for both in zip(least[::-2], least[-2::-2], strict=True))]
+        above = [0.0, *accumulate(sum(pair) for pair in zip(least[::-2], least[-2::-2], strict=True))]
         return above[::-1]
 
     @cached_property
@@ -136,21 +136,23 @@ class _Groups:
     @cached_property
     def _grouped(self) -> list[Grouped]:
         """Each half that can be in a group."""
-        both = zip(self.problem.halves, self.problem.inside, strict=False)
-        able = [grouped for choices, grouped in both if choices.joined and grouped is not None]
+        halves = zip(self.problem.halves, self.problem.inside, strict=False)
+        able = [grouped for choices, grouped in halves if choices.joined and grouped is not None]
         return able[: len(HALVES) * self.most]
 
     def answer(self, way: Way, solver: Solver, least: Solved) -> Solved | None:
         """Return the groups below the solver's answer for the other layers, or below these with the least memory; None if that
         does not fit.
         """
-        problem, budget_bytes, others = self.problem, self.problem.budget_bytes, self.problem.layers - way.layers
+        problem, budget_bytes, layers_above = self.problem, self.problem.budget_bytes, self.problem.layers - way.layers
         assert budget_bytes is not None
         leanest = self.below(way, least.halves)
-        if not others:
+        if not layers_above:
             return leanest if leanest.peak_bytes <= budget_bytes else None
         kept_bytes = ceil(problem.in_flight * sum(option.memory.resident for option in self._lowest(way)))
-        left = replace(problem, layers=others, mixed=self._above(way.layers), inside=(), budget_bytes=budget_bytes - kept_bytes)
+        left = replace(
+            problem, layers=layers_above, mixed=self._above(way.layers), inside=(), budget_bytes=budget_bytes - kept_bytes
+        )
         while True:
             try:
                 answer = self.below(way, solver(left).halves)
@@ -162,8 +164,8 @@ class _Groups:
 
     def below(self, way: Way, above: Sequence[Option]) -> Solved:
         """Return the groups below the last ones of these halves."""
-        others = len(HALVES) * (self.problem.layers - way.layers)
-        layers = layers_of([*self._lowest(way), *above[len(above) - others :]])
+        halves_above = len(HALVES) * (self.problem.layers - way.layers)
+        layers = layers_of([*self._lowest(way), *above[len(above) - halves_above :]])
         return Solved(layers, self.problem.in_flight, loss_bytes=self.problem.loss_bytes)
 
     def _lowest(self, way: Way) -> Iterator[Option]:
@@ -176,13 +178,18 @@ class _Groups:
 
     def _group(self, begin: int, end: int) -> Iterator[Option]:
         """Yield the halves of one group in forward order. A single layer is no group."""
-        first, last, there = len(HALVES) * begin, len(HALVES) * end - 1, 0
+        first, last, regenerated_bytes = len(HALVES) * begin, len(HALVES) * end - 1, 0
         options = [self._grouped[half][half not in (first, last)] for half in range(first, last + 1)]
         if end == begin + 1:
             yield from options
             return
         for option in options:
             memory = option.memory
-            left = replace(memory, regenerated=memory.regenerated + there, tail=memory.tail + there, ahead=(0, 0, 0, 0))
-            there += memory.regenerated
+            left = replace(
+                memory,
+                regenerated=memory.regenerated + regenerated_bytes,
+                tail=memory.tail + regenerated_bytes,
+                ahead=(0, 0, 0, 0),
+            )
+            regenerated_bytes += memory.regenerated
             yield replace(option, memory=left)

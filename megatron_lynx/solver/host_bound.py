@@ -35,10 +35,10 @@ def solve(problem: StageProblem, solver: Solver) -> Solved:
     answer = solver(problem)
     if problem.device is None or problem.budget_bytes is None or answer.grouped or not late_s(problem, answer):  # [1]
         return answer
-    others = [_restored(problem, solver(_weighted(problem, weight))) for weight in WEIGHTS]  # [2]
+    candidates = [_restored(problem, solver(_weighted(problem, weight))) for weight in WEIGHTS]  # [2]
     return min(
-        (answer, *others),
-        key=lambda each: (round(each.longer_s + late_s(problem, each), SECOND_DIGITS), host_of(each).both_s),
+        (answer, *candidates),
+        key=lambda candidate: (round(candidate.longer_s + late_s(problem, candidate), SECOND_DIGITS), host_of(candidate).both_s),
     )
 
 
@@ -90,7 +90,7 @@ def _restored(problem: StageProblem, answer: Solved) -> Solved:
 
 
 def _same(choices: Choices, option: Option) -> Option:
-    return next(each for each in choices if _treatment(each) == _treatment(option))
+    return next(choice for choice in choices if _treatment(choice) == _treatment(option))
 
 
 def _treatment(option: Option) -> object:

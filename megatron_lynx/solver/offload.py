@@ -73,9 +73,9 @@ def too_much(job: Job, stages: Sequence[StageMemory]) -> list[Problem]:
     budget, problems = job.memory_budget_bytes, []
     for stage, memory in enumerate(stages):
         if memory.total > budget:
-            found = f"{format_bytes(memory.total)}, most of it {_largest(memory)}"
+            held_in_words = f"{format_bytes(memory.total)}, most of it {_largest(memory)}"
             short = f"{format_bytes(memory.total - budget)} too much"
-            problems.append(Problem(f"stage {stage}", found, f"at most {format_bytes(budget)}", short))
+            problems.append(Problem(f"stage {stage}", held_in_words, f"at most {format_bytes(budget)}", short))
     return problems
 
 
@@ -134,15 +134,15 @@ class Leaver:
         """Return the seconds of a micro-batch in which its passes wait for copies, out and back."""
         if within is None:
             return 0.0
-        each = zip(self._chunks, chunks, within.bytes, within.pace_bytes, strict=True)
-        return sum(own.exposed_s(solved, size, pace) for own, solved, size, pace in each)
+        parts = zip(self._chunks, chunks, within.bytes, within.pace_bytes, strict=True)
+        return sum(leaver.exposed_s(solved, size, pace) for leaver, solved, size, pace in parts)
 
     def host_s(self, chunks: SolvedChunks, within: Within | None) -> HostSeconds:
         """Return the host seconds to issue a micro-batch with this offload. A half that stays takes no longer."""
         host = host_bound.host_of_stage(self.job, self.profile, self.stage, chunks, offloads=False)
         sizes = [0] * len(chunks) if within is None else within.bytes
-        each = zip(self._chunks, chunks, sizes, strict=True)
-        leaving = (section for own, solved, size in each for section in own.sections_leaving(solved, size))
+        parts = zip(self._chunks, chunks, sizes, strict=True)
+        leaving = (section for leaver, solved, size in parts for section in leaver.sections_leaving(solved, size))
         return sum((offloading_host_s(self.profile, section) for section in leaving), start=host)
 
     @property
@@ -160,18 +160,18 @@ class Leaver:
 
     def hidden_bytes(self) -> int:
         """Return the bytes that can be copied during the forward of every chunk."""
-        return min((own.hidden_bytes for own in self._chunks if own.halves), default=0)
+        return min((leaver.hidden_bytes for leaver in self._chunks if leaver.halves), default=0)
 
     def _within(self, asked_bytes: int, chunks: SolvedChunks) -> Within:
         """Return the offload with these choices, at most `asked_bytes` of each chunk.
 
         Bytes that are away only after the last half save memory for the other micro-batches in flight; the largest counts.
         """
-        parts = [own.leaves(solved, asked_bytes) for own, solved in zip(self._chunks, chunks, strict=True)]
+        parts = [leaver.leaves(solved, asked_bytes) for leaver, solved in zip(self._chunks, chunks, strict=True)]
         beside = zip(chunks.beside_each_other, parts, strict=False)
-        others = min(chunks.most_resident_bytes - solved.resident_bytes + part.bytes for solved, part in beside)
-        spared_bytes = min(part.gone_bytes for part in parts) + (self.in_flight - 1) * others
-        at_loss_bytes = parts[-1].bytes + (self.in_flight - 1) * others
+        beside_bytes = min(chunks.most_resident_bytes - solved.resident_bytes + part.bytes for solved, part in beside)
+        spared_bytes = min(part.gone_bytes for part in parts) + (self.in_flight - 1) * beside_bytes
+        at_loss_bytes = parts[-1].bytes + (self.in_flight - 1) * beside_bytes
         sizes, paces = (tuple(getattr(part, name) for part in parts) for name in ("bytes", "pace_bytes"))
         return Within(sizes, paces, spared_bytes, at_loss_bytes)
 
@@ -214,12 +214,12 @@ class _ChunkLeaver:
         sizes = self._sizes(solved, size_bytes)
         copies = {place: (link_s(size), pace.leaves(place, size)) for place, size in enumerate(sizes, start=1) if size}
         forwards_s, backwards_s = self._halves_s
-        longer_s = [max(0.0, each + half.longer_s) for each, half in zip(backwards_s, solved.halves, strict=True)]
+        longer_s = [max(0.0, backward_s + half.longer_s) for backward_s, half in zip(backwards_s, solved.halves, strict=True)]
         return _waits_out_s(forwards_s, copies) + _waits_back_s(longer_s, copies)
 
     def sections_leaving(self, solved: Solved, size_bytes: int) -> Iterator[Section]:
         """Yield the sections of halves from which something leaves."""
-        sections = (each for layer in self._layers for each in self.job.model.sections(layer))
+        sections = (section for layer in self._layers for section in self.job.model.sections(layer))
         return compress(sections, self._sizes(solved, size_bytes))
 
     @property
@@ -240,9 +240,9 @@ class _ChunkLeaver:
 
     def _movable(self, solved: Solved) -> list[int]:
         """Return the bytes that can leave each half but the last."""
-        first, *others = [half.memory.movable for half in solved.halves] or [0]
+        first, *later_bytes = [half.memory.movable for half in solved.halves] or [0]
         held = 0 if self.job.model.moe_overlapped else LayerShape.of(self.job).input_bytes
-        return [max(0, first - held), *others[:-1]] if others else []
+        return [max(0, first - held), *later_bytes[:-1]] if later_bytes else []
 
     def _pace_bytes(self, size_bytes: int) -> int:
         copy_s = self.profile.link_s("host", size_bytes)

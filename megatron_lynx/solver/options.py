@@ -212,14 +212,14 @@ class StageProblems:
         sections = self._sections(seats, layers)
         if not any(section.in_some_layers for section in sections):
             return None
-        kinds = [HalfKind(*both) for both in zip(sections, (*sections[1:], None), strict=True)]
-        both = list(zip(kinds, _others(kinds), strict=True))  # a layer's halves are checkpointed together
-        pairs = list(dict.fromkeys(both))
-        found = self._with_more(
+        kinds = [HalfKind(*neighbours) for neighbours in zip(sections, (*sections[1:], None), strict=True)]
+        layer_pairs = list(zip(kinds, _others(kinds), strict=True))  # a layer's halves are checkpointed together
+        pairs = list(dict.fromkeys(layer_pairs))
+        pair_choices = self._with_more(
             [self._everywhere_beside(pair) for pair in pairs], [self._subsets_known(kind) for kind, _ in pairs], seats
         )
-        choices = dict(zip(pairs, found, strict=True))
-        return Mixed(tuple(MixedHalf(not pair[0].section.in_some_layers, choices[pair]) for pair in both))
+        choices = dict(zip(pairs, pair_choices, strict=True))
+        return Mixed(tuple(MixedHalf(not pair[0].section.in_some_layers, choices[pair]) for pair in layer_pairs))
 
     def _sections(self, seats: StageSeats, layers: int) -> list[Section]:
         """Sections of the first of some chunks that are treated alike."""
@@ -236,8 +236,11 @@ class StageProblems:
     def _inside_of(self, section: Section) -> Grouped | None:
         if section not in self._known_inside:
             able = may_checkpoint(self.job, section, INSIDE)
-            both = (self._checkpoint(section, self._with_rest_in_wait(section, each)) for each in (LAYER[section.half], INSIDE))
-            self._known_inside[section] = Grouped(*both) if able else None
+            options = (
+                self._checkpoint(section, self._with_rest_in_wait(section, checkpoint))
+                for checkpoint in (LAYER[section.half], INSIDE)
+            )
+            self._known_inside[section] = Grouped(*options) if able else None
         return self._known_inside[section]
 
     @cached_property
@@ -270,8 +273,8 @@ class StageProblems:
         """Return all choices of some kinds of halves, those of every stage first."""
         if not seats.has_more:
             return everywhere
-        both = zip(everywhere, of_kinds, strict=True)
-        return [Choices((*common, *self._priced(subsets, seats.of))) for common, subsets in both]
+        kinds = zip(everywhere, of_kinds, strict=True)
+        return [Choices((*common, *self._priced(subsets, seats.of))) for common, subsets in kinds]
 
     def _offered_everywhere(self, subsets: Sequence[Subset], other: Section) -> Choices:
         """Return the choices on every stage: all subsets in the seats of its backward, then checkpoints.
@@ -284,10 +287,10 @@ class StageProblems:
     def _checkpoints(self, kind: HalfKind, other: Section, subsets: Sequence[Subset]) -> Iterator[Option]:
         """Yield a checkpoint of the half if it keeps less than every subset does, and the half's part of a checkpointed layer."""
         least_bytes = min(subset.price.memory.resident for subset in subsets)
-        for late in (Checkpoint(), LAYER[kind.half]):
-            if not may_checkpoint(self.job, kind.section, late):
+        for checkpoint in (Checkpoint(), LAYER[kind.half]):
+            if not may_checkpoint(self.job, kind.section, checkpoint):
                 continue
-            begun = self._begun(kind, other, self._with_rest_in_wait(kind.section, late))
+            begun = self._begun(kind, other, self._with_rest_in_wait(kind.section, checkpoint))
             option = self._checkpoint(kind.section, begun, other)
             if option.joined or option.memory.resident < least_bytes:
                 yield option
@@ -332,18 +335,18 @@ class StageProblems:
         may = waits and not checkpoint.feeds and not model.hidden_dropout
         return checkpoint._replace(rest_in_wait=may and self._prices.windows_s("bwd", section, ())[0] > 0)
 
-    def begun_anyway(self, sections: tuple[Section, Section], late: Layer) -> tuple[Option | None, ...]:
+    def begun_anyway(self, sections: tuple[Section, Section], layer: Layer) -> tuple[Option | None, ...]:
         """Return the checkpoints of a layer with communication begun ahead, whatever memory that takes.
 
         Empty if that saves nothing or is not possible. `sections`: see `begun_ahead`.
         """
         if not self._may_begin(sections):
             return ()
-        if (key := (sections, late)) not in self._known_anyway:
-            begun = begun_ahead(self._prices, sections, late, anyway=True)
-            both = zip(sections, begun, reversed(sections), strict=True)
-            options = tuple(each and self._checkpoint(section, each, other) for section, each, other in both)
-            self._known_anyway[key] = () if begun == late else options
+        if (key := (sections, layer)) not in self._known_anyway:
+            begun = begun_ahead(self._prices, sections, layer, anyway=True)
+            halves = zip(sections, begun, reversed(sections), strict=True)
+            options = tuple(checkpoint and self._checkpoint(section, checkpoint, other) for section, checkpoint, other in halves)
+            self._known_anyway[key] = () if begun == layer else options
         return self._known_anyway[key]
 
     @cached_property
@@ -353,22 +356,22 @@ class StageProblems:
     def _late(self, kind: HalfKind, option: Option) -> Option:
         """Return a checkpoint that a plan lets begin ahead as it is where no half runs before it."""
         assert option.checkpoint is not None
-        late = self._checkpoint(kind.section, option.checkpoint._replace(ahead_to=None, gathers_ahead=False))
-        return replace(late, checkpoint=option.checkpoint)
+        option_at_top = self._checkpoint(kind.section, option.checkpoint._replace(ahead_to=None, gathers_ahead=False))
+        return replace(option_at_top, checkpoint=option.checkpoint)
 
-    def _begun(self, kind: HalfKind, other: Section, late: Checkpoint) -> Checkpoint:
+    def _begun(self, kind: HalfKind, other: Section, checkpoint: Checkpoint) -> Checkpoint:
         """Return a checkpoint of this half, begun ahead if that is worth it; a stage's last MLP half cannot."""
         first = kind.half == HALVES[0]
-        if (first and not late.joined) or (kind.last and not first):
-            return late
+        if (first and not checkpoint.joined) or (kind.last and not first):
+            return checkpoint
         sections = (kind.section, other) if first else (other, kind.section)
-        mlp = self._with_rest_in_wait(sections[-1], LAYER[HALVES[1]] if late.joined else late)
-        layer = (LAYER[HALVES[0]], mlp) if late.joined else (None, mlp)
+        mlp = self._with_rest_in_wait(sections[-1], LAYER[HALVES[1]] if checkpoint.joined else checkpoint)
+        layer = (LAYER[HALVES[0]], mlp) if checkpoint.joined else (None, mlp)
         if not self._may_begin(sections):
-            return late
-        if (key := (sections, late.joined)) not in self._known_ahead:
+            return checkpoint
+        if (key := (sections, checkpoint.joined)) not in self._known_ahead:
             self._known_ahead[key] = begun_ahead(self._prices, sections, layer)
-        return self._known_ahead[key][not first] or late
+        return self._known_ahead[key][not first] or checkpoint
 
     def _may_begin(self, sections: tuple[Section, Section]) -> bool:
         """Whether communication of a layer may begin ahead; beside opaque sections it may not."""
@@ -486,6 +489,6 @@ class StageProblems:
             if stays:
                 price = replace(price, memory=replace(price.memory, movable=0))
             elif self.job.model.moe_overlapped and not section.apart:  # Megatron holds the input of a node
-                own = price.memory.movable - self.profile.of(section).input_bytes
-                price = replace(price, memory=replace(price.memory, movable=max(0, own)))
+                movable_bytes = price.memory.movable - self.profile.of(section).input_bytes
+                price = replace(price, memory=replace(price.memory, movable=max(0, movable_bytes)))
             yield items, price, half_host_s(self.profile, section, items)

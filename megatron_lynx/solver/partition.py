@@ -31,8 +31,8 @@ def step_s(counts: Sequence[int], microbatches: int, time: StageTime) -> float:
 
 def even(layers: int, stages: int) -> Counts:
     """Spread layers evenly. The remainder goes to the last stages, which have fewer micro-batches in flight."""
-    each, more = divmod(layers, stages)
-    return (each,) * (stages - more) + (each + 1,) * more
+    count, more = divmod(layers, stages)
+    return (count,) * (stages - more) + (count + 1,) * more
 
 
 def best(layers: int, stages: int, microbatches: int, time: StageTime, least: StageTime | None = None) -> Counts | None:
@@ -45,8 +45,8 @@ def best(layers: int, stages: int, microbatches: int, time: StageTime, least: St
     bound_s = min(step_s(counts, microbatches, time) for counts in candidates)
     ranges = promising(layers, stages, microbatches, bound_s, least or time)
     candidates += [counts for counts in [exact(layers, ranges, microbatches, time)] if counts is not None]
-    found = min(candidates, key=lambda counts: step_s(counts, microbatches, time))
-    return found if step_s(found, microbatches, time) < inf else None
+    fastest_counts = min(candidates, key=lambda counts: step_s(counts, microbatches, time))
+    return fastest_counts if step_s(fastest_counts, microbatches, time) < inf else None
 
 
 def greedy(start: Counts, time: StageTime) -> Counts:
@@ -63,25 +63,25 @@ def exact(layers: int, ranges: Sequence[range], microbatches: int, time: StageTi
     """Return the optimum among counts in `ranges`, one for each stage; None if none fits."""
     times = [_affordable(stage, counts, time) for stage, counts in enumerate(ranges)]
     least = _least_sum(layers, times, inf)
-    found: tuple[float, Counts] | None = None
+    optimum: tuple[float, Counts] | None = None
     if least is None:
         return None
     for pace_s in sorted({seconds for stage in times for seconds in stage.values()}):
-        if found is not None and (microbatches - 1) * pace_s + least[0] >= found[0]:
+        if optimum is not None and (microbatches - 1) * pace_s + least[0] >= optimum[0]:
             break
         answer = _least_sum(layers, times, pace_s)
         if answer is None:
             continue
         step = (microbatches - 1) * pace_s + answer[0]
-        if found is None or step < found[0]:
-            found = step, answer[1]
-    return None if found is None else found[1]
+        if optimum is None or step < optimum[0]:
+            optimum = step, answer[1]
+    return None if optimum is None else optimum[1]
 
 
 def promising(layers: int, stages: int, microbatches: int, bound_s: float, least: StageTime) -> list[range]:
     """Return for each stage the counts that may give a step shorter than `bound_s`."""
-    most = [_most(layers - stages + 1, least, stage, bound_s / microbatches) for stage in range(stages)]
-    return [range(max(1, layers - (sum(most) - most[stage])), most[stage] + 1) for stage in range(stages)]
+    most_layers = [_most(layers - stages + 1, least, stage, bound_s / microbatches) for stage in range(stages)]
+    return [range(max(1, layers - (sum(most_layers) - most_layers[stage])), most_layers[stage] + 1) for stage in range(stages)]
 
 
 def spread(count: int, chunks: int, *, last_stage: bool) -> Counts:

@@ -138,14 +138,14 @@ def held_in(
         steps.append((gather, stops[sections[half].column_parallel].bytes))
     for portion in placement:
         steps.append((portion.window, memory.regenerated if portion.until is None else stops[portion.until].bytes))
-    early, there = 0, [0] * len(memory.ahead)
+    early, ahead_bytes = 0, [0] * len(memory.ahead)
     for window, size in steps:
         if window == RECV_BACKWARD:
             early = size
             continue
         ahead = moments_ahead(window, half, sequence_parallel=sequence_parallel, exchanges=exchanges, attention=attention)
-        there[:ahead] = [size] * min(ahead, len(there))
-    first, second, third, fourth = (max(0, size - early) for size in there)
+        ahead_bytes[:ahead] = [size] * min(ahead, len(ahead_bytes))
+    first, second, third, fourth = (max(0, size - early) for size in ahead_bytes)
     return replace(memory, early=early, ahead=(first, second, third, fourth))
 
 

@@ -101,7 +101,7 @@ class Choices(tuple[Option, ...]):
     @cached_property
     def columns(self) -> Columns:
         """Costs of the options. Float64 counts bytes exactly up to 2^53. NaN seconds count as `ENDLESS`."""
-        rows = [(round(each.longer_s, SECOND_DIGITS), each.memory.resident, *each.memory.columns) for each in self]
+        rows = [(round(option.longer_s, SECOND_DIGITS), option.memory.resident, *option.memory.columns) for option in self]
         table = np.fmin(np.array(rows, dtype=np.float64).reshape(len(rows), 2 + len(COLUMNS)), ENDLESS)
         return Columns(table[:, 0], table[:, 1], table[:, 2:])
 

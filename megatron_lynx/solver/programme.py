@@ -160,17 +160,17 @@ class Programme:
     def _layers(self) -> list[_Layer]:
         """Layers that may be checkpointed: those whose halves are chosen one by one, then counted ones."""
         attention, mlp = len(self._groups) - 2, len(self._groups) - 1  # of counted halves
-        found = []
+        layers = []
         for at in range(0, self.explicit, 2):
             last = (self.problem.last_mlp, self.problem.last_attention or self.problem.attention)
-            own = last if at == 0 else (self.problem.mlp, self.problem.attention)
+            halves = last if at == 0 else (self.problem.mlp, self.problem.attention)
             groups = at, at + 1 if at + 1 < self.explicit else attention
-            both = zip(own[0].joined, own[1].joined, strict=False)
-            found += [_Layer(groups, *options, 1.0) for options in both]
+            pairs = zip(halves[0].joined, halves[1].joined, strict=False)
+            layers += [_Layer(groups, *options, 1.0) for options in pairs]
         lower = min(self._sizes[attention], self._sizes[mlp])
-        both = zip(self.problem.mlp.joined, self.problem.attention.joined, strict=False)
-        found += [_Layer((mlp, attention), *options, float(lower)) for options in both if lower]
-        return found
+        pairs = zip(self.problem.mlp.joined, self.problem.attention.joined, strict=False)
+        layers += [_Layer((mlp, attention), *options, float(lower)) for options in pairs if lower]
+        return layers
 
     @cached_property
     def _most(self) -> Floats:
@@ -210,8 +210,8 @@ class Programme:
     @cached_property
     def _byte_unit(self) -> float:
         every = [self._columns.moments, *(Choices(layer.options).columns.moments for layer in self._layers)]
-        most = np.concatenate(every)[:, 1:].sum(axis=-1).max() * 2 * self.problem.layers * max(1.0, self.problem.in_flight)
-        return max(1.0, float(most) / LARGEST)
+        most_bytes = np.concatenate(every)[:, 1:].sum(axis=-1).max() * 2 * self.problem.layers * max(1.0, self.problem.in_flight)
+        return max(1.0, float(most_bytes) / LARGEST)
 
     @cached_property
     def _needs(self) -> Floats:

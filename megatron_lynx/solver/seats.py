@@ -98,9 +98,9 @@ class Seats:
     def backward(self, kind: HalfKind, replay: Collection[str], price: PricedSection) -> list[Placement]:
         """Return placements in windows of the stage's backward that come before the half is needed, the best first."""
         waits = self._waits(kind, replay)
-        found = _placements(waits, self.stops(kind, replay, price), price.replay_s)
+        placements = _placements(waits, self.stops(kind, replay, price), price.replay_s)
         interference = self.profile.interference
-        return sorted(found, key=lambda placement: -placement.hidden_s(price.replay_s, interference))
+        return sorted(placements, key=lambda placement: -placement.hidden_s(price.replay_s, interference))
 
     def stops(self, kind: HalfKind, replay: Collection[str], price: PricedSection) -> dict[str, Stop]:
         """Return the items before which recomputation may stop.
@@ -121,13 +121,13 @@ class Seats:
         before = self._windows[half_before(kind.half)] if kind.windows_before else []
         if kind.before is not None and kind.before.exchanges:
             before = self._exchanges[1:]
-        own: list[Wait] = []
+        own_waits: list[Wait] = []
         if kind.section.exchanges:
-            own = self._exchanges[: own_exchanges_in_time(kind.section, replay)]
+            own_waits = self._exchanges[: own_exchanges_in_time(kind.section, replay)]
         if sequence_parallel and not (te and self._reaches_back):
             in_time = own_windows_in_time(kind.section, replay, sequence_parallel=True, te=te) if kind.section.has_windows else 0
-            before, own = before[-1:], own + self._windows[kind.half, 0][:in_time]
-        return [wait for wait in before + own if wait[1] > 0]
+            before, own_waits = before[-1:], own_waits + self._windows[kind.half, 0][:in_time]
+        return [wait for wait in before + own_waits if wait[1] > 0]
 
     def _gathered_for(self, kind: HalfKind, placement: Placement) -> tuple[str, float, float]:
         """Return the collective after which the input is gathered, the delay in seconds, and the seconds saved."""

@@ -40,9 +40,9 @@ class StageSeats:
         if not kind.last or self.received_s is None:
             return
         message_s = 0.0 if self.seats.job.chunks > 1 else self.seats.p2p_s
-        late = [*backward[:1], Placement.in_window(RECV_BACKWARD, self.received_s)]
+        cooldown_placements = [*backward[:1], Placement.in_window(RECV_BACKWARD, self.received_s)]
         hidden = partial(Placement.hidden_s, replay_s=price.replay_s, interference=self.seats.profile.interference)
-        cooldown = max(late, key=hidden)  # the receive may hide more than a window of the backward
+        cooldown = max(cooldown_placements, key=hidden)  # the receive may hide more than a window of the backward
         for steady in (*backward[:1], Placement.in_window(RECV_BACKWARD, message_s)):
             yield Seat(steady, cooldown, self.phases.steady_share)
 
@@ -65,8 +65,8 @@ class StageSeats:
         if job.chunks == 1:
             return phases_of(job, self.stage)
         last = interleaved.cooldown(job.parallel.pipeline, self.stage, job.microbatches, job.chunks, job.microbatch_group)
-        late = sum(last[chunk] for chunk in self.chunks)
-        return Phases(job.microbatches * len(self.chunks) - late, late)
+        cooldown_passes = sum(last[chunk] for chunk in self.chunks)
+        return Phases(job.microbatches * len(self.chunks) - cooldown_passes, cooldown_passes)
 
     @property
     def has_more(self) -> bool:

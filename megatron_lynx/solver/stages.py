@@ -84,9 +84,9 @@ class Stages:
     def least(self, stage: int) -> StageAnswer:
         """Return the answer with the least peak, regardless of the budget."""
         solver = partial(Chunks.solved, solver=_least_memory if self.job.policy == "planned" else self._solved)
-        most = dict.fromkeys([NOTHING, *(shares[-1] for shares in self._shares(stage) if shares)])
-        found = [self._offloading(stage, share, None, solver) for share in most]
-        return min(found, key=lambda answer: answer.peak_bytes)
+        largest_shares = dict.fromkeys([NOTHING, *(shares[-1] for shares in self._shares(stage) if shares)])
+        answers = [self._offloading(stage, share, None, solver) for share in largest_shares]
+        return min(answers, key=lambda answer: answer.peak_bytes)
 
     def refined(self, answer: StageAnswer, enough_s: float = 0.0) -> tuple[StageAnswer, ...]:
         """Return faster answers, in which every layer may differ and several halves share the receive for recomputation.
@@ -103,12 +103,16 @@ class Stages:
             deciding = partial(self._paced, answer.asked, solver=deciding)
         solver = partial(self._refined, solver=deciding)
         stage, budget_bytes = answer.stage, self._budget_bytes(answer.stage)
-        found = self._offloading(stage, answer.asked, budget_bytes, solver)
+        refined_answer = self._offloading(stage, answer.asked, budget_bytes, solver)
         share = self._smallest.get(stage, answer.asked)
         if share == answer.asked:
-            return (found,)
+            return (refined_answer,)
         less = self._offloading(stage, share, budget_bytes, solver)
-        return (found,) if self._host_shortage(less) else (found, min(found, less, key=self._late_s), less)
+        return (
+            (refined_answer,)
+            if self._host_shortage(less)
+            else (refined_answer, min(refined_answer, less, key=self._late_s), less)
+        )
 
     def beginning_ahead(self, answer: StageAnswer) -> StageAnswer:
         """Return the answer in which as many of the lowest checkpointed layers as fit begin their communication ahead. Less is
@@ -278,8 +282,8 @@ class Stages:
         left_bytes, devices = left_for_activations_bytes(self.job, answer.stage), self.job.host_sharers
         if answer.host_bytes * devices <= left_bytes:
             return None
-        found = f"{format_bytes(answer.host_bytes * devices)} for {devices} devices at share {answer.offload_ratio:g}"
-        return Problem(f"host memory of a node, stage {answer.stage}", found, in_words(self.job, left_bytes))
+        demand = f"{format_bytes(answer.host_bytes * devices)} for {devices} devices at share {answer.offload_ratio:g}"
+        return Problem(f"host memory of a node, stage {answer.stage}", demand, in_words(self.job, left_bytes))
 
     def _shortage(self, stage: int, error: Infeasible) -> list[Problem]:
         """Return the shortage of device memory if that binds, and otherwise the solver's problems."""
@@ -290,12 +294,12 @@ class Stages:
             return list(error.problems)
         layers = f"its layers {format_bytes(least.peak_bytes)} with {_least_in_words(self.job, least)}"
         parts = sorted(((size, name) for name, size in beside.named.items() if size and name != "total"), reverse=True)
-        others = ", ".join(f"{name} {format_bytes(size)}" for size, name in parts)
-        found = f"at least {format_bytes(beside.total + least.peak_bytes)}: {layers}, {others}"
+        parts_in_words = ", ".join(f"{name} {format_bytes(size)}" for size, name in parts)
+        demand = f"at least {format_bytes(beside.total + least.peak_bytes)}: {layers}, {parts_in_words}"
         return [
             Problem(
                 f"memory of a device, stage {stage}",
-                found,
+                demand,
                 f"at most {format_bytes(budget_bytes)}",
                 f"{format_bytes(missing)} are missing",
             )
@@ -353,5 +357,5 @@ def _least_in_words(job: Job, least: StageAnswer) -> str:
 
 def _lagging(stage: int) -> list[Problem]:
     todo = "make the passes longer than the copies: a larger micro-batch, or more layers on the stage"
-    found = "copies that lag behind, so that what they copy is held longer than fits"
-    return [Problem(f"offload_ratio, stage {stage}", found, "", todo)]
+    cause = "copies that lag behind, so that what they copy is held longer than fits"
+    return [Problem(f"offload_ratio, stage {stage}", cause, "", todo)]

@@ -104,13 +104,13 @@ class Sweeps:
 
     def ways(self, problem: StageProblem) -> _Ways:
         """Return all ways of a problem's halves, the same object for recent problems."""
-        found = next((ways for ways in self.recent if ways.are_of(problem)), None)
-        if found is None:
-            found = _Ways(problem.halves, problem.in_flight)
+        ways_of_problem = next((ways for ways in self.recent if ways.are_of(problem)), None)
+        if ways_of_problem is None:
+            ways_of_problem = _Ways(problem.halves, problem.in_flight)
         else:
-            self.recent.remove(found)
-        self.recent.append(found)
-        return found
+            self.recent.remove(ways_of_problem)
+        self.recent.append(ways_of_problem)
+        return ways_of_problem
 
 
 def solve(problem: StageProblem) -> Solved:
@@ -148,21 +148,23 @@ class _Sweep:
         lower = self.ways.lower
         possible = np.flatnonzero(self._least_peaks(lower) <= budget_bytes)
         possible = possible[np.argsort(lower.longer_s[possible], kind="stable")]
-        found: tuple[tuple[float, ...], int, int] | None = None
+        optimum: tuple[tuple[float, ...], int, int] | None = None
         for rows in np.split(possible, range(BATCH, len(possible), BATCH)):
-            if not len(rows) or (found and lower.longer_s[rows[0]] + self._last.longer_s.min() > found[0][0] + ROUNDED_S):
+            if not len(rows) or (optimum and lower.longer_s[rows[0]] + self._last.longer_s.min() > optimum[0][0] + ROUNDED_S):
                 break
             seconds, peaks, resident = self._costs(lower, rows)
             best = _first(np.where(peaks <= budget_bytes, seconds, np.inf), peaks, resident)
-            if peaks[best] <= budget_bytes and (found is None or (seconds[best], peaks[best], resident[best]) < found[0]):
-                found = (seconds[best], peaks[best], resident[best]), rows[best[0]], best[1]
-        return None if found is None else self._answer(lower, *found[1:])
+            if peaks[best] <= budget_bytes and (optimum is None or (seconds[best], peaks[best], resident[best]) < optimum[0]):
+                optimum = (seconds[best], peaks[best], resident[best]), rows[best[0]], best[1]
+        return None if optimum is None else self._answer(lower, *optimum[1:])
 
     @property
     def _bound_bytes(self) -> float:
         """Lower bound of the bytes held when backward begins: every half takes the option with the fewest."""
-        others, columns = self.problem.in_flight - 1, [choices.columns for choices in self.ways.backward]
-        least = sum(float((others * each.resident + each.moments[:, 0]).min()) for each in columns)
+        batches_beside, columns = self.problem.in_flight - 1, [choices.columns for choices in self.ways.backward]
+        least = sum(
+            float((batches_beside * half_columns.resident + half_columns.moments[:, 0]).min()) for half_columns in columns
+        )
         return floor(self.problem.loss_bytes + least)
 
     def leanest(self) -> Solved:
@@ -170,16 +172,16 @@ class _Sweep:
         lower = self.ways.lower_alike
         least = self._least_peaks(lower)
         ordered = np.argsort(least, kind="stable")
-        found: tuple[tuple[float, ...], int, int] | None = None
+        optimum: tuple[tuple[float, ...], int, int] | None = None
         for rows in np.split(ordered, range(BATCH, len(ordered), BATCH)):
-            if found and least[rows[0]] > found[0][0]:
+            if optimum and least[rows[0]] > optimum[0][0]:
                 break
             seconds, peaks, resident = self._costs(lower, rows)
             best = _first(peaks, seconds, resident)
-            if found is None or (peaks[best], seconds[best], resident[best]) < found[0]:
-                found = (peaks[best], seconds[best], resident[best]), rows[best[0]], best[1]
-        assert found is not None
-        return self._answer(lower, *found[1:])
+            if optimum is None or (peaks[best], seconds[best], resident[best]) < optimum[0]:
+                optimum = (peaks[best], seconds[best], resident[best]), rows[best[0]], best[1]
+        assert optimum is not None
+        return self._answer(lower, *optimum[1:])
 
     def _answer(self, lower: _Part, row: int, last: int) -> Solved:
         numbers = [*self._last.chosen[last], *lower.chosen[row]]
@@ -200,8 +202,8 @@ class _Sweep:
         """Return a lower bound of the peak of these lower layers with any last layer."""
         least = np.zeros(lower.held.shape[-1])
         least[: self._last.held.shape[-1]] = self._last.held.min(axis=0)
-        others = np.ceil((self.problem.in_flight - 1) * (lower.resident + self._last.resident.min()))
-        return np.asarray((lower.held + least).max(axis=-1) + others)
+        beside_bytes = np.ceil((self.problem.in_flight - 1) * (lower.resident + self._last.resident.min()))
+        return np.asarray((lower.held + least).max(axis=-1) + beside_bytes)
 
     @cached_property
     def _last(self) -> _Part:
@@ -283,11 +285,11 @@ class _Ways:
                 yield from zip(corners, corners[apart:], strict=False)
         for (corners, _), weighing in zip(lines, WEIGHINGS, strict=True):
             yield from self._with_checkpoints(corners, *weighing)
-        (corners, prices), *others = lines
-        for more, later in others:
+        (corners, prices), *later_lines = lines
+        for more, later in later_lines:
             every = sorted({*prices, *later})
-            at, beside = (np.searchsorted(each, every, "right") - 1 for each in (prices, later))
-            yield from ((corners[own], more[other]) for own, other in zip(at.tolist(), beside.tolist(), strict=True))
+            at, beside = (np.searchsorted(line_prices, every, "right") - 1 for line_prices in (prices, later))
+            yield from ((corners[place], more[other]) for place, other in zip(at.tolist(), beside.tolist(), strict=True))
 
     def _with_checkpoints(self, corners: Sequence[Corner], moment: str, part: float) -> Iterator[tuple[Corner, Corner]]:
         """Yield corners above checkpointed layers: the one from which the price of a byte is lowest, and its neighbours."""
@@ -305,7 +307,7 @@ class _Ways:
             prices = [(longer_s - seconds) / (size - held) if size > held else np.inf for seconds, size in whole]
             best = int(np.argmin(prices))
             for corner in corners[max(0, best - NEIGHBOURS) : best + NEIGHBOURS + 1]:
-                below = tuple(replaced.get(kind, own) for kind, own in enumerate(corner))
+                below = tuple(replaced.get(kind, number) for kind, number in enumerate(corner))
                 yield below, corner
                 yield below, below
 
@@ -322,8 +324,8 @@ class _Ways:
     def _weighed(self, choices: Choices, moment: str, part: float) -> Floats:
         """Return the weighed bytes of a kind's options."""
         columns = choices.columns
-        own = columns.moments.max(axis=-1) if moment == "most" else columns.moments[:, COLUMNS.index(moment)]
-        return np.asarray((self.in_flight - 1) * columns.resident + (1 - part) * columns.moments[:, 0] + part * own)
+        moment_bytes = columns.moments.max(axis=-1) if moment == "most" else columns.moments[:, COLUMNS.index(moment)]
+        return np.asarray((self.in_flight - 1) * columns.resident + (1 - part) * columns.moments[:, 0] + part * moment_bytes)
 
     def _corners(self, moment: str, part: float) -> tuple[list[Corner], list[float]]:
         """Return the options of all kinds at rising prices, and the price from which each applies."""
@@ -342,16 +344,16 @@ class _Ways:
         """
         apart = slice(len(choices) - len(choices.joined))
         columns, weighed = choices.columns.at(apart), self._weighed(choices, moment, part)[apart]
-        held, most = columns.moments[:, 0], columns.moments.max(axis=-1)
-        ordered = np.lexsort((held if part else most, weighed, columns.longer_s))
+        held, most_bytes = columns.moments[:, 0], columns.moments.max(axis=-1)
+        ordered = np.lexsort((held if part else most_bytes, weighed, columns.longer_s))
         leaner = np.append(True, weighed[ordered][1:] < np.minimum.accumulate(weighed[ordered])[:-1])
-        points = [(int(each), float(columns.longer_s[each]), float(weighed[each])) for each in ordered[leaner]]
+        points = [(int(row), float(columns.longer_s[row]), float(weighed[row])) for row in ordered[leaner]]
         corners: list[tuple[int, float, float]] = []
         for point in points:
             while len(corners) > 1 and _price(corners[-2], point) <= _price(corners[-2], corners[-1]):
                 corners.pop()
             corners.append(point)
-        return [number for number, *_ in corners], [_price(*both) for both in pairwise(corners)]
+        return [number for number, *_ in corners], [_price(*pair) for pair in pairwise(corners)]
 
     @property
     def _alike(self) -> Numbers:
@@ -368,21 +370,23 @@ class _Ways:
         if self._checkpointable:
             whole = {kind for layer in self._checkpointable[-1] for kind in layer}
             leanest = [_joined(choices) if kind in whole else None for kind, choices in enumerate(self._kinds)]
-            others = [int(choices.apart.columns.resident.argmin()) for choices in self._kinds]
-            rows = [[own if number is None else number for number, own in zip(leanest, others, strict=True)]]
+            leanest_apart = [int(choices.apart.columns.resident.argmin()) for choices in self._kinds]
+            rows = [
+                [number_apart if number is None else number for number, number_apart in zip(leanest, leanest_apart, strict=True)]
+            ]
             ways = np.append(ways, rows, axis=0)
         return ways[:, self._kind_of_half]
 
-    def _worth_it(self, choices: Choices, most: int) -> Numbers:
-        """Return all options of a kind if they are at most `most`, otherwise those that no other one beats in seconds and in
+    def _worth_it(self, choices: Choices, limit: int) -> Numbers:
+        """Return all options of a kind if they are at most `limit`, otherwise those that no other one beats in seconds and in
         bytes: its bytes while backward is elsewhere, and at its largest moment.
         """
         apart = len(choices) - len(choices.joined)
-        if apart <= most:
+        if apart <= limit:
             return np.arange(apart)
         columns = choices.columns.at(slice(apart))
-        others = (self.in_flight - 1) * columns.resident
-        return unbeaten((columns.longer_s, others + columns.moments[:, 0], others + columns.moments.max(axis=-1)))
+        beside_bytes = (self.in_flight - 1) * columns.resident
+        return unbeaten((columns.longer_s, beside_bytes + columns.moments[:, 0], beside_bytes + columns.moments.max(axis=-1)))
 
     @cached_property
     def backward(self) -> list[Choices]:
