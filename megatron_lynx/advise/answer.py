@@ -185,9 +185,9 @@ def answered(
     """
     release = release if reading is None else reading.given.release
     near = near and not refused
-    with _neighbours(job, release) if near and job.cluster.matmul is not None else nullcontext(list) as found:
+    with _neighbours(job, release) if near and job.cluster.matmul is not None else nullcontext(list) as search:
         answer = _in_layout(job, costs, reading, refused, release, copies=copies)
-        return answer if answer.refused else replace(answer, near=tuple(found()), asked_near=near)
+        return answer if answer.refused else replace(answer, near=tuple(search()), asked_near=near)
 
 
 def _neighbours(job: Job, release: str | None) -> AbstractContextManager[Callable[[], list[Neighbour]]]:
@@ -258,10 +258,12 @@ def _with_copies(answer: Answer, costs: Profile, release: str | None) -> Planned
     unbounded = job.model_copy(
         update={"budget": job.budget.model_copy(update={"memory_gib": ENDLESS_GIB, "activation_mib": None})}
     )
-    if not without.recomputes or all(each.step.expected_s >= below_s for each in planned_variants(unbounded, costs, release)):
+    if not without.recomputes or all(
+        variant.step.expected_s >= below_s for variant in planned_variants(unbounded, costs, release)
+    ):
         return None
-    found = _best_plan(with_copies, costs, release, answer.stock)
-    return None if found is None or found.step.expected_s >= below_s else found
+    planned = _best_plan(with_copies, costs, release, answer.stock)
+    return None if planned is None or planned.step.expected_s >= below_s else planned
 
 
 TIMES_AS_MANY = (2, 4, 8)

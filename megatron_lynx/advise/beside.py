@@ -35,8 +35,8 @@ def beside(function: Callable[..., Result], *arguments: object) -> Iterator[Call
         if process is not None and process.stdout is not None:
             answer = process.stdout.read()
             if process.wait() == 0:
-                found: Result = pickle.loads(answer)
-                return found
+                outcome: Result = pickle.loads(answer)
+                return outcome
         return function(*arguments)
 
     try:

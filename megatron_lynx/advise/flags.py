@@ -91,18 +91,18 @@ def _switches(before: Job, after: Job) -> dict[str, tuple[bool, bool]]:
 
 def changes(before: Job, after: Job, made: Plan, reading: Reading | None = None) -> Flags:
     """Flags that change a launch to another layout. `made`: the plan that places its layers."""
-    found: list[tuple[str, tuple[str, ...]]] = []
+    flags: list[tuple[str, tuple[str, ...]]] = []
     for name, flag in SIZES.items():
         if (size := getattr(after.parallel, name)) != getattr(before.parallel, name):
-            found.append((flag, (str(size),)))
+            flags.append((flag, (str(size),)))
     if after.parallel.sequence_parallel and not before.parallel.sequence_parallel:
-        found.append(("--sequence-parallel", ()))
+        flags.append(("--sequence-parallel", ()))
     if reading is not None and packs(reading.given):
         tokens, were = (job.batch.micro * job.model.seq // job.parallel.context for job in (after, before))
-        found += [(TOKENS, (str(tokens),))] if tokens != were else []
+        flags += [(TOKENS, (str(tokens),))] if tokens != were else []
     elif after.batch.micro != before.batch.micro:
-        found.append(("--micro-batch-size", (str(after.batch.micro),)))
-    return (*found, *(_placing(made, reading) if _places(before, after) else ()))
+        flags.append(("--micro-batch-size", (str(after.batch.micro),)))
+    return (*flags, *(_placing(made, reading) if _places(before, after) else ()))
 
 
 def command(reading: Reading, before: Job, after: Job, made: Plan, plan: str) -> str:

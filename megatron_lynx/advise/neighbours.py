@@ -64,9 +64,9 @@ class Near(Space):
         for parallel in _layouts(self.job):
             for step in MICRO_STEPS:
                 micro = self.job.batch.micro * step
-                found = None if micro != int(micro) else _valid(self.job, parallel, int(micro))
-                if found is not None and not _same(found, self.job):
-                    by_layout.setdefault(Layout(found.parallel, found.schedule), []).append(found)
+                near_job = None if micro != int(micro) else _valid(self.job, parallel, int(micro))
+                if near_job is not None and not _same(near_job, self.job):
+                    by_layout.setdefault(Layout(near_job.parallel, near_job.schedule), []).append(near_job)
         return {layout: tuple(jobs) for layout, jobs in by_layout.items()}
 
     def layouts(self) -> Iterator[Layout]:
@@ -87,14 +87,14 @@ def neighbours(job: Job, release: str | None) -> list[Neighbour]:
     """Return the fastest few that fit, best first. `job`: with the policy `planned`, on a described cluster. `release`: as in
     `planned_variants`.
     """
-    found = BestFirst(Near(job, job.gpus), ("planned",), MOST, offload=job.offload_ratio != 0).run()
-    near = [_answered(job, candidate.job, release) for candidate in found]
-    return sorted((each for each in near if each.rows), key=lambda each: each.fastest.expected_s)
+    candidates = BestFirst(Near(job, job.gpus), ("planned",), MOST, offload=job.offload_ratio != 0).run()
+    near = [_answered(job, candidate.job, release) for candidate in candidates]
+    return sorted((neighbour for neighbour in near if neighbour.rows), key=lambda neighbour: neighbour.fastest.expected_s)
 
 
-def _answered(own: Job, found: Job, release: str | None) -> Neighbour:
+def _answered(asked_job: Job, near_job: Job, release: str | None) -> Neighbour:
     """Plan a layout as `plan` does; find stock's best in it."""
-    job = found.model_copy(update={"policy": "planned", "offload_ratio": own.offload_ratio, "budget": own.budget})
+    job = near_job.model_copy(update={"policy": "planned", "offload_ratio": asked_job.offload_ratio, "budget": asked_job.budget})
     costs = analytic_profile(job)
     stock = stocks_best(job, costs, release)
     rival_s = None if stock is None else stock.row.expected_s
@@ -103,24 +103,24 @@ def _answered(own: Job, found: Job, release: str | None) -> Neighbour:
 
 def _layouts(job: Job) -> Iterator[dict[str, Any]]:
     """Yield data of the layout and of those one step away."""
-    own = job.parallel.model_dump(by_alias=True)
-    yield own
+    layout = job.parallel.model_dump(by_alias=True)
+    yield layout
     for step in STEPS:
         for name in ("tensor", "context", "expert"):
-            if (size := own[name] * step) == int(size) and not (name == "expert" and job.model.experts is None):
-                yield own | {name: int(size)} | ({"sequence_parallel": True} if name == "tensor" and own[name] == 1 else {})
-        if (pipeline := own["pipeline"] * step) == int(pipeline):
-            yield from _placed(job, own, int(pipeline), job.chunks)
+            if (size := layout[name] * step) == int(size) and not (name == "expert" and job.model.experts is None):
+                yield layout | {name: int(size)} | ({"sequence_parallel": True} if name == "tensor" and layout[name] == 1 else {})
+        if (pipeline := layout["pipeline"] * step) == int(pipeline):
+            yield from _placed(job, layout, int(pipeline), job.chunks)
             if job.chunks > 1:
-                yield from _placed(job, own, int(pipeline), 1)
+                yield from _placed(job, layout, int(pipeline), 1)
         if (chunks := job.chunks * step) == int(chunks):
-            yield from _placed(job, own, job.parallel.pipeline, int(chunks))
+            yield from _placed(job, layout, job.parallel.pipeline, int(chunks))
 
 
-def _placed(job: Job, own: dict[str, Any], pipeline: int, chunks: int) -> Iterator[dict[str, Any]]:
+def _placed(job: Job, layout: dict[str, Any], pipeline: int, chunks: int) -> Iterator[dict[str, Any]]:
     """Yield a layout with these stages and chunks: equal chunks, or with embedding and loss counted as layers."""
     layers, virtual = job.model.layers, pipeline * chunks
-    placed = own | {"pipeline": pipeline, "layers_per_chunk": None, "partition": None, "microbatch_group": None}
+    placed = layout | {"pipeline": pipeline, "layers_per_chunk": None, "partition": None, "microbatch_group": None}
     if virtual == 1 or (chunks > 1 and pipeline == 1):
         if chunks == 1:
             yield placed
@@ -130,8 +130,8 @@ def _placed(job: Job, own: dict[str, Any], pipeline: int, chunks: int) -> Iterat
     elif layers % virtual == 0:
         yield placed | {"layers_per_chunk": layers // virtual}
     elif (layers + 2) % virtual == 0:
-        each = (layers + 2) // virtual
-        yield placed | {"partition": [each - 1, *[each] * (virtual - 2), each - 1]}
+        chunk_layers = (layers + 2) // virtual
+        yield placed | {"partition": [chunk_layers - 1, *[chunk_layers] * (virtual - 2), chunk_layers - 1]}
 
 
 def _valid(job: Job, parallel: dict[str, Any], micro: int) -> Job | None:
@@ -139,11 +139,11 @@ def _valid(job: Job, parallel: dict[str, Any], micro: int) -> Job | None:
     data = job.model_dump(by_alias=True)
     data |= {"parallel": parallel, "policy": "none", "batch": {"micro": micro, "global": job.batch.global_}}
     try:
-        found = Job.model_validate(data)
+        near_job = Job.model_validate(data)
     except ValidationError:
         return None
-    return found if found.cluster.keeps_together(found.parallel.tensor, found.gpus) else None
+    return near_job if near_job.cluster.keeps_together(near_job.parallel.tensor, near_job.gpus) else None
 
 
-def _same(found: Job, job: Job) -> bool:
-    return found.parallel == job.parallel and found.batch == job.batch
+def _same(near_job: Job, job: Job) -> bool:
+    return near_job.parallel == job.parallel and near_job.batch == job.batch

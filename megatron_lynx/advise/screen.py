@@ -77,7 +77,7 @@ def _beside(answer: Answer, planned: Planned) -> str:
     was, now = ((job.model.moe_overlapped, job.userbuffers) for job in (answer.job, planned.job))
     names = ("exchanges overlapped", "userbuffers")
     said = [f"{'' if after else 'no '}{name}" for name, before, after in zip(names, was, now, strict=True) if before != after]
-    return "".join(f", {each}" for each in said)
+    return "".join(f", {change}" for change in said)
 
 
 def _budget(answer: Answer) -> str:
@@ -120,7 +120,7 @@ def _notes(answer: Answer, *, reasons: bool) -> Iterator[str]:
         yield from _why_none(answer)
     if answer.would_fit:
         yield "What would fit, nearest first:"
-        yield from (f"{number}. {each}" for number, each in enumerate(answer.would_fit, start=1))
+        yield from (f"{number}. {remedy}" for number, remedy in enumerate(answer.would_fit, start=1))
     if launch.unknown:
         yield f"today: {launch.unknown}"
     if launch.written and launch.row is not None and launch.row.memory_bytes > answer.job.memory_budget_bytes:
@@ -174,8 +174,8 @@ def as_json(answer: Answer) -> dict[str, Any]:
 
 def _stock_as_json(stock: Stock, edit: Edit) -> dict[str, Any]:
     """`flags`: of the setting; `change`: flags that the launch loses and gets."""
-    most = {"step_most_s": stock.row.step.most_s}
-    return {"setting": stock.setting.name, "flags": list(stock.setting.flags), **_change(edit), **stock.row.as_json, **most}
+    upper_end = {"step_most_s": stock.row.step.most_s}
+    return {"setting": stock.setting.name, "flags": list(stock.setting.flags), **_change(edit), **stock.row.as_json, **upper_end}
 
 
 def _plan_as_json(planned: Planned, edit: Edit) -> dict[str, Any]:

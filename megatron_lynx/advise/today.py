@@ -114,9 +114,9 @@ def _fullest(job: Job) -> int:
 
 
 def _row(job: Job, costs: Profile, today: Today, more_bytes: int = 0) -> Row:
-    own = as_stock(job)
+    stock_job = as_stock(job)
     issued = costs.model_copy(update={"host_time": None}) if today.graphs else costs
-    row = stock_row(own, costs, priced(own, issued, today.setting))
+    row = stock_row(stock_job, costs, priced(stock_job, issued, today.setting))
     return replace(row, memory_bytes=row.memory_bytes + more_bytes)
 
 
@@ -162,13 +162,13 @@ def stocks_best(
     """Return the fastest setting that fits, of equals the one with fewer bytes; the launch's own if nothing is faster. Returns
     None if none fits, or stock cannot place the layers. `release`: of megatron-core; None: the newest.
     """
-    own, budget_bytes = as_stock(job), job.memory_budget_bytes
-    best = None if _undivided(job) else best_rival(own, costs, budget_bytes, release or NEWEST)
-    found = None if best is None else Stock(best.setting, stock_row(own, costs, best))
+    stock_job, budget_bytes = as_stock(job), job.memory_budget_bytes
+    best = None if _undivided(job) else best_rival(stock_job, costs, budget_bytes, release or NEWEST)
+    best_stock = None if best is None else Stock(best.setting, stock_row(stock_job, costs, best))
     if launch is None or launch.row is None or reading is None or launch.row.memory_bytes > budget_bytes:
-        return found
-    if found is not None and found.row.expected_s < launch.row.expected_s * (1 - ROUNDING):
-        return found
+        return best_stock
+    if best_stock is not None and best_stock.row.expected_s < launch.row.expected_s * (1 - ROUNDING):
+        return best_stock
     return Stock(reading.today.setting, launch.row, launch=True)
 
 
@@ -187,8 +187,8 @@ def gain(row: Row, before: Row) -> float:
 
 def gains(row: Row, before: Row) -> tuple[float, float]:
     """Least and largest relative saving over another step: both ends of two ranges are compared."""
-    found = (1 - row.step.most_s / before.step.most_s, 1 - row.step.least_s / before.step.least_s)
-    return min(found), max(found)
+    savings = (1 - row.step.most_s / before.step.most_s, 1 - row.step.least_s / before.step.least_s)
+    return min(savings), max(savings)
 
 
 STOCK = {"policy": "none", "schedule": "flush", "defer_updates": True}

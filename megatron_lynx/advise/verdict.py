@@ -67,11 +67,11 @@ def choices(answer: Answer) -> Iterator[Choice]:
 
 def chosen(answer: Answer) -> Choice | None:
     """The recommendation; None if nothing fits."""
-    found = list(choices(answer))
-    if not found:
+    options = list(choices(answer))
+    if not options:
         return None
-    least_s = min(choice.row.expected_s for choice in found)
-    close = [choice for choice in found if choice.row.expected_s <= (1 + WORTH) * least_s]
+    least_s = min(choice.row.expected_s for choice in options)
+    close = [choice for choice in options if choice.row.expected_s <= (1 + WORTH) * least_s]
     return min(close, key=lambda choice: (choice.change, choice.row.memory_bytes))
 
 
@@ -147,8 +147,10 @@ def _parts(answer: Answer) -> Iterator[str]:
 
 def _in_this_layout(answer: Answer) -> Iterator[str]:
     stock, plan, before = answer.stock, answer.plan, answer.launch.row
-    found = [("stock's best", stock.row if stock is not None else None), ("the plan", plan)]
-    said = [f"{name} {_compared(row, before)} {_today(answer)}" for name, row in found if row is not None and before is not None]
+    named_rows = [("stock's best", stock.row if stock is not None else None), ("the plan", plan)]
+    said = [
+        f"{name} {_compared(row, before)} {_today(answer)}" for name, row in named_rows if row is not None and before is not None
+    ]
     if said:
         yield f"In this layout: {'; '.join(said)}."
 
@@ -170,12 +172,12 @@ def _with(what: str, edit: str) -> str:
 
 
 def _compared(row: Row, before: Row) -> str:
-    least, most = gains(row, before)
-    if max(abs(least), abs(most)) < EVEN:
+    least_saving, largest_saving = gains(row, before)
+    if max(abs(least_saving), abs(largest_saving)) < EVEN:
         return "as long as"
-    if least * most < 0 and min(abs(least), abs(most)) >= EVEN:
-        return f"{_percent(-least)} more to {_percent(most)} less than"
-    low, high = sorted((_percent(abs(least)), _percent(abs(most))), key=lambda text: float(text.split()[0]))
+    if least_saving * largest_saving < 0 and min(abs(least_saving), abs(largest_saving)) >= EVEN:
+        return f"{_percent(-least_saving)} more to {_percent(largest_saving)} less than"
+    low, high = sorted((_percent(abs(least_saving)), _percent(abs(largest_saving))), key=lambda text: float(text.split()[0]))
     part = low if low == high else f"{low.removesuffix(' %')} to {high}"
     return f"{part} {'less' if gain(row, before) > 0 else 'more'} than"
 

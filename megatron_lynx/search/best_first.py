@@ -67,8 +67,8 @@ class BestFirst:
             self._open(list(self.space.on(layout)))
         for job in self.space.short_of_microbatches():
             self.considered += len(self.policies)
-            found, needed = job.microbatches, job.parallel.pipeline
-            self.losers.add("micro-batches", job, found, needed, rank=needed / found, count=len(self.policies))
+            microbatches, needed = job.microbatches, job.parallel.pipeline
+            self.losers.add("micro-batches", job, microbatches, needed, rank=needed / microbatches, count=len(self.policies))
         heapify(self._queue)
         won: list[Candidate] = []
         while self._queue and len(won) < self.top:
@@ -96,11 +96,11 @@ class BestFirst:
         asked, plannable = self.space.takes_plans(jobs[0].parallel), _is_plannable(jobs[0])
         for job in jobs:
             for policy in self.policies:
-                own = job.model_copy(update={"policy": policy})
+                policy_job = job.model_copy(update={"policy": policy})
                 if policy == "planned" and not (asked and plannable):
-                    self.losers.add("cannot run" if asked else "not asked", own, 0.0, 0.0)
+                    self.losers.add("cannot run" if asked else "not asked", policy_job, 0.0, 0.0)
                 else:
-                    self._queue.append(self._keyed(len(self._queue), self._floored(own)))
+                    self._queue.append(self._keyed(len(self._queue), self._floored(policy_job)))
 
     def _floored(self, job: Job) -> Entry:
         cost = self._cost(job)
@@ -112,16 +112,16 @@ class BestFirst:
         return Entry(job, spent, looks)
 
     def _look(self, order: int, entry: Entry) -> None:
-        found = entry.closer()
-        if found is None:
+        result = entry.closer()
+        if result is None:
             self.losers.add("no plan", entry.job, 0.0, 0.0)
-        elif isinstance(found, Excess):
-            self.excesses.append(found)
-            self.losers.add("host memory" if found.host else "activations", entry.job, found.found, found.limit)
+        elif isinstance(result, Excess):
+            self.excesses.append(result)
+            self.losers.add("host memory" if result.host else "activations", entry.job, result.found, result.limit)
         else:
-            if isinstance(found, Candidate):
+            if isinstance(result, Candidate):
                 self._taken.add(_layout_of(entry.job))
-            heappush(self._queue, self._keyed(order, found))
+            heappush(self._queue, self._keyed(order, result))
 
     def _keyed(self, order: int, entry: Entry | Candidate) -> tuple[float, int, Entry | Candidate]:
         seconds = entry.step_s if isinstance(entry, Candidate) else entry.spent.total_s

@@ -46,8 +46,8 @@ class Entry:
         try:
             self.spent = next(self.looks)
         except StopIteration as end:
-            found: Candidate | Excess | None = end.value
-            return found
+            result: Candidate | Excess | None = end.value
+            return result
         return self
 
 
@@ -116,5 +116,5 @@ def _excess(job: Job, stages: Stages) -> Excess:
     stage = max(range(len(memory)), key=lambda number: memory[number].total)
     if memory[stage].total > job.memory_budget_bytes or job.cluster.node is None:
         return Excess(job, stage, memory[stage], memory[stage].total, job.memory_budget_bytes)
-    needed = job.host_sharers * max(stages.least(each).host_bytes for each in range(len(memory)))
+    needed = job.host_sharers * max(stages.least(number).host_bytes for number in range(len(memory)))
     return Excess(job, stage, memory[stage], needed, least_left_bytes(job), host=True)

@@ -73,7 +73,7 @@ def fit(job: Job, offload: bool) -> Fits | Excess:
 def fullest(stages: OffloadingStages, ratio: float) -> tuple[int, StageMemory]:
     """The fullest stage and its memory; of equals the first."""
     parts = stages.parts(ratio)
-    peaks = [each.peak_bytes for each in parts]
+    peaks = [part.peak_bytes for part in parts]
     stage = max(range(len(peaks)), key=lambda number: peaks[number])
     return stage, parts[stage].fullest
 
@@ -84,5 +84,5 @@ def _host_excess(job: Job, stage: int, least: StageMemory) -> Excess:
     assert node is not None, "who offloads says where to"
     roomy = job.cluster.model_copy(update={"node": node.model_copy(update={"host_memory_gib": float("inf")})})
     ratio = smallest_ratio(job.model_copy(update={"cluster": roomy}))
-    needed = job.host_sharers * max(host_bytes(job, each, ratio) for each in range(job.parallel.pipeline))
+    needed = job.host_sharers * max(host_bytes(job, number, ratio) for number in range(job.parallel.pipeline))
     return Excess(job, stage, least, needed, least_left_bytes(job), host=True)

@@ -73,17 +73,17 @@ class Losers:
 
     def slower(self, job: Job, spent: Spent, winner: Spent) -> None:
         """Count a slower candidate, by the part with the most seconds over the winner's."""
-        found, least = vars(spent), vars(winner)
-        name = max(found, key=lambda part: found[part] - least[part])
-        self.add(name.removesuffix("_s"), job, found[name], least[name], rank=spent.total_s)
+        spent_s, winner_s = vars(spent), vars(winner)
+        name = max(spent_s, key=lambda part: spent_s[part] - winner_s[part])
+        self.add(name.removesuffix("_s"), job, spent_s[name], winner_s[name], rank=spent.total_s)
 
     def families(self) -> tuple[Lost, ...]:
         reasons = (reason + suffix for reason in REASONS for suffix in ("", WITHOUT_FLUSHES))
         return tuple(self._family(reason) for reason in reasons if reason in self._counts)
 
     def _family(self, reason: str) -> Lost:
-        _, job, found, limit = self._best[reason]
+        _, job, figure, limit = self._best[reason]
         kind = reason.removesuffix(WITHOUT_FLUSHES)
         example = sizes(job) if kind == "state" else in_words(job)
         unit: Literal["bytes", "seconds", "micro-batches"] = "bytes" if kind in OF_BYTES else "seconds"
-        return Lost(reason, self._counts[reason], example, found, limit, "micro-batches" if kind == "micro-batches" else unit)
+        return Lost(reason, self._counts[reason], example, figure, limit, "micro-batches" if kind == "micro-batches" else unit)

@@ -43,7 +43,7 @@ def nothing_fits(asked: Asked, excesses: Sequence[Excess], known: Sequence[Polic
 def _of_small_states(asked: Asked) -> list[Excess]:
     jobs = _by_state(asked.space)[:STATES_TRIED]
     tried = (fit(_under(job, policy), asked.offload) for job in jobs for policy in asked.policies)
-    return [found for found in tried if isinstance(found, Excess)]
+    return [result for result in tried if isinstance(result, Excess)]
 
 
 def _binding(closest: Excess, offload: bool) -> Problem:
@@ -51,23 +51,23 @@ def _binding(closest: Excess, offload: bool) -> Problem:
     if closest.host:
         return Problem("host memory of a node", f"{format_bytes(closest.found)} to be offloaded", limit)
     offloaded = ", with all activations offloaded that may be" if offload else ""
-    found = f"{format_bytes(closest.found)}, most of it {closest.most}{offloaded}"
-    return Problem(f"stage {closest.stage}", found, limit, f"{format_bytes(closest.bytes)} too much")
+    usage = f"{format_bytes(closest.found)}, most of it {closest.most}{offloaded}"
+    return Problem(f"stage {closest.stage}", usage, limit, f"{format_bytes(closest.bytes)} too much")
 
 
 def _changes(asked: Asked, closest: Excess, known: Sequence[Policy]) -> Iterator[Problem]:
-    others = tuple(policy for policy in known if policy not in asked.policies)
-    if others and (found := first_that_fits(replace(asked, policies=others))) is not None:
-        yield Problem("--policies", ", ".join(asked.policies), found[0].policy, _then(*found))
-    if not asked.offload and (found := first_that_fits(replace(asked, offload=True))) is not None:
-        yield Problem("--no-offload", "no offloading", f"offload ratio {found[1].offload_ratio:g}", _then(*found))
+    other_policies = tuple(policy for policy in known if policy not in asked.policies)
+    if other_policies and (solution := first_that_fits(replace(asked, policies=other_policies))) is not None:
+        yield Problem("--policies", ", ".join(asked.policies), solution[0].policy, _then(*solution))
+    if not asked.offload and (solution := first_that_fits(replace(asked, offload=True))) is not None:
+        yield Problem("--no-offload", "no offloading", f"offload ratio {solution[1].offload_ratio:g}", _then(*solution))
     if not closest.host and closest.found < closest.job.cluster.memory_gib * GIB:
         needed = f"{closest.found / GIB:.2f}"
         yield Problem("budget.memory_gib", f"{closest.limit / GIB:.2f}", needed, f"then {in_words(closest.job)} fits")
     for times in TIMES_AS_MANY:
         more = replace(asked, space=replace(asked.space, gpus=times * asked.space.gpus))
-        if (found := first_that_fits(more)) is not None:
-            yield Problem("--gpus", str(asked.space.gpus), str(more.space.gpus), _then(*found))
+        if (solution := first_that_fits(more)) is not None:
+            yield Problem("--gpus", str(asked.space.gpus), str(more.space.gpus), _then(*solution))
             return
 
 
@@ -81,9 +81,9 @@ def first_that_fits(asked: Asked) -> tuple[Job, Fits] | None:
     for job in _by_state(asked.space):
         if always_bytes(job) > job.memory_budget_bytes:
             return None
-        for own in (_under(job, policy) for policy in asked.policies):
-            if isinstance(fits := fit(own, asked.offload), Fits):
-                return own, fits
+        for policy_job in (_under(job, policy) for policy in asked.policies):
+            if isinstance(fits := fit(policy_job, asked.offload), Fits):
+                return policy_job, fits
     return None
 
 

@@ -63,9 +63,9 @@ def _rows(job: Job, plan: Plan, profile: Profile) -> Iterator[ScheduleRow]:
 
 
 def _of_policy(job: Job, profile: Profile, policy: Policy, name: str) -> ScheduleRow:
-    own = job.model_copy(update={"policy": policy, "offload_ratio": 0.0})
-    memory_bytes = max(memory.total for memory in memory_of_stages(own))
-    return _row(name, job, pipeline_s(own, profile, 0.0), update_s(own, profile), memory_bytes)
+    policy_job = job.model_copy(update={"policy": policy, "offload_ratio": 0.0})
+    memory_bytes = max(memory.total for memory in memory_of_stages(policy_job))
+    return _row(name, job, pipeline_s(policy_job, profile, 0.0), update_s(policy_job, profile), memory_bytes)
 
 
 def _of_plan(job: Job, profile: Profile, plan: Plan, name: str) -> ScheduleRow:

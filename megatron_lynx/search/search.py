@@ -114,7 +114,7 @@ def _finalists(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
     A search ranks plans without weight gradients in waits. A stock policy without copies is priced as in all commands.
     """
     priced = map(_priced, candidates)
-    return tuple(sorted((each for each in priced if each is not None), key=lambda each: each.step_s))
+    return tuple(sorted((candidate for candidate in priced if candidate is not None), key=lambda candidate: candidate.step_s))
 
 
 def _priced(candidate: Candidate) -> Candidate | None:
@@ -142,9 +142,9 @@ def _planned(candidate: Candidate) -> Candidate | None:
 def _best_of_each(asked: Asked, candidates: Sequence[Candidate]) -> Iterator[Candidate]:
     """Yield the fastest of each schedule that fits, even if it is not among the candidates."""
     for name in asked.space.schedules:
-        found = [candidate for candidate in candidates if schedule_of(candidate.job) == name]
+        schedule_candidates = [candidate for candidate in candidates if schedule_of(candidate.job) == name]
         alone = replace(asked.space, schedules=(name,))
-        yield from found[:1] or _finalists(BestFirst(alone, asked.policies, 1, asked.offload).run())
+        yield from schedule_candidates[:1] or _finalists(BestFirst(alone, asked.policies, 1, asked.offload).run())
 
 
 def _known_schedules(job: Job, schedules: Sequence[str] | None) -> tuple[tuple[ScheduleName, ...], list[Problem]]:
@@ -204,8 +204,8 @@ def _what_is_short(space: Space, first: Job | None) -> Problem:
     if first is None:
         return Problem("--schedules", names, "layouts of several stages, or of several chunks", "add flush, or change --gpus")
     closest = max(space.short_of_microbatches(), key=lambda job: job.microbatches / job.parallel.pipeline)
-    found = f"{closest.microbatches} micro-batches with {closest.parallel.pipeline} stages ({in_words(closest)})"
-    return Problem("--schedules double-buffered", found, "at least as many micro-batches as stages", "enlarge batch.global")
+    shortage = f"{closest.microbatches} micro-batches with {closest.parallel.pipeline} stages ({in_words(closest)})"
+    return Problem("--schedules double-buffered", shortage, "at least as many micro-batches as stages", "enlarge batch.global")
 
 
 def _what_divides(space: Space) -> Problem:
@@ -213,7 +213,7 @@ def _what_divides(space: Space) -> Problem:
     model, batch = space.job.model, space.job.batch.global_
     near = sorted(range(max(1, space.gpus - NEIGHBOURS), space.gpus + NEIGHBOURS + 1), key=lambda gpus: abs(gpus - space.gpus))
     some = (gpus for gpus in near if next(Space(space.job, gpus, space.across_nodes).layouts(), None) is not None)
-    found = sorted(gpus for gpus, _ in zip(some, range(4), strict=False))
+    nearest_gpus = sorted(gpus for gpus, _ in zip(some, range(4), strict=False))
     needed = f"tensor x context x pipeline x data, where data divides the batch ({batch}), pipeline the layers ({model.layers})"
-    todo = f"the nearest that do: {', '.join(map(str, found))}" if found else ""
+    todo = f"the nearest that do: {', '.join(map(str, nearest_gpus))}" if nearest_gpus else ""
     return Problem("--gpus", str(space.gpus), f"{needed}, tensor the heads ({model.heads}) and context the sequence", todo)

@@ -54,8 +54,8 @@ class Space:
 
     def takes_plans(self, layout: Parallel) -> bool:
         """Whether a layout is planned, which is slow: with context parallelism only if requested."""
-        own = self.job.parallel.context
-        return layout.context in ((1, own) if self.contexts is None else self.contexts)
+        job_context = self.job.parallel.context
+        return layout.context in ((1, job_context) if self.contexts is None else self.contexts)
 
     def __iter__(self) -> Iterator[Job]:
         """Yield jobs of all layouts and micro-batch sizes, with policy `none`."""
@@ -139,18 +139,18 @@ class Space:
             return context == stated.context
         return stated.context_exchange != "a2a" or not any(size % (tensor * context) for size in (model.heads, model.kv_groups))
 
-    def _pipelines(self, others: int) -> Iterator[int]:
+    def _pipelines(self, stage_ranks: int) -> Iterator[int]:
         layers, batch = self.job.model.layers, self.job.batch.global_
-        for pipeline in divisors(self.gpus // others):
-            if layers % pipeline == 0 and batch % (self.gpus // (others * pipeline)) == 0:
+        for pipeline in divisors(self.gpus // stage_ranks):
+            if layers % pipeline == 0 and batch % (self.gpus // (stage_ranks * pipeline)) == 0:
                 yield pipeline
 
     def _chunked(self, tensor: int, context: int, pipeline: int) -> Iterator[Parallel]:
-        own, stated = self.job.model.layers // pipeline, self.job.parallel
+        stage_layers, stated = self.job.model.layers // pipeline, self.job.parallel
         if self.gpus // (tensor * pipeline) % stated.optimizer_instances:
             return
         interleaves = pipeline > 1 and self._share(tensor * context * pipeline) % pipeline == 0
-        for chunks in divisors(own) if interleaves else (1,):
+        for chunks in divisors(stage_layers) if interleaves else (1,):
             for sequence_parallel in self._sequence_parallel(tensor, context):
                 parallel = Parallel.model_construct(
                     tensor=tensor,
@@ -158,7 +158,7 @@ class Space:
                     context_exchange=stated.context_exchange if context > 1 else "p2p",
                     context_levels=stated.context_levels if context > 1 else None,
                     pipeline=pipeline,
-                    layers_per_chunk=None if chunks == 1 else own // chunks,
+                    layers_per_chunk=None if chunks == 1 else stage_layers // chunks,
                     partition=None,
                     sequence_parallel=sequence_parallel,
                     distributed_optimizer=self.distributed_optimizer,
@@ -194,5 +194,5 @@ def _runs(layout: Layout, microbatches: int) -> bool:
 
 @lru_cache(maxsize=1024)
 def divisors(number: int) -> tuple[int, ...]:
-    small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
-    return tuple(sorted({*small, *(number // each for each in small)}))
+    small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
+    return tuple(sorted({*small, *(number // divisor for divisor in small)}))

@@ -68,7 +68,7 @@ def _figures(candidate: Candidate) -> tuple[str, ...]:
 def _others(losers: tuple[Lost, ...]) -> WrappedTable:
     words = ("lost by", "best of them", "its figure and the limit")
     columns = ("lost by", "how many", "best of them", "its figure and the limit")
-    others = WrappedTable(columns, words=words, title="Why the others lost, and the best of each kind")
+    losers_table = WrappedTable(columns, words=words, title="Why the others lost, and the best of each kind")
     for lost in losers:
-        others.add(lost.reason, str(lost.count), lost.example, lost.numbers)
-    return others
+        losers_table.add(lost.reason, str(lost.count), lost.example, lost.numbers)
+    return losers_table

@@ -70,8 +70,8 @@ class Unflushed(Simulation):
 
     def times(self, stage: int) -> Sequence[int]:
         begin_s, end_s = self._steady_s(stage)
-        both = zip(self.executed[stage], super().times(stage), strict=True)
-        return [times if begin_s <= each.start_s < end_s else 0 for each, times in both]
+        executions = zip(self.executed[stage], super().times(stage), strict=True)
+        return [times if begin_s <= execution.start_s < end_s else 0 for execution, times in executions]
 
     def _steady_s(self, stage: int) -> tuple[float, float]:
         updates = self.updates[stage]
@@ -113,10 +113,10 @@ def simulate_without_flushes(
         for stage in range(pipeline)
     ]
     schedule = Schedule(
-        orders=tuple(tuple(with_replays(step for step in each if isinstance(step, Action))) for each in steps),
+        orders=tuple(tuple(with_replays(step for step in stage_steps if isinstance(step, Action))) for stage_steps in steps),
         warmups=tuple(one_f_one_b.warmup(pipeline, stage) for stage in range(pipeline)),
     )
-    behind = [{before: step.batch for before, step in pairwise(each) if isinstance(step, Update)} for each in steps]
+    behind = [{before: step.batch for before, step in pairwise(stage_steps) if isinstance(step, Update)} for stage_steps in steps]
     return _UnflushedRun(schedule, chunks, (p2p_s, interference), behind, updates, update_s, microbatches).unflushed()
 
 
@@ -146,7 +146,7 @@ class _UnflushedRun(Run):
 
     def _completing(self, order: Sequence[Action]) -> frozenset[Action]:
         """The last backward of each batch."""
-        return frozenset(each for each in order if each.kind == "B" and (each.micro_batch + 1) % self._microbatches == 0)
+        return frozenset(action for action in order if action.kind == "B" and (action.micro_batch + 1) % self._microbatches == 0)
 
     def _copied_s(self, stage: RunningStage, before: Action | None, action: Action) -> float:
         """Messages of deferred updates are posted ahead (`double_buffered.exchange`) and never end in a synchronisation."""
@@ -194,11 +194,11 @@ class _UnflushedRun(Run):
             return time_s
         begin_s = time_s
         if self._updates != "no barrier":
-            there = self._there.setdefault(batch, [])
-            there.append(time_s)
+            arrivals_s = self._there.setdefault(batch, [])
+            arrivals_s.append(time_s)
             together = Message("U", batch, 0)
-            if len(there) == self._schedule.pipeline:
-                self._arrivals[together] = max(there)
+            if len(arrivals_s) == self._schedule.pipeline:
+                self._arrivals[together] = max(arrivals_s)
                 self._ready.extend(self._waiting.pop(together, ()))
             begin_s = yield together
         self._made[stage.number].append(Updated(time_s, begin_s, begin_s + self._update_s))

@@ -32,9 +32,9 @@ def table(simulation: Simulation, update_s: float | None) -> WrappedTable:
         busy, hidden, exposed = map(format_seconds, seconds)
         copies = [format_seconds(row["exposed_copy_s"])] if _of_copies(simulation) else []
         bubble = f"{format_seconds(row['bubble_s'])} ({_share(simulation, row['bubble_s'])})"
-        late = [format_seconds(row[key]) for key in DEFERRED if deferred]
+        weight_gradients = [format_seconds(row[key]) for key in DEFERRED if deferred]
         peak = format_bytes(row["peak_activation_bytes"])
-        result.add(str(row["stage"]), busy, bubble, hidden, exposed, *late, *copies, peak)
+        result.add(str(row["stage"]), busy, bubble, hidden, exposed, *weight_gradients, *copies, peak)
     return result
 
 
@@ -73,8 +73,8 @@ def _of_copies(simulation: Simulation) -> list[str]:
 
 def _stage(simulation: Simulation, stage: int) -> dict[str, Any]:
     actions = [
-        {"action": str(each.action), "phase": each.phase, "start_s": each.start_s, "end_s": each.end_s}
-        for each in simulation.executed[stage]
+        {"action": str(execution.action), "phase": execution.phase, "start_s": execution.start_s, "end_s": execution.end_s}
+        for execution in simulation.executed[stage]
     ]
     return {
         "stage": stage,

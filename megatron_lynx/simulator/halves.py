@@ -57,7 +57,7 @@ Parts = Mapping[HalfKind, Segments]
 def stage_passes(
     timetable: Timetable,
     chunk: int,
-    own: Sequence[Treated],
+    chunk_halves: Sequence[Treated],
     halves: Halves,
     profile: Profile,
     message_bytes: int,
@@ -70,33 +70,37 @@ def stage_passes(
     """Return the passes of one chunk of a stage.
 
     Args:
-        own: the chunk's halves in forward order.
+        chunk_halves: the chunk's halves in forward order.
         halves: those of all chunks, whose recomputations it may hide.
         embedding, head: without seconds on stages that do not have them.
         deferral: this chunk's (index, most bytes of delayed weight gradients); its last backward computes the rest.
         reduced_in_backward: gradients are reduced during the chunk's last backward of a step (--overlap-grad-reduce), which then
             delays none.
     """
-    others = [other for other in range(len(timetable.chunks)) if other != chunk]
-    kinds = {half.kind for half in own} | {(half.section, frozenset[str]()) for half in own if reduced_in_backward}
+    other_chunks = [other for other in range(len(timetable.chunks)) if other != chunk]
+    kinds = {half.kind for half in chunk_halves} | {
+        (half.section, frozenset[str]()) for half in chunk_halves if reduced_in_backward
+    }
     forward, backward = (
         {(section, off): segments(profile, passing, section, message_bytes, off) for section, off in kinds} for passing in PASSES
     )
-    host = sum((half.host for half in own), start=NO_HOST_TIME)
+    host = sum((half.host for half in chunk_halves), start=NO_HOST_TIME)
 
     def walked(key: PassKey, queue: Queue) -> TimedPass:
         kind, which, last = key
         if kind == "F":
             serving = which if isinstance(which, int) else chunk if which == "steady" else None
             walk = Walk(profile.interference, halves, queue, embedding.forward_s)
-            return _forward(walk, timetable.forward(chunk, serving), own, forward, head.forward_s).issued_in(host.forward_s)
+            return _forward(walk, timetable.forward(chunk, serving), chunk_halves, forward, head.forward_s).issued_in(
+                host.forward_s
+            )
         assert isinstance(which, str)
         if kind == "R":
             return _received(Walk(1.0, halves, queue), timetable.receive(chunk, which))
         walk = Walk(profile.interference, halves, queue, head.backward_s)
         defers = not (last and reduced_in_backward)
         through = timetable.backward(chunk, which)
-        return _backward(walk, through, own, backward, embedding.backward_s, last, defers).issued_in(host.backward_s)
+        return _backward(walk, through, chunk_halves, backward, embedding.backward_s, last, defers).issued_in(host.backward_s)
 
     defers_any = any(half.deferred for half in timetable.all_halves)
 
@@ -109,9 +113,9 @@ def stage_passes(
         if kind == "F":
             return kind, which if which == "steady" and timetable.forward(chunk, chunk).hides else "warmup", last
         alike = timetable.backward if kind == "B" else timetable.receive
-        return kind, next(each for each in PHASES if alike(chunk, each) == alike(chunk, which)), last
+        return kind, next(phase for phase in PHASES if alike(chunk, phase) == alike(chunk, which)), last
 
-    return ChunkPasses(Filled(walked, lambda pending: Queue(*deferral, pending), plain, frozenset(others)))
+    return ChunkPasses(Filled(walked, lambda pending: Queue(*deferral, pending), plain, frozenset(other_chunks)))
 
 
 def segments(
@@ -124,7 +128,7 @@ def segments(
         return _with_rest(profile, passing, section, Segments(tuple(_between_forward(items, section, waited)), windows_s))
     off = {linear: weight_gradient(profile, section, linear).seconds for linear in deferred}
     left = {name: _without(item, off[name]) if name in off else item for name, item in items.items()}
-    ends = {each: min(section.behind_wgrad(each, profile.shape.sequence_parallel), len(waited)) for each in section.linears}
+    ends = {linear: min(section.behind_wgrad(linear, profile.shape.sequence_parallel), len(waited)) for linear in section.linears}
     parts = Segments(tuple(_between_backward(left, section, waited)), windows_s, ends, _before_core(left, section, waited))
     return _with_rest(profile, passing, section, parts, sum(off.values()))
 
@@ -167,7 +171,7 @@ def _before_core(items: Mapping[str, ItemProfile], section: Section, waited: Wai
     if not section.core:
         return 0, 0.0
     at = section.index(section.core)
-    cuts = [place for each in waited if (place := section.place_behind(each)) > at]
+    cuts = [place for collective in waited if (place := section.place_behind(collective)) > at]
     return len(cuts), _backward_s(items, section, at + 1, cuts[-1] if cuts else len(section.names))
 
 

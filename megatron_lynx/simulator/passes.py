@@ -60,10 +60,10 @@ class Queue:
     def put(self, entry: Entry) -> Iterator[Entry]:
         """Queue an entry; yield entries that must run to make room, oldest first."""
         left_bytes = self._bound_bytes - entry.cost.bytes
-        own = [each for each in self._entries if each.chunk == self.chunk]
-        held_bytes = sum(each.cost.bytes for each in own)
+        chunk_entries = [queued_entry for queued_entry in self._entries if queued_entry.chunk == self.chunk]
+        held_bytes = sum(queued_entry.cost.bytes for queued_entry in chunk_entries)
         self._entries.append(entry)
-        for oldest in (*own, entry):
+        for oldest in (*chunk_entries, entry):
             if held_bytes <= left_bytes:
                 return
             self._entries.remove(oldest)
@@ -73,22 +73,22 @@ class Queue:
     def due(self, linears: Sequence[Linear]) -> Iterator[Entry]:
         """Remove and yield the oldest entry of each of these linears."""
         for linear in linears:
-            found = next((entry for entry in self._entries if entry.of == linear), None)
-            if found is not None:
-                self._entries.remove(found)
-                yield found
+            oldest = next((entry for entry in self._entries if entry.of == linear), None)
+            if oldest is not None:
+                self._entries.remove(oldest)
+                yield oldest
 
     def take(self, of: Linear) -> Iterator[Entry]:
         """Remove and yield all entries of a linear."""
-        own = [entry for entry in self._entries if entry.of == of]
+        entries = [entry for entry in self._entries if entry.of == of]
         self._entries = [entry for entry in self._entries if entry.of != of]
-        yield from own
+        yield from entries
 
     def flush(self) -> Iterator[Entry]:
         """Remove and yield all entries of the chunk."""
-        own = [entry for entry in self._entries if entry.chunk == self.chunk]
+        entries = [entry for entry in self._entries if entry.chunk == self.chunk]
         self._entries = [entry for entry in self._entries if entry.chunk != self.chunk]
-        yield from own
+        yield from entries
 
 
 PHASES: tuple[Phase, Phase, Phase] = ("warmup", "steady", "cooldown")

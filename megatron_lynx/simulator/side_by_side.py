@@ -65,9 +65,9 @@ class PairedChunk:
 
 def most_beside(chunks: Sequence[ChunkPasses], layer_bytes: int) -> int:
     """Bytes that a pair of a half-by-half offloaded chunk holds beyond its separate passes and one layer, at most."""
-    if len(chunks) > 1 or (own := chunks[0].at_once) is None:
+    if len(chunks) > 1 or (passes := chunks[0].at_once) is None:
         return 0
-    forward, backward = own.one("F", "steady"), own.one("B", "steady")
+    forward, backward = passes.one("F", "steady"), passes.one("B", "steady")
     kept_bytes = sum(change for _, change in forward.memory)
     made, left = list(_by_layer(forward)), [kept_bytes + size for size in _by_layer(backward)]
     together_bytes = max(map(sum, zip(made, left, strict=True)), default=0)

@@ -91,8 +91,8 @@ class RunningStage:
     @property
     def copies_may_return_s(self) -> float:
         """Start of the last backward or, before the first one, of the last forward."""
-        backwards = (each.start_s for each in reversed(self.executed) if each.action.kind == "B")
-        forwards = (each.start_s for each in reversed(self.executed) if each.action.kind == "F")
+        backwards = (execution.start_s for execution in reversed(self.executed) if execution.action.kind == "B")
+        forwards = (execution.start_s for execution in reversed(self.executed) if execution.action.kind == "F")
         return next(backwards, next(forwards, 0.0))
 
 

@@ -44,11 +44,11 @@ class Repeated(NamedTuple):
     period_s: float
     places: tuple[range, ...]
 
-    def later(self, each: Placed, times: int) -> Placed:
+    def later(self, placed: Placed, times: int) -> Placed:
         """Return an action or a copy, `times` groups later."""
-        action, more_s = each.action, times * self.period_s
-        moved = {name: getattr(each, name) + more_s for name in each._fields if name in ("arrived_s", "start_s", "end_s")}
-        return each._replace(action=action._replace(micro_batch=action.micro_batch + times * self.group), **moved)
+        action, more_s = placed.action, times * self.period_s
+        moved = {name: getattr(placed, name) + more_s for name in placed._fields if name in ("arrived_s", "start_s", "end_s")}
+        return placed._replace(action=action._replace(micro_batch=action.micro_batch + times * self.group), **moved)
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Simulation:
 
     @cached_property
     def step_s(self) -> float:
-        return max((each.end_s for stage in self.executed for each in stage[-1:]), default=0.0) + self._repeated_s
+        return max((execution.end_s for stage in self.executed for execution in stage[-1:]), default=0.0) + self._repeated_s
 
     @property
     def _repeated_s(self) -> float:
@@ -77,13 +77,17 @@ class Simulation:
 
     def _all_executed(self, stage: int) -> tuple[Executed, ...]:
         assert self.repeated is not None
-        own, place, times = self.executed[stage], self.repeated.places[stage], self.repeated.times
-        again = (self.repeated.later(each, number) for number in range(1, times + 1) for each in own[place.start : place.stop])
-        return (*own[: place.stop], *again, *(self.repeated.later(each, times) for each in own[place.stop :]))
+        executed, place, times = self.executed[stage], self.repeated.places[stage], self.repeated.times
+        again = (
+            self.repeated.later(execution, number)
+            for number in range(1, times + 1)
+            for execution in executed[place.start : place.stop]
+        )
+        return (*executed[: place.stop], *again, *(self.repeated.later(execution, times) for execution in executed[place.stop :]))
 
     def _all_copied(self, stage: int) -> tuple[Copied, ...]:
         assert self.repeated is not None
-        at = {each.action: number for number, each in enumerate(self.executed[stage])}
+        at = {execution.action: number for number, execution in enumerate(self.executed[stage])}
         place, times, copied = self.repeated.places[stage], self.repeated.times, list[Copied]()
         for copy in self.copied[stage]:
             first = times if at[copy.action] >= place.stop else 0
@@ -99,7 +103,7 @@ class Simulation:
         return [1 + self.repeated.times if at in place else 1 for at in range(len(self.executed[stage]))]
 
     def _sum(self, stage: int, seconds: Callable[[Executed], float]) -> float:
-        return sum([times * seconds(each) for each, times in zip(self.executed[stage], self.times(stage), strict=True)])
+        return sum([times * seconds(execution) for execution, times in zip(self.executed[stage], self.times(stage), strict=True)])
 
     def busy_s(self, stage: int) -> float:
         """Seconds of passes, including tensor-parallel waits, and of work in a receive that delays a pass."""
@@ -110,55 +114,57 @@ class Simulation:
         return self.step_s - self.busy_s(stage) - self.exposed_copy_s(stage)
 
     def exposed_copy_s(self, stage: int) -> float:
-        return self._sum(stage, lambda each: each.copy_wait_s + each.content.copy_wait_s)
+        return self._sum(stage, lambda execution: execution.copy_wait_s + execution.content.copy_wait_s)
 
     def copies(self, stage: int) -> bool:
-        spans = (span for each in self.executed[stage] for span in each.content.spans)
+        spans = (span for execution in self.executed[stage] for span in execution.content.spans)
         return bool(self.copied[stage]) or any(span.kind == "offload" for span in spans)
 
     def exposed_replay_s(self, stage: int) -> float:
-        return self._sum(stage, lambda each: each.content.exposed_s)
+        return self._sum(stage, lambda execution: execution.content.exposed_s)
 
     def hidden_replay_s(self, stage: int) -> float:
-        return self._sum(stage, lambda each: each.content.hidden_s)
+        return self._sum(stage, lambda execution: execution.content.hidden_s)
 
     def filled_s(self, stage: int) -> float:
         """Seconds of delayed weight gradients inside waits."""
-        return self._sum(stage, lambda each: each.content.filled_s)
+        return self._sum(stage, lambda execution: execution.content.filled_s)
 
     def unfilled_s(self, stage: int) -> float:
         """Seconds of exposed delayed weight gradients."""
-        return self._sum(stage, lambda each: each.content.unfilled_s)
+        return self._sum(stage, lambda execution: execution.content.unfilled_s)
 
     def host_s(self, stage: int) -> float:
         """Seconds in which the host issues the passes; 0 if unknown."""
-        return self._sum(stage, lambda each: each.content.host_s)
+        return self._sum(stage, lambda execution: execution.content.host_s)
 
     def host_late_s(self, stage: int) -> float:
         """Seconds added to passes that are host-bound."""
-        return self._sum(stage, lambda each: each.content.host_late_s)
+        return self._sum(stage, lambda execution: execution.content.host_late_s)
 
     @cached_property
     def host_bound(self) -> tuple[HostLoad, ...]:
         """Host-bound stages, with host and device seconds of their passes."""
-        late = {stage: self.host_late_s(stage) for stage in range(len(self.executed))}
+        added_s = {stage: self.host_late_s(stage) for stage in range(len(self.executed))}
         return tuple(
-            HostLoad(stage, self.host_s(stage), self.busy_s(stage) - late_s) for stage, late_s in late.items() if late_s > 0
+            HostLoad(stage, self.host_s(stage), self.busy_s(stage) - late_s) for stage, late_s in added_s.items() if late_s > 0
         )
 
     def replays_of(self, stage: int, chunk: int) -> tuple[float, float]:
         """Seconds of one chunk's recomputations: hidden, exposed. A forward hides those of the next backward."""
         if stage not in self._backward_actions:
             self._backward_actions[stage] = _backward_actions(self.executed[stage])
-        both = zip(self.executed[stage], self._backward_actions[stage], self.times(stage), strict=True)
-        own = [(each.content, times) for each, action, times in both if action.chunk == chunk]
-        return sum([times * one.hidden_s for one, times in own]), sum([times * one.exposed_s for one, times in own])
+        executions = zip(self.executed[stage], self._backward_actions[stage], self.times(stage), strict=True)
+        chunk_contents = [(execution.content, times) for execution, action, times in executions if action.chunk == chunk]
+        hidden_s = sum([times * content.hidden_s for content, times in chunk_contents])
+        return hidden_s, sum([times * content.exposed_s for content, times in chunk_contents])
 
     def weight_gradients_of(self, stage: int, chunk: int) -> tuple[float, float]:
         """Seconds of delayed weight gradients in one chunk's passes: hidden, exposed."""
-        both = zip(self.executed[stage], self.times(stage), strict=True)
-        own = [(each.content, times) for each, times in both if each.action.chunk == chunk]
-        return sum([times * one.filled_s for one, times in own]), sum([times * one.unfilled_s for one, times in own])
+        executions = zip(self.executed[stage], self.times(stage), strict=True)
+        chunk_contents = [(execution.content, times) for execution, times in executions if execution.action.chunk == chunk]
+        filled_s = sum([times * content.filled_s for content, times in chunk_contents])
+        return filled_s, sum([times * content.unfilled_s for content, times in chunk_contents])
 
     def holding(self, stage: int) -> tuple[Executed, ...]:
         """Actions of a stage, at the times of its `memory`."""
@@ -181,7 +187,7 @@ class Simulation:
     def turns(self, stage: int) -> Sequence[tuple[Executed, Executed]]:
         """Each backward followed by a forward, with that forward."""
         if stage not in self._turns:
-            passes = [each for each in self.executed[stage] if each.action.kind != "R"]
+            passes = [execution for execution in self.executed[stage] if execution.action.kind != "R"]
             self._turns[stage] = [pair for pair in pairwise(passes) if (pair[0].action.kind, pair[1].action.kind) == ("B", "F")]
         return self._turns[stage]
 
@@ -190,17 +196,20 @@ class Simulation:
         return {}
 
     def _curve(self, stage: int) -> MemoryCurve:
-        passes = [(each.start_s, each.content.memory) for each in self.holding(stage)]
+        passes = [(execution.start_s, execution.content.memory) for execution in self.holding(stage)]
         return curve_of_parts([*passes, (0.0, tuple(copy.memory for copy in self.copied[stage]))])
 
     def regenerated(self, stage: int) -> MemoryCurve:
         """Bytes of recomputed tensors in `memory`. At the end of a half they are freed before its kept ones."""
-        return curve_of_parts([(each.start_s, each.content.regenerated) for each in self.executed[stage]])
+        return curve_of_parts([(execution.start_s, execution.content.regenerated) for execution in self.executed[stage]])
 
     def timeline(self) -> Timeline:
-        both = zip(self.executed, self.copied, strict=True)
+        stages = zip(self.executed, self.copied, strict=True)
         return Timeline(
-            {stage: (*_spans(executed, self._halts(stage)), *map(_copy, copied)) for stage, (executed, copied) in enumerate(both)}
+            {
+                stage: (*_spans(executed, self._halts(stage)), *map(_copy, copied))
+                for stage, (executed, copied) in enumerate(stages)
+            }
         )
 
     def _halts(self, stage: int) -> Sequence[float]:
@@ -211,25 +220,25 @@ class Simulation:
 def _spans(executed: Sequence[Executed], halts: Sequence[float]) -> Iterator[Span]:
     backward_actions = _backward_actions(executed)
     free_s = 0.0
-    for each, whose in zip(executed, backward_actions, strict=True):
-        free_s = max([free_s, *(end_s for end_s in halts if end_s <= each.arrived_s)])
-        if each.action.kind != "R":
-            if each.arrived_s > free_s:
-                name = f"pipe.recv_{'forward' if each.action.kind == 'F' else 'backward'}"
-                yield Span("recv", free_s, each.arrived_s, micro_batch=each.action.micro_batch, window=name, name=name)
-            free_s = each.end_s
-        stretched = (each.end_s - each.start_s) / each.content.seconds if each.content.seconds else 1.0
-        for span in each.content.spans:
-            owner = whose if span.kind in ("replay", "gather") else each.action
-            start_s, end_s = (each.start_s + stretched * at for at in (span.start_s, span.end_s))
+    for execution, whose in zip(executed, backward_actions, strict=True):
+        free_s = max([free_s, *(end_s for end_s in halts if end_s <= execution.arrived_s)])
+        if execution.action.kind != "R":
+            if execution.arrived_s > free_s:
+                name = f"pipe.recv_{'forward' if execution.action.kind == 'F' else 'backward'}"
+                yield Span("recv", free_s, execution.arrived_s, micro_batch=execution.action.micro_batch, window=name, name=name)
+            free_s = execution.end_s
+        stretched = (execution.end_s - execution.start_s) / execution.content.seconds if execution.content.seconds else 1.0
+        for span in execution.content.spans:
+            owner = whose if span.kind in ("replay", "gather") else execution.action
+            start_s, end_s = (execution.start_s + stretched * at for at in (span.start_s, span.end_s))
             placed = span._replace(start_s=start_s, end_s=end_s, micro_batch=owner.micro_batch)
             if span.kind == "weight_gradient":  # an earlier backward's
                 placed = placed._replace(micro_batch=None)
-            yield from _parted(placed, each.end_s - _delay_s(each)) if each.action.kind == "R" else (placed,)
+            yield from _parted(placed, execution.end_s - _delay_s(execution)) if execution.action.kind == "R" else (placed,)
 
 
-def _busy_s(each: Executed) -> float:
-    return _delay_s(each) if each.action.kind == "R" else each.content.seconds - each.content.copy_wait_s
+def _busy_s(execution: Executed) -> float:
+    return _delay_s(execution) if execution.action.kind == "R" else execution.content.seconds - execution.content.copy_wait_s
 
 
 def _delay_s(received: Executed) -> float:
@@ -255,6 +264,6 @@ def _backward_actions(executed: Sequence[Executed]) -> list[Action]:
     """By action, the pass whose recomputations it runs: itself, or for a forward the backward after it."""
     following = [*[after.action for after in executed[1:]], None]
     return [
-        after if after is not None and each.action.kind == "F" else each.action
-        for each, after in zip(executed, following, strict=True)
+        after if after is not None and execution.action.kind == "F" else execution.action
+        for execution, after in zip(executed, following, strict=True)
     ]

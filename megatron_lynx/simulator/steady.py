@@ -35,10 +35,10 @@ def in_steady_state(group: int, microbatches: int, simulated: Callable[[int], Si
     groups, rest = divmod(microbatches, group)
     few = FEWEST_GROUPS
     while few < groups:
-        found = simulated(few * group + rest)
-        if (period_s := period_of(found, group)) is not None:
-            places = tuple(_last_group(found, stage, group) for stage in range(len(found.executed)))
-            return replace(found, repeated=Repeated(groups - few, group, period_s, places))
+        simulation = simulated(few * group + rest)
+        if (period_s := period_of(simulation, group)) is not None:
+            places = tuple(_last_group(simulation, stage, group) for stage in range(len(simulation.executed)))
+            return replace(simulation, repeated=Repeated(groups - few, group, period_s, places))
         few *= 2
     return simulated(microbatches)
 
@@ -56,10 +56,10 @@ def period_of(simulation: Simulation, group: int) -> float | None:
 def _shifts_s(simulation: Simulation, stage: int, group: int) -> list[float]:
     """Shifts of one stage's passes and copies; infinite if the group before has no such pass, or one with other content."""
     executed = simulation.executed[stage]
-    passes = {each.action: each for each in executed if each.action.kind != "R"}
+    passes = {execution.action: execution for execution in executed if execution.action.kind != "R"}
     copied_s = {copy.action: copy.end_s for copy in simulation.copied[stage]}
     place, shifts = _last_group(simulation, stage, group), list[float]()
-    for action in (each.action for each in executed[place.start : place.stop] if each.action.kind != "R"):
+    for action in (execution.action for execution in executed[place.start : place.stop] if execution.action.kind != "R"):
         earlier = action._replace(micro_batch=action.micro_batch - group)
         now, before = passes[action], passes.get(earlier)
         alike = before is not None and before.content is now.content and (action in copied_s) == (earlier in copied_s)
@@ -72,7 +72,7 @@ def _shifts_s(simulation: Simulation, stage: int, group: int) -> list[float]:
 def _last_group(simulation: Simulation, stage: int, group: int) -> range:
     """Indices of the last full group of forward-backward pairs, with recomputation in receives."""
     counted = zip(simulation.executed[stage], simulation.times(stage), strict=True)
-    passes = [(at, each.action) for at, (each, times) in enumerate(counted) if times and each.action.kind != "R"]
+    passes = [(at, execution.action) for at, (execution, times) in enumerate(counted) if times and execution.action.kind != "R"]
     last_forward = max(number for number, (_, action) in enumerate(passes) if action.kind == "F")
     chunks = len({action.chunk for _, action in passes})
     rest = len(passes) // (2 * chunks) % group

@@ -189,7 +189,7 @@ class Walk:
                 self._spans.append(Span("weight_gradient", start_s, self.clock_s, *entry.of[:2], None, where, name))
         self._filled_s += fits_s
         self._unfilled_s += rest_s
-        newest = not any(each.of == entry.of for each in self._queue.pending)
+        newest = not any(queued_entry.of == entry.of for queued_entry in self._queue.pending)
         self.hold((self._unheld.pop(entry.of, 0) if newest else 0) - entry.cost.bytes)
 
     def _span(

@@ -128,21 +128,21 @@ def _half_bytes(shape: LayerShape, setting: StockSetting, section: Section, leas
     if section.opaque:
         again = norm_out_bytes(shape, setting, section)
         return HalfBytes(half_kept_bytes(shape, section) - again, again)
-    own = treatment(shape, setting, section)
-    tensors = [tensor for tensor in _saved(shape, section, own) if tensor.saved_by]
-    kept = [tensor for tensor in tensors if not own.makes_again(tensor)]
+    half_treatment = treatment(shape, setting, section)
+    tensors = [tensor for tensor in _saved(shape, section, half_treatment) if tensor.saved_by]
+    kept = [tensor for tensor in tensors if not half_treatment.makes_again(tensor)]
     blocks = [(tensor.bytes, _readers(shape, section, tensor)) for tensor in kept]
-    given_bytes = planning_of(section).core_arguments_bytes(shape) if own.again.intersection(_cores(section)) else 0
-    inputs = (section.norm,) if section.norm not in own.again else ()  # else the checkpoint holds it
+    given_bytes = planning_of(section).core_arguments_bytes(shape) if half_treatment.again.intersection(_cores(section)) else 0
+    inputs = (section.norm,) if section.norm not in half_treatment.again else ()  # else the checkpoint holds it
     large = [(size, readers) for size, readers in [*blocks, (shape.input_bytes, inputs)] if size >= least_bytes and readers]
-    leaves = sum(size for size, readers in large if own.sends_away(readers))
-    copied = leaves if section.in_some_layers else sum(size * own.copies(readers) for size, readers in large)
+    leaves = sum(size for size, readers in large if half_treatment.sends_away(readers))
+    copied = leaves if section.in_some_layers else sum(size * half_treatment.copies(readers) for size, readers in large)
     return HalfBytes(
         stays=shape.input_bytes + sum(size for size, _ in blocks) + given_bytes - leaves,
         again=sum(tensor.bytes for tensor in tensors) - sum(tensor.bytes for tensor in kept),
         leaves=leaves,
         copied=copied,
-        input_leaves=shape.input_bytes if (shape.input_bytes, inputs) in large and own.sends_away(inputs) else 0,
+        input_leaves=shape.input_bytes if (shape.input_bytes, inputs) in large and half_treatment.sends_away(inputs) else 0,
     )
 
 
@@ -151,8 +151,8 @@ ORIGINAL_INPUT = ("tensorwise", "blockwise")
 `set_save_original_input` (0.17 and 0.18 for MXFP8 and NVFP4, too)."""
 
 
-def _saved(shape: LayerShape, section: Section, own: Treatment) -> Iterator[SavedTensor]:
-    offloaded = shape.model.fp8_recipe in ORIGINAL_INPUT and any(EXPERTS_FC1 in group for group in own.groups)
+def _saved(shape: LayerShape, section: Section, half_treatment: Treatment) -> Iterator[SavedTensor]:
+    offloaded = shape.model.fp8_recipe in ORIGINAL_INPUT and any(EXPERTS_FC1 in group for group in half_treatment.groups)
     for tensor in planning_of(section).tensors(shape):
         if offloaded and tensor.made_by == EXPERTS_FC1 and not tensor.output:
             linear = expert_linears(shape)[EXPERTS_FC1]
@@ -192,7 +192,7 @@ def _of_section(setting: StockSetting, section: Section) -> StockSetting:
         module for module in map(recompute_module, setting.recompute) if module.items(section) or module.name == NORM_OUT
     )
     offloaded = (module for module in map(offload_module, setting.offload) if module.items(section))
-    return StockSetting(tuple(each.name for each in recomputed), offload=tuple(each.name for each in offloaded))
+    return StockSetting(tuple(module.name for module in recomputed), offload=tuple(module.name for module in offloaded))
 
 
 def norm_out_bytes(shape: LayerShape, setting: StockSetting, section: Section) -> int:

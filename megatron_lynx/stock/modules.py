@@ -52,7 +52,9 @@ class RecomputeModule:
         """Items of a section that it recomputes. A module of latent attention does not change other attention."""
         if section.in_some_layers:
             return frozenset(section.names).intersection(self.experts)
-        if section.half not in {each.half for each in self.sections} or (self.needs == "latent" and section.column_parallel):
+        if section.half not in {module_section.half for module_section in self.sections} or (
+            self.needs == "latent" and section.column_parallel
+        ):
             return frozenset()
         return frozenset(item.name for item in section.items if item.role in self.roles)
 

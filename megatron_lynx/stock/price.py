@@ -100,8 +100,13 @@ class Pricing:
     @property
     def busy_s(self) -> float:
         """Seconds of forwards and backwards in a step on the busiest stage: a lower bound of a step without copies."""
-        pairs = ([(each.one("F", "steady"), each.one("B", "steady")) for each in stage.passes] for stage in self._stages)
-        return self._job.microbatches * max(sum(forward.seconds + backward.seconds for forward, backward in own) for own in pairs)
+        pairs = (
+            [(chunk_passes.one("F", "steady"), chunk_passes.one("B", "steady")) for chunk_passes in stage.passes]
+            for stage in self._stages
+        )
+        return self._job.microbatches * max(
+            sum(forward.seconds + backward.seconds for forward, backward in stage_pairs) for stage_pairs in pairs
+        )
 
     def step(self) -> Simulation:
         return self._simulated([stage.passes for stage in self._stages], self._job.microbatches)

@@ -96,9 +96,9 @@ class _Rivals:
     def _first_that_fits(self, family: Family) -> Priced | None:
         """Search by least bytes, then by bytes with copies in flight; price only the member that fits."""
         start = bisect_left(family, True, key=lambda setting: self._least(setting) <= self.budget_bytes)
-        found = {number: Pricing(self.job, self.profile, family[number]) for number in range(start, len(family))}
-        number = bisect_left(range(len(family)), True, lo=start, key=lambda number: found[number].fits(self.budget_bytes))
-        return None if number == len(family) else found[number].price
+        pricings = {number: Pricing(self.job, self.profile, family[number]) for number in range(start, len(family))}
+        number = bisect_left(range(len(family)), True, lo=start, key=lambda number: pricings[number].fits(self.budget_bytes))
+        return None if number == len(family) else pricings[number].price
 
     def _is_too_large(self, setting: StockSetting) -> bool:
         delayed = replace(setting, delayed=False)
@@ -108,7 +108,7 @@ class _Rivals:
         """Whether a module is missing from `offload` without which no setting with these recomputed modules fits."""
         if setting.recompute not in self._needed:
             all_but = {name: tuple(other for other in self._offloaded if other != name) for name in self._offloaded}
-            needed = (name for name, others in all_but.items() if not self._fits(setting.recompute, others))
+            needed = (name for name, offload in all_but.items() if not self._fits(setting.recompute, offload))
             self._needed[setting.recompute] = frozenset(needed)
         return not self._needed[setting.recompute] <= {*setting.offload}
 
@@ -207,17 +207,17 @@ Choose = Callable[[Iterable[Modules]], Iterable[Modules]]
 
 def families(job: Job, release: str = NEWEST, choose: Choose = tuple) -> Iterator[Family]:
     """Yield all families with the chosen sets of recomputed modules. `release`: of megatron-core."""
-    most, facts = max(job.partition), Facts.of(job, release)
+    most_layers, facts = max(job.partition), Facts.of(job, release)
     yield (NONE,)
     yield from _overlapped(NONE, facts)
-    yield (*(block(layers) for layers in range(1, most)), FULL)
-    for layers in range(2, most + 1):
+    yield (*(block(layers) for layers in range(1, most_layers)), FULL)
+    for layers in range(2, most_layers + 1):
         if not any(count % layers for count in job.partition):  # releases before 0.18 need that
             yield (StockSetting(method="uniform", layers=layers),)
     for setting in module_sets(job, release, choose=choose):
-        shares = _shares(most) if setting.offload and release >= FRACTION_SINCE else ()
+        shares = _shares(most_layers) if setting.offload and release >= FRACTION_SINCE else ()
         yield (*(replace(setting, fraction=share) for share in shares), setting)
-        beside = tuple(StockSetting(method="block", layers=layers, offload=setting.offload) for layers in range(1, most))
+        beside = tuple(StockSetting(method="block", layers=layers, offload=setting.offload) for layers in range(1, most_layers))
         if beside and setting.offload and not setting.recompute and offered(beside[0], facts):
             yield beside
         yield from _overlapped(setting, facts)
@@ -240,8 +240,8 @@ def module_sets(job: Job, release: str = NEWEST, least: int = LEAST_ELEMENTS, ch
         return [layer_bytes(shape, setting, kind, least) for kind in kinds]
 
     sets = (StockSetting(recompute) for recompute in _subsets([module.name for module in RECOMPUTED]))
-    sets = (each for each in sets if offered(each, facts) and _each_differs(held, each.recompute, ()))
-    for recompute in choose(each.recompute for each in sets):
+    sets = (setting for setting in sets if offered(setting, facts) and _each_differs(held, setting.recompute, ()))
+    for recompute in choose(setting.recompute for setting in sets):
         for offload in _subsets([module.name for module in OFFLOADED]):
             setting = StockSetting(recompute=recompute, offload=offload)
             if setting != NONE and offered(setting, facts) and _each_differs(held, recompute, offload):

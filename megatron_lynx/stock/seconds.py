@@ -118,22 +118,22 @@ class StageCopies:
             begin_s = self._now_s
             if action.kind == "F":
                 behind = order[at + 1] if at + 1 < len(order) else None
-                own = behind is not None and behind == Action(action.micro_batch, "B", action.chunk)
-                keeps_top = own or (first is not None and first == Action(action.micro_batch, "B", action.chunk))
+                backward_follows = behind is not None and behind == Action(action.micro_batch, "B", action.chunk)
+                keeps_top = backward_follows or (first is not None and first == Action(action.micro_batch, "B", action.chunk))
                 self._forward(action, keeps_top)
             else:
-                self._backward(action, next((each for each in order[at + 1 :] if each.kind == "B"), None))
+                self._backward(action, next((later_action for later_action in order[at + 1 :] if later_action.kind == "B"), None))
             if self.exchange_s is not None:  # device synchronisation
                 self._now_s = max(self._now_s, max(self._out_free_s, self._back_free_s) - self.exchange_s)
             self.seconds[action.kind, action.chunk, phase] = self._now_s - begin_s
 
     def most_bytes(self) -> int:
         """Peak device bytes of tensors that are offloaded."""
-        held = most = 0
+        held_bytes = peak_bytes = 0
         for _, change in sorted(self._changes):
-            held += change
-            most = max(most, held)
-        return most
+            held_bytes += change
+            peak_bytes = max(peak_bytes, held_bytes)
+        return peak_bytes
 
     def _forward(self, action: Action, keeps_top: bool) -> None:
         layers = self.chunks[action.chunk]

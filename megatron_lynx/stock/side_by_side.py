@@ -37,8 +37,8 @@ class SimulatedRow:
 
     @property
     def as_json(self) -> dict[str, Any]:
-        others = {name: value for name, value in vars(self).items() if name != "step"}
-        return {**others, **self.step.as_json, "flags": list(self.flags)}
+        fields = {name: value for name, value in vars(self).items() if name != "step"}
+        return {**fields, **self.step.as_json, "flags": list(self.flags)}
 
 
 def allowed_bytes(job: Job, ours_bytes: int) -> int:
@@ -58,10 +58,10 @@ def side_by_side(
     which is the first whatever its bytes.
     """
     none, full = priced(job, profile, NONE), priced(job, profile, FULL)
-    found = sorted(rivals(job, profile, budget_bytes, release), key=lambda price: (price.step_s, price.most_bytes))
-    others = [price for price in found if price.setting not in (NONE, FULL)]
+    prices = sorted(rivals(job, profile, budget_bytes, release), key=lambda price: (price.step_s, price.most_bytes))
+    contenders = [price for price in prices if price.setting not in (NONE, FULL)]
     added_s = update_s(job, profile)
-    rows = [_row(price, added_s) for price in (none, full, *others[:STRONGEST])]
+    rows = [_row(price, added_s) for price in (none, full, *contenders[:STRONGEST])]
     if today is not None:
         rows = [today, *(row for row in rows if f"today: {row.setting}" != today.setting)]
     none_s = none.step_s + added_s

@@ -275,16 +275,16 @@ def made_again_bytes(layers: Sequence[StockLayer]) -> int:
 
     From the last layer down: a checkpoint recomputes all its tensors, and finished layers are freed.
     """
-    held = most = 0
+    held_bytes = peak_bytes = 0
     inside = 0
     for layer in reversed(layers):
         if layer.whole:
             inside += sum(half.stays for half in layer.halves)
             if layer.begins:
-                most = max(most, held + inside - layer.stays)
-                held, inside = held - layer.stays, 0
+                peak_bytes = max(peak_bytes, held_bytes + inside - layer.stays)
+                held_bytes, inside = held_bytes - layer.stays, 0
             continue
         for half in reversed(layer.halves):
-            most = max(most, held + half.again)
-            held -= half.stays
-    return most
+            peak_bytes = max(peak_bytes, held_bytes + half.again)
+            held_bytes -= half.stays
+    return peak_bytes
