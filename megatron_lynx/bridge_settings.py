@@ -94,23 +94,23 @@ class BridgeSettings:
         """Settings that no plan supports, checked when it is made and before the first step."""
         for limit, under in limits(["plan"], {limit.of for limit in LIMITS if limit.of.startswith("cfg")}):
             path = limit.option.split(".")[1:]
-            found = reduce(lambda part, field: getattr(part, field, None), path, self.cfg)
-            if not limit.allows(found):
-                kind = str(getattr(found, "_target_", type(found).__name__)).rpartition(".")[2]
-                yield limit.problem(limit.option, found if found is True else kind, under)
+            setting = reduce(lambda part, field: getattr(part, field, None), path, self.cfg)
+            if not limit.allows(setting):
+                kind = str(getattr(setting, "_target_", type(setting).__name__)).rpartition(".")[2]
+                yield limit.problem(limit.option, setting if setting is True else kind, under)
 
     def say(self, text: str) -> str:
         """A text with settings in place of Megatron-LM's flags. Our own flags and unknown ones stay."""
         text = _CONFIG.sub(r"cfg.model.\1", _FLAG.sub(self._setting, text))
         return text.replace("drop cfg.", "unset cfg.").replace("launch with cfg.", "train with cfg.")
 
-    def _setting(self, found: re.Match[str]) -> str:
-        negative, words, all_of_them = found.groups()
+    def _setting(self, match: re.Match[str]) -> str:
+        negative, words, all_of_them = match.groups()
         name = words.replace("-", "_")
         if all_of_them and not name.startswith("lynx"):
             return f"cfg.model.{name}_*"
         if name.startswith("lynx") or (place := self.place(name)) is None:
-            return found[0]
+            return match[0]
         return f"cfg.{'.'.join(filter(None, place))}{'=False' if negative else ''}"
 
     def setting(self, flag: str) -> str:

@@ -51,11 +51,11 @@ def _row(measurement: Measurement, setting: Setting) -> dict[str, Any]:
 def verdict(settings: Iterable[Setting], by: Bytes = "resident_bytes") -> str | None:
     """Our fastest setting against the fastest stock one with at most its bytes; None if one of them was not measured."""
     settings = tuple(settings)
-    ours = min((each for each in settings if each.ours), key=_step_s, default=None)
-    stock = [each for each in settings if not each.ours]
+    ours = min((setting for setting in settings if setting.ours), key=_step_s, default=None)
+    stock = [setting for setting in settings if not setting.ours]
     if ours is None or not stock:
         return None
-    small = (each for each in stock if getattr(each.figures, by) <= getattr(ours.figures, by))
+    small = (setting for setting in stock if getattr(setting.figures, by) <= getattr(ours.figures, by))
     if (opponent := min(small, key=_step_s, default=None)) is None:
         return f"No stock setting that was measured needs as few {IN_WORDS[by]} as {_in_words(ours, by)}."
     speedup = _step_s(opponent) / _step_s(ours)
@@ -128,8 +128,8 @@ def write_report(measurement: Measurement, directory: str | os.PathLike[str], pa
 
 def verdicts(measurement: Measurement) -> list[str]:
     """Ours against the fastest stock setting with at most its bytes, by resident bytes and by peak bytes."""
-    found = (verdict(measurement.settings, "resident_bytes"), verdict(measurement.settings, "peak_bytes"))
-    return [sentence for sentence in found if sentence is not None]
+    sentences = (verdict(measurement.settings, "resident_bytes"), verdict(measurement.settings, "peak_bytes"))
+    return [sentence for sentence in sentences if sentence is not None]
 
 
 def notes(measurement: Measurement) -> Iterator[str]:

@@ -54,8 +54,8 @@ OWN_KERNEL = 10240
 
 def minor(version: str) -> tuple[int, int]:
     """(2, 7) of `2.7.1+cu126`; (0, 0) if it is no version."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def records_operands(torch: str, variables: Mapping[str, str]) -> bool:
@@ -70,5 +70,5 @@ def nccl_ub_stands_alone(torch: str, megatron_core: str) -> bool:
 
 def starts_as_one(norm: Norm, width: int, *, half_precision: bool = True) -> bool:
     """Whether a norm's forward over rows of `width` elements is launched cooperatively. `half_precision`: bf16 or fp16."""
-    own = norm == "layernorm" and width == OWN_KERNEL and half_precision
-    return width > ONE_BLOCK and not own
+    own_kernel = norm == "layernorm" and width == OWN_KERNEL and half_precision
+    return width > ONE_BLOCK and not own_kernel

@@ -165,6 +165,6 @@ def _joined(figures: Sequence[Figures], join: Callable[[str, Figure], Callable[[
     """Joins the known values of each figure; None if all are unknown."""
     joined = {}
     for name, figure in figures_of(type(figures[0])).items():
-        known = [value for each in figures if (value := getattr(each, name)) is not None]
+        known = [value for row in figures if (value := getattr(row, name)) is not None]
         joined[name] = join(name, figure)(known) if known else None
     return joined

@@ -89,7 +89,7 @@ def lacking_here(recipe: Recipe | None, where: str) -> Problem | None:
 @cache
 def _text_of_recipes() -> str:
     """Source of the installed release's recipes; if none is installed, all class names."""
-    found = find_spec("transformer_engine")
-    folders = [] if found is None else found.submodule_search_locations or []
+    spec = find_spec("transformer_engine")
+    folders = [] if spec is None else spec.submodule_search_locations or []
     files = [file for folder in folders if (file := Path(folder, "common", "recipe", "__init__.py")).is_file()]
     return files[0].read_text(encoding="utf-8") if files else " ".join(storage.made_by for storage in STORED.values())

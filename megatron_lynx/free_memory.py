@@ -77,11 +77,11 @@ def _machine(root: Path) -> Pot:
 
 def _paths(root: Path, unread: list[str]) -> Iterator[tuple[_Files, str]]:
     """This process's group, by version."""
-    own = root / "proc/self/cgroup"
+    membership = root / "proc/self/cgroup"
     try:
-        lines = [line.split(":", 2) for line in own.read_text().splitlines()]
+        lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
     except OSError:
-        unread.append(str(own))
+        unread.append(str(membership))
         lines = []
     paths = {tuple(controllers.split(",")): path for _, controllers, path in (line for line in lines if len(line) == 3)}
     yield SECOND, paths.get(("",), "")
@@ -97,14 +97,14 @@ def _groups(root: Path, files: _Files, path: str, machine: str, unread: list[str
             limit = (group / files.limit).read_text().strip()
             if not limit.isdigit():
                 continue
-            used, facts, found = int((group / files.used).read_text()), _numbers_in(group / "memory.stat"), group.stat()
+            used, facts, status = int((group / files.used).read_text()), _numbers_in(group / "memory.stat"), group.stat()
         except (FileNotFoundError, NotADirectoryError):
             continue
         except (OSError, ValueError):
             unread.append(str(group / files.limit))
             continue
         cache = next((facts[name] for name in files.cache if name in facts), 0)
-        identity = f"{machine} {found.st_dev}:{found.st_ino}"
+        identity = f"{machine} {status.st_dev}:{status.st_ino}"
         yield Pot(f"the control group {group}", identity, max(0, int(limit) - used + cache))
 
 

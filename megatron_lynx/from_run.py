@@ -116,11 +116,11 @@ class Lesson:
         for price in self.prices:
             moved = f"{format_seconds(price.was_s)} -> {format_seconds(price.is_s)}   x {price.times:.3f}"
             rows.append(f"  {price.part}   {moved}")
-        if (found := self.hidden) is not None:
-            most = format_seconds(found.most_s)
-            range_ = most if found.most_s == found.least_s else f"{format_seconds(found.least_s)} to {most}"
-            said = f"{range_} of the {format_seconds(found.all_s)} that ran in waits"
-            rows.append(f"  hidden recomputation   {format_seconds(found.predicted_s)} -> {said}")
+        if (hidden := self.hidden) is not None:
+            most_in_words = format_seconds(hidden.most_s)
+            range_ = most_in_words if hidden.most_s == hidden.least_s else f"{format_seconds(hidden.least_s)} to {most_in_words}"
+            said = f"{range_} of the {format_seconds(hidden.all_s)} that ran in waits"
+            rows.append(f"  hidden recomputation   {format_seconds(hidden.predicted_s)} -> {said}")
         for stage, peak in enumerate(self.stages):
             if peak is not None:
                 more = f"{'+' if peak[1] >= peak[0] else ''}{format_bytes(peak[1] - peak[0])}"
@@ -128,7 +128,7 @@ class Lesson:
         if self.budget is not None:
             was, now = map(format_bytes, self.budget)
             rows.append(f"  budget of a device   {was}, kept" if was == now else f"  budget of a device   {was} -> {now}")
-        return (*rows, *(f"  not learned: {each}" for each in self.not_learned))
+        return (*rows, *(f"  not learned: {omission}" for omission in self.not_learned))
 
     @property
     def as_json(self) -> dict[str, Any]:
@@ -163,14 +163,14 @@ def lesson(outcome: RunOutcome, job: Job, profile: Profile, where: str, plan: Pl
     device_bytes = min(left, default=None)
     was_s, is_s = _seconds(last, job)
     prices, not_learned = _prices(outcome, job, as_learned(profile, before), plan)
-    apart = before.model_copy(update={NAMES[each.part]: getattr(before, NAMES[each.part]) * each.times for each in prices})
+    apart = before.model_copy(update={NAMES[price.part]: getattr(before, NAMES[price.part]) * price.times for price in prices})
     at_these_s = was_s
     if prices and plan is not None:
         full_s = rehearse(plan, as_learned(profile, apart), reduced_in_backward=job.overlap.gradients, job=job).step_s
         at_these_s = full_s if last.met is None else full_s * last.met.passes
     bytes_ = {"beside_bytes": tuple(before.beside(stage) + more for stage, more in enumerate(off)), "device_bytes": device_bytes}
     learned = apart.model_copy(update={"seconds": before.seconds * is_s / at_these_s, **bytes_})
-    own = job.memory_budget_bytes
+    budget_bytes = job.memory_budget_bytes
     return Lesson(
         source=where,
         profile=profile.digest,
@@ -178,7 +178,7 @@ def lesson(outcome: RunOutcome, job: Job, profile: Profile, where: str, plan: Pl
         learned=learned,
         seconds=(was_s, is_s),
         stages=stages,
-        budget=None if device_bytes is None else (own, min(own, device_bytes)),
+        budget=None if device_bytes is None else (budget_bytes, min(budget_bytes, device_bytes)),
         not_learned=(*_not_learned(last), *not_learned),
         prices=prices,
         hidden=_hidden(last, job, as_learned(profile, learned)),
@@ -204,20 +204,20 @@ def _prices(outcome: RunOutcome, job: Job, profile: Profile, plan: Plan | None) 
         return (), ["seconds of halves and waits: no step of the run was traced for them"]
     if plan is None:
         return (), [f"seconds of halves and waits: {outcome.plan}, the run's plan, is not there any more, or was changed"]
-    found = [*_halves(last, profile), *_waits(last, job, profile)]
-    usual = tuple(price for price in found if 1 / MOST_TIMES <= price.times <= MOST_TIMES)
-    return usual, [f"{price.part}: x {price.times:.3g} is another machine's" for price in found if price not in usual]
+    candidates = [*_halves(last, profile), *_waits(last, job, profile)]
+    usual = tuple(price for price in candidates if 1 / MOST_TIMES <= price.times <= MOST_TIMES)
+    return usual, [f"{price.part}: x {price.times:.3g} is another machine's" for price in candidates if price not in usual]
 
 
 def _halves(report: Report, profile: Profile) -> Iterator[Price]:
     """Computation of halves, over all stages."""
     for part, name in list(NAMES.items())[:3]:
-        found = [parts.halves[name] for row in report.stages if (parts := row.measured.parts) and name in parts.halves]
-        costs, calls = getattr(profile, name), sum(each.calls for each in found)
+        measured_halves = [parts.halves[name] for row in report.stages if (parts := row.measured.parts) and name in parts.halves]
+        costs, calls = getattr(profile, name), sum(half.calls for half in measured_halves)
         if calls and costs is not None:
             was_s = sum(item.forward_s + item.backward_s for item in costs.items.values())
             if was_s > 0:
-                yield Price(part, was_s, sum(each.seconds for each in found) / calls)
+                yield Price(part, was_s, sum(half.seconds for half in measured_halves) / calls)
 
 
 def _waits(report: Report, job: Job, profile: Profile) -> Iterator[Price]:
@@ -226,7 +226,7 @@ def _waits(report: Report, job: Job, profile: Profile) -> Iterator[Price]:
     for part, of_experts in (("collectives", False), ("exchanges of experts", True)):
         was_s = is_s = 0.0
         count = 0
-        waits = (each for row in report.stages if row.measured.parts for each in row.measured.parts.waits.items())
+        waits = (placed_wait for row in report.stages if row.measured.parts for placed_wait in row.measured.parts.waits.items())
         for place, wait in waits:
             length_s = lengths_s.get(place, 0.0)
             if length_s and (".experts." in place) is of_experts:
@@ -262,13 +262,13 @@ def _hidden(report: Report, job: Job, profile: Profile) -> Hidden | None:
             most_s += (wait.longer_replays_s + min(over_s, wait.shorter * lengths_s.get(place, float("inf")))) / ranks
     if not all_s:
         return None
-    predicted_s = sum(own.hidden_replay_s or 0.0 for row in rows if (own := report.predicted_of(row)) is not None)
+    predicted_s = sum(planned.hidden_replay_s or 0.0 for row in rows if (planned := report.predicted_of(row)) is not None)
     return Hidden(predicted_s, least_s, most_s, all_s)
 
 
 def _seconds(report: Report, job: Job) -> tuple[float, float]:
     """Passes of a step, predicted and measured, on the slowest stage."""
-    predicted = [own.passes_s for row in report.stages if (own := report.predicted_of(row)) is not None and own.passes_s]
+    predicted = [stage.passes_s for row in report.stages if (stage := report.predicted_of(row)) is not None and stage.passes_s]
     measured = [row.measured.passes_s for row in report.stages if row.measured.passes_s is not None]
     return max(predicted), max(measured) - reduction_s(job)
 
@@ -292,17 +292,17 @@ def _not_learned(report: Report) -> Iterator[str]:
 def _of_another(outcome: RunOutcome, job: Job, profile: Profile, where: str) -> Iterator[Problem]:
     """Differences between the requested job and profile and those of the run's plan."""
     again = f"megatron-lynx plan --from-run {shlex.quote(where)} -o PLAN {without_options(outcome.asked or 'JOB', '--from-run')}"
-    own, last = outcome.profile_digest, outcome.reports[-1]
+    profile_digest, last = outcome.profile_digest, outcome.reports[-1]
     if outcome.job_digest is None:
         yield Problem(
             f"{where}: job_digest", "nothing", "the job of the run's plan", "launch a plan that megatron-lynx plan made"
         )
     elif outcome.job_digest != job.digest:
-        found, needed = f"{outcome.job_digest[:12]}...", f"{job.digest[:12]}..., the job that is asked for"
-        yield Problem(f"{where}: job_digest", found, needed, f"ask as its plan was asked for: {again}")
-    elif own is not None and own != profile.digest:
-        found, needed = f"{own[:12]}...", f"{profile.digest[:12]}..., the profile that is given"
-        yield Problem(f"{where}: profile_digest", found, needed, "give the --profile, or the cluster, of its plan")
+        digest, needed = f"{outcome.job_digest[:12]}...", f"{job.digest[:12]}..., the job that is asked for"
+        yield Problem(f"{where}: job_digest", digest, needed, f"ask as its plan was asked for: {again}")
+    elif profile_digest is not None and profile_digest != profile.digest:
+        digest, needed = f"{profile_digest[:12]}...", f"{profile.digest[:12]}..., the profile that is given"
+        yield Problem(f"{where}: profile_digest", digest, needed, "give the --profile, or the cluster, of its plan")
     elif (numbers := [row.stage for row in last.stages]) != list(range(job.parallel.pipeline)):
         yield Problem(f"{where}: stages", ", ".join(map(str, numbers)), f"0 to {job.parallel.pipeline - 1}, as the job has them")
 

@@ -74,11 +74,11 @@ class Limit:
     def needed(self) -> str:
         return " or ".join("none" if value is None else str(value) for value in self.allowed) or "off"
 
-    def problem(self, where: str, found: object, under: str) -> Problem:
+    def problem(self, where: str, setting: object, under: str) -> Problem:
         """The refusal in one of these circumstances."""
         drop = f"drop {self.flag or 'that setting'}: {self.reason}"
         todo = "; ".join(filter(None, (drop, OR_ELSE.get(under))))
-        return Problem(where, str(found), " ".join(filter(None, (self.needed, CIRCUMSTANCES[under]))), todo)
+        return Problem(where, str(setting), " ".join(filter(None, (self.needed, CIRCUMSTANCES[under]))), todo)
 
 
 def _limit(row: dict[str, Any]) -> Limit:
@@ -104,7 +104,7 @@ ARGUMENTS = ("arguments", "model", "ddp", "optimizer")
 def limits(circumstances: Collection[str], of: Collection[str]) -> Iterator[tuple[Limit, str]]:
     """The applicable rows of these configurations, each with its first matching circumstance."""
     for limit in LIMITS:
-        under = next((each for each in limit.under if each in circumstances), None)
+        under = next((circumstance for circumstance in limit.under if circumstance in circumstances), None)
         if under is not None and limit.of in of:
             yield limit, under
 
@@ -119,6 +119,6 @@ def refused(
     """Every field of these settings with a value that is not allowed. Missing fields are allowed. `where`, `name`: a field's name
     in messages, and in `settings`."""
     for limit, under in limits(circumstances, of):
-        found = getattr(settings, name(limit), None)
-        if not limit.allows(found):
-            yield limit.problem(where(limit), found, under)
+        setting = getattr(settings, name(limit), None)
+        if not limit.allows(setting):
+            yield limit.problem(where(limit), setting, under)

@@ -12,10 +12,10 @@ def all_in(kind: type[T], value: Any) -> list[T]:
     """Every object of a `kind` in a nest, in order."""
     if isinstance(value, kind):
         return [value]
-    found: list[T] = []
+    objects: list[T] = []
     if isinstance(value, (tuple, list, dict)):
-        _add_from(value, kind, found)
-    return found
+        _add_from(value, kind, objects)
+    return objects
 
 
 def first_in(kind: type[T], value: Any) -> T | None:
@@ -23,14 +23,14 @@ def first_in(kind: type[T], value: Any) -> T | None:
     return value if isinstance(value, kind) else next(iter(all_in(kind, value)), None)
 
 
-def _add_from(nest: Any, kind: type[T], found: list[T]) -> None:
+def _add_from(nest: Any, kind: type[T], objects: list[T]) -> None:
     for part in nest.values() if isinstance(nest, dict) else nest:
         if part is None:  # fast path: most arguments of Megatron's layers are None
             continue
         if isinstance(part, kind):
-            found.append(part)
+            objects.append(part)
         elif isinstance(part, (tuple, list, dict)):
-            _add_from(part, kind, found)
+            _add_from(part, kind, objects)
 
 
 def map_nest(kind: type[T], function: Callable[[T], Any], value: Any) -> Any:

@@ -62,8 +62,8 @@ def rehearse(
     usual = Prices(profile, less_in_hand)
     prices = [Prices(loaded[stage], less_in_hand) if stage in loaded else usual for stage in range(plan.parallel.pipeline)]
     chunks = [
-        passes_of_chunks(plan, plan.chunks_of(stage), each, reduced_in_backward=reduced_in_backward)
-        for stage, each in enumerate(prices)
+        passes_of_chunks(plan, plan.chunks_of(stage), stage_prices, reduced_in_backward=reduced_in_backward)
+        for stage, stage_prices in enumerate(prices)
     ]
     if plan.schedule == "double_buffered":
         return simulate_without_flushes(
@@ -83,7 +83,7 @@ def rehearse(
         for stage, passes in enumerate(chunks)
     ]
     together = simulated(pairs, more=1)
-    layers_bytes = (_most_of_a_layer(plan, stage, each.profile) for stage, each in enumerate(prices))
+    layers_bytes = (_most_of_a_layer(plan, stage, stage_prices.profile) for stage, stage_prices in enumerate(prices))
     more_bytes = tuple(map(most_beside, chunks, layers_bytes))
     return SideBySide(together.executed, together.copied, apart, more_bytes, repeated=together.repeated)
 
@@ -106,27 +106,27 @@ def _most_of_a_layer(plan: Plan, stage: int, profile: Profile) -> int:
     """Largest memory of one layer of a stage without recomputation."""
     kinds = {plan.model.sections_of(layer) for entry in plan.chunks_of(stage) for layer in entry.layers}
     halves = [[profile.of(section) for section in kind] for kind in kinds]
-    return max(sum(half.input_bytes + sum(each.bytes for each in half.tensors) for half in both) for both in halves)
+    return max(sum(half.input_bytes + sum(tensor.bytes for tensor in half.tensors) for half in layer) for layer in halves)
 
 
 def _in_nodes(plan: Plan, stage: int, passes: Sequence[ChunkPasses], prices: Prices) -> Iterator[PairedChunk]:
     """The chunks of a stage, layer by layer, with recomputation in the nodes of their backward."""
     profile, timetable = prices.profile, timetable_of(plan, stage)
-    for entry, own in zip(plan.chunks_of(stage), passes, strict=True):
+    for entry, chunk_passes in zip(plan.chunks_of(stage), passes, strict=True):
         halves = list(treated_halves(entry, timetable.chunks[entry.chunk], prices))
         with_again, without = [], []
         for attention, mlp in zip(*[iter(halves)] * 2, strict=True):
             sections = attention.section, mlp.section
             plain = keeping_all(profile, sections)
-            again = tuple(replace(each, again_s=half.again_s) for each, half in zip(plain, (attention, mlp), strict=True))
+            again = tuple(replace(costs, again_s=half.again_s) for costs, half in zip(plain, (attention, mlp), strict=True))
             with_again.append(nodes_of(profile, again, sections))
             without.append(nodes_of(profile, plain, sections))
         ends = _ends(plan, entry, prices)
         ends_s = sum(end.forward_s for end in ends), sum(end.backward_s for end in ends)
         again_s = sum(half.again_s for half in halves)
-        copy = own.copy if own.at_once is not None else None
+        copy = chunk_passes.copy if chunk_passes.at_once is not None else None
         copy_s = 0.0 if copy is None else copy.out_s / (1 - 1 / len(halves))  # the last half is not copied
-        yield PairedChunk(own, tuple(with_again), again_s, tuple(without), ends_s, copy_s)
+        yield PairedChunk(chunk_passes, tuple(with_again), again_s, tuple(without), ends_s, copy_s)
 
 
 @lru_cache(maxsize=8)
@@ -163,11 +163,11 @@ def _chunk_passes(
         head=head,
         deferral=deferral,
     )
-    own = [halves[planned.key] for planned in timetable.chunks[entry.chunk]]
+    chunk_halves = [halves[planned.key] for planned in timetable.chunks[entry.chunk]]
     usual = partial(made, timetable, entry.chunk, reduced_in_backward=reduced_in_backward)
-    passes = replace(usual(own), copy=_copy(plan, entry, prices.profile))
+    passes = replace(usual(chunk_halves), copy=_copy(plan, entry, prices.profile))
     if entry.offload is not None and entry.offload.pace_bytes is not None:
-        within = usual(list(_half_by_half(plan, entry, prices, own)))
+        within = usual(list(_half_by_half(plan, entry, prices, chunk_halves)))
         passes = within if entry.offload.half_by_half == "all" else replace(passes, at_once=within)
     if entry.whole is None:
         return passes
@@ -239,12 +239,12 @@ def check_shapes(plan: Plan, profile: Profile) -> None:
     """Raises `PlanMismatch` for every fact in which plan and profile differ."""
     facts = plan.model.model_dump() | plan.parallel.model_dump() | plan.batch.model_dump()
     facts["latent"] = facts.pop("latent_attention")
-    found = {name: value for name, value in profile.shape.model_dump().items() if name in facts}
+    profiled = {name: value for name, value in profile.shape.model_dump().items() if name in facts}
     if (experts := profile.shape.experts) is not None:
-        found |= {"moe_load": experts.held_load, "shared_experts": experts.shared_ffn > 0}
+        profiled |= {"moe_load": experts.held_load, "shared_experts": experts.shared_ffn > 0}
     problems = [
         Problem(f"profile: shape.{name}", str(value), f"{facts[name]}, as in the plan", "measure the plan's job")
-        for name, value in found.items()
+        for name, value in profiled.items()
         if value != facts[name] and (name, facts[name]) != ("expert", 1)  # without exchanges in windows `expert` does not matter
     ]
     layers = range(1, plan.model.layers + 1)
@@ -253,7 +253,7 @@ def check_shapes(plan: Plan, profile: Profile) -> None:
     if having != needed:
         said, wanted = (", ".join(map(str, as_spans(numbers))) or "none" for numbers in (having, needed))
         problems.append(Problem("profile: layers with experts", said, f"{wanted}, as in the plan", "take the plan's job"))
-    if (opaque := {each.kind for each in profile.shape.opaque}) != plan.model.opaque_layers.keys():
+    if (opaque := {layer.kind for layer in profile.shape.opaque}) != plan.model.opaque_layers.keys():
         said, wanted = (", ".join(sorted(names)) or "none" for names in (opaque, plan.model.opaque_layers))
         problems.append(Problem("profile: shape.opaque", said, f"{wanted}, as in the plan", "take the plan's job"))
     if problems:
@@ -298,9 +298,9 @@ def with_checkpoints(planned: Iterable[PlannedHalf]) -> Iterator[tuple[PlannedHa
 def _gathers_s(half: PlannedHalf, prices: Prices) -> dict[Window, tuple[float, float]]:
     """Costs of gathering a half's input at the plan's places, and on demand."""
     places = {place.gather for place in (half.steady, half.cooldown) if place.gather is not None}
-    found: dict[Window, tuple[float, float]] = {}
+    costs_s: dict[Window, tuple[float, float]] = {}
     for gather in (places | {ON_DEMAND}) if places else ():
         behind = prices.profile.shape.halves[gather.half] if isinstance(gather, WindowAddress) else None
         whole = behind is not None and behind.half == half.half
-        found[gather] = prices.gathered_s(half.section, behind, whole=whole)
-    return found
+        costs_s[gather] = prices.gathered_s(half.section, behind, whole=whole)
+    return costs_s

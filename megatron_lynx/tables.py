@@ -66,7 +66,7 @@ class WrappedTable:
         keys = list(range(self.keys))
         part = list(keys)
         for column in range(self.keys, len(self.columns)):
-            if part != keys and sum(self._limits(each)[0] for each in [*part, column]) + GAP * len(part) > width:
+            if part != keys and sum(self._limits(shown_column)[0] for shown_column in [*part, column]) + GAP * len(part) > width:
                 yield part
                 part = list(keys)
             part.append(column)
@@ -77,19 +77,19 @@ class WrappedTable:
         cells = [str(cells[column]) for cells, _ in self.rows]
         head = self.columns[column]
         least = max(map(len, head.split()), default=0)
-        most = max((len(line) for cell in cells for line in cell.splitlines()), default=0)
+        longest = max((len(line) for cell in cells for line in cell.splitlines()), default=0)
         if head not in self.words:
-            return max(least, most), max(len(head), most)
+            return max(least, longest), max(len(head), longest)
         word = max(map(len, chain.from_iterable(cell.split() for cell in cells)), default=0)
-        least = max(least, min(word, LONGEST_WORD), min(most, NARROWEST))
-        return least, max(least, len(head), min(most, WIDEST))
+        least = max(least, min(word, LONGEST_WORD), min(longest, NARROWEST))
+        return least, max(least, len(head), min(longest, WIDEST))
 
     def _part(self, chosen: Sequence[int], width: int) -> Table:
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0), header_style="bold")
         table.show_lines = self.lines
-        for column, own in zip(chosen, self._widths(chosen, width), strict=True):
+        for column, column_width in zip(chosen, self._widths(chosen, width), strict=True):
             name = self.columns[column]
-            table.add_column(name, justify="left" if name in self.words else "right", overflow="fold", width=own)
+            table.add_column(name, justify="left" if name in self.words else "right", overflow="fold", width=column_width)
         for cells, style in self.rows:
             table.add_row(*(cells[column] for column in chosen), style=style)
         return table

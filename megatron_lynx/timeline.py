@@ -103,7 +103,7 @@ def curve_of_parts(parts: Sequence[tuple[float, tuple[tuple[float, int], ...]]])
     placed = [(begin_s + times_s, sizes) for begin_s, changes in parts if changes for times_s, sizes in [known[id(changes)]]]
     if not placed:
         return MemoryCurve((0.0,), (0,))
-    times_s, sizes = (np.concatenate(each) for each in zip(*placed, strict=True))
+    times_s, sizes = (np.concatenate(arrays) for arrays in zip(*placed, strict=True))
     order = np.argsort(times_s, kind="stable")
     return MemoryCurve((0.0, *times_s[order].tolist()), (0, *np.cumsum(sizes[order]).tolist()))
 
@@ -111,7 +111,7 @@ def curve_of_parts(parts: Sequence[tuple[float, tuple[tuple[float, int], ...]]])
 def timeline_of(spans: Mapping[int, Iterable[Span]]) -> Timeline:
     """A timeline from each rank's spans. Ranks' clocks must agree: start their traces right after a barrier."""
     ranks = {rank: tuple(spans[rank]) for rank in sorted(spans)}
-    origin_s = min((span.start_s for own in ranks.values() for span in own), default=0.0)
+    origin_s = min((span.start_s for rank_spans in ranks.values() for span in rank_spans), default=0.0)
 
     def shifted(span: Span) -> Span:
         return span._replace(start_s=span.start_s - origin_s, end_s=span.end_s - origin_s)
@@ -119,7 +119,7 @@ def timeline_of(spans: Mapping[int, Iterable[Span]]) -> Timeline:
     def order(span: Span) -> tuple[float, float]:
         return span.start_s, -span.end_s
 
-    return Timeline({rank: tuple(sorted(map(shifted, own), key=order)) for rank, own in ranks.items()})
+    return Timeline({rank: tuple(sorted(map(shifted, rank_spans), key=order)) for rank, rank_spans in ranks.items()})
 
 
 def name_of(kind: str, layer: int | None, half: str | None, window: str | None) -> str:

@@ -51,8 +51,8 @@ def text_in(
         raise ConfigError(headline, [Problem(where, in_words(error), needed, todo)]) from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
-        found = f"a byte that is no text (0x{error.object[error.start]:02x})"
-        raise ConfigError(headline, [Problem(f"{where}:{line}", found, "UTF-8", todo)]) from None
+        byte_in_words = f"a byte that is no text (0x{error.object[error.start]:02x})"
+        raise ConfigError(headline, [Problem(f"{where}:{line}", byte_in_words, "UTF-8", todo)]) from None
 
 
 def _content_of(name: str, size: int) -> bytes:
@@ -68,16 +68,16 @@ def json_in(path: str | os.PathLike[str], needed: str, *, todo: str = "", most_b
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
-        found, needed = f"JSON that breaks off or is damaged at character {error.pos} of {len(text)}", "whole JSON"
+        content, needed = f"JSON that breaks off or is damaged at character {error.pos} of {len(text)}", "whole JSON"
     except ValueError as error:  # a number with too many digits
-        found = f"no JSON ({error})"
+        content = f"no JSON ({error})"
     except RecursionError:
-        found = "brackets nested too deeply"
+        content = "brackets nested too deeply"
     else:
         if isinstance(data, dict):
             return data
-        found = f"JSON with a {type(data).__name__} at the top"
-    raise ConfigError(f"{where} cannot be read", [Problem(where, found, needed, todo)])
+        content = f"JSON with a {type(data).__name__} at the top"
+    raise ConfigError(f"{where} cannot be read", [Problem(where, content, needed, todo)])
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:

@@ -63,9 +63,9 @@ class _Loader(yaml.SafeLoader):
         if parser is not None:
             vars(self).update({name: getattr(parser, name) for name in ("peek_event", "check_event", "get_event")})
 
-    def add_problem(self, node: yaml.Node, found: str, needed: str, todo: str) -> None:
+    def add_problem(self, node: yaml.Node, content: str, needed: str, todo: str) -> None:
         line = node.start_mark.line + 1
-        self.problems.setdefault(line, []).append(Problem(f"{self.where}:{line}", found, needed, todo))
+        self.problems.setdefault(line, []).append(Problem(f"{self.where}:{line}", content, needed, todo))
 
     def found_problems(self) -> list[Problem]:
         return [problem for line in sorted(self.problems) for problem in self.problems[line]]
@@ -76,8 +76,8 @@ class _Loader(yaml.SafeLoader):
             raise ValueError(f"found more than {MOST_VALUES} keys and values, needed fewer: jobs, plans and profiles are small")
         event = self.peek_event()  # type: ignore[no-untyped-call]
         if getattr(event, "anchor", None) is not None:
-            found = f"nothing can be shared by name here ({event.anchor}), write it out where it is meant"
-            raise yaml.composer.ComposerError(None, None, found, event.start_mark)
+            refusal = f"nothing can be shared by name here ({event.anchor}), write it out where it is meant"
+            raise yaml.composer.ComposerError(None, None, refusal, event.start_mark)
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -88,8 +88,8 @@ class _Loader(yaml.SafeLoader):
             key.tag = "tag:yaml.org,2002:str"  # `0.10` and `yes` are names if they are keys
             line = key.start_mark.line + 1
             if key.value in first_line:
-                found = f"{key.value!r} a second time (first on line {first_line[key.value]})"
-                self.add_problem(key, found, "each key once", "remove one of them")
+                repetition = f"{key.value!r} a second time (first on line {first_line[key.value]})"
+                self.add_problem(key, repetition, "each key once", "remove one of them")
             first_line.setdefault(key.value, line)
         return super().construct_mapping(node, deep)
 
@@ -108,9 +108,9 @@ class _Loader(yaml.SafeLoader):
         return int(value) if counts else value
 
     def refuse_octal(self, node: yaml.ScalarNode) -> str:
-        found = f"{node.value} (octal to some, decimal to others)"
+        number = f"{node.value} (octal to some, decimal to others)"
         todo = f"write {node.value.lstrip('+-0') or '0'} for the number, or quote it for text"
-        self.add_problem(node, found, "no leading zero", todo)
+        self.add_problem(node, number, "no leading zero", todo)
         return str(node.value)
 
 
@@ -139,8 +139,8 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         data, problems = None, [_syntax_problem(where, error)]
     if not problems and not isinstance(data, dict):
-        found = "an empty file" if data is None else f"a {'list' if isinstance(data, list) else 'single value'} at the top"
-        problems = [Problem(where, found, "a mapping (lines of `key: value`)")]
+        content = "an empty file" if data is None else f"a {'list' if isinstance(data, list) else 'single value'} at the top"
+        problems = [Problem(where, content, "a mapping (lines of `key: value`)")]
     if problems:
         raise ConfigError(f"{where} cannot be used", problems)
     return data  # type: ignore[no-any-return]

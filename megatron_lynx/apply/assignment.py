@@ -37,14 +37,14 @@ def policies(
     halves = timetable.chunks[stage.chunk]
     planned = {half.key: half for half in halves}
     fed_by = {half.key: before.key for before, half in pairwise(halves) if before.feeds}
-    found: dict[int, dict[Half, HalfPolicy]] = {}
+    policies_by_layer: dict[int, dict[Half, HalfPolicy]] = {}
     for layer in stage.layers:
         sections = {section.half: section for section in sections_in(modules[layer])}
         made = {
             half: _policy(plan, stage, planned[layer, half], section, gather, modules[layer])
             for half, section in sections.items()
         }
-        found[layer] = {
+        policies_by_layer[layer] = {
             half: replace(
                 policy,
                 fed_by=fed_by.get(policy.key),
@@ -52,7 +52,7 @@ def policies(
             )
             for half, policy in made.items()
         }
-    return found
+    return policies_by_layer
 
 
 def _policy(

@@ -38,13 +38,13 @@ class Claim:
     def problem(self, *, around_others: bool = False) -> Problem | None:
         """Why this claim cannot be installed now. `around_others`: attributes outside of models may already have a hook of
         another model's installation."""
-        found = getattr(self.owner, self.name, _ABSENT)
-        if found is _ABSENT:
+        attribute = getattr(self.owner, self.name, _ABSENT)
+        if attribute is _ABSENT:
             return Problem(
                 self.where, "nothing", f"a function, {self.reason}", "report the Megatron version: it is not as recorded"
             )
         of_nobody = isinstance(self.owner, ModuleType | type)
-        if getattr(found, MARK, False) and not (around_others and of_nobody):
+        if getattr(attribute, MARK, False) and not (around_others and of_nobody):
             return Problem(
                 self.where, "a plan that is installed already", "no second one", "remove the first installation before"
             )
@@ -78,8 +78,8 @@ class Hook:
 
 def verify(claims: Sequence[Claim], *, around_others: bool = False) -> list[Problem]:
     """Every claim that cannot be installed, and every attribute claimed twice. `around_others`: see `Claim.problem`."""
-    found = (claim.problem(around_others=around_others) for claim in claims)
-    problems = [problem for problem in found if problem is not None]
+    claim_problems = (claim.problem(around_others=around_others) for claim in claims)
+    problems = [problem for problem in claim_problems if problem is not None]
     seen: dict[tuple[int, str], Claim] = {}
     for claim in claims:
         other = seen.setdefault((id(claim.owner), claim.name), claim)

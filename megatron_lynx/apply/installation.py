@@ -182,10 +182,10 @@ def _stale_combined(release: Release) -> list[Problem]:
 def _stale_te(release: Release, run: LiveRun) -> list[Problem]:
     te, beside = present_te(), release.stale_with("te")
     if "te" not in release.only_with:
-        found, todo = f"Transformer Engine's, in {release.version}", "launch with --transformer-impl local"
+        engine, todo = f"Transformer Engine's, in {release.version}", "launch with --transformer-impl local"
         if not all(face.always_local for face in kinds_of(run)):
             todo = "train with a later release of megatron-core"
-        beside = [Problem("layers", found, "a later release", todo)]
+        beside = [Problem("layers", engine, "a later release", todo)]
     has = {"fp8": run.fp8, "fp4": run.fp8 and recipe_of(run.config) == "nvfp4", "grouped": run.groups_experts}
     return [*beside, *te.stale(), *(problem for what in has if has[what] for problem in te.stale_with(what))]
 
@@ -227,4 +227,4 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun, timetable: Timetable) -> I
 def _receives_replay(plan: Plan) -> bool:
     """Whether any stage recomputes while it receives a gradient in the steady phase."""
     timetables = (timetable_of(plan, stage) for stage in range(plan.parallel.pipeline))
-    return any(each.receive(chunk, "steady").hides for each in timetables for chunk in range(len(each.chunks)))
+    return any(timetable.receive(chunk, "steady").hides for timetable in timetables for chunk in range(len(timetable.chunks)))

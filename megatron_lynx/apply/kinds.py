@@ -148,7 +148,7 @@ class HeldLatentAttention(Running):
     def mismatches(self, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Problem]:
         if not run.layers:
             return
-        found, needed, config = plan.model.latent_attention, None, run.config
+        planned, needed, config = plan.model.latent_attention, None, run.config
         if layers:
             needed = LatentSizes(
                 q_rank=config.q_lora_rank,
@@ -158,9 +158,9 @@ class HeldLatentAttention(Running):
                 value_head_size=config.v_head_dim,
                 fused_rotary=bool(config.apply_rope_fusion),
             )
-        if found != needed:
+        if planned != needed:
             stated = f"{needed}, as this run has it"
-            yield Problem("plan: model.latent_attention", str(found), stated, "make a plan for this model")
+            yield Problem("plan: model.latent_attention", str(planned), stated, "make a plan for this model")
 
     def claims(self, engine: Engine, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Claim]:
         if run.tensor > 1:
@@ -214,8 +214,8 @@ class HeldExperts(Running):
             yield Problem("config.expert_tensor_parallel_size", str(parts), needed, "leave windows.mlp of these layers out")
         layer = layers[touched[0]]  # all are built from one config
         for part, known in (("experts", _KINDS), ("token_dispatcher", _DISPATCHERS)):
-            if (found := name_of(module_at(layer, f"{MIXTURE}.{part}"))) not in known:
-                yield Problem(f"layer {touched[0]}.{MIXTURE}.{part}", found, " or ".join(known), TODO)
+            if (class_name := name_of(module_at(layer, f"{MIXTURE}.{part}"))) not in known:
+                yield Problem(f"layer {touched[0]}.{MIXTURE}.{part}", class_name, " or ".join(known), TODO)
         try:
             yield from self._other_linears(run, touched[0], layer)
         except AttributeError as missing:
@@ -236,13 +236,13 @@ class HeldExperts(Running):
 
     def mismatches(self, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Problem]:
         planned = {number for number in run.layers if plan.model.has_experts(number)}
-        for numbers, found, needed in (
+        for numbers, planned_kind, needed in (
             (layers.keys() - planned, "an MLP", EXPERTS.name),
             (planned - layers.keys(), EXPERTS.name, "an MLP"),
         ):
             if numbers:
                 place = f"plan: model.moe_layers: layers {', '.join(map(str, sorted(numbers)))}"
-                yield Problem(place, found, f"{needed}, as this run has it", "make a plan for this model")
+                yield Problem(place, planned_kind, f"{needed}, as this run has it", "make a plan for this model")
         dispatcher = _dispatched_by(run.config)
         if layers and plan.exchanging and plan.model.moe_dispatcher != dispatcher:
             yield Problem(
@@ -286,8 +286,8 @@ def _touched(plan: Plan, entry: Stage) -> Iterator[int]:
 
 def _class_in(layer: Any, path: str) -> str:
     """Class name of the submodule at a path, or ""."""
-    found = module_at(layer, path)
-    return "" if found is None else type(found).__name__
+    module = module_at(layer, path)
+    return "" if module is None else type(module).__name__
 
 
 def _lacks(layer: Any, place: str, *sites: str) -> bool:

@@ -132,8 +132,8 @@ def recipe_of(config: Any) -> str | None:
 
 def live_run(model: Any) -> LiveRun | list[Problem]:
     """The run of `model` (a module, or Megatron's list of chunks), or why it cannot be read."""
-    both = [unwrapped(chunk) for chunk in (model if isinstance(model, (list, tuple)) else [model])]
-    chunks = tuple(chunk for _, chunk in both)
+    wrapped_chunks = [unwrapped(chunk) for chunk in (model if isinstance(model, (list, tuple)) else [model])]
+    chunks = tuple(chunk for _, chunk in wrapped_chunks)
     for chunk in chunks:
         if getattr(getattr(chunk, "decoder", None), "layers", None) is None:
             return [Problem("model", f"{type(chunk).__name__} without decoder.layers", "a megatron-core GPTModel")]
@@ -149,7 +149,7 @@ def live_run(model: Any) -> LiveRun | list[Problem]:
         return [Problem("megatron.core.parallel_state", "no groups", "those that the model was built with", todo)]
     return LiveRun(
         chunks=chunks,
-        wrappers=tuple(wrapper for wrappers, _ in both for wrapper in wrappers),
+        wrappers=tuple(wrapper for wrappers, _ in wrapped_chunks for wrapper in wrappers),
         config=chunks[0].config,
         tensor=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline=parallel_state.get_pipeline_model_parallel_world_size(),
@@ -225,9 +225,9 @@ def layers_in(chunk: Module) -> list[Any]:
     layers = list(chunk.decoder.layers)  # type: ignore[union-attr, arg-type]
     if not is_hybrid(chunk) or not layers:
         return layers
-    own, below = layers_of(_symbols(chunk)), layers[0].layer_number - 1
-    first, found = 1 + sum(len(each) for each in _segments_below(chunk, below)), iter(layers)
-    owners = ({half: next(found) for half, symbol in zip(HALVES, layer, strict=True) if symbol} for layer in own)
+    hybrid_layers, below = layers_of(_symbols(chunk)), layers[0].layer_number - 1
+    first, modules = 1 + sum(len(segment) for segment in _segments_below(chunk, below)), iter(layers)
+    owners = ({half: next(modules) for half, symbol in zip(HALVES, layer, strict=True) if symbol} for layer in hybrid_layers)
     return [HybridLayer(number, of_half) for number, of_half in enumerate(owners, start=first)]
 
 
@@ -237,8 +237,8 @@ def _symbols(chunk: Module) -> str:
 
 def _segments(chunk: Any) -> list[str]:
     """The pattern's segments, one for each stage or chunk. Without bars Megatron cuts it into equal ones."""
-    pattern, own = str(chunk.hybrid_layer_pattern), len(_symbols(chunk))
-    return segments_of(pattern, max(1, len(pattern) // max(1, own)))
+    pattern, layer_count = str(chunk.hybrid_layer_pattern), len(_symbols(chunk))
+    return segments_of(pattern, max(1, len(pattern) // max(1, layer_count)))
 
 
 def _segments_below(chunk: Module, symbols: int) -> Iterator[list[StackLayer]]:
@@ -253,8 +253,8 @@ def _segments_below(chunk: Module, symbols: int) -> Iterator[list[StackLayer]]:
 def refused_stack(chunk: Module) -> Problem | None:
     if not is_hybrid(chunk) or not (unknown := unknown_in(_symbols(chunk))):
         return None
-    found, todo = f"{unknown} in {_symbols(chunk)} on this rank", "other layers are not planned in hybrid models yet"
-    return Problem("--hybrid-layer-pattern", found, NEEDED, todo)
+    symbols, todo = f"{unknown} in {_symbols(chunk)} on this rank", "other layers are not planned in hybrid models yet"
+    return Problem("--hybrid-layer-pattern", symbols, NEEDED, todo)
 
 
 def modules_in_config(config: Any) -> tuple[str, ...]:
@@ -262,7 +262,7 @@ def modules_in_config(config: Any) -> tuple[str, ...]:
     if _implementation(config) == "none":
         return ()
     named = getattr(config, "cuda_graph_modules", None) or getattr(config, "cuda_graph_scope", None) or ()
-    return tuple(getattr(each, "name", str(each)) for each in named)
+    return tuple(getattr(module, "name", str(module)) for module in named)
 
 
 def captured_modules(config: Any) -> tuple[CapturedModule, ...]:
@@ -275,8 +275,8 @@ def refused_graphs(config: Any) -> Iterator[Problem]:
     hybrid = bool(getattr(config, "is_hybrid_model", False))
     refused = refused_capture(_implementation(config), modules_in_config(config), hybrid=hybrid)
     if refused is not None:
-        found, why = refused
-        yield Problem("config.cuda_graph_impl", found, f"none under a plan, or {BESIDE}", f"drop --cuda-graph-impl: {why}")
+        setting, why = refused
+        yield Problem("config.cuda_graph_impl", setting, f"none under a plan, or {BESIDE}", f"drop --cuda-graph-impl: {why}")
 
 
 def _implementation(config: Any) -> str:

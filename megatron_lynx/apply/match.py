@@ -25,8 +25,8 @@ def mismatches(plan: Plan, run: LiveRun, overlapping: bool = False) -> list[Prob
     problems = [*_facts(plan, run)]
     needed = "double_buffered" if overlapping else "flush"
     if plan.schedule != needed:
-        found = f"{needed}, as this run has it"
-        problems.insert(0, Problem("plan: schedule", plan.schedule, found, "make a plan for this schedule"))
+        run_schedule = f"{needed}, as this run has it"
+        problems.insert(0, Problem("plan: schedule", plan.schedule, run_schedule, "make a plan for this schedule"))
     if not plan.chunks_of(run.stage):
         problems.append(Problem("plan: stages", f"no stage {run.stage}", f"one for each of {run.pipeline} pipeline ranks"))
     elif plan.parallel.chunks == len(run.chunks):
@@ -123,17 +123,17 @@ def _of_model(settings: Any) -> dict[str, Any]:
 
 def differing(plan: Plan, facts: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """(key, planned value, found value) of every fact that differs."""
-    for key, found in facts.items():
+    for key, fact in facts.items():
         planned = attrgetter(key)(plan)
-        if planned != found:
-            yield key, planned, found
+        if planned != fact:
+            yield key, planned, fact
 
 
 def launch_mismatches(plan: Plan, args: Any) -> Iterator[Problem]:
-    for key, planned, found in differing(plan, facts_of_launch(args)):
-        flag = "--fp4-recipe" if "nvfp4" in (planned, found) else FLAGS[key]
+    for key, planned, fact in differing(plan, facts_of_launch(args)):
+        flag = "--fp4-recipe" if "nvfp4" in (planned, fact) else FLAGS[key]
         todo = "; ".join(filter(None, ("launch with the plan's, or make a plan for this launch", WHY.get(key))))
-        yield Problem(flag, _said(found), f"{_said(planned)}, as the plan has it ({key})", todo)
+        yield Problem(flag, _said(fact), f"{_said(planned)}, as the plan has it ({key})", todo)
 
 
 def _said(value: object) -> str:
@@ -147,9 +147,9 @@ def _facts(plan: Plan, run: LiveRun) -> Iterator[Problem]:
     interleaved = plan.parallel.chunks == len(run.chunks) > 1 and plan.parallel.pipeline == run.pipeline
     if interleaved and plan.parallel.group != run.group_size:
         differences.append(("parallel.microbatch_group", plan.parallel.group, run.group_size))
-    for key, planned, found in differences:
+    for key, planned, fact in differences:
         part = key.partition(".")[0].replace("parallel", "layout")
-        yield Problem(f"plan: {key}", str(planned), f"{found}, as this run has it", f"make a plan for this {part}")
+        yield Problem(f"plan: {key}", str(planned), f"{fact}, as this run has it", f"make a plan for this {part}")
 
 
 def layers_in_bf16(config: Any) -> dict[str, int]:

@@ -109,10 +109,10 @@ def refused_in_fp8(run: LiveRun) -> Iterator[Problem]:
         return
     bits = "fp8" if run.config.fp8 else "fp4"
     if not run.uses_te and run.layers:
-        found = str(getattr(run.config, bits))
-        yield Problem(f"config.{bits}", found, "off: these layers are Megatron's own", f"drop --{bits}-format")
+        setting = str(getattr(run.config, bits))
+        yield Problem(f"config.{bits}", setting, "off: these layers are Megatron's own", f"drop --{bits}-format")
         return
-    if (known := next((each for each in STORED if each == recipe), None)) is None:
+    if (known := next((stored for stored in STORED if stored == recipe), None)) is None:
         todo = f"drop --{bits}-recipe, or train without a plan"
         yield Problem(f"config.{bits}_recipe", recipe, f"{' or '.join(STORED)} under a plan", todo)
     else:
@@ -123,18 +123,18 @@ def refused_in_fp8(run: LiveRun) -> Iterator[Problem]:
     if bits == "fp4" and run.userbuffers:
         yield Problem("config.tp_comm_overlap", "True", "off with --fp4-format", "drop --tp-comm-overlap: such linears have none")
     for name, nothing in UNSET.items():
-        if (found := os.environ.get(name, nothing)) != nothing:
-            yield Problem(name, found, "unset under a plan", "unset it: what nodes save then is not known")
+        if (setting := os.environ.get(name, nothing)) != nothing:
+            yield Problem(name, setting, "unset under a plan", "unset it: what nodes save then is not known")
 
 
 def _groups(run: LiveRun) -> Iterator[Problem]:
     """Hooks use the groups of `parallel_state`, and recognise a window's collectives by their group."""
     from megatron.core import parallel_state
 
-    own = getattr(run.chunks[0], "pg_collection", None)
+    collection = getattr(run.chunks[0], "pg_collection", None)
     known = {"tp": run.tensor_group, "pp": parallel_state.get_pipeline_model_parallel_group()}
     for name, group in known.items():
-        if (found := getattr(own, name, None)) not in (None, group) and found.size() > 1:
+        if (model_group := getattr(collection, name, None)) not in (None, group) and model_group.size() > 1:
             todo = "build it with ProcessGroupCollection.use_mpu_process_groups(), or without a collection"
             yield Problem(f"model.pg_collection.{name}", "another group", "parallel_state's", todo)
 
@@ -156,9 +156,9 @@ def _random_numbers(run: LiveRun) -> Iterator[Problem]:
     for number, layer in run.layers.items():
         held = getattr(module_at(layer, ATTENTION.item("core").path), "rng_states_tracker", None)
         if held not in (None, tracker):
-            where, found = f"layer {number}.{CORE_ATTENTION}", "a random-number tracker of its own"
+            where, tracker_kind = f"layer {number}.{CORE_ATTENTION}", "a random-number tracker of its own"
             todo = "seed before the model is built, or without force_reset_rng"
-            yield Problem(where, found, "Megatron's present one", todo)
+            yield Problem(where, tracker_kind, "Megatron's present one", todo)
             break
 
 
@@ -174,10 +174,10 @@ def _early_gradients(plan: Plan, run: LiveRun) -> Iterator[Problem]:
     for entry in plan.chunks_of(run.stage):
         if not any(timetable.receive(entry.chunk, phase).hides for phase in phases):
             continue
-        found = f"{RECV_BACKWARD} ({', '.join(phases)}) in groups of {run.group_size} micro-batches"
+        phases_in_words = f"{RECV_BACKWARD} ({', '.join(phases)}) in groups of {run.group_size} micro-batches"
         needed = f"another window, or groups of {run.pipeline}, the number of stages"
         todo = "drop --microbatch-group-size-per-virtual-pipeline-stage, or set --overlap-p2p-communication-warmup-flush"
-        yield Problem(f"plan: {plan.place_of(entry)}.windows", found, needed, todo)
+        yield Problem(f"plan: {plan.place_of(entry)}.windows", phases_in_words, needed, todo)
 
 
 def _messages_beside_copies(plan: Plan, run: LiveRun) -> Iterator[Problem]:
@@ -199,9 +199,10 @@ def refused_windows(plan: Plan, run: LiveRun) -> Iterator[Problem]:
     if not over_nccl or not records_operands(torch.__version__, os.environ):
         return
     if any(timetable_of(plan, stage).in_collectives for stage in range(plan.parallel.pipeline)):
-        found = f"{os.environ.get(AVOIDS_RECORDING) or 'not set'}, with torch {torch.__version__.partition('+')[0]}"
+        setting = f"{os.environ.get(AVOIDS_RECORDING) or 'not set'}, with torch {torch.__version__.partition('+')[0]}"
         needed = "1 below torch 2.8 for a plan with windows: their collectives would hold memory until the host sees them over"
-        yield Problem(AVOIDS_RECORDING, found, needed, f"export {AVOIDS_RECORDING}=1 on all nodes, or install torch 2.8 or later")
+        todo = f"export {AVOIDS_RECORDING}=1 on all nodes, or install torch 2.8 or later"
+        yield Problem(AVOIDS_RECORDING, setting, needed, todo)
 
 
 _LAYER_CLASS = "megatron.core.transformer.transformer_layer.TransformerLayer"
@@ -214,8 +215,8 @@ _OTHER_KINDS = "layers of another kind, such as hybrid models have, are not plan
 def refused_layers(run: LiveRun) -> Iterator[Problem]:
     first = next(iter(run.layers), None)
     for number, layer in run.layers.items():
-        if others := [*_other_layers(number, layer)]:
-            yield from others
+        if problems := [*_other_layers(number, layer)]:
+            yield from problems
             continue
         try:
             sections = [section for section in sections_in(layer) if not (section.in_some_layers or section.captured)]

@@ -137,13 +137,13 @@ def differing(recorded: Fingerprints, also: Fingerprints = NONE) -> list[Problem
 
 def _problem(name: str, recorded: str, also: str | None) -> Problem | None:
     try:
-        found = fingerprint(name)
+        source_hash = fingerprint(name)
     except (ImportError, AttributeError) as missing:
         return Problem(name, f"nothing ({missing})", "the function this package relies on", "see `megatron-lynx hooks`")
-    if found in (recorded, also):
+    if source_hash in (recorded, also):
         return None
     todo = "use a release as published, or have its table recorded anew"
-    return Problem(name, f"source with fingerprint {found}", " or ".join(filter(None, (recorded, also))), todo)
+    return Problem(name, f"source with fingerprint {source_hash}", " or ".join(filter(None, (recorded, also))), todo)
 
 
 def fingerprint(name: str) -> str:
@@ -228,8 +228,8 @@ def held_here() -> list[Held]:
 
 def _rows(release: Release, recorded: Mapping[str, str], hook: str | None = None) -> Iterator[Held]:
     for site, hashed in recorded.items():
-        found, also = _found(site), release.also.get(site, hashed)
-        yield Held(hook or hook_of(site), site, release.version, also if found == also else hashed, found)
+        present_hash, also = _found(site), release.also.get(site, hashed)
+        yield Held(hook or hook_of(site), site, release.version, also if present_hash == also else hashed, present_hash)
 
 
 def hook_of(site: str) -> str:

@@ -85,12 +85,12 @@ class Fp8Linear:
 
 def own_quantizers(live: Any, scale: Tensor | None) -> Any:
     """Copies of quantizers that drop their amaxes. `scale`: with delayed scaling, the recorded scales."""
-    own = [quantizer.copy() for quantizer in live]
+    copies = [quantizer.copy() for quantizer in live]
     if scale is not None:
         amaxes = torch.zeros_like(scale)
-        for quantizer, its_scale, amax in zip(own, scale, amaxes, strict=True):
+        for quantizer, its_scale, amax in zip(copies, scale, amaxes, strict=True):
             quantizer.scale, quantizer.amax = its_scale, amax.reshape(1)
-    return own or live
+    return copies or live
 
 
 def in_fp8() -> bool:
@@ -165,7 +165,7 @@ def _norm_of(linear: Any) -> Callable[[Tensor], tuple[Tensor | None, ...]]:
     def norm(hidden: Tensor) -> tuple[Tensor | None, ...]:
         dtype = linear.activation_dtype
         rows = cast_if_needed(hidden.contiguous().view(-1, hidden.shape[-1]), dtype)
-        weight, bias = (cast_if_needed(each, dtype) for each in (linear.layer_norm_weight, linear.layer_norm_bias))
+        weight, bias = (cast_if_needed(parameter, dtype) for parameter in (linear.layer_norm_weight, linear.layer_norm_bias))
         quantizer = input_quantizer_of(linear) if in_fp8() else None
         normalised, mean, deviation = apply_normalization(
             rows,

@@ -155,14 +155,14 @@ def show_held(held: list[Held], summary: str) -> None:
 
     columns = ("hook", "site", "release", "as recorded")
     table = WrappedTable(columns, words=columns)
-    for each in held:
-        style = "" if each.as_recorded else "bold red"
-        table.add(each.hook, each.site, each.release, "yes" if each.as_recorded else "NO", style=style)
+    for row in held:
+        style = "" if row.as_recorded else "bold red"
+        table.add(row.hook, row.site, row.release, "yes" if row.as_recorded else "NO", style=style)
     show(table)
     say(summary)
 
 
-def show_findings(found: list[Finding]) -> None:
+def show_findings(findings: list[Finding]) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -172,7 +172,7 @@ def show_findings(found: list[Finding]) -> None:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column()
     table.add_column(max_width=READABLE)
-    for finding in found:
+    for finding in findings:
         paragraphs = [f"{finding.topic}: {finding.found}", finding.costs, f"to do: {finding.todo}" if finding.todo else ""]
         table.add_row(finding.level, Text("\n".join(filter(None, paragraphs))), style=styles.get(finding.level, ""))
     show(table)
@@ -187,12 +187,12 @@ def check_writable(*files: Path | None, read: Iterable[Path | None] = ()) -> Non
             continue  # opening a device or a pipe may have an effect
         if os.path.realpath(file) in taken:
             problems.append(Problem(os.fspath(file), "a file that is read", "another place for the answer"))
-        elif (found := against_file(file)) is not None:
-            problems.append(Problem(os.fspath(file), found, "a file that can be written"))
+        elif (obstacle := against_file(file)) is not None:
+            problems.append(Problem(os.fspath(file), obstacle, "a file that can be written"))
     if problems:
         raise ConfigError("the answer could not be written", problems)
 
 
 def make_folder(folder: Path) -> None:
-    if (found := against_folder(folder)) is not None:
-        raise ConfigError(f"{folder} cannot be used", [Problem(os.fspath(folder), found, "a folder that can be written")])
+    if (obstacle := against_folder(folder)) is not None:
+        raise ConfigError(f"{folder} cannot be used", [Problem(os.fspath(folder), obstacle, "a folder that can be written")])

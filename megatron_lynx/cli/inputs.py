@@ -29,9 +29,9 @@ def job_named(name: str, changes: Mapping[str, Any] | None = None) -> Job:
     from megatron_lynx.launch_arguments.expert_facts import EXPERTS, without_experts
 
     asked = changes or {}
-    others = {place: value for place, value in asked.items() if not place.startswith(EXPERTS)}
-    job = load_job(name, others)
-    if others != asked:
+    changes_without_experts = {place: value for place, value in asked.items() if not place.startswith(EXPERTS)}
+    job = load_job(name, changes_without_experts)
+    if changes_without_experts != asked:
         if job.model.experts is None:
             raise ConfigError(f"{name} has no experts", [*without_experts(asked, "a job with model.experts")])
         job = load_job(name, changes)
@@ -217,8 +217,8 @@ def taught(job: Job, profile_file: Path | None, run_file: Path | None) -> tuple[
         needed = f"the profile that {outcome.plan} was made with: one that is measured now has other seconds"
         raise ConfigError("a run corrects the figures of its own plan", [Problem("--profile", "nothing", needed)])
     costs = costs_of(job, profile_file)
-    found = lesson(outcome, job, costs, os.fspath(run_file), _plan_of(outcome, run_file))
-    return found.job(job), found.costs(costs), found
+    corrections = lesson(outcome, job, costs, os.fspath(run_file), _plan_of(outcome, run_file))
+    return corrections.job(job), corrections.costs(costs), corrections
 
 
 def _plan_of(outcome: RunOutcome, run_file: Path) -> Plan | None:

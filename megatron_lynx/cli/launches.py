@@ -110,10 +110,10 @@ def job_of_model(asked: Subject, changes: Mapping[str, Any], *, planning: bool) 
 
     model, cluster = load_model(str(asked.model), "--model"), load_cluster(str(asked.cluster), "--cluster")
     gpus = asked.gpus or 1
-    own = model.model_dump(mode="json", exclude_unset=True)
+    model_fields = model.model_dump(mode="json", exclude_unset=True)
     engine = {} if cluster.device == "cpu" else {"implementation": "transformer_engine"}
     data: dict[str, Any] = {
-        "model": {**engine, **own},
+        "model": {**engine, **model_fields},
         "cluster": cluster.model_dump(mode="json"),
         "gpus": gpus,
         "parallel": {"distributed_optimizer": True, "expert": gcd(model.experts.count if model.experts else 1, gpus)},
@@ -147,16 +147,16 @@ def warn_of_reading(reading: Reading, job: Job) -> None:
         if line is not None:
             say(f"warning: {line}", err=True)
     commands = cast("TyperGroup", get_command(app)).commands.values()
-    own = {name for command in commands for parameter in command.params for name in parameter.opts}
+    our_options = {name for command in commands for parameter in command.params for name in parameter.opts}
     for option in dict.fromkeys(words.split()[0].partition("=")[0] for words in reading.given.unknown):
-        if option in own:
+        if option in our_options:
             say(f"warning: {option} is an option of megatron-lynx, and was not read: give it before --", err=True)
     mention_experts(job, reading.given)
     if learns_from_rollouts(reading.given):
         shape = LayerShape.of(job)
-        found, counted = (format_bytes(count(shape)) for count in (log_probabilities_bytes, logits_at_loss_bytes))
+        held_in_words, counted = (format_bytes(count(shape)) for count in (log_probabilities_bytes, logits_at_loss_bytes))
         say("warning: log-probabilities and entropy in fp32 are not counted: the last stage", err=True)
-        say(f"  may hold {found} of logits in its loss, of which {counted} are. --memory-gib leaves room.", err=True)
+        say(f"  may hold {held_in_words} of logits in its loss, of which {counted} are. --memory-gib leaves room.", err=True)
 
 
 def understood_as_json(reading: Reading | None) -> dict[str, object]:

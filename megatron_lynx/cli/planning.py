@@ -220,10 +220,10 @@ def plan(
     provenance = decision.plan.provenance.model_copy(update=origin)
     save_plan(decision.plan.model_copy(update={"provenance": provenance}), output)
     if as_json:
-        found = {} if lesson is None else {"from_run": lesson.as_json}
-        own = as_json_of(answer)
-        plan_ = {"plan": {"file": os.fspath(output), **own["plan"]}}
-        show_json({**own, **plan_, **summary(decision, costs), **found, **understood_as_json(reading)})
+        corrections = {} if lesson is None else {"from_run": lesson.as_json}
+        answer_json = as_json_of(answer)
+        plan_ = {"plan": {"file": os.fspath(output), **answer_json["plan"]}}
+        show_json({**answer_json, **plan_, **summary(decision, costs), **corrections, **understood_as_json(reading)})
         return
     _show_answer(answer, learned=learned, verbose=verbose)
     say(f"wrote {output}; {_launched(answer, output, chosen=request.optimizer_offload is not None)}")
@@ -231,13 +231,13 @@ def plan(
 
 def _options(context: typer.Context) -> dict[str, object]:
     """The given options of `plan`, by name, but for those in `Subject.again` and those that change only the answer."""
-    others = {*(field.name for field in fields(Subject)), "output", "verbose", "as_json"}
+    left_out = {*(field.name for field in fields(Subject)), "output", "verbose", "as_json"}
     given = {}
-    for each in context.command.params:
-        value = context.params.get(each.name or "")
+    for parameter in context.command.params:
+        value = context.params.get(parameter.name or "")
         value = next(iter(value), None) if isinstance(value, list | tuple) else value
-        if value is not None and each.name not in others:
-            given[each.opts[0]] = value
+        if value is not None and parameter.name not in left_out:
+            given[parameter.opts[0]] = value
     return given
 
 
@@ -264,12 +264,12 @@ def _launched(answer: Answer, output: Path, *, chosen: bool) -> str:
     if reading is None:
         variables = (f"{name}={value}" for name, value in job_environment(job, decision.plan).items())
         return f"its launch needs {' '.join([*variables, *launch_flags(decision.plan), *job_flags(decision.job)])}"
-    own = host_optimizer_flags(decision.job) if chosen else []
-    without = OF_THE_HOST if chosen and not own else ()
+    flags = host_optimizer_flags(decision.job) if chosen else []
+    without = OF_THE_HOST if chosen and not flags else ()
     file = reading.given["yaml_cfg"]
     drop = f"drop {ON_HOST} in {file}; " if without and file is not None and reading.given[ON_HOST] else ""
     added, lost = answer.switched
-    return f"{drop}launch with it:\n\n{command_with(reading, job, decision.plan, output, [*added, *own], [*without, *lost])}"
+    return f"{drop}launch with it:\n\n{command_with(reading, job, decision.plan, output, [*added, *flags], [*without, *lost])}"
 
 
 @command
@@ -315,17 +315,18 @@ def simulate(
         job = None if job is None else as_planned(job, plan)
         reduced = job is not None and job.overlap.gradients
         simulation = rehearse(plan, costs, reduced_in_backward=reduced, job=job).whole()
-        own = None if job is None else figures_of(job, costs, simulation)
-        update_s = plan.stages[0].predicted.update_s if own is None else own.update_s
+        job_figures = None if job is None else figures_of(job, costs, simulation)
+        update_s = plan.stages[0].predicted.update_s if job_figures is None else job_figures.update_s
         if trace is not None:
             memory = {stage: simulation.memory(stage) for stage in range(len(simulation.executed))}
             write_trace(simulation.timeline(), trace, "stage", memory)
     if as_json:
-        show_json({**figures.as_json(simulation, update_s), **({} if own is None else {"memory_bytes": own.memory_bytes})})
+        held = {} if job_figures is None else {"memory_bytes": job_figures.memory_bytes}
+        show_json({**figures.as_json(simulation, update_s), **held})
         return
     show(figures.table(simulation, update_s))
-    if own is not None:
-        say(f"fullest device: {format_bytes(own.memory_bytes)}")
+    if job_figures is not None:
+        say(f"fullest device: {format_bytes(job_figures.memory_bytes)}")
     show_lines(*HostReport.of(costs, simulation.host_bound).lines)
     if trace is not None:
         say(f"wrote {trace}")
@@ -361,8 +362,8 @@ def report(
         mention_experts(given.job)
     job, reading, costs = given.job if job_file is None else job_named(job_file), None, given.profile
     if job is None and given.plan is not None and (origin := planned_from(given.plan)) is not None:
-        job, reading, own = origin
-        costs = costs if costs is not None or own is None else load_profile(own)
+        job, reading, profile_path = origin
+        costs = costs if costs is not None or profile_path is None else load_profile(profile_path)
     costs = known_costs(job, costs)
     if given.plan is not None and (learned := given.plan.provenance.learned) is not None:  # earlier runs correct all prices
         job = None if job is None else job.model_copy(update={"learned": learned})

@@ -129,9 +129,9 @@ def hooks(as_json: AsJson = False) -> None:
         from megatron_lynx.double_buffered.releases import held_here as held_without_flushes
 
         held = [*held_here(), *held_without_flushes()]
-    sites, stale = {each.site for each in held}, {each.site for each in held if not each.as_recorded}
+    sites, stale = {row.site for row in held}, {row.site for row in held if not row.as_recorded}
     if as_json:
-        rows = [{"hook": each.hook, "site": each.site, "release": each.release, "as_recorded": each.as_recorded} for each in held]
+        rows = [{"hook": row.hook, "site": row.site, "release": row.release, "as_recorded": row.as_recorded} for row in held]
         show_json({"megatron_core": installed_version(), "hooks": rows})
     else:
         show_held(held, f"megatron-core {installed_version()}: {len(sites)} functions relied on, {len(stale)} not as recorded")
@@ -171,10 +171,10 @@ def doctor(
     with announced("looking around"):
         quieten_megatron()
         measured = host_time_here(asked.words or []) if host_time else None
-        found = list(findings(asked.words or [], measured=measured, cluster=asked.cluster, plan_file=plan_file))
+        reported = list(findings(asked.words or [], measured=measured, cluster=asked.cluster, plan_file=plan_file))
     if as_json:
-        show_json({"findings": [asdict(finding) for finding in found]})
+        show_json({"findings": [asdict(finding) for finding in reported]})
     else:
-        show_findings(found)
-    if any(finding.level == "defeats" for finding in found):
+        show_findings(reported)
+    if any(finding.level == "defeats" for finding in reported):
         raise typer.Exit(1)

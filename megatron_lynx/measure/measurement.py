@@ -197,9 +197,9 @@ class Setting(Part):
         return False if False in answers else None if None in answers else True
 
     def _problems(self) -> Iterator[str]:
-        found = [rank.rank for rank in self.ranks]
-        if found != list(range(len(found))):
-            yield f"ranks are {found}, but must be {list(range(len(found)))}, in order"
+        numbers = [rank.rank for rank in self.ranks]
+        if numbers != list(range(len(numbers))):
+            yield f"ranks are {numbers}, but must be {list(range(len(numbers)))}, in order"
         if len({len(rank.step_s) for rank in self.ranks}) > 1:
             yield f"ranks have {[len(rank.step_s) for rank in self.ranks]} samples, but all must have one per round"
 
@@ -249,8 +249,8 @@ class Measurement(Part):
         for setting in self.settings:
             shape = (len(setting.ranks), len(setting.step_samples_s))
             if shape != needed:
-                found, wanted = (f"{ranks} ranks and {rounds} rounds" for ranks, rounds in (shape, needed))
-                yield f"setting {setting.name!r} has {found}, but {names[0]!r} has {wanted}"
+                counts, wanted = (f"{ranks} ranks and {rounds} rounds" for ranks, rounds in (shape, needed))
+                yield f"setting {setting.name!r} has {counts}, but {names[0]!r} has {wanted}"
 
 
 def save_measurement(measurement: Measurement, path: str | os.PathLike[str]) -> None:

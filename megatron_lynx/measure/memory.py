@@ -191,9 +191,9 @@ def _in_c10(name: str, find: Callable[[Any], Any]) -> Any:
         raise _lacking(name, str(error)) from error
 
 
-def _lacking(name: str, found: str) -> LynxError:
+def _lacking(name: str, symptom: str) -> LynxError:
     needed, todo = f"a C10 library with {name}", "use a release wheel of PyTorch"
-    problem = Problem(f"torch {torch.__version__}", found, needed, todo)
+    problem = Problem(f"torch {torch.__version__}", symptom, needed, todo)
     return LynxError("Bytes cannot be counted on the CPU", [problem])
 
 
@@ -210,8 +210,8 @@ def wait_for_other_threads() -> None:
 
 
 def _another_runs() -> bool:
-    others = (task for task in TASKS.glob("*") if int(task.name) != threading.get_native_id())
-    return any(_state(task) != "S" for task in others)
+    other_tasks = (task for task in TASKS.glob("*") if int(task.name) != threading.get_native_id())
+    return any(_state(task) != "S" for task in other_tasks)
 
 
 def _state(task: Path) -> str:
@@ -257,16 +257,16 @@ class CpuMeter(ActivationMeter):
 
     def _read(self, results: Any) -> None:
         totals = [0] * len(self._names)
-        most = [0] * len(self._names)  # from each mark to the next
+        peaks_bytes = [0] * len(self._names)  # from each mark to the next
         now = 0
-        for _, mark, report in sorted(_reports(results.experimental_event_tree()), key=lambda each: each[0]):
+        for _, mark, report in sorted(_reports(results.experimental_event_tree()), key=lambda marked_report: marked_report[0]):
             total = report.total_allocated
             if mark is not None and report.alloc_size > 0:
                 now, total = mark, total - report.alloc_size
                 totals[mark] = total
             if mark is None or mark == now:
-                most[now] = max(most[now], total)
-        self._found(self._names[1:-1], totals, most[:-1])
+                peaks_bytes[now] = max(peaks_bytes[now], total)
+        self._found(self._names[1:-1], totals, peaks_bytes[:-1])
 
 
 def _reports(tree: Any) -> Iterator[tuple[int, int | None, Any]]:
@@ -298,10 +298,10 @@ class CpuTotal:
         reporter = _in_c10(_REPORTER, itemgetter(_REPORTER))
         reporter.restype = ctypes.c_void_p
         words = (ctypes.c_size_t * _WORDS).from_address(reporter())
-        found = [word for word in range(_WORDS) if all(_follows(words, word, size) for size in _SIZES)]
-        if len(found) != 1:
-            raise _lacking(_REPORTER, f"{len(found)} words that follow what is allocated")
-        self._words, self._word = words, found[0]
+        total_words = [word for word in range(_WORDS) if all(_follows(words, word, size) for size in _SIZES)]
+        if len(total_words) != 1:
+            raise _lacking(_REPORTER, f"{len(total_words)} words that follow what is allocated")
+        self._words, self._word = words, total_words[0]
 
     @property
     def bytes(self) -> int:

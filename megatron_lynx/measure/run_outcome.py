@@ -79,8 +79,8 @@ PartT = TypeVar("PartT", HalfSeconds, WaitSeconds)
 def _sums(one: dict[str, PartT], other: dict[str, PartT]) -> dict[str, PartT]:
     sums = dict(one)
     for key, more in other.items():
-        own = sums.get(key, type(more)())
-        sums[key] = type(more)(**{name: getattr(own, name) + getattr(more, name) for name in type(more).model_fields})
+        present = sums.get(key, type(more)())
+        sums[key] = type(more)(**{name: getattr(present, name) + getattr(more, name) for name in type(more).model_fields})
     return dict(sorted(sums.items()))
 
 
@@ -183,7 +183,9 @@ class Report(Part):
         if row.predicted is None or self.met is None:
             return row.predicted
         times = {"passes_s": self.met.passes, "hidden_replay_s": self.met.replays, "exposed_replay_s": self.met.replays}
-        scaled = {name: None if (own := getattr(row.predicted, name)) is None else own * by for name, by in times.items()}
+        scaled = {
+            name: None if (planned_s := getattr(row.predicted, name)) is None else planned_s * by for name, by in times.items()
+        }
         return row.predicted.model_copy(update=scaled)
 
     def cells(self, row: StageRow) -> tuple[float | None, ...]:
@@ -238,8 +240,8 @@ def load_outcome(path: str | os.PathLike[str]) -> RunOutcome:
     """Raises `ConfigError` where there is none, where it is cut off, and with all invalid places."""
     where = os.fspath(path)
     data = json_in(path, f"the {FILE_NAME} of a launch under a plan")
-    found = data.get("version")
-    if isinstance(found, int) and found > VERSION:
+    version = data.get("version")
+    if isinstance(version, int) and version > VERSION:
         todo = "read it with the megatron-lynx that wrote it, or a later one"
-        raise ConfigError(f"{where} is from the future", [Problem(f"{where}: version", str(found), str(VERSION), todo)])
+        raise ConfigError(f"{where} is from the future", [Problem(f"{where}: version", str(version), str(VERSION), todo)])
     return validated(RunOutcome, data, where)

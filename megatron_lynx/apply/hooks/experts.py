@@ -66,8 +66,8 @@ def deepep_claims(engine: Engine) -> Iterator[Claim]:
         @wraps(original)
         def exchange(*args: Any, **kwargs: Any) -> Any:
             window = engine.waits.window(exchange=True) if kwargs.get("async_finish") and engine.in_half else None
-            found = original(*args, **kwargs)
-            return found if window is None else (*found[:-1], WindowedEvent(found[-1], window))
+            outputs = original(*args, **kwargs)
+            return outputs if window is None else (*outputs[:-1], WindowedEvent(outputs[-1], window))
 
         return exchange
 

@@ -112,10 +112,10 @@ UNKNOWN = ("runtime_gather_output", "output_processor", "inference_context", "in
 def _check_call(given: Mapping[str, Any], projection: Module) -> None:
     """Refuse arguments that are known only at the call, and hooks that were registered after the plan was installed."""
     todo = "train without it, or with a plan whose head is whole"
-    found = [Problem(f"model: {name}", "given", "none", todo) for name in UNKNOWN if given.get(name)]
-    found += [Problem("output_layer.forward_hooks", name, "none", todo) for name in readers_of_logits(projection)]
-    if found:
-        raise HookRefused("this call of the head cannot run in pieces", found)
+    problems = [Problem(f"model: {name}", "given", "none", todo) for name in UNKNOWN if given.get(name)]
+    problems += [Problem("output_layer.forward_hooks", name, "none", todo) for name in readers_of_logits(projection)]
+    if problems:
+        raise HookRefused("this call of the head cannot run in pieces", problems)
 
 
 WHOLE = "plan without a head in pieces (head)"
@@ -160,17 +160,17 @@ def head_chunk(run: LiveRun) -> Any:
 def _another_model(chunk: Module) -> Iterator[Problem]:
     for method, owner in OVERRIDDEN.items():
         defined = next((base for base in type(chunk).__mro__ if method in vars(base)), None)
-        found = None if defined is None else f"{defined.__module__}.{defined.__qualname__}"
-        if own := vars(chunk).get(method):
-            found = getattr(own, "__qualname__", name_of(own))
-        if found not in (None, owner):
-            yield Problem(f"model.{method}", f"{found}'s", f"{owner}'s with a head in pieces", f"train Megatron's, or {WHOLE}")
+        definer = None if defined is None else f"{defined.__module__}.{defined.__qualname__}"
+        if method_of_chunk := vars(chunk).get(method):
+            definer = getattr(method_of_chunk, "__qualname__", name_of(method_of_chunk))
+        if definer not in (None, owner):
+            yield Problem(f"model.{method}", f"{definer}'s", f"{owner}'s with a head in pieces", f"train Megatron's, or {WHOLE}")
 
 
 def _another_projection(chunk: Any) -> Iterator[Problem]:
     projection = chunk.output_layer
-    if (found := name_of(projection)) != PROJECTION:
-        yield Problem("output_layer", found, f"{PROJECTION} with a head in pieces", WHOLE)
+    if (class_name := name_of(projection)) != PROJECTION:
+        yield Problem("output_layer", class_name, f"{PROJECTION} with a head in pieces", WHOLE)
         return
     for reader in readers_of_logits(projection):
         drop = "drop what reads logits, such as --logits-load-dir, --logits-save-dir or --save-activations-interval"
@@ -182,6 +182,6 @@ def _another_projection(chunk: Any) -> Iterator[Problem]:
         "explicit_expert_comm": (projection.explicit_expert_comm, False),
         "weight.requires_grad": (weight.requires_grad, True),
     }
-    for name, (found, wanted) in needed.items():
-        if found != wanted:
-            yield Problem(f"output_layer.{name}", str(found), f"{wanted} with a head in pieces", WHOLE)
+    for name, (setting, wanted) in needed.items():
+        if setting != wanted:
+            yield Problem(f"output_layer.{name}", str(setting), f"{wanted} with a head in pieces", WHOLE)

@@ -60,7 +60,7 @@ class MegatronRandom(RandomSource):
     def capture(self) -> RandomState:
         tracker = self._present_tracker()
         tracked = {name: _tracked(state) for name, state in tracker.get_states().items()}
-        graph_safe = any(each.state is not each.value for each in tracked.values())
+        graph_safe = any(tracked_state.state is not tracked_state.value for tracked_state in tracked.values())
         in_use = self._megatron._get_cuda_rng_state(graph_safe=True) if graph_safe else None
         return RandomState(super().capture(), tracked, getattr(tracker, _NAME, None), in_use)
 
@@ -68,11 +68,11 @@ class MegatronRandom(RandomSource):
         if state.in_use is not None:
             self._megatron._set_cuda_rng_state(state.in_use, graph_safe=True)
         super().restore(state.default)
-        for each in state.tracked.values():
-            if each.state is not each.value:
-                each.state.set_state(each.value)
+        for tracked_state in state.tracked.values():
+            if tracked_state.state is not tracked_state.value:
+                tracked_state.state.set_state(tracked_state.value)
         tracker = self._present_tracker()
-        tracker.set_states({name: each.state for name, each in state.tracked.items()})
+        tracker.set_states({name: tracked_state.state for name, tracked_state in state.tracked.items()})
         if state.name is not None:
             setattr(tracker, _NAME, state.name)
 
@@ -80,7 +80,7 @@ class MegatronRandom(RandomSource):
         return (
             one.name == other.name
             and one.tracked.keys() == other.tracked.keys()
-            and all(torch.equal(each.value, other.tracked[name].value) for name, each in one.tracked.items())
+            and all(torch.equal(tracked_state.value, other.tracked[name].value) for name, tracked_state in one.tracked.items())
             and super().same(one.default, other.default)
         )
 

@@ -66,12 +66,12 @@ def modules_named(section: Section, layer: Module, names: Container[str]) -> Ite
 
 
 def _owners(item: Item, layer: Module) -> Iterator[Any]:
-    before, each, behind = item.path.partition(f".{EACH}.")
-    found = attrgetter(before)(layer)
-    if not each:
-        yield found
+    before, separator, behind = item.path.partition(f".{EACH}.")
+    owner = attrgetter(before)(layer)
+    if not separator:
+        yield owner
         return
-    for expert in getattr(found, ONE_BY_ONE, (found,)):
+    for expert in getattr(owner, ONE_BY_ONE, (owner,)):
         yield attrgetter(behind)(expert)
 
 
@@ -107,7 +107,7 @@ def may_draw_in(section: Section, layer: Module, replayed: Container[str]) -> Ca
     def may_draw() -> bool:
         if getattr(layer, "hidden_dropout", 1.0):
             return True
-        return any(each.p for each in dropping) or any(_drops(each.attention_dropout) for each in attending)
+        return any(module.p for module in dropping) or any(_drops(module.attention_dropout) for module in attending)
 
     return may_draw
 

@@ -79,14 +79,14 @@ def weights_of(linear: Module) -> list[Parameter]:
 
 def deferring_linears(plan: Plan, run: LiveRun) -> dict[LinearOf, Module]:
     """Those of this rank, in the order of a forward."""
-    found: dict[LinearOf, Module] = {}
+    linears: dict[LinearOf, Module] = {}
     for entry in plan.chunks_of(run.stage):
         for layer in entry.layers:
             names = entry.rule_for(layer).weight_gradients
             for section in sections_in(run.layers[layer]) if names else ():
                 for item, expert, module in modules_named(section, run.layers[layer], names):
-                    found[LinearOf(layer, section.half, item.name, item.role, expert)] = module
-    return found
+                    linears[LinearOf(layer, section.half, item.name, item.role, expert)] = module
+    return linears
 
 
 NATIVE = "NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"
@@ -138,7 +138,8 @@ def _natively_grouped(linear: LinearOf, module: Module, run: LiveRun) -> Problem
 def _too_small(plan: Plan, run: LiveRun, linears: dict[LinearOf, Module]) -> Iterator[Problem]:
     """Limits that are too small for a single entry: nothing would ever be delayed."""
     for entry in plan.chunks_of(run.stage):
-        sizes = {linear: _least_bytes(plan, run, *each) for each in linears.items() if (linear := each[0]).layer in entry.layers}
+        inside = {linear: module for linear, module in linears.items() if linear.layer in entry.layers}
+        sizes = {linear: _least_bytes(plan, run, linear, module) for linear, module in inside.items()}
         largest = max(sizes, key=lambda linear: sizes[linear], default=None)
         if largest is None or entry.weight_gradients is None or entry.weight_gradients.bytes >= sizes[largest]:
             continue
