@@ -13,17 +13,17 @@ Changes: activations on the host; a part of the optimizer on the host, with its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 
 from megatron_lynx.advise import flags
-from megatron_lynx.advise.beside import beside
+from megatron_lynx.advise.beside import Call, beside
 from megatron_lynx.advise.flags import Edit
 from megatron_lynx.advise.neighbours import Neighbour, neighbours
-from megatron_lynx.advise.today import Launch, Row, Stock, launch_today, row_of, stocks_best
+from megatron_lynx.advise.today import Launch, Row, Stock, launch_today, or_launch, row_of, stocks_best
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.host_optimizer import OnHost
 from megatron_lynx.cost.update import update_s
@@ -44,7 +44,7 @@ from megatron_lynx.units import GIB, format_seconds
 PLAN_FILE = "plan.yaml"
 
 MANY_STAGES = 8
-"""Virtual stages from which on neighbours take longer than the start of a second process."""
+"""Virtual stages from which on stock's settings and neighbours take longer than the start of a second process."""
 
 CHUNK_MIB = 256
 """MiB of optimizer moments in one copy, as in Megatron's example."""
@@ -185,30 +185,44 @@ def answered(
     """
     release = release if reading is None else reading.given.release
     near = near and not refused
-    with _neighbours(job, release) if near and job.cluster.matmul is not None else nullcontext(list) as search:
-        answer = _in_layout(job, costs, reading, refused, release, copies=copies)
-        return answer if answer.refused else replace(answer, near=tuple(search()), asked_near=near)
+    calls: list[Call] = [partial(stocks_best, job, costs, release)]
+    if near and job.cluster.matmul is not None:
+        calls.append(partial(neighbours, job, release))
+    with _called(job, calls) as result:
+        answer = _in_layout(job, costs, reading, refused, release, result, copies=copies)
+        if answer.refused:
+            return answer
+        return replace(answer, near=tuple(result()) if len(calls) > 1 else (), asked_near=near)
 
 
-def _neighbours(job: Job, release: str | None) -> AbstractContextManager[Callable[[], list[Neighbour]]]:
-    """Searched at the same time if that saves more than starting a process takes."""
+def _called(job: Job, calls: Sequence[Call]) -> AbstractContextManager[Call]:
+    """A function that gives their results in order. They run in a second process if that saves more than its start takes."""
     if job.parallel.pipeline * job.chunks < MANY_STAGES:
-        return nullcontext(partial(neighbours, job, release))
-    return beside(neighbours, job, release)
+        results = (call() for call in calls)
+        return nullcontext(lambda: next(results))
+    return beside(*calls)
 
 
 def _in_layout(
-    job: Job, costs: Profile, reading: Reading | None, refused: Sequence[Problem], release: str | None, *, copies: bool
+    job: Job,
+    costs: Profile,
+    reading: Reading | None,
+    refused: Sequence[Problem],
+    release: str | None,
+    stocks_best: Call,
+    *,
+    copies: bool,
 ) -> Answer:
     """The answer without neighbours."""
     launch = launch_today(job, costs, reading)
-    stock = stocks_best(job, costs, release, launch, reading)
+    plans = [] if refused else list(planned_variants(job, costs, release))
+    stock = or_launch(stocks_best(), launch, reading, job.memory_budget_bytes)
     if refused:
         return Answer(job, reading, launch, stock, refused=tuple(refused))
     may_copy = copies and job.offload_ratio == 0 and job.cluster.pcie is not None
     asked_copies = may_copy or job.offload_ratio != 0 or job.cluster.pcie is None
     answer = Answer(job, reading, launch, stock, asked_copies=asked_copies)
-    best = _best_plan(job, costs, release, stock)
+    best = fastest(plans, None if stock is None else stock.row.expected_s)
     if best is None:
         try:
             check_plannable(job)

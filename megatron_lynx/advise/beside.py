@@ -1,6 +1,6 @@
-"""Runs a function in a second process at the same time.
+"""Runs functions in a second process at the same time.
 
-A fresh interpreter reads the pickled call: it has neither the threads nor the `__main__` of the caller's script.
+A fresh interpreter reads the pickled calls: it has neither the threads nor the `__main__` of the caller's script.
 """
 
 from __future__ import annotations
@@ -10,34 +10,37 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TypeVar
+from contextlib import contextmanager, suppress
+from typing import Any
 
-Result = TypeVar("Result")
+Call = Callable[[], Any]
+"""A partial of a function that the second process can import."""
 
 CALLED = """
 import pickle, sys
 sys.path[:] = {path!r}
-function, arguments = pickle.load(sys.stdin.buffer)
-pickle.dump(function(*arguments), sys.stdout.buffer)
+for call in pickle.load(sys.stdin.buffer):
+    pickle.dump(call(), sys.stdout.buffer)
+    sys.stdout.buffer.flush()
 """
 
 
 @contextmanager
-def beside(function: Callable[..., Result], *arguments: object) -> Iterator[Callable[[], Result]]:
-    """Start the call; yield a function that waits for its result, which is killed at the end of the block.
+def beside(*calls: Call) -> Iterator[Call]:
+    """Start the calls, one after the other; yield a function that waits for the next one's result. The process is killed at the
+    end of the block.
 
-    The function is called in this process if there is one core or the other process fails.
+    A call is made in this process if there is one core or the other process fails.
     """
-    process = _started(pickle.dumps((function, arguments))) if _cores() > 1 and sys.executable else None
+    process = _started(pickle.dumps(calls)) if _cores() > 1 and sys.executable else None
+    left = iter(calls)
 
-    def result() -> Result:
+    def result() -> Any:
+        call = next(left)
         if process is not None and process.stdout is not None:
-            answer = process.stdout.read()
-            if process.wait() == 0:
-                outcome: Result = pickle.loads(answer)
-                return outcome
-        return function(*arguments)
+            with suppress(EOFError, pickle.UnpicklingError):
+                return pickle.load(process.stdout)
+        return call()
 
     try:
         yield result
@@ -47,11 +50,11 @@ def beside(function: Callable[..., Result], *arguments: object) -> Iterator[Call
             process.communicate()
 
 
-def _started(call: bytes) -> subprocess.Popen[bytes]:
+def _started(calls: bytes) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-c", CALLED.format(path=sys.path)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert process.stdin is not None, "it is a pipe"
-    process.stdin.write(call)
+    process.stdin.write(calls)
     process.stdin.flush()
     return process
 

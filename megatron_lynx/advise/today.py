@@ -156,19 +156,21 @@ class Stock:
     launch: bool = False
 
 
-def stocks_best(
-    job: Job, costs: Profile, release: str | None, launch: Launch | None = None, reading: Reading | None = None
-) -> Stock | None:
-    """Return the fastest setting that fits, of equals the one with fewer bytes; the launch's own if nothing is faster. Returns
-    None if none fits, or stock cannot place the layers. `release`: of megatron-core; None: the newest.
+def stocks_best(job: Job, costs: Profile, release: str | None) -> Stock | None:
+    """Return the fastest setting that fits, of equals the one with fewer bytes. Returns None if none fits, or stock cannot place
+    the layers. `release`: of megatron-core; None: the newest.
     """
-    stock_job, budget_bytes = as_stock(job), job.memory_budget_bytes
-    best = None if _undivided(job) else best_rival(stock_job, costs, budget_bytes, release or NEWEST)
-    best_stock = None if best is None else Stock(best.setting, stock_row(stock_job, costs, best))
-    if launch is None or launch.row is None or reading is None or launch.row.memory_bytes > budget_bytes:
-        return best_stock
-    if best_stock is not None and best_stock.row.expected_s < launch.row.expected_s * (1 - ROUNDING):
-        return best_stock
+    stock_job = as_stock(job)
+    best = None if _undivided(job) else best_rival(stock_job, costs, job.memory_budget_bytes, release or NEWEST)
+    return None if best is None else Stock(best.setting, stock_row(stock_job, costs, best))
+
+
+def or_launch(best: Stock | None, launch: Launch, reading: Reading | None, budget_bytes: int) -> Stock | None:
+    """Return the launch's own setting if it fits and nothing is faster, else `best`."""
+    if launch.row is None or reading is None or launch.row.memory_bytes > budget_bytes:
+        return best
+    if best is not None and best.row.expected_s < launch.row.expected_s * (1 - ROUNDING):
+        return best
     return Stock(reading.today.setting, launch.row, launch=True)
 
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,11 @@ def test_a_script_without_a_guard_runs_once(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["the script runs", "elsewhere" if len(os.sched_getaffinity(0)) > 1 else "here"]
 
 
+def test_results_come_in_the_order_of_calls() -> None:
+    with beside(partial(int, "7"), partial(str, 8)) as result:
+        assert [result(), result()] == [7, "8"]
+
+
 def test_on_one_core_it_is_called_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     with beside(os.getpid) as result:
@@ -38,7 +44,7 @@ def test_on_one_core_it_is_called_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_error_in_the_second_process_is_raised_here() -> None:
-    with beside(int, "seven") as result, pytest.raises(ValueError, match="seven"):
+    with beside(partial(int, "seven")) as result, pytest.raises(ValueError, match="seven"):
         result()
 
 
@@ -52,6 +58,6 @@ def test_a_process_that_nobody_waits_for_is_killed(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(subprocess, "Popen", noting)
-    with pytest.raises(KeyboardInterrupt), beside(time.sleep, 600):
+    with pytest.raises(KeyboardInterrupt), beside(partial(time.sleep, 600)):
         raise KeyboardInterrupt
     assert [process.poll() for process in started] == [-9]
