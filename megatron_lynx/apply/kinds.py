@@ -317,7 +317,7 @@ FACES += [HeldHalf(OPAQUE[name], recognised) for name, recognised in IS.items()]
 
 def sections_in(layer: Module) -> tuple[Section, Section]:
     """The sections of a live layer, in the order of a forward."""
-    attention, mlp = (in_graph(_found(half, layer)[1], captured_modules(layer.config)) for half in HALVES)
+    attention, mlp = (in_graph(_face_and_section(half, layer)[1], captured_modules(layer.config)) for half in HALVES)
     return attention, mlp
 
 
@@ -331,7 +331,7 @@ def layers_by_kind(run: LiveRun) -> list[tuple[Running, Layers]]:
     having: dict[Running, dict[int, Module]] = {face: {} for face in FACES}
     for number, layer in run.layers.items():
         for half in HALVES:
-            having[_found(half, layer)[0]][number] = layer
+            having[_face_and_section(half, layer)[0]][number] = layer
     return list(having.items())
 
 
@@ -339,6 +339,6 @@ def kinds_of(run: LiveRun) -> list[Running]:
     return [face for face, layers in layers_by_kind(run) if layers]
 
 
-def _found(half: Half, layer: Module) -> tuple[Running, Section]:
+def _face_and_section(half: Half, layer: Module) -> tuple[Running, Section]:
     answers = ((face, face.section_in(layer)) for face in reversed(FACES) if face.half == half)
     return next((face, section) for face, section in answers if section is not None)

@@ -228,7 +228,7 @@ def held_here() -> list[Held]:
 
 def _rows(release: Release, recorded: Mapping[str, str], hook: str | None = None) -> Iterator[Held]:
     for site, hashed in recorded.items():
-        present_hash, also = _found(site), release.also.get(site, hashed)
+        present_hash, also = _present_hash(site), release.also.get(site, hashed)
         yield Held(hook or hook_of(site), site, release.version, also if present_hash == also else hashed, present_hash)
 
 
@@ -243,7 +243,7 @@ def hook_of(site: str) -> str:
     raise ValueError(f"no hook is known to rely on {site}")
 
 
-def _found(site: str) -> str | None:
+def _present_hash(site: str) -> str | None:
     try:
         return fingerprint(site)
     except (ImportError, AttributeError):

@@ -89,7 +89,7 @@ class ActivationMeter(ABC):
     @abstractmethod
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None: ...
 
-    def _found(self, names: Sequence[str], totals: Sequence[int], peaks: Sequence[int]) -> None:
+    def _set_use(self, names: Sequence[str], totals: Sequence[int], peaks: Sequence[int]) -> None:
         """`totals`: live bytes at entry, at the marks and at exit. `peaks`: from each of these but the last to the next one."""
         level, *inner, left = totals
         self.use = MemoryUse(
@@ -156,7 +156,7 @@ class CudaMeter(ActivationMeter):
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         if error is None:
             self._read()
-            self._found(self._names, self._totals, self._peaks)
+            self._set_use(self._names, self._totals, self._peaks)
 
     def _read(self) -> None:
         self._peaks.append(torch.cuda.max_memory_allocated(self._device))
@@ -266,7 +266,7 @@ class CpuMeter(ActivationMeter):
                 totals[mark] = total
             if mark is None or mark == now:
                 peaks_bytes[now] = max(peaks_bytes[now], total)
-        self._found(self._names[1:-1], totals, peaks_bytes[:-1])
+        self._set_use(self._names[1:-1], totals, peaks_bytes[:-1])
 
 
 def _reports(tree: Any) -> Iterator[tuple[int, int | None, Any]]:

@@ -56,14 +56,14 @@ def claims(engine: Engine, chunks: Container[int], *, combined: bool = False) ->
     yield Claim(schedules, "forward_step", forward, "begins and ends a micro-batch's forward")
     yield Claim(schedules, "backward_step", backward, "begins and ends a micro-batch's backward")
     if combined:
-        yield _both(engine, chunks)
+        yield _combined_claim(engine, chunks)
 
 
 def _is_in(model: Any, chunks: Container[int]) -> bool:
     return model is not None and id(unwrapped(model)[1]) in chunks
 
 
-def _both(engine: Engine, chunks: Container[int]) -> Claim:
+def _combined_claim(engine: Engine, chunks: Container[int]) -> Claim:
     from megatron.core.pipeline_parallel import combined_1f1b
 
     def hooked(original: Any) -> Any:
