@@ -51,8 +51,7 @@ CHUNK_MIB = 256
 
 WORTH = 0.01
 """Relative gain from which more changes, or more memory, are recommended: simulated ratios of settings were within 3 % on one
-H100.
-"""
+H100."""
 
 ENDLESS_GIB = 1e6
 """More than any device's memory."""
@@ -93,8 +92,7 @@ class Answer:
     @property
     def planned(self) -> Planned | None:
         """The recommended plan: the fastest; within `WORTH` of it, the one with fewer bytes, unless stock's best is faster than
-        that one.
-        """
+        that one."""
         if self.copies is not None or self.without_copies is None:
             return self.copies
         best, less = self.without_copies, self.in_todays_bytes
@@ -299,8 +297,7 @@ def would_fit(job: Job, costs: Profile, reading: Reading | None = None) -> Itera
 
 def _optimizer(job: Job, costs: Profile, reading: Reading | None) -> Iterator[tuple[float, str]]:
     """Yield the update's seconds and a sentence for the least quarter of optimizer state on the host with which a plan fits.
-    Megatron steps parameters on the host only with a precision-aware, distributed optimizer.
-    """
+    Megatron steps parameters on the host only with a precision-aware, distributed optimizer."""
     if job.optimizer.offload != 0:
         return
     aware: Changes = () if job.optimizer.precision_aware else (("optimizer.precision_aware", True),)

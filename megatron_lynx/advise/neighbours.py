@@ -85,8 +85,7 @@ class Near(Space):
 @no_collections()
 def neighbours(job: Job, release: str | None) -> list[Neighbour]:
     """Return the fastest few that fit, best first. `job`: with the policy `planned`, on a described cluster. `release`: as in
-    `planned_variants`.
-    """
+    `planned_variants`."""
     candidates = BestFirst(Near(job, job.gpus), ("planned",), MOST, offload=job.offload_ratio != 0).run()
     near = [_answered(job, candidate.job, release) for candidate in candidates]
     return sorted((neighbour for neighbour in near if neighbour.rows), key=lambda neighbour: neighbour.fastest.expected_s)

@@ -1,6 +1,5 @@
 """The answer as a screen of 80 columns (verdict, then a row for each way to run the launch), and as the JSON of `advise` and
-`plan`.
-"""
+`plan`."""
 
 from __future__ import annotations
 
@@ -154,8 +153,7 @@ def _shown(answer: Answer) -> Iterator[Row]:
 
 def as_json(answer: Answer) -> dict[str, Any]:
     """Seconds are of a whole step, including the optimizer's update: `step_s`, and `step_at_best_s` for a range; bytes are of the
-    fullest device.
-    """
+    fullest device."""
     copies = answer.without_copies if answer.copies is not None else None
     within = answer.in_todays_bytes
     return {

@@ -158,8 +158,7 @@ class Stock:
 
 def stocks_best(job: Job, costs: Profile, release: str | None) -> Stock | None:
     """Return the fastest setting that fits, of equals the one with fewer bytes. Returns None if none fits, or stock cannot place
-    the layers. `release`: of megatron-core; None: the newest.
-    """
+    the layers. `release`: of megatron-core; None: the newest."""
     stock_job = as_stock(job)
     best = None if _undivided(job) else best_rival(stock_job, costs, job.memory_budget_bytes, release or NEWEST)
     return None if best is None else Stock(best.setting, stock_row(stock_job, costs, best))

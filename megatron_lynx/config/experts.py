@@ -77,8 +77,8 @@ class Experts(Part):
     """Megatron's token dispatcher; deepep, hybridep: --moe-token-dispatcher-type flex with this backend. allgather (Megatron's
     default): every rank gathers all tokens."""
     multiprocessors: int | None = Field(default=None, ge=2)
-    """Multiprocessors of one dispatch kernel (`--moe-flex-dispatcher-num-sms`); None: Megatron's default. Ignored with
-    alltoall."""
+    """Multiprocessors of one dispatch kernel (`--moe-flex-dispatcher-num-sms`); None: Megatron's default. Ignored with alltoall.
+    """
     overlapped: bool = False
     """Whether token exchanges overlap the computation of another micro-batch (`--overlap-moe-expert-parallel-comm`)."""
     delayed: bool = False

@@ -17,8 +17,7 @@ from megatron_lynx.units import GIB, format_bytes
 
 Level = Literal["good", "note", "slows", "defeats"]
 """good: as it should be; note: worth knowing; slows: overlap gains less; defeats: plans are refused or hide nothing, Megatron
-stops, or stock's gradients are wrong.
-"""
+stops, or stock's gradients are wrong."""
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ Two gradient buffers: one has a batch's whole gradient until its deferred update
     buffer j mod 2   += ─────────  whole gradient of batch j ── step, then cleared for batch j + 2
     buffer j+1 mod 2              += ──────── += ────────────────── += ...
 
-DDP's buffers, its buckets and the parameters' `main_grad` are pointed at one of them. Between calls they are at the batch
-that was updated last, whose gradient Megatron clears before each step.
+DDP's buffers, its buckets and the parameters' `main_grad` are pointed at one of them. Between calls they are at the batch that
+was updated last, whose gradient Megatron clears before each step.
 
 Tensors of Megatron that share memory with weights or gradients, and must follow them (`owners`):
 

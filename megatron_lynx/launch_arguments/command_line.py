@@ -13,9 +13,7 @@ blanks.
 
 # llama3-70b: 64 x H100-80G         a comment: the line is `#`, or begins with `# `
 # cluster: h100-80g                 the cluster, unless --cluster is given
-torchrun
---nproc-per-node
-8
+torchrun --nproc-per-node 8
 
 Megatron's `--yaml-cfg FILE` has the names of its arguments, in two sections and outside of them.
 

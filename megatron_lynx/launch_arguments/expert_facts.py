@@ -144,8 +144,7 @@ def _beside(given: Given, problems: list[Problem]) -> Iterator[Fact]:
 
 def _capacity(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     """The bound of a capacity factor: rows of an expert from each rank, over a balanced share (`apply_router_token_dropping`).
-    Padded, every expert gets that many; otherwise at most that many, and a factor below 1 drops tokens of a balanced router.
-    """
+    Padded, every expert gets that many; otherwise at most that many, and a factor below 1 drops tokens of a balanced router."""
     factor, count, ranks = given[CAPACITY], given["num_experts"], given[EXPERT] or 1
     padded = given[PADDED]
     if factor is None or factor < 0:
@@ -178,8 +177,7 @@ def _fused(given: Given, problems: list[Problem]) -> Iterator[Fact]:
 
 def _rank_capacity(given: Given, problems: list[Problem], backend: str) -> Iterator[Fact]:
     """A rank's capacity of rows, over a balanced share. NCCL EP allocates a block of that size, which the first linears save.
-    HybridEP needs fused experts with it (`TransformerConfig.__post_init__` of 0.18 and 0.19), which are not modelled.
-    """
+    HybridEP needs fused experts with it (`TransformerConfig.__post_init__` of 0.18 and 0.19), which are not modelled."""
     factor, origin = given[RANK_CAPACITY], given.origin(RANK_CAPACITY)
     if factor is not None and backend == "ncclep":
         yield Fact("model.experts.holds", max(1.0, factor), f"{origin}: rows of a rank lie in a block of that size")

@@ -283,8 +283,7 @@ def _silent(given: Given, said: Sequence[str]) -> tuple[str, ...]:
 
 def job_of(reading: Reading, cluster: str, changes: Mapping[str, Any] | None = None) -> Job:
     """The job of a launch on a cluster, given by name or file. `changes`: further values of the job by their place
-    (`{"budget.memory_gib": 70}`). Raises `ConfigError` with all problems.
-    """
+    (`{"budget.memory_gib": 70}`). Raises `ConfigError` with all problems."""
     problems: list[Problem] = list(reading.problems)
     if any(place.startswith("head.") for place in changes or {}):
         problems += _refused(reading.given, reading.today, ["head"])

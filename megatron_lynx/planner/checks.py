@@ -42,8 +42,7 @@ def check_plannable(job: Job) -> None:
 
 def check_plan(job: Job, plan: Plan) -> None:
     """Raises `PlanMismatch` with every fact in which the plan is for another job. `job`: as planned (`planner.as_planned`) if a
-    plan may choose launch flags.
-    """
+    plan may choose launch flags."""
     plan_facts = {part: getattr(plan, part).model_dump() for part in ("model", "parallel", "batch")}
     needed: dict[str, dict[str, object]] = {
         "model": model_facts(job).model_dump(),

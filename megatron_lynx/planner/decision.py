@@ -43,8 +43,7 @@ NONE_DEFERRED = "none deferred: no wait that is left, and for which there is mem
 
 WORTH_READING = 1e-3
 """Relative gain from which a plan with different layers is taken: it is harder to read, and may leave fewer waits to weight
-gradients. If none are deferred, any gain is enough; else more memory could make a step longer by less than this.
-"""
+gradients. If none are deferred, any gain is enough; else more memory could make a step longer by less than this."""
 
 PLACED_AGAIN = 3
 """Most rounds of placing weight gradients."""
@@ -113,8 +112,7 @@ def fastest_decision(job: Job, profile: Profile) -> Decision:
 
 def _beside_graphs(job: Job, profile: Profile) -> Decision:
     """Decide for a launch that captures graphs: with them, or without them if that is faster or nothing else fits. Raises the
-    problems that remain without graphs.
-    """
+    problems that remain without graphs."""
     without = left_open.without_graphs(job)
     try:
         beside = _without_graphs(job, profile)
@@ -209,8 +207,7 @@ def _as_of(job: Job, decision: Decision) -> Decision:
 
 def _with_loads(decision: Decision, profile: Profile) -> Decision:
     """State, for each stage, the load of experts at which the plan still fits, and the load from which its expert halves fall
-    back.
-    """
+    back."""
     job, plan = decision.job, decision.plan
     loads = loads_that_fit(job, plan, profile, decision.simulation)
     looked_into = job.model.experts is not None and not job.model.experts.whole

@@ -79,8 +79,7 @@ def with_copies(job: Job, *, kept: bool) -> Job:
 
 def best_share(job: Job, decide: Callable[[Job], DecisionT], step_s: Callable[[DecisionT], float]) -> DecisionT:
     """Return the decision for the share with the shortest step, including its update. Raises `Infeasible` if none fits, with the
-    excess when everything is on the host.
-    """
+    excess when everything is on the host."""
     decisions: dict[float, DecisionT] = {}
     failed: dict[float, Infeasible] = {}
 

@@ -21,8 +21,7 @@ from megatron_lynx.solver.stages import Stages
 
 def partitioned(job: Job, profile: Profile) -> list[Job]:
     """Return the job with known layers; if they were open, spread evenly, and as fastest by the closed form of a step. A
-    rehearsal decides between the two. Raises `Infeasible` if nothing fits.
-    """
+    rehearsal decides between the two. Raises `Infeasible` if nothing fits."""
     if job.parallel.partition != "auto":
         return [job]
     if not job.model.alike:  # `_Times` knows stages by their number of layers

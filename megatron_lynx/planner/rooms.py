@@ -24,8 +24,7 @@ from megatron_lynx.timetable import Timetable
 @dataclass(frozen=True)
 class Rooms:
     """Waits of one chunk. `forwards`: whether a forward of this chunk follows its backwards. `looked_into`: whether plans may
-    change the inside of experts.
-    """
+    change the inside of experts."""
 
     plan: Plan
     entry: Stage
@@ -115,8 +114,7 @@ class Rooms:
 
     def _first(self, waits: list[WindowAddress], section: Section, name: str) -> int:
         """Index of the first wait of the layer's backward after which this weight gradient could run; their number if there is
-        none.
-        """
+        none."""
         sliced = self.prices.profile.shape.sequence_parallel
         least = section.behind_wgrad(name, sliced) + (section.beside_wgrad(name, sliced) is not None)
         over, backward = HALVES[HALVES.index(section.half) + 1 :], (wait for wait in waits if wait.passing == "bwd")
@@ -124,8 +122,7 @@ class Rooms:
 
     def _puts(self, layer: int, waits: list[WindowAddress], first: int, forwards: int) -> Iterator[Put]:
         """Yield waits in which a weight gradient of this layer may run: from index `first` on, then earlier ones in the layer
-        below. Collectives of forwards are alike, so `forwards` of them are enough.
-        """
+        below. Collectives of forwards are alike, so `forwards` of them are enough."""
         backward = sum(wait.passing == "bwd" for wait in waits)
         for at, wait in enumerate(waits[: backward + forwards]):
             if wait.passing == "fwd":

@@ -2,8 +2,8 @@
 
 job ──variants──> jobs that differ in these flags ──fastest_decision──> a plan each ──> the fastest
 
-A plan with userbuffers has a range (`cost.step`). It is taken if even its longest step is the shortest, or if stock's best
-is faster than every other plan.
+A plan with userbuffers has a range (`cost.step`). It is taken if even its longest step is the shortest, or if stock's best is
+faster than every other plan.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ OVERLAPPED = (StockSetting(overlap=True), StockSetting(overlap=True, delayed=Tru
 @dataclass(frozen=True)
 class Planned:
     """A job with its plan's flags, the plan, and its whole step including the optimizer's update. `memory_bytes`: of the fullest
-    device.
-    """
+    device."""
 
     job: Job
     profile: Profile = field(repr=False)
@@ -65,8 +64,7 @@ def planned(job: Job, profile: Profile) -> Planned:
 
 def range_of(plan: Plan, job: Job, profile: Profile, simulation: Simulation) -> StepRange:
     """Forwards and backwards of a simulated step. With userbuffers, from the most that GEMMs can hide to what stock hides without
-    them.
-    """
+    them."""
     best = at_best(plan, job, profile)
     return StepRange.known(simulation.step_s) if best is None else StepRange(best.step_s, simulation.step_s)
 

@@ -90,8 +90,7 @@ def with_rehearsed(plan: Plan, parted: Job, profile: Profile, answers: Sequence[
 
 def least_memory_of(job: Job, answer: StageAnswer) -> StageMemory:
     """Bytes of a stage's device at its fullest moment, by kind, as bounded by the solver: for answers without a plan. `job`: with
-    its layers.
-    """
+    its layers."""
     staging = round(2 * answer.offloaded_share * answer.chunk_bytes)
     kept = ceil(answer.chunks[0].in_flight * answer.chunk_bytes) - staging - answer.within_bytes
     beside = parts_beside_layers(job, answer.stage)
@@ -213,8 +212,7 @@ def rule_of(
     ahead: Ahead = False,
 ) -> Rule:
     """Return the rule for one or more layers. `sections`: of halves that are not checkpointed. `ahead`: what checkpointed halves
-    communicate ahead.
-    """
+    communicate ahead."""
     items = [item for section in sections for item in section.names]
     content = {
         "layers": layers,

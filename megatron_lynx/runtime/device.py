@@ -8,8 +8,8 @@
 [2] the host continues; it blocks in `synchronize` only
 [3] compute issued from now on waits for the copy
 
-A CPU's stream is the calling thread, its work has finished when the call returns, and its clock is the host's.
-`cuda` derives those of a GPU. `tests/instruments/streams` derives a CPU whose copies run in threads, as late as they may.
+A CPU's stream is the calling thread, its work has finished when the call returns, and its clock is the host's. `cuda` derives
+those of a GPU. `tests/instruments/streams` derives a CPU whose copies run in threads, as late as they may.
 """
 
 from __future__ import annotations

@@ -211,8 +211,7 @@ class Engine(Progress):
 
     def _mark(self, frame: Frame, arguments: Any, outputs: Any) -> None:
         """Hook on the node that made the output: backward reaches the half when the output's gradient exists. Below a half
-        without hooks, a hook on the input's gradient says that backward has left this half.
-        """
+        without hooks, a hook on the input's gradient says that backward has left this half."""
         output = next((tensor for tensor in tensors_in(outputs) if tensor.requires_grad), None)
         if output is not None:
             reached = partial(self._enter, frame)

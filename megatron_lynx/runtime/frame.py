@@ -164,8 +164,7 @@ class Frame:
     """Whether it may have drawn random numbers."""
     random: Any = None
     """Random state at its begin, if it may have drawn. A fed half begins with the state that the half before leaves; if that one
-    may draw, this is None until that one was recomputed.
-    """
+    may draw, this is None until that one was recomputed."""
     surroundings: Any = ()
     site_states: dict[int, Any] = field(default_factory=dict)
     """State of its sites (FP8 scales), by segment."""

@@ -118,8 +118,8 @@ class FirstCall:
     def handed(self, call: SiteCall, item: Item, after: str | None) -> None:
         """Report that a site, which is `item`, is about to be called, after the item `after`.
 
-        Its inputs stay if that item is kept. With two paths (shared experts) only code and the half's begin count: outputs
-        of kept sites stay in any case, and the other path may be recomputed.
+        Its inputs stay if that item is kept. With two paths (shared experts) only code and the half's begin count: outputs of
+        kept sites stay in any case, and the other path may be recomputed.
         """
         section = self._section
         after_kept = after not in self._replay and (not section.two_paths or after is None or after in section.code)

@@ -388,8 +388,7 @@ class Replays:
 
 def _arrived(frame: Frame) -> tuple[dict[str, Any], ...]:
     """Wait for communication of the stopped recomputation, and return its marks. Memos that it passed lose their values: code
-    would write into them in place again.
-    """
+    would write into them in place again."""
     under_way, frame.under_way = frame.under_way, None
     if under_way is None:
         return ()

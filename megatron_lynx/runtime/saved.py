@@ -4,8 +4,8 @@
                          ▼                                                   ▼
                     [ earlier graph ]  <──next_functions──  [ nodes of this call: saved input, weight, ... ]
 
-Default saved-tensor hooks lose the identity of parameters (rule R11). So calls that own parameters run without them, and
-hooks are registered afterwards on single saved tensors of the nodes found here.
+Default saved-tensor hooks lose the identity of parameters (rule R11). So calls that own parameters run without them, and hooks
+are registered afterwards on single saved tensors of the nodes found here.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ Random state advances with each draw, so a recomputation also restores it where 
                     │                               │
     recompute    restore(S0)    …    kept site skipped: restore(S2)    …    restore the state before
 
-A half that cannot draw has no random state (`HalfPolicy.may_draw`). `RandomSource` has torch's default generators; `apply`
-adds Megatron's tracker.
+A half that cannot draw has no random state (`HalfPolicy.may_draw`). `RandomSource` has torch's default generators; `apply` adds
+Megatron's tracker.
 """
 
 from __future__ import annotations

@@ -196,8 +196,7 @@ class Waits:
 
     def _recompute(self, task: Task, reached: Reached) -> None:
         """At `enter`, recompute a checkpoint; the half before that feeds it is recomputed with it. In a window, recompute if rule
-        R4 allows it and the gather of its input was not missed.
-        """
+        R4 allows it and the gather of its input was not missed."""
         frame = self._frame_of(task, reached)
         if frame is None:
             return

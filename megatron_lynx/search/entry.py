@@ -3,8 +3,8 @@
     policies without a plan    floor ──> does it fit? closed form of the step ──> simulated
     plans                      floor ──> first and last stage solved ──> all stages solved ──> rehearsed
 
-Solving all stages costs as much as a hundred floors, so it comes late. Of the first and the last stage one has most
-micro-batches in flight, the other the head.
+Solving all stages costs as much as a hundred floors, so it comes late. Of the first and the last stage one has most micro-batches
+in flight, the other the head.
 """
 
 from __future__ import annotations
@@ -88,8 +88,7 @@ def looks_at_plan(job: Job, cost: LayerCost, floor: Spent, *, offload: bool, bes
 
 def _candidate(job: Job, cost: LayerCost, spent: Spent, pipeline_s: float, ratio: float, memory_bytes: int) -> Candidate:
     """The bound is kept if the simulated step is shorter: only the closed form knows that copies and messages alternate. Without
-    flushes, waits of stages for each other are added to the bubble.
-    """
+    flushes, waits of stages for each other are added to the bubble."""
     step_s = max(pipeline_s + update_s(job, cost.profile), spent.total_s)
     parts = spent.up_to(step_s) if job.schedule == "double_buffered" else spent
     return Candidate(job, step_s, parts, ratio, memory_bytes)

@@ -75,8 +75,7 @@ class HostCopies:
 
     def reload(self, backward: Action, time_s: float, copy: HostCopy | None) -> None:
         """Issue the copy back for a backward, at `time_s` at the earliest. Does nothing if there is no copy or it was already
-        issued.
-        """
+        issued."""
         place = backward.micro_batch, backward.chunk
         out_end_s = self._out_end_s.pop(place, None)
         if out_end_s is None or copy is None:
@@ -87,6 +86,5 @@ class HostCopies:
 
     def back_s(self, backward: Action) -> float:
         """Time at which the backward's copy is complete; 0 if nothing was offloaded. A later time than the pass's start is
-        exposed.
-        """
+        exposed."""
         return self._back_end_s.pop((backward.micro_batch, backward.chunk), 0.0)

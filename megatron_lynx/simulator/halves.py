@@ -208,8 +208,7 @@ def _backward(
     walk: Walk, through: Pass, treated: Sequence[Treated], halves: Parts, end_s: float, last: bool, defers: bool
 ) -> TimedPass:
     """Walk one backward. `treated`: halves in forward order. `last`: the chunk's last backward of a step, after which no weight
-    gradient is pending. `defers`: whether it delays weight gradients.
-    """
+    gradient is pending. `defers`: whether it delays weight gradients."""
     coming = ComingBack(treated) if _leave(treated) else None
     numbered = reversed(list(enumerate(treated, start=1)))
     not_in_hand = [half.memory.less_in_hand for half in treated] or [0]

@@ -86,8 +86,7 @@ def _by_layer(one: TimedPass) -> Iterator[int]:
 
 def paired(chunks: Sequence[PairedChunk], beside: Beside, *, delayed: bool = False) -> list[ChunkPasses]:
     """Return the passes of a stage's chunks. A steady forward is paired equally often with each chunk's backward. `delayed`:
-    weight gradients are nodes.
-    """
+    weight gradients are nodes."""
     return [_paired(chunk, chunks, partial(paired_s, beside=beside, delayed=delayed)) for chunk in chunks]
 
 

@@ -45,8 +45,8 @@ def simulate(
 ) -> Simulation:
     """Simulate one step. `chunks` by stage and chunk; `p2p_s` is one message between neighbouring stages.
 
-    `between_passes`: messages of a non-blocking schedule do not overlap passes.
-    Raises ValueError if stages wait for each other in a ring.
+    `between_passes`: messages of a non-blocking schedule do not overlap passes. Raises ValueError if stages wait for each other
+    in a ring.
     """
     return Run(schedule, chunks, p2p_s, interference, between_passes=between_passes).simulation()
 
@@ -205,8 +205,7 @@ class Run:
 
     def _copied_s(self, stage: RunningStage, before: Action | None, action: Action) -> float:
         """Time at which copies issued before a blocking exchange are complete; 0 if there is no exchange, or it does not
-        synchronise.
-        """
+        synchronise."""
         if not self._schedule.blocking:
             return 0.0
         exchanges = self._sent(stage, before) is not None or self._received(stage, action) is not None
@@ -234,8 +233,7 @@ class Run:
         self, stage: RunningStage, action: Action, phase: Phase, behind: Action | None, times: tuple[float, float, float]
     ) -> float:
         """Record a pass and return its end. `times`: arrival of its messages, its start, and seconds for which its exchange
-        waited for copies.
-        """
+        waited for copies."""
         (arrived, begin, held_up_s), passes = times, stage.passes[action.chunk].of(action.micro_batch)
         waited = self._copies_back(stage, action, passes, begin) if stage.copying else 0.0
         if action.kind == "F":

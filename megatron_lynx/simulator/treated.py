@@ -55,8 +55,7 @@ class Treated:
     """By item, progress of the recomputation when it stops there."""
     gathers_s: Mapping[Window, tuple[float, float]] = field(default_factory=dict)
     """By window after which its input is gathered: seconds of delay to the recomputation, and seconds saved in the half's
-    backward.
-    """
+    backward."""
     host: HostSeconds = NO_HOST_TIME
     """Host seconds. Its recomputation is issued with its backward, wherever it runs."""
     deferred: Mapping[str, WeightGradient] = field(default_factory=dict)

@@ -30,8 +30,7 @@ from megatron_lynx.timetable import Linear, Task, Wait
 
 class Walk:
     """Starts `start_s` after the pass. Work in a window takes `interference` times longer. `halves`: the stage's. `queue`:
-    delayed weight gradients.
-    """
+    delayed weight gradients."""
 
     def __init__(self, interference: float, halves: Halves, queue: Queue, start_s: float = 0.0) -> None:
         self.clock_s = start_s

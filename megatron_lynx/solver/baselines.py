@@ -7,8 +7,7 @@ full        recompute everything possible on demand
 block       the same in the stage's first layers only (stock: `--recompute-method block`)
 
 They describe these policies in our runtime. It never repeats a row-parallel GEMM and its reduction, and it keeps the input of
-both
-halves of a layer, so `full` is faster than stock Megatron's and holds more. Code between submodules runs again as well:
+both halves of a layer, so `full` is faster than stock Megatron's and holds more. Code between submodules runs again as well:
 `selective` recomputes the rotary embedding with the core attention.
 """
 

@@ -46,9 +46,7 @@ from megatron_lynx.units import SECOND_DIGITS
 
 RESERVES = 16
 """Into how many parts the bytes are divided with which the model's last chunk keeps everything; each multiple is tried as memory
-that
-the others leave it, and so is the least that it needs. [4]
-"""
+that the others leave it, and so is the least that it needs. [4]"""
 
 
 MAY_BEGIN = (tuple(LAYER.values()), (None, Checkpoint()))
@@ -98,9 +96,7 @@ class Chunks:
 
     def begun_anyway(self, stage: int, chunk: int, solved: Solved) -> Iterator[Solved]:
         """Yield answers for a chunk in which the lowest checkpointed layer, the lowest two, and so on begin communication ahead,
-        whatever
-        memory that takes. Only layers like the one above them do.
-        """
+        whatever memory that takes. Only layers like the one above them do."""
         layers = [*solved.layers]
         kinds = list(map(self.problems.job.model.sections, self.problems.job.layers_of(stage, chunk)))
         for number, (kind, above) in enumerate(pairwise(kinds)):
@@ -290,8 +286,7 @@ def _in_turn(
 
 def _may_move(option: Option) -> bool:
     """Whether a half may move. Recomputation that gathers its input cannot run before that, and none that communicates runs in a
-    wait.
-    """
+    wait."""
     alone = option.checkpoint is None and option.seat.gather is None and not option.seat.stays
     return bool(option.replay) and alone and not option.seat.cooldown.in_receive
 

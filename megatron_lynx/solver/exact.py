@@ -12,8 +12,7 @@ HiGHS's tree, not after a time, so a busy machine makes the same plan.
 
 If small gains are not needed, at most `MOST_CHOSEN` halves are chosen one by one; four times as many take HiGHS fifty times as
 long. The programs' answers may exceed the budget, because they omit the needs of halves that are only counted. `mended` then
-changes
-half after half until the budget is kept:
+changes half after half until the budget is kept:
 
     moments of a backward     ▂▄██▇▆▅▃▂▁     bytes held at each [A] [B] (`cost.memory`)
     the budget                ──────────     excess: the sum over all moments
@@ -59,8 +58,7 @@ def solve(problem: StageProblem, nodes: int = MOST_NODES, enough_s: float = 0.0,
 
     The search stops at gains of at most `enough_s`. Without a budget, the least memory is sought, with every recomputation in the
     window of its backward that hides most. Stages with experts are left to `quick`. Raises `Infeasible` if nothing fits, or
-    nothing
-    was found within `nodes`.
+    nothing was found within `nodes`.
 
     quick: the sweep, which may remember its answers.
     """
@@ -221,8 +219,7 @@ class _Mender:
 
     def _change(self, seconds: Floats, held: Floats, weight: float) -> tuple[int, int] | None:
         """Return the next half to change and its option; None if nothing exceeds the budget or no change helps. `held`: by half
-        and moment.
-        """
+        and moment."""
         together = held.sum(axis=0)
         together[0] += self.problem.loss_bytes
         too_much = self._beyond(together)

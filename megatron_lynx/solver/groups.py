@@ -142,8 +142,7 @@ class _Groups:
 
     def answer(self, way: Way, solver: Solver, least: Solved) -> Solved | None:
         """Return the groups below the solver's answer for the other layers, or below these with the least memory; None if that
-        does not fit.
-        """
+        does not fit."""
         problem, budget_bytes, layers_above = self.problem, self.problem.budget_bytes, self.problem.layers - way.layers
         assert budget_bytes is not None
         leanest = self.below(way, least.halves)

@@ -10,8 +10,7 @@
     fastest answer is taken. Ties go to the least host time.
 
 Solvers minimise sums, and a maximum of two sums is none, so [2] need not find the best answer. It is exact if only the host or
-only
-the device counts, and never slower than the solver's own answer.
+only the device counts, and never slower than the solver's own answer.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ def late_s(problem: StageProblem, answer: Solved) -> float:
 
 def host_of_stage(job: Job, profile: Profile, stage: int, chunks: Iterable[Solved], *, offloads: bool) -> HostSeconds:
     """Return the host seconds to issue one micro-batch through all chunks of a stage. `offloads`: whether some of it is
-    offloaded.
-    """
+    offloaded."""
     host = sum((host_of(chunk) for chunk in chunks), start=NO_HOST_TIME)
     if not offloads:
         return host

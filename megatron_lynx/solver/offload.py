@@ -261,9 +261,7 @@ class _ChunkLeaver:
     @cached_property
     def _halves_s(self) -> tuple[list[float], list[float]]:
         """Seconds of the forward and the backward of each half without recomputation. If they alternate, each is as long as both,
-        and halves
-        count as equal.
-        """
+        and halves count as equal."""
         if self.job.model.moe_overlapped:
             kinds = self.job.model.each_kind(self._layers)
             nodes = [nodes_of(self.profile, keeping_all(self.profile, kind), kind) for kind in kinds]

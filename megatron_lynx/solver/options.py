@@ -190,8 +190,7 @@ class StageProblems:
 
     def _device(self, stage: int, chunks: tuple[int, ...]) -> StageSeconds | None:
         """Return the seconds of one micro-batch in one of the chunks. The ends of the model are divided among all chunks of the
-        stage.
-        """
+        stage."""
         if self.profile.host_time is None:
             return None
         whole = stage_seconds(self.job, self.profile, stage)
@@ -324,8 +323,7 @@ class StageProblems:
         """Return the checkpoint with the rest of its recomputation in its first wait, if it may run there.
 
         It may if it has a wait and backward needs no dropout mask before that. Experts with tensor parallelism would exchange
-        rows once
-        more there, which no window allows (rule R2).
+        rows once more there, which no window allows (rule R2).
         """
         layout, model = self.job.parallel, self.job.model
         exchanges = section.exchanges_in_windows and layout.expert > 1 and layout.expert_tensor_size == 1

@@ -86,17 +86,14 @@ def promising(layers: int, stages: int, microbatches: int, bound_s: float, least
 
 def spread(count: int, chunks: int, *, last_stage: bool) -> Counts:
     """Spread the layers of a stage evenly over its chunks. Chunks with an end of the model get fewer: the first ones, or on the
-    last
-    stage the last ones.
-    """
+    last stage the last ones."""
     counts = even(count, chunks)
     return tuple(reversed(counts)) if last_stage else counts
 
 
 def _affordable(stage: int, counts: Iterable[int], time: StageTime) -> dict[int, float]:
     """Return the finite times. If a count does not fit, larger ones do not either; a small one may be too few for the stage's
-    chunks.
-    """
+    chunks."""
     times: dict[int, float] = {}
     for count in counts:
         seconds = time(stage, count)

@@ -61,8 +61,7 @@ class Option:
     @property
     def longer_s(self) -> float:
         """Seconds that its backward takes longer than without recomputation. Negative if a gather for recomputation saves a
-        longer wait.
-        """
+        longer wait."""
         return self.exposed_s - self.seat.spared_s
 
     @property
@@ -228,9 +227,7 @@ class StageProblem:
     """Bytes of the loss before backward reaches the layers, in addition to other bytes beside the layers at that moment."""
     inside: tuple[Grouped | None, ...] = ()
     """Every half in forward order as it is in a group of layers that keep one input; None for a half that cannot be in one. Empty
-    if no
-    groups are wanted (`solver.groups`).
-    """
+    if no groups are wanted (`solver.groups`)."""
     last_attention: Choices | None = None
     """Attention choices in the stage's last layer, where fewer windows come before it; None if they are the same."""
 
@@ -246,8 +243,7 @@ class StageProblem:
     @property
     def best_seated(self) -> StageProblem:
         """The problem with every recomputation in the window of its backward that hides most: leaving a window empty saves no
-        memory.
-        """
+        memory."""
         mixed = None if self.mixed is None else self.mixed.best_seated
         attention = self.attention.best_seated
         top = None if self.last_attention is None else Choices(map(self.at_top, attention))
@@ -256,8 +252,7 @@ class StageProblem:
     @property
     def in_backward(self) -> StageProblem:
         """The problem without recomputation before a half's own backward, for micro-batches that come back from the host during
-        it.
-        """
+        it."""
         mixed = None if self.mixed is None else self.mixed.each(lambda choices: choices.in_backward)
         attention = self.attention.in_backward
         top = None if self.last_attention is None else Choices(map(self.at_top, attention))

@@ -231,9 +231,7 @@ class Programme:
 
     def _between_grains(self, room_bytes: Floats) -> Floats:
         """Return bounds halfway between two multiples of the rows' common divisor. HiGHS accepts a nearly whole number as whole,
-        which makes
-        some bytes of a large row.
-        """
+        which makes some bytes of a large row."""
         if self._needs.max() > MOST_EXACT or (self._needs % 1).any():
             return room_bytes
         grain = max(1, int(np.gcd.reduce(self._needs.astype(np.int64), axis=None)))

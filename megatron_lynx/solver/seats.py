@@ -144,9 +144,7 @@ class Seats:
     @property
     def _collectives_hide(self) -> bool:
         """Whether tensor-parallel collectives are windows. Userbuffers exchange inside GEMMs; beside overlapped exchanges of
-        experts nodes
-        of two micro-batches alternate.
-        """
+        experts nodes of two micro-batches alternate."""
         return not self.job.userbuffers and not self.job.model.moe_overlapped
 
     @cached_property
@@ -167,8 +165,7 @@ class Seats:
     @cached_property
     def _windows(self) -> dict[tuple[Half, int], list[Wait]]:
         """Windows of each half in a backward, by the number of layers above the recomputed half. A gather of an input is no
-        window.
-        """
+        window."""
         return {
             (half, above): [
                 (window_name("bwd", half, ordinal, above), seconds)
@@ -212,8 +209,7 @@ class Seats:
 
 def _placements(waits: Sequence[Wait], stops: Mapping[str, Stop], replay_s: float, done_s: float = 0.0) -> Iterator[Placement]:
     """Yield every way to run the rest of a recomputation in these windows, in order: in one window, or part by part. The rest
-    after the last part runs on demand.
-    """
+    after the last part runs on demand."""
     for number, (window, seconds) in enumerate(waits):
         yield Placement((Portion(window, seconds, replay_s - done_s),))
         for name, stop in stops.items():

@@ -9,9 +9,8 @@ Alternatively, a fraction is offloaded within its own micro-batch (`solver.offlo
 passes of that micro-batch only. The faster way is taken.
 
 Ties go to the smaller fraction, so nothing is offloaded if the run fits and hides its recomputation without. A fraction is
-excluded
-if all devices of a node together would offload more than its host memory holds. Copies and messages take turns (`cost.step`).
-Devices that share a link to the host share its rate, which the profile's `host` link includes.
+excluded if all devices of a node together would offload more than its host memory holds. Copies and messages take turns
+(`cost.step`). Devices that share a link to the host share its rate, which the profile's `host` link includes.
 """
 
 from __future__ import annotations
@@ -92,8 +91,8 @@ class Stages:
         """Return faster answers, in which every layer may differ and several halves share the receive for recomputation.
 
         Layers differ only if that may save more than `enough_s` of a micro-batch. The first answer offloads the same fraction,
-        the last
-        one the smallest that fits, as a larger one may only pay while layers are alike. Between them is the faster of both.
+        the last one the smallest that fits, as a larger one may only pay while layers are alike. Between them is the faster of
+        both.
         """
         if answer.exposed_s == answer.host_late_s == 0:
             return (answer,)
@@ -116,9 +115,7 @@ class Stages:
 
     def beginning_ahead(self, answer: StageAnswer) -> StageAnswer:
         """Return the answer in which as many of the lowest checkpointed layers as fit begin their communication ahead. Less is
-        held when
-        backward reaches them.
-        """
+        held when backward reaches them."""
         budget_bytes = self._budget_bytes(answer.stage)
         if budget_bytes is None:
             return answer
@@ -134,9 +131,7 @@ class Stages:
 
     def keeping_all(self, answer: StageAnswer) -> tuple[StageAnswer, StageAnswer]:
         """Return the stage without recomputation and offload: if that fits (otherwise the answer unchanged), and regardless of
-        the budget,
-        because a rehearsal may count less if chunks differ.
-        """
+        the budget, because a rehearsal may count less if chunks differ."""
         keeping = partial(Chunks.solved, solver=baselines.keep_all)
         kept, budget_bytes = self._offloading(answer.stage, NOTHING, None, keeping), self._budget_bytes(answer.stage)
         return answer if budget_bytes is not None and kept.peak_bytes > budget_bytes else kept, kept
@@ -227,8 +222,7 @@ class Stages:
 
     def _leaving(self, stage: int, asked: Share, share: float, solved: Callable[[float], SolvedChunks]) -> StageAnswer:
         """Return the answer that offloads `share` where `asked` was requested. `solved`: solves the chunks for a number in
-        flight.
-        """
+        flight."""
         count = chunks_in_flight(self.job, stage)
         chunks = solved(count - (count - CHUNKS_NOT_OFFLOADED) * share if share else count)
         received_bytes = self._shape.input_bytes

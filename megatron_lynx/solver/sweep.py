@@ -11,8 +11,7 @@ r"""Solves a stage by a sweep over the price of a byte.
     choice                      X               Y          any options of both halves
 
 X and Y are neighbours on one hull, or the choices of two hulls at one price, so layers are of two sorts at most. The faster one
-is
-usually below, where less is held when its backward runs. The last layer, where the peak is, is chosen separately. Checkpointed
+is usually below, where less is held when its backward runs. The last layer, where the peak is, is chosen separately. Checkpointed
 layers are one more sort, which holds least. They are the lowest layers, because all of a layer is recomputed when those above are
 finished. They lie on no half's hull; X is near the point where the line from them touches the hull of whole layers. All these
 answers are priced, and the best is taken:
@@ -21,8 +20,8 @@ answers are priced, and the best is taken:
     without one       all layers alike, no checkpoints, every recomputation in the window of its backward that hides most, because
                       leaving a window empty saves no memory: least peak, then fastest backward, then fewest resident bytes
 
-The set of answers does not depend on the budget, so a larger budget never costs time. The peak (`cost.memory`) is a sum of
-the bytes of the last layer and all others at the last layer's moments (five, with the one before backward begins). After these it
+The set of answers does not depend on the budget, so a larger budget never costs time. The peak (`cost.memory`) is a sum of the
+bytes of the last layer and all others at the last layer's moments (five, with the one before backward begins). After these it
 depends on the others alone. A table of all lower layers and all last layers is therefore cheap.
 """
 
@@ -48,18 +47,15 @@ from megatron_lynx.solver.problem import Choices, Columns, Floats, StageProblem,
 from megatron_lynx.units import SECOND_DIGITS
 
 WEIGHINGS = (("held", 0.0), ("most", 0.5), ("most", 1.0), ("ends", 0.5), ("ends", 1.0), ("-1", 0.5), ("-1", 1.0))
-"""How bytes of a half are weighed: the moment of its own (`cost.memory.COLUMNS`, or the largest one) and its weight. The rest
-of the weight is on the bytes held before. Resident bytes of other micro-batches always count.
-"""
+"""How bytes of a half are weighed: the moment of its own (`cost.memory.COLUMNS`, or the largest one) and its weight. The rest of
+the weight is on the bytes held before. Resident bytes of other micro-batches always count."""
 
 NEIGHBOURS = 2
 """Largest distance in corners between two sorts of layers."""
 
 MOST_ALIKE = 20_000
 """Ways with all layers alike that are considered for the least memory. Beyond that, only options that no other one beats in
-seconds
-and two kinds of bytes, and of these every second one.
-"""
+seconds and two kinds of bytes, and of these every second one."""
 
 MOST_ON_TOP = 24
 """The same for one half of the last layer."""
@@ -339,9 +335,8 @@ class _Ways:
         return corners, prices
 
     def _line(self, choices: Choices, moment: str, part: float) -> tuple[list[int], list[float]]:
-        """Return the corners of one kind, from its fastest option to the one that holds least, and the price of each step.
-        Ties go to the fewest bytes at the other moments.
-        """
+        """Return the corners of one kind, from its fastest option to the one that holds least, and the price of each step. Ties
+        go to the fewest bytes at the other moments."""
         apart = slice(len(choices) - len(choices.joined))
         columns, weighed = choices.columns.at(apart), self._weighed(choices, moment, part)[apart]
         held, most_bytes = columns.moments[:, 0], columns.moments.max(axis=-1)
@@ -379,8 +374,7 @@ class _Ways:
 
     def _worth_it(self, choices: Choices, limit: int) -> Numbers:
         """Return all options of a kind if they are at most `limit`, otherwise those that no other one beats in seconds and in
-        bytes: its bytes while backward is elsewhere, and at its largest moment.
-        """
+        bytes: its bytes while backward is elsewhere, and at its largest moment."""
         apart = len(choices) - len(choices.joined)
         if apart <= limit:
             return np.arange(apart)

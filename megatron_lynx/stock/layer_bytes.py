@@ -93,8 +93,7 @@ class Treatment:
 
 def treatment(shape: LayerShape, setting: StockSetting, section: Section) -> Treatment:
     """Return the items that the setting's modules select. Transformer Engine fuses a norm into the next linear: a module for
-    norms then selects none, and a module for the linear selects both.
-    """
+    norms then selects none, and a module for the linear selects both."""
     joined = {section.norm, section.column_parallel} if shape.model.uses_te and section.fuses_norm else set[str]()
     inside = {item.name: item.norm_inside for item in section.items if item.norm_inside and shape.model.uses_te}
     again, discarded = set[str](), set[str]()

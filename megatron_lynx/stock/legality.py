@@ -66,8 +66,7 @@ class Facts:
     @classmethod
     def of(cls, job: Job, release: str = NEWEST) -> Facts:
         """Return a job's facts. Transformer Engine's experts are assumed to have grouped GEMMs, which all published recipes
-        enable.
-        """
+        enable."""
         model, has = job.model, set[Fact]()
         if model.experts is not None:
             has.add("experts")
@@ -185,8 +184,7 @@ def not_launched(setting: StockSetting, facts: Facts) -> str | None:
 
 def fails(setting: StockSetting, facts: Facts) -> str | None:
     """Return why stock Megatron cannot train with an accepted setting, or None. Trying some of these exhausts the machine's
-    memory.
-    """
+    memory."""
     if "mlp" in setting.recompute and facts.bias:
         return "stock Megatron recomputes an MLP with linear biases without end, until memory is gone"
     if setting.offload and setting.method is not None and facts.pipeline > 1:

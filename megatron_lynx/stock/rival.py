@@ -46,8 +46,7 @@ def best_rival(job: Job, profile: Profile, budget_bytes: int, release: str = NEW
 
 def rivals(job: Job, profile: Profile, budget_bytes: int, release: str = NEWEST) -> list[Priced]:
     """Return the families' fastest settings that were each the fastest so far, and the fastest of them with userbuffers if these
-    can be enabled. Nothing is offloaded if the cluster has no link to the host.
-    """
+    can be enabled. Nothing is offloaded if the cluster has no link to the host."""
     running = _Rivals(job, profile, budget_bytes, Facts.of(job, release))
     for family in families(job, release, running.promising):
         running.take(family)

@@ -41,8 +41,7 @@ from megatron_lynx.stock.setting import StockSetting
 
 NORM_OUT_MOVED = 2.5
 """Bytes that recomputing a gated norm moves, over those that it frees: result, normalised result twice, gate and product over two
-of them. Its bandwidth is taken as that of the half's first norm.
-"""
+of them. Its bandwidth is taken as that of the half's first norm."""
 
 
 def layer_seconds(shape: LayerShape, profile: Profile, setting: StockSetting, kind: LayerKind | None = None) -> LayerSeconds:
@@ -71,8 +70,7 @@ def _again_s(shape: LayerShape, profile: Profile, setting: StockSetting, section
 
 def _experts_again_s(shape: LayerShape, profile: Profile, setting: StockSetting, section: Section) -> float:
     """Seconds of recomputation in an expert half. `moe` repeats the exchange of rows, and shared experts repeat their
-    collectives.
-    """
+    collectives."""
     assert profile.experts is not None, "a profile of such a layer has its figures"
     runs, half = treatment(shape, setting, section).runs, profile.experts
     again_s = sum(half.items[name].forward_s for name in runs)

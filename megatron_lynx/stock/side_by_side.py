@@ -55,8 +55,7 @@ def side_by_side(
     today: SimulatedRow | None = None,
 ) -> list[SimulatedRow]:
     """Return the rows. `job`: as stock runs it. `ours`: the plan's row. `release`: of megatron-core. `today`: the launch's row,
-    which is the first whatever its bytes.
-    """
+    which is the first whatever its bytes."""
     none, full = priced(job, profile, NONE), priced(job, profile, FULL)
     prices = sorted(rivals(job, profile, budget_bytes, release), key=lambda price: (price.step_s, price.most_bytes))
     contenders = [price for price in prices if price.setting not in (NONE, FULL)]

@@ -129,8 +129,7 @@ class TimedStage:
 
     def _paired(self, chunk: int, apart: Sequence[ChunkPasses], host: HostSeconds) -> ChunkPasses:
         """Return a chunk whose steady forward lasts as long as its pair with a backward, in the mean over the stage's chunks, and
-        whose steady backward takes no time. Copies overlap with the pair, which waits for longer ones.
-        """
+        whose steady backward takes no time. Copies overlap with the pair, which waits for longer ones."""
         job, beside = self.stage.job, shared_rates(self.profile, self.stage.job.fused_dispatch.computing_kept)
         both_s = 0.0
         for other in range(job.chunks):
@@ -263,8 +262,7 @@ def _layer(shape: LayerShape, setting: StockSetting, kind: LayerKind, whole: boo
 
 def offloading_layers(setting: StockSetting, layers: int) -> int:
     """Number of a chunk's layers that offload all configured modules. Megatron drops whole groups (one per module and layer) from
-    the end.
-    """
+    the end."""
     groups = len(setting.offload)
     count = layers * groups
     return (count - int(count * (1 - setting.fraction))) // groups if groups else 0

@@ -69,8 +69,7 @@ class Task(NamedTuple):
     half: FrameKey
     item: str | None = None
     """`recompute`: the item before which it stops, None for the last needed one. `begin`: the item whose communication is left in
-    flight. Weight gradient: the linear.
-    """
+    flight. Weight gradient: the linear."""
     since: str | None = None
     """The item at which the part before stopped; None for the first part."""
     gathered: Window | None = None
@@ -87,8 +86,7 @@ class Wait(NamedTuple):
     window: Window
     gathered: Window | None = None
     """Window after which, or `on_demand` where, its input was already gathered for a recomputation. Such a wait takes no time and
-    is not a window.
-    """
+    is not a window."""
 
     @property
     def over(self) -> bool:
@@ -205,14 +203,12 @@ class PlannedHalf:
     """By linear in backward order, the waits of its delayed weight gradient: each takes the oldest pending one."""
     checkpoint: bool = False
     """Whether it keeps at most its input: all of `replay` is recomputed on demand, including communication. If its place is the
-    first wait of its own backward, the part after its last communication runs there.
-    """
+    first wait of its own backward, the part after its last communication runs there."""
     fed_behind: int = 0
     """Number of halves after this checkpointed one that keep no input, and get it from this one's recomputation."""
     ahead_to: str | None = None
     """Item up to which this checkpointed half is recomputed when backward enters the attention half of the layer above; the
-    item's communication is in flight meanwhile. The half's last item: all of it has run. None: it begins when backward enters
-    it.
+    item's communication is in flight meanwhile. The half's last item: all of it has run. None: it begins when backward enters it.
     """
     gathers_ahead: bool = False
     """Whether its input is gathered ahead, before that."""
@@ -237,8 +233,7 @@ class PlannedHalf:
     @property
     def rest_after(self) -> str | None:
         """The item of a checkpointed half after whose communication the rest is recomputed in the first wait of its backward;
-        None: all of it is recomputed when backward enters it.
-        """
+        None: all of it is recomputed when backward enters it."""
         return self.section.last_communicating if self.checkpoint and self.steady != ON_DEMAND_PLACE else None
 
     def place(self, phase: BackwardPhase) -> Place:
@@ -247,16 +242,14 @@ class PlannedHalf:
     @property
     def gathers(self) -> bool:
         """Whether the input of its recomputation is gathered once, so that backward need not gather it again. A checkpoint
-        gathers it as a forward does, into a shared buffer: kept, it would be the checkpoint's largest block.
-        """
+        gathers it as a forward does, into a shared buffer: kept, it would be the checkpoint's largest block."""
         return self.section.column_parallel in self.replay and not self.checkpoint
 
     @property
     def ahead(self) -> int:
         """Number of halves before its own backward at which its recomputation or gather may begin: at least 1, and more if halves
-        after it begin with its output. Windows in a forward or in the receive of a gradient do not count: no recomputation of
-        a micro-batch runs between its forward and its backward.
-        """
+        after it begin with its output. Windows in a forward or in the receive of a gradient do not count: no recomputation of a
+        micro-batch runs between its forward and its backward."""
         place = _place_in_stage(self.key)
         window_frames = [at.frame for at in self._windows() if isinstance(at, WindowAddress) and at.passing == "bwd"]
         if self.ahead_to is not None:

@@ -78,8 +78,7 @@ class Timetable:
 
     def serving(self, chunk: int, phase: BackwardPhase) -> Iterator[tuple[Pass, FrameKey | None, Sequence[Wait]]]:
         """Yield the waits of all passes that may serve a backward, in order: in the steady phase a forward (assumed to be its own
-        chunk's), the receive of its gradient, and the backward itself, half by half.
-        """
+        chunk's), the receive of its gradient, and the backward itself, half by half."""
         if phase == "steady":
             forward = self.forward(chunk, chunk)
             yield from ((forward, None, half.waits) for half in forward.halves)
@@ -207,8 +206,7 @@ def _replayed(half: PlannedHalf, phase: Phase) -> Iterator[tuple[Moment, Task]]:
 
 def _checkpointed(half: PlannedHalf, before: Sequence[Task], layout: Layout) -> Iterator[tuple[Moment, Task]]:
     """Yield a checkpointed half's recomputation, after the tasks `before` that return its input. The part after its last
-    communication may run in a wait.
-    """
+    communication may run in a wait."""
     entered, behind = Moment("enter", half.key), half.rest_after
     yield from ((entered, task) for task in before)
     if behind is None or not layout.waits("bwd", half.layer, half.section):
@@ -232,8 +230,7 @@ def _feeding(halves: Sequence[PlannedHalf]) -> Iterator[tuple[FrameKey, tuple[Ta
 
 def _begin_ahead(tasks: dict[Moment, tuple[Task, ...]], halves: Sequence[PlannedHalf], layout: Layout) -> None:
     """Begin communication of layers where backward enters the attention half above them, or soon after: stock has nothing in
-    flight there, and the MLP half above is freed. Does nothing at the top of a chunk.
-    """
+    flight there, and the MLP half above is freed. Does nothing at the top of a chunk."""
     for attention, mlp, above in zip(halves[::2], halves[1::2], halves[2::2], strict=False):
         half = mlp if mlp.leaves_under_way else attention
         item = half.leaves_under_way
@@ -259,8 +256,7 @@ def _begin_ahead(tasks: dict[Moment, tuple[Task, ...]], halves: Sequence[Planned
 
 def _place_ahead(above: PlannedHalf, layout: Layout) -> Moment:
     """Moment in a half's backward at which a reduction of the same ranks begins: with sequence parallelism after the gather of
-    the gradient, which would otherwise queue after it.
-    """
+    the gradient, which would otherwise queue after it."""
     first, *_ = above.section.collectives("bwd", layout.sequence_parallel)
     gathers = first.carries == "gradient"
     return Moment("after", WindowAddress("bwd", *above.key, 0)) if gathers else Moment("enter", above.key)
