@@ -83,7 +83,7 @@ def _allocator(variables: Mapping[str, str], *, alone: bool) -> Finding:
             return Finding(name, "good", setting)
         costs = "Megatron raises: below torch 2.11, or megatron-core 0.18, the two do not go together"
         return Finding(name, "defeats", f"{setting}, with --use-nccl-ub", costs, "unset it, or drop --use-nccl-ub")
-    costs = "replays and copies allocate in another order than forward did: fragments count against the memory budget"
+    costs = "recomputation and copies allocate in another order than forward: fragments count against the memory budget"
     if alone:
         todo = f"leave it so: {GROWING} and --use-nccl-ub need torch 2.11 and megatron-core 0.18"
         return Finding(name, "note", setting or "not set", costs, todo)
@@ -120,7 +120,7 @@ def hardware_queues(variables: Mapping[str, str], given: Given | None, gpus: Seq
     elif value != "1":
         yield Finding(TOPIC, "good", value or "not set")
     elif blackwell or not split:
-        costs = "all streams share one queue: replays may wait behind collectives; Megatron does not need it here"
+        costs = "all streams share one queue: recomputation may wait for collectives; Megatron does not need it here"
         why = "on Blackwell" if blackwell else "without tensor or context parallelism"
         yield Finding(TOPIC, "slows", f"1, {why}", costs, "unset it, or set 32")
     else:

@@ -57,16 +57,16 @@ def launch(reading: Reading, variables: Mapping[str, str]) -> Iterator[Finding]:
         costs = "exchanges lie inside GEMMs: no tensor-parallel windows, linears do not run again; `plan` says whether that pays"
         yield Finding("userbuffers", "note", given.origin("tp_comm_overlap"), costs)
     if userbuffers and pipeline == 1:
-        costs = "nothing but tensor-parallel ranks is waited for: replays would be exposed, only copies to the host overlap"
+        costs = "nothing but tensor-parallel ranks is waited for: recomputation would be exposed, only copies to the host overlap"
         yield Finding("windows", "defeats", "userbuffers, pipeline 1", costs, "compare with a plan without --tp-comm-overlap")
     elif tensor == pipeline == 1:
-        costs = "nothing is waited for, so nothing can be hidden: replays would be exposed, only copies to the host overlap"
+        costs = "nothing is waited for, so nothing can be hidden: recomputation would be exposed, only copies to the host overlap"
         yield Finding("windows", "defeats", "tensor 1, pipeline 1", costs, "stock recomputation does as well here")
     else:
         yield Finding("windows", "good", f"tensor {tensor}, pipeline {pipeline}")
         yield _weight_gradients(reading)
     if given["num_experts"]:
-        costs = "routers and exchanges of tokens are kept, and run once: what experts compute between them may be replayed"
+        costs = "routers and exchanges of tokens are kept, and run once: items between them may be recomputed"
         yield Finding("experts", "note", given.origin("num_experts"), costs)
     if pipeline > 1:
         yield _messages(reading)
@@ -144,7 +144,7 @@ def _messages(reading: Reading) -> Finding:
     given, chunked = reading.given, reading.is_chunked
     if chunked and given["overlap_p2p_comm"] is not False:
         return Finding("messages between stages", "good", "interleaved schedule: waited for later than issued")
-    costs = "every message ends in torch.cuda.synchronize(): replays still run behind it, the host has nothing queued after it"
+    costs = "every message ends in torch.cuda.synchronize(): recomputation still overlaps, the host has nothing queued after it"
     costs += ", and copies to the host that were asked for before it are waited for (plans: beside_messages: avoid)"
     if chunked:
         todo = "drop it: overlapped messages need no sync"
@@ -214,7 +214,7 @@ SHOWN: dict[Setting, str] = {
     "none": "stock none",
     "full": "stock full",
     "kept": "a plan that keeps all",
-    "replayed": "one that replays all",
+    "replayed": "one that recomputes all",
 }
 
 
@@ -239,6 +239,6 @@ def _finding(topic: str, report: HostReport) -> Finding:
     stages = ", ".join(str(load.stage) for load in report.bound)
     seconds = f"{format_seconds(worst.host_s)} of a step on the host, {format_seconds(worst.device_s)} on the GPU"
     whose = f"(host time of {report.words})"
-    costs = "the GPU waits for Python: hiding replays gains nothing there"
+    costs = "the GPU waits for Python: hiding recomputation gains nothing there"
     todo = "a larger micro-batch, a smaller tensor-parallel size, or a plan made with --profile, which then touches fewer halves"
     return Finding(topic, "slows", f"stages {stages}; stage {worst.stage}: {seconds} {whose}", costs, todo)

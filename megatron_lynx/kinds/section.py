@@ -64,11 +64,11 @@ residual         bias, dropout and residual addition, the end of a section
 """
 
 WHY_KEPT: Mapping[Role, str] = {
-    "row_parallel": "its replay would repeat a reduction",
-    "router": "its replay would route, count and draw again",
-    "dispatch": "its replay would exchange tokens again",
-    "experts_out": "no replay needs what it returns",
-    "combine": "its replay would exchange tokens again",
+    "row_parallel": "its recomputation would repeat a reduction",
+    "router": "its recomputation would route, count and draw again",
+    "dispatch": "its recomputation would exchange tokens again",
+    "experts_out": "no recomputation needs its result",
+    "combine": "its recomputation would exchange tokens again",
     "opaque": "nobody looks into it",
 }
 """Roles that are never recomputed by a plan, and why."""

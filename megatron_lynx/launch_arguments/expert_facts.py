@@ -90,7 +90,7 @@ def expert_facts(given: Given, problems: list[Problem], *, planning: bool) -> It
     yield from _layers(given, problems)
     kept_whole = (*KEPT_WHOLE, *(("moe_grouped_gemm",) if given["transformer_impl"] == "local" else ()))
     if (flag := next((name for name in kept_whole if given[name]), None)) is not None:
-        yield Fact("model.experts.whole", True, f"{given.origin(flag)}: nothing inside is replayed or offloaded")
+        yield Fact("model.experts.whole", True, f"{given.origin(flag)}: nothing inside is recomputed or offloaded")
     yield from _beside(given, problems)
     yield from _capacity(given, problems)
     yield Fact("parallel.expert", given[EXPERT], given.origin(EXPERT))

@@ -249,7 +249,7 @@ def test_host_time_of_a_layer_is_shown_and_a_launch_needs_its_gpus() -> None:
     found = of_host(made_up_host_time(), SMALL_LAUNCH)
     assert found["host time"].found == (
         "a layer and micro-batch, forward and backward: stock none 2 ms, stock full 3 ms, a plan that keeps all 2.2 ms, "
-        "one that replays all 3.8 ms (Megatron's own layers on a CPU of a test)"
+        "one that recomputes all 3.8 ms (Megatron's own layers on a CPU of a test)"
     )
     assert "--cluster" in found["host-bound"].todo
 
