@@ -14,14 +14,14 @@ def refuse_foreign_hooks(half: str) -> None:
             "other saved-tensor hooks are active",
             where=f"forward of {half}",
             found="torch.autograd.graph.saved_tensors_hooks (or save_on_cpu, or an offload) around the model",
-            needed="none around layers that the plan replays or offloads",
+            needed="none around layers that the plan recomputes or offloads",
             todo="leave that context before the model runs, or keep every item of these layers in the plan, on the device",
         )
 
 
 def partial_backward(half: str) -> ReplayError:
     return _refusal(
-        "torch.autograd.grad (or backward with inputs=) cannot run through replayed activations",
+        "torch.autograd.grad (or backward with inputs=) cannot run through recomputed activations",
         where=f"backward of {half}",
         found="a backward for chosen inputs",
         needed="a whole backward: what it does not reach would stay in memory",
@@ -31,7 +31,7 @@ def partial_backward(half: str) -> ReplayError:
 
 def second_order(half: str) -> ReplayError:
     return _refusal(
-        "a replayed activation has no second derivative",
+        "a recomputed activation has no second derivative",
         where=f"backward of {half}",
         found="backward with create_graph=True",
         needed="create_graph=False",
@@ -41,28 +41,28 @@ def second_order(half: str) -> ReplayError:
 
 def collective_in_replay(half: str) -> ReplayError:
     return _refusal(
-        "a replay would communicate",
-        where=f"replay of {half}",
+        "a recomputation would communicate",
+        where=f"recomputation of {half}",
         found="a collective of the tensor-parallel group",
-        needed="none: it would queue behind the one that the replay hides behind (rule R2)",
+        needed="none: it would queue after the one that hides the recomputation (rule R2)",
         todo="keep the site that communicates, or give its half a gather in the plan",
     )
 
 
 def hook_changes(half: str, module: str, hook: str) -> ReplayError:
     return _refusal(
-        "a forward hook changes what a replay makes again",
+        "a forward hook changes a recomputed tensor",
         where=f"forward of {half}: {hook}, a hook of {module}",
         found="other tensors, or other values in them, than it was called with",
-        needed="a hook that only reads: replays call no hooks",
+        needed="a hook that only reads: recomputation calls no hooks",
         todo="put the change into the module's forward, or keep every item of this half in the plan",
     )
 
 
 def other_nodes(half: str, site: str) -> ReplayError:
     return _refusal(
-        "a replay went another way than its forward",
-        where=f"replay of {half}: {site}",
+        "a recomputation differs from its forward",
+        where=f"recomputation of {half}: {site}",
         found="other operations in its graph",
         needed="those of the forward: what they save is what backward needs",
         todo="keep the site in the plan, and tell us what it does",
@@ -81,7 +81,7 @@ def other_input(half: str) -> ReplayError:
 
 def asked_twice(half: str) -> ReplayError:
     return _refusal(
-        "a replayed activation was asked for twice",
+        "a recomputed activation was requested twice",
         where=f"backward of {half}",
         found="a second backward through the same graph (retain_graph=True, or saved_tensors read twice)",
         needed="one backward per forward: a regenerated tensor is dropped when it was used",

@@ -315,7 +315,7 @@ def test_a_replay_that_communicates_is_refused() -> None:
     layer = stage.layers[2]
     usual = layer.fc1.forward
     layer.fc1.forward = lambda given: (issued(stage.engine, Work(stage.log, "inner")).wait(), usual(given))[1]  # type: ignore
-    with pytest.raises(ReplayError, match="a replay would communicate"):
+    with pytest.raises(ReplayError, match="a recomputation would communicate"):
         stage.run()
     assert not stage.engine.busy
 
