@@ -54,8 +54,9 @@ def _started(calls: bytes) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-c", CALLED.format(path=sys.path)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert process.stdin is not None, "it is a pipe"
-    process.stdin.write(calls)
-    process.stdin.flush()
+    with suppress(BrokenPipeError):  # it has failed
+        process.stdin.write(calls)
+        process.stdin.flush()
     return process
 
 

@@ -35,9 +35,8 @@ def claims(loop: Any, pipeline: DoubleBuffered, drains: Callable[[], bool]) -> I
 
     Args:
         loop: the module whose global `get_forward_backward_func` the training loop calls.
-        drains: called before each batch: whether the pipeline must be empty after it, to evaluate or save weights or to end. Must
-        be
-            equal on all ranks.
+        drains: called before each batch: whether the pipeline must be empty after it, to evaluate or save weights or to end.
+            Must be equal on all ranks.
     """
 
     def get_function(original: Any) -> Any:

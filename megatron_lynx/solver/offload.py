@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate, compress
+from math import inf
 from typing import NamedTuple
 
 from megatron_lynx.anatomy import HALVES, Section
@@ -98,6 +99,13 @@ def _host_shortage(job: Job, ratio: float) -> Problem | None:
 
 SLACK = 0.95
 """Fraction of the bytes that a link copies during a half. Halves differ, and passes wait for copies that are too slow."""
+
+
+def bytes_copied_in(profile: Profile, seconds: float) -> float:
+    """Return the bytes that the link to the host copies one way; infinite without such a link."""
+    size_bytes = 2**30
+    copy_s = profile.link_s("host", size_bytes)
+    return size_bytes * seconds / copy_s if copy_s else inf
 
 
 def may_go_within(job: Job) -> bool:
@@ -225,9 +233,8 @@ class _ChunkLeaver:
     @property
     def hidden_bytes(self) -> int:
         """Bytes that can be copied during its forward."""
-        asked_bytes = 2**30
-        copy_s = self.profile.link_s("host", asked_bytes)
-        return int(asked_bytes * (1 - 1 / self.halves) * self._forward_s / copy_s) if copy_s else 0
+        copied_bytes = bytes_copied_in(self.profile, (1 - 1 / self.halves) * self._forward_s)
+        return int(copied_bytes) if copied_bytes < inf else 0
 
     @property
     def halves(self) -> int:

@@ -19,7 +19,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from math import ceil, floor, inf
+from math import ceil, floor
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import bounded_by_device, layers_budget_bytes, most_beside_layers
@@ -34,16 +34,13 @@ from megatron_lynx.schedule.one_stage import sets_on_host
 from megatron_lynx.solver import baselines, exact, groups, host_bound
 from megatron_lynx.solver.answer import NOTHING_FITS, Remembering, Share, Solved, SolvedChunks, Solver, StageAnswer, infeasible
 from megatron_lynx.solver.chunks import Chunks
-from megatron_lynx.solver.offload import Leaver, may_go_within
+from megatron_lynx.solver.offload import Leaver, bytes_copied_in, may_go_within
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import StageProblem
 from megatron_lynx.solver.sweep import Sweeps, least_memory
 from megatron_lynx.units import SECOND_DIGITS, format_bytes
 
 NOTHING = Share(0.0)
-
-COPIED_BYTES = 2**30
-"""Copy size that gives the rate of the host link."""
 
 STEPS = 20
 """Fractions are multiples of a twentieth."""
@@ -97,9 +94,7 @@ class Stages:
         if answer.exposed_s == answer.host_late_s == 0:
             return (answer,)
         refining = partial(exact.solve, enough_s=enough_s, quick=self._swept)
-        deciding: Solver = partial(host_bound.solve, solver=refining)
-        if answer.stage in self.paced and answer.asked.ratio:
-            deciding = partial(self._paced, answer.asked, solver=deciding)
+        deciding = self._deciding(answer.stage, answer.asked, partial(host_bound.solve, solver=refining))
         solver = partial(self._refined, solver=deciding)
         stage, budget_bytes = answer.stage, self._budget_bytes(answer.stage)
         refined_answer = self._offloading(stage, answer.asked, budget_bytes, solver)
@@ -107,11 +102,9 @@ class Stages:
         if share == answer.asked:
             return (refined_answer,)
         less = self._offloading(stage, share, budget_bytes, solver)
-        return (
-            (refined_answer,)
-            if self._host_shortage(less)
-            else (refined_answer, min(refined_answer, less, key=self._late_s), less)
-        )
+        if self._host_shortage(less):
+            return (refined_answer,)
+        return refined_answer, min(refined_answer, less, key=self._late_s), less
 
     def beginning_ahead(self, answer: StageAnswer) -> StageAnswer:
         """Return the answer in which as many of the lowest checkpointed layers as fit begin their communication ahead. Less is
@@ -183,8 +176,7 @@ class Stages:
     def _offloading(
         self, stage: int, share: Share, budget_bytes: int | None, solver: Callable[..., SolvedChunks] | None = None
     ) -> StageAnswer:
-        paced = partial(self._paced, share) if stage in self.paced and share.ratio else self._solved
-        solver = solver or partial(Chunks.solved, solver=paced)
+        solver = solver or partial(Chunks.solved, solver=self._deciding(stage, share, self._solved))
         if share.within:
             return self._within(stage, share, budget_bytes, solver)
         solved = partial(solver, self._chunks, stage, budget_bytes=budget_bytes)
@@ -208,11 +200,12 @@ class Stages:
             raise infeasible(problem, answer)
         return answer
 
-    def _paced(self, share: Share, problem: StageProblem, solver: Solver | None = None) -> Solved:
+    def _deciding(self, stage: int, share: Share, solver: Solver) -> Solver:
+        return partial(self._paced, share, solver) if stage in self.paced and share.ratio else solver
+
+    def _paced(self, share: Share, solver: Solver, problem: StageProblem) -> Solved:
         """Return an answer of which this fraction can be copied to the host during a forward of the layers."""
-        solver = solver or self._solved
-        copy_s = self.profile.link_s("host", COPIED_BYTES)
-        most_bytes = COPIED_BYTES * problem.forward_s / (copy_s * share.ratio) if copy_s else inf
+        most_bytes = bytes_copied_in(self.profile, problem.forward_s) / share.ratio
         solved = solver(problem)
         while solved.resident_bytes > most_bytes:
             spared_bytes = ceil((solved.resident_bytes - most_bytes) * problem.in_flight)
