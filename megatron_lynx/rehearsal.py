@@ -1,6 +1,6 @@
 """Simulates a plan without ranks: its schedule, its costs from a profile, and the step.
 
-plan ──one_f_one_b, interleaved──> order of every stage ─┐
+plan ──schedule.flushes──> order of every stage          ─┐
   └──rules, profile──> treated halves, host copies ──────┴──simulate──> Simulation
                                                          └──simulate_without_flushes──> a run, and a batch of its steady state
 """
@@ -28,7 +28,7 @@ from megatron_lynx.pace import Pace
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.profiler.profile import BlockProfile, Profile
-from megatron_lynx.schedule.interleaved import with_flushes
+from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.schedule.schedule import Schedule, with_replays
 from megatron_lynx.simulator.copies import HostCopy
 from megatron_lynx.simulator.double_buffered import simulate_without_flushes

@@ -53,7 +53,7 @@ PLANNING = {
 }
 RUNNING = {"runtime", "apply", "measure", "double_buffered"}
 MAY_IMPORT = {
-    "config": {"schedule.interleaved"},
+    "config": {"schedule.flushes"},
     "schedule": set(),
     "timetable": {"schedule"},
     "plan": {"schedule", "timetable"},
@@ -61,7 +61,7 @@ MAY_IMPORT = {
     "profiler.analytic": {"config", "profiler", *KINDS_PLANNING},
     "kinds": set(),
     **{face: {"config", "profiler", *KINDS_PLANNING} for face in KINDS_PLANNING},
-    "cost": {"config", "profiler", "schedule.one_stage"},
+    "cost": {"config", "profiler", "schedule.counts", "schedule.flushes"},
     "simulator": {"schedule", "timetable", "cost"},
     "solver": {"config", "schedule", "timetable", "profiler", "cost"},
     "rehearsal": {"config", "schedule", "timetable", "plan", "profiler", "cost", "simulator"},

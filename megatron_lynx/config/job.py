@@ -26,7 +26,7 @@ from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Optimizer, Overlap, Parallel
 from megatron_lynx.figures import Learned
 from megatron_lynx.fp8_recipes import gathers_once
-from megatron_lynx.schedule.interleaved import groups_needed
+from megatron_lynx.schedule.flushes import groups_needed
 from megatron_lynx.units import GIB
 from megatron_lynx.validation import Part
 

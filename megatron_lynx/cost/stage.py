@@ -11,7 +11,7 @@ without flushes            4 3 2 1            p - s, always
 interleaved, v = 2   stage 0 1 2 3            2(p - 1 - s) + (v - 1)g + 1      g: micro-batches of a group, usually p
 chunks in flight          11 9 7 5            on stage 0, g = p: vp + p - 1
 
-Unequal chunks are counted one by one (`schedule.one_stage.counts_at_backwards`): of the 11, there are 7 of chunk 0 and 4 of chunk
+Unequal chunks are counted one by one (`schedule.counts.counts_at_backwards`): of the 11, there are 7 of chunk 0 and 4 of chunk
 1 when the first backward begins.
 """
 
@@ -27,7 +27,8 @@ from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.cost.ends import ends_of
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.schedule.one_stage import counts_at_backwards
+from megatron_lynx.schedule.counts import counts_at_backwards
+from megatron_lynx.schedule.flushes import warmup
 
 T = TypeVar("T")
 
@@ -120,10 +121,7 @@ def step_s(stages: Sequence[StageSeconds], microbatches: int, p2p_s: float) -> f
 
 def chunks_in_flight(job: Job, stage: int) -> int:
     """Return a stage's maximum number of (chunk, micro-batch) in flight."""
-    pipeline, chunks = job.parallel.pipeline, job.chunks
-    if chunks == 1:
-        return min(pipeline - stage, job.microbatches)
-    return min(job.microbatches * chunks, 2 * (pipeline - 1 - stage) + (chunks - 1) * job.microbatch_group + 1)
+    return min(job.microbatches * job.chunks, warmup(job.parallel.pipeline, stage, job.chunks, job.microbatch_group) + 1)
 
 
 def most_in_flight_bytes(job: Job, stage: int, sizes: Sequence[int], chunk: int | None = None) -> int:

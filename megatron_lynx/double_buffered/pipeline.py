@@ -38,8 +38,9 @@ from megatron_lynx.errors import ConfigError, HookRefused, Problem
 from megatron_lynx.limits import refused
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.order import StageOrder
-from megatron_lynx.schedule import double_buffered, one_f_one_b
+from megatron_lynx.schedule import double_buffered
 from megatron_lynx.schedule.double_buffered import batch_order, deferral, defers_more_than_before, order, version_of
+from megatron_lynx.schedule.flushes import warmup
 from megatron_lynx.schedule.schedule import Action, VirtualMicroBatch, phases_of
 
 
@@ -188,7 +189,7 @@ class DoubleBuffered:
 
     def _next_forward(self) -> Action:
         """Return the first forward that this batch leaves to the next."""
-        ahead = one_f_one_b.warmup(self._pipeline, self._stage) + self._deferral
+        ahead = warmup(self._pipeline, self._stage) + self._deferral
         return Action((self._batch + 1) * self._microbatches + ahead, "F")
 
 
@@ -264,7 +265,7 @@ def order_of_batch(pipeline: int, stage: int, microbatches: int, batch: int, *, 
     runs = [[step for step in order if isinstance(step, Action)] for order in orders]
     completing = {virtual for index, run in zip(batches, runs, strict=True) for virtual in _completing(run, microbatches, index)}
     steps = [step for run in runs for step in run]
-    ahead = one_f_one_b.warmup(pipeline, stage)
+    ahead = warmup(pipeline, stage)
     return StageOrder([*phases_of(steps, ahead, in_flight=ahead if batch else 0)], completing)
 
 
@@ -278,4 +279,4 @@ def _completing(run: Sequence[Action], microbatches: int, batch: int) -> set[Vir
 def order_of_few_batches(pipeline: int, stage: int, microbatches: int) -> StageOrder:
     """Return the passes from filling to draining."""
     steps = [step for step in order(pipeline, stage, microbatches, FEW_BATCHES) if isinstance(step, Action)]
-    return StageOrder([*phases_of(steps, one_f_one_b.warmup(pipeline, stage))])
+    return StageOrder([*phases_of(steps, warmup(pipeline, stage))])

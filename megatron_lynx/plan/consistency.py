@@ -19,7 +19,7 @@ from megatron_lynx.plan.contents import PlanContents
 from megatron_lynx.plan.rule import ByPhase, Rule
 from megatron_lynx.plan.stage import Stage
 from megatron_lynx.plan.timetables import layout_of, planned_halves, timetable_of
-from megatron_lynx.schedule.interleaved import groups_needed
+from megatron_lynx.schedule.flushes import groups_needed
 from megatron_lynx.timetable import Layout
 
 

@@ -39,7 +39,7 @@ from megatron_lynx.anatomy.in_time import own_exchanges_in_time, own_windows_in_
 from megatron_lynx.plan.contents import PlanContents
 from megatron_lynx.plan.rule import Rule
 from megatron_lynx.plan.stage import Stage
-from megatron_lynx.schedule import interleaved, one_f_one_b
+from megatron_lynx.schedule.flushes import warmup
 from megatron_lynx.timetable import Pass as Backward
 from megatron_lynx.timetable import PlannedHalf, Timetable
 
@@ -204,12 +204,9 @@ def _forward_follows(plan: PlanContents, stage: Stage) -> bool:
     layout, microbatches = plan.parallel, plan.batch.microbatches
     if plan.schedule == "double_buffered":
         return True
-    if layout.chunks == 1:
-        return one_f_one_b.warmup(layout.pipeline, stage.stage) + 1 < microbatches
     before = (layout.chunks - 1 - stage.chunk) * min(layout.group, microbatches)
-    return (
-        interleaved.warmup(layout.pipeline, stage.stage, layout.chunks, layout.group) + 1 + before < microbatches * layout.chunks
-    )
+    first = warmup(layout.pipeline, stage.stage, layout.chunks, layout.group) + 1 + before
+    return first < microbatches * layout.chunks
 
 
 def _first_behind(backward: Backward, layer: int, section: Section, linear: str, sequence_parallel: bool) -> int:

@@ -28,7 +28,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_lynx.errors import ConfigError, Problem
-from megatron_lynx.schedule import one_f_one_b
+from megatron_lynx.schedule.flushes import warmup
 from megatron_lynx.schedule.schedule import Action, paired
 
 VERSIONS = 2
@@ -92,7 +92,7 @@ def batch_order(
     """
     check(pipeline, microbatches)
     assert 0 <= deferral <= stage, f"stage {stage} cannot wait for {deferral} backwards: two versions would not do"
-    ahead = one_f_one_b.warmup(pipeline, stage)
+    ahead = warmup(pipeline, stage)
     end = (batch + 1) * microbatches + (0 if drains else deferral)
     start = batch * microbatches + deferral if batch > 0 else 0
     forwards = [Action(index, "F") for index in range(start + ahead if batch > 0 else 0, end if drains else end + ahead)]

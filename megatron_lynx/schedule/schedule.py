@@ -54,7 +54,7 @@ Phase = Literal["warmup", "steady", "cooldown"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """A pipeline schedule of `one_f_one_b` or `interleaved`."""
+    """A pipeline schedule (`flushes`)."""
 
     orders: tuple[tuple[Action, ...], ...]
     """The actions of each stage."""

@@ -11,7 +11,7 @@ from megatron_lynx.cost.stage_memory import chunk_bytes, offloads
 from megatron_lynx.cost.step import avoid_messages, replaying_stage_s
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.schedule.interleaved import with_flushes
+from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.simulator.copies import HostCopy
 from megatron_lynx.simulator.double_buffered import Updates, simulate_without_flushes
 from megatron_lynx.simulator.passes import ChunkPasses, plain_passes

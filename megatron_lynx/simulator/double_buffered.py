@@ -24,8 +24,8 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from megatron_lynx.schedule import one_f_one_b
 from megatron_lynx.schedule.double_buffered import Update, deferral, order
+from megatron_lynx.schedule.flushes import warmup
 from megatron_lynx.schedule.schedule import Action, Schedule, with_replays
 from megatron_lynx.simulator.passes import ChunkPasses
 from megatron_lynx.simulator.simulate import Message, Run, RunningStage
@@ -114,7 +114,7 @@ def simulate_without_flushes(
     ]
     schedule = Schedule(
         orders=tuple(tuple(with_replays(step for step in stage_steps if isinstance(step, Action))) for stage_steps in steps),
-        warmups=tuple(one_f_one_b.warmup(pipeline, stage) for stage in range(pipeline)),
+        warmups=tuple(warmup(pipeline, stage) for stage in range(pipeline)),
     )
     behind = [{before: step.batch for before, step in pairwise(stage_steps) if isinstance(step, Update)} for stage_steps in steps]
     return _UnflushedRun(schedule, chunks, (p2p_s, interference), behind, updates, update_s, microbatches).unflushed()

@@ -35,7 +35,7 @@ from megatron_lynx.anatomy.address import RECV_BACKWARD
 from megatron_lynx.cost.memory import HalfMemory, peak_bytes
 from megatron_lynx.cost.replay import Checkpoint
 from megatron_lynx.errors import Infeasible
-from megatron_lynx.schedule.interleaved import goes_back_at_once
+from megatron_lynx.schedule.flushes import goes_back_at_once
 from megatron_lynx.solver.answer import LayerChoice, Solved, SolvedChunks, Solver, infeasible, layers_of
 from megatron_lynx.solver.baselines import keep_all
 from megatron_lynx.solver.options import LAYER, StageProblems

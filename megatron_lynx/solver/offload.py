@@ -38,7 +38,7 @@ from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.pace import Pace, Turns
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.schedule.one_stage import most_of_each_chunk
+from megatron_lynx.schedule.counts import counts_at_backwards
 from megatron_lynx.solver import host_bound
 from megatron_lynx.solver.answer import Solved, SolvedChunks, Within
 from megatron_lynx.units import format_bytes
@@ -164,7 +164,7 @@ class Leaver:
         if self.job.model.moe_overlapped:
             return (self.in_flight + 1,)
         layout = self.job.parallel.pipeline, self.stage, self.job.microbatches, self.job.chunks, self.job.microbatch_group
-        return most_of_each_chunk(*layout)
+        return tuple(max(count[chunk] for count in some) for chunk, some in enumerate(counts_at_backwards(*layout)))
 
     def hidden_bytes(self) -> int:
         """Return the bytes that can be copied during the forward of every chunk."""

@@ -20,7 +20,7 @@ from functools import cached_property, partial
 from megatron_lynx.anatomy.address import RECV_BACKWARD
 from megatron_lynx.cost.section import PricedSection
 from megatron_lynx.cost.stage import Phases, phases_of, stage_seconds
-from megatron_lynx.schedule import interleaved
+from megatron_lynx.schedule.flushes import cooldown
 from megatron_lynx.solver.placement import Placement, Seat
 from megatron_lynx.solver.seats import HalfKind, Seats
 
@@ -64,7 +64,7 @@ class StageSeats:
         job = self.seats.job
         if job.chunks == 1:
             return phases_of(job, self.stage)
-        last = interleaved.cooldown(job.parallel.pipeline, self.stage, job.microbatches, job.chunks, job.microbatch_group)
+        last = cooldown(job.parallel.pipeline, self.stage, job.microbatches, job.chunks, job.microbatch_group)
         cooldown_passes = sum(last[chunk] for chunk in self.chunks)
         return Phases(job.microbatches * len(self.chunks) - cooldown_passes, cooldown_passes)
 

@@ -30,7 +30,7 @@ from megatron_lynx.cost.step import exposed_copies_s
 from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.schedule.one_stage import sets_on_host
+from megatron_lynx.schedule.counts import sets_on_host
 from megatron_lynx.solver import baselines, exact, groups, host_bound
 from megatron_lynx.solver.answer import NOTHING_FITS, Remembering, Share, Solved, SolvedChunks, Solver, StageAnswer, infeasible
 from megatron_lynx.solver.chunks import Chunks

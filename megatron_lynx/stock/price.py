@@ -16,7 +16,7 @@ from megatron_lynx.cost.stage import of_every_stage
 from megatron_lynx.cost.step import StepRange, hiding_all
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.schedule.interleaved import with_flushes
+from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.schedule.schedule import Schedule
 from megatron_lynx.simulator.passes import ChunkPasses
 from megatron_lynx.simulator.simulate import simulate

@@ -17,7 +17,7 @@ from megatron_lynx.cost.communication import (
 from megatron_lynx.cost.memory import HalfMemory, held_at_moments, held_by_one, peak_bytes, smallest_offloaded_bytes
 from megatron_lynx.cost.stage import Phases, StageSeconds, chunks_in_flight, microbatches_in_flight, phases_of, step_s
 from megatron_lynx.profiler.profile import BlockProfile
-from megatron_lynx.schedule.interleaved import interleaved
+from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.units import MIB
 from tests.profiler.made_up import made_up_profile
@@ -182,4 +182,4 @@ def test_chunks_in_flight_are_those_of_the_schedule():
     job = tiny_job(layers=8, pipeline=4, layers_per_chunk=1, microbatches=8)
     counts = [chunks_in_flight(job, stage) for stage in range(4)]
     assert counts == [11, 9, 7, 5]
-    assert counts == [most_in_flight(order) for order in interleaved(4, 8, 2).orders]
+    assert counts == [most_in_flight(order) for order in with_flushes(4, 8, 2).orders]

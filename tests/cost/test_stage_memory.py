@@ -18,7 +18,7 @@ from megatron_lynx.cost.stage_memory import chunk_bytes, memory_of_stages, stage
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.schedule import interleaved, one_f_one_b
+from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.config.jobs import catalogued_job
 
@@ -34,14 +34,14 @@ def most_in_flight(orders) -> list[int]:
 @pytest.mark.parametrize("microbatches", [8, 16, 40])
 def test_chunks_in_flight_are_what_the_interleaved_order_leaves_open(microbatches: int) -> None:
     job = catalogued_job(gpus=16, batch=microbatches)
-    orders = interleaved.interleaved(8, microbatches, job.chunks).orders
+    orders = with_flushes(8, microbatches, job.chunks).orders
     assert [chunks_in_flight(job, stage) for stage in STAGES] == most_in_flight(orders)
 
 
 @pytest.mark.parametrize("microbatches", [2, 4, 9])
 def test_chunks_in_flight_are_what_1f1b_leaves_open(microbatches: int) -> None:
     job = tiny_job(pipeline=4, microbatches=microbatches)
-    orders = one_f_one_b.one_f_one_b(4, microbatches).orders
+    orders = with_flushes(4, microbatches).orders
     assert [chunks_in_flight(job, stage) for stage in range(4)] == most_in_flight(orders)
 
 
@@ -55,7 +55,7 @@ def test_chunks_of_unequal_layers_were_all_counted_as_the_largest(partition: tup
     layout = {"tensor": 2, "pipeline": 4, "sequence_parallel": True, "partition": partition}
     job = catalogued_job(parallel=layout, gpus=8, batch=microbatches, policy="none")
     layer = kept_bytes(LayerShape.of(job), "none")
-    for stage, order in enumerate(interleaved.interleaved(4, microbatches, job.chunks).orders):
+    for stage, order in enumerate(with_flushes(4, microbatches, job.chunks).orders):
         steps = ((1 if action.kind == "F" else -1) * job.chunk_layers(stage)[action.chunk] for action in order)
         assert stage_parts(job, stage).activations == max(accumulate(steps)) * layer
 

@@ -18,8 +18,7 @@ from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.roofline import fewest_in_a_node
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.schedule.interleaved import interleaved
-from megatron_lynx.schedule.one_f_one_b import one_f_one_b
+from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.simulator.passes import plain_passes
 from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -101,7 +100,7 @@ def test_blocking_messages_are_paid_for_by_every_micro_batch(pipeline, slower):
     """As they are simulated, to one message in a step."""
     stages = [StageSeconds(1.0, 2.0)] * (pipeline - 1) + [StageSeconds(slower, 2 * slower)]
     passes = [[plain_passes(stage.forward_s, stage.backward_s)] for stage in stages]
-    simulated = simulate(one_f_one_b(pipeline, 32), passes, p2p_s=0.1).step_s
+    simulated = simulate(with_flushes(pipeline, 32), passes, p2p_s=0.1).step_s
     assert step_s(stages, 32, 0.1) == pytest.approx(simulated, abs=0.1001)
 
 
@@ -112,7 +111,7 @@ def test_the_formula_agrees_with_the_simulator_on_uneven_stages(microbatches):
     profile = analytic_profile(job)
     stages = [replaying_stage_s(job, profile, stage) for stage in range(8)]
     passes = [[plain_passes(stage.forward_s / job.chunks, stage.backward_s / job.chunks)] * job.chunks for stage in stages]
-    simulated = simulate(interleaved(8, microbatches, job.chunks), passes).step_s
+    simulated = simulate(with_flushes(8, microbatches, job.chunks), passes).step_s
     step = step_seconds(job, profile)
     assert step.pipeline_s + step.bubble_s == pytest.approx(simulated, rel=0.01)
 
@@ -121,7 +120,7 @@ def test_the_formula_agrees_with_the_simulator_on_uneven_stages(microbatches):
 def test_messages_behind_passes_cost_what_they_cost_in_the_simulator(chunks, group):
     """The first micro-batch waits for each on its way through all chunks and back; larger groups leave time for the way round."""
     passes = [[plain_passes(1.0, 2.0)] * chunks] * 4
-    schedule = interleaved(4, 16, chunks, group)
+    schedule = with_flushes(4, 16, chunks, group)
     simulated_s = simulate(schedule, passes, 0.125).step_s - simulate(schedule, passes).step_s
     layout = {"pipeline": 4, "layers_per_chunk": 20 // chunks, "microbatch_group": group}
     job = catalogued_job(gpus=4, batch=16, parallel=layout, policy="none")
@@ -140,7 +139,9 @@ def test_messages_between_passes_hold_up_every_pass_of_a_chunk():
 def test_messages_between_passes_cost_what_they_cost_in_the_simulator(chunks):
     """But for one: nothing follows the last pass."""
     passes = [[plain_passes(1.0, 2.0)] * chunks] * 4
-    between_s, never_s = (simulate(interleaved(4, 16, chunks), passes, each, between_passes=True).step_s for each in (0.125, 0.0))
+    between_s, never_s = (
+        simulate(with_flushes(4, 16, chunks), passes, each, between_passes=True).step_s for each in (0.125, 0.0)
+    )
     layout = {"pipeline": 4, "layers_per_chunk": 20 // chunks}
     job = catalogued_job(gpus=4, batch=16, parallel=layout, policy="none", overlap={"messages": False})
     message_s = analytic_profile(job).link_s("p2p", LayerShape.of(job).input_bytes)

@@ -33,7 +33,7 @@ def one_f_one_b(job: Job, how: dict[str, Any], setting: dict[str, Any], interpre
     from megatron.core.utils import get_model_config
 
     from megatron_lynx.double_buffered.interpreter import Interpreter
-    from megatron_lynx.schedule.one_f_one_b import order
+    from megatron_lynx.schedule.flushes import order
     from megatron_lynx.testbed.groups import seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import Training, forward_step, synthetic_batches

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_lynx.anatomy.address import is_forward
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.schedule.one_f_one_b import one_f_one_b
+from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
@@ -104,7 +104,7 @@ def test_turns_are_those_of_1f1b_until_it_drains(pipeline, stage, microbatches, 
     from megatron_lynx.schedule.double_buffered import deferral
 
     deferral_ = deferral(stage) if deferred else 0
-    stock = one_f_one_b(pipeline, 3 * microbatches).phases(stage)
+    stock = with_flushes(pipeline, 3 * microbatches).phases(stage)
     expected = [(action.kind, action.micro_batch, phase) for action, phase in stock]
     found, length = [], 0
     for batch in range(3):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lynx.errors import ConfigError
-from megatron_lynx.schedule import one_f_one_b
+from megatron_lynx.schedule import flushes
 from megatron_lynx.schedule.double_buffered import (
     Update,
     batch_order,
@@ -67,7 +67,7 @@ def test_it_is_1f1b_over_all_micro_batches(setting: Setting) -> None:
     """Filled once, drained once; so p - s micro-batches in flight, as with flushes."""
     pipeline, microbatches, batches, _ = setting
     for stage, steps in orders(setting):
-        assert actions(steps) == one_f_one_b.order(pipeline, stage, microbatches * batches)
+        assert actions(steps) == flushes.order(pipeline, stage, microbatches * batches)
         assert most_in_flight(actions(steps)) <= pipeline - stage
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_lynx.schedule.interleaved import warmup
+from megatron_lynx.schedule.flushes import warmup
 from megatron_lynx.testbed.ranks import RankPool
 from tests.schedule.exchanges import Event, Operation, noted, run_through
 

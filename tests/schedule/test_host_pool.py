@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatron_lynx.schedule.interleaved import interleaved
-from megatron_lynx.schedule.one_f_one_b import one_f_one_b
-from megatron_lynx.schedule.one_stage import most_on_host, sets_on_host
+from megatron_lynx.schedule.counts import most_on_host, sets_on_host
+from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.schedule.schedule import Action, Phase
 
 
@@ -41,7 +40,7 @@ def counted(passes: Sequence[tuple[Action, Phase]], chunk: int, prefetch: int) -
 )
 @pytest.mark.parametrize("prefetch", [1, 2])
 def test_sets_of_the_pool(pipeline: int, microbatches: int, chunks: int, group: int | None, prefetch: int) -> None:
-    schedule = one_f_one_b(pipeline, microbatches) if chunks == 1 else interleaved(pipeline, microbatches, chunks, group)
+    schedule = with_flushes(pipeline, microbatches, chunks, group)
     for stage in range(pipeline):
         passes = list(schedule.phases(stage))
         expected = tuple(counted(passes, chunk, prefetch) for chunk in range(chunks))

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_lynx.schedule.interleaved import interleaved
-from megatron_lynx.schedule.one_f_one_b import one_f_one_b
+from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.schedule.on_ranks import recorded_order
@@ -20,7 +19,7 @@ Pools = Callable[[int], RankPool]
 def test_1f1b(pool_of: Pools, pipeline: int, microbatches: int) -> None:
     job = tiny_job(pipeline=pipeline, microbatches=microbatches)
     recorded = dict(pool_of(pipeline).run(recorded_order, job))
-    expected = one_f_one_b(pipeline, microbatches).orders
+    expected = with_flushes(pipeline, microbatches).orders
     assert recorded == {stage: write_actions(order) for stage, order in enumerate(expected)}
 
 
@@ -28,5 +27,5 @@ def test_1f1b(pool_of: Pools, pipeline: int, microbatches: int) -> None:
 def test_interleaved(pool_of: Pools, microbatches: int, group_size: int | None) -> None:
     job = tiny_job("gpt", pipeline=2, layers_per_chunk=1, microbatches=microbatches, microbatch_group=group_size)
     recorded = dict(pool_of(2).run(recorded_order, job))
-    expected = interleaved(2, microbatches, 2, group_size).orders
+    expected = with_flushes(2, microbatches, 2, group_size).orders
     assert recorded == {stage: write_actions(order) for stage, order in enumerate(expected)}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.schedule.double_buffered import deferral
-from megatron_lynx.schedule.one_f_one_b import one_f_one_b
+from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.simulator import double_buffered
 from megatron_lynx.simulator.double_buffered import Updates, simulate_without_flushes
 from megatron_lynx.simulator.passes import ChunkPasses, TimedPass, plain_passes
@@ -31,7 +31,7 @@ def even(stages: int) -> list[ChunkPasses]:
 def test_what_was_measured(stages: int, microbatches: int, over_flush: tuple[float, ...]) -> None:
     """Of docs/double_buffered.md: real processes and messages, passes that sleep."""
     passes = even(stages)
-    flush_s = simulate(one_f_one_b(stages, microbatches), [[each] for each in passes]).step_s
+    flush_s = simulate(with_flushes(stages, microbatches), [[each] for each in passes]).step_s
     found = [simulate_without_flushes(microbatches, passes, updates=updates).step_s / flush_s for updates in ALL]
     assert found == pytest.approx(over_flush, abs=0.012)
 
@@ -72,7 +72,7 @@ def test_two_backwards_for_three_stages_is_near_the_best(
 def test_messages_are_behind_passes_if_updates_are_deferred() -> None:
     """Four stages, four micro-batches, messages a quarter of a forward: nothing like what flushes lose by them."""
     deferred = [simulate_without_flushes(4, even(4), p2p_s).step_s for p2p_s in (0.0, 0.05)]
-    flushed = [simulate(one_f_one_b(4, 4), [[each] for each in even(4)], p2p_s).step_s for p2p_s in (0.0, 0.05)]
+    flushed = [simulate(with_flushes(4, 4), [[each] for each in even(4)], p2p_s).step_s for p2p_s in (0.0, 0.05)]
     assert deferred[1] - deferred[0] < flushed[1] - flushed[0]
 
 

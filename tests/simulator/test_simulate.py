@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lynx.schedule.interleaved import interleaved
-from megatron_lynx.schedule.one_f_one_b import one_f_one_b
+from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.schedule.schedule import Schedule, with_replays
 from megatron_lynx.simulator.copies import HostCopy
 from megatron_lynx.simulator.passes import TimedPass, plain_passes
@@ -35,7 +34,7 @@ UNEVEN = [[plain_passes(1.0, 2.0)], [plain_passes(1.5, 2.5)]]
 
 def test_two_stages_that_wait_for_their_messages() -> None:
     """Stage 0's second forward waits for the first one's message, and its first backward for its own send as well."""
-    simulation = simulate(one_f_one_b(2, 2), UNEVEN, p2p_s=0.25)
+    simulation = simulate(with_flushes(2, 2), UNEVEN, p2p_s=0.25)
     assert placed(simulation, 0) == [("0F0", 0.0, 1.0), ("1F0", 1.25, 2.25), ("0B0", 5.5, 7.5), ("1B0", 9.75, 11.75)]
     assert placed(simulation, 1) == [("0F0", 1.25, 2.75), ("0B0", 2.75, 5.25), ("1F0", 5.5, 7.0), ("1B0", 7.0, 9.5)]
     assert simulation.step_s == 11.75
@@ -43,7 +42,7 @@ def test_two_stages_that_wait_for_their_messages() -> None:
 
 
 def test_two_stages_that_overlap_their_messages() -> None:
-    simulation = simulate(overlapping(one_f_one_b(2, 2)), UNEVEN, p2p_s=0.25)
+    simulation = simulate(overlapping(with_flushes(2, 2)), UNEVEN, p2p_s=0.25)
     assert placed(simulation, 0) == [("0F0", 0.0, 1.0), ("1F0", 1.0, 2.0), ("0B0", 5.5, 7.5), ("1B0", 9.5, 11.5)]
     assert placed(simulation, 1) == [("0F0", 1.25, 2.75), ("0B0", 2.75, 5.25), ("1F0", 5.25, 6.75), ("1B0", 6.75, 9.25)]
 
@@ -60,7 +59,7 @@ def test_replays_run_while_the_gradient_is_awaited() -> None:
     """1.5 s of replay for each micro-batch: the first wait of 2 s hides it, the second, of 1 s, leaves 0.5 s."""
     plain = plain_passes(1.0, 2.0)
     replaying = receiving(plain, TimedPass(1.5))
-    schedule = one_f_one_b(2, 2)
+    schedule = with_flushes(2, 2)
     schedule = Schedule((tuple(with_replays(schedule.orders[0])), schedule.orders[1]), schedule.warmups)
     simulation = simulate(schedule, [[replaying], [plain]])
     replays = [row for row in placed(simulation, 0) if "R" in row[0]]
@@ -74,7 +73,7 @@ def test_beside_a_message_replays_take_longer() -> None:
     """1.5 times: of the first one 2 / 1.5 s are hidden, of the second 1 / 1.5 s; the rest runs alone, as fast as ever."""
     plain = plain_passes(1.0, 2.0)
     replaying = receiving(plain, TimedPass(1.5))
-    schedule = one_f_one_b(2, 2)
+    schedule = with_flushes(2, 2)
     schedule = Schedule((tuple(with_replays(schedule.orders[0])), schedule.orders[1]), schedule.warmups)
     simulation = simulate(schedule, [[replaying], [plain]], interference=1.5)
     assert simulation.hidden_replay_s(0) + simulation.exposed_replay_s(0) == pytest.approx(3.0)
@@ -85,7 +84,7 @@ def test_a_replay_that_outlasts_its_receive_is_shown_in_two_parts() -> None:
     plain = plain_passes(1.0, 2.0)
     span = Span("replay", 0.0, 1.5, window="pipe.recv_backward")
     replaying = receiving(plain, TimedPass(1.5, spans=(span,)))
-    schedule = one_f_one_b(2, 2)
+    schedule = with_flushes(2, 2)
     schedule = Schedule((tuple(with_replays(schedule.orders[0])), schedule.orders[1]), schedule.warmups)
     spans = simulate(schedule, [[replaying], [plain]]).timeline().ranks[0]
     assert [(each.window, each.start_s, each.end_s) for each in spans if each.kind == "replay"] == [
@@ -97,7 +96,7 @@ def test_a_replay_that_outlasts_its_receive_is_shown_in_two_parts() -> None:
 
 def test_memory_of_a_stage_over_time() -> None:
     passes = [[plain_passes(1.0, 2.0, resident_bytes=10)]] * 2
-    first = simulate(one_f_one_b(2, 2), passes).memory(0)
+    first = simulate(with_flushes(2, 2), passes).memory(0)
     assert list(zip(first.times_s, first.bytes, strict=True)) == [(0.0, 0), (1.0, 10), (2.0, 20), (6.0, 10), (9.0, 0)]
     assert first.peak_bytes == 20
 
@@ -105,7 +104,7 @@ def test_memory_of_a_stage_over_time() -> None:
 def offloading(out_s: float, back_s: float) -> Simulation:
     """Two stages, the first of which offloads 8 of its 10 bytes; the last one may, but its backwards follow at once."""
     passes = replace(plain_passes(1.0, 2.0, resident_bytes=10), copy=HostCopy(out_s, back_s, 8))
-    return simulate(overlapping(one_f_one_b(2, 2)), [[passes], [passes]])
+    return simulate(overlapping(with_flushes(2, 2)), [[passes], [passes]])
 
 
 def test_copies_that_fit_behind_passes_cost_memory_only_while_they_run() -> None:
@@ -140,7 +139,7 @@ def test_copies_that_avoid_messages(copy_s: float) -> None:
     p2p_s, microbatches = 0.5, 3
     copy = HostCopy(copy_s, copy_s, 8, avoids_messages=True)
     passes = replace(plain_passes(1.0, 2.0, resident_bytes=10), copy=copy)
-    simulation = simulate(one_f_one_b(2, microbatches), [[passes], [passes]], p2p_s)
+    simulation = simulate(with_flushes(2, microbatches), [[passes], [passes]], p2p_s)
     copied = simulation.copied[0]
     assert len(copied) == 2 * microbatches
     exchanged = (
@@ -163,12 +162,12 @@ def test_an_exchange_that_synchronises_waits_for_the_copies_before_it() -> None:
 
     def simulated(**how: bool) -> Simulation:
         passes = replace(plain_passes(1.0, 2.0, resident_bytes=10), copy=HostCopy(0.75, 0.0, 8, **how))
-        return simulate(one_f_one_b(2, 3), [[passes], [passes]])
+        return simulate(with_flushes(2, 3), [[passes], [passes]])
 
     beside, avoiding = simulated(), simulated(avoids_messages=True)
     assert placed(beside, 0)[:2] == [("0F0", 0.0, 1.0), ("1F0", 1.75, 2.75)]
     assert beside.exposed_copy_s(0) > 0 == avoiding.exposed_copy_s(0)
-    assert avoiding.step_s == simulate(one_f_one_b(2, 3), [[plain_passes(1.0, 2.0)]] * 2).step_s
+    assert avoiding.step_s == simulate(with_flushes(2, 3), [[plain_passes(1.0, 2.0)]] * 2).step_s
 
 
 def test_orders_that_wait_for_each_other_are_refused() -> None:
@@ -179,7 +178,7 @@ def test_orders_that_wait_for_each_other_are_refused() -> None:
 
 @given(st.integers(1, 8), st.integers(1, 24), st.integers(1, 9), st.integers(1, 9))
 def test_even_stages_without_communication(pipeline: int, microbatches: int, forward_s: int, backward_s: int) -> None:
-    simulation = simulate(one_f_one_b(pipeline, microbatches), [[plain_passes(forward_s, backward_s)]] * pipeline)
+    simulation = simulate(with_flushes(pipeline, microbatches), [[plain_passes(forward_s, backward_s)]] * pipeline)
     assert simulation.step_s == (microbatches + pipeline - 1) * (forward_s + backward_s)
     for stage in range(pipeline):
         assert simulation.bubble_s(stage) == (pipeline - 1) * (forward_s + backward_s)
@@ -191,7 +190,7 @@ def test_interleaving_divides_the_bubble_by_the_chunks(
 ) -> None:
     """`forward_s` and `backward_s` of one chunk: the bubble is (p - 1) of those instead of (p - 1) whole stages."""
     passes = [[plain_passes(forward_s, backward_s)] * chunks] * pipeline
-    simulation = simulate(interleaved(pipeline, groups * pipeline, chunks), passes)
+    simulation = simulate(with_flushes(pipeline, groups * pipeline, chunks), passes)
     assert simulation.bubble_s(0) == (pipeline - 1) * (forward_s + backward_s)
 
 

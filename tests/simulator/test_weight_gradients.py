@@ -11,7 +11,7 @@ from megatron_lynx.anatomy import ATTENTION, DENSE, MLP
 from megatron_lynx.anatomy.address import RECV_BACKWARD, WindowAddress
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.prices import WeightGradient, weight_gradient
-from megatron_lynx.schedule.one_f_one_b import one_f_one_b
+from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.schedule.schedule import with_replays
 from megatron_lynx.simulator.halves import segments
 from megatron_lynx.simulator.passes import Entry, Queue
@@ -39,7 +39,7 @@ def passes_of(waits, tensor=2, most_bytes=PLENTY, interference=1.0, **reduced):
 
 
 def step_of(passes, microbatches=2):
-    schedule = one_f_one_b(1, microbatches)
+    schedule = with_flushes(1, microbatches)
     return simulate(replace(schedule, orders=tuple(tuple(with_replays(order)) for order in schedule.orders)), [[passes]])
 
 
@@ -165,7 +165,7 @@ def test_cooldown_beside_zero_bubble(pipeline):
     (p - 1)(F + B - W), that of 1F1B (p - 1)(F + B + W)."""
     stock, microbatches = passes_of({}, tensor=1), 2 * pipeline
     everything = {name: (RECV_BACKWARD,) for section in (ATTENTION, MLP) for name in section.linears}
-    schedule = one_f_one_b(pipeline, microbatches)
+    schedule = with_flushes(pipeline, microbatches)
     schedule = replace(schedule, orders=tuple(tuple(with_replays(order)) for order in schedule.orders))
     ours = simulate(schedule, [[passes_of(everything, tensor=1)]] * (pipeline - 1) + [[stock]])
     plain = simulate(schedule, [[stock]] * pipeline)

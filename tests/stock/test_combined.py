@@ -11,8 +11,7 @@ from megatron_lynx.cost.combined import MEASURED, UNDISTURBED, Beside, Nodes, no
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.published.row import catalogued_job
-from megatron_lynx.schedule.interleaved import interleaved
-from megatron_lynx.schedule.one_f_one_b import one_f_one_b
+from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.stock import NONE, StockSetting, best_rival, priced
 from megatron_lynx.stock.legality import Facts, refused
 from megatron_lynx.stock.rival import families
@@ -73,8 +72,8 @@ def test_many_pairs_that_are_alike_are_not_walked_one_by_one(forward, backward, 
 
 
 def test_the_combined_schedule_runs_one_forward_more_before_the_first_backward():
-    assert " ".join(map(str, one_f_one_b(1, 3, more=1).orders[0])) == "0F0 1F0 0B0 2F0 1B0 2B0"
-    for usual, more in zip(interleaved(2, 4, 2).orders, interleaved(2, 4, 2, more=1).orders, strict=True):
+    assert " ".join(map(str, with_flushes(1, 3, more=1).orders[0])) == "0F0 1F0 0B0 2F0 1B0 2B0"
+    for usual, more in zip(with_flushes(2, 4, 2).orders, with_flushes(2, 4, 2, more=1).orders, strict=True):
         first = [[action.kind for action in order].index("B") for order in (usual, more)]
         assert first[1] == first[0] + 1
         assert sorted(usual) == sorted(more)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_lynx.schedule.one_f_one_b import one_f_one_b
+from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.stock.seconds import CopiedLayer, StageCopies
 
 
 def walked(copy_s, *, layers=3, pipeline=1, microbatches=2, stage=0, exchange_s=None, ahead=True):
     layer = CopiedLayer(1.0, (1.0, 1.0), copy_s, leaves=10, copied=10)
     copies = StageCopies([[layer] * layers], exchange_s, ahead=ahead)
-    copies.walk(list(one_f_one_b(pipeline, microbatches).phases(stage)))
+    copies.walk(list(with_flushes(pipeline, microbatches).phases(stage)))
     return copies
 
 
@@ -56,6 +56,6 @@ def test_bytes_on_the_device_follow_the_copies():
 def test_layers_that_offload_nothing_wait_for_nothing():
     plain = CopiedLayer(1.0, (1.0, 1.0))
     copies = StageCopies([[plain] * 3], None)
-    copies.walk(list(one_f_one_b(1, 2).phases(0)))
+    copies.walk(list(with_flushes(1, 2).phases(0)))
     assert copies.seconds["B", 0, "warmup"] == 6
     assert copies.most_bytes() == 0

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.plan.timetables import timetable_of
-from megatron_lynx.schedule.interleaved import interleaved
-from megatron_lynx.schedule.one_f_one_b import one_f_one_b
+from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.schedule.schedule import Schedule
 
 
@@ -38,7 +37,7 @@ def lets_go(job: Job, stage: Stage, layer: int, half: str, apart: Collection[str
 
 def schedule_of(job: Job) -> Schedule:
     layout = job.parallel.pipeline, job.microbatches
-    return one_f_one_b(*layout) if job.chunks == 1 else interleaved(*layout, job.chunks, job.microbatch_group)
+    return with_flushes(*layout, job.chunks, job.microbatch_group)
 
 
 def expected(job: Job, plan: Plan, stage: int) -> Expected:

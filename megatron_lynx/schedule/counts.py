@@ -1,6 +1,4 @@
-"""The order of one stage in a step with flushes.
-
-Also counts the micro-batches of each chunk whose offloaded tensors are on the host at once.
+"""Micro-batches of each chunk of a stage that are in flight, or whose offloaded tensors are on the host, at once.
 
 stage 0 of 4    F0  F1  F2 | F3  B0 ...       1F1B: a set leaves after its forward, and returns `prefetch` backwards before its
 on the host      1   2   3 |  3               own, or after the forward before them. The host of stage s holds p-1-s sets.
@@ -10,25 +8,15 @@ on the host      1   2   3 |  3               own, or after the forward before t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import pairwise
 
-from megatron_lynx.schedule import interleaved, one_f_one_b
-from megatron_lynx.schedule.schedule import Action, Phase, phases_of
+from megatron_lynx.schedule.flushes import passes_of
+from megatron_lynx.schedule.schedule import Action, Phase
 
 REPEATING_GROUPS = 4
 """Groups of micro-batches of an interleaved step after which counts repeat until the last one."""
-
-
-def passes_of(
-    pipeline: int, stage: int, microbatches: int, chunks: int = 1, group_size: int | None = None, more: int = 0
-) -> Iterator[tuple[Action, Phase]]:
-    """Return a stage's actions with their phases. `more`: additional warm-up forwards. Raises as `interleaved.order`."""
-    if chunks == 1:
-        return phases_of(one_f_one_b.order(pipeline, stage, microbatches, more), one_f_one_b.warmup(pipeline, stage) + more)
-    order = interleaved.order(pipeline, stage, microbatches, chunks, group_size, more)
-    return phases_of(order, interleaved.warmup(pipeline, stage, chunks, group_size or pipeline) + more)
 
 
 def most_in_flight(passes: Iterable[tuple[Action, Phase]]) -> Counter[int]:
@@ -41,29 +29,20 @@ def most_in_flight(passes: Iterable[tuple[Action, Phase]]) -> Counter[int]:
 
 
 @lru_cache(maxsize=1024)
-def most_of_each_chunk(
-    pipeline: int, stage: int, microbatches: int, chunks: int = 1, group_size: int | None = None
-) -> tuple[int, ...]:
-    """Return `most_in_flight` in a step of Megatron's schedules."""
-    peaks = most_in_flight(passes_of(pipeline, stage, microbatches, chunks, group_size))
-    return tuple(peaks[chunk] for chunk in range(chunks))
-
-
-@lru_cache(maxsize=1024)
 def counts_at_backwards(
-    pipeline: int, stage: int, microbatches: int, chunks: int = 1, group_size: int | None = None
+    pipeline: int, stage: int, microbatches: int, chunks: int = 1, group: int | None = None
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Return for each chunk how many micro-batches of every chunk are in flight when one of its backwards begins, including its
     own; only the maximal counts.
 
-    Warm-up takes at most two groups (`interleaved.warmup`), after which counts repeat, so the first groups and the last one
+    Warm-up takes at most two groups (`flushes.warmup`), after which counts repeat, so the first groups and the last one
     suffice.
     """
-    group = group_size or pipeline
+    group = group or pipeline
     if chunks > 1:
         microbatches = group * min(microbatches // group, REPEATING_GROUPS) + microbatches % group
     counts, counts_by_chunk = [0] * chunks, [set[tuple[int, ...]]() for _ in range(chunks)]
-    for action, _ in passes_of(pipeline, stage, microbatches, chunks, group_size):
+    for action, _ in passes_of(pipeline, stage, microbatches, chunks, group):
         if action.kind == "B":
             counts_by_chunk[action.chunk].add(tuple(counts))
         counts[action.chunk] += 1 if action.kind == "F" else -1
@@ -78,10 +57,10 @@ def _exceeds(some: tuple[int, ...], reference: tuple[int, ...]) -> bool:
 
 @lru_cache(maxsize=1024)
 def sets_on_host(
-    pipeline: int, stage: int, microbatches: int, chunks: int = 1, group_size: int | None = None, prefetch: int = 1
+    pipeline: int, stage: int, microbatches: int, chunks: int = 1, group: int | None = None, prefetch: int = 1
 ) -> tuple[int, ...]:
     """Return `most_on_host` in a step of Megatron's schedules."""
-    peaks = most_on_host(passes_of(pipeline, stage, microbatches, chunks, group_size), prefetch)
+    peaks = most_on_host(passes_of(pipeline, stage, microbatches, chunks, group), prefetch)
     return tuple(peaks[chunk] for chunk in range(chunks))
 
 
