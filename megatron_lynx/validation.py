@@ -11,6 +11,7 @@ So a misspelt site does not hide a missing stage. The repaired copy is never ret
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import os
 import re
@@ -61,6 +62,12 @@ class Part(BaseModel):
         if problems := list(self._problems()):
             raise ValueError("; ".join(problems))
         return self
+
+
+def digest_of(part: BaseModel, exclude: Mapping[str, Any]) -> str:
+    """SHA-256 of a part as JSON, without `exclude` (pydantic's). Keys with their defaults are left out, so that digests stay when
+    a new key is added."""
+    return hashlib.sha256(part.model_dump_json(exclude_defaults=True, exclude=dict(exclude)).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from megatron_lynx.config.loader import bundled_configs
 from megatron_lynx.plan import Plan, load_plan, save_plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.profile import load_profile
-from megatron_lynx.testbed import comparison
 from megatron_lynx.testbed.comparison import Comparison
 from megatron_lynx.testbed.fusions import deferring_job
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -107,8 +105,6 @@ SMALL = tiny_job("llama", tensor=2, microbatches=1, micro=1, layers=2)
 def test_from_a_job_to_a_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The three commands of `make demo`, on a job of seconds. Its weight gradients may be deferred, as the demo's."""
     monkeypatch.setattr("megatron_lynx.testbed.profiling.HOST_ROUNDS", 1)
-    few = partial(comparison.compare, module_sets=False)  # they are counted in tests/testbed/test_comparison.py
-    monkeypatch.setattr(comparison, "compare", few)
     job = job_file(tmp_path, deferring_job(SMALL))
     profile, plan, folder = tmp_path / "new" / "profile.yaml", tmp_path / "plan.yaml", tmp_path / "out"
     assert "AdamW      on the host: " in lynx("profile", job, "-o", profile).stdout

@@ -13,9 +13,9 @@ Profiling needs only `device`, `memory_gib` and, on the testbed, `link_mbit_per_
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from megatron_lynx.anatomy import HALVES, Half
 from megatron_lynx.fp8_recipes import Recipe
@@ -119,16 +119,6 @@ class HostTime(Part):
     transformer_engine: LayerHostTime | None = None
     adam: HostAdam | None = None
     """If None: unknown."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_one_implementation(cls, data: Any) -> Any:
-        """Read the older format with figures of one implementation, which `made_by` names."""
-        if not isinstance(data, dict) or not data.keys() & HALVES:
-            return data
-        layer = {name: data[name] for name in ("made_by", *HALVES) if name in data}
-        whose: Implementation = "transformer_engine" if "transformer_engine layers" in str(data.get("made_by")) else "local"
-        return {**{name: value for name, value in data.items() if name not in layer}, whose: layer}
 
     def _problems(self) -> Iterator[str]:
         if self.local is None and self.transformer_engine is None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import chain
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from megatron_lynx.anatomy import LayerKind, Section
 from megatron_lynx.config.cluster import Cluster
@@ -28,7 +27,7 @@ from megatron_lynx.figures import Learned
 from megatron_lynx.fp8_recipes import gathers_once
 from megatron_lynx.schedule.flushes import groups_needed
 from megatron_lynx.units import GIB
-from megatron_lynx.validation import Part
+from megatron_lynx.validation import Part, digest_of
 
 Policy = Literal["none", "selective", "balanced", "full", "planned"]
 """Recomputation: none; stock's core attention; norms and activation (Yuan et al.); whole layers; by a plan."""
@@ -361,71 +360,12 @@ class Job(Part):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the job's canonical JSON without later fields at their defaults; plans record it as their origin.
+        """Digest that plans record as their origin.
 
-        Host time is excluded: it is measured again with every release, and changes a plan only if a stage is host-bound.
+        Host time is excluded: it is measured again with every release, and changes a plan only if a stage is host-bound. So are
+        fusions, which a measured profile includes.
         """
-        return hashlib.sha256(self.model_dump_json(by_alias=True, exclude=left_out(self)).encode()).hexdigest()
-
-
-LATER = {
-    "model": (
-        *(
-            "fp8",
-            "qk_norm",
-            "experts",
-            "attention_kernel",
-            "kv_channels",
-            "latent",
-            "cross_entropy",
-            "deterministic",
-            "glu_offset",
-        ),
-        *("kinds", "opaque", "captured", "mtp", "activation_clamped", "window", "sinks"),
-    ),
-    "parallel": ("expert", "expert_tensor", "scattered_messages", "context_exchange", "context_levels", "optimizer_instances"),
-    "budget": ("expandable_segments", "share", "beside", "leaves"),
-    "batch": ("lengths", "packed"),
-    "optimizer": ("states", "muon_steps", "matrix_states", "offload", "overlap_copies", "states_on_host", "chunk_mib"),
-}
-IN_FP8 = ("parameters", "first_in_bf16", "last_in_bf16", "copies_kept")
-IN_EXPERTS = (
-    *("load", "drops", "holds", "whole", "filled", "dispatcher", "shared_gate", "weighted_relu", "scores", "overlapped"),
-    *("delayed", "multiprocessors", "shared_beside"),
-)
-IN_OVERLAP = ("weight_gradients", "bucket_parameters", "buckets", "padded_buckets")
-"""Fields added later, whose defaults change nothing: the digest leaves them out, so that old plans still match their jobs."""
-
-
-def as_by_default(part: BaseModel, names: Iterable[str]) -> set[str]:
-    return {name for name in names if getattr(part, name) == type(part).model_fields[name].default}
-
-
-def left_out(job: Job) -> dict[str, Any]:
-    """Return the fields that a job's digest excludes, as pydantic's `exclude`."""
-    model, cluster = job.model, job.cluster
-    off: dict[str, Any] = {part: dict.fromkeys(as_by_default(getattr(job, part), names), True) for part, names in LATER.items()}
-    off |= dict.fromkeys(as_by_default(job, ("head",)), True) | {"learned": True}
-    off["model"]["fusions"] = True  # a measured profile includes them
-    if model.experts is not None:
-        off["model"]["experts"] = as_by_default(model.experts, IN_EXPERTS)
-    if model.fp8 is not None:
-        off["model"]["fp8"] = as_by_default(model.fp8, IN_FP8)
-    if model.latent is not None and not model.latent.fused_rotary:
-        off["model"]["latent"] = {"fused_rotary"}
-    off["overlap"] = True if job.overlap == Overlap() else as_by_default(job.overlap, IN_OVERLAP)
-    off["cluster"] = {"host_time": True, **dict.fromkeys(as_by_default(cluster, ("reserve",)), True)}
-    if "deterministic" in off["model"]:
-        off["cluster"]["ordered_attention"] = True
-    if model.fp8 is None:
-        off["cluster"]["fp8"] = True
-    elif cluster.fp8 is not None:
-        off["cluster"]["fp8"] = as_by_default(cluster.fp8, ("efficiency",))
-        if model.fp8.recipe != "nvfp4":
-            off["cluster"]["fp8"].add("fp4_tflop_per_s")
-    if cluster.matmul is not None:
-        off["cluster"]["matmul"] = as_by_default(cluster.matmul, ("flash_attention_2_efficiency",))
-    return off
+        return digest_of(self, {"learned": True, "cluster": {"host_time"}, "model": {"fusions"}})
 
 
 def _nearest(number: int, step: int) -> str:

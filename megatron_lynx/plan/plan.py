@@ -13,7 +13,6 @@ Reading a plan checks each part by itself, and all of them together in `consiste
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 
 from megatron_lynx.plan import consistency
@@ -21,6 +20,7 @@ from megatron_lynx.plan.contents import Head, PlanContents
 from megatron_lynx.plan.facts import BatchFacts, LayerRange, ModelFacts, ParallelFacts, Provenance
 from megatron_lynx.plan.rule import ByPhase, CheckpointGroups, Gather, GatherByPhase, Rule, Windows
 from megatron_lynx.plan.stage import Offload, Predicted, Stage, WeightGradients, Whole
+from megatron_lynx.validation import digest_of
 
 __all__ = [
     "BatchFacts",
@@ -52,8 +52,7 @@ class Plan(PlanContents):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of its content. Keys with their defaults are left out, so that the digest stays when plans get new keys."""
-        return hashlib.sha256(self.model_dump_json(exclude_defaults=True).encode()).hexdigest()
+        return digest_of(self, {})
 
     def with_stages(self, stages: Iterable[Stage]) -> Plan:
         """The same plan with these stages, checked again."""

@@ -9,18 +9,17 @@ Seconds and bytes are per micro-batch on one rank (one tensor-parallel shard), w
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from pydantic import BaseModel, Field
 
 from megatron_lynx.anatomy import HALVES, Facts, Half, Pass, Section, halves_of, sections_of
 from megatron_lynx.config.cluster import HostAdam, HostTime, Implementation
 from megatron_lynx.config.experts import Experts
-from megatron_lynx.config.job import IN_EXPERTS, Job, as_by_default
+from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Fusion
 from megatron_lynx.config.opaque import Opaque
 from megatron_lynx.config.parallel import ContextExchange
@@ -32,7 +31,7 @@ from megatron_lynx.kinds.opaque.section import OPAQUE, OpaqueName
 from megatron_lynx.kinds.section import Role
 from megatron_lynx.kinds.sections import KindName
 from megatron_lynx.profiler.shape import BF16_BYTES, cast_bytes
-from megatron_lynx.validation import Part, validated
+from megatron_lynx.validation import Part, digest_of, validated
 from megatron_lynx.whole_file import write_whole
 from megatron_lynx.yaml_file import read_yaml, write_yaml
 
@@ -204,13 +203,6 @@ class Shape(Part):
         return attention, mlp if self.experts is None else self.experts.section
 
 
-LATER = (
-    *("qk_norm", "kv_channels", "latent", "fp8", "experts", "expert", "expert_tensor", "context_exchange", "context_levels"),
-    *("kinds", "opaque", "mtp"),
-)
-"""Fields added later; their defaults change nothing."""
-
-
 class Source(Part):
     how: Literal["measured", "analytic"]
     machine: str
@@ -315,17 +307,8 @@ class Profile(Part):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the profile's canonical JSON without later fields at their defaults, rarely used fields, and host time (see
-        `Job.digest`); plans record it as their origin."""
-        off: dict[str, Any] = dict.fromkeys(as_by_default(self, ("opaque", "hiding", "messages_between_passes")), True)
-        off |= {"host_time": True, "head_summand_s": True, "shape": as_by_default(self.shape, LATER)}
-        if self.experts is None or self.shape.experts is None:
-            off["experts"] = True
-        else:
-            off["shape"] = dict.fromkeys(off["shape"], True) | {"experts": as_by_default(self.shape.experts, IN_EXPERTS)}
-        off |= {half: {"tensors": {"__all__": {"blocks"}}} for half in (*HALVES, "experts") if half not in off}
-        off["source"] = as_by_default(self.source, ("stood_in_for", "fusions"))
-        return hashlib.sha256(self.model_dump_json(exclude=off).encode()).hexdigest()
+        """Digest that plans record as their origin, without host time and without figures that are never measured."""
+        return digest_of(self, {"host_time": True, "head_summand_s": True})
 
 
 def _misnamed(half: HalfProfile, where: str, items: tuple[str, ...]) -> Iterator[str]:

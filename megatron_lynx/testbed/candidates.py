@@ -1,18 +1,20 @@
 """Settings of a comparison: stock Megatron's, by fields of TransformerConfig, and ours, by plan.
 
-none                                     baseline of the ratios
-selective, full                          stock's usual recomputation
-modules {...}, offload {...}, block N    opponents: other stock settings that use no more bytes than ours
-ours, checkpointed                       keeps only each layer's input, as stock full: the same bytes
-ours, on demand                          the plan with empty waits: the cost of exposed recomputation
-ours, no weight gradient deferred        the plan with recomputations in waits, without delayed weight gradients (if it has any)
-ours                                     the plan
+none                      baseline of the ratios
+selective, full           stock's usual recomputation
+modules {...}, block N    opponents: other stock settings that use no more bytes than ours
+ours, checkpointed        keeps only each layer's input, as stock full: the same bytes
+ours, on demand           the plan with empty waits: the cost of exposed recomputation
+ours, no weight gradient deferred
+                          the plan with recomputations in waits alone, if it also delays weight gradients
+ours                      the plan
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from itertools import combinations
 from typing import Any
 
@@ -22,15 +24,14 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Gather, Offload, Plan, Rule, Stage, WeightGradients, Windows
 from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.plan.waits import deferral_problems
-from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.stock import FULL as STOCK_FULL
 from megatron_lynx.stock import NONE as STOCK_NONE
 from megatron_lynx.stock import SELECTIVE as STOCK_SELECTIVE
 from megatron_lynx.stock import StockSetting
-from megatron_lynx.stock.legality import Facts, fails, not_launched
+from megatron_lynx.stock.legality import Facts, offered
 from megatron_lynx.stock.modules import RECOMPUTED
-from megatron_lynx.stock.rival import module_sets as offered_sets
 from megatron_lynx.stock.setting import block
+from megatron_lynx.testbed.stand_in import TRANSFORMER_ENGINE
 
 MODULES = tuple(module.name for module in RECOMPUTED if module.sections)
 """Stock's `recompute_modules` of a dense layer. The others apply to experts and latent attention."""
@@ -41,17 +42,19 @@ class Candidate:
     name: str
     fields: dict[str, Any] = field(default_factory=dict)
     plan: Plan | None = None
-    known_to_fail: str | None = None
-    offloads: bool = False
-    """Whether stock's fine-grained offloading is on. On CPU ranks its copies are synchronous: they are counted, but not timed."""
+
+    @property
+    def offloads(self) -> bool:
+        """Whether stock's fine-grained offloading is on."""
+        return "offload_modules" in self.fields
 
     @property
     def ours(self) -> bool:
         return self.plan is not None
 
 
-def stock(setting: StockSetting, known_to_fail: str | None = None) -> Candidate:
-    return Candidate(f"stock {setting.name}", setting.fields, known_to_fail=known_to_fail, offloads=bool(setting.offload))
+def stock(setting: StockSetting) -> Candidate:
+    return Candidate(f"stock {setting.name}", setting.fields)
 
 
 NONE, SELECTIVE, FULL = stock(STOCK_NONE), stock(STOCK_SELECTIVE), stock(STOCK_FULL)
@@ -79,28 +82,10 @@ def checkpointed(plan: Plan) -> tuple[Candidate, ...]:
 
 
 def module_sets(job: Job) -> Iterator[Candidate]:
-    facts = Facts.of(job)
-    for count in range(1, len(MODULES) + 1):
-        for modules in combinations(MODULES, count):
-            setting = StockSetting(recompute=modules)
-            if setting != STOCK_SELECTIVE:
-                yield stock(setting, fails(setting, facts))
-
-
-def offload_sets(job: Job) -> Iterator[Candidate]:
-    """Yield the distinct sets of `offload_modules`, alone and with `recompute_modules`. Megatron's minimum tensor size is lowered
-    to fit the small models."""
-    least = max(1, LayerShape.of(job).input_bytes // job.model.element_bytes // 4)
-    for setting in offered_sets(job, least=least):
-        if setting.offload:
-            candidate = stock(setting)
-            candidate.fields["min_offloaded_tensor_size"] = least
-            yield candidate
-
-
-def no_offloading(job: Job) -> str | None:
-    """Return why stock Megatron offloads nothing of this job, or None if it does."""
-    return not_launched(StockSetting(offload=("core_attn",)), Facts.of(job))
+    """Yield stock's sets of recomputed modules. Sets with a norm need Transformer Engine, for local layers as well."""
+    names = [name for name in MODULES if name != "layernorm" or find_spec(TRANSFORMER_ENGINE) is not None]
+    sets = (StockSetting(modules) for count in range(1, len(names) + 1) for modules in combinations(names, count))
+    yield from (stock(setting) for setting in sets if setting != STOCK_SELECTIVE and offered(setting, Facts.of(job)))
 
 
 def blocks(job: Job) -> Iterator[Candidate]:

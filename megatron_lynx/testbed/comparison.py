@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.config.parallel import Overlap, Parallel
 from megatron_lynx.figures import Figures
 from megatron_lynx.measure.measurement import Measurement, RankResult, Setting, Skipped, this_machine, time_alternating
 from megatron_lynx.measure.memory import ActivationMeter, MemoryUse, count_step, marked
@@ -35,8 +34,6 @@ from megatron_lynx.testbed.candidates import (
     blocks,
     checkpointed,
     module_sets,
-    no_offloading,
-    offload_sets,
     ours,
 )
 from megatron_lynx.testbed.fusions import adds_up_in_place, deferring_job, fused_gradient_fields, fused_gradients
@@ -211,21 +208,16 @@ class Census:
     """Counts of one rank. All ranks have the same settings in the same order."""
 
     counted: list[Counted] = field(default_factory=list)
-    skipped: list[Skipped] = field(default_factory=list)
 
     def of(self, name: str) -> Counted:
         return next(counted for counted in self.counted if counted.candidate.name == name)
 
 
-def take_census(rank: int, job: Job, plan: Plan, module_sets_too: bool = True) -> Census:
-    """Count all settings. Runs inside `RankPool`, on all ranks of the job.
-
-    First tries stock's module sets on each rank alone, which rebuilds Megatron's groups: not for ranks without peers.
-    """
+def take_census(rank: int, job: Job, plan: Plan) -> Census:
+    """Count all settings. Runs inside `RankPool`, on all ranks of the job."""
     from megatron_lynx.testbed.groups import initialise
 
-    census = Census(skipped=_failing(job) if module_sets_too else [])
-    failing = {skipped.name for skipped in census.skipped}
+    census = Census()
     initialise(job)
     with fused_gradients(job):
         none = Subject(job, NONE)
@@ -233,21 +225,14 @@ def take_census(rank: int, job: Job, plan: Plan, module_sets_too: bool = True) -
         census.counted.append(_count(none))
 
         def count(candidate: Candidate) -> Counted:
-            subject = Subject(job, candidate, none)
-            if candidate.offloads:  # stock's first step only records tensors
-                subject.repeatable_step()
-            census.counted.append(_count(subject, reference))
+            census.counted.append(_count(Subject(job, candidate, none), reference))
             return census.counted[-1]
 
-        tried = (module_set for module_set in module_sets(job) if module_set.name not in failing)
-        further = (*tried, *offload_sets(job)) if module_sets_too else ()
-        for candidate in (SELECTIVE, FULL, *checkpointed(plan), *ours(plan), *further):
+        for candidate in (SELECTIVE, FULL, *checkpointed(plan), *ours(plan), *module_sets(job)):
             count(candidate)
         for candidate in blocks(job):  # each keeps more than the last
             if not count(candidate).holds_no_more_than(census.of("ours")):
                 break
-    if module_sets_too and (reason := no_offloading(job)):
-        census.skipped.append(Skipped(name="stock offload", reason=reason))
     return census
 
 
@@ -264,31 +249,6 @@ def _count(subject: Subject, reference: Bits | None = None) -> Counted:
     dist.all_reduce(most_bytes, op=dist.ReduceOp.MAX)
     most_resident, most_peak = most_bytes.tolist()
     return Counted(subject.candidate, use, most_resident, most_peak, counts, equal)
-
-
-def _failing(job: Job) -> list[Skipped]:
-    from megatron_lynx.testbed.groups import initialise
-
-    alone = _alone(job)
-    initialise(alone)
-    reasons = {candidate.name: candidate.known_to_fail or _error_of(alone, candidate) for candidate in module_sets(job)}
-    return [Skipped(name=name, reason=reason) for name, reason in reasons.items() if reason is not None]
-
-
-def _error_of(alone: Job, candidate: Candidate) -> str | None:
-    try:
-        Subject(alone, candidate).step()
-    except Exception as error:  # noqa: BLE001 (stock Megatron's, of any kind; the report says which)
-        return f"stock Megatron raised {type(error).__name__}: {error}".splitlines()[0]
-    return None
-
-
-def _alone(job: Job) -> Job:
-    """Return a job with one narrow layer of the same kind, which every rank trains alone without reductions."""
-    size = {"layers": 1, "hidden": 8 * job.model.heads, "ffn": 16, "vocab": 16, "seq": 8}
-    batch = job.batch.model_copy(update={"global_": job.batch.micro * job.gpus})
-    model = job.model.model_copy(update=size)
-    return job.model_copy(update={"model": model, "parallel": Parallel(), "batch": batch, "overlap": Overlap()})
 
 
 MOST_OPPONENTS = 3
@@ -308,10 +268,8 @@ class Comparison:
         return all(setting.gradients_equal for setting in self.measurement.settings if setting.ours)
 
 
-def compare(
-    job: Job, plan: Plan, hosts: Hosts, announce: Announce, *, rounds: int = 5, warmups: int = 1, module_sets: bool = True
-) -> Comparison:
-    """Train a few steps under every setting. `hosts`: where the ranks run; `module_sets`: whether to include stock's module sets.
+def compare(job: Job, plan: Plan, hosts: Hosts, announce: Announce, *, rounds: int = 5, warmups: int = 1) -> Comparison:
+    """Train a few steps under every setting. `hosts`: where the ranks run.
 
     Raises `PlanMismatch`, `HookRefused` or another error of this package, or `RankError` for other errors on a rank.
     """
@@ -319,7 +277,7 @@ def compare(
     if any(entry.defers for entry in plan.stages):
         job = deferring_job(job)  # stock accumulates weight gradients in place as well
     with announce("counting what every setting holds, comparing gradients"):
-        censuses = hosts.run(take_census, job, plan, module_sets, unshaped=True)
+        censuses = hosts.run(take_census, job, plan, unshaped=True)
     field = field_of(censuses[0])
     with announce(f"timing {len(field)} settings, {warmups + rounds} rounds"):
         laps = hosts.run(race, job, [counted.candidate for counted in field], rounds, warmups)
@@ -330,7 +288,7 @@ def compare(
         device=hosts.device,
         warmups=warmups,
         settings=settings,
-        skipped=(*left_out_of(censuses[0], field), *censuses[0].skipped),
+        skipped=tuple(left_out_of(censuses[0], field)),
     )
     return Comparison(measurement, timeline_of({rank: lap["ours"].events for rank, lap in enumerate(laps)}))
 
@@ -351,7 +309,7 @@ def field_of(census: Census) -> list[Counted]:
     measure those that keep most, and so recompute least."""
     whole, stocks = census.of("ours"), (NONE, SELECTIVE, FULL)
     rivals = [setting for setting in census.counted if setting.candidate not in stocks and not setting.candidate.ours]
-    small = [setting for setting in rivals if not setting.candidate.offloads and setting.holds_no_more_than(whole)]
+    small = [setting for setting in rivals if setting.holds_no_more_than(whole)]
     opponents = sorted(small, key=lambda setting: setting.most_resident_bytes, reverse=True)[:MOST_OPPONENTS]
     always = [census.of(candidate.name) for candidate in stocks]
     return [*always, *opponents, *(setting for setting in census.counted if setting.candidate.ours)]
@@ -364,8 +322,6 @@ def left_out_of(census: Census, field: list[Counted]) -> Iterator[Skipped]:
             continue
         held = format_bytes(counted.most_resident_bytes)
         reason = "repeats more than the settings of no more bytes that were timed"
-        if counted.candidate.offloads:
-            reason = f"holds {held}; its copies run beside nothing on a CPU, so that its seconds would say nothing"
         if not counted.holds_no_more_than(ours):
             reason = f"holds {held}, ours {format_bytes(ours.most_resident_bytes)}: no opponent"
         yield Skipped(name=counted.candidate.name, reason=reason)

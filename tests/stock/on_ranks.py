@@ -50,7 +50,7 @@ def hold(rank: int, jobs: list[Job], fields: list[dict[str, Any]], model: dict[s
         counted.append([])
         for each in fields:
             offloads = "offload_modules" in each
-            subject = Subject(job, Candidate("one", (model or {}) | each, offloads=offloads), none)
+            subject = Subject(job, Candidate("one", (model or {}) | each), none)
             for _ in range(2 if offloads else 1):
                 assert same_bits(subject.repeatable_step(), reference), each
             if job.model.experts is not None:
@@ -95,7 +95,7 @@ def copies(rank: int, job: Job, fields: dict[str, Any]) -> str:
         patch.object(handler, "reload", noted(handler.reload, lambda: "b" if ahead else "d")),
         patch.object(handler, "bulk_reload_group", bulk(handler.bulk_reload_group)),
     ):
-        subject = Subject(job, Candidate("one", fields, offloads=True))
+        subject = Subject(job, Candidate("one", fields))
         subject.step()
         seen.clear()
         subject.step()

@@ -11,12 +11,10 @@ import pytest
 import torch
 
 from megatron_lynx.cost.layer import kept_bytes
-from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.stock.layer_bytes import layer_bytes
 from megatron_lynx.stock.setting import FULL, NONE, SELECTIVE, StockSetting, block
 from megatron_lynx.stock.stage import chunk_layers
-from megatron_lynx.testbed.comparison import field_of, left_out_of, take_census
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.stock.on_ranks import copies, hold
@@ -174,21 +172,6 @@ def test_what_stock_offloads_leaves_the_device(te_pool):
         assert (more - less) / 2 == pytest.approx((many[0] - few[0]) / 2 - gone, abs=ODD), setting.name
         left = many[0] - more - 4 * (again - STATES * len(setting.recompute))
         assert left == pytest.approx(3 * on_a_cpu(setting), abs=2 * ODD), f"{setting.name}: of three layers of four"
-
-
-@pytest.mark.long
-def test_a_comparison_counts_what_stock_offloads_and_does_not_time_it(te_pool):
-    """On a CPU its copies run beside nothing."""
-    job = te_job(4)
-    (census,) = te_pool.run(take_census, job, uniform_plan(job))
-    names = {counted.candidate.name for counted in census.counted if counted.candidate.offloads}
-    assert {"stock offload qkv_linear", "stock mlp, offload core_attn + attn_proj"} <= names
-    assert [counted.candidate.name for counted in census.counted if counted.gradients_equal is False] == []
-    timed, left_out = field_of(census), {each.name for each in left_out_of(census, field_of(census))}
-    assert not [counted.candidate.name for counted in timed if counted.candidate.offloads]
-    assert names <= left_out
-    both, alone = (census.of(f"stock {name}") for name in ("mlp, offload core_attn + attn_proj", "mlp"))
-    assert both.use.resident_bytes < alone.use.resident_bytes
 
 
 def test_copies_come_back_ahead_unless_whole_layers_are_recomputed(te_pool):

@@ -15,7 +15,7 @@ from megatron_lynx.errors import ConfigError, LynxError, PlanMismatch
 from megatron_lynx.planner import make_plan, uniform_plan
 from megatron_lynx.planner.checks import check_plan
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.testbed.candidates import MODULES, blocks, deferring, module_sets, ours, without_windows
+from megatron_lynx.testbed.candidates import blocks, deferring, module_sets, ours, without_windows
 from megatron_lynx.testbed.comparison import Comparison, compare
 from megatron_lynx.testbed.fusions import deferring_job
 from megatron_lynx.testbed.profiling import measure_profile
@@ -118,17 +118,15 @@ def test_what_was_not_timed_says_why(comparison: Comparison) -> None:
     reasons = {skipped.name: skipped.reason for skipped in comparison.measurement.skipped}
     timed = {setting.name for setting in comparison.measurement.settings}
     assert not timed & reasons.keys()
-    assert "without end" in reasons["stock mlp"]
-    considered = timed | reasons.keys()
-    assert {candidate.name for candidate in module_sets(JOB)} <= considered
-    assert "stock block 3" in considered
-    assert "Transformer Engine" in reasons["stock offload"]
+    assert {*(candidate.name for candidate in module_sets(JOB)), "stock block 3"} <= timed | reasons.keys()
+    assert [name for name, reason in reasons.items() if not reason.startswith(("holds", "repeats"))] == []
 
 
-def test_candidates_of_a_model_without_biases_may_all_be_tried() -> None:
+def test_a_set_that_stock_cannot_train_is_not_tried() -> None:
+    """It recomputes an MLP with biases without end, and norms through Transformer Engine, which is not here."""
     job = tiny_job("llama")
-    assert len(list(module_sets(job))) == 2 ** len(MODULES) - 2  # not the empty set, and not selective
-    assert [candidate.known_to_fail for candidate in module_sets(job) if candidate.known_to_fail] == []
+    assert [candidate.name for candidate in module_sets(job)] == ["stock mlp", "stock core_attn + mlp"]
+    assert [*module_sets(JOB)] == []
     assert [candidate.name for candidate in blocks(job)] == ["stock block 3", "stock block 2", "stock block 1"]
 
 
