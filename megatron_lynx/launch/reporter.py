@@ -40,7 +40,7 @@ from megatron_lynx.errors import ConfigError, LynxError
 from megatron_lynx.figures import Figures, InputSeen, in_words, logged
 from megatron_lynx.launch.ending import gathered_on_rank_0, on_rank_0
 from megatron_lynx.launch.rows import largest_input, parts_of, predicted_of, reserve_of, rows, step_input
-from megatron_lynx.measure.memory import CpuMeter, CpuTotal
+from megatron_lynx.measure.memory import CpuMeter, remember_blocks
 from megatron_lynx.measure.run_outcome import (
     COLUMNS,
     FILE_NAME,
@@ -140,22 +140,22 @@ class DevicePeak:
     def __init__(self) -> None:
         where = torch.empty(0, device="cuda").device  # the CPU, if it stands in for CUDA in tests
         self._on_cuda = where.type == "cuda"
-        self._total: CpuTotal | None = None
+        self._counts = False
         if not self._on_cuda:
             with suppress(LynxError):  # this build of PyTorch hides it; the table says that memory is not measured
-                self._total = CpuTotal()
+                remember_blocks()
+                self._counts = True
         self._most: int | None = None
 
     @contextmanager
     def counting(self) -> Iterator[None]:
         busy = torch.autograd._profiler_enabled() or _get_current_dispatch_mode() is not None  # type: ignore[attr-defined]
-        if self._total is None or busy:
+        if not self._counts or busy:
             yield
             return
-        level = self._total.bytes
         with CpuMeter() as meter:
             yield
-        self._most = max(self._most or 0, level + meter.use.peak_bytes)
+        self._most = max(self._most or 0, meter.use.level_bytes + meter.use.peak_bytes)
 
     def most(self) -> Peak:
         if self._on_cuda:

@@ -8,8 +8,7 @@
 Count in a step after a warm-up, because lazily allocated buffers would count as activations.
 
 CUDA     the caching allocator's own statistics: blocks, rounded to 512 bytes
-a CPU    reports of PyTorch's allocator to its profiler, exact and at every allocation (`CpuMeter`)
-         the allocator's total at any moment, without a profiler (`CpuTotal`)
+a CPU    reports of PyTorch's allocator to its profiler, exact and at every allocation
 
 On a CPU c10's flag "report CPU memory usage" is set before the first count, and stays set; it costs each allocation about a
 microsecond. Without it the allocator knows only blocks of profiled threads, and takes a later block at the same address for the
@@ -29,7 +28,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, final
 
@@ -61,6 +59,8 @@ class MemoryUse:
     """Still live when the meter was closed."""
     peaks: tuple[Mark, ...] = field(default=(), compare=False)
     """The peak from each mark to the next."""
+    level_bytes: int = field(default=0, compare=False)
+    """The allocator's total at entry. On a CPU without blocks older than the flag."""
 
     @property
     def resident_bytes(self) -> int:
@@ -97,6 +97,7 @@ class ActivationMeter(ABC):
             marks=tuple(Mark(name, total - level) for name, total in zip(names, inner, strict=True)),
             left_bytes=left - level,
             peaks=tuple(Mark(name, peak - level) for name, peak in zip(names, peaks[1:], strict=True)),
+            level_bytes=level,
         )
 
 
@@ -175,26 +176,18 @@ def remember_blocks() -> None:
 
     Call it before the model is built if a counted step may free older blocks. Raises LynxError if this PyTorch lacks the flag.
     """
-    flag = _in_c10(_FLAG, lambda library: ctypes.c_bool.in_dll(library, _FLAG))
+    file = Path(torch.__file__).parent / "lib" / ("libc10.dylib" if sys.platform == "darwin" else "libc10.so")
+    try:
+        flag = ctypes.c_bool.in_dll(ctypes.CDLL(str(file)), _FLAG)
+    except (OSError, ValueError) as error:
+        needed, todo = f"a C10 library with {_FLAG}", "use a release wheel of PyTorch"
+        problem = Problem(f"torch {torch.__version__}", str(error), needed, todo)
+        raise LynxError("Bytes cannot be counted on the CPU", [problem]) from error
     # The allocator warns about the first block whose size it does not know: let that be this one.
     with nothing_printed(STANDARD_ERROR):
         unknown = torch.empty(1, device="cpu")
         flag.value = True
         del unknown
-
-
-def _in_c10(name: str, find: Callable[[Any], Any]) -> Any:
-    file = Path(torch.__file__).parent / "lib" / ("libc10.dylib" if sys.platform == "darwin" else "libc10.so")
-    try:
-        return find(ctypes.CDLL(str(file)))
-    except (OSError, ValueError, AttributeError) as error:
-        raise _lacking(name, str(error)) from error
-
-
-def _lacking(name: str, symptom: str) -> LynxError:
-    needed, todo = f"a C10 library with {name}", "use a release wheel of PyTorch"
-    problem = Problem(f"torch {torch.__version__}", symptom, needed, todo)
-    return LynxError("Bytes cannot be counted on the CPU", [problem])
 
 
 def wait_for_other_threads() -> None:
@@ -279,38 +272,3 @@ def _reports(tree: Any) -> Iterator[tuple[int, int | None, Any]]:
         if event.tag.name == "Allocation" and event.extra_fields.device.type == "cpu":
             yield event.start_time_ns, mark, event.extra_fields
         pending += [(mark, child) for child in event.children]
-
-
-_REPORTER = "_ZN3c1025profiledCPUMemoryReporterEv"
-_WORDS = 24
-_SIZES = (4099, 70_001)
-
-
-@final
-class CpuTotal:
-    """The allocator's total: the word, in an object of the C10 library, that follows two test allocations exactly.
-
-    Make it before the tensors to count. Raises LynxError if this build of PyTorch hides it.
-    """
-
-    def __init__(self) -> None:
-        remember_blocks()
-        reporter = _in_c10(_REPORTER, itemgetter(_REPORTER))
-        reporter.restype = ctypes.c_void_p
-        words = (ctypes.c_size_t * _WORDS).from_address(reporter())
-        total_words = [word for word in range(_WORDS) if all(_follows(words, word, size) for size in _SIZES)]
-        if len(total_words) != 1:
-            raise _lacking(_REPORTER, f"{len(total_words)} words that follow what is allocated")
-        self._words, self._word = words, total_words[0]
-
-    @property
-    def bytes(self) -> int:
-        return int(self._words[self._word])
-
-
-def _follows(words: Any, word: int, size: int) -> bool:
-    before = words[word]
-    block = torch.empty(size, dtype=torch.uint8, device="cpu")
-    grown = words[word] - before
-    del block
-    return bool(grown == size and words[word] == before)

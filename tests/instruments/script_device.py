@@ -35,10 +35,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lynx.errors import ConfigError, Problem
-from megatron_lynx.measure.memory import CpuTotal
 from megatron_lynx.testbed.cpu_device import Inert, OneGenerator, stand_in_for_cuda, stand_in_for_missing_modules, stay
 from megatron_lynx.testbed.stand_in import StandIn, ignore, replace, replace_entry
 from megatron_lynx.units import format_bytes
+from tests.instruments.cpu_total import CpuTotal
 from tests.instruments.posted import stand_in_for_posted
 
 CAPABILITY = (8, 0)

@@ -10,8 +10,9 @@ import threading
 import pytest
 import torch
 
-from megatron_lynx.measure.memory import CpuTotal, MemoryUse, activation_meter, remember_blocks
+from megatron_lynx.measure.memory import MemoryUse, activation_meter, remember_blocks
 from megatron_lynx.units import MIB
+from tests.instruments.cpu_total import CpuTotal
 from tests.instruments.process_peak import ENVIRONMENT, why_unavailable
 
 KIB4 = 4096

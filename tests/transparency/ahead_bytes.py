@@ -36,10 +36,10 @@ def bytes_begun(rank: int, job: Job, plan: Plan, model: dict[str, Any]) -> list[
     """What every beginning ahead of the second step adds to the bytes that are there, in the order of the step. The first two
     experts get all tokens."""
     from megatron_lynx.apply import install
-    from megatron_lynx.measure.memory import CpuTotal
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import Training, synthetic_batches
+    from tests.instruments.cpu_total import CpuTotal
     from tests.transparency.trials import starve
 
     initialise(job)

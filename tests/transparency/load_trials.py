@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.measure.memory import CpuTotal, wait_for_other_threads
+from megatron_lynx.measure.memory import wait_for_other_threads
 from megatron_lynx.plan.plan import Plan
+from tests.instruments.cpu_total import CpuTotal
 from tests.transparency.trials import starve
 
 
