@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -131,13 +132,23 @@ def _check(text: str) -> int | str:
     return f"{FRAMES}{int(count)}" if frames else int(count)
 
 
+def flags_in(arguments: Sequence[str]) -> tuple[Flags, list[Problem]]:
+    """Our flags among a script's arguments, and the problems of unknown and bad ones."""
+    try:
+        namespace, others = add_flags(_Parser(add_help=False, allow_abbrev=False)).parse_known_args(list(arguments))
+    except ConfigError as error:
+        return Flags(), list(error.problems)
+    known = [f"--{field.name.replace('_', '-')}" for field in fields(Flags)]
+    problems = []
+    for flag in (word.partition("=")[0] for word in others if word.startswith(PREFIX)):
+        close = difflib.get_close_matches(flag, known, n=1)
+        problems.append(Problem(flag, "no such flag", f"one of {', '.join(known)}", f"did you mean {close[0]}?" if close else ""))
+    return Flags(**vars(namespace)), problems
+
+
 def read_flags(arguments: Sequence[str]) -> Flags:
     """Parse our flags among a script's arguments. Raises `ConfigError` for an unknown, bad or useless flag of ours."""
-    parser = add_flags(_Parser(add_help=False, allow_abbrev=False))
-    namespace, unknown = parser.parse_known_args(list(arguments))
-    known = ", ".join(f"--{field.name.replace('_', '-')}" for field in fields(Flags))
-    problems = [Problem(flag.partition("=")[0], "no such flag", known) for flag in unknown if flag.startswith(PREFIX)]
-    flags = Flags(**vars(namespace))
+    flags, problems = flags_in(arguments)
     without_plan = (
         ("--lynx-trace", flags.lynx_trace, "there is nothing to trace"),
         ("--lynx-outcome", flags.lynx_outcome, "nothing is predicted"),

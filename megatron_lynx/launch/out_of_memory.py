@@ -10,21 +10,21 @@ too few bytes         a plan for less memory: what PyTorch     megatron-lynx pla
 
 The first rank that fails explains. Others that run out of memory print one line, and those that fail because it is gone nothing.
 
-The moment of a step in which an error was raised, in words and by its name in a plan's predictions.
+The moment of a step in which an error was raised. A plan's predictions name theirs.
 
-    noted by the engine              the traceback passes through  moment
-    -------------------------------  ----------------------------  ------------------------------------------------
-    anything                         a delayed weight gradient     weight_gradient
-    a recomputation                                                replay, of the half that is recomputed
-    a forward, in a half                                           forward
-    a forward, in no half            neither layers nor embedding  loss, on the last chunk of the last stage
-    a backward, in a half                                          backward
-    a backward, in no half yet       the loss's own backward       loss
-                                     anything else                 head_backward, on the last chunk of the last stage
-    a backward, or nothing           Megatron's distributed        reduction
-    nothing                          the optimizer                 first_update, or update
-    nothing                          messages between stages       message
-    nothing                          anything else                 None: only the run's progress is reported
+    noted by the engine              the traceback passes through  moment                         in the plan's predictions
+    -------------------------------  ----------------------------  -----------------------------  -------------------------
+    anything                         a delayed weight gradient     a weight gradient              backward
+    a backward, or nothing           Megatron's distributed        the reduction of gradients     reduction
+    nothing                          the optimizer                 an update                      first_update, update
+    nothing                          messages between stages       a message                      -
+    nothing                          anything else                 the run's progress alone       -
+    a recomputation                                                of the half that runs again    backward
+    a forward, in a half                                           the forward of the half        forward
+    a forward, in no half            neither layers nor embedding  the loss, on the last chunk    loss
+    a backward, in a half                                          the backward of the half       backward
+    a backward, in no half yet       the loss's own backward       its backward                   loss
+                                     anything else                 the head's, on the last chunk  head_backward, loss
 
 Backward runs in C++, so the engine only knows which half it has reached: the embedding's backward follows the first layer's
 attention half, and the head's comes before the last layer's MLP half.
@@ -37,8 +37,9 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from traceback import walk_tb
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -69,16 +70,10 @@ WEIGHT_GRADIENTS = "megatron_lynx.runtime.weight_gradients"
 ATTENTION, MLP = HALVES
 
 
-@dataclass(frozen=True)
-class Moment:
-    """A moment of a step. `planned`: the moments of a plan's predictions that it may be."""
-
+class Moment(NamedTuple):
     words: str
-    name: str | None = None
     planned: tuple[str, ...] = ()
-    micro_batch: int | None = None
-    chunk: int = 0
-    half: FrameKey | None = None
+    """The moments of a plan's predictions that it may be."""
 
 
 @dataclass(frozen=True)
@@ -105,79 +100,64 @@ class Rank:
         return entry.offload is not None or rule.checkpoints(MLP) or bool(rule.replays(MLP))
 
 
-class _Passed(NamedTuple):
-    module: str
-    function: str
-    local: dict[str, Any]
-
-
 def moment_of(error: BaseException, rank: Rank) -> Moment | None:
     """The moment; None for an error outside of passes, updates and messages."""
     causes = [*causes_of(error)]
     where = next(filter(None, map(whereabouts_of, causes)), None)
-    frames = [frame for cause in causes for frame, _ in walk_tb(cause.__traceback__)]
-    passed = [_Passed(str(frame.f_globals.get("__name__", "")), frame.f_code.co_name, frame.f_locals) for frame in frames]
+    passed = [frame for cause in causes for frame, _ in walk_tb(cause.__traceback__)]
     if (entry := _put_off(passed)) is not None:
         layer, linear = entry.linear
-        words = f"a weight gradient that was put off, of layer {layer}, {linear}"
-        return Moment(words, "weight_gradient", ("backward",), chunk=entry.chunk, half=(layer, entry.half))
+        return Moment(f"a weight gradient that was put off, of layer {layer}, {linear}", ("backward",))
     if (where is None or where.passing == "backward") and _in(passed, DISTRIBUTED):
         beside = f", beside the backward of micro-batch {where.micro_batch}" if where and where.micro_batch is not None else ""
-        return Moment(f"the reduction of gradients{beside}", "reduction", ("reduction",))
+        return Moment(f"the reduction of gradients{beside}", ("reduction",))
     if where is None:
         if _is_in(passed, rank.optimizer):
-            name = "update" if rank.stepped else "first_update"
             words = "an update" if rank.stepped else "the first update, which makes the optimizer's state"
-            return Moment(words, name, (name,))
-        return Moment("a message between stages", "message") if _in(passed, MESSAGES) else None
+            return Moment(words, ("update" if rank.stepped else "first_update",))
+        return Moment("a message between stages") if _in(passed, MESSAGES) else None
+    half = where.half or (_half_called(passed) if where.passing == "forward" else None)
+    what, *planned = _in_pass(where, half, passed, rank)
+    place = [] if where.micro_batch is None else [f"micro-batch {where.micro_batch}"]
+    place += [f"chunk {where.chunk}"] if where.chunk else []
+    place += [] if half is None else [f"layer {half[0]}", f"{half[1]} half"]
+    behind = ", or of the embedding behind it" if "embedding_backward" in planned else ""
+    return Moment(f"{what} of {', '.join(place) or 'a micro-batch'}{behind}", tuple(planned))
+
+
+def _in_pass(where: Whereabouts, half: FrameKey | None, passed: Sequence[FrameType], rank: Rank) -> tuple[str, ...]:
+    """What runs in a forward or backward, in words, and its moments in a plan's predictions."""
     if where.replays:
-        return _at("a replay of", where, "replay", ("backward",))
-    return _in_forward(where, passed, rank) if where.passing == "forward" else _in_backward(where, passed, rank)
-
-
-def _in_forward(where: Whereabouts, passed: Sequence[_Passed], rank: Rank) -> Moment:
-    if half := where.half or _half_called(passed):
-        return _at("the forward of", where, "forward", ("forward",), half)
-    model = rank.chunks[where.chunk] if where.chunk < len(rank.chunks) else None
-    if _is_in(passed, getattr(model, "embedding", None)):
-        return _at("the embedding's forward of", where, "forward", ("forward",))
-    if _is_in(passed, getattr(model, "decoder", None)) or not rank.is_last(where.chunk):
-        return _at("the forward of", where, "forward", ("forward",))
-    return _at("the loss of", where, "loss", ("loss",))
-
-
-def _in_backward(where: Whereabouts, passed: Sequence[_Passed], rank: Rank) -> Moment:
-    if where.half is not None:
+        return "a replay", "backward"
+    last = rank.is_last(where.chunk)
+    if where.passing == "forward":
+        model = rank.chunks[where.chunk] if where.chunk < len(rank.chunks) else None
+        if half is None and _is_in(passed, getattr(model, "embedding", None)):
+            return "the embedding's forward", "forward"
+        in_layers = half is not None or _is_in(passed, getattr(model, "decoder", None))
+        return ("the forward", "forward") if in_layers or not last else ("the loss", "loss")
+    if half is not None:
         first = rank.plan.chunks_of(rank.stage)[where.chunk].layers.first
-        embedding = (rank.stage, where.chunk, where.half) == (0, 0, (first, ATTENTION))
-        moment = _at("the backward of", where, "backward", ("backward", *(["embedding_backward"] if embedding else [])))
-        return replace(moment, words=f"{moment.words}, or of the embedding behind it") if embedding else moment
-    if not rank.is_last(where.chunk):
-        return _at("the backward of", where, "backward", ("backward",))
-    if any(one.function == "backward" and "cross_entropy" in one.module for one in passed):
-        return _at("the loss's backward of", where, "loss", ("loss",))
+        if (rank.stage, where.chunk, half) == (0, 0, (first, ATTENTION)):
+            return "the backward", "backward", "embedding_backward"
+    if half is not None or not last:
+        return "the backward", "backward"
+    if any(frame.f_code.co_name == "backward" and "cross_entropy" in _module(frame) for frame in passed):
+        return "the loss's backward", "loss"
     if rank.top_half_is_seen(where.chunk):
-        return _at("the head's backward of", where, "head_backward", ("head_backward", "loss"))
-    return _at("the backward of the head, or of halves that the plan leaves alone, of", where, "backward", ("backward",))
+        return "the head's backward", "head_backward", "loss"
+    return "the backward of the head, or of halves that the plan leaves alone,", "backward"
 
 
-def _at(what: str, where: Whereabouts, name: str, planned: Sequence[str] = (), half: FrameKey | None = None) -> Moment:
-    half = half or where.half
-    words = [] if where.micro_batch is None else [f"micro-batch {where.micro_batch}"]
-    words += [f"chunk {where.chunk}"] if where.chunk else []
-    words += [] if half is None else [f"layer {half[0]}", f"{half[1]} half"]
-    return Moment(f"{what} {', '.join(words) or 'a micro-batch'}", name, tuple(planned), where.micro_batch, where.chunk, half)
-
-
-def _half_called(passed: Sequence[_Passed]) -> FrameKey | None:
+def _half_called(passed: Sequence[FrameType]) -> FrameKey | None:
     """The half that the engine was called with, if it has no planned work."""
-    policies = [one.local.get("policy") for one in passed]
-    return next(((policy.layer, policy.half) for policy in reversed(policies) if isinstance(policy, HalfPolicy)), None)
+    policies = [frame.f_locals.get("policy") for frame in passed]
+    return next((policy.key for policy in reversed(policies) if isinstance(policy, HalfPolicy)), None)
 
 
-def _put_off(passed: Sequence[_Passed]) -> Entry | None:
+def _put_off(passed: Sequence[FrameType]) -> Entry | None:
     """The delayed weight gradient that is being computed, if any."""
-    entries = (one.local.get("entry") for one in reversed(passed) if one.module == WEIGHT_GRADIENTS)
+    entries = (frame.f_locals.get("entry") for frame in reversed(passed) if _module(frame) == WEIGHT_GRADIENTS)
     return next((entry for entry in entries if isinstance(entry, Entry)), None)
 
 
@@ -188,13 +168,17 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
         cause = cause.__cause__
 
 
-def _is_in(passed: Sequence[_Passed], module: Any) -> bool:
-    return module is not None and any(one.local.get("self") is module for one in passed)
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
-def _in(passed: Sequence[_Passed], package: str) -> bool:
+def _is_in(passed: Sequence[FrameType], module: Any) -> bool:
+    return module is not None and any(frame.f_locals.get("self") is module for frame in passed)
+
+
+def _in(passed: Sequence[FrameType], package: str) -> bool:
     """Whether a function of a package runs, other than a module's forward."""
-    return any(one.module.startswith(package) and one.function != "forward" for one in passed)
+    return any(_module(frame).startswith(package) and frame.f_code.co_name != "forward" for frame in passed)
 
 
 LARGEST = 5
@@ -269,19 +253,15 @@ def _reserve(allocator: Allocator, device: PlannedDevice | None) -> Iterator[Pro
     """Parts of the plan's reserve that were too small; nothing if the plan does not split it."""
     if device is None or device.outside_bytes is None or device.slack_bytes is None or allocator.outside_bytes is None:
         return
-    parts = (
-        (
-            "outside PyTorch's allocator (context, libraries, NCCL, other processes)",
-            allocator.outside_bytes,
-            device.outside_bytes,
-        ),
-        ("reserved and not allocated", allocator.unused_bytes, device.slack_bytes),
-    )
-    short = [(name, used_bytes, planned) for name, used_bytes, planned in parts if used_bytes > planned]
-    for name, used_bytes, planned in short:
-        yield Problem(
-            f"reserve, {name}", format_bytes(used_bytes), f"at most {format_bytes(planned)}, as planned: this part was too small"
-        )
+    outside = "outside PyTorch's allocator (context, libraries, NCCL, other processes)"
+    parts = {
+        outside: (allocator.outside_bytes, device.outside_bytes),
+        "reserved and not allocated": (allocator.unused_bytes, device.slack_bytes),
+    }
+    short = {name: both for name, both in parts.items() if both[0] > both[1]}
+    for name, (used, planned) in short.items():
+        needed = f"at most {format_bytes(planned)}, as planned: this part was too small"
+        yield Problem(f"reserve, {name}", format_bytes(used), needed)
     if not short:
         yield Problem("reserve", "large enough in each of its parts", "")
 
@@ -332,12 +312,14 @@ def rounded_down(gib: float) -> str:
 
 
 _UNITS = {"B": 1, "bytes": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}
-_SIZE = r"([\d.]+) (B|bytes|KiB|MiB|GiB)"
-_CAPACITY = re.compile(rf"total capac\w+ of {_SIZE}")
-_ASKED = re.compile(rf"Tried to allocate {_SIZE}")
-_FREE = re.compile(rf"of which {_SIZE} is free")
-_ALLOCATED = re.compile(rf"Of the allocated memory {_SIZE} is allocated")
-_UNUSED = re.compile(rf"and {_SIZE} is reserved by PyTorch but unallocated")
+_FIGURES = {
+    "asked_bytes": "Tried to allocate SIZE",
+    "allocated_bytes": "Of the allocated memory SIZE is allocated",
+    "unused_bytes": "and SIZE is reserved by PyTorch but unallocated",
+    "free_bytes": "of which SIZE is free",
+    "capacity_bytes": r"total capac\w+ of SIZE",
+}
+"""The allocator's words for each figure."""
 
 
 @dataclass(frozen=True)
@@ -346,9 +328,9 @@ class Allocator:
 
     asked_bytes: int
     allocated_bytes: int
-    unused_bytes: int
+    unused_bytes: int = 0
     """Reserved and not allocated."""
-    free_bytes: int
+    free_bytes: int = 0
     capacity_bytes: int | None = None
 
     @property
@@ -373,16 +355,15 @@ class Allocator:
     @classmethod
     def of(cls, error: BaseException) -> Allocator | None:
         """Parse the error; None if it has no figures (another library's memory, say)."""
-        text = str(error)
-        asked, allocated = _size_in(_ASKED, text), _size_in(_ALLOCATED, text)
-        if asked is None or allocated is None:
+        sizes = {name: _size_in(words, str(error)) for name, words in _FIGURES.items()}
+        if sizes["asked_bytes"] is None or sizes["allocated_bytes"] is None:
             return None
-        return cls(asked, allocated, _size_in(_UNUSED, text) or 0, _size_in(_FREE, text) or 0, _size_in(_CAPACITY, text))
+        return cls(**{name: size for name, size in sizes.items() if size is not None})
 
 
-def _size_in(pattern: re.Pattern[str], text: str) -> int | None:
-    match = pattern.search(text)
-    return None if match is None else round(float(match.group(1)) * _UNITS[match.group(2)])
+def _size_in(words: str, text: str) -> int | None:
+    match = re.search(words.replace("SIZE", r"([\d.]+) (B|bytes|KiB|MiB|GiB)"), text)
+    return None if match is None else round(float(match[1]) * _UNITS[match[2]])
 
 
 def states_held(models: Iterable[Module], optimizer: Any) -> dict[str, int]:

@@ -8,12 +8,9 @@ words ─ command_line ─> arguments ─ given ─> values by Megatron's names 
 
 from __future__ import annotations
 
-import difflib
-import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,12 +20,12 @@ from megatron_lynx.config.job import Policy
 from megatron_lynx.config.loader import load_cluster
 from megatron_lynx.config.opaque import MARGIN
 from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.launch.flags import flags_in
 from megatron_lynx.launch_arguments.command_line import HEADLINE, LAUNCHER, CommandLine, command_line, given_file
 from megatron_lynx.launch_arguments.container import OPTION as BRIDGE
 from megatron_lynx.launch_arguments.container import Container, given_container, read_container
 from megatron_lynx.launch_arguments.expert_facts import expert_facts, has_experts, without_experts
 from megatron_lynx.launch_arguments.given import (
-    OURS,
     Fact,
     FlagKind,
     Given,
@@ -63,6 +60,7 @@ USERBUFFERS_OWN = "tp_comm_"
 SOME_USERBUFFERS = "userbuffers of all linears: the range of the step, from what stock hides to everything, holds fewer, too"
 DISPATCH = "exchanges in which a token travels once to each rank of its experts"
 
+SCHEDULE = "--lynx-schedule"
 POLICIES: dict[StockSetting, Policy] = {NONE: "none", SELECTIVE: "selective", FULL: "full"}
 """Stock settings that are a job's policy."""
 
@@ -164,8 +162,10 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     facts += [*batch_facts(given, gpus, problems), _policy(today, given, planning=planning)]
     if planning and given[FINE_GRAINED]:
         facts.append(Fact("offload_ratio", "auto", f"{given.origin(FINE_GRAINED)}: a plan offloads what pays, too"))
-    facts += schedule_facts(command.arguments, problems)
-    problems += misread(command.arguments)
+    ours, misread = flags_in(command.arguments)
+    problems += misread
+    if any(word.partition("=")[0] == SCHEDULE for word in command.arguments):
+        facts.append(Fact("schedule", ours.lynx_schedule.replace("-", "_"), SCHEDULE))
     if gpus is None:
         needed = "the number of GPUs: --gpus N, or a launcher that says it (torchrun --nproc-per-node N --nnodes M)"
         problems.append(Problem("launch", "no number of processes", needed))
@@ -176,8 +176,9 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     kinds = [(value, _judged(given, value)) for value in effective]
     needed = "one whose cost in memory and time is known"
     problems += [Problem(value.said, "a flag that nobody has judged", needed) for value, kind in kinds if kind is None]
-    overlapping = any(fact.place == "schedule" and fact.value == "double_buffered" for fact in facts)
-    problems += _refused(given, today, [*_circumstances(given, planning=planning), *(["two versions"] if overlapping else [])])
+    problems += _refused(
+        given, today, [*_circumstances(given, planning=planning), *(["two versions"] if ours.without_flushes else [])]
+    )
     priced = [(value.said, kind.why) for value, kind in kinds if kind is not None and kind.name == "priced as"]
     priced += _substitutes(given, facts)
     given = without_known(given)
@@ -305,46 +306,3 @@ def job_of(reading: Reading, cluster: str, changes: Mapping[str, Any] | None = N
     if problems:
         raise ConfigError(HEADLINE, [reading.spoken(problem) for problem in problems])
     return job
-
-
-SCHEDULE = "--lynx-schedule"
-SCHEDULES = {"flush": "flush", "double-buffered": "double_buffered"}
-"""Values of the flag, and their names in a job."""
-
-_NAMES = ("host", "plan", "trace", "trace-step", "outcome", "check", "check-against", "schedule", "log")
-FLAGS = tuple(f"{OURS}{name}" for name in _NAMES)
-"""The launcher's flags, which a launch may already have."""
-
-COUNTS = {
-    "--lynx-check": ("how many steps, from 1, or frames, or frames:N", re.compile(r"frames|(frames:)?0*[1-9][0-9]*")),
-    "--lynx-trace-step": ("a whole number from 1", re.compile(r"0*[1-9][0-9]*")),
-}
-
-
-def misread(arguments: Sequence[str]) -> Iterator[Problem]:
-    """Problems of our own flags, for any plan."""
-    for flag in dict.fromkeys(word.partition("=")[0] for word in arguments if word.startswith(OURS)):
-        if flag not in FLAGS:
-            near = difflib.get_close_matches(flag, FLAGS, n=1)
-            yield Problem(flag, "unknown", f"one of {', '.join(FLAGS)}", f"did you mean {near[0]}?" if near else "")
-    for flag, (needed, pattern) in COUNTS.items():
-        for value in _values(arguments, flag):
-            if not pattern.fullmatch(value):
-                yield Problem(flag, value or "nothing", needed)
-
-
-def schedule_facts(arguments: Sequence[str], problems: list[Problem]) -> Iterator[Fact]:
-    """Yield the schedule, if given; the last one counts."""
-    if not (said := list(_values(arguments, SCHEDULE))):
-        return
-    if said[-1] in SCHEDULES:
-        yield Fact("schedule", SCHEDULES[said[-1]], SCHEDULE)
-    else:
-        problems.append(Problem(SCHEDULE, said[-1] or "nothing", f"one of {', '.join(SCHEDULES)}"))
-
-
-def _values(arguments: Sequence[str], flag: str) -> Iterator[str]:
-    for word, following in pairwise((*arguments, "")):
-        name, equals, value = word.partition("=")
-        if name == flag:
-            yield value if equals else "" if following.startswith("--") else following

@@ -27,7 +27,7 @@ def check_plannable(job: Job) -> None:
     if job.userbuffers and job.policy == "full":
         needed = "planned, or another one with overlap.userbuffers: what owns a userbuffer does not run again"
         problems.append(Problem("job: policy", "full", needed, "the job can be estimated"))
-    problems += [*_overlap_problems(job), *_graph_problems(job)]
+    problems += _overlap_problems(job)
     for setting, needed in job.fused_dispatch.limits():
         problems.append(Problem("job: model.experts.dispatcher", setting, needed, "the job can be estimated"))
     problems += [problem for section in job.model.every_section for problem in planning_of(section).refusals(job)]
@@ -71,18 +71,10 @@ def check_plan(job: Job, plan: Plan) -> None:
 
 
 def _overlap_problems(job: Job) -> Iterator[Problem]:
-    """Problems of overlapped exchanges of experts (`plan.features`)."""
+    """Problems of overlapped exchanges of experts, beside those of a plan (`plan.features`)."""
     if not job.model.moe_overlapped:
         return
     parallel, model = job.parallel, job.model
-    for place, setting, needed in (
-        ("schedule", job.schedule, "flush"),
-        ("head.pieces", job.head_pieces, 1),
-    ):
-        if setting != needed:
-            todo = "drop --overlap-moe-expert-parallel-comm (model.experts.overlapped), or change this"
-            beside = f"{'none' if needed is None else needed} beside overlapped exchanges of experts"
-            yield Problem(f"job: {place}", str(setting), beside, todo)
     if parallel.expert == 1 or (parallel.pipeline > 1 and job.chunks == 1):
         said = f"expert {parallel.expert}, pipeline {parallel.pipeline} with {job.chunks} chunk on each stage"
         needed = "experts over several ranks, and several chunks on each stage of a pipeline, as Megatron does"
@@ -95,21 +87,6 @@ def _overlap_problems(job: Job) -> Iterator[Problem]:
     if model.mtp > 1 or (model.mtp and parallel.pipeline == 1):
         needed = "1 in a pipeline, or none, beside overlapped exchanges of experts, as Megatron does"
         yield Problem("job: model.mtp", f"{model.mtp} with pipeline {parallel.pipeline}", needed, "leave one of the two out")
-
-
-def _graph_problems(job: Job) -> Iterator[Problem]:
-    """Problems of captured graphs (`plan.features`): untested combinations."""
-    if not job.model.captured:
-        return
-    for place, setting, needed in (
-        ("schedule", job.schedule, "flush"),
-        ("model.mtp", job.model.mtp, 0),
-        ("model.experts.overlapped", job.model.moe_overlapped, False),
-        ("overlap.userbuffers", job.userbuffers, False),
-    ):
-        if setting != needed:
-            beside = f"{needed} beside captured graphs (model.captured): nothing else was tried"
-            yield Problem(f"job: {place}", str(setting), beside, "leave model.captured out, or change this")
 
 
 def _context_problems(job: Job) -> Iterator[Problem]:

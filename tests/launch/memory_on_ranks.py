@@ -10,7 +10,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 
 Said = tuple[str | None, str]
-"""The name of the moment at which a limit was met (None: it never was), and all that is said of it."""
+"""The words for the moment at which a limit was met (None: it never was), and all that is said of it."""
 
 
 def said_at(rank: int, job: Job, plan: Plan, limits: list[int], steps: int = 1) -> list[Said]:
@@ -48,7 +48,7 @@ def _trained(job: Job, plan: Plan, limit_bytes: int, steps: int) -> Said:
             explanation = explained(error, at, f"in step {step + 1} of this run", "plan.yaml")
             assert not installation.engine.busy
             installation.remove()
-            return "nowhere" if moment is None else str(moment.name), str(explanation)
+            return "nowhere" if moment is None else moment.words, str(explanation)
     installation.remove()
     return None, ""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,8 @@ from hypothesis import strategies as st
 
 from megatron_lynx.config import Experts
 from megatron_lynx.errors import ConfigError
-from megatron_lynx.launch.flags import Flags
 from megatron_lynx.launch_arguments import Reading, job_of, read_launch
 from megatron_lynx.launch_arguments.parallel_facts import layers_of_layout
-from megatron_lynx.launch_arguments.reading import FLAGS
 from megatron_lynx.launch_arguments.table import unsaid
 from megatron_lynx.plan.layout import layout_text
 from megatron_lynx.planner.summary import job_flags
@@ -778,8 +775,7 @@ def test_the_schedule_is_our_own_flag() -> None:
 
 @pytest.mark.parametrize("said", ["--lynx-schedule gpipe", "--lynx-schedule", "--lynx-schedule --lr 1"])
 def test_schedules_that_there_are_not(said: str) -> None:
-    assert "--lynx-schedule: " in (found := problems(f"{PIPELINE} {said}"))
-    assert "flush, double-buffered" in found
+    assert "--lynx-schedule: " in problems(f"{PIPELINE} {said}")
 
 
 def test_too_few_micro_batches_for_two_versions() -> None:
@@ -805,17 +801,13 @@ def test_what_two_versions_do_not_go_with(flags: str, why: str) -> None:
     assert any(line.startswith(f"{flag}: ") and why in line for line in found.splitlines()), found
 
 
-def test_the_launchers_flags_are_known_here() -> None:
-    assert {flag.removeprefix("--").replace("-", "_") for flag in FLAGS} == {field.name for field in fields(Flags)}
-
-
 @pytest.mark.parametrize(
     ("said", "answer"),
     [
-        ("--lynx-chek 2", "--lynx-chek: found unknown, needed one of"),
+        ("--lynx-chek 2", "--lynx-chek: found no such flag, needed one of"),
         ("--lynx-check -1", "--lynx-check: found -1, needed how many steps, from 1, or frames, or frames:N"),
         ("--lynx-check frames:0", "--lynx-check: found frames:0, needed how many steps"),
-        ("--lynx-trace-step", "--lynx-trace-step: found nothing, needed a whole number from 1"),
+        ("--lynx-trace-step", "--lynx-trace-step: expected one argument"),
         ("--transformer-impl inference_optimized", "needed local or transformer_engine"),
     ],
 )
