@@ -1,23 +1,26 @@
 """Messages between a stage and its neighbours, between one action and the next.
 
-    done   next    exchange                                          as in Megatron's 1F1B
-    F      F       send forward; receive forward                     warm-up
-    F      B       send forward and receive backward, together       steady: both with the next stage
-    B      F       send backward and receive forward, together       steady: both with the previous stage
-    B      B       send backward; receive backward                   cool-down
-    any    none    send                                              the pipeline is empty
+    done   next    exchange
+    F      F       send forward; receive forward         warm-up
+    F      B       send forward; receive backward        steady: both with the next stage
+    B      F       send backward; receive forward        steady: both with the previous stage
+    B      B       send backward; receive backward       cool-down
+    any    none    send, and wait                        the pipeline is empty
 
-`Waiting` returns when all of it has arrived. `Posted` starts it: a receive is waited for when the next action needs it, a send
-before the next message in that direction. So a stage that makes a deferred update need not be at the same place as its neighbour:
-one message may be in flight meanwhile.
+A receive is waited for when the next action needs it, a send before the next message in that direction. So a stage that makes a
+deferred update need not be at the same place as its neighbour: one message may be in flight meanwhile.
 
 After the last action of a run comes an update, where Megatron may wait for the device and the other ranks. A message that the
 neighbour matches only after its own update must not be posted before: such an exchange is postponed until the next run begins.
+
+The communicator's functions for both directions are blocking, so messages are posted with the operations below it, each by
+itself. NCCL has one stream for all messages of two ranks in a group, in both directions. With one hardware queue a message after
+an unmatched one stalls compute and recomputations. So gradients use the group of all ranks, which has another stream (Megatron
+does the same if a pipeline has two stages).
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -35,23 +38,40 @@ Tensors = list[torch.Tensor | None]
 """One exchanged tensor, in a list as Megatron's schedules keep it; None at the ends of the pipeline."""
 
 
-class Exchange(ABC):
+class Exchange:
     """One stage's side of the exchanges. Every message has the same `shape`."""
 
     def __init__(self, group: Any, config: Any, shape: tuple[int, ...]) -> None:
-        self.neighbours = P2PCommunicator(pp_group=group, config=config)
-        self.config = config
-        self.shape = shape
         self.first, self.last = group.rank() == 0, group.rank() == group.size() - 1
+        self._neighbours = P2PCommunicator(pp_group=group, config=config)
+        self._config, self._shape, self._group = config, shape, group
+        self._group_of_gradients = group if group.size() == 2 else dist.group.WORLD  # with two stages Megatron makes two streams
+        self._coming: torch.Tensor | None = None
+        self._work: dict[str, tuple[Any, torch.Tensor]] = {}
+        """Messages in flight, by Megatron's name for the direction, with their tensors."""
+        self._begun = False
         self._postponed: tuple[Action, Tensors, Action | None] | None = None
 
-    @abstractmethod
     def take(self, action: Action) -> Tensors:
         """Return the input of a forward, or the gradient of a backward's output."""
+        if not self._begun:
+            self._receive(action)
+        for name in ("recv_prev", "recv_next"):
+            self._wait_for(name)
+        coming, self._coming, self._begun = self._coming, None, False
+        return [coming]
 
-    @abstractmethod
     def pass_on(self, done: Action, made: Tensors, following: Action | None) -> None:
         """Send the result of `done`, and receive the input of `following`."""
+        direction, at_end = ("send_next", self.last) if done.kind == "F" else ("send_prev", self.first)
+        self._wait_for(direction)
+        if not at_end and made[0] is not None:
+            self._post(direction, made[0].detach())
+        if following is not None:
+            self._receive(following)
+            return
+        for name in list(self._work):
+            self._wait_for(name)
 
     def postpone(self, done: Action, made: Tensors, following: Action | None) -> None:
         """Pass on when the next run begins."""
@@ -63,88 +83,22 @@ class Exchange(ABC):
         if postponed is not None:
             self.pass_on(*postponed)
 
-
-class Waiting(Exchange):
-    """Blocking exchanges with the communicator's functions, as in Megatron's schedules."""
-
-    _received: Tensors | None = None
-
-    def take(self, action: Action) -> Tensors:
-        received, self._received = self._received, None
-        return self._receive(action) if received is None else received
-
-    def pass_on(self, done: Action, made: Tensors, following: Action | None) -> None:
-        neighbours, shapes = self.neighbours, [self.shape]
-        if following is not None and done.kind != following.kind:
-            if done.kind == "F":
-                self._received = neighbours.send_forward_recv_backward(made, shapes, self.last)
-            else:
-                self._received = neighbours.send_backward_recv_forward(made, shapes, self.first)
-            return
-        if done.kind == "F":
-            neighbours.send_forward(made, self.last)
-        else:
-            neighbours.send_backward(made, self.first)
-        self._received = None if following is None else self._receive(following)
-
-    def _receive(self, action: Action) -> Tensors:
-        if action.kind == "F":
-            return self.neighbours.recv_forward([self.shape], self.first)  # type: ignore[no-any-return]
-        return self.neighbours.recv_backward([self.shape], self.last)  # type: ignore[no-any-return]
-
-
-class Posted(Exchange):
-    """Exchanges with the operations below the communicator, whose functions for both directions are blocking.
-
-    Each message is posted separately. NCCL has one stream for all messages of two ranks in a group, in both directions. With one
-    hardware queue a message after an unmatched one stalls compute and recomputations. So gradients use the group of all ranks,
-    which has another stream (Megatron does the same if a pipeline has two stages).
-    """
-
-    def __init__(self, group: Any, config: Any, shape: tuple[int, ...]) -> None:
-        super().__init__(group, config, shape)
-        self._group = group
-        self._group_of_gradients = group if group.size() == 2 else dist.group.WORLD  # with two stages Megatron makes two streams
-        self._coming: torch.Tensor | None = None
-        self._work: dict[str, tuple[Any, torch.Tensor]] = {}
-        """Messages in flight, by Megatron's name for the direction, with their tensors."""
-        self._begun = False
-
-    def take(self, action: Action) -> Tensors:
-        if not self._begun:
-            self._receive(action)
-        for name in ("recv_prev", "recv_next"):
-            self._wait_for(name)
-        coming, self._coming, self._begun = self._coming, None, False
-        return [coming]
-
-    def pass_on(self, done: Action, made: Tensors, following: Action | None) -> None:
-        direction, at_end = ("send_next", self.last) if done.kind == "F" else ("send_prev", self.first)
-        self._wait_for(direction)
-        if not at_end and made[0] is not None:
-            self._post(direction, made[0].detach())
-        if following is not None:
-            self._receive(following)
-            return
-        for name in list(self._work):
-            self._wait_for(name)
-
     def _receive(self, following: Action) -> None:
         """Post the receive that an action needs, if a stage sends it."""
         self._begun = True
         name, at_end = ("recv_prev", self.first) if following.kind == "F" else ("recv_next", self.last)
         if at_end:
             return
-        device, dtype = torch.cuda.current_device(), self.config.pipeline_dtype
-        self._coming = torch.empty(self.shape, requires_grad=True, device=device, dtype=dtype)
+        device, dtype = torch.cuda.current_device(), self._config.pipeline_dtype
+        self._coming = torch.empty(self._shape, requires_grad=True, device=device, dtype=dtype)
         self._post(name, self._coming)
 
     def _post(self, name: str, message: torch.Tensor) -> None:
         works = p2p_communication._p2p_ops(
             **{f"tensor_{other}": message if other == name else None for other in (*OUTPUTS, *GRADIENTS)},
             group=self._group if name in OUTPUTS else self._group_of_gradients,
-            prev_pipeline_rank=self.neighbours.prev_rank,
-            next_pipeline_rank=self.neighbours.next_rank,
+            prev_pipeline_rank=self._neighbours.prev_rank,
+            next_pipeline_rank=self._neighbours.next_rank,
         )
         self._work[name] = works[name], message
 

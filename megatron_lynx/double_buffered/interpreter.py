@@ -23,7 +23,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config, get_model_type
 
-from megatron_lynx.double_buffered.exchange import Exchange, Tensors, Waiting
+from megatron_lynx.double_buffered.exchange import Exchange, Tensors
 from megatron_lynx.schedule.schedule import Action
 
 
@@ -35,7 +35,6 @@ class Interpreter:
         microbatches: of one batch: losses are divided by it.
         seq_length: tokens of a sequence.
         micro_batch_size: sequences of a micro-batch.
-        exchange: how messages are sent between stages.
         before: called with each action before it; with a batch's last backward again before its gradient is reduced.
     """
 
@@ -46,7 +45,6 @@ class Interpreter:
         microbatches: int,
         seq_length: int,
         micro_batch_size: int,
-        exchange: type[Exchange] = Waiting,
         before: Callable[[Action], None] = lambda _: None,
     ) -> None:
         self.chunk = chunk
@@ -64,7 +62,7 @@ class Interpreter:
             tp_group=parallel_state.get_tensor_model_parallel_group(),
             cp_group=parallel_state.get_context_parallel_group(),
         )
-        self._exchange = exchange(group, self.config, shape)
+        self._exchange = Exchange(group, self.config, shape)
         model_type = {"model_type": get_model_type(chunk)}  # an argument until 0.17
         self._told_backward = model_type if "model_type" in inspect.signature(schedules.backward_step).parameters else {}
         self._in_flight: dict[int, tuple[Tensors, Tensors]] = {}

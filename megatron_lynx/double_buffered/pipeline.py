@@ -32,7 +32,6 @@ from megatron.core.utils import get_model_config
 from megatron_lynx.apply.hook import MARK
 from megatron_lynx.double_buffered import releases
 from megatron_lynx.double_buffered.buffers import TwoGradients, TwoLossScales, TwoVersions, owners
-from megatron_lynx.double_buffered.exchange import Posted, Waiting
 from megatron_lynx.double_buffered.interpreter import Interpreter
 from megatron_lynx.errors import ConfigError, HookRefused, Problem
 from megatron_lynx.limits import refused
@@ -77,7 +76,6 @@ class DoubleBuffered:
             microbatches=microbatches,
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,
-            exchange=Posted if defer_updates else Waiting,
             before=self._show,
         )
         self._pipeline, self._stage, self._microbatches = self._interpreter.pipeline, self._interpreter.stage, microbatches
