@@ -155,7 +155,7 @@ def offloader_of(plan: Plan, run: LiveRun, order: OrderOfStep, device: Device, l
             continue
         every = entry.offload.half_by_half == "all"
         within = {every or one.virtual in step.at_once for one, _ in step.all if one.chunk == entry.chunk}
-        sets = most_on_host(step.all, entry.offload.prefetch)[entry.chunk] if False in within else 0
+        sets = most_on_host(step.all)[entry.chunk] if False in within else 0
         pace_bytes = entry.offload.pace_bytes if True in within else None
         if pace_bytes is not None:
             sets += most_in_flight(step.all)[entry.chunk] if every else 1 + step.in_turns
@@ -164,7 +164,6 @@ def offloader_of(plan: Plan, run: LiveRun, order: OrderOfStep, device: Device, l
         policies[entry.chunk] = OffloadPolicy(
             bytes=entry.offload.bytes,
             smallest_tensor_bytes=entry.offload.smallest_tensor_bytes,
-            prefetch=entry.offload.prefetch,
             sets=sets,
             ragged=entry.offload.experts,
             avoids_messages=entry.offload.beside_messages == "avoid",

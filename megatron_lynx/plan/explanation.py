@@ -158,8 +158,7 @@ def _beside(stage: Stage) -> Text | None:
     """Offloading, delayed weight gradients, and micro-batches that keep everything."""
     lines = []
     if (offload := stage.offload) is not None:
-        coming_back = "the backward before" if offload.prefetch == 1 else f"{offload.prefetch} backwards before"
-        back = f"the copy comes back during {coming_back}"
+        back = "the copy comes back during the backward before"
         inputs = ", inputs of checkpoints among it" if any(rule.checkpoint is not None for rule in stage.rules) else ""
         goes = f"to the host: {format_bytes(offload.bytes)} of every micro-batch, what forward made first{inputs}"
         stays = f"tensors below {format_bytes(offload.smallest_tensor_bytes)} stay"

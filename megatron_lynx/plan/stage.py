@@ -70,7 +70,7 @@ class Offload(Part):
     smallest_tensor_bytes: int = Field(default=MIB, ge=0)
     """Smaller tensors stay on the device."""
     prefetch: int = Field(default=1, ge=1)
-    """Number of backwards before its own in which a micro-batch is copied back."""
+    """Ignored; in older plans. A micro-batch is copied back one backward before its own."""
     beside_messages: Literal["allow", "avoid"] = "allow"
     """Whether copies overlap with messages between stages, or take turns: on a shared link they slow each other. Stages that
     overlap messages with passes cannot avoid them."""

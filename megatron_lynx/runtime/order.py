@@ -197,7 +197,7 @@ class Ledger:
 
     def hidden_by_receive(self) -> MicroBatch | None:
         """Return the micro-batch of the next backward, with its phase set: recomputations hide in the wait for its gradient."""
-        micro_batch = self.coming(0)
+        micro_batch = self.coming
         if micro_batch is not None:
             _, micro_batch.phase = self._order.backwards[self._begun]
         return micro_batch
@@ -215,9 +215,10 @@ class Ledger:
         """Return whether its backward begins when its forward is over."""
         return micro_batch.virtual in self._order.at_once
 
-    def coming(self, ahead: int) -> MicroBatch | None:
-        """Return the micro-batch whose backward begins after `ahead` others."""
-        coming = self._order.backwards[self._begun + ahead : self._begun + ahead + 1]
+    @property
+    def coming(self) -> MicroBatch | None:
+        """The micro-batch whose backward begins next."""
+        coming = self._order.backwards[self._begun : self._begun + 1]
         return self._living(coming[0][0].virtual) if coming else None
 
     def _living(self, virtual: VirtualMicroBatch | None) -> MicroBatch | None:

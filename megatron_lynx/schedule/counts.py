@@ -1,7 +1,7 @@
 """Micro-batches of each chunk of a stage that are in flight, or whose offloaded tensors are on the host, at once.
 
-stage 0 of 4    F0  F1  F2 | F3  B0 ...       1F1B: a set leaves after its forward, and returns `prefetch` backwards before its
-on the host      1   2   3 |  3               own, or after the forward before them. The host of stage s holds p-1-s sets.
+stage 0 of 4    F0  F1  F2 | F3  B0 ...       1F1B: a set leaves after its forward, and returns a backward before its own, or
+on the host      1   2   3 |  3               after the forward before that. The host of stage s holds p-1-s sets.
                               (F3 left, F0 is back)
 """
 
@@ -56,15 +56,13 @@ def _exceeds(some: tuple[int, ...], reference: tuple[int, ...]) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def sets_on_host(
-    pipeline: int, stage: int, microbatches: int, chunks: int = 1, group: int | None = None, prefetch: int = 1
-) -> tuple[int, ...]:
+def sets_on_host(pipeline: int, stage: int, microbatches: int, chunks: int = 1, group: int | None = None) -> tuple[int, ...]:
     """Return `most_on_host` in a step of Megatron's schedules."""
-    peaks = most_on_host(passes_of(pipeline, stage, microbatches, chunks, group), prefetch)
+    peaks = most_on_host(passes_of(pipeline, stage, microbatches, chunks, group))
     return tuple(peaks[chunk] for chunk in range(chunks))
 
 
-def most_on_host(passes: Iterable[tuple[Action, Phase]], prefetch: int) -> Counter[int]:
+def most_on_host(passes: Iterable[tuple[Action, Phase]]) -> Counter[int]:
     """Return by chunk the most micro-batches on the host, without those whose backward follows their forward."""
     order = [*passes]
     backwards = [action for action, _ in order if action.kind == "B"]
@@ -77,7 +75,7 @@ def most_on_host(passes: Iterable[tuple[Action, Phase]], prefetch: int) -> Count
         begun += action.kind == "B"
         back = {action}
         if action.kind == "B" or (phase == "steady" and action in behind and not at_once):
-            back.update(backwards[begun : begun + prefetch])
+            back.update(backwards[begun : begun + 1])
         counts.subtract(one.chunk for one in back & away)
         away -= back
         if action.kind == "F" and not at_once:

@@ -185,7 +185,7 @@ def offloading(plan: Plan, size_bytes: int, pace: int | None = None, *, experts:
     `experts`: what these keep as well."""
     facts = plan.model_dump(mode="json")
     for stage in facts["stages"]:
-        stage["offload"] = {"bytes": size_bytes, "smallest_tensor_bytes": 1024, "prefetch": 1, "pace_bytes": pace} | (
+        stage["offload"] = {"bytes": size_bytes, "smallest_tensor_bytes": 1024, "pace_bytes": pace} | (
             {"experts": True} if experts else {}
         )
     return Plan.model_validate(facts)

@@ -56,7 +56,7 @@ def test_the_reserve_is_seen_where_it_is_too_much() -> None:
 
 def test_a_host_without_memory_is_one_message() -> None:
     with pytest.raises(OffloadError) as refused:
-        Offloader({0: OffloadPolicy(600, 1, 1, 2)}, device=CPU, limit=limit_of(rank(("a", 0)), [rank(("a", 0))]))
+        Offloader({0: OffloadPolicy(600, 1, 2)}, device=CPU, limit=limit_of(rank(("a", 0)), [rank(("a", 0))]))
     (problem,) = refused.value.problems
     assert problem.found.startswith("0 bytes (0 B) available to this rank (0 B free of pot a, 0 B of it in reserve, for 1 rank)")
     assert problem.needed == "1200 bytes (1.17 KiB)"
@@ -67,7 +67,7 @@ def test_what_a_plan_needs_is_locked_before_the_first_step(monkeypatch: pytest.M
     locked = list[int]()
     monkeypatch.setattr(Device, "lock", lambda device, memory: locked.append(memory.nbytes))
     limit = HostLimit(10**6)
-    made = Offloader({0: OffloadPolicy(6000, 1, 1, 2), 1: OffloadPolicy(900, 1, 1, 1, ragged=True)}, device=CPU, limit=limit)
+    made = Offloader({0: OffloadPolicy(6000, 1, 2), 1: OffloadPolicy(900, 1, 1, ragged=True)}, device=CPU, limit=limit)
     made.lock_ahead()
     assert locked == [2 * (6144 + 512)], "of experts it is not known before how much"
     assert made.locked.bytes == limit.held_bytes == sum(locked)
@@ -80,7 +80,7 @@ def test_what_a_plan_needs_is_locked_before_the_first_step(monkeypatch: pytest.M
 
 def test_nothing_is_locked_ahead_where_only_just_enough_is_free() -> None:
     limit = HostLimit(6000)
-    made = Offloader({0: OffloadPolicy(6000, 1, 1, 1)}, device=CPU, limit=limit)
+    made = Offloader({0: OffloadPolicy(6000, 1, 1)}, device=CPU, limit=limit)
     made.lock_ahead()
     assert (made.locked.bytes, limit.held_bytes) == (0, 0)
     made.close()
@@ -92,7 +92,7 @@ def test_a_host_that_does_not_give_what_it_promised_leaves_nothing_locked(monkey
 
     monkeypatch.setattr(Device, "lock", lock)
     limit = HostLimit(10**6)
-    made = Offloader({0: OffloadPolicy(6000, 1, 1, 1), 1: OffloadPolicy(6000, 1, 1, 1)}, device=CPU, limit=limit)
+    made = Offloader({0: OffloadPolicy(6000, 1, 1), 1: OffloadPolicy(6000, 1, 1)}, device=CPU, limit=limit)
     with pytest.raises(OffloadError, match="the host has too little memory"):
         made.lock_ahead()
     assert limit.held_bytes == 0

@@ -23,7 +23,7 @@ def offloader(
     size_bytes: int, *, smallest: int = 1, lasting: tuple[Tensor, ...] = (), sets: int = 1, device: Device = CPU
 ) -> Iterator[Offloader]:
     made = Offloader(
-        {0: OffloadPolicy(size_bytes, smallest, 1, sets)}, device=device, limit=HostLimit(10**7), lasting=lambda chunk: lasting
+        {0: OffloadPolicy(size_bytes, smallest, sets)}, device=device, limit=HostLimit(10**7), lasting=lambda chunk: lasting
     )
     try:
         yield made
@@ -60,7 +60,7 @@ def test_memory_is_used_again_only_behind_the_copies(device: Device) -> None:
     """Kernels are late, copies are many, and what is let go is allocated and overwritten at once."""
     where, on_cuda = device.where, device.where.type == "cuda"
     count = 1 << 22 if on_cuda else 1 << 12
-    made = Offloader({0: OffloadPolicy(3 * 4 * count, 1, 1, 3)}, device=device, limit=HostLimit(10**9))
+    made = Offloader({0: OffloadPolicy(3 * 4 * count, 1, 3)}, device=device, limit=HostLimit(10**9))
     for step in range(3):
         in_flight = []
         for number in range(3):
@@ -249,7 +249,7 @@ def test_a_copy_that_fails_ends_the_step_where_it_is_issued() -> None:
 
 
 def test_copies_that_avoid_messages_leave_behind_them_and_come_before_them() -> None:
-    policy = OffloadPolicy(10**6, 1, 1, 1, avoids_messages=True)
+    policy = OffloadPolicy(10**6, 1, 1, avoids_messages=True)
     made = Offloader({0: policy}, device=asynchronous(), limit=HostLimit(10**7))
     group = made.open(0, 0)
     (handle,) = pushed(group, torch.arange(64.0))
@@ -316,7 +316,7 @@ def test_when_the_graph_goes_everything_goes() -> None:
 
 def test_a_host_that_is_too_small_is_refused_before_anything_runs() -> None:
     with pytest.raises(OffloadError, match="too little memory") as refused:
-        Offloader({0: OffloadPolicy(600, 1, 1, 2), 1: OffloadPolicy(100, 1, 1, 1)}, device=CPU, limit=HostLimit(1200))
+        Offloader({0: OffloadPolicy(600, 1, 2), 1: OffloadPolicy(100, 1, 1)}, device=CPU, limit=HostLimit(1200))
     assert "1200 bytes" in refused.value.problems[0].found
     assert "1300 bytes" in refused.value.problems[0].needed
 

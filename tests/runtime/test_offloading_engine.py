@@ -31,7 +31,7 @@ TWO_IN_FLIGHT = StageOrder(
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    offloader = Offloader({0: OffloadPolicy(10**6, 1, 1, 2)}, device=CPU, limit=HostLimit(10**7))
+    offloader = Offloader({0: OffloadPolicy(10**6, 1, 2)}, device=CPU, limit=HostLimit(10**7))
     made = Engine(order=lambda microbatches: TWO_IN_FLIGHT, offloader=offloader)
     yield made
     made.offloader.close()
@@ -89,7 +89,7 @@ def test_a_half_that_stays_keeps_all_on_the_device(engine: Engine) -> None:
 def test_weights_that_move_between_steps_stay_and_activations_go(overlapping: bool) -> None:
     """The optimizer, or a second version of the weights, replaces them; an activation may then lie where they were."""
     weights = [torch.full((64,), 0.5)]
-    offloader = Offloader({0: OffloadPolicy(10**6, 1, 1, 2)}, device=CPU, limit=HostLimit(10**7), lasting=lambda chunk: weights)
+    offloader = Offloader({0: OffloadPolicy(10**6, 1, 2)}, device=CPU, limit=HostLimit(10**7), lasting=lambda chunk: weights)
     engine, gone = Engine(order=lambda microbatches: TWO_IN_FLIGHT, offloader=offloader), []
     old = weights[0]
     for step in range(2):
@@ -174,7 +174,7 @@ def passes_of_a_step(engine: Engine, fails_at: tuple[str, int, int] | None = Non
 def test_a_step_of_two_chunks_that_fails_in_the_middle(where: Any, avoids_messages: bool) -> None:
     """A copy's error names stage, chunk, micro-batch and bytes. Nothing is held afterwards, and the next step is right: once it
     was not, because host memory that a failed copy had to do with was lent again, and failed with it."""
-    policies = {chunk: OffloadPolicy(10**6, 1, 1, 2, avoids_messages) for chunk in range(2)}
+    policies = {chunk: OffloadPolicy(10**6, 1, 2, avoids_messages=avoids_messages) for chunk in range(2)}
     offloader = Offloader(policies, device=CPU, limit=HostLimit(10**7))
     engine = Engine(chunks=[ChunkPolicy(), ChunkPolicy()], order=lambda microbatches: INTERLEAVED, offloader=offloader)
     expected = passes_of_a_step(engine)
@@ -205,27 +205,8 @@ def test_a_step_of_two_chunks_that_fails_in_the_middle(where: Any, avoids_messag
     engine.offloader.close()
 
 
-def test_each_chunk_comes_back_as_far_ahead_as_its_own_plan_says() -> None:
-    """Chunk 1 two backwards ahead, chunk 0 one: when chunk 1's first backward begins, its second one is on its way, too."""
-    policies = {chunk: OffloadPolicy(10**6, 1, prefetch, 2) for chunk, prefetch in ((0, 1), (1, 2))}
-    offloader = Offloader(policies, device=CPU, limit=HostLimit(10**7))
-    engine = Engine(chunks=[ChunkPolicy(), ChunkPolicy()], order=lambda microbatches: INTERLEAVED, offloader=offloader)
-    outputs = {}
-    for one, _ in INTERLEAVED.all[:4]:
-        policy = replace(KEEPS_ALL, layer=one.chunk + 1, chunk=one.chunk)
-        with engine.forward_pass(*one.virtual, 2) as ended_with:
-            outputs[one.virtual] = engine.half(policy, code, (torch.ones(64, requires_grad=True) * 1,), {})
-            ended_with(outputs[one.virtual])
-    engine.take_counts()
-    with engine.backward_pass(outputs[0, 1]):
-        engine.offloader.back.drain()
-        assert engine.take_counts().reloaded_bytes == 2 * 3 * 256
-    engine.abandon()
-    engine.offloader.close()
-
-
 def test_micro_batches_that_keep_everything_keep_it_on_the_device() -> None:
-    offloader = Offloader({0: OffloadPolicy(10**6, 1, 1, 2)}, device=CPU, limit=HostLimit(10**7))
+    offloader = Offloader({0: OffloadPolicy(10**6, 1, 2)}, device=CPU, limit=HostLimit(10**7))
     engine = Engine(chunks=[ChunkPolicy(whole=(0,))], order=lambda microbatches: TWO_IN_FLIGHT, offloader=offloader)
     for _, output in [forward(engine, number) for number in range(2)]:
         backward(engine, output)
@@ -245,7 +226,7 @@ def test_hooks_of_somebody_else_are_refused(engine: Engine) -> None:
 
 def test_what_comes_back_at_once_does_not_leave() -> None:
     """As on the last stage, or with one micro-batch."""
-    offloader = Offloader({0: OffloadPolicy(10**6, 1, 1, 1)}, device=CPU, limit=HostLimit(10**7))
+    offloader = Offloader({0: OffloadPolicy(10**6, 1, 1)}, device=CPU, limit=HostLimit(10**7))
     at_once = StageOrder([(Action(0, "F", 0), "steady"), (Action(0, "B", 0), "steady")])
     engine = Engine(order=lambda microbatches: at_once, offloader=offloader)
     _, output = forward(engine, 0)

@@ -12,7 +12,7 @@ from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.schedule.schedule import Action, Phase
 
 
-def counted(passes: Sequence[tuple[Action, Phase]], chunk: int, prefetch: int) -> int:
+def counted(passes: Sequence[tuple[Action, Phase]], chunk: int) -> int:
     """The same by the words: at each pass, those whose forward is over and whose reload has not been asked for."""
     order = [action for action, _ in passes]
     backwards = [action for action in order if action.kind == "B"]
@@ -22,7 +22,7 @@ def counted(passes: Sequence[tuple[Action, Phase]], chunk: int, prefetch: int) -
         for at, (one, phase) in enumerate(passes):
             begun = sum(other.kind == "B" for other in order[: at + 1])
             hides = one.kind == "F" and phase == "steady" and order[at + 1] == backwards[begun] and order[at + 1][::2] != one[::2]
-            if one == action or ((one.kind == "B" or hides) and action in backwards[begun : begun + prefetch]):
+            if one == action or ((one.kind == "B" or hides) and action in backwards[begun : begun + 1]):
                 return at
         raise AssertionError(f"{action} never comes")
 
@@ -38,13 +38,12 @@ def counted(passes: Sequence[tuple[Action, Phase]], chunk: int, prefetch: int) -
     ("pipeline", "microbatches", "chunks", "group"),
     [(1, 4, 1, None), (2, 4, 1, None), (8, 32, 1, None), (8, 3, 1, None), (2, 4, 2, None), (4, 8, 3, None), (2, 7, 2, 5)],
 )
-@pytest.mark.parametrize("prefetch", [1, 2])
-def test_sets_of_the_pool(pipeline: int, microbatches: int, chunks: int, group: int | None, prefetch: int) -> None:
+def test_sets_of_the_pool(pipeline: int, microbatches: int, chunks: int, group: int | None) -> None:
     schedule = with_flushes(pipeline, microbatches, chunks, group)
     for stage in range(pipeline):
         passes = list(schedule.phases(stage))
-        expected = tuple(counted(passes, chunk, prefetch) for chunk in range(chunks))
-        assert sets_on_host(pipeline, stage, microbatches, chunks, group, prefetch) == expected
+        expected = tuple(counted(passes, chunk) for chunk in range(chunks))
+        assert sets_on_host(pipeline, stage, microbatches, chunks, group) == expected
 
 
 def test_stages_of_1f1b() -> None:
@@ -52,13 +51,13 @@ def test_stages_of_1f1b() -> None:
 
 
 @pytest.mark.parametrize(
-    ("warmup", "microbatches", "prefetch", "sets"),
-    [(0, 8, 1, 0), (1, 8, 1, 1), (3, 8, 1, 3), (3, 8, 2, 3), (3, 2, 1, 2), (7, 8, 1, 7)],
+    ("warmup", "microbatches", "sets"),
+    [(0, 8, 0), (1, 8, 1), (3, 8, 3), (3, 2, 2), (7, 8, 7)],
 )
-def test_micro_batches_on_the_host_at_once(warmup: int, microbatches: int, prefetch: int, sets: int) -> None:
+def test_micro_batches_on_the_host_at_once(warmup: int, microbatches: int, sets: int) -> None:
     warmup = min(warmup, microbatches)
     passes: list[Any] = [(Action(i, "F"), "warmup") for i in range(warmup)]
     for i in range(warmup, microbatches):
         passes += [(Action(i, "F"), "steady"), (Action(i - warmup, "B"), "steady")]
     passes += [(Action(i, "B"), "cooldown") for i in range(microbatches - warmup, microbatches)]
-    assert most_on_host(passes, prefetch)[0] == sets
+    assert most_on_host(passes)[0] == sets

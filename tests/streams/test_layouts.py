@@ -76,7 +76,7 @@ def half_by_half_and_replayed(job: Job) -> Plan:
 def both(job: Job) -> Plan:
     """Some is replayed, some of the rest goes to the host, two micro-batches ahead."""
     some = plan_for(job, lambda layer: ["input_layernorm", "core_attention", "activation"][layer % 2 :])
-    return offloading(some, chunk_bytes(job) // 2, prefetch=2)
+    return offloading(some, chunk_bytes(job) // 2)
 
 
 def filling(job: Job) -> Plan:

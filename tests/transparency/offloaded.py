@@ -10,7 +10,6 @@ def offloading(
     size_bytes: int,
     *,
     smallest: int = 1,
-    prefetch: int = 1,
     beside: str = "allow",
     experts: bool = False,
     pace: int | None = None,
@@ -21,7 +20,7 @@ def offloading(
     one."""
     raw, chosen = plan.model_dump(mode="json"), dict[str, object]()
     for stage in raw["stages"]:
-        chosen = {"bytes": size_bytes, "smallest_tensor_bytes": smallest, "prefetch": prefetch, "beside_messages": beside}
+        chosen = {"bytes": size_bytes, "smallest_tensor_bytes": smallest, "beside_messages": beside}
         chosen |= {"experts": experts, "pace_bytes": pace, "half_by_half": "all" if every else "at_once"}
         stage["offload"] = chosen if size_bytes else None
     return Plan.model_validate(raw)

@@ -74,7 +74,7 @@ def test_every_ratio_alone_and_with_replay(pool_of: Pools, layout: str, like: An
     mixed = plan_for(job, lambda layer: ["input_layernorm", "core_attention", "activation"][layer % 2 :])
     size = chunk_bytes(job)
     candidates = [offloading(keeping, int(ratio * size)) for ratio in RATIOS]
-    candidates += [offloading(mixed, size), offloading(replaying, int(0.1 * size), prefetch=2)]
+    candidates += [offloading(mixed, size), offloading(replaying, int(0.1 * size))]
     for outcomes in checked(pool_of, job, candidates, Trial(steps=2 if layout == "PP2" else 1)):
         for plan, outcome in zip(candidates, outcomes, strict=True):
             assert_adds_up(plan, outcome.planned.counts[-1])
@@ -90,7 +90,7 @@ def assert_adds_up(plan: Plan, counts: Figures) -> None:
         most, parallel = max(policy.bytes for policy in policies), plan.parallel
         assert counts.offloaded_bytes <= plan.batch.microbatches * parallel.chunks * most
         sets = max(
-            sum(sets_on_host(parallel.pipeline, stage, plan.batch.microbatches, parallel.chunks, prefetch=policy.prefetch))
+            sum(sets_on_host(parallel.pipeline, stage, plan.batch.microbatches, parallel.chunks))
             for stage, policy in product(range(parallel.pipeline), policies)
         )
         assert counts.host_bytes <= sets * (most + BLOCKS * ALIGNMENT), "as many micro-batches as the schedule has there at once"
@@ -178,11 +178,10 @@ def test_random_plans(pool_of: Pools, like: Any) -> None:
     job = tiny_job(like, **LAYOUTS["TP2xPP2xVPP2+SP"])
     of_this_job = plans_for(job, whole=True)
     offloaded = st.builds(
-        lambda plan, size, smallest, prefetch: offloading(plan, size, smallest=smallest, prefetch=prefetch),
+        lambda plan, size, smallest: offloading(plan, size, smallest=smallest),
         of_this_job,
         st.integers(1, 2 * chunk_bytes(job)),
         st.sampled_from([1, 1024, 4096]),
-        st.integers(1, 3),
     )
 
     checked(pool_of, job, samples(offloaded, 4), Trial(steps=1))
@@ -196,7 +195,7 @@ def test_late_copies_and_overwritten_memory(pool_of: Pools, like: Any, layout: d
     replayed = ["input_layernorm", "rotary", "core_attention", "activation"]
     candidates = [
         offloading(plan_for(job, lambda layer: ()), int(0.63 * chunk_bytes(job))),
-        offloading(plan_for(job, lambda layer: replayed), chunk_bytes(job), prefetch=2),
+        offloading(plan_for(job, lambda layer: replayed), chunk_bytes(job)),
     ]
     if job.chunks == 1:
         candidates.append(offloading(plan_for(job, lambda layer: replayed[:1]), chunk_bytes(job), beside="avoid"))

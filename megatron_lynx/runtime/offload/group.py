@@ -53,8 +53,6 @@ class OffloadPolicy:
     """Bytes of one micro-batch that go to the host."""
     smallest_tensor_bytes: int
     """Smaller storages stay."""
-    prefetch: int = 1
-    """How many backwards before its own a whole micro-batch is fetched."""
     sets: int = 1
     """Micro-batches on the host at once."""
     ragged: bool = False

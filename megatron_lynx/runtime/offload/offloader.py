@@ -4,8 +4,8 @@
                           half, copies run within the micro-batch's own passes; [2] and [3] are about whole micro-batches
     end of forward    [2] storages are copied out in the order in which they were made, up to the plan's bytes. Originals are
                           freed after their copy: at the end of the next such forward at the latest
-    backward of k-d   [3] begins (d: the prefetch distance), or its gradient is awaited, or the forward before it begins:
-                          storages of k are copied back, last one first
+    backward before   [3] begins, or the gradient of k is awaited, or the forward before it begins: storages of k are copied
+    that of k             back, last one first
     backward of k     [4] a node requests its tensor and waits for its storage
     exchanges         [5] if copies avoid messages, [2] waits for the pass after the exchange, and the exchange for all copies
     own backward      [6] if it follows its forward, the micro-batch stays on the device, or moves half by half if there is a pace
@@ -59,7 +59,6 @@ class Offloader:
         self.trace = Trace(device)
         self.out, self.back = copiers_for(device, self.trace)
         self._policies = dict(policies)
-        self._furthest = max((policy.prefetch for policy in policies.values()), default=0)
         self._avoids_messages = any(policy.avoids_messages for policy in policies.values())
         self._where = {chunk: where if len(policies) == 1 else f"{where}, chunk {chunk}" for chunk in policies}
         self._limit = limit
@@ -96,7 +95,7 @@ class Offloader:
     def forward_begins(self, ledger: Ledger) -> None:
         self._send()
         if ledger.hidden_by_forward() is not None:
-            self._fetch_coming(ledger)
+            self._fetch(ledger.coming)
 
     def group_for(self, micro_batch: MicroBatch, key: FrameKey, arguments: Any, ledger: Ledger) -> OffloadGroup | None:
         """Return the group for saved tensors of a half that is called with these arguments; None if all of them stay."""
@@ -131,13 +130,13 @@ class Offloader:
     def gradient_awaited(self, ledger: Ledger) -> None:
         """Report that a backward's gradient is in flight: a message, so copies that avoid messages wait for the backward."""
         if not self._avoids_messages:
-            self._fetch_coming(ledger)
+            self._fetch(ledger.coming)
 
     def backward_begins(self, micro_batch: MicroBatch | None, ledger: Ledger) -> None:
         self.settle()
         self._send()
         self._fetch(micro_batch)
-        self._fetch_coming(ledger)
+        self._fetch(ledger.coming)
 
     def backward_reaches(self, micro_batch: MicroBatch, key: FrameKey) -> None:
         if (group := self._groups.get(micro_batch)) is not None:
@@ -175,15 +174,10 @@ class Offloader:
         if self._departing is not None:
             self._departing.send()  # [2]
 
-    def _fetch(self, micro_batch: MicroBatch | None, ahead: int = -1) -> None:
+    def _fetch(self, micro_batch: MicroBatch | None) -> None:
         group = self._groups.get(micro_batch) if micro_batch is not None else None
-        if group is not None and group.pace.whole and ahead < group.policy.prefetch:
+        if group is not None and group.pace.whole:
             group.fetch()  # [3]
-
-    def _fetch_coming(self, ledger: Ledger) -> None:
-        """Start the copies back for the next backwards, up to the prefetch distance."""
-        for ahead in range(self._furthest):
-            self._fetch(ledger.coming(ahead), ahead)
 
     # --- figures and end -------------------------------------------------------------------------------------------------
 
