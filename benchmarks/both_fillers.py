@@ -1,10 +1,10 @@
-"""What does replaying everything cost where waits hold replays and weight gradients? Two ranks, 16 layers, against stock.
+"""What does recomputing everything cost where waits hold recomputations and weight gradients? Two ranks, 16 layers, against stock.
 
     python -m benchmarks.both_fillers -o benchmarks/results [--rates 1000 400] [--modes no yes] [--rounds 5]     idle, 25 minutes
 
 Two ranks, one core each, on two emulated hosts, tensor-parallel; three micro-batches. For each rate of the link, without and
-with sequence parallelism: stock without and with full recomputation; the planner's plan of least memory, which replays
-everything, with nothing in its waits, with replays in them, with weight gradients as well; and a plan that keeps everything and
+with sequence parallelism: stock without and with full recomputation; the planner's plan of least memory, which recomputes
+everything, with nothing in its waits, with recomputations in them, with weight gradients as well; and a plan that keeps everything and
 defers these. All settings add their weight gradients up in place. They take turns in the same processes; a ratio is the median
 over rounds of the slowest rank's step over stock none's of the same round. `simulated`: the same ratio from a profile that was
 measured right before, over the same link.
@@ -70,9 +70,9 @@ def filled(plan: Plan, job: Job, profile: Profile) -> Plan:
 
 def settings(job: Job, profile: Profile) -> Sequence[Candidate]:
     alone = job.model_copy(update={"budget": Budget(), "overlap": Overlap(weight_gradients="none")})
-    replays = filled(make_plan(alone, profile), job, profile)
+    recomputations = filled(make_plan(alone, profile), job, profile)
     keeps = filled(uniform_plan(job, "none"), job, profile)
-    return NONE, FULL, *ours(replays), Candidate("keeps everything, weight gradients deferred", plan=keeps)
+    return NONE, FULL, *ours(recomputations), Candidate("keeps everything, weight gradients deferred", plan=keeps)
 
 
 def rows(job: Job, hosts: Hosts, rounds: int) -> Iterator[Row]:

@@ -6,7 +6,7 @@ On a GPU the host has to stay ahead of the device, so what matters is how long i
 are tiny (width 32, 16 tokens), so that a step is nearly all Python: Megatron's, PyTorch's, gloo's and ours. Every setting
 trains the same weights; settings take turns; figures are the least of all steps of the thread's own processor time, of the rank
 that needs most (`testbed/host_time`): whatever else runs only adds to it, and medians differed by a third within minutes.
-Embedding, head and loss are a part of every setting's step. What a plan replays takes time of its own (`own_ms`): on one rank
+Embedding, head and loss are a part of every setting's step. What a plan recomputes takes time of its own (`own_ms`): on one rank
 the items' forwards are measured as a profile measures them, and the last column leaves them out.
 `--te`: the folder of a Transformer Engine whose layers run as well, by its own Python; its kernels are a stand-in's, in Python
 too, which dampens the ratios.
@@ -55,7 +55,7 @@ class Row:
     of_none: float
     of_full: float
     own_ms: float = 0.0
-    """Of what the setting replays, without anything of ours; 0 where that is not measured."""
+    """Of what the setting recomputations, without anything of ours; 0 where that is not measured."""
     of_none_without_own: float | None = None
 
 
@@ -78,11 +78,11 @@ def layouts(layers: int, **model: Any) -> Iterator[Layout]:
         one,
         [
             Candidate("keeps everything", plan=uniform_plan(one, "none")),
-            Candidate("replays norms and activation", plan=uniform_plan(one, NORMS_AND_ACTIVATION, windows=False)),
-            Candidate("replays everything on demand", plan=uniform_plan(one, windows=False)),
+            Candidate("recomputations norms and activation", plan=uniform_plan(one, NORMS_AND_ACTIVATION, windows=False)),
+            Candidate("recomputations everything on demand", plan=uniform_plan(one, windows=False)),
         ],
     )
-    yield Layout("TP2", two, [Candidate("replays everything in windows", plan=uniform_plan(two))])
+    yield Layout("TP2", two, [Candidate("recomputations everything in windows", plan=uniform_plan(two))])
     yield Layout("TP2+SP", gathered, [Candidate("gathers once", plan=uniform_plan(gathered, gather="once"))])
     kept = uniform_plan(stages, "none")
     yield Layout(
@@ -99,15 +99,15 @@ def rows(kind: str, layout: Layout, hosts: Hosts, rounds: int) -> Iterator[Row]:
     none_ms, full_ms = (sum(found[stock.name]) for stock in (NONE, FULL))
     for each in candidates:
         forward_ms, backward_ms = found[each.name]
-        both_ms, own_ms = forward_ms + backward_ms, sum(item_ms.get(item, 0.0) for item in _replayed(each))
+        both_ms, own_ms = forward_ms + backward_ms, sum(item_ms.get(item, 0.0) for item in _recomputed(each))
         figures = (forward_ms, backward_ms, both_ms / none_ms, both_ms / full_ms, own_ms)
         without = round((both_ms - own_ms) / none_ms, 3) if own_ms else None
         yield Row(kind, layout.name, each.name, *(round(figure, 3) for figure in figures), without)
 
 
-def _replayed(candidate: Candidate) -> tuple[str, ...]:
-    """What every layer replays."""
-    return () if candidate.plan is None else candidate.plan.stages[0].rules[0].replay
+def _recomputed(candidate: Candidate) -> tuple[str, ...]:
+    """What every layer recomputes."""
+    return () if candidate.plan is None else candidate.plan.stages[0].rules[0].recompute
 
 
 def _slowest(ranks: list[list[Spent]], per_layer: float) -> tuple[float, float]:

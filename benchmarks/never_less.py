@@ -19,7 +19,7 @@ from benchmarks.when_not import job_of, on_devices_of
 from megatron_lynx.advise.today import asked_launch
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.loader import job_path, load_job
-from megatron_lynx.cost.replay import Checkpoint
+from megatron_lynx.cost.recompute import Checkpoint
 from megatron_lynx.cost.section import priced as priced_section
 from megatron_lynx.cost.stage import chunks_in_flight
 from megatron_lynx.errors import Infeasible, LynxError

@@ -3,7 +3,7 @@
     python -m benchmarks.offload_sweep -o benchmarks/results          (--quick: tiny layers, one round; a try, no measurement)
 
 Two ranks, each on a core of its own: two stages of four chunks, interleaved, so that the first stage has nine chunks in flight.
-Plans are the planner's; nothing is replayed. Messages between the stages take longer than passes, so that cores idle: windows
+Plans are the planner's; nothing is recomputed. Messages between the stages take longer than passes, so that cores idle: windows
 longer than the copies, of which the copying of everything would fill the stated part. All shares take turns in the same
 processes, each behind a step that is not timed (a plan is put in force for its turn, and makes its host memory then). A step's
 time is that of the slowest rank, a ratio is to stock none's mean step of the same round; medians and quartiles are over all of a

@@ -1,10 +1,10 @@
-"""How much of the replay do windows hide? Ratio of window to replay x depth x sequence parallelism, against stock.
+"""How much of the recomputation do windows hide? Ratio of window to recompute x depth x sequence parallelism, against stock.
 
     python -m benchmarks.overlap_sweep -o benchmarks/results
 
 Two ranks, one core each, on two emulated hosts; the link's rate sets the ratio. Every setting of one row runs in the same
-processes, in turns; a time is the median over rounds of the slowest rank's step. `hidden` is 1 - exposed / replay, where exposed
-is step(ours) - step(none) and replay the seconds of replays in the same plan's trace, slowest rank.
+processes, in turns; a time is the median over rounds of the slowest rank's step. `hidden` is 1 - exposed / recomputation, where exposed
+is step(ours) - step(none) and recompute the seconds of recomputations in the same plan's trace, slowest rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.resident_bytes import count
 from benchmarks.results_folder import results_folder
-from megatron_lynx.anatomy import COLUMN_PARALLEL, DENSE, REPLAYABLE
+from megatron_lynx.anatomy import COLUMN_PARALLEL, DENSE, RECOMPUTABLE
 from megatron_lynx.config.job import Job
 from megatron_lynx.measure.measurement import this_machine
 from megatron_lynx.plan.plan import Plan
@@ -50,7 +50,7 @@ class Row:
     full_s: float
     on_demand_s: float
     ours_s: float
-    replay_s: float
+    recompute_s: float
     hidden_replays: int
     on_demand_replays: int
 
@@ -64,11 +64,11 @@ class Row:
 
     @property
     def hidden(self) -> float:
-        return 1 - max(0.0, self.ours_s - self.none_s) / self.replay_s
+        return 1 - max(0.0, self.ours_s - self.none_s) / self.recompute_s
 
 
 def job_of(layers: int, sequence_parallel: bool, link_mbit_per_s: float | None) -> Job:
-    """Llama-like: the GEMMs and the attention that replays repeat are 74 % of the FLOPs that stock full repeats."""
+    """Llama-like: the GEMMs and the attention that recomputes repeat are 74 % of the FLOPs that stock full repeats."""
     model = {"layers": layers, "hidden": 512, "ffn": 1408, "heads": 8, "kv_groups": 8, "vocab": 1024, "seq": 512}
     kind = {"activation": "swiglu", "norm": "rmsnorm", "position": "rope", "bias": False, "attention": "unfused", "dtype": "fp32"}
     return Job.model_validate(
@@ -83,30 +83,30 @@ def job_of(layers: int, sequence_parallel: bool, link_mbit_per_s: float | None) 
 
 
 def plan_of(job: Job, gather: Any) -> Plan:
-    """Everything that saves something is replayed, one frame ahead (no dropout here, so the bda items save nothing)."""
+    """Everything that saves something is recomputed, one frame ahead (no dropout here, so the bda items save nothing)."""
     residuals = {section.residual for section in DENSE.values()}
-    items = [item for item in REPLAYABLE if item not in residuals]
+    items = [item for item in RECOMPUTABLE if item not in residuals]
     if job.parallel.sequence_parallel and gather == "keep":
         items = [item for item in items if item not in COLUMN_PARALLEL]
     return uniform_plan(job, items, gather=gather)
 
 
 def rate_for(ratio: float, job: Job, plan: Plan, profile: Profile) -> float:
-    """Mbit/s at which the mean backward window is `ratio` times the mean replay."""
+    """Mbit/s at which the mean backward window is `ratio` times the mean recompute."""
     element = job.model.element_bytes
     gathered = job.model.seq * job.batch.micro * job.model.hidden * element
-    replayed = set(plan.stages[0].rules[0].replay)
+    recomputed = set(plan.stages[0].rules[0].recompute)
     halves = [profile.attention, profile.mlp]
-    replay = statistics.mean(sum(half.items[item].forward_s for item in half.items if item in replayed) for half in halves)
+    recompute = statistics.mean(sum(half.items[item].forward_s for item in half.items if item in recomputed) for half in halves)
     if job.parallel.sequence_parallel:  # two ranks exchange halves; the plan uses windows that stock leaves exposed
-        return gathered / 2 * 8 / (ratio * replay) / 1e6
+        return gathered / 2 * 8 / (ratio * recompute) / 1e6
     behind = statistics.mean(half.items[linear].wgrad_s for half, linear in zip(halves, COLUMN_PARALLEL, strict=True))
-    return gathered * 8 / (ratio * replay + behind) / 1e6
+    return gathered * 8 / (ratio * recompute + behind) / 1e6
 
 
 def measured_ratio(laps: dict[str, Lap]) -> float:
-    """Mean backward wait of the windows that the plan uses, with nothing in them, over the mean replay."""
-    ahead = [event for event in laps["ours"].events if event.kind == "replay"]
+    """Mean backward wait of the windows that the plan uses, with nothing in them, over the mean recompute."""
+    ahead = [event for event in laps["ours"].events if event.kind == "recompute"]
     used = {event.window for event in ahead}
     waits = [event for event in laps["ours, on demand"].events if event.kind == "window" and event.window in used]
     mean_s = [statistics.mean(event.seconds for event in events) for events in (waits, ahead)]
@@ -120,7 +120,7 @@ def row(mode: str, job: Job, aimed: float, plan: Plan, hosts: Hosts, rounds: int
         candidate.name: statistics.median(map(max, zip(*(laps[candidate.name].step_s for laps in results), strict=True)))
         for candidate in candidates
     }
-    replays = [[event for event in laps["ours"].events if event.kind == "replay"] for laps in results]
+    recomputations = [[event for event in laps["ours"].events if event.kind == "recompute"] for laps in results]
     return Row(
         mode=mode,
         layers=job.model.layers,
@@ -131,9 +131,9 @@ def row(mode: str, job: Job, aimed: float, plan: Plan, hosts: Hosts, rounds: int
         full_s=step[FULL.name],
         on_demand_s=step["ours, on demand"],
         ours_s=step["ours"],
-        replay_s=max(sum(event.seconds for event in events) for events in replays),
-        hidden_replays=sum(event.window != "on_demand" for event in replays[0]),
-        on_demand_replays=sum(event.window == "on_demand" for event in replays[0]),
+        recompute_s=max(sum(event.seconds for event in events) for events in recomputations),
+        hidden_replays=sum(event.window != "on_demand" for event in recomputations[0]),
+        on_demand_replays=sum(event.window == "on_demand" for event in recomputations[0]),
     )
 
 
@@ -166,9 +166,9 @@ def bytes_per_layer(mode: str) -> dict[str, float]:
 def markdown(rows: list[Row], held: dict[str, dict[str, float]], machine: str) -> str:
     lines = ["# Overlap sweep", "", f"{date.today()}; {machine}.", "", *(__doc__ or "").splitlines()[4:], ""]
     lines += [
-        "| mode | layers | window : replay | link Mbit/s | none s | full s | on demand s | ours s | ours/none | ours/full |"
+        "| mode | layers | window : recompute | link Mbit/s | none s | full s | on demand s | ours s | ours/none | ours/full |"
     ]
-    lines[-1] += " hidden | replays hidden + on demand |"
+    lines[-1] += " hidden | recomputations hidden + on demand |"
     lines.append("|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
     for each in rows:
         times = " | ".join(f"{value:.3f}" for value in (each.none_s, each.full_s, each.on_demand_s, each.ours_s))
@@ -197,7 +197,8 @@ def main() -> None:
     for each in sweep(chosen.modes, chosen.ratios, chosen.depths, chosen.rounds):
         rows.append(each)
         print(
-            f"{each.mode}, {each.layers} layers, window/replay {each.measured_ratio:.2f}: {each.to_none:.3f} of none", flush=True
+            f"{each.mode}, {each.layers} layers, window/recompute {each.measured_ratio:.2f}: {each.to_none:.3f} of none",
+            flush=True,
         )
     write(chosen.output / f"{date.today()}-{chosen.name}", rows, held, chosen.rounds)
 

@@ -2,10 +2,10 @@
 
     python -m benchmarks.waits_bound [what a row's name has in it]
 
-What a layer keeps and replays, and which wait hides how much of each replay and of each weight gradient, may be any mixture.
+What a layer keeps and recomputes, and which wait hides how much of each recomputation and of each weight gradient, may be any mixture.
     every wait      what runs in it is no longer than it is; one that a weight gradient leaves that hid it is longer by that
     every GEMM      runs in one wait: it hides no more than the shorter of the two
-    every gather    for a replay delays nothing, and spares its half's backward the wait for its own
+    every gather    for a recomputation delays nothing, and spares its half's backward the wait for its own
     memory          what all micro-batches in flight keep, beside the loss; what weight gradients hold that wait for a forward
 Nothing else is asked: no order, no memory for what is regenerated or gathered ahead. So no plan of this runtime is below it, and
 one that is near it leaves little to gain. A step is priced by its slowest stage, and by the passes of the others before and
@@ -28,7 +28,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import layers_budget_bytes, loss_bytes
 from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.cost.prices import WeightGradient, weight_gradient
-from megatron_lynx.cost.replay import sensible_choices
+from megatron_lynx.cost.recompute import sensible_choices
 from megatron_lynx.cost.section import priced
 from megatron_lynx.cost.stage import chunks_in_flight, stage_seconds
 from megatron_lynx.planner import decide
@@ -63,9 +63,9 @@ class Programme:
 
 @dataclass(frozen=True)
 class Layer:
-    """One choice of replayed items for a layer."""
+    """One choice of recomputed items for a layer."""
 
-    replay: tuple[str, ...]
+    recompute: tuple[str, ...]
     stretches_s: tuple[float, ...]
     resident_bytes: int
 
@@ -75,13 +75,15 @@ def layers_of(profile: Profile) -> Iterator[Layer]:
     for first in _halves(profile, ATTENTION):
         for second in _halves(profile, MLP):
             resident_bytes = first.resident_bytes + second.resident_bytes
-            yield Layer(first.replay + second.replay, first.stretches_s + second.stretches_s, resident_bytes)
+            yield Layer(first.recompute + second.recompute, first.stretches_s + second.stretches_s, resident_bytes)
 
 
 def _halves(profile: Profile, section: Section) -> Iterator[Layer]:
     for items in sensible_choices(section, profile.half(section.half).tensors, profile.shape.context):
         price = priced(profile, section, items)
-        ends = sorted({stop.seconds for stop in price.stops.values() if 0 < stop.seconds < price.replay_s} | {price.replay_s})
+        ends = sorted(
+            {stop.seconds for stop in price.stops.values() if 0 < stop.seconds < price.recompute_s} | {price.recompute_s}
+        )
         stretches = (end - begin for begin, end in zip([0.0, *ends], ends, strict=False))
         yield Layer(items, tuple(stretches), price.memory.resident)
 
@@ -127,13 +129,13 @@ def more_than_none_s(profile: Profile, job: Job, layers: int, in_flight: float, 
     waits = Waits(programme, _lengths_s(profile, job, ()), _lengths_s(profile, job, LINEARS), profile.interference)
     kept: dict[Name, float] = {}
     for layer in layers_of(profile):
-        chosen: Name = ("layer", layer.replay)
+        chosen: Name = ("layer", layer.recompute)
         programme.costs[chosen], kept[chosen] = sum(layer.stretches_s), layers * layer.resident_bytes
         for number, stretch_s in enumerate(layer.stretches_s):
-            placed = waits.hide(("replay", layer.replay, number), stretch_s, forwards=False)
+            placed = waits.hide(("recompute", layer.recompute, number), stretch_s, forwards=False)
             programme.most.append(({chosen: -1.0} | {here: 1.0 for here, _ in placed}, 0.0))
         for wait in waits.lengths_s:
-            gathers = profile.shape.sequence_parallel and DENSE[wait[1]].column_parallel in layer.replay
+            gathers = profile.shape.sequence_parallel and DENSE[wait[1]].column_parallel in layer.recompute
             if wait[0] == "bwd" and wait[2] == 1 and gathers:  # the input was gathered before: nobody waits for it
                 waits.take(wait, chosen, waits.lengths_s[wait])
                 programme.costs[chosen] -= waits.lengths_s[wait]

@@ -9,7 +9,7 @@ Nothing runs: seconds are the simulator's, from the figures of catalogued cluste
 given the memory of stock full recomputation and a tenth of what that saves:
 
     full ├───┼───────────────────────────────┤ none        what a device holds
-             └ the budget of the row: stock recomputes or offloads as its best setting does, ours keeps, hides, replays, offloads
+             └ the budget of the row: stock recomputes or offloads as its best setting does, ours keeps, hides, recomputations, offloads
 
 Stock's best is sought among all that releases 0.16 to 0.19 offer (`megatron_lynx.stock`): sets of recomputed modules, blocks of
 whole layers, fine-grained offloading of some layers or all. Ours is planned with `offload_ratio: auto`, and once more without
@@ -99,7 +99,7 @@ SECONDS = (
     "best_stock_s",
     "ours_s",
     "in_place_s",
-    "replay_s",
+    "recompute_s",
     "hidden_s",
     "hideable_s",
     "waits_s",
@@ -128,18 +128,18 @@ class Row:
     in_place_s: float
     """Ours if nothing goes to the host."""
     hidden: float
-    """The share of replayed seconds that windows hide, in [0, 1]; 1 where nothing is replayed."""
+    """The share of recomputed seconds that windows hide, in [0, 1]; 1 where nothing is recomputed."""
     none_gib: float
     budget_gib: float
-    replay_s: float
-    """What all stages replay."""
+    recompute_s: float
+    """What all stages recompute."""
     hidden_s: float
     hideable_s: float
-    """The least of what a stage replays and of what the waits that the runtime may use for it have room for, for all stages
-    together: collectives of its backwards, and receives for the replays that gather nothing (rule R2), less what weight gradients
+    """The least of what a stage recomputes and of what the waits that the runtime may use for it have room for, for all stages
+    together: collectives of its backwards, and receives for the recomputations that gather nothing (rule R2), less what weight gradients
     fill of either, without what nobody waits for, and with what they open. Where more is hidden, in forwards, that counts too."""
     waits_s: float
-    """The same with all waits of backwards and receives as stock leaves them, whether a replay could run there or not."""
+    """The same with all waits of backwards and receives as stock leaves them, whether a recomputation could run there or not."""
     forward_windows_s: float
     """What forwards have room for besides. What they hide is held until its backward, so that it takes bytes of the budget."""
     filled_s: float
@@ -208,13 +208,13 @@ def row(what: str, job: Job) -> Row:
     allowed, profile = on_devices_of(job, budget_gib), analytic_profile(job)
     decision = decide(allowed.model_copy(update={"offload_ratio": "auto"}), profile)
     ours_s, in_place_s = (each.simulation.step_s for each in (decision, decide(allowed, profile)))
-    replays = [replayed_s(decision, stage) for stage in range(job.parallel.pipeline)]
-    hidden_s, exposed_s = (sum(seconds) for seconds in zip(*replays, strict=True))
+    recomputations = [recomputed_s(decision, stage) for stage in range(job.parallel.pipeline)]
+    hidden_s, exposed_s = (sum(seconds) for seconds in zip(*recomputations, strict=True))
     waits = [waits_of(decision, stage) for stage in range(job.parallel.pipeline)]
     usable_s, all_s = (
         sum(
             min(sum(both) - each.never_s, max(room_s, both[0]))
-            for both, room_s, each in zip(replays, rooms_s, waits, strict=True)
+            for both, room_s, each in zip(recomputations, rooms_s, waits, strict=True)
         )
         for rooms_s in ([each.usable_s for each in waits], [each.all_s for each in waits])
     )
@@ -247,10 +247,10 @@ def at_once(job: Job) -> Job:
     return job.model_copy(update={"cluster": Cluster.model_validate(cluster)})
 
 
-def replayed_s(decision: Decision, stage: int) -> tuple[float, float]:
-    """Seconds of a stage's replays in one step: hidden, exposed."""
+def recomputed_s(decision: Decision, stage: int) -> tuple[float, float]:
+    """Seconds of a stage's recomputations in one step: hidden, exposed."""
     predicted = decision.plan.stages[stage].predicted
-    return predicted.hidden_replay_s, predicted.exposed_replay_s
+    return predicted.hidden_recompute_s, predicted.exposed_recompute_s
 
 
 class Waits(NamedTuple):
@@ -261,7 +261,7 @@ class Waits(NamedTuple):
     received_s: float
     """Receives of gradients."""
     receivable_s: float
-    """What of them the replays may use that gather nothing, each once for its backward."""
+    """What of them the recomputations may use that gather nothing, each once for its backward."""
     spared_s: float
     """What of the collectives is not waited for, because an input was gathered before."""
     opened_s: float
@@ -303,9 +303,9 @@ def waits_of(decision: Decision, stage: int) -> Waits:
         - sum(window_lengths_s(profile, "bwd", each, message_bytes))
         for each, linears in deferred
     )
-    plain = [half for half in halves if half.planned.replay and not half.planned.checkpoint]
-    free_s = sum(half.replay_s for half in plain if half.planned.steady.gather is None)
-    never_s = sum(half.replay_s + half.communicates_s for half in halves if half.planned.checkpoint)
+    plain = [half for half in halves if half.planned.recompute and not half.planned.checkpoint]
+    free_s = sum(half.recompute_s for half in plain if half.planned.steady.gather is None)
+    never_s = sum(half.recompute_s + half.communicates_s for half in halves if half.planned.checkpoint)
     forward_s = 0.0 if last else phases.steady * layer_s["fwd"]
     return Waits(
         job.microbatches * job.layers_on(stage) * layer_s["bwd"] / profile.interference,

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.when_not import on_devices_of, replayed_s
+from benchmarks.when_not import on_devices_of, recomputed_s
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.loader import bundled_configs, cluster_data
 from megatron_lynx.errors import Infeasible
@@ -127,7 +127,7 @@ class Row:
     overlapped: str
     ours_s: float
     hidden: float
-    """The share of replayed seconds that windows hide, in [0, 1]; 1 where nothing is replayed."""
+    """The share of recomputed seconds that windows hide, in [0, 1]; 1 where nothing is recomputed."""
     beside_s: float | None
     """Our plan beside overlapped exchanges; None where Megatron refuses them, or none fits."""
     as_fast_bytes: int
@@ -262,8 +262,8 @@ def as_fast_bytes(asked: Sequence[Asked], step_s: float, budget_bytes: int) -> i
 
 
 def map_stages(decision: Decision) -> list[tuple[float, float]]:
-    """Seconds of every stage's replays in one step: hidden, exposed."""
-    return [replayed_s(decision, stage) for stage in range(decision.job.parallel.pipeline)]
+    """Seconds of every stage's recomputations in one step: hidden, exposed."""
+    return [recomputed_s(decision, stage) for stage in range(decision.job.parallel.pipeline)]
 
 
 def table(rows: Iterable[Row]) -> str:

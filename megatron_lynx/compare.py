@@ -80,7 +80,7 @@ COLUMNS = (
     "resident",
     "peak",
     "exposed",
-    "replays hidden / on demand",
+    "recomputations hidden / on demand",
     "gradients equal",
 )
 
@@ -144,11 +144,11 @@ def notes(measurement: Measurement) -> Iterator[str]:
         "the same for all settings; resident is the most at the end of a forward pass, peak the most at any moment; "
         "the rank that needs most."
     )
-    yield f"Exposed: step - step({measurement.reference.name}), medians; replays: of all ranks in one step."
+    yield f"Exposed: step - step({measurement.reference.name}), medians; recomputations: of all ranks in one step."
     for setting in measurement.settings:
         figures = setting.figures
         if figures.on_demand_s:
-            yield f"{setting.name}: {format_seconds(figures.on_demand_s)} of one step's trace are replays on demand."
+            yield f"{setting.name}: {format_seconds(figures.on_demand_s)} of one step's trace are recomputations on demand."
         if deferred := figures.filled + figures.flushed:
             yield (
                 f"{setting.name}: {deferred} weight gradients deferred in one step on all ranks, "
@@ -178,7 +178,7 @@ def _cells(measurement: Measurement, setting: Setting, bold: str = "") -> tuple[
         format_bytes(figures.resident_bytes),
         format_bytes(figures.peak_bytes),
         "-" if reference else f"{'-' if exposed_s < 0 else '+'}{format_seconds(abs(exposed_s))}",
-        f"{figures.in_windows} / {figures.on_demand}" if figures.replayed else "-",
+        f"{figures.in_windows} / {figures.on_demand}" if figures.recomputed else "-",
         equal,
     )
 

@@ -19,7 +19,7 @@ from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.parameters import mfu
 from megatron_lynx.cost.stage import of_every_stage
 from megatron_lynx.cost.stage_memory import memory_of_stages
-from megatron_lynx.cost.step import StepRange, StepSeconds, hiding_all, replaying_stage_s, step_seconds
+from megatron_lynx.cost.step import StepRange, StepSeconds, hiding_all, recomputing_stage_s, step_seconds
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, Infeasible, Problem
 from megatron_lynx.planner import check_profile, least_memory
@@ -218,7 +218,7 @@ def host_report(job: Job, profile: Profile) -> HostReport:
     """The host-bound stages under the job's policy, which is not `planned`."""
     loads = []
     for stage in range(job.parallel.pipeline):
-        device = replaying_stage_s(job, profile, stage)
+        device = recomputing_stage_s(job, profile, stage)
         host = policy_host_s(job, profile, stage)
         if host.beyond(device.forward_s, device.backward_s):
             loads.append(HostLoad(stage, job.microbatches * host.both_s, job.microbatches * device.both_s))

@@ -60,12 +60,12 @@ class Figures(Part):
     """Halves that dropped activations."""
     let_go_bytes: Annotated[int, SUM] = 0
     """Bytes of dropped tensors. Those that share memory count each."""
-    in_windows: Annotated[int, Figure(sum, "replays_hidden"), _older("in_windows", "hidden_replays")] = 0
+    in_windows: Annotated[int, Figure(sum, "recomputations_hidden"), _older("in_windows", "hidden_replays")] = 0
     """Recomputations that ran in windows."""
-    on_demand: Annotated[int, Figure(sum, "replays_on_demand"), _older("on_demand", "on_demand_replays")] = 0
+    on_demand: Annotated[int, Figure(sum, "recomputations_on_demand"), _older("on_demand", "on_demand_replays")] = 0
     """Recomputations that backward waited for."""
-    in_windows_s: Annotated[float | None, Figure(sum, "replays_in_windows_s")] = None
-    on_demand_s: Annotated[float | None, Figure(sum, "replays_on_demand_s")] = None
+    in_windows_s: Annotated[float | None, Figure(sum, "recompute_in_windows_s")] = None
+    on_demand_s: Annotated[float | None, Figure(sum, "recompute_on_demand_s")] = None
     """Seconds of these; None if they were not timed."""
     ahead: Annotated[int, SUM] = 0
     """Recomputations that began ahead, with their communication in flight."""
@@ -92,7 +92,7 @@ class Figures(Part):
     """Most rows of one micro-batch for one layer's experts, over a balanced share. 0: no experts."""
 
     @property
-    def replayed(self) -> int:
+    def recomputed(self) -> int:
         return self.in_windows + self.on_demand
 
     def __add__(self, later: Figures) -> Figures:

@@ -141,7 +141,7 @@ class Lesson:
             "peak_bytes": [{"stage": stage, "was": was, "is": now} for stage, (was, now) in stages],
             "budget_bytes": None if self.budget is None else dict(zip(("was", "is"), self.budget, strict=True)),
             "prices_s": [{"part": one.part, "was": one.was_s, "is": one.is_s, "times": one.times} for one in self.prices],
-            "hidden_replay_s": None if self.hidden is None else vars(self.hidden),
+            "hidden_recompute_s": None if self.hidden is None else vars(self.hidden),
             "not_learned": list(self.not_learned),
             "learned": self.learned.model_dump(mode="json"),
         }
@@ -256,13 +256,13 @@ def _hidden(report: Report, job: Job, profile: Profile) -> Hidden | None:
     for row in rows:
         assert row.measured.parts is not None
         for place, wait in row.measured.parts.waits.items():
-            ranks, over_s = row.measured.ranks, wait.shorter_replays_s
-            all_s += (wait.longer_replays_s + over_s) / ranks
-            least_s += wait.longer_replays_s / ranks
-            most_s += (wait.longer_replays_s + min(over_s, wait.shorter * lengths_s.get(place, float("inf")))) / ranks
+            ranks, over_s = row.measured.ranks, wait.shorter_recompute_s
+            all_s += (wait.longer_recompute_s + over_s) / ranks
+            least_s += wait.longer_recompute_s / ranks
+            most_s += (wait.longer_recompute_s + min(over_s, wait.shorter * lengths_s.get(place, float("inf")))) / ranks
     if not all_s:
         return None
-    predicted_s = sum(planned.hidden_replay_s or 0.0 for row in rows if (planned := report.predicted_of(row)) is not None)
+    predicted_s = sum(planned.hidden_recompute_s or 0.0 for row in rows if (planned := report.predicted_of(row)) is not None)
     return Hidden(predicted_s, least_s, most_s, all_s)
 
 

@@ -31,7 +31,7 @@ CIRCUMSTANCES = {
     "te": "under a plan with Transformer Engine",
     "flex": "under a plan",
     "experts": "under a plan with experts",
-    "inside experts": "where a plan replays, offloads or defers inside experts",
+    "inside experts": "where a plan recomputes, offloads or defers inside experts",
     "latent": "with multi-latent attention",
     "planned latent": "under a plan with multi-latent attention",
     "fp8": "in FP8 or FP4",

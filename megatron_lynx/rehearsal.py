@@ -22,14 +22,14 @@ from megatron_lynx.cost.host import HostSeconds
 from megatron_lynx.cost.in_hand import less_in_hand_bytes
 from megatron_lynx.cost.memory import movable_bytes
 from megatron_lynx.cost.prices import Prices
-from megatron_lynx.cost.replay import Checkpoint, replay_of
+from megatron_lynx.cost.recompute import Checkpoint, recomputation_of
 from megatron_lynx.errors import PlanMismatch, Problem
 from megatron_lynx.pace import Pace
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.profiler.profile import BlockProfile, Profile
 from megatron_lynx.schedule.flushes import with_flushes
-from megatron_lynx.schedule.schedule import Schedule, with_replays
+from megatron_lynx.schedule.schedule import Schedule, with_recomputations
 from megatron_lynx.simulator.copies import HostCopy
 from megatron_lynx.simulator.double_buffered import simulate_without_flushes
 from megatron_lynx.simulator.halves import stage_passes
@@ -136,7 +136,7 @@ def _schedule(pipeline: int, microbatches: int, chunks: int, group: int, more: i
     Cached: the planner rehearses a dozen plans of one layout.
     """
     stock = with_flushes(pipeline, microbatches, chunks, group, more)
-    return replace(stock, orders=tuple(tuple(with_replays(actions)) for actions in stock.orders))
+    return replace(stock, orders=tuple(tuple(with_recomputations(actions)) for actions in stock.orders))
 
 
 def passes_of_chunks(
@@ -212,10 +212,10 @@ def _movable_of_halves(plan: Plan, stage: Stage, profile: Profile, smallest_byte
             yield 0
             continue
         costs = profile.of(section)
-        items = Checkpoint(fed).items(section) if rule.checkpoints(section.half) else rule.replays(section.half)
-        replay = replay_of(section, costs.tensors, items, whole=fed)
+        items = Checkpoint(fed).items(section) if rule.checkpoints(section.half) else rule.recomputed_in(section.half)
+        recompute = recomputation_of(section, costs.tensors, items, whole=fed)
         given = received and not (was_fed or section.apart) and (number == 0 or in_nodes)
-        yield movable_bytes(section, costs, replay, smallest_bytes, fed=was_fed) - (received_bytes if given else 0)
+        yield movable_bytes(section, costs, recompute, smallest_bytes, fed=was_fed) - (received_bytes if given else 0)
 
 
 def _half_by_half(plan: Plan, stage: Stage, prices: Prices, treated: Sequence[Treated]) -> Iterator[Treated]:
@@ -267,11 +267,11 @@ def _sections(plan: Plan, stage: Stage) -> Iterator[tuple[int, Section]]:
 def treated_halves(stage: Stage, planned: Iterable[PlannedHalf], prices: Prices) -> Iterator[Treated]:
     """The halves of a stage's entry, in forward order, with their prices."""
     for half, checkpoint in with_checkpoints(planned):
-        price = prices.of(half.section, half.replay, checkpoint)
+        price = prices.of(half.section, half.recompute, checkpoint)
         yield Treated(
             half,
             price.memory,
-            replay_s=price.replay_s,
+            recompute_s=price.recompute_s,
             communicates_s=price.communicates_s,
             begun=price.begun,
             stops=price.stops,
@@ -283,7 +283,7 @@ def treated_halves(stage: Stage, planned: Iterable[PlannedHalf], prices: Prices)
 
 def _host_s(half: PlannedHalf, prices: Prices, *, offloads: bool) -> HostSeconds:
     deferred = len(half.deferred)
-    return prices.host(half.section, half.replay, checkpointed=half.checkpoint, offloads=offloads, deferred=deferred)
+    return prices.host(half.section, half.recompute, checkpointed=half.checkpoint, offloads=offloads, deferred=deferred)
 
 
 def with_checkpoints(planned: Iterable[PlannedHalf]) -> Iterator[tuple[PlannedHalf, Checkpoint | None]]:

@@ -2,7 +2,7 @@
 
     rank 0   forward  attention(1) ─┬─ mlp(1) ─┬─ ...  backward  mlp(1) ─┬─ ...
              window                 └ fwd.attention.0@1                  └ bwd.mlp.0@1
-             replay                                                        └ mlp(1), inside that window, or on demand
+             recompute                                                        └ mlp(1), inside that window, or on demand
 
 A window spans the wait for its communication, from `wait()` to its return: recomputations inside it, then the rest. Spans of one
 kind may lie inside those of another.
@@ -22,7 +22,7 @@ import numpy as np
 from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.whole_file import write_whole
 
-ComputeKind = Literal["forward", "backward", "replay", "weight_gradient", "update"]
+ComputeKind = Literal["forward", "backward", "recompute", "weight_gradient", "update"]
 WaitKind = Literal["window", "gather", "recv", "offload", "reload", "copy_wait"]
 SpanKind = Literal[ComputeKind, WaitKind]
 
@@ -48,12 +48,12 @@ class Span(NamedTuple):
 
     @property
     def on_demand(self) -> bool:
-        return self.kind == "replay" and self.window in (None, ON_DEMAND)
+        return self.kind == "recompute" and self.window in (None, ON_DEMAND)
 
     @property
     def hidden(self) -> bool:
         """Whether it is a recomputation inside a window, hidden as far as the communication lasts."""
-        return self.kind == "replay" and not self.on_demand
+        return self.kind == "recompute" and not self.on_demand
 
     @property
     def flushed(self) -> bool:
@@ -123,13 +123,13 @@ def timeline_of(spans: Mapping[int, Iterable[Span]]) -> Timeline:
 
 
 def name_of(kind: str, layer: int | None, half: str | None, window: str | None) -> str:
-    """`replay mlp(3)`, `window bwd.mlp.0@3`, `copy_wait`."""
+    """`recompute mlp(3)`, `window bwd.mlp.0@3`, `copy_wait`."""
     if half:
         return f"{kind} {half}({layer})"
     return f"{kind} {window}" if window else kind
 
 
-THREADS = {"compute": 0, "replay": 1, "communication": 2, "gather": 3, "offload": 4, "reload": 5, "weight_gradient": 6}
+THREADS = {"compute": 0, "recompute": 1, "communication": 2, "gather": 3, "offload": 4, "reload": 5, "weight_gradient": 6}
 """Spans of one thread must nest in a trace viewer; recomputations, gathers, copies and weight gradients overlap others."""
 COLOURS = {"forward": "thread_state_running", "backward": "thread_state_runnable", "window": "grey", "recv": "grey"}
 """Names of the trace viewer's palette."""
@@ -141,7 +141,7 @@ def write_trace(
     """Write a Chrome trace, for ui.perfetto.dev: one process per rank, one thread per lane, microseconds.
 
         {"traceEvents": [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "rank 0"}}, ...
-                         {"ph": "X", "name": "replay mlp(3)", "pid": 0, "tid": 1, "ts": 12.5, "dur": 3.0, "args": {...}}, ...]}
+                         {"ph": "X", "name": "recompute mlp(3)", "pid": 0, "tid": 1, "ts": 12.5, "dur": 3.0, "args": {...}}, ...]}
 
     Raises ConfigError if the file cannot be written.
     """

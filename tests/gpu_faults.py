@@ -50,10 +50,10 @@ def with_other_masks(rank: int, setting: Setting) -> Answer:
 
 @contextmanager
 def another_mask(rank: int = 1) -> Iterator[None]:
-    """Replays on rank 1 draw what comes next instead of what their forward drew."""
-    from megatron_lynx.runtime.replay import Replayer
+    """Recomputations on rank 1 draw what comes next instead of what their forward drew."""
+    from megatron_lynx.runtime.recompute import Recomputer
 
-    run = Replayer.run
+    run = Recomputer.run
 
     def running(self: Any) -> Any:
         if rank == 1 and self.frame.random is not None:
@@ -61,7 +61,7 @@ def another_mask(rank: int = 1) -> Iterator[None]:
         return run(self)
 
     with ExitStack() as undo:
-        faults.replace_function(undo, Replayer, "run", running)
+        faults.replace_function(undo, Recomputer, "run", running)
         yield
 
 

@@ -63,7 +63,7 @@ def test_with_more_memory_no_plan_is_slower_but_for_what_heuristics_miss(job, le
 @pytest.mark.slow
 def test_more_memory_once_made_a_step_longer(less, more) -> None:
     """By 0.05 to 0.07 %. The first stages sent more to the host, which had paid only while layers were alike; or what gains
-    little was replayed in the wait of cool-down first, because backward needs it first."""
+    little was recomputed in the wait of cool-down first, because backward needs it first."""
     job = catalogued_job(
         "gpt-22b",
         "a100-80g",

@@ -35,8 +35,8 @@ def test_a_cluster_with_figures_is_planned_without_measuring(tmp_path: Path) -> 
         stage["predicted"]["memory_bytes"] for stage in answer["stages"]
     ]
     front = answer["layer_trade_offs"]
-    assert front[0] == {"replay": [], "saved_bytes": 0, "replay_s": 0.0}
-    assert ["input_layernorm", "pre_mlp_layernorm", "activation"] in [each["replay"] for each in front]
+    assert front[0] == {"recompute": [], "saved_bytes": 0, "recompute_s": 0.0}
+    assert ["input_layernorm", "pre_mlp_layernorm", "activation"] in [each["recompute"] for each in front]
     shown = lynx("explain", tmp_path / "plan.yaml").stdout
     assert answer["launch_flags"][-2:] == ["--use-distributed-optimizer", "--global-batch-size 128"]
     for flag in answer["launch_flags"][:-2]:

@@ -173,7 +173,7 @@ def test_a_chunk_may_have_the_embedding_or_the_loss_alone() -> None:
     planned = job.model_copy(update={"policy": "planned", "budget": Budget(memory_gib=40)})
     plan = make_plan(planned, analytic_profile(job))
     assert [str(stage.layers) for stage in plan.stages][:2] == ["none", "1-5"]
-    assert any(rule.replay for stage in plan.stages for rule in stage.rules)
+    assert any(rule.recompute for stage in plan.stages for rule in stage.rules)
     assert max(stage.predicted.memory_bytes for stage in plan.stages) <= planned.memory_budget_bytes
 
 

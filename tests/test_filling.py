@@ -86,7 +86,9 @@ def test_where_memory_does_not_bind_a_plan_is_faster_than_stock_without_recomput
     profile = analytic_profile(job)
     found, stock_none_s = decide(roomy, profile), pipeline_s(under(job, "none"), profile, 0.0)
     without = decide(deferring(roomy, "none"), profile)
-    assert all(rule.replays("attention") for rule in without.plan.stages[0].rules[:-1]), "inputs gathered for replays spare waits"
+    assert all(rule.recomputed_in("attention") for rule in without.plan.stages[0].rules[:-1]), (
+        "inputs gathered for recomputations spare waits"
+    )
     assert found.simulation.step_s < 0.97 * without.simulation.step_s < 0.97 * stock_none_s
     (tmp_path / "plan.yaml").write_text(dump_plan(found.plan))
     read = load_plan(tmp_path / "plan.yaml")

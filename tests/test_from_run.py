@@ -106,7 +106,7 @@ def test_the_next_plan_predicts_what_was_measured_and_keeps_the_budget(job, cost
 
 def came(plan: Plan, **changes: Any) -> StepInput:
     facts = {"microbatches": plan.batch.microbatches, "planned_microbatches": plan.batch.microbatches, "by_squares": True}
-    return StepInput(**{**facts, "tokens": 1.0, "squares": 1.0, "passes": 1.0, "replays": 1.0, **changes})
+    return StepInput(**{**facts, "tokens": 1.0, "squares": 1.0, "passes": 1.0, "recomputations": 1.0, **changes})
 
 
 def told_that(run: RunOutcome, met: StepInput) -> RunOutcome:
@@ -116,7 +116,7 @@ def told_that(run: RunOutcome, met: StepInput) -> RunOutcome:
 def test_micro_batches_that_were_not_full_teach_no_prices_and_no_bytes(job, costs, plan):
     """Half as full, they took 0.55 of the plan's seconds, 1.1 times what it says for them; prices would have been halved, and
     each stage's bytes been less by what did not come."""
-    met = came(plan, tokens=0.5, squares=0.5, passes=0.5, replays=0.5)
+    met = came(plan, tokens=0.5, squares=0.5, passes=0.5, recomputations=0.5)
     reduction = reduction_s(job) / plan.stages[0].predicted.step_s
     found = lesson(told_that(run_of(plan, times=0.55 + reduction), met), job, costs, "o.json", plan)
     assert found.learned.seconds == pytest.approx(1.1)
@@ -128,7 +128,7 @@ def test_micro_batches_that_were_not_full_teach_no_prices_and_no_bytes(job, cost
 
 def test_fewer_full_micro_batches_teach_everything(job, costs, plan):
     """Only the step is shorter."""
-    fewer = came(plan, microbatches=plan.batch.microbatches / 2, passes=0.5, replays=0.5)
+    fewer = came(plan, microbatches=plan.batch.microbatches / 2, passes=0.5, recomputations=0.5)
     reduction = reduction_s(job) / plan.stages[0].predicted.step_s
     whole = lesson(run_of(plan, times=1.1 + reduction), job, costs, "o.json", plan)
     half = lesson(told_that(run_of(plan, times=0.55 + reduction), fewer), job, costs, "o.json", plan)
@@ -223,8 +223,10 @@ def traced(outcome: RunOutcome, job: Job, costs: Any, attention: float, mlp: flo
         halves[name] = HalfSeconds(calls=calls, seconds=calls * times * both_s)
     length_s = collectives * costs.link_s("all_reduce", LayerShape.of(job).gathered_bytes)
     waits = {
-        "fwd.attention.0": WaitSeconds(longer=3, longer_s=3 * length_s, longer_replays_s=0.3, shorter=1, shorter_replays_s=10.0),
-        "bwd.mlp.0": WaitSeconds(longer=2, longer_s=1.0, longer_replays_s=0.2),
+        "fwd.attention.0": WaitSeconds(
+            longer=3, longer_s=3 * length_s, longer_recompute_s=0.3, shorter=1, shorter_recompute_s=10.0
+        ),
+        "bwd.mlp.0": WaitSeconds(longer=2, longer_s=1.0, longer_recompute_s=0.2),
     }
     last, parts = outcome.reports[-1], StepParts(halves=halves, waits=waits)
     measured = (row.measured.model_copy(update={"parts": parts}) for row in last.stages)

@@ -20,7 +20,7 @@ from scripts.gpu_check.command import main
 from scripts.gpu_check.machine import Machine, problems
 from scripts.gpu_check.maker import plan_of
 from scripts.gpu_check.mps import Refused
-from scripts.gpu_check.overlap import hidden_share, replays_behind_collectives
+from scripts.gpu_check.overlap import hidden_share, recomputations_behind_collectives
 from scripts.gpu_check.part import Part, Result
 from scripts.gpu_check.parts import PUT_OFF, TE_PUT_OFF, parts
 from scripts.gpu_check.places import Places
@@ -78,7 +78,7 @@ def test_a_dry_run(tmp_path: Path) -> None:
     assert {part["status"] for part in found.values()} == {"passed", "skipped"}
     assert "are in every bit what their forward had saved" in found["PP2, offloading"]["reason"]
     assert [figures["share hidden"] > 0.5 for figures in found["TP2, sequence parallel"]["figures"]] == [True, True]
-    assert found["one rank of TP8"]["figures"][0]["replays in windows"] > 0
+    assert found["one rank of TP8"]["figures"][0]["recomputations in windows"] > 0
     assert any(figures["bytes offloaded"] for figures in found["PP2, offloading"]["figures"])
     assert found["one rank, offloading half by half"]["figures"][0]["bytes offloaded"] > 0
     assert found["PP2, offloading"]["step_ratio_to_stock"] > 0
@@ -388,12 +388,12 @@ def test_every_number_of_gpus_has_parts_and_they_have_names_of_their_own() -> No
     assert len({part.name for part in there}) == len(there)
 
 
-def test_the_share_of_replays_behind_collectives() -> None:
+def test_the_share_of_recomputations_behind_collectives() -> None:
     assert hidden_share([(0, 2), (5, 6)], [(0, 1), (0.5, 1.5), (5, 9)]) == pytest.approx(2.5 / 3)
     assert hidden_share([(0, 2)], [(2, 3)]) == 0
     assert hidden_share([], [(0, 1)]) == 0
 
 
-def test_replays_behind_other_waits_are_not_judged_by_collectives() -> None:
-    spans = [Span("replay", 1, 2, 1, None, 0, window) for window in ("bwd.mlp.0@2", "pipe.recv_backward", "on_demand", None)]
-    assert replays_behind_collectives([*spans, Span("window", 0, 3, 1, None, 0, "bwd.mlp.0@2")]) == [(1, 2)]
+def test_recomputations_behind_other_waits_are_not_judged_by_collectives() -> None:
+    spans = [Span("recompute", 1, 2, 1, None, 0, window) for window in ("bwd.mlp.0@2", "pipe.recv_backward", "on_demand", None)]
+    assert recomputations_behind_collectives([*spans, Span("window", 0, 3, 1, None, 0, "bwd.mlp.0@2")]) == [(1, 2)]

@@ -198,7 +198,7 @@ def test_a_table_of_logs(tmp_path: Path) -> None:
         "none": "torch.OutOfMemoryError: CUDA out of memory",
         "full": log_of([9000, 9000, 9000, 1400, 1500], "5.5E+00") + MEMORY.format(0, 2048) + MEMORY.format(1, 3072),
         "plan": log_of([9000, 9000, 9000, 1000, 1030], "5.5E+00")
-        + "megatron-lynx: rank 0 replayed 80 layer halves: 60 inside windows, 20 on demand\n",
+        + "megatron-lynx: rank 0 recomputed 80 layer halves: 60 inside windows, 20 on demand\n",
         "selective": log_of([1, 1, 1, 1450, 1450], "5.6E+00"),
     }
     for setting, text in logs.items():

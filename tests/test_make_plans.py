@@ -93,7 +93,7 @@ def test_attention_is_never_recomputed_and_what_is_kept_is_offloaded(cluster: st
     assert all(ATTENTION.item("core").name in rule.keep for stage in plan.stages for rule in stage.rules)
     for stage in plan.stages[:6]:
         again = {"input_layernorm", "linear_qkv", "rotary", "activation"}
-        assert sum(len(rule.layers) for rule in stage.rules if again <= set(rule.replay)) >= 8
+        assert sum(len(rule.layers) for rule in stage.rules if again <= set(rule.recompute)) >= 8
         assert stage.offload is not None
         assert stage.offload.half_by_half == "all"
         assert stage.offload.bytes > 0.2 * stage.predicted.resident_activation_bytes

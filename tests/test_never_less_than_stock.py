@@ -93,7 +93,7 @@ def late_for_host_s(decision: Decision) -> float:
         return 0.0
     assert host_time is not None
     layer_s = host_time.of(job.model.implementation).layer_s
-    more_s = max(layer_s("kept") - layer_s("none"), layer_s("replayed") - layer_s("full"))
+    more_s = max(layer_s("kept") - layer_s("none"), layer_s("recomputed") - layer_s("full"))
     return more_s * job.model.layers * job.microbatches
 
 

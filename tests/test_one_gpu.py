@@ -31,23 +31,23 @@ def subject(name: str, *, dry: bool) -> Subject:
 def test_a_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Settings are measured beside their predictions, with stock's bits. Stock's layernorm, which Megatron cannot run without
     Transformer Engine, is recorded with its error, and what comes behind it is measured."""
-    only = ["everything replayed", "planned, between", "layernorm"]
+    only = ["everything recomputed", "planned, between", "layernorm"]
     status = main(["llama", "--dry-run", "--steps", "1", "--out", str(tmp_path), "--only", *only])
     assert status == 0, capsys.readouterr().out
     results = json.loads((tmp_path / "one-gpu-llama.json").read_text())
     rows = {row["setting"]: row for row in results["rows"]}
     assert next(iter(rows)) == "stock none"
     assert [*rows][-1] == "again: stock none"
-    for name in ("stock none", "ours, everything replayed", "ours, planned, between", "again: stock none"):
+    for name in ("stock none", "ours, everything recomputed", "ours, planned, between", "again: stock none"):
         row = rows[name]
         assert row["error"] is None
         assert (row["losses_equal"], row["gradients_equal"]) == (True, True)
         assert min(row["passes_s"], row["issued_s"], row["update_s"], row["peak_bytes"]) > 0
     layernorm = rows["stock layernorm"]
     assert layernorm["error"] or layernorm["gradients_equal"]
-    assert rows["ours, everything replayed"]["replays"] == 2 * 2 * 2, "two halves of two layers of two micro-batches"
-    assert rows["stock none"]["replays"] is None
-    assert rows["ours, everything replayed"]["forward_bytes"] < rows["stock none"]["forward_bytes"]
+    assert rows["ours, everything recomputed"]["recomputations"] == 2 * 2 * 2, "two halves of two layers of two micro-batches"
+    assert rows["stock none"]["recomputations"] is None
+    assert rows["ours, everything recomputed"]["forward_bytes"] < rows["stock none"]["forward_bytes"]
     assert set(results["predicted"]) == set(rows) - {"again: stock none"}
     assert "| ours, planned, between |" in (written := (tmp_path / PAGE).read_text())
     capsys.readouterr()
@@ -103,7 +103,7 @@ def test_figures_are_compared_with_what_is_stated(tmp_path: Path, capsys: pytest
         sum(figure["measured"] for (of, what), figure in named.items() if of.startswith("mlp: ") and what == "forward")
     )
     assert forward["ratio"] == pytest.approx(forward["measured"] / forward["stated"])
-    assert ("host time: attention", "replayed, backward") in named
+    assert ("host time: attention", "recomputed, backward") in named
     profile = load_profile(tmp_path / "profile-llama.yaml")
     dry = subject("llama", dry=True)
     priced, measured = (settings_of(dry, each)[0][0].predicted for each in (None, profile))

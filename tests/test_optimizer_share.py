@@ -35,7 +35,7 @@ def test_nothing_goes_where_everything_fits() -> None:
 
 
 @pytest.mark.slow
-def test_where_replays_cannot_spare_enough_some_of_the_optimizer_goes() -> None:
+def test_where_recomputations_cannot_spare_enough_some_of_the_optimizer_goes() -> None:
     """No plan fits with all of it on the device; the answer is the fastest of the few shares that were tried, and fits."""
     job, made = job_of(25), {}
 

@@ -23,7 +23,7 @@ def test_what_was_not_busy_does_not_hold_up_what_comes_later() -> None:
     assert pace.leaves(6, 5).away == 7
 
 
-def test_a_replay_ahead_of_time_finds_its_half_back_and_nothing_below_comes_earlier() -> None:
+def test_a_recomputation_ahead_of_time_finds_its_half_back_and_nothing_below_comes_earlier() -> None:
     pace = Pace(100, 8)
     assert pace.leaves(1, 1, ahead=4) == Turns(2, 5)
     assert pace.leaves(2, 1) == Turns(3, 5), "the stack of what is away is taken from its top"

@@ -198,7 +198,7 @@ def test_the_stage_that_is_solved_by_hand_is_the_plans(tmp_path: Path) -> None:
     job = job_of(read_launch(words), "h800-80g", {"budget.memory_gib": 40})
     stages = make_plan(job, analytic_profile(job)).stages
     stage = stages[0]
-    again = {layer for rule in stage.rules if "linear_fc1" in rule.replay for layer in rule.layers}
+    again = {layer for rule in stage.rules if "linear_fc1" in rule.recompute for layer in rule.layers}
     assert again == set(range(1, 12))
     assert "**eleven layers at B, eight at A**" in (ROOT / "docs/planner.md").read_text()
     shown = tmp_path / "readme.yaml"

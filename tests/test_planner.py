@@ -1,4 +1,4 @@
-"""Plans for every layout: they are valid, say where each half is replayed and why, and predict what follows."""
+"""Plans for every layout: they are valid, say where each half is recomputed and why, and predict what follows."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from megatron_lynx.anatomy import COLUMN_PARALLEL, HALVES
 from megatron_lynx.config import Experts
 from megatron_lynx.config.job import Budget
-from megatron_lynx.cost.layer import replayed_flops
+from megatron_lynx.cost.layer import recomputed_flops
 from megatron_lynx.cost.stage_memory import parts_beside_layers
 from megatron_lynx.errors import ConfigError, Infeasible
 from megatron_lynx.kinds.planning import half_tensors
 from megatron_lynx.plan.plan_file import dump_plan
-from megatron_lynx.planner import REPLAYABLE, decide, make_plan, uniform_plan
+from megatron_lynx.planner import RECOMPUTABLE, decide, make_plan, uniform_plan
 from megatron_lynx.planner.writing import written
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
@@ -47,8 +47,8 @@ def test_every_layout_has_a_plan_that_predicts_its_work(layout, like):
     plan = make_plan(job, made_up_profile(job))
     shape = LayerShape(job.model, job.parallel, job.batch.micro)
     for stage in plan.stages:
-        replayed = sum(len(rule.layers) * replayed_flops(shape, rule.replay) for rule in stage.rules)
-        assert stage.predicted.replayed_flops == replayed
+        recomputed = sum(len(rule.layers) * recomputed_flops(shape, rule.recompute) for rule in stage.rules)
+        assert stage.predicted.recomputed_flops == recomputed
         assert stage.predicted.step_s > 0
         inputs = 2 * len(stage.layers) * shape.input_bytes
         assert stage.predicted.resident_activation_bytes >= inputs
@@ -58,16 +58,16 @@ def test_every_layout_has_a_plan_that_predicts_its_work(layout, like):
 
 @every_layout
 @every_model
-@pytest.mark.parametrize("replay", ["all", "none", ("input_layernorm", "activation", "core_attention")])
+@pytest.mark.parametrize("recompute", ["all", "none", ("input_layernorm", "activation", "core_attention")])
 @pytest.mark.parametrize("windows", [True, False])
 @pytest.mark.parametrize("gather", ["keep", "once"])
-def test_uniform_plans_are_valid(layout, like, replay, windows, gather):
+def test_uniform_plans_are_valid(layout, like, recompute, windows, gather):
     job = tiny_job(like, **layout)
-    plan = uniform_plan(job, replay, windows=windows, gather=gather)
-    wanted = {"all": set(REPLAYABLE), "none": set()}.get(replay) if isinstance(replay, str) else set(replay)
+    plan = uniform_plan(job, recompute, windows=windows, gather=gather)
+    wanted = {"all": set(RECOMPUTABLE), "none": set()}.get(recompute) if isinstance(recompute, str) else set(recompute)
     kept = set(COLUMN_PARALLEL) if job.parallel.sequence_parallel and gather == "keep" else set()
     for stage in plan.stages:
-        assert {item for rule in stage.rules for item in rule.replay} == wanted - kept
+        assert {item for rule in stage.rules for item in rule.recompute} == wanted - kept
         assert stage.ahead_depth <= int(windows)
 
 
@@ -79,7 +79,7 @@ def test_training_under_a_plan_does_and_holds_what_the_plan_predicts(pool_of, la
     nothing, plan = (make_plan(job.model_copy(update={"policy": policy}), profile) for policy in ("none", "planned"))
     kept, predicted = nothing.stages[0].predicted, plan.stages[0].predicted
     for stock, counted in pool_of(2).run(count, job, [None, plan]):
-        assert counted.flops - stock.flops == predicted.replayed_flops > 0
+        assert counted.flops - stock.flops == predicted.recomputed_flops > 0
         assert counted.hidden == counted.frames > 0
         saved = kept.resident_activation_bytes - predicted.resident_activation_bytes
         states = saved - (stock.resident_bytes - counted.resident_bytes)
@@ -91,7 +91,7 @@ def test_training_under_a_plan_does_and_holds_what_the_plan_predicts(pool_of, la
 
 @every_layout
 def test_layers_of_transformer_engine_are_planned_with_the_norms_inside_their_linears(layout):
-    """From nothing replayed to everything: its plan is valid, which demands a norm with every replayed linear."""
+    """From nothing recomputed to everything: its plan is valid, which demands a norm with every recomputed linear."""
     job = tiny_job("llama", implementation="transformer_engine", **layout)
     profile = made_up_profile(job)
     whole = job.layers_on(0) * sum(profile.half(half).saved_bytes for half in HALVES) * job.parallel.pipeline
@@ -107,14 +107,14 @@ def test_long_windows_hide_everything_but_the_last_half_is_kept():
     assert (str(first.layers), str(last.layers)) == ("1-3", "4")
     assert (first.windows.attention, first.windows.mlp) == ("bwd.mlp.0", "bwd.attention.0+1")
     assert last.windows.attention == "bwd.mlp.0"
-    assert not last.replays("mlp")
+    assert not last.recomputed_in("mlp")
     assert stage.ahead_depth == 1
-    assert stage.predicted.exposed_replay_s == 0
-    assert stage.predicted.hidden_replay_s > 0
+    assert stage.predicted.exposed_recompute_s == 0
+    assert stage.predicted.hidden_recompute_s > 0
     assert stage.predicted.ahead_bytes > 0
 
 
-def test_the_last_mlp_half_of_an_early_stage_is_replayed_while_others_wait():
+def test_the_last_mlp_half_of_an_early_stage_is_recomputed_while_others_wait():
     first, last = planned(tensor=2, pipeline=2, microbatches=4).stages
     assert first.rules[-1].windows.mlp == "pipe.recv_backward"
     assert last.rules[-1].windows.mlp is None
@@ -128,7 +128,7 @@ def test_sequence_parallelism_keeps_or_gathers_once_as_the_budget_allows():
     gathering = planned(link_s=1e-5, **layout).stages[0]
     assert gathering.rules[0].gather.attention == "bwd.mlp.0"
     assert gathering.rules[0].gather.mlp == "bwd.attention.0+1"
-    assert set(COLUMN_PARALLEL) <= set(gathering.rules[0].replay)
+    assert set(COLUMN_PARALLEL) <= set(gathering.rules[0].recompute)
     roomy = planned(link_s=1e-5, budget_mib=8, **layout).stages[0]
     assert all(rule.gather.of(half, "steady") is None for rule in roomy.rules for half in HALVES)
     assert roomy.predicted.resident_activation_bytes > gathering.predicted.resident_activation_bytes
@@ -136,7 +136,7 @@ def test_sequence_parallelism_keeps_or_gathers_once_as_the_budget_allows():
 
 def test_without_windows_a_wide_budget_keeps_everything():
     plan = planned(link_s=1e-9, budget_mib=64, tensor=2)
-    assert all(rule.replay == () for rule in plan.stages[0].rules)
+    assert all(rule.recompute == () for rule in plan.stages[0].rules)
     assert plan.stages[0].ahead_depth == 0
 
 
@@ -170,10 +170,10 @@ def test_policies_none_and_full():
     job = tiny_job(tensor=2)
     profile = made_up_profile(job)
     none, full = (make_plan(job.model_copy(update={"policy": policy}), profile).stages[0] for policy in ("none", "full"))
-    assert all(rule.replay == () for rule in none.rules)
+    assert all(rule.recompute == () for rule in none.rules)
     assert full.rules[0].windows.attention == "on_demand"
-    assert full.predicted.hidden_replay_s == 0
-    assert full.predicted.step_s == pytest.approx(none.predicted.step_s + full.predicted.exposed_replay_s)
+    assert full.predicted.hidden_recompute_s == 0
+    assert full.predicted.step_s == pytest.approx(none.predicted.step_s + full.predicted.exposed_recompute_s)
 
 
 def test_a_profile_of_another_job_is_refused_with_every_difference():
@@ -184,7 +184,7 @@ def test_a_profile_of_another_job_is_refused_with_every_difference():
 
 
 GIB_OF_65B = 45
-"""With t = 2 and p = 8 on 64 GPUs: what no stage of less replay fits, and least memory does by far."""
+"""With t = 2 and p = 8 on 64 GPUs: what no stage of less recompute fits, and least memory does by far."""
 
 
 def llama_65b(**changes):
@@ -238,23 +238,23 @@ def test_on_gpus_the_fastest_plan_that_fits_is_wanted_and_on_the_testbed_the_lea
     whole = llama_65b(budget=Budget(memory_gib=63))
     roomy = make_plan(whole, analytic_profile(whole))
     first, last = roomy.stages[0].predicted, roomy.stages[-1].predicted
-    assert last.exposed_replay_s == 0 < first.exposed_replay_s
+    assert last.exposed_recompute_s == 0 < first.exposed_recompute_s
     assert first.memory_bytes > 0.99 * whole.memory_budget_bytes
     job = tiny_job(tensor=2)
-    assert planned(tensor=2).stages[0].rules[0].replay != ()
+    assert planned(tensor=2).stages[0].rules[0].recompute != ()
     wide = job.model_copy(update={"budget": Budget(memory_gib=8)})
-    assert make_plan(wide, made_up_profile(job, 1e-9)).stages[0].rules[0].replay == ()
+    assert make_plan(wide, made_up_profile(job, 1e-9)).stages[0].rules[0].recompute == ()
 
 
 def test_offloading_is_chosen_where_it_is_faster_and_declined_where_the_run_fits():
     tight = {"budget": Budget(memory_gib=GIB_OF_65B)}
-    replaying = make_plan(llama_65b(**tight), analytic_profile(llama_65b()))
+    recomputing = make_plan(llama_65b(**tight), analytic_profile(llama_65b()))
     offloading = make_plan(llama_65b(offload_ratio="auto", **tight), analytic_profile(llama_65b()))
     sizes = [0 if stage.offload is None else stage.offload.bytes for stage in offloading.stages]
     assert sizes[0] > 0
     assert {stage.offload.half_by_half for stage in offloading.stages[4:] if stage.offload} == {"all"}, "four or fewer in flight"
     assert offloading.stages[0].predicted.host_bytes >= 6 * sizes[0]
-    assert offloading.stages[0].predicted.step_s < replaying.stages[0].predicted.step_s
+    assert offloading.stages[0].predicted.step_s < recomputing.stages[0].predicted.step_s
     declined = make_plan(
         llama_65b(offload_ratio="auto", policy="none", budget=Budget(memory_gib=100)), analytic_profile(llama_65b())
     )
@@ -297,14 +297,14 @@ def test_host_memory_bounds_what_is_offloaded():
         make_plan(short, analytic_profile(short))
 
 
-def test_stocks_policies_are_replayed_as_stock_does():
+def test_stocks_policies_are_recomputed_as_stock_does():
     job = llama_65b(policy="balanced", budget=Budget(memory_gib=200))
     for stage in make_plan(job, analytic_profile(job)).stages:
-        assert {rule.replay for rule in stage.rules} == {("input_layernorm", "pre_mlp_layernorm", "activation")}
+        assert {rule.recompute for rule in stage.rules} == {("input_layernorm", "pre_mlp_layernorm", "activation")}
         assert stage.ahead_depth == 0
     job = job.model_copy(update={"policy": "selective"})
     for stage in make_plan(job, analytic_profile(job)).stages:
-        assert all("core_attention" in rule.replay and "linear_qkv" in rule.keep for rule in stage.rules)
+        assert all("core_attention" in rule.recompute and "linear_qkv" in rule.keep for rule in stage.rules)
 
 
 @pytest.mark.slow
@@ -336,7 +336,13 @@ def test_what_does_not_fit_says_what_binds_and_the_nearest_change_that_fits():
     with pytest.raises(Infeasible) as refusal:
         make_plan(job, analytic_profile(job))
     first, *_, nearest = map(str, refusal.value.problems)
-    for part in ("memory of a device, stage 0", "optimizer 4", "everything replayable replayed", "at most 60.00 GiB", "missing"):
+    for part in (
+        "memory of a device, stage 0",
+        "optimizer 4",
+        "everything recomputable recomputed",
+        "at most 60.00 GiB",
+        "missing",
+    ):
         assert part in first
     assert "nearest change that fits: parallel.distributed_optimizer: true" in nearest
     changed = job.model_copy(update={"parallel": job.parallel.model_copy(update={"distributed_optimizer": True})})
@@ -358,7 +364,7 @@ def test_what_a_job_may_state_but_no_plan_can_do_is_refused():
 
 
 @pytest.mark.parametrize("exchange", ["p2p", "all_gather", "a2a"])
-def test_with_context_parallelism_everything_may_be_replayed_but_the_core_attention(exchange):
+def test_with_context_parallelism_everything_may_be_recomputed_but_the_core_attention(exchange):
     """What a ring or traded heads brought from other ranks stays; keys and values that were gathered are the rank's own again."""
     layout = {"tensor": 4, "context": 2, "pipeline": 4, "sequence_parallel": True, "context_exchange": exchange}
     job = catalogued_job("llama3-70b", "h800-80g", gpus=32, batch=16, seq=16384, parallel=layout, budget={"memory_gib": 200})
@@ -367,7 +373,7 @@ def test_with_context_parallelism_everything_may_be_replayed_but_the_core_attent
     assert full.parallel.context == 2
     rules = [rule for stage in full.stages for rule in stage.rules]
     saving_nothing = {"attention_bda", "mlp_bda"} | ({"linear_qkv", "rotary"} if exchange == "a2a" else set())
-    assert {item for rule in rules for item in rule.replay} == set(REPLAYABLE) - {"core_attention"} - saving_nothing
+    assert {item for rule in rules for item in rule.recompute} == set(RECOMPUTABLE) - {"core_attention"} - saving_nothing
     before, after = (plan.stages[0].predicted.resident_activation_bytes for plan in (kept, full))
     rows, key, query, layers = 16384 // 2, 2 * 1024 // 4, 2 * 8192 // 4, 20
     exchanged = {"p2p": 2 * key, "all_gather": 0, "a2a": 2 * query + 2 * key}[exchange]
@@ -375,13 +381,13 @@ def test_with_context_parallelism_everything_may_be_replayed_but_the_core_attent
     assert after / layers == pytest.approx(rows * (inputs + result + log_sums + exchanged), rel=0.01)
     assert after < before / 2
     planned = make_plan(job.model_copy(update={"policy": "planned", "budget": Budget(memory_gib=95)}), analytic_profile(job))
-    assert not any("core_attention" in rule.replay for stage in planned.stages for rule in stage.rules)
+    assert not any("core_attention" in rule.recompute for stage in planned.stages for rule in stage.rules)
 
 
 def test_a_uniform_plan_keeps_what_exchanges():
     plan = uniform_plan(tiny_job("llama", context=2), "all")
     assert all("core_attention" in rule.keep for stage in plan.stages for rule in stage.rules)
-    with pytest.raises(ValueError, match=r"found core_attention replayed, needed kept with parallel\.context 2"):
+    with pytest.raises(ValueError, match=r"found core_attention recomputed, needed kept with parallel\.context 2"):
         uniform_plan(tiny_job("llama", context=2), ["core_attention"])
 
 
@@ -407,8 +413,8 @@ def test_windows_of_a_uniform_plan_lie_outside_of_experts() -> None:
         plan = uniform_plan(job, gather=gather)
         assert [str(span) for span in plan.model.moe_layers] == ["2-4", "6"]
         rules = {layer: stage.rule_for(layer) for stage in plan.stages for layer in stage.layers}
-        inside = {layer for layer in rules if "experts_activation" in rules[layer].replays("mlp")}
+        inside = {layer for layer in rules if "experts_activation" in rules[layer].recomputed_in("mlp")}
         assert inside == {2, 3, 4, 6}
         assert rules[2].windows.of("mlp", "steady") == "bwd.attention.2+1"
-        assert all(rules[layer].replays("attention") for layer in rules)
+        assert all(rules[layer].recomputed_in("attention") for layer in rules)
         assert any(rules[layer].windows.of("attention", "steady") != "on_demand" for layer in (2, 3))

@@ -1,4 +1,4 @@
-"""A plan for GPUs that Python cannot keep busy: it says so, and leaves alone what need not be replayed."""
+"""A plan for GPUs that Python cannot keep busy: it says so, and leaves alone what need not be recomputed."""
 
 from __future__ import annotations
 
@@ -42,8 +42,10 @@ def decided(job: Job) -> Decision:
 
 
 def touched(plan: Plan) -> int:
-    """How many halves are replayed, all or in part."""
-    return sum(len(rule.layers) * bool(rule.replays(half)) for stage in plan.stages for rule in stage.rules for half in HALVES)
+    """How many halves are recomputed, all or in part."""
+    return sum(
+        len(rule.layers) * bool(rule.recomputed_in(half)) for stage in plan.stages for rule in stage.rules for half in HALVES
+    )
 
 
 def text_of(plan: Plan) -> str:
@@ -74,9 +76,9 @@ def test_and_is_faster_than_the_plan_that_knew_no_host_time(unknown: Decision, b
 
 
 def test_every_pass_takes_as_long_as_the_host_needs(bound: Decision) -> None:
-    """32 layers, 64 micro-batches: forwards and backwards of what is kept, and of what is replayed."""
-    replayed = touched(bound.plan)
-    least_s = 64 * ((64 - replayed) * (550 + 550) + replayed * (600 + 750)) * 1e-6
+    """32 layers, 64 micro-batches: forwards and backwards of what is kept, and of what is recomputed."""
+    recomputed = touched(bound.plan)
+    least_s = 64 * ((64 - recomputed) * (550 + 550) + recomputed * (600 + 750)) * 1e-6
     assert bound.simulation.host_s(0) >= least_s * (1 - 1e-9)
     assert bound.simulation.step_s >= bound.simulation.host_s(0) * (1 - 1e-9)
 

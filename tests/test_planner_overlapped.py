@@ -40,7 +40,7 @@ def test_where_all_fits_it_is_stocks(layout: dict[str, Any]) -> None:
     found, stock = decided(70, parallel=layout), stock_job(parallel=layout)
     price = priced(stock, analytic_profile(stock), OVERLAPPED)
     assert found.simulation.step_s == pytest.approx(price.step_s, rel=2e-3)
-    assert all(not rule.replay for entry in found.plan.stages for rule in entry.rules)
+    assert all(not rule.recompute for entry in found.plan.stages for rule in entry.rules)
     held, theirs = (max(each.total for each in stages) for stages in (found.memory, price.stages))
     assert abs(held - theirs) < 0.01 * theirs
 
@@ -66,7 +66,7 @@ def test_with_less_memory_it_recomputes_on_demand_and_stays_faster() -> None:
     assert 0.6 * none.step_s < beside.simulation.step_s < none.step_s
     assert max(each.total for each in beside.memory) <= 58 * GIB
     rules = [rule for entry in beside.plan.stages for rule in entry.rules]
-    assert any("experts_activation" in rule.replay for rule in rules)
+    assert any("experts_activation" in rule.recompute for rule in rules)
     assert {rule.windows.of(half, "steady") for rule in rules for half in ("attention", "mlp")} == {ON_DEMAND}
     assert beside.plan.model.moe_overlapped
     assert not beside.plan.exchanging
@@ -150,7 +150,7 @@ def test_nothing_hides_in_collectives_of_tensor_parallel_ranks() -> None:
     cut = {"tensor": 2, "sequence_parallel": True, "expert_tensor": 1}
     found, least_gib = decided(47, parallel=cut), 46.5
     rules = [rule for entry in found.plan.stages for rule in entry.rules]
-    assert any(rule.replay for rule in rules)
+    assert any(rule.recompute for rule in rules)
     places = [place for rule in rules for place in (rule.windows, rule.gather)]
     assert {place.of(half, "steady") for place in places for half in HALVES} <= {ON_DEMAND, None}
     assert max(each.total for each in found.memory) <= 47 * GIB
@@ -187,4 +187,4 @@ def test_dense_layers_of_a_chunk_recompute_where_their_copies_would_lag() -> Non
     first = found.plan.stages[0]
     dense = next(rule for rule in first.rules if 1 in rule.layers)
     assert first.offload is not None
-    assert dense.replay or dense.checkpoint
+    assert dense.recompute or dense.checkpoint

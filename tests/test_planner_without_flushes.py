@@ -62,7 +62,7 @@ def test_a_plan_says_its_schedule_and_reads_back(roomy: Decision) -> None:
 
 
 @pytest.mark.parametrize("memory_gib", [40.0, 48.0])
-def test_replays_are_in_windows_of_backwards_and_receives(memory_gib: float) -> None:
+def test_recomputations_are_in_windows_of_backwards_and_receives(memory_gib: float) -> None:
     decision = decided(job_of(memory_gib=memory_gib))
     assert all(memory.total <= memory_gib * 2**30 for memory in decision.memory)
     windows = windows_of(decision.plan)
@@ -77,12 +77,12 @@ def test_at_once_needs_less_memory_and_more_time(roomy: Decision) -> None:
     assert not at_once.plan.defer_updates
 
 
-def test_activations_go_to_the_host_where_replays_cost_more() -> None:
-    """What replays alone make fit, copies make faster."""
-    replayed, offloaded = (decided(job_of(memory_gib=38.0, offload_ratio=ratio)) for ratio in (0.0, "auto"))
-    assert all(memory.total <= 38 * 2**30 for each in (replayed, offloaded) for memory in each.memory)
+def test_activations_go_to_the_host_where_recomputations_cost_more() -> None:
+    """What recomputes alone make fit, copies make faster."""
+    recomputed, offloaded = (decided(job_of(memory_gib=38.0, offload_ratio=ratio)) for ratio in (0.0, "auto"))
+    assert all(memory.total <= 38 * 2**30 for each in (recomputed, offloaded) for memory in each.memory)
     assert any(stage.offload for stage in offloaded.plan.stages)
-    assert offloaded.simulation.step_s <= replayed.simulation.step_s
+    assert offloaded.simulation.step_s <= recomputed.simulation.step_s
 
 
 def test_layers_go_where_the_slowest_stage_is_fastest() -> None:

@@ -76,23 +76,23 @@ def test_a_pass_takes_what_the_parts_of_its_stage_take(layout, link_s):
 @every_layout
 @every_link
 @pytest.mark.parametrize("interference", [1.0, 1.3])
-@pytest.mark.parametrize("replay", ["all", ("input_layernorm", "activation", "core_attention")])
+@pytest.mark.parametrize("recompute", ["all", ("input_layernorm", "activation", "core_attention")])
 @pytest.mark.parametrize("gather", ["keep", "once"])
-def test_replays_in_windows_are_never_slower_than_on_demand(layout, link_s, interference, replay, gather):
+def test_recomputations_in_windows_are_never_slower_than_on_demand(layout, link_s, interference, recompute, gather):
     job = job_of(layout)
     profile = made_up_profile(job, link_s, interference=interference)
-    plan = uniform_plan(job, replay, gather=gather)
+    plan = uniform_plan(job, recompute, gather=gather)
     windows, demand = rehearse(plan, profile), rehearse(without_windows(plan), profile)
     assert windows.step_s <= demand.step_s + 1e-12
     for stage in range(job.parallel.pipeline):
-        replayed = windows.hidden_replay_s(stage) + windows.exposed_replay_s(stage)
-        assert replayed <= demand.exposed_replay_s(stage) + 1e-12
-        assert demand.hidden_replay_s(stage) == 0
+        recomputed = windows.hidden_recompute_s(stage) + windows.exposed_recompute_s(stage)
+        assert recomputed <= demand.exposed_recompute_s(stage) + 1e-12
+        assert demand.hidden_recompute_s(stage) == 0
 
 
 @every_layout
 def test_what_windows_hide_is_what_the_planner_said(layout):
-    """Where windows are longer than all replays, or are none at all."""
+    """Where windows are longer than all recomputations, or are none at all."""
     job = job_of(layout)
     for link_s in (1e-12, 10.0):
         profile = made_up_profile(job, link_s)
@@ -101,15 +101,15 @@ def test_what_windows_hide_is_what_the_planner_said(layout):
         if job.parallel.pipeline > job.microbatches:
             continue  # its planner counts every backward of a first stage as cool-down; one of them follows a forward
         for stage in plan.stages:
-            assert simulation.hidden_replay_s(stage.stage) >= stage.predicted.hidden_replay_s - 1e-9
-            assert simulation.exposed_replay_s(stage.stage) <= stage.predicted.exposed_replay_s + 1e-9
+            assert simulation.hidden_recompute_s(stage.stage) >= stage.predicted.hidden_recompute_s - 1e-9
+            assert simulation.exposed_recompute_s(stage.stage) <= stage.predicted.exposed_recompute_s + 1e-9
 
 
 def closed_form_s(job, profile, plan):
     """The slowest stage, with its messages, paces all micro-batches but the first."""
     stages = []
     for stage in plan.stages:
-        time, exposed_s = stage_seconds(job, profile, stage.stage), stage.predicted.exposed_replay_s / job.microbatches
+        time, exposed_s = stage_seconds(job, profile, stage.stage), stage.predicted.exposed_recompute_s / job.microbatches
         halves = treated_halves(stage, planned_halves(stage, plan.model.sections_of), Prices(profile))
         spared_s = sum(half.spared_s(half.planned.steady.gather) for half in halves)
         stages.append(StageSeconds(time.forward_s, time.backward_s + exposed_s - spared_s))
@@ -148,10 +148,10 @@ def test_a_budget_is_kept_in_every_moment(layout):
         assert all(simulation.memory(stage).peak_bytes <= budget_bytes for stage in range(job.parallel.pipeline))
 
 
-def test_the_timeline_shows_every_replay_in_its_window():
+def test_the_timeline_shows_every_recomputation_in_its_window():
     job = job_of({"tensor": 2, "pipeline": 2, "microbatches": 3})
     timeline = rehearse(uniform_plan(job), made_up_profile(job)).timeline()
-    seen = [(span.micro_batch, span.layer, span.half, span.window) for span in timeline.ranks[0] if span.kind == "replay"]
+    seen = [(span.micro_batch, span.layer, span.half, span.window) for span in timeline.ranks[0] if span.kind == "recompute"]
     assert seen[:4] == [
         (0, 2, "mlp", "fwd.mlp.0@2"),
         (0, 2, "attention", "bwd.mlp.0@2"),
@@ -199,32 +199,32 @@ def with_whole(plan, **whole):
 
 
 @pytest.mark.parametrize("layout", [LAYOUTS["tp x pp"], *CHUNKED.values()])
-def test_whole_micro_batches_replay_nothing_and_hold_all(layout):
-    """Between a plan that keeps everything and one that replays."""
+def test_whole_micro_batches_recompute_nothing_and_hold_all(layout):
+    """Between a plan that keeps everything and one that recomputes."""
     job = job_of(layout)
     profile = made_up_profile(job)
     usual = uniform_plan(job)
-    kept, mixed, replayed = (
+    kept, mixed, recomputed = (
         rehearse(plan, profile) for plan in (uniform_plan(job, "none"), with_whole(usual, of_every=2, first=1), usual)
     )
     for stage in range(job.parallel.pipeline):
-        none, some, every = (replays(run, stage) for run in (kept, mixed, replayed))
+        none, some, every = (recomputations(run, stage) for run in (kept, mixed, recomputed))
         assert none == set()
-        assert some == {replay for replay in every if replay[0] % 2 == 1}
+        assert some == {recompute for recompute in every if recompute[0] % 2 == 1}
         assert mixed.memory(stage).bytes[-1] == 0
-        peaks = [run.memory(stage).peak_bytes for run in (replayed, mixed, kept)]
+        peaks = [run.memory(stage).peak_bytes for run in (recomputed, mixed, kept)]
         assert peaks == sorted(peaks)
     assert with_all(rehearse(with_whole(usual, of_every=1, first=1), profile)) == with_all(kept)
 
 
-def replays(simulation, stage):
+def recomputations(simulation, stage):
     spans = simulation.timeline().ranks[stage]
-    return {(span.micro_batch, span.layer, span.half) for span in spans if span.kind == "replay"}
+    return {(span.micro_batch, span.layer, span.half) for span in spans if span.kind == "recompute"}
 
 
 def with_all(simulation):
     stages = range(len(simulation.executed))
-    return simulation.step_s, [(simulation.memory(stage).peak_bytes, simulation.hidden_replay_s(stage)) for stage in stages]
+    return simulation.step_s, [(simulation.memory(stage).peak_bytes, simulation.hidden_recompute_s(stage)) for stage in stages]
 
 
 @pytest.mark.parametrize("layout", CHUNKED.values(), ids=CHUNKED.keys())
@@ -246,20 +246,20 @@ def test_chunks_hold_at_most_what_the_planner_said_and_hide_as_much(layout, link
             held_bytes = simulation.memory(stage).peak_bytes
             assert held_bytes <= decision.stages[stage].peak_bytes <= budget.activation_mib * MIB
             assert simulation.memory(stage).bytes[-1] == 0
-            hidden_s = sum(entry.predicted.hidden_replay_s for entry in plan.chunks_of(stage))
-            assert hidden_s == pytest.approx(simulation.hidden_replay_s(stage), abs=1e-9)
+            hidden_s = sum(entry.predicted.hidden_recompute_s for entry in plan.chunks_of(stage))
+            assert hidden_s == pytest.approx(simulation.hidden_recompute_s(stage), abs=1e-9)
         demand = rehearse(without_windows(plan), profile)
         assert simulation.step_s <= demand.step_s + 1e-12
 
 
-def test_windows_of_forwards_of_other_chunks_hide_replays():
+def test_windows_of_forwards_of_other_chunks_hide_recomputations():
     """Chunk 0 of stage 0 has layers 1 and 2, chunk 1 layers 5 and 6."""
     job = job_of(CHUNKED["tp"])
     simulation = rehearse(uniform_plan(job), made_up_profile(job, 10.0))
-    exposed_s = {(stage, chunk): simulation.replays_of(stage, chunk)[1] for stage in range(2) for chunk in range(2)}
+    exposed_s = {(stage, chunk): simulation.recompute_s_of(stage, chunk)[1] for stage in range(2) for chunk in range(2)}
     assert exposed_s[1, 1] > 0, "the model's last MLP half has no window"
     assert (exposed_s[0, 0], exposed_s[0, 1]) == pytest.approx((0, 0))
-    spans = [span for span in simulation.timeline().ranks[0] if span.kind == "replay" and span.window.startswith("fwd.")]
+    spans = [span for span in simulation.timeline().ranks[0] if span.kind == "recompute" and span.window.startswith("fwd.")]
     assert {(span.layer, span.window) for span in spans} == {(2, "fwd.mlp.0@6"), (6, "fwd.mlp.0@2")}
 
 

@@ -32,7 +32,7 @@ def decided(job: Job) -> Decision:
 def turns_again(decision: Decision) -> bool:
     """Whether any layer recomputes the code that turns queries and keys."""
     rules = [rule for stage in decision.plan.stages for rule in stage.rules]
-    return any(BEHIND & set(rule.replay) or rule.checkpoints("attention") for rule in rules)
+    return any(BEHIND & set(rule.recompute) or rule.checkpoints("attention") for rule in rules)
 
 
 def said_of(job: Job, capsys: pytest.CaptureFixture[str]) -> str:

@@ -166,16 +166,16 @@ TRACE = [
 
 
 def test_which_of_nccls_kernels_ran_beside_recomputation() -> None:
-    """Kernels belong to a replay if they were launched in one, on its thread."""
+    """Kernels belong to a recomputation if they were launched in one, on its thread."""
     found = beside({"traceEvents": TRACE})
-    assert [(round(begin, 9), round(end, 9)) for begin, end in found.replays] == [(0.001, 0.0011), (0.0011, 0.0012)]
+    assert [(round(begin, 9), round(end, 9)) for begin, end in found.recomputations] == [(0.001, 0.0011), (0.0011, 0.0012)]
     assert (len(found.collectives), found.accompanied, found.share) == (2, 1, 0.5)
     assert found.hidden_share == pytest.approx(0.25)
 
 
 def test_a_trace_without_kernels_shows_nothing() -> None:
     found = beside({"traceEvents": TRACE[:3]})
-    assert (found.collectives, found.replays, found.share, found.hidden_share) == ((), (), 0.0, 0.0)
+    assert (found.collectives, found.recomputations, found.share, found.hidden_share) == ((), (), 0.0, 0.0)
 
 
 class Given:

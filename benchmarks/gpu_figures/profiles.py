@@ -62,8 +62,8 @@ def profile_figures(job: Job, measured: Profile) -> Iterator[Figure]:
 def _half_figures(section: Section, stated: HalfProfile, measured: HalfProfile) -> Iterator[Figure]:
     yield _ms(section.half, "forward", stated.forward_s, measured.forward_s)
     yield _ms(section.half, "backward", stated.backward_s, measured.backward_s)
-    again = [sum(profile.items[item].forward_s for item in section.replayable) for profile in (stated, measured)]
-    yield _ms(section.half, "replay of all that may be", *again)
+    again = [sum(profile.items[item].forward_s for item in section.recomputable) for profile in (stated, measured)]
+    yield _ms(section.half, "recompute of all that may be", *again)
     yield Figure(section.half, "saved", _saved_mb(stated), _saved_mb(measured), "MB")
 
 
@@ -86,7 +86,7 @@ def _item_figures(half: str, stated: HalfProfile, measured: HalfProfile) -> Iter
 def host_figures(stated: LayerHostTime, measured: LayerHostTime) -> Iterator[Figure]:
     """What Python takes for a half, setting by setting."""
     for half in HALVES:
-        for setting in ("none", "full", "kept", "partly", "replayed"):
+        for setting in ("none", "full", "kept", "partly", "recomputed"):
             own, other = stated.half(half).under(setting), measured.half(half).under(setting)
             for what in ("forward_us", "backward_us"):
                 words = f"{setting}, {what.removesuffix('_us')}"

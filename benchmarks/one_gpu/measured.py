@@ -4,7 +4,7 @@ warm up   the first step's losses and gradients are compared with stock none's, 
 time      steps one by one; the device is idle before each      ├─ passes ─┤├─ update ─┤
           issued: when Python had given the device all work of the passes, which waits where the queue is full
 count     what is allocated behind each forward, and at most
-trace     a plan's replays
+trace     a plan's recomputations
 profile   how long the device was busy in the passes of one more step: the union of its kernels, and of its copies
 """
 
@@ -57,8 +57,8 @@ class Row:
     step_peak_bytes: int | None = None
     """The most in the whole step, the update included."""
     reserved_bytes: int | None = None
-    replays: int | None = None
-    replay_s: float | None = None
+    recomputations: int | None = None
+    recompute_s: float | None = None
     offloaded_bytes: int | None = None
     host_bytes: int | None = None
     exposed_copy_s: float | None = None
@@ -167,8 +167,8 @@ class Measuring:
         trace = installation.engine.trace
         trace.start()
         trained.passes()
-        spans = [span for span in trace.stop() if span.kind == "replay"]
-        row.replays, row.replay_s = len(spans), sum(span.end_s - span.start_s for span in spans)
+        spans = [span for span in trace.stop() if span.kind == "recompute"]
+        row.recomputations, row.recompute_s = len(spans), sum(span.end_s - span.start_s for span in spans)
         installation.engine.take_counts()
         trained.update()
 

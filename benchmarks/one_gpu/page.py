@@ -7,7 +7,21 @@ from typing import Any
 
 from benchmarks.one_gpu.results import AGAIN, NONE, Results
 
-SECONDS = ("setting", "p", "m", "p/m", "of none: p", "m", "device: p", "busy", "issued", "replays: p", "m", "update: p", "m")
+SECONDS = (
+    "setting",
+    "p",
+    "m",
+    "p/m",
+    "of none: p",
+    "m",
+    "device: p",
+    "busy",
+    "issued",
+    "recomputations: p",
+    "m",
+    "update: p",
+    "m",
+)
 BYTES = (
     "setting",
     "states: p",
@@ -71,8 +85,8 @@ def _seconds(results: Results, row: Mapping[str, Any]) -> Iterator[str]:
     yield _ratio(measured_s, None if none is None else passes_s(none))
     yield _ms(said.get("device_s"))
     yield from (_ms(row[name]) for name in ("busy_s", "issued_s"))
-    yield _ms(said.get("replay_s") if row["replay_s"] is not None else None)
-    yield _ms(row["replay_s"])
+    yield _ms(said.get("recompute_s") if row["recompute_s"] is not None else None)
+    yield _ms(row["recompute_s"])
     yield _ms(said.get("update_s"))
     yield _ms(row["update_s"])
 

@@ -36,7 +36,7 @@ class Predicted:
     """Everything on the device, by moment."""
     layers_bytes: int
     """What the layers hold of one micro-batch behind its forward."""
-    replay_s: float
+    recompute_s: float
 
     @property
     def peak_bytes(self) -> int:
@@ -77,5 +77,5 @@ def _predicted(
         states_bytes=memory.before_step,
         moments={str(moment): size for moment, size in memory.totals.items()},
         layers_bytes=layers_bytes,
-        replay_s=run.exposed_replay_s(0) + run.hidden_replay_s(0),
+        recompute_s=run.exposed_recompute_s(0) + run.hidden_recompute_s(0),
     )

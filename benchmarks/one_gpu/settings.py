@@ -32,7 +32,7 @@ OFFLOADED = (
     StockSetting(recompute=("mlp",), offload=("qkv_linear",)),
 )
 BUDGETS = {"about stock full's bytes": 0.0, "between": 0.5, "a tenth below none": 0.9}
-"""Of planner's plans: the share of what layers hold more if all is kept than under stock full, or where all is replayed if that
+"""Of planner's plans: the share of what layers hold more if all is kept than under stock full, or where all is recomputed if that
 is more."""
 
 
@@ -81,10 +81,10 @@ def _stock(job: Job, profile: Profile, setting: StockSetting) -> Setting:
 
 
 def _plans(job: Job, profile: Profile) -> tuple[dict[str, Plan], dict[str, str]]:
-    kept, replayed = uniform_plan(job, "none"), uniform_plan(job, windows=False)
-    plans = {"everything kept": kept, "everything replayed": replayed}
+    kept, recomputed = uniform_plan(job, "none"), uniform_plan(job, windows=False)
+    plans = {"everything kept": kept, "everything recomputed": recomputed}
     refused = {}
-    budget = _Budgets(job, profile, kept, replayed)
+    budget = _Budgets(job, profile, kept, recomputed)
     asked = {f"planned, {name}": budget.job(share) for name, share in BUDGETS.items()}
     if job.parallel.pipeline == 1:  # a micro-batch's backward follows its forward: what leaves does so within it
         asked |= {
@@ -97,12 +97,12 @@ def _plans(job: Job, profile: Profile) -> tuple[dict[str, Plan], dict[str, str]]
             plans[name] = decide(wanted, profile).plan
         except LynxError as error:
             refused[f"ours, {name}"] = " ".join(str(error).split())
-    plans["norms and activation replayed"] = some = uniform_plan(job, NORMS_AND_ACTIVATION, windows=False)
+    plans["norms and activation recomputed"] = some = uniform_plan(job, NORMS_AND_ACTIVATION, windows=False)
     if job.model.attention == "unfused":
-        plans["core attention replayed"] = uniform_plan(job, (CORE_ATTENTION,), windows=False)
+        plans["core attention recomputed"] = uniform_plan(job, (CORE_ATTENTION,), windows=False)
     if job.parallel.pipeline > 1:  # copies between passes
         plans["everything kept, 1 GiB of each micro-batch to the host"] = offloading(job, kept, GIB)
-        plans["norms and activation replayed, the rest to the host"] = offloading(job, some, _resident_bytes(some, profile))
+        plans["norms and activation recomputed, the rest to the host"] = offloading(job, some, _resident_bytes(some, profile))
     return plans, refused
 
 
@@ -124,10 +124,10 @@ def _resident_bytes(plan: Plan, profile: Profile) -> int:
 class _Budgets:
     """Bytes for layers, between the least and what they hold if all is kept."""
 
-    def __init__(self, job: Job, profile: Profile, kept: Plan, replayed: Plan) -> None:
+    def __init__(self, job: Job, profile: Profile, kept: Plan, recomputed: Plan) -> None:
         none, full = (of_stock(job, profile, setting).moments["backward"] for setting in (NONE, FULL))
         self._job = job
-        self._most_bytes, least_bytes = (rehearse(plan, profile).memory(0).peak_bytes for plan in (kept, replayed))
+        self._most_bytes, least_bytes = (rehearse(plan, profile).memory(0).peak_bytes for plan in (kept, recomputed))
         self._least_bytes = max(least_bytes, self._most_bytes - (none - full))
 
     def job(self, share: float) -> Job:

@@ -8,7 +8,7 @@ from megatron_lynx.kinds.dense.section import (
     ITEMS,
     LINEARS,
     MLP,
-    REPLAYABLE,
+    RECOMPUTABLE,
     ROW_PARALLEL,
 )
 from megatron_lynx.kinds.experts.section import EXPERTS, EXPERTS_WITH_SHARED, SHARED_EXPERTS
@@ -37,7 +37,7 @@ __all__ = [
     "MLP",
     "PASSES",
     "Pass",
-    "REPLAYABLE",
+    "RECOMPUTABLE",
     "ROW_PARALLEL",
     "Role",
     "SHARED_EXPERTS",

@@ -29,19 +29,19 @@ def half_before(half: Half) -> tuple[Half, int]:
     return ("mlp", 0) if half == "attention" else ("attention", 1)
 
 
-def own_windows_in_time(section: Section, replay: Collection[str], *, sequence_parallel: bool, te: bool) -> int:
+def own_windows_in_time(section: Section, recompute: Collection[str], *, sequence_parallel: bool, te: bool) -> int:
     """Number of windows of the half's backward before backward needs a tensor that these items recompute.
 
     `te`: the layers are Transformer Engine's.
     """
-    row_parallel_input = te and section.before_row_parallel in replay
-    return int(sequence_parallel and not (row_parallel_input or section.residual in replay))
+    row_parallel_input = te and section.before_row_parallel in recompute
+    return int(sequence_parallel and not (row_parallel_input or section.residual in recompute))
 
 
-def own_exchanges_in_time(section: Section, replay: Collection[str]) -> int:
+def own_exchanges_in_time(section: Section, recompute: Collection[str]) -> int:
     """The same for a section whose windows are exchanges of tokens: the first one returns the gradient of the experts' output.
     Before it backward reads only the dropout mask of the residual addition."""
-    return int(section.residual not in replay)
+    return int(section.residual not in recompute)
 
 
 def own_window(half: Half) -> str:
@@ -49,11 +49,11 @@ def own_window(half: Half) -> str:
 
 
 def amax_reducing(
-    section: Section, replay: Collection[str], recipe: Recipe | None, *, sequence_parallel: bool
+    section: Section, recompute: Collection[str], recipe: Recipe | None, *, sequence_parallel: bool
 ) -> tuple[str, ...]:
     """The recomputed items that reduce an amax in every call, so that they run on demand and in no window (rule R2): with
     sequence parallelism each rank has a part of a linear's gathered input, and current scaling needs one scale for all parts."""
-    return section.cast_together(replay) if sequence_parallel and reduces_amaxes(recipe) else ()
+    return section.cast_together(recompute) if sequence_parallel and reduces_amaxes(recipe) else ()
 
 
 def resumes_in_wait(section: Section, recipe: Recipe | None, *, exchanges: bool, gathers: bool, userbuffers: bool) -> bool:

@@ -59,13 +59,13 @@ def policies(
 def _policy(
     plan: Plan, stage: Stage, planned: PlannedHalf, section: Section, gather: Callable[[Any], Any], module: Module
 ) -> HalfPolicy:
-    replayed = frozenset(planned.replay)
+    recomputed = frozenset(planned.recompute)
     if planned.checkpoint:
-        replayed |= {GATHERED.name}
+        recomputed |= {GATHERED.name}
     overflow = None
-    if stage.experts_hold is not None and section.on_rows - replayed and not planned.checkpoint:
-        overflow = ExpertOverflow(stage.experts_hold, section.on_rows, replayed)
-    hooks = ForwardHooks(module.modules(), _waits_for_weights) if replayed or overflow is not None else NO_HOOKS
+    if stage.experts_hold is not None and section.on_rows - recomputed and not planned.checkpoint:
+        overflow = ExpertOverflow(stage.experts_hold, section.on_rows, recomputed)
+    hooks = ForwardHooks(module.modules(), _waits_for_weights) if recomputed or overflow is not None else NO_HOOKS
     rest_in_wait = planned.rest_after is not None and not section.exchanges
     gathers = plan.parallel.sequence_parallel and (planned.gathers or planned.gathers_ahead or rest_in_wait)
     kept = plan.parallel.sequence_parallel and not planned.checkpoint
@@ -74,12 +74,12 @@ def _policy(
     return HalfPolicy(
         layer=planned.layer,
         section=section,
-        replay=replayed,
+        recompute=recomputed,
         gather_site=section.gathered if gathers else None,
         gather=gather if gathers else None,
-        keeps_gathered=replayed.intersection(section.gathering_latents if kept else ()),
+        keeps_gathered=recomputed.intersection(section.gathering_latents if kept else ()),
         chunk=stage.chunk,
-        may_draw=may_draw_in(section, module, replayed),
+        may_draw=may_draw_in(section, module, recomputed),
         stays=stays,
         ahead=planned.ahead,
         checkpoint=planned.checkpoint,
@@ -109,7 +109,7 @@ def passing_over(
         marked[layer] = {}
         for half, policy in halves.items():
             serves = policy.key in timetable.busy_halves[policy.chunk]
-            busy = policy.goes_out(offloading) or policy.key in deferring or policy.may_replay or serves
+            busy = policy.goes_out(offloading) or policy.key in deferring or policy.may_recompute or serves
             of_chunk = below is not None and below.chunk == policy.chunk
             below = replace(policy, passed_over=not busy, below_passed_over=of_chunk and below.passed_over)  # type: ignore[union-attr]
             marked[layer][half] = below

@@ -202,14 +202,14 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun, timetable: Timetable) -> I
     for number, layer in run.layers.items():
         yield from halves.claims(engine, layer, of_layer[number], capacity, telling)  # type: ignore[arg-type]
         offloading = engine.offloader.chunks
-        met = [of.section for of in of_layer[number].values() if of.may_replay or of.midway or of.goes_out(offloading)]
+        met = [of.section for of in of_layer[number].values() if of.may_recompute or of.midway or of.goes_out(offloading)]
         yield from sites.claims(engine, layer, number, met, te=run.uses_te, fp8=run.fp8)
     yield from steps.claims(engine, frozenset(map(id, run.chunks)), combined=run.combined)
     for face, layers in layers_by_kind(run):
         yield from face.claims(engine, plan, run, layers)
     linears = weight_gradients.deferring_linears(plan, run)
     if run.pipeline > 1:
-        apart = run.overlaps_exchanges and _receives_replay(plan)
+        apart = run.overlaps_exchanges and _recomputes_in_receives(plan)
         yield from receives.claims(engine, waited_for_later=run.overlaps_exchanges, gradients_apart=apart)
     if run.tensor > 1:
         yield from collectives.claims(engine, run.tensor_group)
@@ -224,7 +224,7 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun, timetable: Timetable) -> I
         yield from (weight_gradients.te_claims if run.uses_te else weight_gradients.claims)(engine, linears)
 
 
-def _receives_replay(plan: Plan) -> bool:
+def _recomputes_in_receives(plan: Plan) -> bool:
     """Whether any stage recomputes while it receives a gradient in the steady phase."""
     timetables = (timetable_of(plan, stage) for stage in range(plan.parallel.pipeline))
     return any(timetable.receive(chunk, "steady").hides for timetable in timetables for chunk in range(len(timetable.chunks)))

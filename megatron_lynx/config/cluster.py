@@ -21,13 +21,13 @@ from megatron_lynx.anatomy import HALVES, Half
 from megatron_lynx.fp8_recipes import Recipe
 from megatron_lynx.validation import Part
 
-Setting = Literal["none", "full", "kept", "partly", "replayed", "gathered", "offloaded", "deferred"]
+Setting = Literal["none", "full", "kept", "partly", "recomputed", "gathered", "offloaded", "deferred"]
 """Treatment of a half.
 
 none, full    stock Megatron, without recomputation and with full recomputation
 kept          a plan keeps its activations
 partly        recomputed, except GEMMs and attention: its norm, and the MLP half's activation
-replayed      recomputed whole
+recomputed      recomputed whole
 gathered      recomputed whole, its input gathered once (sequence parallelism)
 offloaded     activations kept, and offloaded to host memory
 deferred      activations kept, and the weight gradients of all its linears delayed into waits
@@ -62,9 +62,9 @@ class HalfHostTime(Part):
     full: HostPasses
     kept: HostPasses
     partly: HostPasses
-    replayed: HostPasses
+    recomputed: HostPasses
     gathered: HostPasses | None = None
-    """If None: not measured, taken as `replayed`."""
+    """If None: not measured, taken as `recomputed`."""
     offloaded: HostPasses | None = None
     """If None: not measured, taken as `kept`. So is `deferred`."""
     deferred: HostPasses | None = None
@@ -72,7 +72,7 @@ class HalfHostTime(Part):
     def under(self, setting: Setting) -> HostPasses:
         """Return the figures of a setting, or of the nearest one that was measured."""
         passes: HostPasses | None = getattr(self, setting)
-        return passes or (self.replayed if setting == "gathered" else self.kept)
+        return passes or (self.recomputed if setting == "gathered" else self.kept)
 
 
 class LayerHostTime(Part):

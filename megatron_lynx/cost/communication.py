@@ -123,12 +123,12 @@ def _carried_bytes(profile: Profile, section: Section, collective: Collective, m
     return (1 + twice) * profile.gathered_input(message_bytes)
 
 
-def kept_gathers_bytes(profile: Profile, section: Section, replay: Collection[str], message_bytes: int) -> int:
+def kept_gathers_bytes(profile: Profile, section: Section, recompute: Collection[str], message_bytes: int) -> int:
     """Return the gathered inputs of recomputed up-projections, which are kept for the recomputation (sequence parallelism)."""
     if not profile.shape.sequence_parallel or profile.shape.tensor == 1:
         return 0
     inputs = (one for one in section.collectives("fwd", True) if one.carries == "input" and one.of in section.gathering_latents)
-    return sum(_carried_bytes(profile, section, one, message_bytes) for one in inputs if one.of in replay)
+    return sum(_carried_bytes(profile, section, one, message_bytes) for one in inputs if one.of in recompute)
 
 
 def embedding_of(profile: Profile, message_bytes: int) -> BlockProfile:

@@ -59,7 +59,7 @@ class HostLoad:
 def half_host_s(
     profile: Profile,
     section: Section,
-    replay: Collection[str],
+    recompute: Collection[str],
     *,
     checkpointed: bool = False,
     offloads: bool = False,
@@ -71,7 +71,7 @@ def half_host_s(
     """
     if profile.host_time is None or section.in_some_layers or section.captured:
         return NO_HOST_TIME
-    setting = setting_of(section, replay, gathered=not checkpointed and gathers(profile, section, replay))
+    setting = setting_of(section, recompute, gathered=not checkpointed and gathers(profile, section, recompute))
     treated = _of(profile, section, setting)
     if deferred:  # measured with all linears of a dense half
         treated += _beyond_kept(profile, section, "deferred") * (1 / len(DENSE[section.half].linears)) * deferred
@@ -88,14 +88,14 @@ def _beyond_kept(profile: Profile, section: Section, setting: Setting) -> HostSe
     return _of(profile, section, setting) + _of(profile, section, "kept") * -1
 
 
-def setting_of(section: Section, replay: Collection[str], *, gathered: bool) -> Setting:
+def setting_of(section: Section, recompute: Collection[str], *, gathered: bool) -> Setting:
     """Return the setting that a half is measured as; one that recomputes a GEMM or the attention counts as recomputed whole."""
-    items = {item.role for item in section.items if item.name in replay}
+    items = {item.role for item in section.items if item.name in recompute}
     if not items:
         return "kept"
     if gathered:
         return "gathered"
-    return "replayed" if items - {"norm", "inner_norm", "code", "residual"} else "partly"
+    return "recomputed" if items - {"norm", "inner_norm", "code", "residual"} else "partly"
 
 
 def issued(device: StageSeconds, job: Job, profile: Profile, stage: int) -> StageSeconds:
@@ -152,5 +152,5 @@ class HostReport:
             f"the device {format_seconds(load.device_s)}"
             for load in self.bound
         ]
-        todo = "hiding replays gains nothing there; a larger batch.micro or a smaller parallel.tensor does"
+        todo = "hiding recomputations gains nothing there; a larger batch.micro or a smaller parallel.tensor does"
         return [*stages, f"host time of {self.words}; {todo}"]

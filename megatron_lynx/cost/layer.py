@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from megatron_lynx.anatomy import ATTENTION, HALVES, MLP, LayerKind, Section, filling
 from megatron_lynx.config.job import Policy
-from megatron_lynx.cost.replay import replay_of
+from megatron_lynx.cost.recompute import recomputation_of
 from megatron_lynx.kinds.dense.section import ACTIVATION, CORE_ATTENTION
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.shape import LayerShape
@@ -24,7 +24,7 @@ CORE_ALONE = (CORE_ATTENTION, CORE_ATTENTION)
 """Tensors made by the core attention and saved by it alone."""
 
 
-def replayed_items(policy: Policy) -> tuple[str, ...]:
+def recomputed_items(policy: Policy) -> tuple[str, ...]:
     """Return the items recomputed in backward. Raises `KeyError` for `planned`."""
     usual = (name for half in HALVES for section in filling(half) if not section.in_some_layers for name in section.names)
     return {"none": (), "selective": (CORE_ATTENTION,), "balanced": BALANCED, "full": tuple(dict.fromkeys(usual))}[policy]
@@ -51,7 +51,7 @@ def half_kept_bytes(shape: LayerShape, section: Section, policy: Policy = "none"
         return shape.input_bytes + sum(tensor.bytes for tensor in face.tensors(shape) if tensor.saved_by)
     if policy == "balanced":
         items = [item for item in BALANCED if item in section.names]
-        return shape.input_bytes + replay_of(section, face.tensors(shape), items).stays_bytes
+        return shape.input_bytes + recomputation_of(section, face.tensors(shape), items).stays_bytes
     # Stock's checkpoint of the core attention saves its arguments, and exchanges other ranks' keys and values again. It keeps its
     # output, which linear_proj reads.
     layout = shape.parallel.model_copy(update={"context_exchange": "all_gather", "context_levels": None})
@@ -73,13 +73,13 @@ def layers_bytes(shape: LayerShape, policy: Policy, kinds: Mapping[LayerKind, in
     return sum(layers * kept_bytes(shape, policy, kind) for kind, layers in kinds.items())
 
 
-def replayed_flops(shape: LayerShape, replay: Collection[str], kind: LayerKind | None = None) -> int:
+def recomputed_flops(shape: LayerShape, recompute: Collection[str], kind: LayerKind | None = None) -> int:
     """Return the FLOPs one layer recomputes for one micro-batch on one rank. `kind`: default a layer without experts."""
     total = 0
     for section in kind or shape.model.kind_sections(experts=False):
         if section.opaque:
             continue
         face = planning_of(section)
-        flops, runs = face.flops(shape), replay_of(section, face.tensors(shape), replay).runs
-        total += sum(flops[item] for item in runs if item in replay)
+        flops, runs = face.flops(shape), recomputation_of(section, face.tensors(shape), recompute).runs
+        total += sum(flops[item] for item in runs if item in recompute)
     return total

@@ -46,7 +46,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lynx.anatomy import Section
-from megatron_lynx.cost.replay import Checkpoint, Replay
+from megatron_lynx.cost.recompute import Checkpoint, Recomputation
 from megatron_lynx.profiler.profile import HalfProfile, Profile
 from megatron_lynx.units import MIB
 
@@ -93,7 +93,7 @@ BEGINS = COLUMNS.index("begins")
 def half_memory(
     section: Section,
     profile: Profile,
-    replay: Replay,
+    recompute: Recomputation,
     checkpoint: Checkpoint | None,
     less_in_hand_bytes: int,
     gathered_bytes: int = 0,
@@ -105,7 +105,10 @@ def half_memory(
     input gathered once. `kept_gathers_bytes`: gathered inputs kept for recomputation.
     """
     half = profile.of(section)
-    resident, regenerated = half.input_bytes + replay.stays_bytes + kept_gathers_bytes, replay.regenerated_bytes + gathered_bytes
+    resident, regenerated = (
+        half.input_bytes + recompute.stays_bytes + kept_gathers_bytes,
+        recompute.regenerated_bytes + gathered_bytes,
+    )
     feeds, fed, *_ = checkpoint or Checkpoint()
     if fed:
         resident, regenerated = resident - half.input_bytes, regenerated + half.input_bytes
@@ -115,7 +118,7 @@ def half_memory(
         regenerated=regenerated,
         tail=_argument_bytes(section, half) + gathered_bytes if windows else resident + regenerated,
         ahead=(regenerated, regenerated, 0, 0) if feeds else (0, 0, 0, 0),
-        movable=movable_bytes(section, half, replay, smallest_offloaded_bytes(half.input_bytes), fed=fed),
+        movable=movable_bytes(section, half, recompute, smallest_offloaded_bytes(half.input_bytes), fed=fed),
         less_in_hand=less_in_hand_bytes,
     )
 
@@ -136,10 +139,12 @@ def smallest_offloaded_bytes(input_bytes: int) -> int:
     return min(MIB, input_bytes // 4)
 
 
-def movable_bytes(section: Section, profile: HalfProfile, replay: Replay, smallest_bytes: int, *, fed: bool = False) -> int:
+def movable_bytes(
+    section: Section, profile: HalfProfile, recompute: Recomputation, smallest_bytes: int, *, fed: bool = False
+) -> int:
     """Return the bytes of a half that can be offloaded: its input, unless `fed`, and resident tensors, except small blocks and
     shared arguments; if the half is split into nodes, only its own node's."""
-    stays = [tensor for tensor in replay.stays if tensor.made_by != "input"]
+    stays = [tensor for tensor in recompute.stays if tensor.made_by != "input"]
     if section.apart:
         stays = [tensor for tensor in stays if {tensor.made_by, *tensor.saved_by[:1]}.isdisjoint(section.apart)]
     input_bytes = 0 if fed or section.apart or profile.input_bytes < smallest_bytes else profile.input_bytes

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 from megatron_lynx.anatomy import Half, Pass, Section
 from megatron_lynx.cost.communication import gather_lost_and_spared_s, window_lengths_s
 from megatron_lynx.cost.host import HostSeconds, half_host_s
-from megatron_lynx.cost.replay import Checkpoint
+from megatron_lynx.cost.recompute import Checkpoint
 from megatron_lynx.cost.section import PricedSection, priced
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.profile import Profile
@@ -42,14 +42,14 @@ class Prices:
         result: T = self._known[key]
         return result
 
-    def of(self, section: Section, replay: Collection[str], checkpoint: Checkpoint | None = None) -> PricedSection:
-        return self._once(priced, section, replay, checkpoint, self.less_in_hand_bytes.get(section.half, 0))
+    def of(self, section: Section, recompute: Collection[str], checkpoint: Checkpoint | None = None) -> PricedSection:
+        return self._once(priced, section, recompute, checkpoint, self.less_in_hand_bytes.get(section.half, 0))
 
     def host(
-        self, section: Section, replay: Collection[str], *, checkpointed: bool, offloads: bool, deferred: int
+        self, section: Section, recompute: Collection[str], *, checkpointed: bool, offloads: bool, deferred: int
     ) -> HostSeconds:
         """Return the host time of such a half. `deferred`: number of delayed weight gradients."""
-        return self._once(half_host_s, section, replay, checkpointed=checkpointed, offloads=offloads, deferred=deferred)
+        return self._once(half_host_s, section, recompute, checkpointed=checkpointed, offloads=offloads, deferred=deferred)
 
     def gathered_s(self, section: Section, behind: Section | None, *, whole: bool) -> tuple[float, float]:
         """Return (lost, saved) seconds of gathering a half's input once (`cost.communication`)."""

@@ -1,6 +1,6 @@
 """Price of one section of a layer under one choice of recomputed items, and the Pareto front over all choices.
 
-    items of the section ──replay_of──> items run, bytes held, bytes made ──> seconds and FLOPs of the recomputation
+    items of the section ──recomputation_of──> items run, bytes held, bytes made ──> seconds and FLOPs of the recomputation
                                                                           └─> memory of the half, a gathered input included
 
 The front is bytes saved per layer against seconds:
@@ -23,7 +23,7 @@ from typing import NamedTuple
 from megatron_lynx.anatomy import Section
 from megatron_lynx.cost.communication import again_s, gather_lost_and_spared_s, kept_gathers_bytes, under_way_s
 from megatron_lynx.cost.memory import HalfMemory, half_memory
-from megatron_lynx.cost.replay import Checkpoint, replay_of, sensible_choices
+from megatron_lynx.cost.recompute import Checkpoint, recomputation_of, sensible_choices
 from megatron_lynx.profiler.profile import Profile
 
 
@@ -55,7 +55,7 @@ class PricedSection:
 
     memory: HalfMemory
     """Memory if recomputed on demand."""
-    replay_s: float = 0.0
+    recompute_s: float = 0.0
     """Forward seconds of all that recomputation runs, code on the way included."""
     flops: int = 0
     """FLOPs of the recomputed items."""
@@ -72,29 +72,29 @@ class PricedSection:
 def priced(
     profile: Profile,
     section: Section,
-    replay: Collection[str],
+    recompute: Collection[str],
     checkpoint: Checkpoint | None = None,
     less_in_hand_bytes: int = 0,
 ) -> PricedSection:
     """Price the recomputation of these items. `checkpoint`: of these items, saving at most its input."""
     if checkpoint is not None and (checkpoint.ahead_to is not None or checkpoint.rest_in_wait):
-        return _in_parts(profile, section, replay, checkpoint, less_in_hand_bytes)
+        return _in_parts(profile, section, recompute, checkpoint, less_in_hand_bytes)
     costs, message_bytes = profile.of(section), profile.message_bytes
-    replayed = replay_of(section, costs.tensors, replay, whole=checkpoint is not None and checkpoint.feeds)
+    recomputed = recomputation_of(section, costs.tensors, recompute, whole=checkpoint is not None and checkpoint.feeds)
     gathered_bytes = kept_bytes = 0
     communicates_s, stops = 0.0, dict[str, Stop]()
     if checkpoint is not None:
-        communicates_s = again_s(profile, section, replayed.runs)
+        communicates_s = again_s(profile, section, recomputed.runs)
     else:
-        gathered_bytes = profile.gathered_input(message_bytes) if gathers(profile, section, replay) else 0
-        kept_bytes = kept_gathers_bytes(profile, section, replay, message_bytes)
+        gathered_bytes = profile.gathered_input(message_bytes) if gathers(profile, section, recompute) else 0
+        kept_bytes = kept_gathers_bytes(profile, section, recompute, message_bytes)
         for stop in section.stops:
-            before = (item for item in replayed.runs if section.index(item) < section.index(stop))
-            stops[stop] = Stop(sum(costs.items[item].forward_s for item in before), replayed.there_bytes[stop] + gathered_bytes)
+            before = (item for item in recomputed.runs if section.index(item) < section.index(stop))
+            stops[stop] = Stop(sum(costs.items[item].forward_s for item in before), recomputed.there_bytes[stop] + gathered_bytes)
     return PricedSection(
-        half_memory(section, profile, replayed, checkpoint, less_in_hand_bytes, gathered_bytes, kept_bytes),
-        sum(costs.items[item].forward_s for item in replayed.runs),
-        sum(costs.items[item].flops for item in replayed.runs if item in replay),
+        half_memory(section, profile, recomputed, checkpoint, less_in_hand_bytes, gathered_bytes, kept_bytes),
+        sum(costs.items[item].forward_s for item in recomputed.runs),
+        sum(costs.items[item].flops for item in recomputed.runs if item in recompute),
         communicates_s,
         gathered_bytes,
         stops,
@@ -102,7 +102,7 @@ def priced(
 
 
 def _in_parts(
-    profile: Profile, section: Section, replay: Collection[str], checkpoint: Checkpoint, less_in_hand_bytes: int
+    profile: Profile, section: Section, recompute: Collection[str], checkpoint: Checkpoint, less_in_hand_bytes: int
 ) -> PricedSection:
     """Price a checkpoint recomputed in two parts: to an item, during the backward of the layer above or at the start of its
     backward, and the rest after that.
@@ -110,13 +110,13 @@ def _in_parts(
     Until then it holds a reduction's result (of a reduce-scatter, its input while in flight). A gathered input has a buffer until
     the linear has read it. Rows of tokens are counted at every moment elsewhere (`stage_memory.dispatched_bytes`).
     """
-    price = priced(profile, section, replay, Checkpoint(checkpoint.feeds, checkpoint.fed), less_in_hand_bytes)
+    price = priced(profile, section, recompute, Checkpoint(checkpoint.feeds, checkpoint.fed), less_in_hand_bytes)
     item = checkpoint.ahead_to or section.last_communicating
     assert item is not None, f"nothing of {section.name} communicates"
     if item == section.residual:
         return dataclasses.replace(price, memory=_from_above(price.memory, price.memory.regenerated, checkpoint))
     stops = (item, *((section.column_parallel,) if checkpoint.gathers_ahead else ()))
-    begun = {stop: _begun(profile, section, replay, checkpoint, stop) for stop in stops}
+    begun = {stop: _begun(profile, section, recompute, checkpoint, stop) for stop in stops}
     exposed_s = price.communicates_s - sum(progress.under_way_s for progress in begun.values())
     begun[item] = begun[item]._replace(waits_s=exposed_s)
     memory = price.memory
@@ -125,13 +125,13 @@ def _in_parts(
     return dataclasses.replace(price, memory=memory, begun=begun)
 
 
-def _begun(profile: Profile, section: Section, replay: Collection[str], checkpoint: Checkpoint, item: str) -> Begun:
+def _begun(profile: Profile, section: Section, recompute: Collection[str], checkpoint: Checkpoint, item: str) -> Begun:
     """Return the progress at an item: before it while its input is gathered, else after it."""
     costs, index, gathers = profile.of(section), section.index(item), item == section.gathered
     stop = item if gathers or section.exchanges else section.names[index + 1]
-    replayed = replay_of(section, costs.tensors, replay, whole=checkpoint.feeds, stops=(stop,))
-    before = [run for run in replayed.runs if section.index(run) < index + (not gathers)]
-    held_bytes = replayed.there_bytes[stop] + (costs.input_bytes if checkpoint.fed or (checkpoint.feeds and not gathers) else 0)
+    recomputed = recomputation_of(section, costs.tensors, recompute, whole=checkpoint.feeds, stops=(stop,))
+    before = [run for run in recomputed.runs if section.index(run) < index + (not gathers)]
+    held_bytes = recomputed.there_bytes[stop] + (costs.input_bytes if checkpoint.fed or (checkpoint.feeds and not gathers) else 0)
     scatters = profile.shape.sequence_parallel and not section.exchanges
     travels = profile.gathered_input(profile.message_bytes) if gathers else profile.message_bytes if scatters else 0
     return Begun(
@@ -150,29 +150,31 @@ def _from_above(memory: HalfMemory, begun_bytes: int, checkpoint: Checkpoint) ->
     return dataclasses.replace(memory, ahead=before)
 
 
-def gathers(profile: Profile, section: Section, replay: Collection[str]) -> bool:
+def gathers(profile: Profile, section: Section, recompute: Collection[str]) -> bool:
     """Whether these items include the GEMM whose input is gathered once."""
-    return profile.shape.sequence_parallel and section.gathered in replay
+    return profile.shape.sequence_parallel and section.gathered in recompute
 
 
 @dataclass(frozen=True)
 class TradeOff:
     """A set of items recomputed on demand: one layer, micro-batch and rank."""
 
-    replay: tuple[str, ...]
+    recompute: tuple[str, ...]
     saved_bytes: int
     """Against saving everything."""
-    replay_s: float
+    recompute_s: float
 
 
 def pareto_front(profile: Profile) -> tuple[TradeOff, ...]:
     """Return all trade-offs that no other beats in both figures, by rising seconds."""
     trade_offs = [
-        TradeOff(first.replay + second.replay, first.saved_bytes + second.saved_bytes, first.replay_s + second.replay_s)
+        TradeOff(
+            first.recompute + second.recompute, first.saved_bytes + second.saved_bytes, first.recompute_s + second.recompute_s
+        )
         for first, second in product(*(list(_trade_offs(profile, section)) for section in profile.shape.sections))
     ]
     front: list[TradeOff] = []
-    for one in sorted(trade_offs, key=lambda one: (one.replay_s, -one.saved_bytes, len(one.replay))):
+    for one in sorted(trade_offs, key=lambda one: (one.recompute_s, -one.saved_bytes, len(one.recompute))):
         if not front or one.saved_bytes > front[-1].saved_bytes:
             front.append(one)
     return tuple(front)
@@ -181,7 +183,7 @@ def pareto_front(profile: Profile) -> tuple[TradeOff, ...]:
 def _trade_offs(profile: Profile, section: Section) -> Iterator[TradeOff]:
     costs = profile.of(section)
     sliced, te = profile.shape.sequence_parallel, profile.shape.implementation == "transformer_engine"
-    for replay in sensible_choices(section, costs.tensors, profile.shape.context, sequence_parallel=sliced, te=te):
-        price, gathering = priced(profile, section, replay), gathers(profile, section, replay)
+    for recompute in sensible_choices(section, costs.tensors, profile.shape.context, sequence_parallel=sliced, te=te):
+        price, gathering = priced(profile, section, recompute), gathers(profile, section, recompute)
         gather_s = gather_lost_and_spared_s(profile, section, None, profile.message_bytes)[0] if gathering else 0.0
-        yield TradeOff(replay, costs.saved_bytes - price.memory.resident, price.replay_s + gather_s)
+        yield TradeOff(recompute, costs.saved_bytes - price.memory.resident, price.recompute_s + gather_s)

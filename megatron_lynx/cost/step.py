@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from megatron_lynx.anatomy import Section
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.host import issued
-from megatron_lynx.cost.layer import replayed_items
+from megatron_lynx.cost.layer import recomputed_items
 from megatron_lynx.cost.stage import (
     HalfSeconds,
     StageSeconds,
@@ -53,7 +53,7 @@ class StepSeconds:
 def step_seconds(job: Job, profile: Profile, offload_ratio: float = 0.0) -> StepSeconds:
     """Return the parts of a job's step; `job.policy` is not `planned`."""
     shape, pipeline = LayerShape.of(job), job.parallel.pipeline
-    halves = _replaying(job.policy, profile, job.model.every_section)
+    halves = _recomputing(job.policy, profile, job.model.every_section)
     stages = of_every_stage(job, lambda stage: issued(stage_of_layers(job, profile, stage, halves), job, profile, stage))
     slowest = max(stage.both_s for stage in stages)
     other_stages_s = sum(stage.both_s for stage in stages) - slowest
@@ -87,19 +87,19 @@ def waited_messages(job: Job) -> int:
     return pipeline * chunks - 1 if job.microbatch_group == pipeline else pipeline - 1
 
 
-def replaying_stage_s(job: Job, profile: Profile, stage: int) -> StageSeconds:
+def recomputing_stage_s(job: Job, profile: Profile, stage: int) -> StageSeconds:
     """Return one micro-batch on a stage with the policy's recomputation; whole layers repeat their collectives."""
-    return stage_of_layers(job, profile, stage, _replaying(job.policy, profile, job.model.every_section))
+    return stage_of_layers(job, profile, stage, _recomputing(job.policy, profile, job.model.every_section))
 
 
-def _replaying(policy: Policy, profile: Profile, sections: Iterable[Section]) -> dict[Section, HalfSeconds]:
+def _recomputing(policy: Policy, profile: Profile, sections: Iterable[Section]) -> dict[Section, HalfSeconds]:
     """Sections of some layers only (experts) are recomputed whole or not at all."""
     halves = {section: half_seconds(profile, section) for section in sections}
     if policy == "full":
         return {section: half.recomputed_whole for section, half in halves.items()}
-    replayed = replayed_items(policy)
+    recomputed = recomputed_items(policy)
     for section, half in halves.items():
-        items = () if section.in_some_layers else replayed
+        items = () if section.in_some_layers else recomputed
         priced = profile.of(section).items
         halves[section] = replace(half, again_s=sum(priced[item].forward_s for item in items if item in priced))
     return halves

@@ -214,7 +214,7 @@ SHOWN: dict[Setting, str] = {
     "none": "stock none",
     "full": "stock full",
     "kept": "a plan that keeps all",
-    "replayed": "one that recomputes all",
+    "recomputed": "one that recomputes all",
 }
 
 

@@ -4,7 +4,7 @@
     linears      rows and columns       FLOPs, seconds of the GEMMs, weights, output bytes
     core         attention's inputs     its seconds, with context-parallel exchanges
     kernels      bytes they move        seconds of all other kernels
-    saved        memory blocks          bytes by item, and those that recomputation makes (`cost.replay`)
+    saved        memory blocks          bytes by item, and those that recomputation makes (`cost.recompute`)
     parameters   counts                 bytes of weights, gradients and optimizer (`cost.parameters`)
     backward     its operators          transient memory (`cost.in_hand`)
     refusals     unsupported settings   jobs refused before planning (`planner.checks`)

@@ -287,7 +287,7 @@ class Section:
         return {site.name: code.name for site, code in following if site.is_site and not code.is_site}
 
     @cached_property
-    def replayable(self) -> tuple[str, ...]:
+    def recomputable(self) -> tuple[str, ...]:
         """Items that a plan may recompute."""
         kept = self.names if self.kept_whole else self.apart
         return tuple(item.name for item in self.items if item.role not in WHY_KEPT and item.name not in kept)
@@ -305,23 +305,23 @@ class Section:
         ends = [self.names.index(item.name) for item in self.items if item.of_experts]
         return frozenset(self.names[slice(*ends)]) if ends else frozenset()
 
-    def replayable_among(self, context: int, *, sequence_parallel: bool = False) -> tuple[str, ...]:
+    def recomputable_among(self, context: int, *, sequence_parallel: bool = False) -> tuple[str, ...]:
         """Return the items that a plan may recompute with `context` context-parallel ranks. With several the core attention
         communicates (rule R2). The residual stream is not gathered for several linears."""
         kept = {*(self.exchanging if context > 1 else ()), *(self.gathering_rows if sequence_parallel else ())}
         if kept.intersection(self.in_place):
             kept.update(self._over_in_place)
-        return tuple(item for item in self.replayable if item not in kept)
+        return tuple(item for item in self.recomputable if item not in kept)
 
     @cached_property
     def _over_in_place(self) -> tuple[str, ...]:
         """The overwritten linear, and all items from the code that overwrites it: that code must not run on a kept output."""
         return (self.in_place[0], *self.names[self.index(self.in_place[1]) :]) if self.in_place else ()
 
-    def torn(self, replay: Collection[str]) -> tuple[str, ...]:
+    def torn(self, recompute: Collection[str]) -> tuple[str, ...]:
         """Return the items to recompute in addition, so that nothing is overwritten twice."""
-        over = any(item in replay for item in self._over_in_place)
-        return tuple(item for item in self.in_place if over and item not in replay)
+        over = any(item in recompute for item in self._over_in_place)
+        return tuple(item for item in self.in_place if over and item not in recompute)
 
     @cached_property
     def gathering_rows(self) -> tuple[str, ...]:
@@ -329,15 +329,19 @@ class Section:
         linears = (one.of for one in self.collectives("fwd", True) if one.carries == "input" and one.of)
         return tuple(linear for linear in linears if linear not in self.gathering_latents)
 
-    def norms_apart(self, replay: Collection[str]) -> tuple[Item, ...]:
+    def norms_apart(self, recompute: Collection[str]) -> tuple[Item, ...]:
         """Return the recomputed up-projections whose fused norm is not recomputed."""
-        return tuple(item for item in self.items if item.name in replay and item.norm_inside and item.norm_inside not in replay)
+        return tuple(
+            item for item in self.items if item.name in recompute and item.norm_inside and item.norm_inside not in recompute
+        )
 
-    def cast_together(self, replay: Collection[str]) -> tuple[str, ...]:
+    def cast_together(self, recompute: Collection[str]) -> tuple[str, ...]:
         """Return the recomputed items that cast a gathered tensor, or make it: with one scale for all ranks' parts they
         communicate in every call. A fused norm is cast with its linear."""
         inside = {item.norm_inside for item in self.items} | ({self.norm} if self.fuses_norm else set())
-        return tuple(item.name for item in self.items if item.name in replay and (item.role in GATHERING or item.name in inside))
+        return tuple(
+            item.name for item in self.items if item.name in recompute and (item.role in GATHERING or item.name in inside)
+        )
 
     @cached_property
     def stops(self) -> tuple[str, ...]:

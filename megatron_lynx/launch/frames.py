@@ -114,7 +114,7 @@ class FrameCheck:
         drawn, total = (sum(of_rank) for of_rank in zip(*kinds, strict=True))
         covered = f"all {total} kinds of frames" if drawn == total else f"{drawn} of {total} kinds of frames"
         return (
-            f"checked {frames} frames in {steps}{where}, of {covered}: {again['replayed']} tensors that were replayed and "
+            f"checked {frames} frames in {steps}{where}, of {covered}: {again['recomputed']} tensors that were recomputed and "
             f"{again['reloaded']} that were reloaded{gathered} ({format_bytes(size_bytes)}) are in every bit what their forward "
             "had saved"
         )
@@ -122,8 +122,8 @@ class FrameCheck:
     def wants(self, frame: Frame, offloads: bool) -> bool:
         policy = frame.policy
         windows = self._plan.chunks_of(self._stage)[policy.chunk].rule_for(policy.layer).windows
-        where = tuple(windows.of(policy.half, phase) for phase in BACKWARD_PHASES) if policy.replay else ()
-        return self._draw.takes((policy.chunk, policy.half, tuple(sorted(policy.replay)), where, offloads))
+        where = tuple(windows.of(policy.half, phase) for phase in BACKWARD_PHASES) if policy.recompute else ()
+        return self._draw.takes((policy.chunk, policy.half, tuple(sorted(policy.recompute)), where, offloads))
 
     def saved(self, frame: Frame, place: Place, tensor: Tensor) -> Returned:
         original = Original(tensor, place.again)

@@ -223,7 +223,7 @@ class Launch:
         return words if held else ""
 
     def _say_done(self, counts: Figures) -> None:
-        done = f"replayed {counts.replayed} layer halves: {counts.in_windows} inside windows, {counts.on_demand} on demand"
+        done = f"recomputed {counts.recomputed} layer halves: {counts.in_windows} inside windows, {counts.on_demand} on demand"
         if counts.offloaded_bytes:
             done += f"; {format_bytes(counts.offloaded_bytes)} copied to the host, {format_bytes(counts.reloaded_bytes)} back"
         if counts.deferred:

@@ -97,7 +97,7 @@ class Rank:
         """Whether the engine notices when backward reaches a chunk's last half: it hooks only halves with planned work."""
         entry = self.plan.chunks_of(self.stage)[chunk]
         rule = entry.rule_for(entry.layers.last)
-        return entry.offload is not None or rule.checkpoints(MLP) or bool(rule.replays(MLP))
+        return entry.offload is not None or rule.checkpoints(MLP) or bool(rule.recomputed_in(MLP))
 
 
 def moment_of(error: BaseException, rank: Rank) -> Moment | None:
@@ -127,8 +127,8 @@ def moment_of(error: BaseException, rank: Rank) -> Moment | None:
 
 def _in_pass(where: Whereabouts, half: FrameKey | None, passed: Sequence[FrameType], rank: Rank) -> tuple[str, ...]:
     """What runs in a forward or backward, in words, and its moments in a plan's predictions."""
-    if where.replays:
-        return "a replay", "backward"
+    if where.recomputes:
+        return "a recomputation", "backward"
     last = rank.is_last(where.chunk)
     if where.passing == "forward":
         model = rank.chunks[where.chunk] if where.chunk < len(rank.chunks) else None

@@ -2,9 +2,9 @@
 
 A traced step is split into halves and waits:
 
-    spans of a rank, nested     backward mlp(3) ┬ window bwd.mlp.0@3 ┬ replay attention(3)       in the wait
+    spans of a rank, nested     backward mlp(3) ┬ window bwd.mlp.0@3 ┬ recompute attention(3)       in the wait
                                                 │                    └ (the rest of the wait)
-                                                └ replay mlp(3)                                  on demand
+                                                └ recompute mlp(3)                                  on demand
     compute of a half           its forward and backward without the spans inside, and its delayed weight gradients
     a wait                      the communication, if longer than the work inside; else only an upper bound
 
@@ -67,8 +67,8 @@ def predicted_of(plan: Plan, stage: int) -> StagePredicted | None:
     return StagePredicted(
         passes_s=first.step_s,
         memory_bytes=first.memory_bytes or None,
-        hidden_replay_s=sum(chunk.hidden_replay_s for chunk in chunks) if rehearsed else None,
-        exposed_replay_s=sum(chunk.exposed_replay_s for chunk in chunks) if rehearsed else None,
+        hidden_recompute_s=sum(chunk.hidden_recompute_s for chunk in chunks) if rehearsed else None,
+        exposed_recompute_s=sum(chunk.exposed_recompute_s for chunk in chunks) if rehearsed else None,
         exposed_copy_s=first.exposed_copy_s if rehearsed else None,
     )
 
@@ -99,7 +99,7 @@ def step_input(plan: Plan, seen: InputSeen, steps: int, shards: int) -> StepInpu
         squares=squares,
         by_squares=packed is not None,
         passes=of_full * plan.passes(microbatches) / plan.passes(planned),
-        replays=of_full * microbatches / planned,
+        recomputations=of_full * microbatches / planned,
     )
 
 
@@ -121,8 +121,8 @@ def parts_of(spans: Sequence[Span], has_experts: Callable[[int], bool]) -> StepP
             name, _, layer = str(span.window).partition("@")
             passing, half, ordinal = name.split(".")
             place = f"{passing}.{_kind(half, int(layer), has_experts)}.{ordinal}"
-            replays_s = sum(inner_span.end_s - inner_span.start_s for inner_span in inside if inner_span.kind == "replay")
-            waits[place].append((span.end_s - span.start_s, own_s, replays_s))
+            recompute_s = sum(inner_span.end_s - inner_span.start_s for inner_span in inside if inner_span.kind == "recompute")
+            waits[place].append((span.end_s - span.start_s, own_s, recompute_s))
     return StepParts(
         halves={kind: _half(seconds_by_kind) for kind, seconds_by_kind in sorted(halves.items())},
         waits={place: _waits(wait_times) for place, wait_times in sorted(waits.items())},
@@ -139,14 +139,14 @@ def _half(seconds_by_kind: Mapping[str, Sequence[float]]) -> HalfSeconds:
 
 def _waits(wait_times: Sequence[tuple[float, float, float]]) -> WaitSeconds:
     """`wait_times`: for each wait its length, its rest after the work in it, and the recomputations in it."""
-    longer = [(whole_s, replays_s) for whole_s, rest_s, replays_s in wait_times if rest_s > OVER * whole_s]
-    shorter = [(whole_s, replays_s) for whole_s, rest_s, replays_s in wait_times if rest_s <= OVER * whole_s]
+    longer = [(whole_s, recompute_s) for whole_s, rest_s, recompute_s in wait_times if rest_s > OVER * whole_s]
+    shorter = [(whole_s, recompute_s) for whole_s, rest_s, recompute_s in wait_times if rest_s <= OVER * whole_s]
     return WaitSeconds(
         longer=len(longer),
         longer_s=sum(whole_s for whole_s, _ in longer),
-        longer_replays_s=sum(replays_s for _, replays_s in longer),
+        longer_recompute_s=sum(recompute_s for _, recompute_s in longer),
         shorter=len(shorter),
-        shorter_replays_s=sum(replays_s for _, replays_s in shorter),
+        shorter_recompute_s=sum(recompute_s for _, recompute_s in shorter),
     )
 
 

@@ -31,8 +31,8 @@ class StagePredicted(Part):
     """Forwards and backwards of one step, over all stages."""
     memory_bytes: Annotated[int | None, Figure(max, "predicted_device_peak_bytes")] = None
     """Peak of a device, everything included."""
-    hidden_replay_s: float | None = None
-    exposed_replay_s: float | None = None
+    hidden_recompute_s: float | None = None
+    exposed_recompute_s: float | None = None
     """Recomputations of one step on one rank."""
     exposed_copy_s: float | None = None
 
@@ -53,11 +53,11 @@ class WaitSeconds(Part):
     """Waits that outlast the work in them."""
     longer_s: float = 0.0
     """Their length, from the wait's begin: the communication that was left then."""
-    longer_replays_s: float = 0.0
+    longer_recompute_s: float = 0.0
     """Recomputations in them, all of them hidden."""
     shorter: int = 0
     """Waits that were over before the work in them."""
-    shorter_replays_s: float = 0.0
+    shorter_recompute_s: float = 0.0
     """Recomputations in these, hidden in part."""
 
 
@@ -141,7 +141,7 @@ class StepInput(Part):
     """Whether the plan states attention's share; otherwise seconds are scaled by tokens alone."""
     passes: float
     """Factor of the plan's seconds of passes."""
-    replays: float
+    recomputations: float
     """Factor of its seconds of recomputations."""
 
     @property
@@ -182,7 +182,11 @@ class Report(Part):
         """The plan's figures of a stage, with seconds scaled to the input of this run."""
         if row.predicted is None or self.met is None:
             return row.predicted
-        times = {"passes_s": self.met.passes, "hidden_replay_s": self.met.replays, "exposed_replay_s": self.met.replays}
+        times = {
+            "passes_s": self.met.passes,
+            "hidden_recompute_s": self.met.recomputations,
+            "exposed_recompute_s": self.met.recomputations,
+        }
         scaled = {
             name: None if (planned_s := getattr(row.predicted, name)) is None else planned_s * by for name, by in times.items()
         }
@@ -200,10 +204,10 @@ COLUMNS = (
     ("forwards and backwards", "predicted", "passes_s"),
     ("forwards and backwards", "measured", "passes_s"),
     ("whole", "step", "step_s"),
-    ("replays hidden", "predicted", "hidden_replay_s"),
-    ("replays hidden", "in windows", "in_windows_s"),
-    ("replays exposed", "predicted", "exposed_replay_s"),
-    ("replays exposed", "on demand", "on_demand_s"),
+    ("recomputations hidden", "predicted", "hidden_recompute_s"),
+    ("recomputations hidden", "in windows", "in_windows_s"),
+    ("recomputations exposed", "predicted", "exposed_recompute_s"),
+    ("recomputations exposed", "on demand", "on_demand_s"),
 )
 """Columns of tables: group, heading, figure."""
 

@@ -105,7 +105,7 @@ def _unhonoured(plan: PlanContents, stage: Stage, rule: Rule) -> Iterator[str]:
         yield from _reduced_amaxes(plan, rule, half)
         places = features.places(rule, half)
         if stage.ahead_depth == 0 and any(key == "windows" and name != ON_DEMAND for key, name in places):
-            yield f"windows.{half} asks for a replay ahead of time, but ahead_depth is 0"
+            yield f"windows.{half} asks for a recomputation ahead of time, but ahead_depth is 0"
         for key, name in places:
             yield from (f"{key}.{half} is {name}, {why}" for why in _no_window(plan, stage, rule, name))
         cooldown_windows = [("gather", rule.gather.of(half, "cooldown"))]
@@ -161,9 +161,9 @@ def _nothing_ahead(plan: PlanContents, stage: Stage, rule: Rule) -> Iterator[str
 
 def _exchanging_again(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
     """Recomputed items in which context-parallel ranks exchange keys and values (rule R2)."""
-    again = [item for section in _sections(plan, rule, half) for item in section.exchanging if item in rule.replay]
+    again = [item for section in _sections(plan, rule, half) for item in section.exchanging if item in rule.recompute]
     if plan.parallel.context > 1 and again:
-        finding = f"found {', '.join(again)} replayed, needed kept with parallel.context {plan.parallel.context}"
+        finding = f"found {', '.join(again)} recomputed, needed kept with parallel.context {plan.parallel.context}"
         yield f"{finding}: its exchange must not run again; keep it, and let offload take what it saves, if that is much"
 
 
@@ -172,20 +172,20 @@ def _unmade_inputs(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
     gather, sequence_parallel = getattr(rule.gather, half), plan.parallel.sequence_parallel
     for section in _sections(plan, rule, half):
         norm, linear, te = section.norm, section.gathered, plan.model.implementation == "transformer_engine"
-        if te and section.fuses_norm and linear in rule.replay and norm not in rule.replay:
-            yield f"{linear} is replayed, and {norm} with it: Transformer Engine makes the norm inside the linear"
-        if sequence_parallel and linear in rule.replay and not gathers_once(plan.model.fp8):
-            finding = f"{linear} is replayed under sequence_parallel with fp8 {plan.model.fp8}"
+        if te and section.fuses_norm and linear in rule.recompute and norm not in rule.recompute:
+            yield f"{linear} is recomputed, and {norm} with it: Transformer Engine makes the norm inside the linear"
+        if sequence_parallel and linear in rule.recompute and not gathers_once(plan.model.fp8):
+            finding = f"{linear} is recomputed under sequence_parallel with fp8 {plan.model.fp8}"
             yield f"{finding}: keep it, one gather does not serve both of its GEMMs"
-        elif sequence_parallel and linear in rule.replay and gather is None:
-            yield f"{linear} is replayed under sequence_parallel, so gather.{half} must say where its input is"
+        elif sequence_parallel and linear in rule.recompute and gather is None:
+            yield f"{linear} is recomputed under sequence_parallel, so gather.{half} must say where its input is"
     if not sequence_parallel and gather is not None:
         yield f"gather.{half} is given without sequence parallelism"
 
 
 def _reduced_amaxes(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
     """Recomputations in a window that would reduce an amax there."""
-    facts = rule.replay, plan.model.fp8
+    facts = rule.recompute, plan.model.fp8
     sliced = plan.parallel.sequence_parallel
     reducing = [
         item for section in _sections(plan, rule, half) for item in amax_reducing(section, *facts, sequence_parallel=sliced)
@@ -209,7 +209,7 @@ def _no_window(plan: PlanContents, stage: Stage, rule: Rule, name: str) -> Itera
     if is_forward(name) and plan.schedule == "double_buffered":
         yield (
             "but with schedule double_buffered the forward before a backward may be the next batch's, with other weights: "
-            "only windows of backwards and pipe.recv_backward hide replays"
+            "only windows of backwards and pipe.recv_backward hide recomputations"
         )
     elif is_forward(name) and last:
         yield "but on the last stage a micro-batch's own forward runs just before its backward"

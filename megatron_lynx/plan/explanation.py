@@ -37,7 +37,7 @@ def _treatment(stage: Stage) -> object:
     first = stage.layers.first
     places = [(rule.layers.first - first, rule.layers.last - first) for rule in stage.rules]
     rules = [rule.model_copy(update={"layers": None}) for rule in stage.rules]
-    seconds = ("hidden_replay_s", "exposed_replay_s", "weight_gradient_hidden_s", "weight_gradient_exposed_s")
+    seconds = ("hidden_recompute_s", "exposed_recompute_s", "weight_gradient_hidden_s", "weight_gradient_exposed_s")
     predicted = stage.predicted.model_copy(update={**dict.fromkeys(seconds, 0.0), "memory": {}})
     return stage.ahead_depth, places, rules, stage.offload, stage.weight_gradients, stage.whole, predicted
 
@@ -111,13 +111,13 @@ def _table(plan: Plan, alike: Sequence[Stage]) -> WrappedTable:
     place = f"stage {stage.stage}, {chunks}" if chunked else f"stage {stage.stage}"
     layers = ", ".join(str(entry.layers) for entry in alike)
     title = f"{place}: layers {layers}, ahead depth {stage.ahead_depth} (layer halves)"
-    columns = ("layers", "half", "kept", "replayed", "window", *(["weight gradients"] if stage.defers else []))
+    columns = ("layers", "half", "kept", "recomputed", "window", *(["weight gradients"] if stage.defers else []))
     table = WrappedTable(columns, words=columns, keys=2, title=title, lines=True)
     for rule in stage.rules:
         for half in HALVES:
             kept = [item for item in names_in(half) if item in rule.keep]
             deferred = [_deferred(rule, half)] if stage.defers else []
-            again = rule.replays(half)
+            again = rule.recomputed_in(half)
             if rule.checkpoints(half):
                 kept, again = [plan.kept_input(stage, rule, half)], (CHECKPOINTED,)
             table.add(str(rule.layers), half, _listed(kept), _listed(again), _window(rule, half), *deferred)
@@ -135,7 +135,7 @@ def _window(rule: Rule, half: Half) -> Text:
         begins = f"{what} ahead, at {HALVES[0]}+1{NEW_LINE}" if rule.ahead and (first or half == HALVES[-1]) else ""
         rest = f"{NEW_LINE}then {wait}: what comes behind all that communicates" if (wait := rule.wait_of_rest(half)) else ""
         return Text(f"{begins}{f'before {HALVES[-1]}' if first else 'where backward enters it'}{rest}")
-    if not rule.replays(half):
+    if not rule.recomputed_in(half):
         return Text("-")
     steady, cooldown = rule.windows.of(half, "steady"), rule.windows.of(half, "cooldown")
     text = steady if steady == cooldown else f"{steady}\nin cool-down {cooldown}"
@@ -190,7 +190,7 @@ def _expected(predicted: Predicted) -> Text:
         whole, update = map(format_seconds, (predicted.step_s + predicted.update_s, predicted.update_s))
         facts.append(f"step {whole}, of which the optimizer's update {update}")
     facts += [
-        f"replay hidden {format_seconds(predicted.hidden_replay_s)}, exposed {format_seconds(predicted.exposed_replay_s)}",
+        f"recompute hidden {format_seconds(predicted.hidden_recompute_s)}, exposed {format_seconds(predicted.exposed_recompute_s)}",
         f"resident per micro-batch {format_bytes(predicted.resident_activation_bytes)}",
         f"regenerated ahead {format_bytes(predicted.ahead_bytes)}",
     ]

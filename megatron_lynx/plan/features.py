@@ -117,14 +117,14 @@ def _captured_rule(plan: PlanContents, rule: Rule) -> Iterator[str]:
 def _captured_half(rule: Rule, section: Section) -> Iterator[str]:
     deferred = [linear for linear in section.linears if linear in rule.weight_gradients]
     if section.captured:
-        if asked := [*rule.replays(section.half), *deferred]:
-            yield f"found {', '.join(asked)} replayed or deferred, needed the {section.half} half kept whole: it {IN_GRAPH}"
+        if asked := [*rule.recomputed_in(section.half), *deferred]:
+            yield f"found {', '.join(asked)} recomputed or deferred, needed the {section.half} half kept whole: it {IN_GRAPH}"
         if rule.checkpoint == section.half:
             yield f"{rule.checkpoint_said}, needed the other half or none: it {IN_GRAPH}"
     elif section.apart:
-        if asked := [*(item for item in section.apart if item in rule.replay), *deferred]:
-            needed = f"none but {', '.join(section.replayable)} replayed, and none deferred"
-            yield f"found {', '.join(asked)} replayed or deferred, needed {needed}: the router {IN_GRAPH}"
+        if asked := [*(item for item in section.apart if item in rule.recompute), *deferred]:
+            needed = f"none but {', '.join(section.recomputable)} recomputed, and none deferred"
+            yield f"found {', '.join(asked)} recomputed or deferred, needed {needed}: the router {IN_GRAPH}"
         if rule.checkpoint == MLP.half:
             yield f"{rule.checkpoint_said}, needed attention or none: the router {IN_GRAPH}"
 
@@ -192,11 +192,11 @@ def experts_rule(plan: PlanContents, rule: Rule) -> Iterator[str]:
     """Items and windows of a rule that its layers of experts, or its other layers, do not have."""
     affected = [layer for layer in rule.layers if plan.model.has_experts(layer)]
     other_layers = [layer for layer in rule.layers if layer not in affected]
-    dense = [item for item in MLP.names if item in rule.replay and item not in EXPERTS.names]
+    dense = [item for item in MLP.names if item in rule.recompute and item not in EXPERTS.names]
     if affected and dense:
-        finding = f"{', '.join(dense)} replayed in {spans(affected)}, whose MLP is a mixture of experts (model.moe_layers)"
-        yield f"found {finding}, needed items of {', '.join(EXPERTS.replayable)}: give these layers a rule of their own"
-    named = [item for item in EXPERTS_WITH_SHARED.names if item in (*rule.keep, *rule.replay) and item not in MLP.names]
+        finding = f"{', '.join(dense)} recomputed in {spans(affected)}, whose MLP is a mixture of experts (model.moe_layers)"
+        yield f"found {finding}, needed items of {', '.join(EXPERTS.recomputable)}: give these layers a rule of their own"
+    named = [item for item in EXPERTS_WITH_SHARED.names if item in (*rule.keep, *rule.recompute) and item not in MLP.names]
     if other_layers and named:
         finding = f"{', '.join(named)} in {spans(other_layers)}, whose MLP is no mixture of experts (model.moe_layers)"
         yield f"found {finding}, needed {', '.join(MLP.names)}: give these layers a rule of their own"
@@ -206,7 +206,7 @@ def experts_rule(plan: PlanContents, rule: Rule) -> Iterator[str]:
     stretched = any(rule.windows.stretches(MLP.half, phase)[1:] for phase in BACKWARD_PHASES)
     if affected and stretched and rule.filling(MLP.half) is MLP:
         finding = f"windows.{MLP.half} of {spans(affected)} in several stretches"
-        yield f"found {finding}, needed one window: a replay of experts runs at once"
+        yield f"found {finding}, needed one window: a recomputation of experts runs at once"
     for name in dict.fromkeys(name for half in HALVES for _, name in places(rule, half)):
         windows = {layer: window for layer in rule.layers if isinstance(window := window_at(name, layer), WindowAddress)}
         inside = [layer for layer, at in windows.items() if at.half == EXPERTS.half and plan.model.has_experts(at.layer)]
@@ -237,18 +237,18 @@ def _latent_rule(plan: PlanContents, rule: Rule) -> Iterator[str]:
         needed = f"{', '.join(section.names)}, as model.latent_attention says"
         yield f"found items {', '.join(names)} of the {half} half, needed {needed}"
         return
-    if torn := section.torn(rule.replay):
+    if torn := section.torn(rule.recompute):
         linear, code = section.in_place
         why = f"the fused rotary kernel overwrites what {linear} returned, and what runs again behind it would do so twice"
-        yield f"{', '.join(torn)} is kept, needed replayed, or all of {linear}, {code} and what comes behind kept: {why}"
+        yield f"{', '.join(torn)} is kept, needed recomputed, or all of {linear}, {code} and what comes behind kept: {why}"
     if plan.parallel.sequence_parallel:
         for linear in section.gathering_rows:
-            if linear in rule.replay:
-                yield f"{linear} is replayed, but gathers the residual stream under sequence_parallel: keep it"
+            if linear in rule.recompute:
+                yield f"{linear} is recomputed, but gathers the residual stream under sequence_parallel: keep it"
     if plan.model.implementation == "transformer_engine":
-        for item in section.norms_apart(rule.replay):
+        for item in section.norms_apart(rule.recompute):
             inside = "Transformer Engine makes the norm inside the linear"
-            yield f"{item.name} is replayed, and {item.norm_inside} with it: {inside}"
+            yield f"{item.name} is recomputed, and {item.norm_inside} with it: {inside}"
 
 
 def _opaque(plan: PlanContents) -> Iterator[str]:
@@ -270,11 +270,11 @@ def _opaque_rule(plan: PlanContents, rule: Rule) -> Iterator[str]:
         if affected and (rule.checkpoints(half) or (rule.checkpoint is not None and not isinstance(rule.checkpoint, str))):
             todo = "checkpoint the other half alone"
             yield f"found {rule.checkpoint_said}, needed {named} kept whole: nobody looks into it; {todo}"
-        elif affected and rule.replays(half):
+        elif affected and rule.recomputed_in(half):
             usual = any(not section.opaque for section in sections)
             todo = "give these layers a rule of their own" if usual else "list it under keep"
-            yield f"found {', '.join(rule.replays(half))} replayed, needed {named} kept whole: nobody looks into it; {todo}"
-        listed = [name for name in OPAQUE if name in (*rule.keep, *rule.replay) and OPAQUE[name].half == half]
+            yield f"found {', '.join(rule.recomputed_in(half))} recomputed, needed {named} kept whole: nobody looks into it; {todo}"
+        listed = [name for name in OPAQUE if name in (*rule.keep, *rule.recompute) and OPAQUE[name].half == half]
         if absent_names := [name for name in listed if name not in affected]:
             yield f"found {', '.join(absent_names)}, which no layer of the rule has (model.opaque_layers)"
 
@@ -315,9 +315,9 @@ def _overlapped_rule(plan: PlanContents, rule: Rule) -> Iterator[str]:
         return
     if rule.checkpoints(MLP.half):
         yield f"{rule.checkpoint_said}, needed attention or none {BESIDE}: rows would travel again"
-    if apart := [item for item in section.apart if item in rule.replay]:
-        needed = f"none but {', '.join(section.replayable)}"
-        yield f"found {', '.join(apart)} replayed in layers of experts, needed {needed} {BESIDE}: other nodes run them"
+    if apart := [item for item in section.apart if item in rule.recompute]:
+        needed = f"none but {', '.join(section.recomputable)}"
+        yield f"found {', '.join(apart)} recomputed in layers of experts, needed {needed} {BESIDE}: other nodes run them"
 
 
 def _userbuffers(plan: PlanContents) -> Iterator[str]:
@@ -337,8 +337,8 @@ def _userbuffers_rule(rule: Rule) -> Iterator[str]:
         yield f"weight_gradients.{linear} is deferred, but {WITH_UB} it needs a buffer that others fill: leave it out"
     for half in HALVES:
         gathered = rule.filling(half).gathered
-        if gathered in rule.replay:
-            yield f"{gathered} is replayed, but {WITH_UB} it owns a userbuffer, which a replay would fill again: keep it"
+        if gathered in rule.recompute:
+            yield f"{gathered} is recomputed, but {WITH_UB} it owns a userbuffer, which a recomputation would fill again: keep it"
         for key, name in places(rule, half):
             if name not in (ON_DEMAND, RECV_BACKWARD):
                 todo = f"plan it {ON_DEMAND}, or in {RECV_BACKWARD}"

@@ -32,12 +32,12 @@ _STRETCHES = f"{window_name('bwd', HALVES[1], 0)}{UNTIL}{DENSE[HALVES[0]].stops[
 _WINDOWS = f"{window_name('bwd', HALVES[1], 0)}, {window_name('bwd', HALVES[0], 0, 1)}, {window_name('fwd', HALVES[1], 0)}"
 HEADER = f"""\
 # A plan of megatron-lynx {__version__}. `megatron-lynx explain` shows what it does; it may be edited:
-#   keep, replay  each item of a layer is in exactly one. {" and ".join(ROW_PARALLEL)} are always kept.
+#   keep, recompute  each item of a layer is in exactly one. {" and ".join(ROW_PARALLEL)} are always kept.
 {_ITEMS}
-#   windows       behind which wait a half is replayed (or {{steady: ..., cooldown: ...}} where the two differ):
+#   windows       behind which wait a half is recomputed (or {{steady: ..., cooldown: ...}} where the two differ):
 #                 {_WINDOWS}: a collective of this layer, or of one above it (+1);
 #                 {RECV_BACKWARD}; {ON_DEMAND}, which hides nothing; or several: {_STRETCHES}
-#   gather        with sequence parallelism: where the input of a replayed {" or ".join(COLUMN_PARALLEL)} is gathered
+#   gather        with sequence parallelism: where the input of a recomputed {" or ".join(COLUMN_PARALLEL)} is gathered
 #   ahead_depth   how many layer halves may be regenerated before backward needs them. More hides more, and costs memory.
 #   offload       how many bytes of every micro-batch go to the host; smaller tensors than smallest_tensor_bytes stay
 #   whole         micro-batches that keep everything: the first of every so many
@@ -131,7 +131,7 @@ def _in_lines(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rule(rule: dict[str, Any]) -> dict[str, Any]:
-    lines = _flow(rule, "checkpoint", "keep", "replay", "windows", "gather")
+    lines = _flow(rule, "checkpoint", "keep", "recompute", "windows", "gather")
     if any(isinstance(window, dict) for window in rule.get("windows", {}).values()):
         lines["windows"] = _flow(rule["windows"], *HALVES)  # a line for each half, or they would be long
     if deferred := rule.get("weight_gradients"):

@@ -147,7 +147,7 @@ class Rule(Part):
     layer above, and overlaps with it: the dispatch of its tokens, or without experts the reduction after its attention. `gather`:
     with sequence parallelism the input of its attention is gathered there first."""
     keep: tuple[ItemName, ...] = ()
-    replay: tuple[ItemName, ...] = ()
+    recompute: tuple[ItemName, ...] = ()
     windows: Windows = Windows()
     gather: Gather = Gather()
     weight_gradients: dict[str, tuple[WaitName, ...]] = Field(default_factory=dict)
@@ -156,7 +156,7 @@ class Rule(Part):
     @property
     def treatment(self) -> object:
         """The rule without its layers. Window names are relative, so it is equal for layers with equal treatment."""
-        return self.checkpoint, self.ahead, self.keep, self.replay, self.windows, self.gather, self.weight_gradients
+        return self.checkpoint, self.ahead, self.keep, self.recompute, self.windows, self.gather, self.weight_gradients
 
     def checkpoints(self, half: Half) -> bool:
         return self.checkpoint is not None and self.checkpoint != HALVES[half == HALVES[0]]
@@ -181,11 +181,11 @@ class Rule(Part):
 
     def recomputed(self, section: Section) -> tuple[str, ...]:
         """The items of a section that are recomputed: listed ones, or those of a checkpoint."""
-        return section.run_again() if self.checkpoints(section.half) else self.replays(section.half)
+        return section.run_again() if self.checkpoints(section.half) else self.recomputed_in(section.half)
 
-    def replays(self, half: Half) -> tuple[str, ...]:
+    def recomputed_in(self, half: Half) -> tuple[str, ...]:
         """The recomputed items of one half, in the order of the layer's forward."""
-        return _replayed(half, self.keep, self.replay)
+        return _recomputed(half, self.keep, self.recompute)
 
     def filling(self, half: Half) -> Section:
         """The section that the rule's items of a half belong to: a dense layer's, unless an item is another section's."""
@@ -193,11 +193,11 @@ class Rule(Part):
         deferred = tuple(linear for linear in of_experts if linear in self.weight_gradients) if self.weight_gradients else ()
         if self.checkpoints(half):
             deferred = tuple(self.weight_gradients)  # no other item is named
-        return _filling(half, self.keep + deferred, self.replay)
+        return _filling(half, self.keep + deferred, self.recompute)
 
     def _problems(self) -> Iterator[str]:
         yield from self._unlisted()
-        yield from self._never_replayed()
+        yield from self._never_recomputed()
         if self.ahead and self.checkpoint not in AHEAD:
             finding = "there is no checkpoint" if self.checkpoint is None else self.checkpoint_said
             yield f"{self.ahead_said}, but {finding}: it needs checkpoint {', '.join(AHEAD[:-1])} or {AHEAD[-1]}"
@@ -210,12 +210,12 @@ class Rule(Part):
                     yield f"gather.{half} is given, but {self.checkpoint_said}: it gathers as its forward did"
                 yield from self._rest_problems(half)
                 continue
-            if window is not None and not self.replays(half):
-                yield f"windows.{half} is given, but the {half} half replays nothing"
+            if window is not None and not self.recomputed_in(half):
+                yield f"windows.{half} is given, but the {half} half recomputes nothing"
             elif window is not None:
                 yield from self._stops(half)
             gathered = self.filling(half).gathered
-            if gather is not None and gathered not in self.replay:
+            if gather is not None and gathered not in self.recompute:
                 kept = f"{gathered} is kept" if gathered else "the half's input is gathered for no single linear"
                 yield f"gather.{half} is given, but {kept}"
         yield from self._deferred()
@@ -268,7 +268,7 @@ class Rule(Part):
             yield f"windows.{half} {finding}, but {self.checkpoint_said}: {again}"
 
     def _unlisted(self) -> Iterator[str]:
-        listed = self.keep + self.replay
+        listed = self.keep + self.recompute
         for half in filter(self.checkpoints, HALVES):
             named = [item for item in names_in(half) if item in listed]
             if named:
@@ -279,14 +279,14 @@ class Rule(Part):
             section = self.filling(half)
             if section.in_some_layers or self.checkpoints(half):
                 continue
-            yield from (f"{item} is neither kept nor replayed" for item in section.names if item not in listed)
+            yield from (f"{item} is neither kept nor recomputed" for item in section.names if item not in listed)
             other_items = (item for item in names_in(half) if item in listed and item not in section.names)
             yield from (f"{item} is no item of a layer that has {section.names[1]}" for item in other_items)
 
-    def _never_replayed(self) -> Iterator[str]:
+    def _never_recomputed(self) -> Iterator[str]:
         roles = {item.name: item.role for half in HALVES for section in filling(half) for item in section.items}
         for item in all_items():
-            if item in self.replay and (why := WHY_KEPT.get(roles[item])):
+            if item in self.recompute and (why := WHY_KEPT.get(roles[item])):
                 yield f"{item} must be kept: {why}"
 
     def _deferred(self) -> Iterator[str]:
@@ -310,13 +310,13 @@ class Rule(Part):
                     end = section.index(str(stretch.until))
                 if end < 0:
                     stops = " or ".join(section.stops) or "nothing"
-                    yield f"windows.{half} is {text}: a replay stops before {stops}, not {stretch.until}"
+                    yield f"windows.{half} is {text}: a recomputation stops before {stops}, not {stretch.until}"
                     break
                 if stretch.until == section.gathered and getattr(self.gather, half) is not None:
                     yield f"windows.{half} is {text}: what comes before {stretch.until} runs where its input is gathered"
                     break
-                if not set(section.names[begin:end]) & set(self.replay):
-                    yield f"windows.{half} is {text}: of what is replayed, nothing is left to run in {stretch}"
+                if not set(section.names[begin:end]) & set(self.recompute):
+                    yield f"windows.{half} is {text}: of what is recomputed, nothing is left to run in {stretch}"
                     break
                 begin = end
 
@@ -345,13 +345,13 @@ def _may_join(rule: Rule, behind: Rule) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _filling(half: Half, keep: tuple[str, ...], replay: tuple[str, ...]) -> Section:  # called thousands of times per plan
-    named, (dense, *other_sections) = {*keep, *replay}, filling(half)
+def _filling(half: Half, keep: tuple[str, ...], recompute: tuple[str, ...]) -> Section:  # called thousands of times per plan
+    named, (dense, *other_sections) = {*keep, *recompute}, filling(half)
     candidates = [section for section in other_sections if named & set(section.names) - set(dense.names)]
     return max(candidates, key=lambda section: len(named & set(section.names)), default=dense)
 
 
 @lru_cache(maxsize=1024)
-def _replayed(half: Half, keep: tuple[str, ...], replay: tuple[str, ...]) -> tuple[str, ...]:
-    known = dict.fromkeys((*_filling(half, keep, replay).names, *names_in(half)))
-    return tuple(item for item in known if item in replay)
+def _recomputed(half: Half, keep: tuple[str, ...], recompute: tuple[str, ...]) -> tuple[str, ...]:
+    known = dict.fromkeys((*_filling(half, keep, recompute).names, *names_in(half)))
+    return tuple(item for item in known if item in recompute)

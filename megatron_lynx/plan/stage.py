@@ -25,9 +25,9 @@ class Predicted(Part):
     """Seconds of the step's forwards and backwards over all stages, without `update_s`."""
     update_s: float | None = None
     """Seconds of the gradients' reduction and the optimizer's update."""
-    hidden_replay_s: float = 0.0
+    hidden_recompute_s: float = 0.0
     """Seconds of recomputation inside windows."""
-    exposed_replay_s: float = 0.0
+    exposed_recompute_s: float = 0.0
     """Seconds of recomputation outside windows, or longer than these."""
     resident_activation_bytes: int = 0
     """Activations of the stage's layers between forward and backward of one micro-batch."""
@@ -37,7 +37,7 @@ class Predicted(Part):
     """Seconds of delayed weight gradients inside windows."""
     weight_gradient_exposed_s: float = 0.0
     """Seconds of delayed weight gradients outside windows, or longer than these."""
-    replayed_flops: int = 0
+    recomputed_flops: int = 0
     """Floating-point operations of recomputed GEMMs and batched GEMMs, one micro-batch."""
     exposed_copy_s: float = 0.0
     """Seconds that the whole stage waits for copies from the host."""

@@ -58,10 +58,10 @@ def _planned(rule: Rule, layer: int, section: Section, experts: bool) -> Planned
         planned = PlannedHalf(layer, section, again, checkpoint=True, fed_behind=behind, deferred=deferred)
         place = ON_DEMAND_PLACE if behind else _place(rule, layer, half, "steady")
         return replace(planned, steady=place, cooldown=place, ahead_to=ahead, gathers_ahead=gathers)
-    if not (replay := rule.replays(half)):
+    if not (recompute := rule.recomputed_in(half)):
         return PlannedHalf(layer, section, deferred=deferred)
     steady, cooldown = (_place(rule, layer, half, phase) for phase in BACKWARD_PHASES)
-    return PlannedHalf(layer, section, replay, steady, cooldown, deferred=deferred)
+    return PlannedHalf(layer, section, recompute, steady, cooldown, deferred=deferred)
 
 
 def _place(rule: Rule, layer: int, half: Half, phase: BackwardPhase) -> Place:
@@ -85,7 +85,7 @@ def norms_in_windows(plan: PlanContents) -> tuple[str, ...]:
     norms = {
         half.section.norm
         for half in _halves(plan)
-        if half.section.norm in half.replay and not half.checkpoint
+        if half.section.norm in half.recompute and not half.checkpoint
         for place in map(half.place, BACKWARD_PHASES)
         if place.gather is None and place.stretches[0][0] != ON_DEMAND
     }

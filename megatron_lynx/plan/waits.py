@@ -86,10 +86,10 @@ def _own_in_time(half: PlannedHalf, timetable: Timetable, te: bool) -> int:
     if half.rest_after is not None:
         return 1  # this includes the dropout mask that backward reads first
     if half.section.exchanges and half.layer in timetable.layout.exchanging:
-        return own_exchanges_in_time(half.section, half.replay)
+        return own_exchanges_in_time(half.section, half.recompute)
     if not half.section.has_windows:
         return 0
-    return own_windows_in_time(half.section, half.replay, sequence_parallel=timetable.layout.sequence_parallel, te=te)
+    return own_windows_in_time(half.section, half.recompute, sequence_parallel=timetable.layout.sequence_parallel, te=te)
 
 
 def _misplaced(stage: Stage, half: PlannedHalf, phase: BackwardPhase, windows: Places, in_time: int) -> Iterator[str]:
@@ -113,11 +113,11 @@ def _misplaced(stage: Stage, half: PlannedHalf, phase: BackwardPhase, windows: P
         elif windows[window] > in_time:
             yield f"{where} comes after backward needs the half"
         elif window == inside:
-            yield f"{where} lies in the very linear that is replayed"
+            yield f"{where} lies in the very linear that is recomputed"
         elif windows[window] <= before:
             yield f"{where} does not come after the window of the stretch before it"
         elif gather == ON_DEMAND:
-            yield f"{where} cannot hide a replay whose input is gathered on demand (a replay in a window must not communicate)"
+            yield f"{where} cannot hide a recomputation whose input is gathered on demand (a recomputation in a window must not communicate)"
         elif gather is not None and windows[gather] >= windows[window]:
             yield f"{where} comes before the half's input is gathered ({gather})"
         else:

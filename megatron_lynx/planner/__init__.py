@@ -14,7 +14,7 @@ packed.py        facts about packed sequences in a plan
 left_open.py     choices that a job leaves open: optimizer share on the host, pieces of the head, copies in FP8
 """
 
-from megatron_lynx.anatomy import REPLAYABLE
+from megatron_lynx.anatomy import RECOMPUTABLE
 from megatron_lynx.planner.checks import check_plannable, check_profile
 from megatron_lynx.planner.decision import Decision, decide, fitting, least_memory, make_plan
 from megatron_lynx.planner.evaluation import PlanFigures, figures_of
@@ -22,7 +22,7 @@ from megatron_lynx.planner.left_open import as_planned
 from megatron_lynx.planner.uniform import uniform_plan
 
 __all__ = [
-    "REPLAYABLE",
+    "RECOMPUTABLE",
     "Decision",
     "PlanFigures",
     "as_planned",

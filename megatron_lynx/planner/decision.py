@@ -172,7 +172,7 @@ def _fastest(job: Job, profile: Profile) -> Decision:
         return _made(job, profile)
     least = _made(left_open.with_copies(job, kept=False), profile)
     decisions = [least]
-    if any(rule.checkpoint or rule.replay for entry in least.plan.stages for rule in entry.rules):
+    if any(rule.checkpoint or rule.recompute for entry in least.plan.stages for rule in entry.rules):
         with suppress(Infeasible):
             decisions.append(_made(left_open.with_copies(job, kept=True), profile))
     return _as_of(job, min(decisions, key=lambda decision: decision.simulation.step_s))
@@ -307,7 +307,7 @@ def _refined(decision: Decision, stages: Stages, job: Job, profile: Profile) -> 
 
 def _kept_if_late(answer: StageAnswer, simulation: Simulation, stages: Stages) -> tuple[StageAnswer, StageAnswer]:
     """`Stages.keeping_all` for a stage that waits for recomputation or its host."""
-    late_s = simulation.exposed_replay_s(answer.stage) + simulation.host_late_s(answer.stage)
+    late_s = simulation.exposed_recompute_s(answer.stage) + simulation.host_late_s(answer.stage)
     return stages.keeping_all(answer) if late_s else (answer, answer)
 
 

@@ -176,14 +176,14 @@ def loads_of_falling_back(job: Job, plan: Plan, stage: Stage, profile: Profile, 
     for layer in job.model.expert_layers:
         if layer in stage.layers:
             rule, section = stage.rule_for(layer), plan.model.sections_of(layer)[-1]
-            replay = {*rule.recomputed(section)}
+            recompute = {*rule.recomputed(section)}
             if rule.checkpoints(section.half):
                 continue  # its rows are freed
-            with_rows = _of_rows_bytes(profiles, section, replay)
-            if section.on_rows <= replay:
+            with_rows = _of_rows_bytes(profiles, section, recompute)
+            if section.on_rows <= recompute:
                 always += with_rows
             else:
-                kept, left = kept + with_rows, left + _of_rows_bytes(profiles, section, replay | section.on_rows)
+                kept, left = kept + with_rows, left + _of_rows_bytes(profiles, section, recompute | section.on_rows)
     assert job.model.experts is not None, "asked only of jobs with experts"
     room_bytes = load * (kept + always)
     holds = min(room_bytes / (left + always), job.model.experts.most_load(job.parallel.expert))
@@ -198,9 +198,9 @@ def _rounded_down(load: float) -> float:
     return floor(DIGITS * load) / DIGITS
 
 
-def _of_rows_bytes(profiles: tuple[Profile, Profile], section: Section, replay: Collection[str]) -> int:
+def _of_rows_bytes(profiles: tuple[Profile, Profile], section: Section, recompute: Collection[str]) -> int:
     """Additional bytes of a half that recomputes these items, with the rows of the second profile."""
-    less, more = (priced(profile, section, sorted(replay)).memory.resident for profile in profiles)
+    less, more = (priced(profile, section, sorted(recompute)).memory.resident for profile in profiles)
     return more - less
 
 

@@ -9,7 +9,7 @@ from megatron_lynx.anatomy import Half, Section, all_items
 from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, window_name
 from megatron_lynx.anatomy.in_time import amax_reducing, own_exchanges_in_time, own_window, own_windows_in_time
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.layer import replayed_flops
+from megatron_lynx.cost.layer import recomputed_flops
 from megatron_lynx.plan.plan import ByPhase, Plan, Predicted, Provenance, Rule, Stage
 from megatron_lynx.planner.checks import check_plannable
 from megatron_lynx.planner.writing import exchanging_layers, made_by, plan_of, rule_of, stage_of, window_of
@@ -22,12 +22,12 @@ Before = tuple[int, Section] | None
 
 def uniform_plan(
     job: Job,
-    replay: Literal["all", "none"] | Collection[str] = "all",
+    recompute: Literal["all", "none"] | Collection[str] = "all",
     *,
     windows: bool = True,
     gather: Literal["keep", "once"] = "keep",
 ) -> Plan:
-    """Return a plan that recomputes the items of `replay` in every layer; `all`: all that are allowed.
+    """Return a plan that recomputes the items of `recompute` in every layer; `all`: all that are allowed.
 
     With `windows` each half is recomputed in its usual window, else on demand. Under sequence parallelism, `gather` decides
     whether linear_qkv and linear_fc1 are kept, or recomputed from an input that is gathered once. With userbuffers they are kept,
@@ -36,8 +36,10 @@ def uniform_plan(
     check_plannable(job)
     sliced = job.parallel.sequence_parallel
     known = job.model.every_section
-    replayable = [item for section in known for item in section.replayable_among(job.parallel.context, sequence_parallel=sliced)]
-    asked = replayable if replay == "all" else () if replay == "none" else replay
+    recomputable = [
+        item for section in known for item in section.recomputable_among(job.parallel.context, sequence_parallel=sliced)
+    ]
+    asked = recomputable if recompute == "all" else () if recompute == "none" else recompute
     items = tuple(item for item in all_items() if item in asked)
     if sliced:
         kept = [section.gathered for section in known if gather == "keep" or job.keeps_gathered or not section.has_windows]
@@ -55,11 +57,11 @@ def _uniform_stage(job: Job, stage: int, chunk: int, items: Collection[str], ahe
     rules, flops = [], 0
     for layer in layers:
         layer_halves = [(section, before) for (at, section), before in zip(halves, befores, strict=True) if at == layer]
-        replayed = [section for section, _ in layer_halves if not stays_whole(job, section)]
-        some = [item for item in items if any(item in section.names and item not in section.apart for section in replayed)]
+        recomputed = [section for section, _ in layer_halves if not stays_whole(job, section)]
+        some = [item for item in items if any(item in section.names and item not in section.apart for section in recomputed)]
         rules.append(_uniform_rule(job, (stage, chunk), layer, some, layer_halves, ahead))
-        flops += replayed_flops(shape, some, job.model.sections(layer))
-    return stage_of(job, (stage, chunk), rules, Predicted(replayed_flops=flops))
+        flops += recomputed_flops(shape, some, job.model.sections(layer))
+    return stage_of(job, (stage, chunk), rules, Predicted(recomputed_flops=flops))
 
 
 def _uniform_rule(

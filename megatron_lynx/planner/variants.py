@@ -51,7 +51,7 @@ class Planned:
     @property
     def recomputes(self) -> bool:
         rules = (rule for entry in self.draft.plan.stages for rule in entry.rules)
-        return any(rule.replay or rule.checkpoint is not None for rule in rules)
+        return any(rule.recompute or rule.checkpoint is not None for rule in rules)
 
 
 def planned(job: Job, profile: Profile) -> Planned:

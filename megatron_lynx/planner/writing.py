@@ -75,10 +75,10 @@ def with_rehearsed(plan: Plan, parted: Job, profile: Profile, answers: Sequence[
         if (load := loads.get(entry.stage)) is not None:
             predictions |= {"host_s": round(load.host_s, SECOND_DIGITS), "device_s": round(load.device_s, SECOND_DIGITS)}
         if parted.chunks > 1:  # hidden seconds of a receive differ by backward, and the solver assumes the least
-            hidden_s, exposed_s = simulation.replays_of(entry.stage, entry.chunk)
+            hidden_s, exposed_s = simulation.recompute_s_of(entry.stage, entry.chunk)
             predictions |= {
-                "hidden_replay_s": round(hidden_s, SECOND_DIGITS),
-                "exposed_replay_s": round(exposed_s, SECOND_DIGITS),
+                "hidden_recompute_s": round(hidden_s, SECOND_DIGITS),
+                "exposed_recompute_s": round(exposed_s, SECOND_DIGITS),
             }
         if entry.defers:
             both_s = simulation.weight_gradients_of(entry.stage, entry.chunk)
@@ -204,7 +204,7 @@ def exchanging_layers(job: Job) -> frozenset[int]:
 def rule_of(
     layers: int | LayerRange,
     sections: Iterable[Section],
-    replay: Collection[str],
+    recompute: Collection[str],
     windows: Mapping[Half, str | ByPhase | None],
     gathers: Mapping[Half, str | None],
     checkpoint: CheckpointName | None = None,
@@ -218,8 +218,8 @@ def rule_of(
         "layers": layers,
         "checkpoint": checkpoint,
         "ahead": ahead,
-        "keep": tuple(item for item in items if item not in replay),
-        "replay": tuple(item for item in items if item in replay),
+        "keep": tuple(item for item in items if item not in recompute),
+        "recompute": tuple(item for item in items if item in recompute),
         "windows": dict(windows),
         "gather": dict(gathers),
     }
@@ -279,11 +279,11 @@ def _offload(job: Job, answer: StageAnswer, chunk: int) -> Offload | None:
 
 def _predicted(job: Job, answer: StageAnswer, solved: Solved) -> Predicted:
     return Predicted(
-        hidden_replay_s=round(solved.hidden_s * job.microbatches, SECOND_DIGITS),
-        exposed_replay_s=round(solved.exposed_s * job.microbatches, SECOND_DIGITS),
+        hidden_recompute_s=round(solved.hidden_s * job.microbatches, SECOND_DIGITS),
+        exposed_recompute_s=round(solved.exposed_s * job.microbatches, SECOND_DIGITS),
         resident_activation_bytes=solved.resident_bytes,
         ahead_bytes=solved.ahead_bytes,
-        replayed_flops=solved.flops,
+        recomputed_flops=solved.flops,
         host_bytes=answer.host_bytes,
     )
 
@@ -291,15 +291,15 @@ def _predicted(job: Job, answer: StageAnswer, solved: Solved) -> Predicted:
 def _rule(layers: LayerRange, sections: Sequence[Section], choice: LayerChoice) -> Rule:
     """Return the rule for equally treated layers."""
     options = [pair for pair in zip(HALVES, choice.halves, strict=True) if pair[1].checkpoint is None]
-    replay = {item for _, option in options for item in option.replay}
+    recompute = {item for _, option in options for item in option.recompute}
     windows = {
         half: window_of(option.seat.steady.window, option.seat.cooldown.window)
         for half, option in zip(HALVES, choice.halves, strict=True)
-        if option.replay and (option.checkpoint is None or option.checkpoint.rest_in_wait)
+        if option.recompute and (option.checkpoint is None or option.checkpoint.rest_in_wait)
     }
     gathers = {half: option.seat.gather for half, option in options}
     named = [section for section in sections if section.half in dict(options)]
-    return rule_of(layers, named, replay, windows, gathers, _checkpoint(choice), ahead=_ahead(choice))
+    return rule_of(layers, named, recompute, windows, gathers, _checkpoint(choice), ahead=_ahead(choice))
 
 
 def _ahead(choice: LayerChoice) -> Ahead:

@@ -315,7 +315,7 @@ OUTLASTS = 3
 """Duration of the collective, relative to the compute."""
 
 
-def replay_like(job: Job, device: torch.device) -> Callable[[], Any]:
+def recompute_like(job: Job, device: torch.device) -> Callable[[], Any]:
     """Return a workload typical of recomputation: the first GEMM of one rank's MLP, and the activation of its output."""
     model = job.model
     dtype = torch.float32 if model.dtype == "fp32" else torch.bfloat16

@@ -14,7 +14,7 @@ from megatron_lynx.config import Job
 from megatron_lynx.cost.communication import embedding_of, head_of
 from megatron_lynx.cost.parameters import gradient_bytes, mfu, optimizer_bytes, parameter_bytes, stage_parameters
 from megatron_lynx.cost.stage_memory import memory_of_stages, stage_parts
-from megatron_lynx.cost.step import replaying_stage_s, step_seconds
+from megatron_lynx.cost.step import recomputing_stage_s, step_seconds
 from megatron_lynx.plan.stage import Stage, Whole
 from megatron_lynx.planner.uniform import uniform_plan
 from megatron_lynx.profiler.analytic import analytic_profile
@@ -101,7 +101,7 @@ def _layer_seconds(config: Mapping[str, Any], published: Mapping[str, Any]) -> I
     job, experiment = job_of(config, EXPERIMENTS[published["exp"]]), published["exp"]
     profile = analytic_profile(job)
     message_bytes = LayerShape.of(job).gathered_bytes
-    stage = replaying_stage_s(job, profile, 0)
+    stage = recomputing_stage_s(job, profile, 0)
     embedding, head = embedding_of(profile, message_bytes), head_of(profile, message_bytes)
     forward_ms = 1e3 * (stage.forward_s - embedding.forward_s - head.forward_s) / job.model.layers
     backward_ms = 1e3 * (stage.backward_s - embedding.backward_s - head.backward_s) / job.model.layers

@@ -97,9 +97,9 @@ def _entry(
     held: Mapping[int, tuple[str, dict[str, int]]],
     measured_bytes: Mapping[int, int],
 ) -> PointStage:
-    hidden_s, exposed_s = entry.predicted.hidden_replay_s, entry.predicted.exposed_replay_s
+    hidden_s, exposed_s = entry.predicted.hidden_recompute_s, entry.predicted.exposed_recompute_s
     if simulation is not None:
-        hidden_s, exposed_s = simulation.replays_of(entry.stage, entry.chunk)
+        hidden_s, exposed_s = simulation.recompute_s_of(entry.stage, entry.chunk)
     moment, kinds = held.get(entry.stage, ("", {}))
     return PointStage(
         stage=entry.stage,
@@ -108,8 +108,8 @@ def _entry(
         treatments=[_treatment(plan, entry, rule, half) for rule in entry.rules for half in HALVES],
         offloaded_bytes=0 if entry.offload is None else entry.offload.bytes,
         deferred_bytes=0 if entry.weight_gradients is None else entry.weight_gradients.bytes,
-        hidden_replay_s=hidden_s,
-        exposed_replay_s=exposed_s,
+        hidden_recompute_s=hidden_s,
+        exposed_recompute_s=exposed_s,
         memory_bytes=kinds,
         moment=moment.replace("_", " "),
         measured_bytes=measured_bytes.get(entry.stage),
@@ -123,15 +123,15 @@ def used_kinds(memory: StageMemory) -> dict[str, int]:
 
 def _treatment(plan: Plan, entry: Stage, rule: Rule, half: Half) -> Treatment:
     section = rule.filling(half)
-    replayed = rule.replays(half)
+    recomputed = rule.recomputed_in(half)
     if rule.checkpoints(half):  # checkpoints name no items
         section = plan.model.sections_of(rule.layers.last)[HALVES.index(half)]
-        replayed = section.run_again(whole=rule.feeds(rule.layers.first, half))
+        recomputed = section.run_again(whole=rule.feeds(rule.layers.first, half))
     return Treatment(
         layers=str(rule.layers),
         half=half,
-        items=[(item, "replay" if item in replayed else "keep") for item in section.names],
-        window=_place(plan, entry, rule, half) if replayed else "",
+        items=[(item, "recompute" if item in recomputed else "keep") for item in section.names],
+        window=_place(plan, entry, rule, half) if recomputed else "",
         deferred=[
             f"{linear}: {', '.join(rule.weight_gradients[linear])}"
             for linear in section.linears
@@ -216,8 +216,8 @@ def stock_points(job: Job, profile: Profile) -> Iterator[Point]:
                     treatments=[],
                     offloaded_bytes=0,
                     deferred_bytes=0,
-                    hidden_replay_s=None,
-                    exposed_replay_s=None,
+                    hidden_recompute_s=None,
+                    exposed_recompute_s=None,
                     memory_bytes=used_kinds(memory),
                     moment=memory.moment.replace("_", " "),
                     measured_bytes=None,

@@ -3,7 +3,7 @@
 A Perfetto trace of a run (`--lynx-trace`), of `compare` or of `simulate --trace` becomes a timeline:
 
 {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "rank 0"}}   ─> the row: a rank, or a simulated stage
-{"ph": "X", "cat": "replay", "pid": 0, "ts": 12.5, "dur": 3.0, "args": ...}  ─> a span, microseconds
+{"ph": "X", "cat": "recompute", "pid": 0, "ts": 12.5, "dur": 3.0, "args": ...}  ─> a span, microseconds
 {"ph": "C", "pid": 0, "ts": 12.5, "args": {"held": 1024}}                    ─> bytes from then on
 
 The output of `megatron-lynx simulate --json` has passes over time, without their halves:
@@ -106,7 +106,7 @@ def _unreadable(where: str, problems: list[Problem]) -> ConfigError:
 
 
 ACTION = re.compile(r"(\d+)([FBR])(\d+)")
-KINDS: dict[str, SpanKind] = {"F": "forward", "B": "backward", "R": "replay"}
+KINDS: dict[str, SpanKind] = {"F": "forward", "B": "backward", "R": "recompute"}
 ABOUT_SIMULATIONS = "give the file into which `megatron-lynx simulate PLAN --json` was written"
 
 

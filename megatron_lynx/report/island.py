@@ -92,7 +92,7 @@ class View(TypedDict):
 class Treatment(TypedDict):
     layers: str
     half: str
-    items: list[tuple[str, Literal["keep", "replay"]]]
+    items: list[tuple[str, Literal["keep", "recompute"]]]
     """In execution order."""
     window: str
     """Where it is recomputed; empty if it is not."""
@@ -112,8 +112,8 @@ class PointStage(TypedDict):
     """Per micro-batch."""
     deferred_bytes: int
     """Limit of delayed weight gradients."""
-    hidden_replay_s: float | None
-    exposed_replay_s: float | None
+    hidden_recompute_s: float | None
+    exposed_recompute_s: float | None
     memory_bytes: dict[str, int]
     """Peak bytes of a device by kind; empty if unknown."""
     moment: str
@@ -260,7 +260,7 @@ def kind_of(span: Span) -> str:
     """Return the kind of a span's bar; a wait has that of its communication."""
     kind: str = span.kind
     exposed = span.window in EXPOSED
-    if kind == "replay":
+    if kind == "recompute":
         return "on_demand" if exposed else "hidden"
     if kind == "weight_gradient" and exposed:
         return "flushed"

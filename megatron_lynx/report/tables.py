@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 TASKS = ("hidden", "weight_gradient")
 
-EXPOSED = {"on_demand": "replay", "flushed": "weight gradient", "wait": "copy from the host"}
+EXPOSED = {"on_demand": "recompute", "flushed": "weight gradient", "wait": "copy from the host"}
 
 
 @dataclass

@@ -71,10 +71,10 @@ def by_kind(total: MemoryCurve, regenerated: MemoryCurve | None = None) -> Memor
             made_bytes = made[behind][1]
             behind += 1
         peak = [(max(held), min(max(before_bytes, made_bytes), max(held)))] if max(held) > held[-1] else []
-        for count, of_replays in [*peak, (held[-1], made_bytes)]:
+        for count, of_recomputations in [*peak, (held[-1], made_bytes)]:
             times.append(_ns(time_s))
-            again.append(of_replays)
-            kept.append(count - of_replays)
+            again.append(of_recomputations)
+            kept.append(count - of_recomputations)
     return Memory(time_ns=times, kinds={"kept": kept, "regenerated": again} if any(again) else {"kept": kept})
 
 

@@ -5,7 +5,7 @@ engine                   interface of the hooks; `order` has the passes in fligh
   record                 runs a half, and replaces saved tensors by handles of its `frame`
     recorded_graph         which saved tensors of which autograd nodes (`saved`) are replaced; `site` is one submodule's call
     watched                reports saved tensors to an observer
-  replay                 recomputes a half, under the `surroundings` of its record and without `forward_hooks`
+  recompute                 recomputes a half, under the `surroundings` of its record and without `forward_hooks`
   waits                  runs the planned work of each moment of a pass; windows are the waits for communication
   weight_gradients       delayed weight gradients; `pending` ones run in waits
   offload/               activations in host memory

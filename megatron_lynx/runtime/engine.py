@@ -4,14 +4,14 @@
     ------------------------------  -----------------------------------------  ------------------------
     forward_step begins / ends      forward_pass()                             ledger
       a half is called              half(): record                             frame, owned by the graph
-        a submodule is called       reported(): it passes, or site()           recorder, replayer
+        a submodule is called       reported(): it passes, or site()           recorder, recomputer
         a collective is issued      waits.window(): fwd.*                      waits; the timetable says what runs in it
     messages between stages         exchange_begins()                          offloader
     receive of a gradient           waits.receive(): pipe.recv_backward        waits
     backward_step begins / ends     backward_pass(output)                      ledger
       backward reaches a half       _enter(): a checkpoint is recomputed       ledger, offloader, waits
         a collective is issued      waits.window(): bwd.*                      waits
-        a saved tensor is needed    it was recomputed, or is on demand         replays, frame
+        a saved tensor is needed    it was recomputed, or is on demand         recomputations, frame
         a weight gradient is due    weight_gradients.put_off(): delayed        weight_gradients
 
 An engine belongs to one installation; it stores nothing on modules (rule R13) and nothing per thread (rule R12).
@@ -36,10 +36,10 @@ from megatron_lynx.runtime.offload import HostLimit, Offloader, OffloadGroup
 from megatron_lynx.runtime.order import Ledger, OrderOfStep, StageOrder
 from megatron_lynx.runtime.policy import ChunkPolicy, HalfPolicy
 from megatron_lynx.runtime.progress import Progress, Run
+from megatron_lynx.runtime.recompute import AsRecorded, Guard, Recomputations
 from megatron_lynx.runtime.record import Recorder, too_many
 from megatron_lynx.runtime.recorded_graph import RecordedGraphs, signature_of
 from megatron_lynx.runtime.refusals import other_input, partial_backward, refuse_foreign_hooks
-from megatron_lynx.runtime.replay import AsRecorded, Guard, Replays
 from megatron_lynx.runtime.saved import detached, tensors_in
 from megatron_lynx.runtime.site import Site, SiteCall
 from megatron_lynx.runtime.surroundings import Autocast, Context, RandomSource, Surroundings
@@ -78,13 +78,13 @@ class Engine(Progress):
         self._chunks = tuple(chunks)
         self._random = random or RandomSource(device)
         self._surroundings = Surroundings(surroundings)
-        self._replays = Replays(self, self._random, guard, as_recorded, self._surroundings)
+        self._recomputations = Recomputations(self, self._random, guard, as_recorded, self._surroundings)
         self._graphs = RecordedGraphs()
         self.weight_gradients = WeightGradients(self, self._chunks, self._surroundings, reduced_in_backward=reduced_in_backward)
         """Interface of the hooks on weight gradients."""
         timetable = timetable or Timetable([()] * len(self._chunks))
         depths = [chunk.ahead_depth for chunk in self._chunks]
-        self.waits = Waits(self, timetable, depths, self._replays, self.weight_gradients)
+        self.waits = Waits(self, timetable, depths, self._recomputations, self.weight_gradients)
         """Interface of the hooks on communication."""
         self._entered_at: Any = None
         self.observer: Observer | None = None
@@ -138,7 +138,7 @@ class Engine(Progress):
             if scope is None:
                 return original(*args, **kwargs)
             outputs = original(*args, **kwargs) if scope.passes(site) else scope.site(SiteCall(site, args, kwargs))
-            if scope.frame.policy.midway == site.name and not scope.replays:
+            if scope.frame.policy.midway == site.name and not scope.recomputes:
                 self._mark_midway(scope.frame, outputs)
             return outputs
 
@@ -155,10 +155,10 @@ class Engine(Progress):
         whole = micro_batch.index in self._chunks[policy.chunk].whole
         policy = policy.keeping if whole else policy
         group = None if whole or policy.stays else self.offloader.group_for(micro_batch, policy.key, (args, kwargs), self.ledger)
-        frame = Frame(policy, micro_batch, code, self._replays.on_demand)
+        frame = Frame(policy, micro_batch, code, self._recomputations.on_demand)
         self.ledger.keep(frame)
         begin = self.trace.now()
-        if policy.may_replay or group is not None:
+        if policy.may_recompute or group is not None:
             outputs = self._record(frame, group, args, kwargs)
         else:
             outputs = self.run(Run(frame), args, kwargs)
@@ -172,7 +172,7 @@ class Engine(Progress):
     def _record(self, frame: Frame, group: OffloadGroup | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         policy = frame.policy
         refuse_foreign_hooks(policy.name)
-        if policy.may_replay:
+        if policy.may_recompute:
             frame.inputs = self._held_inputs(frame, (args, kwargs))
             frame.draws = policy.may_draw()
             follows = frame.source is not None and frame.source.draws
@@ -229,7 +229,7 @@ class Engine(Progress):
     # --- backward ------------------------------------------------------------------------------------------------------
 
     def _enter(self, frame: Frame, gradients: Any) -> None:
-        if frame.policy.replay and not torch.autograd._is_checkpoint_valid():
+        if frame.policy.recompute and not torch.autograd._is_checkpoint_valid():
             raise partial_backward(frame.policy.name)
         self._close_backward_span()
         self.ledger.enter(frame)
@@ -265,7 +265,7 @@ class Engine(Progress):
 
     def experts_got(self, rows: int, balanced: int) -> None:
         """Report that experts of this rank are about to run on `rows` rows. `balanced`: rows under uniform routing."""
-        if (scope := self.scope) is None or not scope.replays:
+        if (scope := self.scope) is None or not scope.recomputes:
             self.counts.expert_load = max(self.counts.expert_load, rows / balanced)
         if scope is not None:
             scope.experts_got(rows, balanced)

@@ -98,7 +98,7 @@ class _Made(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
-        raise AssertionError("a replay's own graph is never run backward")
+        raise AssertionError("a recomputation's own graph is never run backward")
 
 
 def absent(tensor: Tensor) -> Any:
@@ -181,7 +181,7 @@ class Frame:
     """Whether its inputs or memos may be on the host."""
     wanted: set[Key] = field(default_factory=set)
     found: dict[Key, Tensor] = field(default_factory=dict)
-    replayed: bool = False
+    recomputed: bool = False
     let_go_bytes: int = 0
     source: Frame | None = None
     """Frame of the half before, if that is recomputed for inputs of this one (`Fed`)."""
@@ -211,7 +211,7 @@ class Frame:
     @property
     def lets_go(self) -> bool:
         """Whether it is still to be recomputed, even if an early gather of the input has left nothing wanted."""
-        return not self.replayed and (bool(self.wanted) or self.gathering is not None or self.policy.feeds)
+        return not self.recomputed and (bool(self.wanted) or self.gathering is not None or self.policy.feeds)
 
     @property
     def waits(self) -> bool:
@@ -261,7 +261,7 @@ class Frame:
 
     def give_up_inputs(self) -> None:
         """Drop everything that recomputation needs."""
-        self.replayed = True
+        self.recomputed = True
         self.inputs = self.random = self.source = None
         self.memos.clear()
         self.site_states.clear()
@@ -280,7 +280,7 @@ class Handle:
         self.key = key
 
     def tensor(self) -> Tensor:
-        """Return the tensor once, recomputing it now if no window did. Raises `ReplayError` if it was returned before."""
+        """Return the tensor once, recomputing it now if no window did. Raises `RecomputeError` if it was returned before."""
         frame = self.frame
         if torch.is_grad_enabled():
             raise second_order(frame.policy.name)

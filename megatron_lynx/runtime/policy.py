@@ -34,7 +34,7 @@ class ChunkPolicy:
 class ExpertOverflow:
     allowed_load: float
     """Load (rows over balanced rows) that the plan's bytes allow, averaged over the halves in flight (`record.too_many`)."""
-    replay: frozenset[str]
+    recompute: frozenset[str]
     """Items that are recomputed in addition."""
     rule: frozenset[str]
     """Items that the plan's rule recomputes."""
@@ -46,7 +46,7 @@ class HalfPolicy:
 
     layer: int
     section: Section
-    replay: frozenset[str]
+    recompute: frozenset[str]
     """Items whose saved tensors are dropped."""
     gather_site: str | None = None
     """The recomputed site whose first argument is gathered once (sequence parallelism)."""
@@ -82,17 +82,17 @@ class HalfPolicy:
 
     @cached_property
     def keeping(self) -> HalfPolicy:
-        without = replace(self, replay=frozenset(), gather_site=None, gather=None, keeps_gathered=frozenset())
+        without = replace(self, recompute=frozenset(), gather_site=None, gather=None, keeps_gathered=frozenset())
         return replace(without, checkpoint=False, feeds=False, fed_by=None)
 
     @cached_property
     def fallen_back(self) -> HalfPolicy:
         assert self.overflow is not None, f"{self.name} never falls back"
-        return replace(self, replay=self.replay | self.overflow.replay, overflow=None)
+        return replace(self, recompute=self.recompute | self.overflow.recompute, overflow=None)
 
     @cached_property
-    def may_replay(self) -> bool:
-        return bool(self.replay) or self.overflow is not None
+    def may_recompute(self) -> bool:
+        return bool(self.recompute) or self.overflow is not None
 
     def goes_out(self, offloading: Container[int]) -> bool:
         """Return whether its kept tensors may go to the host. `offloading`: chunks that offload."""

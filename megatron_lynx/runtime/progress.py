@@ -14,7 +14,7 @@ One call of a half's code is a `Run`, to which sites and collectives report:
 
 Run          keeps all saved tensors, and counts collectives
 Recorder     replaces saved tensors by handles (`runtime.record`)
-Replayer     recomputes dropped tensors (`runtime.replay`)
+Recomputer     recomputes dropped tensors (`runtime.recompute`)
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Whereabouts:
     chunk: int = 0
     half: FrameKey | None = None
     """The half that ran, was recomputed, or was reached by backward."""
-    replays: bool = False
+    recomputes: bool = False
     expert_load: float = 0.0
     """Largest load of this step so far (`Figures`)."""
 
@@ -66,9 +66,9 @@ def whereabouts_of(error: BaseException) -> Whereabouts | None:
 
 
 class Run:
-    """A call that keeps everything; base of recorder and replayer."""
+    """A call that keeps everything; base of recorder and recomputer."""
 
-    replays = False
+    recomputes = False
     owns_gathered = False
     """Whether the site's gathered input is kept, and so needs a buffer that is not shared."""
     gathering: tuple[Any, Any] | None = None
@@ -166,7 +166,7 @@ class Progress:
             micro_batch=micro_batch.index if micro_batch is not None else None,
             chunk=micro_batch.chunk if micro_batch is not None else 0,
             half=frame.key if frame is not None else None,
-            replays=scope is not None and scope.replays,
+            recomputes=scope is not None and scope.recomputes,
             expert_load=self.counts.expert_load,
         )
 

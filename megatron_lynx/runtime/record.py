@@ -77,10 +77,10 @@ class Recorder(Run):
 
     def _follow(self, policy: HalfPolicy, may_go: Callable[..., bool] | None) -> None:
         """Follow the graph of an earlier call that recomputes the same, or record one."""
-        self._replay, graph = policy.replay, self._graphs.get(policy.replay)
+        self._recompute, graph = policy.recompute, self._graphs.get(policy.recompute)
         self._first: FirstCall | None = None
         if graph is None:
-            self._first = FirstCall(policy.section, policy.replay, self.frame.inputs, may_go)
+            self._first = FirstCall(policy.section, policy.recompute, self.frame.inputs, may_go)
             graph = self._first.graph
         self._graph = graph
 
@@ -100,17 +100,17 @@ class Recorder(Run):
                 self._first.normed = {}  # breaks a cycle
         if self._first is not None:
             self._first.ends({segment for segment, _ in self.frame.wanted}, self.frame.memos)
-            self._graphs[self._replay] = self._graph
+            self._graphs[self._recompute] = self._graph
             self._drop_memos()
         if not self._fits:
-            self._graphs.pop(self._replay, None)
+            self._graphs.pop(self._recompute, None)
         self.frame.lets_go_in = self._graph.lets_go
         if finder is not None:
             self.frame.shortcut = finder.steps(self._graph.lets_go)
             if self._first is not None:
                 self._graph.shortcut = len(self.frame.shortcut)
         if self._group is not None and self.frame.lets_go:
-            self._push_what_replay_needs(self._group)
+            self._push_needed_by_recomputation(self._group)
         return outputs
 
     def keep_gathered(self, whole: Any) -> None:
@@ -122,7 +122,7 @@ class Recorder(Run):
 
     @property
     def owns_gathered(self) -> bool:  # type: ignore[override]
-        return self._item in self._replay and self._item in self.frame.policy.keeps_gathered
+        return self._item in self._recompute and self._item in self.frame.policy.keeps_gathered
 
     def passes(self, site: Site) -> bool:
         """Return whether nothing of the site, nor of the code after it, is dropped or remembered."""
@@ -146,12 +146,12 @@ class Recorder(Run):
         outputs = self._called(call)
         if self._finder is not None:
             self._finder.returned(outputs)
-        if site.state is not None and self._replay:
+        if site.state is not None and self._recompute:
             self.frame.site_states[segment] = site.state.capture()  # [8]
         code = site.name if site.has_next_method else self.frame.policy.section.code_behind.get(site.name, site.name)
         self._enter(code)
-        self._packing.turn(code in self._replay or self._group is not None)  # [1]
-        if self._first is not None and site.state is None and code not in self._replay and self._group is None:
+        self._packing.turn(code in self._recompute or self._group is not None)  # [1]
+        if self._first is not None and site.state is None and code not in self._recompute and self._group is None:
             self._first.untouched.append(segment)
         return outputs
 
@@ -159,12 +159,12 @@ class Recorder(Run):
         return self.frame.policy.section.of_name.get(site.name, GATHERED)
 
     def _called(self, call: SiteCall) -> Any:
-        site, kept = call.site, call.site.name not in self._replay
+        site, kept = call.site, call.site.name not in self._recompute
         if not kept and not site.owns_parameters:
             self._packing.turn(True)
             outputs = call()  # [2]
             if self._first is not None:
-                self._first.replayed(call, outputs)
+                self._first.recomputed(call, outputs)
             return outputs
         self._packing.turn(False)
         draws = kept and site.may_draw and self.frame.draws
@@ -172,10 +172,10 @@ class Recorder(Run):
         outputs = call()
         behind = self._random.capture() if draws else None
         self._let_go(call, outputs)  # [3]
-        if kept and (self._replay or self._too_many is not None):
+        if kept and (self._recompute or self._too_many is not None):
             self._remember(call, outputs, None if not draws or self._random.same(before, behind) else behind)  # [4]
         elif not kept and self._first is not None:
-            self._first.replayed(call, outputs)
+            self._first.recomputed(call, outputs)
         return outputs
 
     def _let_go(self, call: SiteCall, outputs: Any) -> None:
@@ -221,7 +221,7 @@ class Recorder(Run):
             return tensor
         key = (self._segment, self._ordinal)
         self._ordinal += 1
-        if self._item in self._replay:
+        if self._item in self._recompute:
             if self._first is not None or self._segment in self._graph.lets_go:
                 return self.frame.want(key, tensor)  # [1]
             self._fits = False  # memos end before this segment
@@ -231,7 +231,7 @@ class Recorder(Run):
     def _watched(self, pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
         """Report a tensor that is replaced to the observer."""
         packed, item = pack(tensor), self._item
-        again: Again = "replayed"
+        again: Again = "recomputed"
         if isinstance(packed, Tensor):
             return packed
         if isinstance(packed, Handle):
@@ -271,8 +271,8 @@ class Recorder(Run):
     def _ends_values(self, site: Site) -> bool:
         """Whether no recomputed item reads the values of this kept site's output. A recomputed dispatch reads the router's."""
         item, section = self._of(site), self.frame.policy.section
-        again = (section.of_name[name] for name in self._replay if name in section.of_name)
-        read = item.role == "router" and any(replayed.exchanges for replayed in again)
+        again = (section.of_name[name] for name in self._recompute if name in section.of_name)
+        read = item.role == "router" and any(recomputed.exchanges for recomputed in again)
         return site.has_next_method or (item.ends_values and not read)
 
     def _drop_memos(self) -> None:
@@ -283,7 +283,7 @@ class Recorder(Run):
             elif not self._graph.memos[segment]:
                 self.frame.memos[segment] = Memo(map_nest(Tensor, absent, memo.outputs), memo.random)
 
-    def _push_what_replay_needs(self, group: OffloadGroup) -> None:
+    def _push_needed_by_recomputation(self, group: OffloadGroup) -> None:
         """Push the half's inputs and memos to the group."""
         self.frame.offloaded = True
         self.frame.inputs = group.push_all(self.frame.inputs)

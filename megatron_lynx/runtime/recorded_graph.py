@@ -99,10 +99,10 @@ class RecordedGraph:
 class FirstCall:
     """Builds the recorded graph during the half's first call. `may_go`: whether a kept tensor may go to the host."""
 
-    def __init__(self, section: Section, replay: Collection[str], inputs: Any, may_go: Callable[..., bool] | None) -> None:
+    def __init__(self, section: Section, recompute: Collection[str], inputs: Any, may_go: Callable[..., bool] | None) -> None:
         self.graph = RecordedGraph()
         self._section = section
-        self._replay = replay
+        self._recompute = recompute
         self._may_go = may_go
         self._held = {storage_of(tensor) for tensor in tensors_in(inputs)}
         """Storages that the frame holds on the device until its recomputation."""
@@ -122,11 +122,11 @@ class FirstCall:
         kept sites stay in any case, and the other path may be recomputed.
         """
         section = self._section
-        after_kept = after not in self._replay and (not section.two_paths or after is None or after in section.code)
+        after_kept = after not in self._recompute and (not section.two_paths or after is None or after in section.code)
         if after_kept and not item.exchanges:
             self._resident.update({storage_of(argument) for argument in call.arguments} - self.normed.keys())
 
-    def replayed(self, call: SiteCall, outputs: Any) -> None:
+    def recomputed(self, call: SiteCall, outputs: Any) -> None:
         """Report the outputs of a recomputed site. All later code may read a norm's."""
         if call.site.name == self._section.norm:
             self.normed = {storage_of(tensor): tensor for tensor in tensors_in(outputs)}
@@ -144,12 +144,12 @@ class FirstCall:
         self.graph.sites[segment] = SiteGraph.of(walked, self._replaced(call, item, segment, [node for node, _ in walked]))
 
     def _replaced(self, call: SiteCall, item: Item, segment: int, nodes: Sequence[Any]) -> Iterator[Replaced]:
-        replayed = call.site.name in self._replay
+        recomputed = call.site.name in self._recompute
         stays = {storage_of(tensor) for tensor in call.lasting} | (self._held if self._may_go is None else set())
         argument_at = {storage_of(tensor): index for index, tensor in reversed(list(enumerate(call.arguments)))}
         regenerated = set(argument_at)  # before a recomputation reaches the site
-        if not replayed:
-            regenerated = regenerated - self._resident if self._replay and not item.exchanges else set()
+        if not recomputed:
+            regenerated = regenerated - self._resident if self._recompute and not item.exchanges else set()
         first = self._of_first_part(call, nodes)
         views, dropped_index = sum(len(site.views) for site in self.graph.sites.values()), 0
         for place, node in enumerate(nodes):
@@ -163,7 +163,7 @@ class FirstCall:
                 elif storage in regenerated:
                     views += 1
                     yield Replaced(place, slot, (segment, -views), argument_at[storage])
-                elif replayed and storage not in argument_at:
+                elif recomputed and storage not in argument_at:
                     yield Replaced(place, slot, (segment, dropped_index))
                     dropped_index += 1
                 elif self._may_go is not None and self._may_go(tensor, any_size=item.any_rows):
@@ -172,7 +172,7 @@ class FirstCall:
     def _of_first_part(self, call: SiteCall, nodes: Sequence[Any]) -> dict[int, int]:
         """Index of each tensor of a recomputed first part, by storage."""
         first = call.site.first
-        if first is None or first.item not in self._replay:
+        if first is None or first.item not in self._recompute:
             return {}
         return {storage_of(tensor): index for index, tensor in enumerate(first.saved(nodes)) if tensor is not None}
 

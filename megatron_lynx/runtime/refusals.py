@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from megatron_lynx.errors import Problem, ReplayError
+from megatron_lynx.errors import Problem, RecomputeError
 
 
 def refuse_foreign_hooks(half: str) -> None:
-    """Raise `ReplayError` if other saved-tensor hooks are active: they would see handles, or no tensors (rule R14)."""
+    """Raise `RecomputeError` if other saved-tensor hooks are active: they would see handles, or no tensors (rule R14)."""
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         raise _refusal(
             "other saved-tensor hooks are active",
@@ -19,7 +19,7 @@ def refuse_foreign_hooks(half: str) -> None:
         )
 
 
-def partial_backward(half: str) -> ReplayError:
+def partial_backward(half: str) -> RecomputeError:
     return _refusal(
         "torch.autograd.grad (or backward with inputs=) cannot run through recomputed activations",
         where=f"backward of {half}",
@@ -29,7 +29,7 @@ def partial_backward(half: str) -> ReplayError:
     )
 
 
-def second_order(half: str) -> ReplayError:
+def second_order(half: str) -> RecomputeError:
     return _refusal(
         "a recomputed activation has no second derivative",
         where=f"backward of {half}",
@@ -39,7 +39,7 @@ def second_order(half: str) -> ReplayError:
     )
 
 
-def collective_in_replay(half: str) -> ReplayError:
+def collective_in_recompute(half: str) -> RecomputeError:
     return _refusal(
         "a recomputation would communicate",
         where=f"recomputation of {half}",
@@ -49,7 +49,7 @@ def collective_in_replay(half: str) -> ReplayError:
     )
 
 
-def hook_changes(half: str, module: str, hook: str) -> ReplayError:
+def hook_changes(half: str, module: str, hook: str) -> RecomputeError:
     return _refusal(
         "a forward hook changes a recomputed tensor",
         where=f"forward of {half}: {hook}, a hook of {module}",
@@ -59,7 +59,7 @@ def hook_changes(half: str, module: str, hook: str) -> ReplayError:
     )
 
 
-def other_nodes(half: str, site: str) -> ReplayError:
+def other_nodes(half: str, site: str) -> RecomputeError:
     return _refusal(
         "a recomputation differs from its forward",
         where=f"recomputation of {half}: {site}",
@@ -69,7 +69,7 @@ def other_nodes(half: str, site: str) -> ReplayError:
     )
 
 
-def other_input(half: str) -> ReplayError:
+def other_input(half: str) -> RecomputeError:
     return _refusal(
         "a half is not called with what the half before it returned",
         where=f"forward of {half}",
@@ -79,7 +79,7 @@ def other_input(half: str) -> ReplayError:
     )
 
 
-def asked_twice(half: str) -> ReplayError:
+def asked_twice(half: str) -> RecomputeError:
     return _refusal(
         "a recomputed activation was requested twice",
         where=f"backward of {half}",
@@ -89,5 +89,5 @@ def asked_twice(half: str) -> ReplayError:
     )
 
 
-def _refusal(headline: str, *, where: str, found: str, needed: str, todo: str) -> ReplayError:
-    return ReplayError(headline, [Problem(where, found, needed, todo)])
+def _refusal(headline: str, *, where: str, found: str, needed: str, todo: str) -> RecomputeError:
+    return RecomputeError(headline, [Problem(where, found, needed, todo)])

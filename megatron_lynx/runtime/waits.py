@@ -27,7 +27,7 @@ from megatron_lynx.anatomy.address import RECV_BACKWARD, FrameKey, Window, Windo
 from megatron_lynx.nest import first_in
 from megatron_lynx.runtime.frame import Frame, MicroBatch
 from megatron_lynx.runtime.progress import Progress, Run
-from megatron_lynx.runtime.replay import Replays
+from megatron_lynx.runtime.recompute import Recomputations
 from megatron_lynx.runtime.saved import storage_of
 from megatron_lynx.runtime.weight_gradients import WeightGradients
 from megatron_lynx.timeline import SpanKind
@@ -69,14 +69,14 @@ class Waits:
         progress: Progress,
         timetable: Timetable,
         ahead_depths: Sequence[int],
-        replays: Replays,
+        recomputes: Recomputations,
         weight_gradients: WeightGradients,
     ) -> None:
         self.timetable = timetable
         self._progress = progress
         self._ledger = progress.ledger
         self._ahead_depths = ahead_depths
-        self._replays = replays
+        self._recomputations = recomputes
         self._weight_gradients = weight_gradients
 
     # --- windows -------------------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ class Waits:
         Returns None outside of halves, in halves without windows, and for windows without tasks.
         """
         scope = self._progress.scope
-        if scope is not None and scope.replays:
+        if scope is not None and scope.recomputes:
             return scope.window(exchange=exchange)
         frame = scope.frame if scope is not None else self._ledger.entered
         if frame is None or not (frame.policy.section.exchanges if exchange else frame.policy.section.has_windows):
@@ -202,10 +202,10 @@ class Waits:
             return
         if reached.at == "enter":
             if not frame.policy.feeds:
-                self._replays.on_demand(frame)
-        elif not self._replays.would_gather(frame, task.item) and self._has_room_for(frame):
-            self._replays.replay(frame, str(reached.place), task.item)
-            self._progress.counts.in_windows += frame.replayed
+                self._recomputations.on_demand(frame)
+        elif not self._recomputations.would_gather(frame, task.item) and self._has_room_for(frame):
+            self._recomputations.recompute(frame, str(reached.place), task.item)
+            self._progress.counts.in_windows += frame.recomputed
 
     def _begin(self, task: Task, reached: Reached) -> None:
         """Start communication of a checkpoint. On entering its half, also gather the gradient, after the input."""
@@ -215,16 +215,16 @@ class Waits:
         entered = frame.key == reached.place
         if entered and not frame.policy.section.exchanges:
             window = str(WindowAddress("bwd", *frame.key, 0))
-            self._replays.beside_gradient(frame, first_in(Tensor, reached.gradients), window)
+            self._recomputations.beside_gradient(frame, first_in(Tensor, reached.gradients), window)
             return
-        self._replays.begin(frame, task.item)
+        self._recomputations.begin(frame, task.item)
         self._progress.counts.ahead += not entered
 
     def _gather(self, task: Task, reached: Reached) -> None:
         frame = self._frame_of(task, reached)
         if frame is not None and frame.gathering is None:
             begin = self._progress.trace.now()
-            self._replays.gather(frame)
+            self._recomputations.gather(frame)
             self._progress.add_span("gather", frame, str(reached.place), begin)
 
     def _frame_of(self, task: Task, reached: Reached) -> Frame | None:

@@ -23,7 +23,7 @@ Returned = Callable[[Tensor], None]
 """Called with the tensor that backward gets, at each request."""
 
 
-Again = Literal["replayed", "reloaded", "gathered"]
+Again = Literal["recomputed", "reloaded", "gathered"]
 """How backward gets the tensor."""
 
 

@@ -41,7 +41,7 @@ class Action(NamedTuple):
         return f"{self.micro_batch}{self.kind}{self.chunk}"
 
 
-def with_replays(actions: Iterable[Action]) -> Iterator[Action]:
+def with_recomputations(actions: Iterable[Action]) -> Iterator[Action]:
     """Yield the actions with a recomputation before each backward."""
     for action in actions:
         if action.kind == "B":

@@ -34,7 +34,7 @@ class Spent:
 
     compute_s: float
     """Forwards and backwards of the slowest stage."""
-    replay_s: float
+    recompute_s: float
     """Recomputation on demand there, with its collectives."""
     communication_s: float
     """Exposed collectives of the slowest stage, messages between stages, gradients and parameters, the optimizer."""
@@ -44,7 +44,7 @@ class Spent:
 
     @property
     def total_s(self) -> float:
-        return self.compute_s + self.replay_s + self.communication_s + self.bubble_s + self.copies_s
+        return self.compute_s + self.recompute_s + self.communication_s + self.bubble_s + self.copies_s
 
     def up_to(self, step_s: float) -> Spent:
         """Add the rest of `step_s` to the bubble."""

@@ -105,8 +105,8 @@ def _to_be_planned(job: Job, offload: bool) -> Job:
 def _spent(floor: Spent, cost: LayerCost, job: Job, answers: Sequence[StageAnswer]) -> Spent:
     """Add the exposed recomputation and copies of these stages to a floor; the slowest stage counts."""
     slowest_s = max(answer.stock.both_s + answer.longer_s for answer in answers)
-    replay_s = job.microbatches * max(0.0, slowest_s - cost.slowest_s(job))
-    return replace(floor, replay_s=replay_s, copies_s=max(answer.exposed_copies_s for answer in answers))
+    recompute_s = job.microbatches * max(0.0, slowest_s - cost.slowest_s(job))
+    return replace(floor, recompute_s=recompute_s, copies_s=max(answer.exposed_copies_s for answer in answers))
 
 
 def _excess(job: Job, stages: Stages) -> Excess:

@@ -17,7 +17,7 @@ from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.communication import embedding_of, window_lengths_s
 from megatron_lynx.cost.ends import last_end_of
 from megatron_lynx.cost.stage import of_every_stage, stage_seconds
-from megatron_lynx.cost.step import replaying_stage_s, waited_messages
+from megatron_lynx.cost.step import recomputing_stage_s, waited_messages
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
@@ -45,7 +45,7 @@ class LayerCost:
     layer_s: float
     collectives_s: float
     """Part of the layer's seconds in which it waits for tensor-parallel ranks."""
-    replay_s: Mapping[Policy, float]
+    recompute_s: Mapping[Policy, float]
     embedding_s: float
     head_s: float
     message_s: float
@@ -63,7 +63,7 @@ class LayerCost:
             profile=profile,
             layer_s=layer_s,
             collectives_s=_collectives_s(job, profile, shape.gathered_bytes),
-            replay_s={policy: (whole[policy] - whole["none"]) / job.model.layers for policy in STOCK},
+            recompute_s={policy: (whole[policy] - whole["none"]) / job.model.layers for policy in STOCK},
             embedding_s=embedding_s,
             head_s=head_s,
             message_s=profile.link_s("p2p", shape.input_bytes),
@@ -71,14 +71,14 @@ class LayerCost:
 
     def floor(self, job: Job) -> Spent:
         """A step under the job's policy, without copies, gradients and optimizer; a plan may hide all its recomputation."""
-        pipeline, microbatches, replay_s = job.parallel.pipeline, job.microbatches, self.replay_s.get(job.policy, 0.0)
+        pipeline, microbatches, recompute_s = job.parallel.pipeline, job.microbatches, self.recompute_s.get(job.policy, 0.0)
         layers, slowest_s, others_s = self._split(job)
-        others_s += (pipeline - 1) * layers * replay_s
+        others_s += (pipeline - 1) * layers * recompute_s
         collectives_s = microbatches * layers * self.collectives_s
         flushes = job.schedule == "flush"  # without flushes later passes can hide all waits
         return Spent(
             compute_s=microbatches * slowest_s - collectives_s,
-            replay_s=microbatches * layers * replay_s,
+            recompute_s=microbatches * layers * recompute_s,
             communication_s=collectives_s + (2 * waited_messages(job) * self.message_s if flushes else 0.0),
             bubble_s=others_s / job.chunks if flushes else 0.0,
         )
@@ -119,4 +119,4 @@ def _whole_model_s(job: Job, profile: Profile, shape: LayerShape, policy: Policy
     """Seconds of one micro-batch with all layers on one stage."""
     parallel = job.parallel.model_copy(update={"pipeline": 1, "layers_per_chunk": None})
     flat = job.model_copy(update={"parallel": parallel, "policy": policy})
-    return replaying_stage_s(flat, profile, 0).both_s
+    return recomputing_stage_s(flat, profile, 0).both_s

@@ -7,7 +7,7 @@ no plan        everything fits, so a plan would equal policy `none`
 state          parameters, gradients and optimizer alone do not fit
 activations    does not fit with everything offloaded
 host memory    the host has too little memory for the offloaded tensors
-slower         by the part that exceeds the winner's most: compute, replay, communication, bubble, copies
+slower         by the part that exceeds the winner's most: compute, recompute, communication, bubble, copies
 
 Layouts without flushes are counted separately.
 """
@@ -25,7 +25,7 @@ from megatron_lynx.units import format_bytes, format_seconds
 OF_BYTES = ("state", "activations", "host memory")
 WITHOUT_FLUSHES = ", double-buffered"
 NO_NUMBERS = ("cannot run", "not asked", "no plan")
-REASONS = (*NO_NUMBERS, "micro-batches", *OF_BYTES, "compute", "replay", "communication", "bubble", "copies")
+REASONS = (*NO_NUMBERS, "micro-batches", *OF_BYTES, "compute", "recompute", "communication", "bubble", "copies")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.ends import ends_of
 from megatron_lynx.cost.host import issued
 from megatron_lynx.cost.stage_memory import chunk_bytes, offloads
-from megatron_lynx.cost.step import avoid_messages, replaying_stage_s
+from megatron_lynx.cost.step import avoid_messages, recomputing_stage_s
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.flushes import with_flushes
@@ -41,7 +41,7 @@ def _simulated(job: Job, chunks: list[list[ChunkPasses]], microbatches: int, mes
 def _chunks(job: Job, profile: Profile, stage: int, ratio: float) -> list[ChunkPasses]:
     """The first chunk of the first stage has the embedding, the last one of the last stage the head."""
     message_bytes = LayerShape.of(job).gathered_bytes
-    whole = issued(replaying_stage_s(job, profile, stage), job, profile, stage)
+    whole = issued(recomputing_stage_s(job, profile, stage), job, profile, stage)
     ends = {"first": stage == 0, "last": stage == job.parallel.pipeline - 1}
     first, last = ends_of(profile, message_bytes, **ends, pieces=job.head_pieces)
     forward_s = (whole.forward_s - first.forward_s - last.forward_s) / job.chunks

@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple
 
 from megatron_lynx.schedule.double_buffered import Update, deferral, order
 from megatron_lynx.schedule.flushes import warmup
-from megatron_lynx.schedule.schedule import Action, Schedule, with_replays
+from megatron_lynx.schedule.schedule import Action, Schedule, with_recomputations
 from megatron_lynx.simulator.passes import ChunkPasses
 from megatron_lynx.simulator.simulate import Message, Run, RunningStage
 from megatron_lynx.simulator.simulation import Simulation
@@ -113,7 +113,9 @@ def simulate_without_flushes(
         for stage in range(pipeline)
     ]
     schedule = Schedule(
-        orders=tuple(tuple(with_replays(step for step in stage_steps if isinstance(step, Action))) for stage_steps in steps),
+        orders=tuple(
+            tuple(with_recomputations(step for step in stage_steps if isinstance(step, Action))) for stage_steps in steps
+        ),
         warmups=tuple(warmup(pipeline, stage) for stage in range(pipeline)),
     )
     behind = [{before: step.batch for before, step in pairwise(stage_steps) if isinstance(step, Update)} for stage_steps in steps]

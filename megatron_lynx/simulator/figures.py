@@ -23,12 +23,12 @@ def as_json(simulation: Simulation, update_s: float | None) -> dict[str, Any]:
 
 
 def table(simulation: Simulation, update_s: float | None) -> WrappedTable:
-    replays = ("replay hidden", "replay exposed")
+    recomputations = ("recompute hidden", "recompute exposed")
     deferred = ("weight gradients hidden", "exposed") if _defers(simulation) else ()
-    columns = ("stage", "busy", "bubble", *replays, *deferred, *_of_copies(simulation), "activations at most")
+    columns = ("stage", "busy", "bubble", *recomputations, *deferred, *_of_copies(simulation), "activations at most")
     result = WrappedTable(columns, title=headline(simulation, update_s))
     for row in as_json(simulation, update_s)["stages"]:
-        seconds = (row["busy_s"], row["hidden_replay_s"], row["exposed_replay_s"])
+        seconds = (row["busy_s"], row["hidden_recompute_s"], row["exposed_recompute_s"])
         busy, hidden, exposed = map(format_seconds, seconds)
         copies = [format_seconds(row["exposed_copy_s"])] if _of_copies(simulation) else []
         bubble = f"{format_seconds(row['bubble_s'])} ({_share(simulation, row['bubble_s'])})"
@@ -80,8 +80,8 @@ def _stage(simulation: Simulation, stage: int) -> dict[str, Any]:
         "stage": stage,
         "busy_s": simulation.busy_s(stage),
         "bubble_s": simulation.bubble_s(stage),
-        "hidden_replay_s": simulation.hidden_replay_s(stage),
-        "exposed_replay_s": simulation.exposed_replay_s(stage),
+        "hidden_recompute_s": simulation.hidden_recompute_s(stage),
+        "exposed_recompute_s": simulation.exposed_recompute_s(stage),
         **_of_weight_gradients(simulation, stage),
         "exposed_copy_s": simulation.exposed_copy_s(stage),
         **_of_host(simulation, stage),

@@ -316,6 +316,6 @@ def _received(walk: Walk, through: Pass) -> TimedPass:
         half = walk.halves[task.half]
         part = half.part(task)
         walk.regenerate(part.taken_bytes)
-        walk.replay(half, part.seconds, RECV_BACKWARD)
+        walk.recompute(half, part.seconds, RECV_BACKWARD)
     walk.received(during)
     return walk.over()

@@ -165,18 +165,18 @@ class Run:
     def _walk(self, stage: RunningStage) -> Generator[Message, float, None]:
         free = 0.0
         before: Action | None = None
-        replay: TimedPass = NOTHING
+        recompute: TimedPass = NOTHING
         for (action, phase), behind in zip(self._schedule.phases(stage.number), stage.behind, strict=True):
             if action.kind == "R":
-                replay = stage.timed(action, ("R", phase, False))
+                recompute = stage.timed(action, ("R", phase, False))
                 continue
             over = max(free, self._copied_s(stage, before, action)) if stage.asked_by else free
             ready, arrived = yield from self._exchange(stage, before, action, over)
             synchronised = max(arrived, self._copied_s(stage, before, action)) if stage.copying else arrived
             held_up_s, arrived = over - free + synchronised - arrived, synchronised
-            begin = self._replayed(stage, action, phase, replay, ready, arrived) if replay.seconds else arrived
+            begin = self._recomputed(stage, action, phase, recompute, ready, arrived) if recompute.seconds else arrived
             free = self._execute(stage, action, phase, behind, (arrived, begin, held_up_s)) + self._behind_each_s
-            before, replay = action, NOTHING
+            before, recompute = action, NOTHING
         yield from self._end(stage, before, free)
 
     def _exchange(
@@ -211,19 +211,19 @@ class Run:
         exchanges = self._sent(stage, before) is not None or self._received(stage, action) is not None
         return stage.copies.free_s if exchanges else 0.0
 
-    def _replayed(
-        self, stage: RunningStage, action: Action, phase: Phase, replay: TimedPass, free: float, arrived: float
+    def _recomputed(
+        self, stage: RunningStage, action: Action, phase: Phase, recompute: TimedPass, free: float, arrived: float
     ) -> float:
         """Record the work done during a receive; return when the backward can begin."""
-        exposed_s = max(0.0, replay.seconds - (arrived - free) / self._interference)
+        exposed_s = max(0.0, recompute.seconds - (arrived - free) / self._interference)
         begin = arrived + exposed_s
-        end = begin if exposed_s else free + replay.seconds * self._interference
-        late_s = min(exposed_s, replay.filled_s)  # weight gradients run after recomputations
+        end = begin if exposed_s else free + recompute.seconds * self._interference
+        late_s = min(exposed_s, recompute.filled_s)  # weight gradients run after recomputations
         shown = replace(
-            replay,
-            hidden_s=replay.seconds - replay.filled_s - (exposed_s - late_s),
+            recompute,
+            hidden_s=recompute.seconds - recompute.filled_s - (exposed_s - late_s),
             exposed_s=exposed_s - late_s,
-            filled_s=replay.filled_s - late_s,
+            filled_s=recompute.filled_s - late_s,
             unfilled_s=late_s,
         )
         stage.executed.append(Executed(Action(action.micro_batch, "R", action.chunk), phase, free, free, end, shown))

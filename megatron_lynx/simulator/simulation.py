@@ -120,10 +120,10 @@ class Simulation:
         spans = (span for execution in self.executed[stage] for span in execution.content.spans)
         return bool(self.copied[stage]) or any(span.kind == "offload" for span in spans)
 
-    def exposed_replay_s(self, stage: int) -> float:
+    def exposed_recompute_s(self, stage: int) -> float:
         return self._sum(stage, lambda execution: execution.content.exposed_s)
 
-    def hidden_replay_s(self, stage: int) -> float:
+    def hidden_recompute_s(self, stage: int) -> float:
         return self._sum(stage, lambda execution: execution.content.hidden_s)
 
     def filled_s(self, stage: int) -> float:
@@ -150,7 +150,7 @@ class Simulation:
             HostLoad(stage, self.host_s(stage), self.busy_s(stage) - late_s) for stage, late_s in added_s.items() if late_s > 0
         )
 
-    def replays_of(self, stage: int, chunk: int) -> tuple[float, float]:
+    def recompute_s_of(self, stage: int, chunk: int) -> tuple[float, float]:
         """Seconds of one chunk's recomputations: hidden, exposed. A forward hides those of the next backward."""
         if stage not in self._backward_actions:
             self._backward_actions[stage] = _backward_actions(self.executed[stage])
@@ -229,7 +229,7 @@ def _spans(executed: Sequence[Executed], halts: Sequence[float]) -> Iterator[Spa
             free_s = execution.end_s
         stretched = (execution.end_s - execution.start_s) / execution.content.seconds if execution.content.seconds else 1.0
         for span in execution.content.spans:
-            owner = whose if span.kind in ("replay", "gather") else execution.action
+            owner = whose if span.kind in ("recompute", "gather") else execution.action
             start_s, end_s = (execution.start_s + stretched * at for at in (span.start_s, span.end_s))
             placed = span._replace(start_s=start_s, end_s=end_s, micro_batch=owner.micro_batch)
             if span.kind == "weight_gradient":  # an earlier backward's
@@ -251,13 +251,13 @@ def _copy(copied: Copied) -> Span:
     return Span(kind, copied.start_s, copied.end_s, micro_batch=copied.action.micro_batch, name=f"{kind} {copied.action}")
 
 
-def _parted(replay: Span, hidden_until_s: float) -> Iterator[Span]:
+def _parted(recompute: Span, hidden_until_s: float) -> Iterator[Span]:
     """Split a recomputation, or a weight gradient, into its hidden and its exposed part of a receive."""
-    if replay.start_s < hidden_until_s:
-        yield replay._replace(end_s=min(replay.end_s, hidden_until_s))
-    if replay.end_s > hidden_until_s:
-        exposed = FLUSHED if replay.kind == "weight_gradient" else ON_DEMAND
-        yield replay._replace(start_s=max(replay.start_s, hidden_until_s), window=exposed)
+    if recompute.start_s < hidden_until_s:
+        yield recompute._replace(end_s=min(recompute.end_s, hidden_until_s))
+    if recompute.end_s > hidden_until_s:
+        exposed = FLUSHED if recompute.kind == "weight_gradient" else ON_DEMAND
+        yield recompute._replace(start_s=max(recompute.start_s, hidden_until_s), window=exposed)
 
 
 def _backward_actions(executed: Sequence[Executed]) -> list[Action]:

@@ -46,7 +46,7 @@ class Treated:
 
     planned: PlannedHalf
     memory: HalfMemory
-    replay_s: float = 0.0
+    recompute_s: float = 0.0
     communicates_s: float = 0.0
     """Seconds in which a checkpoint's recomputation waits for other ranks."""
     begun: Mapping[str, Begun] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class Treated:
     def again_s(self) -> float:
         """Seconds of its recomputation, including waits, if all of it runs on demand."""
         waits_s, _ = self.gathers_s.get(ON_DEMAND, (0.0, 0.0))
-        return self.replay_s + self.communicates_s + waits_s
+        return self.recompute_s + self.communicates_s + waits_s
 
     @property
     def _exposed_s(self) -> float:
@@ -109,14 +109,14 @@ class Treated:
 
     def part(self, task: Task) -> Part:
         if task.do == "begin" or self.resumes(task):
-            whole = Begun(self.replay_s, self.memory.regenerated, 0.0, 0.0, self._exposed_s)
+            whole = Begun(self.recompute_s, self.memory.regenerated, 0.0, 0.0, self._exposed_s)
             start = self.begun[task.since] if task.since else NOT_BEGUN
             stop = self.begun[task.item] if task.item else whole
             seconds, waits_s = stop.seconds - start.seconds + start.again_s, stop.waits_s - start.waits_s
             return Part(seconds, stop.bytes - start.bytes, waits_s, stop.under_way_s)
         there_bytes = 0 if task.gathered in (None, ON_DEMAND) else self.gathered_bytes
         begin = Stop(0.0, there_bytes) if task.since is None else self.stops[task.since]
-        end = Stop(self.replay_s, self.memory.regenerated) if task.item is None else self.stops[task.item]
+        end = Stop(self.recompute_s, self.memory.regenerated) if task.item is None else self.stops[task.item]
         waits_s = self.communicates_s if task.gathered is None else self.gathers_s[task.gathered][0]
         return Part(end.seconds - begin.seconds, end.bytes - begin.bytes, waits_s)
 

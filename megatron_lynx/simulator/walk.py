@@ -66,11 +66,11 @@ class Walk:
     def regenerate(self, change_bytes: int) -> None:
         self.hold(change_bytes, regenerated_bytes=change_bytes)
 
-    def replay(self, half: Treated, seconds: float, window: str) -> None:
+    def recompute(self, half: Treated, seconds: float, window: str) -> None:
         """Run some seconds of a half's recomputation. `window`: where it is drawn; exposed seconds are drawn as on demand."""
         if seconds:
             start_s, self.clock_s = self.clock_s, self.clock_s + seconds
-            self._span("replay", start_s, half, window)
+            self._span("recompute", start_s, half, window)
 
     def on_demand(self, task: Task) -> None:
         half = self.halves[task.half]
@@ -81,7 +81,7 @@ class Walk:
             start_s, self.clock_s = self.clock_s, self.clock_s + part.waits_s
             self._span("gather", start_s, half)
         self.regenerate(part.taken_bytes)
-        self.replay(half, part.seconds, ON_DEMAND)
+        self.recompute(half, part.seconds, ON_DEMAND)
         self._exposed_s += part.seconds + part.waits_s
         if task.do == "begin":
             self._under_way_s, self._holds_up = part.under_way_s, not half.section.exchanges
@@ -104,8 +104,8 @@ class Walk:
             self.regenerate(part.taken_bytes)
             fits_s = min(part.seconds, room_s)
             room_s -= fits_s
-            self.replay(half, fits_s * self._interference, name)
-            self.replay(half, part.seconds - fits_s, ON_DEMAND)
+            self.recompute(half, fits_s * self._interference, name)
+            self.recompute(half, part.seconds - fits_s, ON_DEMAND)
             self._hidden_s += fits_s
             self._exposed_s += part.seconds - fits_s + part.waits_s
             waits_s.append(part.waits_s)
@@ -192,7 +192,11 @@ class Walk:
         self.hold((self._unheld.pop(entry.of, 0) if newest else 0) - entry.cost.bytes)
 
     def _span(
-        self, kind: Literal["forward", "backward", "replay", "gather"], start_s: float, half: Treated, window: str | None = None
+        self,
+        kind: Literal["forward", "backward", "recompute", "gather"],
+        start_s: float,
+        half: Treated,
+        window: str | None = None,
     ) -> None:
         name = f"{kind} {half.half}({half.layer})"
         self._spans.append(Span(kind, start_s, self.clock_s, half.layer, half.half, None, window, name))
@@ -244,9 +248,9 @@ class ComingBack:
             walk.copy("reload", coming, start_s, self._free_s)
         self.needed(walk, half)
 
-    def ahead(self, walk: Walk, replayed: Sequence[Treated]) -> None:
+    def ahead(self, walk: Walk, recomputed: Sequence[Treated]) -> None:
         """Wait for the copies of halves whose recomputation is about to run."""
-        for half in replayed:
+        for half in recomputed:
             self.needed(walk, half)
 
     def needed(self, walk: Walk, half: Treated) -> None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from megatron_lynx.cost.host import NO_HOST_TIME, HostSeconds
 from megatron_lynx.cost.memory import HalfMemory, peak_bytes, resident_bytes
-from megatron_lynx.cost.replay import INSIDE
+from megatron_lynx.cost.recompute import INSIDE
 from megatron_lynx.cost.stage import StageSeconds
 from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.solver.problem import Option, StageProblem
@@ -154,7 +154,7 @@ class Remembering:
 def infeasible(problem: StageProblem, least: Solved) -> Infeasible:
     """Return the error for a problem whose budget is below its least memory. `least`: the answer with the least peak."""
     budget = problem.budget_bytes or 0
-    held = f"{format_bytes(least.peak_bytes)} with everything replayable replayed ({problem.in_flight} in flight)"
+    held = f"{format_bytes(least.peak_bytes)} with everything recomputable recomputed ({problem.in_flight} in flight)"
     short = f"raise it by {format_bytes(least.peak_bytes - budget)}, or lower batch.micro, or raise parallel.tensor"
     place = f"budget.activation_mib, stage {problem.stage}"
     return Infeasible(NOTHING_FITS, [Problem(place, format_bytes(budget), f"at least {held}", short)])

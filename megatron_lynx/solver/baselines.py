@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.config.job import Policy
-from megatron_lynx.cost.layer import replayed_items
+from megatron_lynx.cost.layer import recomputed_items
 from megatron_lynx.solver.answer import LayerChoice, Solved, layers_of
 from megatron_lynx.solver.placement import ON_DEMAND_SEAT
 from megatron_lynx.solver.problem import Choices, Option, StageProblem
@@ -27,24 +27,25 @@ from megatron_lynx.solver.problem import Choices, Option, StageProblem
 def of_policy(problem: StageProblem, policy: Policy) -> Solved:
     """Return the answer of a policy, all recomputation on demand. Raises `KeyError` for `planned`."""
     if policy == "full":
-        return on_demand(replay_all(problem))
-    items = set(replayed_items(policy))
+        return on_demand(recompute_all(problem))
+    items = set(recomputed_items(policy))
     if problem.mixed is not None:
         chosen = [
-            half.choices.replaying(items & _ever_replayed(half.choices) if half.usual else set()) for half in problem.mixed.halves
+            half.choices.recomputing(items & _ever_recomputed(half.choices) if half.usual else set())
+            for half in problem.mixed.halves
         ]
         return Solved(layers_of(chosen), problem.in_flight, loss_bytes=problem.loss_bytes)
     kinds = (problem.attention, problem.mlp, problem.last_mlp)
-    return _everywhere(problem, *(choices.replaying(items & _ever_replayed(choices)) for choices in kinds))
+    return _everywhere(problem, *(choices.recomputing(items & _ever_recomputed(choices)) for choices in kinds))
 
 
-def _ever_replayed(choices: Choices) -> set[str]:
-    return {item for option in choices.plain for item in option.replay}
+def _ever_recomputed(choices: Choices) -> set[str]:
+    return {item for option in choices.plain for item in option.recompute}
 
 
 def block(problem: StageProblem, count: int) -> Solved:
     """Return `full` in the first `count` layers of the stage, and `none` in the others."""
-    full, kept = on_demand(replay_all(problem)), keep_all(problem)
+    full, kept = on_demand(recompute_all(problem)), keep_all(problem)
     return replace(kept, layers=full.layers[:count] + kept.layers[count:])
 
 
@@ -52,14 +53,14 @@ def keep_all(problem: StageProblem) -> Solved:
     return of_policy(problem, "none")
 
 
-def replay_all(problem: StageProblem) -> Solved:
+def recompute_all(problem: StageProblem) -> Solved:
     """Recompute everything possible, each half in the window of its backward that hides most."""
     if problem.mixed is not None:
         *halves, last = (half.choices for half in problem.mixed.halves)
-        chosen = [*(_most_replayed(choices.best_seated)[0] for choices in halves), _least_exposed(_most_replayed(last))]
+        chosen = [*(_most_recomputed(choices.best_seated)[0] for choices in halves), _least_exposed(_most_recomputed(last))]
         return Solved(layers_of(chosen), problem.in_flight, loss_bytes=problem.loss_bytes)
-    attention, mlp = (_most_replayed(kind.best_seated)[0] for kind in (problem.attention, problem.mlp))
-    return _everywhere(problem, attention, mlp, _least_exposed(_most_replayed(problem.last_mlp)))
+    attention, mlp = (_most_recomputed(kind.best_seated)[0] for kind in (problem.attention, problem.mlp))
+    return _everywhere(problem, attention, mlp, _least_exposed(_most_recomputed(problem.last_mlp)))
 
 
 def on_demand(solved: Solved) -> Solved:
@@ -70,7 +71,7 @@ def on_demand(solved: Solved) -> Solved:
 def _exposed(option: Option) -> Option:
     seat = replace(ON_DEMAND_SEAT, gather=option.seat.gather and ON_DEMAND, gather_s=option.seat.gather_s)
     memory = replace(option.memory, early=0, ahead=(0, 0, 0, 0))
-    return replace(option, seat=seat, exposed_s=option.replay_s + seat.gather_s, memory=memory, cooldown_memory=None)
+    return replace(option, seat=seat, exposed_s=option.recompute_s + seat.gather_s, memory=memory, cooldown_memory=None)
 
 
 def _everywhere(problem: StageProblem, attention: Option, mlp: Option, last_mlp: Option) -> Solved:
@@ -83,6 +84,6 @@ def _least_exposed(options: Iterable[Option]) -> Option:
     return min(options, key=lambda option: option.exposed_s)
 
 
-def _most_replayed(options: Choices) -> list[Option]:
-    most_items = max(len(option.replay) for option in options.plain)
-    return [option for option in options.plain if len(option.replay) == most_items]
+def _most_recomputed(options: Choices) -> list[Option]:
+    most_items = max(len(option.recompute) for option in options.plain)
+    return [option for option in options.plain if len(option.recompute) == most_items]

@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 from megatron_lynx.anatomy.address import RECV_BACKWARD
 from megatron_lynx.cost.memory import HalfMemory, peak_bytes
-from megatron_lynx.cost.replay import Checkpoint
+from megatron_lynx.cost.recompute import Checkpoint
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.schedule.flushes import goes_back_at_once
 from megatron_lynx.solver.answer import LayerChoice, Solved, SolvedChunks, Solver, infeasible, layers_of
@@ -249,9 +249,9 @@ def with_shared_receive(problem: StageProblem, answer: Solved) -> Solved:
     backward = answer.halves[::-1]
     moved = {number: _moved(option, receive) for number, option in enumerate(backward) if _may_move(option)}
     gain = {
-        number: (backward[number].exposed_s - option.exposed_s) / option.replay_s
+        number: (backward[number].exposed_s - option.exposed_s) / option.recompute_s
         for number, option in moved.items()
-        if option.replay_s
+        if option.recompute_s
     }
     in_need = [number for number in gain if gain[number] > 0]
     by_gain = sorted(in_need, key=lambda number: gain[number], reverse=True)
@@ -271,14 +271,14 @@ def _in_turn(
     """Return the halves of a backward, of which as many as fit have moved, in this order."""
     halves = [*backward]
     left_s = receive.seconds / receive.interference - sum(
-        option.replay_s for option in backward if option.seat.cooldown.in_receive
+        option.recompute_s for option in backward if option.seat.cooldown.in_receive
     )
     for number in order:
-        if backward[number].replay_s > left_s:
+        if backward[number].recompute_s > left_s:
             continue
         halves[number] = moved[number]
         if _peak_bytes(halves, receive) <= budget_bytes:
-            left_s -= backward[number].replay_s
+            left_s -= backward[number].recompute_s
         else:
             halves[number] = backward[number]
     return halves
@@ -288,15 +288,15 @@ def _may_move(option: Option) -> bool:
     """Whether a half may move. Recomputation that gathers its input cannot run before that, and none that communicates runs in a
     wait."""
     alone = option.checkpoint is None and option.seat.gather is None and not option.seat.stays
-    return bool(option.replay) and alone and not option.seat.cooldown.in_receive
+    return bool(option.recompute) and alone and not option.seat.cooldown.in_receive
 
 
 def _moved(option: Option, receive: Receive) -> Option:
     """Return the same recomputation in the receive, where nothing of it is exposed in cool-down."""
-    needed_s = option.replay_s * receive.interference
+    needed_s = option.recompute_s * receive.interference
     cooldown = Placement.in_window(RECV_BACKWARD, needed_s)
     seat = replace(option.seat, cooldown=cooldown, steady_share=1 - receive.share)
-    exposed_s = seat.exposed_s(option.replay_s, receive.interference)
+    exposed_s = seat.exposed_s(option.recompute_s, receive.interference)
     return replace(option, seat=seat, exposed_s=exposed_s, cooldown_memory=received_memory(option))
 
 

@@ -92,4 +92,4 @@ def _same(choices: Choices, option: Option) -> Option:
 
 
 def _treatment(option: Option) -> object:
-    return option.replay, option.checkpoint, option.seat
+    return option.recompute, option.checkpoint, option.seat

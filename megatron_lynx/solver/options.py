@@ -1,7 +1,7 @@
 """Options for one half of a layer: tensors kept, items recomputed and where, and their cost.
 
-subsets of items ──replay_of──> items run, kept, recomputed    ──Seats──> windows ──> Option, Option, ...
-checkpoints      ──replay_of──> ...                             ──on demand─────────> of the half, and of the layer
+subsets of items ──recomputation_of──> items run, kept, recomputed    ──Seats──> windows ──> Option, Option, ...
+checkpoints      ──recomputation_of──> ...                             ──on demand─────────> of the half, and of the layer
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_lynx.cost.host import HostSeconds, half_host_s
 from megatron_lynx.cost.in_hand import less_in_hand_bytes
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.prices import Prices
-from megatron_lynx.cost.replay import INSIDE, Checkpoint, sensible_choices
+from megatron_lynx.cost.recompute import INSIDE, Checkpoint, sensible_choices
 from megatron_lynx.cost.section import PricedSection, priced
 from megatron_lynx.cost.stage import HalfSeconds, StageSeconds, chunks_in_flight, half_seconds, stage_seconds
 from megatron_lynx.profiler.profile import Profile
@@ -39,7 +39,7 @@ class Subset:
     """A set of recomputed items of one kind of half, wherever it runs."""
 
     kind: HalfKind
-    replay: tuple[str, ...]
+    recompute: tuple[str, ...]
     backward: tuple[Placement, ...]
     """In windows of the stage's backward, the best first."""
     price: PricedSection
@@ -55,11 +55,11 @@ class Subset:
         alike = seat.cooldown == seat.steady
         cooldown = steady if alike else self._held(seat.cooldown, seat.gather, profile, attention)
         return Option(
-            self.replay,
+            self.recompute,
             steady,
             seat,
-            replay_s=price.replay_s,
-            exposed_s=seat.exposed_s(price.replay_s, profile.interference),
+            recompute_s=price.recompute_s,
+            exposed_s=seat.exposed_s(price.recompute_s, profile.interference),
             flops=price.flops,
             cooldown_memory=cooldown,
             host=self.host,
@@ -98,7 +98,7 @@ def stays_whole(job: Job, section: Section) -> bool:
 
 def _reduces_ahead(option: Option) -> bool:
     """Whether this is an attention half whose reduction begins ahead."""
-    return option.checkpoint is not None and option.checkpoint.ahead_to in option.replay[:-1]
+    return option.checkpoint is not None and option.checkpoint.ahead_to in option.recompute[:-1]
 
 
 def _others(kinds: Sequence[HalfKind]) -> Iterator[HalfKind]:
@@ -175,9 +175,9 @@ class StageProblems:
         best: dict[tuple[str, ...], Option] = {}
         for option in attention:
             if self._seats.at_top(kind, option.seat) and not option.memory.early and option.checkpoint is None:
-                best[option.replay] = min(best.get(option.replay, option), option, key=lambda one: one.longer_s)
+                best[option.recompute] = min(best.get(option.recompute, option), option, key=lambda one: one.longer_s)
         top = Choices(
-            option if same else best[option.replay] if option.checkpoint is None else self._late(kind, option)
+            option if same else best[option.recompute] if option.checkpoint is None else self._late(kind, option)
             for option, same in zip(attention, alike, strict=True)
         )
         self._tops[id(attention)] = attention, top
@@ -305,15 +305,15 @@ class StageProblems:
         rest = NOWHERE
         if checkpoint.rest_in_wait:
             (begun,), (window_s, *_) = price.begun.values(), self._prices.windows_s("bwd", section, ())
-            rest = Placement((Portion(own_window(section.half), window_s, price.replay_s - begun.seconds + begun.again_s),))
+            rest = Placement((Portion(own_window(section.half), window_s, price.recompute_s - begun.seconds + begun.again_s),))
             waits_s += 0.0 if checkpoint.ahead_to else begun.again_s
         seat = Seat(rest, rest, gather_s=waits_s)
         return Option(
             items,
             price.memory,
             seat,
-            replay_s=price.replay_s,
-            exposed_s=seat.exposed_s(price.replay_s, self.profile.interference),
+            recompute_s=price.recompute_s,
+            exposed_s=seat.exposed_s(price.recompute_s, self.profile.interference),
             flops=price.flops,
             host=half_host_s(self.profile, section, items, checkpointed=True),
             checkpoint=checkpoint,
@@ -418,7 +418,7 @@ class StageProblems:
         if seat == option.seat:
             return option
         received = received_memory(option) if seat.cooldown.in_receive else option.cooldown_memory
-        exposed_s = seat.exposed_s(option.replay_s, self.profile.interference)
+        exposed_s = seat.exposed_s(option.recompute_s, self.profile.interference)
         return replace(option, seat=seat, exposed_s=exposed_s, cooldown_memory=received)
 
     def _receive(self, seats: StageSeats, in_flight: int) -> Receive | None:
@@ -430,7 +430,9 @@ class StageProblems:
     def _priced(self, subsets: Iterable[Subset], seats_of: SeatsOf) -> Iterator[Option]:
         """Yield every subset in every seat that is offered to it."""
         offered = (
-            (subset, seat) for subset in subsets for seat in seats_of(subset.kind, subset.replay, subset.backward, subset.price)
+            (subset, seat)
+            for subset in subsets
+            for seat in seats_of(subset.kind, subset.recompute, subset.backward, subset.price)
         )
         return (subset.option(seat, self.profile, self._kinds[0].section) for subset, seat in offered)
 
@@ -460,20 +462,20 @@ class StageProblems:
         return HalfKind(attention, before=mlp), HalfKind(mlp, before=attention), HalfKind(mlp, before=None)
 
     def _subsets_of(self, kind: HalfKind) -> Iterator[Subset]:
-        for items, price, host in self._replays_of(kind.section):
+        for items, price, host in self._recomputations_of(kind.section):
             yield Subset(kind, items, tuple(self._seats.backward(kind, items, price)), price, host)
 
-    def _replays_of(self, section: Section) -> Sequence[tuple[tuple[str, ...], PricedSection, HostSeconds]]:
+    def _recomputations_of(self, section: Section) -> Sequence[tuple[tuple[str, ...], PricedSection, HostSeconds]]:
         """Sets of items of a section that may be recomputed, with their costs, whatever half comes before."""
-        if section not in self._known_replays:
-            self._known_replays[section] = tuple(self._replays_anew(section))
-        return self._known_replays[section]
+        if section not in self._known_recomputations:
+            self._known_recomputations[section] = tuple(self._recomputations_anew(section))
+        return self._known_recomputations[section]
 
     @cached_property
-    def _known_replays(self) -> dict[Section, Sequence[tuple[tuple[str, ...], PricedSection, HostSeconds]]]:
+    def _known_recomputations(self) -> dict[Section, Sequence[tuple[tuple[str, ...], PricedSection, HostSeconds]]]:
         return {}
 
-    def _replays_anew(self, section: Section) -> Iterator[tuple[tuple[str, ...], PricedSection, HostSeconds]]:
+    def _recomputations_anew(self, section: Section) -> Iterator[tuple[tuple[str, ...], PricedSection, HostSeconds]]:
         whole_inputs = self.job.keeps_gathered or (self.job.parallel.sequence_parallel and not section.has_windows)
         stays = stays_whole(self.job, section)
         shape, tensors = self.profile.shape, self.profile.of(section).tensors

@@ -59,9 +59,9 @@ class Placement(tuple[Portion, ...]):
     def seconds(self) -> float:
         return sum(portion.seconds for portion in self)
 
-    def hidden_s(self, replay_s: float, interference: float) -> float:
+    def hidden_s(self, recompute_s: float, interference: float) -> float:
         """Return the seconds of recomputation that the windows hide. In a window it takes `interference` times as long."""
-        left_s, hidden_s = replay_s, 0.0
+        left_s, hidden_s = recompute_s, 0.0
         for portion in self:
             runs_s = min(left_s, portion.runs_s)
             left_s, hidden_s = left_s - runs_s, hidden_s + min(runs_s, portion.seconds / interference)
@@ -103,10 +103,10 @@ class Seat:
         """Whether some of it runs before the stage's backward."""
         return self.steady.in_receive or self.cooldown.in_receive
 
-    def exposed_s(self, replay_s: float, interference: float) -> float:
+    def exposed_s(self, recompute_s: float, interference: float) -> float:
         """Return the exposed seconds of recomputation, averaged over both phases."""
         steady, cooldown = (
-            max(0.0, replay_s - placement.hidden_s(replay_s, interference)) for placement in (self.steady, self.cooldown)
+            max(0.0, recompute_s - placement.hidden_s(recompute_s, interference)) for placement in (self.steady, self.cooldown)
         )
         return self.steady_share * steady + (1 - self.steady_share) * cooldown + self.gather_s
 

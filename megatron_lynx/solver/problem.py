@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from megatron_lynx.cost.host import NO_HOST_TIME, HostSeconds
 from megatron_lynx.cost.memory import COLUMNS, HalfMemory
-from megatron_lynx.cost.replay import Checkpoint
+from megatron_lynx.cost.recompute import Checkpoint
 from megatron_lynx.cost.stage import StageSeconds
 from megatron_lynx.solver.placement import Seat
 from megatron_lynx.units import SECOND_DIGITS
@@ -40,10 +40,10 @@ ENDLESS = 1e100
 class Option:
     """One choice for one half."""
 
-    replay: tuple[str, ...]
+    recompute: tuple[str, ...]
     memory: HalfMemory
     seat: Seat
-    replay_s: float
+    recompute_s: float
     exposed_s: float
     flops: int
     cooldown_memory: HalfMemory | None = None
@@ -51,7 +51,7 @@ class Option:
     host: HostSeconds = NO_HOST_TIME
     """Host seconds to issue the half."""
     checkpoint: Checkpoint | None = None
-    """Checkpoint of a half, which keeps its input at most; `replay` then lists everything that runs again."""
+    """Checkpoint of a half, which keeps its input at most; `recompute` then lists everything that runs again."""
 
     @property
     def joined(self) -> bool:
@@ -66,7 +66,7 @@ class Option:
 
     @property
     def hidden_s(self) -> float:
-        return max(0.0, self.replay_s - self.exposed_s)
+        return max(0.0, self.recompute_s - self.exposed_s)
 
 
 def received_memory(option: Option) -> HalfMemory:
@@ -138,15 +138,15 @@ class Choices(tuple[Option, ...]):
         """
         subsets: dict[object, Option] = {}
         for option in self:
-            known = subsets.get(key := (option.replay, option.checkpoint))
+            known = subsets.get(key := (option.recompute, option.checkpoint))
             if not option.memory.early and (known is None or option.longer_s < known.longer_s):
                 subsets[key] = option
         return Choices(subsets.values())
 
-    def replaying(self, items: Set[str]) -> Option:
+    def recomputing(self, items: Set[str]) -> Option:
         """Return the option on demand that recomputes these items, and as few others as possible."""
-        wanted = [option for option in self.plain if items <= set(option.replay) and option.seat.steady.on_demand]
-        return min(wanted, key=lambda option: len(option.replay))
+        wanted = [option for option in self.plain if items <= set(option.recompute) and option.seat.steady.on_demand]
+        return min(wanted, key=lambda option: len(option.recompute))
 
 
 @dataclass(frozen=True)

@@ -71,12 +71,12 @@ class Seats:
     profile: Profile
 
     def everywhere(
-        self, kind: HalfKind, replay: Collection[str], backward: Sequence[Placement], price: PricedSection
+        self, kind: HalfKind, recompute: Collection[str], backward: Sequence[Placement], price: PricedSection
     ) -> tuple[Seat, ...]:
         """Return the seats of a half on every stage, on demand first. `backward`: the result of `backward()` for this half."""
-        if not replay:
+        if not recompute:
             return (ON_DEMAND_SEAT,)
-        communicates, gathers = self.communicates(kind, replay), self.gathers(kind, replay)
+        communicates, gathers = self.communicates(kind, recompute), self.gathers(kind, recompute)
         if gathers and (communicates or not self._collectives_hide or not kind.windows_before):
             return (Seat(NOWHERE, NOWHERE, 1.0, ON_DEMAND, *self._gather_s(kind.half, None)),)
         if communicates:
@@ -86,36 +86,36 @@ class Seats:
             return tuple(Seat(placement, placement) for placement in placements)
         return tuple(Seat(placement, placement, 1.0, *self._gathered_for(kind, placement)) for placement in placements)
 
-    def gathers(self, kind: HalfKind, replay: Collection[str]) -> bool:
+    def gathers(self, kind: HalfKind, recompute: Collection[str]) -> bool:
         """Whether the recomputation runs a GEMM whose input is gathered once."""
-        return self.job.parallel.sequence_parallel and kind.section.gathered in replay
+        return self.job.parallel.sequence_parallel and kind.section.gathered in recompute
 
-    def communicates(self, kind: HalfKind, replay: Collection[str]) -> bool:
+    def communicates(self, kind: HalfKind, recompute: Collection[str]) -> bool:
         """Whether the recomputation casts a tensor whose amax is reduced over ranks."""
         sliced = self.job.parallel.sequence_parallel
-        return bool(amax_reducing(kind.section, replay, self.job.model.fp8_recipe, sequence_parallel=sliced))
+        return bool(amax_reducing(kind.section, recompute, self.job.model.fp8_recipe, sequence_parallel=sliced))
 
-    def backward(self, kind: HalfKind, replay: Collection[str], price: PricedSection) -> list[Placement]:
+    def backward(self, kind: HalfKind, recompute: Collection[str], price: PricedSection) -> list[Placement]:
         """Return placements in windows of the stage's backward that come before the half is needed, the best first."""
-        waits = self._waits(kind, replay)
-        placements = _placements(waits, self.stops(kind, replay, price), price.replay_s)
+        waits = self._waits(kind, recompute)
+        placements = _placements(waits, self.stops(kind, recompute, price), price.recompute_s)
         interference = self.profile.interference
-        return sorted(placements, key=lambda placement: -placement.hidden_s(price.replay_s, interference))
+        return sorted(placements, key=lambda placement: -placement.hidden_s(price.recompute_s, interference))
 
-    def stops(self, kind: HalfKind, replay: Collection[str], price: PricedSection) -> dict[str, Stop]:
+    def stops(self, kind: HalfKind, recompute: Collection[str], price: PricedSection) -> dict[str, Stop]:
         """Return the items before which recomputation may stop.
 
         Items before a gather run together with it. A norm of Transformer Engine would run again with its linear.
         """
         column = kind.section.gathered
-        before_linear = column in replay and not self.job.model.uses_te and not self.job.parallel.sequence_parallel
+        before_linear = column in recompute and not self.job.model.uses_te and not self.job.parallel.sequence_parallel
         return {
             name: stop
             for name, stop in price.stops.items()
-            if 0 < stop.seconds < price.replay_s and (name != column or before_linear)
+            if 0 < stop.seconds < price.recompute_s and (name != column or before_linear)
         }
 
-    def _waits(self, kind: HalfKind, replay: Collection[str]) -> list[Wait]:
+    def _waits(self, kind: HalfKind, recompute: Collection[str]) -> list[Wait]:
         """Return the windows that are offered to this half, in order. [1] [2] [3]"""
         sequence_parallel, te = self.job.parallel.sequence_parallel, self.job.model.uses_te
         before = self._windows[half_before(kind.half)] if kind.windows_before else []
@@ -123,9 +123,11 @@ class Seats:
             before = self._exchanges[1:]
         own_waits: list[Wait] = []
         if kind.section.exchanges:
-            own_waits = self._exchanges[: own_exchanges_in_time(kind.section, replay)]
+            own_waits = self._exchanges[: own_exchanges_in_time(kind.section, recompute)]
         if sequence_parallel and not (te and self._reaches_back):
-            in_time = own_windows_in_time(kind.section, replay, sequence_parallel=True, te=te) if kind.section.has_windows else 0
+            in_time = (
+                own_windows_in_time(kind.section, recompute, sequence_parallel=True, te=te) if kind.section.has_windows else 0
+            )
             before, own_waits = before[-1:], own_waits + self._windows[kind.half, 0][:in_time]
         return [wait for wait in before + own_waits if wait[1] > 0]
 
@@ -207,14 +209,14 @@ class Seats:
         return LayerShape.of(self.job)
 
 
-def _placements(waits: Sequence[Wait], stops: Mapping[str, Stop], replay_s: float, done_s: float = 0.0) -> Iterator[Placement]:
+def _placements(waits: Sequence[Wait], stops: Mapping[str, Stop], recompute_s: float, done_s: float = 0.0) -> Iterator[Placement]:
     """Yield every way to run the rest of a recomputation in these windows, in order: in one window, or part by part. The rest
     after the last part runs on demand."""
     for number, (window, seconds) in enumerate(waits):
-        yield Placement((Portion(window, seconds, replay_s - done_s),))
+        yield Placement((Portion(window, seconds, recompute_s - done_s),))
         for name, stop in stops.items():
             if stop.seconds > done_s:
                 begun = Portion(window, seconds, stop.seconds - done_s, name)
                 yield Placement((begun,))
-                for rest in _placements(waits[number + 1 :], stops, replay_s, stop.seconds):
+                for rest in _placements(waits[number + 1 :], stops, recompute_s, stop.seconds):
                     yield Placement((begun, *rest))

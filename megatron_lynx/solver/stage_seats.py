@@ -33,15 +33,17 @@ class StageSeats:
     stage: int
     chunks: tuple[int, ...] = (0,)
 
-    def of(self, kind: HalfKind, replay: Collection[str], backward: Sequence[Placement], price: PricedSection) -> Iterator[Seat]:
+    def of(
+        self, kind: HalfKind, recompute: Collection[str], backward: Sequence[Placement], price: PricedSection
+    ) -> Iterator[Seat]:
         """Yield the seats that this stage has and others lack. `backward`: the result of `Seats.backward()` for this half."""
-        if not replay or self.seats.gathers(kind, replay) or self.seats.communicates(kind, replay):
+        if not recompute or self.seats.gathers(kind, recompute) or self.seats.communicates(kind, recompute):
             return
         if not kind.last or self.received_s is None:
             return
         message_s = 0.0 if self.seats.job.chunks > 1 else self.seats.p2p_s
         cooldown_placements = [*backward[:1], Placement.in_window(RECV_BACKWARD, self.received_s)]
-        hidden = partial(Placement.hidden_s, replay_s=price.replay_s, interference=self.seats.profile.interference)
+        hidden = partial(Placement.hidden_s, recompute_s=price.recompute_s, interference=self.seats.profile.interference)
         cooldown = max(cooldown_placements, key=hidden)  # the receive may hide more than a window of the backward
         for steady in (*backward[:1], Placement.in_window(RECV_BACKWARD, message_s)):
             yield Seat(steady, cooldown, self.phases.steady_share)

@@ -337,9 +337,9 @@ def _least_memory(problem: StageProblem) -> Solved:
 
 
 def _least_in_words(job: Job, least: StageAnswer) -> str:
-    replayed = "everything replayable replayed" if job.policy == "planned" else f"policy {job.policy}"
+    recomputed = "everything recomputable recomputed" if job.policy == "planned" else f"policy {job.policy}"
     offloaded = f", {least.offload_ratio:.0%} offloaded" if least.offload_ratio else ""
-    return f"{replayed}{offloaded}, {least.in_flight} in flight"
+    return f"{recomputed}{offloaded}, {least.in_flight} in flight"
 
 
 def _lagging(stage: int) -> list[Problem]:

@@ -112,7 +112,7 @@ def _on_demand(rule: Rule) -> Rule:
     gathers = {
         half: ON_DEMAND
         for half in HALVES
-        if getattr(rule.gather, half) is not None and DENSE[half].column_parallel in rule.replay
+        if getattr(rule.gather, half) is not None and DENSE[half].column_parallel in rule.recompute
     }
     return rule.model_copy(update={"windows": Windows(), "gather": Gather.model_validate(gathers)})
 

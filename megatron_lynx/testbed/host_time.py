@@ -91,8 +91,8 @@ def measure_layers(rank: int, ranks: int, asked: Asked) -> LayerHostTime:
     with stand_in_for_fused_gradient():
         one = _job(asked, replicas=ranks)
         kept = Candidate("kept", plan=uniform_plan(one, "none"))
-        partly, replayed = (list(_half_alone(one, setting)) for setting in ("partly", "replayed"))
-        layer, none, walls = _layer(one, [NONE, FULL, kept, *partly, *replayed], asked)
+        partly, recomputed = (list(_half_alone(one, setting)) for setting in ("partly", "recomputed"))
+        layer, none, walls = _layer(one, [NONE, FULL, kept, *partly, *recomputed], asked)
         shares = shares_of_halves(none, asked.rounds)
         pairs = ranks // 2
         further = _of_two_ranks(asked, pairs) if 2 * pairs == ranks else {}
@@ -138,7 +138,7 @@ def slowest(ranks: Sequence[LayerHostTime]) -> LayerHostTime:
     def added_us(one: LayerHostTime) -> float:
         return sum(us(half.under("offloaded")) - us(half.kept) for half in map(one.half, HALVES))
 
-    slowest_rank = max(ranks, key=lambda one: sum(us(half.replayed) for half in map(one.half, HALVES)))
+    slowest_rank = max(ranks, key=lambda one: sum(us(half.recomputed) for half in map(one.half, HALVES)))
     offloading = max(ranks, key=added_us)
     return slowest_rank.model_copy(
         update={half: _with_offloading(slowest_rank.half(half), offloading.half(half)) for half in HALVES}
@@ -164,11 +164,11 @@ def _job(asked: Asked, **layout: Any) -> Job:
     return deferring_job(job.model_copy(update={"cluster": cluster}))
 
 
-def _half_alone(job: Job, setting: Literal["partly", "replayed", "gathered"]) -> Iterator[Candidate]:
+def _half_alone(job: Job, setting: Literal["partly", "recomputed", "gathered"]) -> Iterator[Candidate]:
     """Yield plans that recompute one half, in the setting's extent and on demand, and keep the other."""
     for half, section in DENSE.items():
         some = [item for item in (section.norm, ACTIVATION) if item in section.names]
-        items = some if setting == "partly" else section.replayable
+        items = some if setting == "partly" else section.recomputable
         plan = uniform_plan(job, items, windows=False, gather="once" if setting == "gathered" else "keep")
         yield Candidate(f"{half} {setting}", plan=plan)
 
@@ -213,13 +213,13 @@ def _half(half: Half, share: Spent, layer: dict[str, Spent], further: dict[str, 
     def alone(setting: str) -> Spent:
         return (kept + layer[f"{half} {setting}"] - layer["kept"]).at_least(kept)
 
-    replayed, beyond = alone("replayed"), further.get(f"{half} gathered")
-    gathered = None if beyond is None else Spent(replayed.forward_s, (kept + beyond).backward_s).at_least(replayed)
+    recomputed, beyond = alone("recomputed"), further.get(f"{half} gathered")
+    gathered = None if beyond is None else Spent(recomputed.forward_s, (kept + beyond).backward_s).at_least(recomputed)
     offloaded = None if "offloaded" not in further else (kept + further["offloaded"] * share).at_least(kept)
     later = further.get(f"{half} deferred")
     deferred = None if later is None else (kept + later).at_least(kept)
     settings: dict[str, Spent | None] = {"none": none, "full": layer[FULL.name] * share, "kept": kept, "partly": alone("partly")}
-    settings |= {"replayed": replayed, "gathered": gathered, "offloaded": offloaded, "deferred": deferred}
+    settings |= {"recomputed": recomputed, "gathered": gathered, "offloaded": offloaded, "deferred": deferred}
     us = {
         name: [round(1e6 * seconds, 1) for seconds in vars(spent).values()]
         for name, spent in settings.items()

@@ -207,13 +207,13 @@ def _interference(job: Job, links: tuple[LinkPoint, ...], device: torch.device, 
     """Return the slowdown of computation during a collective; 1 without tensor parallelism, which has no windows."""
     from megatron.core import parallel_state
 
-    from megatron_lynx.profiler.measured import measure_interference, replay_like
+    from megatron_lynx.profiler.measured import measure_interference, recompute_like
 
     longest = max((point for point in links if point.kind != "p2p"), key=lambda point: point.seconds, default=None)
     if longest is None:
         return 1.0
     group = parallel_state.get_tensor_model_parallel_group()
-    return measure_interference(replay_like(job, device), longest, group, device, repetitions)
+    return measure_interference(recompute_like(job, device), longest, group, device, repetitions)
 
 
 def check_measurable(job: Job) -> None:

@@ -195,14 +195,14 @@ class PlannedHalf:
 
     layer: int
     section: Section
-    replay: Collection[str] = ()
+    recompute: Collection[str] = ()
     """Recomputed items, in forward order."""
     steady: Place = ON_DEMAND_PLACE
     cooldown: Place = ON_DEMAND_PLACE
     deferred: Mapping[str, tuple[Window, ...]] = field(default_factory=dict)
     """By linear in backward order, the waits of its delayed weight gradient: each takes the oldest pending one."""
     checkpoint: bool = False
-    """Whether it keeps at most its input: all of `replay` is recomputed on demand, including communication. If its place is the
+    """Whether it keeps at most its input: all of `recompute` is recomputed on demand, including communication. If its place is the
     first wait of its own backward, the part after its last communication runs there."""
     fed_behind: int = 0
     """Number of halves after this checkpointed one that keep no input, and get it from this one's recomputation."""
@@ -243,7 +243,7 @@ class PlannedHalf:
     def gathers(self) -> bool:
         """Whether the input of its recomputation is gathered once, so that backward need not gather it again. A checkpoint
         gathers it as a forward does, into a shared buffer: kept, it would be the checkpoint's largest block."""
-        return self.section.column_parallel in self.replay and not self.checkpoint
+        return self.section.column_parallel in self.recompute and not self.checkpoint
 
     @property
     def ahead(self) -> int:

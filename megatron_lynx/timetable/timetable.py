@@ -178,14 +178,14 @@ def _planned(halves: Sequence[PlannedHalf], phase: Phase, layout: Layout) -> Tas
         if half.checkpoint:
             recomputations = () if half.feeds else _checkpointed(half, feeding.get(half.key, ()), layout)
         else:
-            recomputations = _replayed(half, phase) if half.replay else ()
+            recomputations = _recomputed(half, phase) if half.recompute else ()
         for moment, task in recomputations:
             tasks[moment] = (*tasks.get(moment, ()), task)
     _begin_ahead(tasks, halves, layout)
     return tasks
 
 
-def _replayed(half: PlannedHalf, phase: Phase) -> Iterator[tuple[Moment, Task]]:
+def _recomputed(half: PlannedHalf, phase: Phase) -> Iterator[tuple[Moment, Task]]:
     """Yield the parts of a half's recomputation, and its gather. Windows of forwards that hide nothing are left out."""
     since: str | None = None
     place, gather = _place(half, phase), _gathered(half, phase)

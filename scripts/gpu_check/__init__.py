@@ -8,7 +8,7 @@
       meeting  whether ranks reach each other at all
       trial      a training beside stock's: bits, frames, windows, seconds
         late       collectives that are wrong until they are over
-        overlap    which part of the replays lay behind them
+        overlap    which part of the recomputations lay behind them
       without_flushes   the same for the double-buffered schedule
       copies     copies to the host and back
     page       one page of results, as JSON and as Markdown, for an issue

@@ -1,6 +1,6 @@
 """Beside which of NCCL's kernels recomputation ran, from a trace of torch's profiler (CUPTI's times, on the device's clock).
 
-host      ├─ annotation ─────────┤         what a replay launches is launched inside, on the same thread
+host      ├─ annotation ─────────┤         what a recomputation launches is launched inside, on the same thread
               launch 17  launch 18
 device              ├ kernel 17 ┤├ kernel 18 ┤         found by the launches' correlation
                  ├─── NCCL's kernel ──┤                recomputation ran beside it
@@ -24,13 +24,13 @@ class Beside:
 
     collectives: tuple[Interval, ...]
     """When each kernel of NCCL ran, in seconds."""
-    replays: tuple[Interval, ...]
+    recomputations: tuple[Interval, ...]
     """The same of kernels that recompute."""
 
     @property
     def accompanied(self) -> int:
         """How many of NCCL's kernels ran beside one that recomputes."""
-        return sum(hidden_share([each], self.replays) > 0 for each in self.collectives)
+        return sum(hidden_share([each], self.recomputations) > 0 for each in self.collectives)
 
     @property
     def share(self) -> float:
@@ -40,7 +40,7 @@ class Beside:
     @property
     def hidden_share(self) -> float:
         """The part of the recomputing kernels' seconds that lay beside NCCL's."""
-        return hidden_share(self.replays, self.collectives)
+        return hidden_share(self.recomputations, self.collectives)
 
 
 def beside(trace: Mapping[str, Any]) -> Beside:

@@ -25,15 +25,15 @@ from scripts.gpu_check.side_by_side import SideBySide, side_by_side
 from scripts.gpu_check.trial import Setting, trial
 from scripts.gpu_check.without_flushes import two_versions
 from tests.transparency.offloaded import offloading
-from tests.transparency.plans import plan_for, receiving, replayable
+from tests.transparency.plans import plan_for, receiving, recomputable
 
 SIZE = {"hidden": 1024, "ffn": 4096, "heads": 16, "vocab": 32_000, "seq": 512}
 LARGE = {"hidden": 8192, "ffn": 32_768, "heads": 64, "kv_groups": 64, "vocab": 32_000, "seq": 2048, "micro": 1}
 """Of what runs on GPUs. A dry run has the sizes of `tiny_job`."""
 SIDE = {"hidden": 4096, "ffn": 16_384, "heads": 32, "kv_groups": 32, "vocab": 32_000, "seq": 2048, "micro": 1}
-"""Of two ranks at once on one GPU, where nobody has measured yet: an all-reduce of 16 MiB through sockets beside each replay."""
+"""Of two ranks at once on one GPU, where nobody has measured yet: an all-reduce of 16 MiB through sockets beside each recomputation."""
 DELAY_S = {"trial": 0.003, "large": 0.02, "dry": 0.002}
-"""Of a collective: longer than a replay of such a layer takes."""
+"""Of a collective: longer than a recomputation of such a layer takes."""
 MEETING_S = 60.0
 """Until ranks that do not meet are ended. To begin to use CUDA takes some of it; NCCL's connections take a second or two."""
 LATENT = {
@@ -109,9 +109,9 @@ class Maker:
 
 
 def plan_of(job: Job, share: float = 1.0) -> Plan:
-    """Everything that can be replayed is, in windows; or a share of it, drawn layer by layer. With a linear of Transformer Engine
+    """Everything that can be recomputed is, in windows; or a share of it, drawn layer by layer. With a linear of Transformer Engine
     comes the norm that it makes."""
-    draw, everything = random.Random(7), replayable(job, gather=True)
+    draw, everything = random.Random(7), recomputable(job, gather=True)
     norms = {section.norm: section.gathered for section in DENSE.values()} if job.model.uses_te else {}
 
     def drawn(layer: int) -> list[str]:
@@ -122,14 +122,14 @@ def plan_of(job: Job, share: float = 1.0) -> Plan:
 
 
 def behind_exchanges(job: Job) -> Plan:
-    """The same, but for what the gradient of experts' result comes through: experts' replays then lie behind their exchanges."""
-    return uniform_plan(job, [item for item in replayable(job) if item != "mlp_bda"])
+    """The same, but for what the gradient of experts' result comes through: experts' recomputations then lie behind their exchanges."""
+    return uniform_plan(job, [item for item in recomputable(job) if item != "mlp_bda"])
 
 
 def received_apart(job: Job) -> Plan:
-    """Everything that no gather comes before is replayed, in steady phases, too, while gradients are received: interleaved
+    """Everything that no gather comes before is recomputed, in steady phases, too, while gradients are received: interleaved
     schedules then receive them in other groups than Megatron's own."""
-    return receiving(plan_for(job, lambda _: replayable(job)))
+    return receiving(plan_for(job, lambda _: recomputable(job)))
 
 
 def no_te(machine: Machine) -> str | None:

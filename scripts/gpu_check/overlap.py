@@ -1,8 +1,8 @@
-"""Which part of the replays lay behind a collective, from when each of them began and ended on the device's clock.
+"""Which part of the recomputations lay behind a collective, from when each of them began and ended on the device's clock.
 
 collective   ├────────────────────┤
-replay           ├──────┤                 all of it behind the collective
-replay                          ├──────┤  a part of it
+recompute           ├──────┤                 all of it behind the collective
+recompute                          ├──────┤  a part of it
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ Interval = tuple[float, float]
 """Beginning and end, in seconds."""
 
 ENOUGH = 0.5
-"""The share of the replays' seconds that must lie behind collectives which take longer than they."""
+"""The share of the recomputations' seconds that must lie behind collectives which take longer than they."""
 
 
-def replays_behind_collectives(spans: Iterable[Span]) -> list[Interval]:
-    """The replays that a plan puts behind a collective of the tensor-parallel group."""
-    replays = [span for span in spans if span.kind == "replay" and span.window not in (None, ON_DEMAND)]
-    return [(span.start_s, span.end_s) for span in replays if not str(span.window).startswith(RECV_BACKWARD)]
+def recomputations_behind_collectives(spans: Iterable[Span]) -> list[Interval]:
+    """The recomputations that a plan puts behind a collective of the tensor-parallel group."""
+    recomputations = [span for span in spans if span.kind == "recompute" and span.window not in (None, ON_DEMAND)]
+    return [(span.start_s, span.end_s) for span in recomputations if not str(span.window).startswith(RECV_BACKWARD)]
 
 
-def hidden_share(replays: Sequence[Interval], collectives: Sequence[Interval]) -> float:
-    """The share of the replays' seconds during which a collective was under way."""
-    whole = sum(end - begin for begin, end in replays)
+def hidden_share(recomputations: Sequence[Interval], collectives: Sequence[Interval]) -> float:
+    """The share of the recomputations' seconds during which a collective was under way."""
+    whole = sum(end - begin for begin, end in recomputations)
     under_way = merged(collectives)
-    behind = sum(max(0.0, min(end, over) - max(begin, start)) for begin, end in replays for start, over in under_way)
+    behind = sum(max(0.0, min(end, over) - max(begin, start)) for begin, end in recomputations for start, over in under_way)
     return behind / whole if whole else 0.0
 
 

@@ -94,7 +94,7 @@ def markdown(machine: Machine, results: Sequence[Result]) -> str:
         lines += ["", f"Not run, as the run ended before them: {'; '.join(left)}."]
     lines += [
         "",
-        "Step and memory are ours by stock's without recomputation. So small, replays cost more than at real sizes.",
+        "Step and memory are ours by stock's without recomputation. So small, recomputations cost more than at real sizes.",
     ]
     for result in results:
         if result.details:

@@ -46,7 +46,7 @@ class _Parts(Maker):
 
     def of_one(self) -> Iterator[Part]:
         for like in ("gpt", "llama"):
-            yield self.part_of(f"one rank, {like}", "everything is replayed on demand", self.job(like))
+            yield self.part_of(f"one rank, {like}", "everything is recomputed on demand", self.job(like))
         yield self.part_of_te("Transformer Engine", "its layers, flash attention", self.te_job())
         shows = "what is kept goes to the host within a micro-batch, and comes back"
         yield self.part_of(WITHIN, shows, self.job("gpt"), offloads=True)
@@ -57,7 +57,7 @@ class _Parts(Maker):
         yield Part("order of copies", "tests of device, copier and offload on this device", 1, order, (self._dry,))
         yield Part(SANITIZED, "the same, each access to memory checked", 1, order_sanitized, lacking=no_sanitizer)
         alone = self.job("gpt", tensor=8, layers=2, **({"heads": 8, "kv_groups": 8} if self._dry else LARGE))
-        shows = "replays behind emulated collectives"
+        shows = "recomputations behind emulated collectives"
         yield self.part_of("one rank of TP8", shows, alone, ranks=1, apart=True, alone=True, delay="large")
         env = {"LYNX_COMPILER": "aot_eager"} if self._dry else COMPILED
         shows = f"with Megatron's fusions, compiled{', as far as that needs no GPU' if self._dry else ''}"
@@ -66,7 +66,7 @@ class _Parts(Maker):
     def _of_one_since(self) -> Iterator[Part]:
         for recipe in ("delayed", "tensorwise"):
             job = self.te_job(fp8={"recipe": recipe})
-            shows = "scales and replays"
+            shows = "scales and recomputes"
             yield self.part_of_te(f"Transformer Engine, FP8, {recipe}", shows, job, lacking=no_fp8, training={"ddp": True})
         added: dict[str, Any] = {"model": {"gradient_accumulation_fusion": True}, "training": {"ddp": True}}
         shows = "weight gradients that it adds up in place"
@@ -81,16 +81,16 @@ class _Parts(Maker):
 
     def of_two(self) -> Iterator[Part]:
         yield self.ranks_meet(2)
-        yield self.part_of("TP2", "replays behind all-reduces", self.job("gpt", tensor=2))
+        yield self.part_of("TP2", "recomputations behind all-reduces", self.job("gpt", tensor=2))
         sharded: dict[str, Any] = {"tensor": 2, "sequence_parallel": True}
         yield self.part_of("TP2, sequence parallel", "inputs gathered once", self.job("llama", **sharded))
         yield self.part_of_te("TP2, sequence parallel, Transformer Engine", "windows of its collectives", self.te_job(**sharded))
         deferred: dict[str, Any] = {"defers": True, "model": FUSED, "training": {"ddp": True}}
-        shows = "weight gradients in waits, beside replays"
+        shows = "weight gradients in waits, beside recomputations"
         yield self.part_of(PUT_OFF, shows, self.job("gpt", **sharded), **deferred)
         yield self.part_of_te(TE_PUT_OFF, shows, self.te_job(**sharded), **deferred)
         stages = self.job("gpt", pipeline=2, **STAGES)
-        yield self.part_of("PP2", "replays while gradients are awaited" + LOGGED, stages, synchronised=True)
+        yield self.part_of("PP2", "recomputations while gradients are awaited" + LOGGED, stages, synchronised=True)
         yield self.part_of("PP2, offloading", "what is kept goes to the host", stages, offloads=True)
         chunks = self.job("gpt", pipeline=2, **STAGES, layers_per_chunk=1)
         yield self.part_of(
@@ -102,7 +102,7 @@ class _Parts(Maker):
         yield self.part_of("DP2, distributed optimizer", shows, replicas, training=training, compared="weights")
         yield from self.without_flushes(2)
         spread = self.expert_job(replicas=2, expert=2)
-        shows = "replays while tokens travel"
+        shows = "recomputations while tokens travel"
         yield self.part_of("EP2", shows, spread, plan=behind_exchanges(spread), training=TRAINED)
         spread = self.expert_job(replicas=2, expert=2, **TE)
         plan = behind_exchanges(spread)

@@ -98,17 +98,17 @@ def _profiled(subject: Any) -> Beside:
 
 @contextmanager
 def _annotated() -> Iterator[None]:
-    """Replays say that they are, to the profiler."""
-    from megatron_lynx.runtime.replay import Replays
+    """Recomputations say that they are, to the profiler."""
+    from megatron_lynx.runtime.recompute import Recomputations
 
-    original: Callable[..., None] = Replays.replay
+    original: Callable[..., None] = Recomputations.recompute
 
     @wraps(original)
-    def replay(*args: Any, **kwargs: Any) -> None:
+    def recompute(*args: Any, **kwargs: Any) -> None:
         with torch.profiler.record_function(ANNOTATION):
             original(*args, **kwargs)
 
-    with patch.object(Replays, "replay", replay):
+    with patch.object(Recomputations, "recompute", recompute):
         yield
 
 
@@ -116,7 +116,7 @@ def unseen(profiled: Mapping[str, Beside]) -> Iterator[str]:
     """What profiles on a GPU must show, and these do not."""
     missing = False
     for name, found in profiled.items():
-        for what, kernels in {"of NCCL": found.collectives, "that recomputes": found.replays}.items():
+        for what, kernels in {"of NCCL": found.collectives, "that recomputes": found.recomputations}.items():
             if not kernels:
                 missing = True
                 yield f"{name}: the profile has no kernel {what}"

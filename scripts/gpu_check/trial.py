@@ -24,7 +24,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.runtime.device import device_for
 from scripts.gpu_check.late import Late
-from scripts.gpu_check.overlap import ENOUGH, Interval, hidden_share, replays_behind_collectives
+from scripts.gpu_check.overlap import ENOUGH, Interval, hidden_share, recomputations_behind_collectives
 from scripts.gpu_check.part import Answer
 from tests import instruments
 from tests.transparency.fp8_state import reset_fp8
@@ -65,11 +65,11 @@ class _Run:
     step_s: list[float] = field(default_factory=list)
     bytes: int | None = None
     hidden: int = 0
-    """Replays that ran inside windows."""
+    """Recomputations that ran inside windows."""
     filled: int = 0
     """Deferred weight gradients that ran in waits."""
     offloaded_bytes: int = 0
-    replays: list[Interval] = field(default_factory=list)
+    recomputations: list[Interval] = field(default_factory=list)
     collectives: list[Interval] = field(default_factory=list)
     frames: str = ""
     """What is wrong with frames."""
@@ -92,9 +92,9 @@ def trial(rank: int, setting: Setting) -> Answer:
             run.tensors.clear()  # or they would count as memory of what is timed
     with repeatable(timed=True):
         timed = _trained(setting, None, late=False), _trained(setting, setting.plan, late=False)
-    share = hidden_share(ours.replays, ours.collectives)
+    share = hidden_share(ours.recomputations, ours.collectives)
     noted = setting.shared and setting.job.parallel.tensor > 1
-    behind = f"of the replays in windows {share:.0%} ran behind their collectives" if noted else ""
+    behind = f"of the recomputations in windows {share:.0%} ran behind their collectives" if noted else ""
     notes = [note for note in (ours.checked, behind) if note]
     if restless:
         notes.append(f"stock differs from itself ({restless[0]} and {len(restless) - 1} more), so only frames are judged")
@@ -111,7 +111,7 @@ def trial(rank: int, setting: Setting) -> Answer:
         stock_bytes=timed[0].bytes,
         ours_bytes=timed[1].bytes,
         figures={
-            "replays in windows": ours.hidden,
+            "recomputations in windows": ours.hidden,
             "share hidden": share,
             "weight gradients in waits": ours.filled,
             "bytes offloaded": ours.offloaded_bytes,
@@ -130,13 +130,13 @@ def _wrong_windows(setting: Setting, ours: _Run, share: float) -> Iterator[str]:
     if any(entry.defers for entry in setting.plan.stages) and not _most_of_all_ranks(ours.filled, setting):
         yield "no weight gradient ran in a wait on any rank"
     if setting.plan.parallel.expert > 1 and not _most_of_all_ranks(ours.hidden, setting):
-        yield "no replay ran while tokens travelled, on any rank"
+        yield "no recomputation ran while tokens travelled, on any rank"
     if setting.job.parallel.tensor == 1:
         return
-    if not ours.replays:
-        yield "no replay ran in a window of a collective"
+    if not ours.recomputations:
+        yield "no recomputation ran in a window of a collective"
     elif share < ENOUGH and not setting.shared:
-        yield f"of the replays in windows {share:.0%} ran behind their collectives, needed {ENOUGH:.0%}: overlap is missing"
+        yield f"of the recomputations in windows {share:.0%} ran behind their collectives, needed {ENOUGH:.0%}: overlap is missing"
 
 
 def _most_of_all_ranks(figure: int, setting: Setting) -> int:
@@ -221,7 +221,10 @@ def _step(setting: Setting, training: Any, installation: Any, number: int, run: 
         run.hidden, run.filled = run.hidden + counts.in_windows, run.filled + counts.filled
         run.offloaded_bytes += counts.offloaded_bytes
         if last:
-            run.replays, run.collectives = replays_behind_collectives(installation.engine.trace.stop()), slow.intervals()
+            run.recomputations, run.collectives = (
+                recomputations_behind_collectives(installation.engine.trace.stop()),
+                slow.intervals(),
+            )
     if setting.compared == "everything":
         run.tensors |= {f"step {number}: loss {index}": run.keep(loss.detach()) for index, loss in enumerate(losses)}
         run.tensors |= {f"step {number}: gradient of {name}": run.keep(value) for name, value in training.gradients().items()}

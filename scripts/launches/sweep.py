@@ -3,7 +3,7 @@
     python scripts/launches/sweep.py scripts/launches/llama3_8b.sh [-o FOLDER] [-- arguments of Megatron's]
     python scripts/launches/sweep.py --logs none=none.log full=full.log plan=plan.log      jobs that have run already
 
-    setting     step     ratio   memory    losses   replays: in windows / on demand
+    setting     step     ratio   memory    losses   recomputations: in windows / on demand
     none      1.234 s    1.000   57.1 GiB  -
     plan      1.240 s    1.005   44.0 GiB  equal    1920 / 0
 
@@ -31,7 +31,7 @@ ITERATION = re.compile(
     r"lm loss: (?P<loss>\S+) .*grad norm: (?P<norm>\S+) "
 )
 MEMORY = re.compile(r"memory \(MB\) .*max allocated: (?P<mib>\d+\.?\d*)")
-REPLAYS = re.compile(r"replayed \d+ layer halves: (?P<hidden>\d+) inside windows, (?P<late>\d+) on demand")
+RECOMPUTATIONS = re.compile(r"recomputed \d+ layer halves: (?P<hidden>\d+) inside windows, (?P<late>\d+) on demand")
 UNTYPICAL = 3
 """First iterations: memory is being allocated, kernels are being chosen."""
 
@@ -60,8 +60,8 @@ class Run:
         return max((float(line["mib"]) / 1024 for line in MEMORY.finditer(self.text)), default=0.0) or None
 
     @property
-    def replays(self) -> str:
-        found = REPLAYS.search(self.text)
+    def recomputations(self) -> str:
+        found = RECOMPUTATIONS.search(self.text)
         return "" if found is None else f"{found['hidden']} / {found['late']}"
 
     @property
@@ -144,7 +144,7 @@ def compared(run: Run, first: Run) -> str:
 
 def table(runs: Sequence[Run]) -> Iterator[str]:
     """Markdown, a row for each run."""
-    yield "| setting | step | ratio | memory | losses | replays: in windows / on demand |"
+    yield "| setting | step | ratio | memory | losses | recomputations: in windows / on demand |"
     yield "|---|--:|--:|--:|---|--:|"
     first = next((run for run in runs if run.step_s is not None), None)
     for run in runs:
@@ -153,7 +153,7 @@ def table(runs: Sequence[Run]) -> Iterator[str]:
             continue
         memory = "-" if run.memory_gib is None else f"{run.memory_gib:.1f} GiB"
         losses = "-" if run is first else compared(run, first)
-        yield f"| {run.setting} | {run.step_s:.3f} s | {run.step_s / first.step_s:.3f} | {memory} | {losses} | {run.replays} |"
+        yield f"| {run.setting} | {run.step_s:.3f} s | {run.step_s / first.step_s:.3f} | {memory} | {losses} | {run.recomputations} |"
 
 
 if __name__ == "__main__":

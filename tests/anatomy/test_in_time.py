@@ -1,4 +1,4 @@
-"""Which windows come before backward needs what a replay regenerates."""
+"""Which windows come before backward needs what a recomputation regenerates."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_transformer_engine_reads_before_it_gathers(section: Section) -> None:
     assert own_windows_in_time(section, [norm, inner], sequence_parallel=True, te=False) == 1
 
 
-def test_a_replay_stops_where_only_sites_lie_before() -> None:
+def test_a_recomputation_stops_where_only_sites_lie_before() -> None:
     assert ATTENTION.stops == ("linear_qkv", "rotary")
     assert MLP.stops == ("linear_fc1", "activation")
     assert EXPERTS.stops == ()

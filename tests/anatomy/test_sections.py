@@ -13,7 +13,7 @@ from megatron_lynx.anatomy import (
     HALVES,
     ITEMS,
     MLP,
-    REPLAYABLE,
+    RECOMPUTABLE,
     ROW_PARALLEL,
     SHARED_EXPERTS,
     Facts,
@@ -63,10 +63,10 @@ def test_code_follows_its_site(section: Section, behind: dict[str, str], inner: 
     assert section.linears == (section.column_parallel, section.row_parallel)
 
 
-def test_a_replay_never_repeats_a_reduction() -> None:
+def test_a_recomputation_never_repeats_a_reduction() -> None:
     assert ROW_PARALLEL == ("linear_proj", "linear_fc2")
     assert COLUMN_PARALLEL == ("linear_qkv", "linear_fc1")
-    assert set(ITEMS) - set(REPLAYABLE) == set(ROW_PARALLEL)
+    assert set(ITEMS) - set(RECOMPUTABLE) == set(ROW_PARALLEL)
     assert {"rotary", "attention_bda", "activation", "mlp_bda"} == CODE_ITEMS
     assert [section.on_own_rows for section in DENSE.values()] == [
         ("input_layernorm", "attention_bda"),
@@ -111,8 +111,8 @@ def test_experts_fill_the_half_of_the_mlp() -> None:
 
 
 def test_experts_route_and_exchange_once() -> None:
-    assert EXPERTS.replayable == ("pre_mlp_layernorm", "experts_fc1", "experts_activation", "mlp_bda")
-    kept = set(EXPERTS_WITH_SHARED.names) - set(EXPERTS_WITH_SHARED.replayable)
+    assert EXPERTS.recomputable == ("pre_mlp_layernorm", "experts_fc1", "experts_activation", "mlp_bda")
+    kept = set(EXPERTS_WITH_SHARED.names) - set(EXPERTS_WITH_SHARED.recomputable)
     assert kept == {"shared_fc2", "router", "dispatch", "experts_fc2", "combine"}
     assert EXPERTS_WITH_SHARED.code_behind == {
         "shared_fc1": "shared_activation",

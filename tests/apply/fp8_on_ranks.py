@@ -18,8 +18,8 @@ from .on_ranks import one_step, trained
 from .te_on_ranks import copies_of_weights
 
 
-def with_wrong_replays(rank: int, job: Job, plan: Plan, trial: Trial, wrong: str) -> list[str]:
-    """What differs from stock, if replays use the live quantizers' `amax` or `scale` or both."""
+def with_wrong_recomputations(rank: int, job: Job, plan: Plan, trial: Trial, wrong: str) -> list[str]:
+    """What differs from stock, if recomputations use the live quantizers' `amax` or `scale` or both."""
     from megatron_lynx.apply import transformer_engine as fp8
 
     def own_quantizers(live: Any, scale: torch.Tensor | None) -> Any:

@@ -51,7 +51,7 @@ def fails_in_forward(training: Any) -> Seen:
     calls: list[None] = []
 
     def hook(*_: Any) -> None:
-        if torch._C._current_graph_task_id() == -1:  # a replay, which runs inside of a backward, may call it too
+        if torch._C._current_graph_task_id() == -1:  # a recomputation, which runs inside of a backward, may call it too
             calls.append(None)
             if len(calls) == 2:
                 raise Broken
@@ -131,7 +131,7 @@ def with_nvtx(training: Any) -> Seen:
     return seen
 
 
-# --- what replays cannot give --------------------------------------------------------------------------------------------
+# --- what recomputes cannot give --------------------------------------------------------------------------------------------
 
 
 def asked_for_too_much(rank: int, job: Job, plan: Plan, asks: Callable[[Any], Any]) -> dict[str, Any]:

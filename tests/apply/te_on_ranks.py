@@ -85,7 +85,7 @@ def userbuffers(training: Any, undo: ExitStack) -> None:
 
 
 def another_tracker(training: Any, undo: ExitStack) -> None:
-    """A fork of it would draw numbers that no replay puts back."""
+    """A fork of it would draw numbers that no recomputation puts back."""
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
     training.chunks[0].decoder.layers[0].self_attention.core_attention.rng_states_tracker = CudaRNGStatesTracker()

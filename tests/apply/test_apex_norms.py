@@ -6,7 +6,7 @@ import pytest
 
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
-from ..transparency.plans import plan_for, replayable
+from ..transparency.plans import plan_for, recomputable
 from ..transparency.trials import Trial
 from . import apex_on_ranks
 
@@ -18,12 +18,12 @@ def test_a_norm_that_keeps_its_output_equals_stock_in_every_bit(pool_of, layout)
     job = tiny_job("gpt", **layout)
     candidates = [
         plan_for(job, lambda layer: NORMS),
-        plan_for(job, lambda layer: replayable(job)),
-        plan_for(job, lambda layer: [item for item in replayable(job) if item not in NORMS]),
+        plan_for(job, lambda layer: recomputable(job)),
+        plan_for(job, lambda layer: [item for item in recomputable(job) if item not in NORMS]),
     ]
     trial = Trial(model={"memory_efficient_layer_norm": True})
     for outcomes in pool_of(job.gpus).run(apex_on_ranks.compared, job, candidates, trial):
         for outcome in outcomes:
             assert outcome.differing == []
             assert outcome.planned.frames_left == 0
-            assert outcome.planned.counts[-1].replayed > 0
+            assert outcome.planned.counts[-1].recomputed > 0

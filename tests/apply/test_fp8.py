@@ -22,7 +22,7 @@ from ..long import long
 from ..plan.strategies import plans_for, samples
 from ..te_releases import pools_with
 from ..transparency.offloaded import offloading
-from ..transparency.plans import plan_for, replayable
+from ..transparency.plans import plan_for, recomputable
 from ..transparency.test_every_bit import checked
 from ..transparency.trials import Trial, compare_with_stock
 from . import fp8_on_ranks, on_ranks
@@ -49,10 +49,10 @@ def pool_of() -> Iterator[Callable[[int], RankPool]]:
 @pytest.mark.parametrize(
     ("recipe", "like", "layout", "settings"), CASES, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_replayed_and_mixed(pool_of, recipe, like, layout, settings):
-    """Micro-batches change the scales of delayed scaling, and replays come when later ones have."""
+def test_recomputed_and_mixed(pool_of, recipe, like, layout, settings):
+    """Micro-batches change the scales of delayed scaling, and recomputes come when later ones have."""
     job = fp8_job(recipe, like, **LAYOUTS[layout])
-    everything, windows = replayable(job, gather=True), (recipe, layout) != ("tensorwise", "tp+sp")
+    everything, windows = recomputable(job, gather=True), (recipe, layout) != ("tensorwise", "tp+sp")
     candidates = [
         plan_for(job, lambda layer: NORMS, windows=False),
         plan_for(job, lambda layer: everything, windows=windows),
@@ -64,7 +64,7 @@ def test_replayed_and_mixed(pool_of, recipe, like, layout, settings):
 def test_layers_at_the_ends_that_stay_in_bf16(pool_of):
     """The plan says how many, and they are recomputed in bf16."""
     job = fp8_job("tensorwise", "gpt", fp8={"recipe": "tensorwise", "first_in_bf16": 1, "last_in_bf16": 1})
-    plan = plan_for(job, lambda layer: replayable(job))
+    plan = plan_for(job, lambda layer: recomputable(job))
     assert plan.model.in_bf16 == {"first_in_bf16": 1, "last_in_bf16": 1}
     checked(pool_of, job, [plan], Trial(steps=3))
 
@@ -92,7 +92,7 @@ def held_job(recipe: str = "delayed", **fields: Any) -> Any:
 def test_weights_that_are_held_in_fp8(pool_of, recipe, layout, replicas):
     """Parameters are wrappers around bytes: nodes save these, DDP and the optimizer find their gradients on the wrappers."""
     job = held_job(recipe, replicas=replicas, **LAYOUTS[layout])
-    everything, windows = replayable(job, gather=True), (recipe, layout) != ("tensorwise", "tp+sp")
+    everything, windows = recomputable(job, gather=True), (recipe, layout) != ("tensorwise", "tp+sp")
     candidates = [
         plan_for(job, lambda layer: NORMS, windows=False),
         plan_for(job, lambda layer: everything, windows=windows),
@@ -116,7 +116,7 @@ def test_random_plans(pool_of):
 
 def test_nothing_that_was_let_go_is_read(pool_of):
     """Bytes of FP8 that were let go are overwritten with NaN, but never the weights that all micro-batches share."""
-    for job, items, trial in ((fp8_job(), replayable(fp8_job()), {}), (fp8_job(), NORMS, {}), (held_job(), NORMS, STEPPED)):
+    for job, items, trial in ((fp8_job(), recomputable(fp8_job()), {}), (fp8_job(), NORMS, {}), (held_job(), NORMS, STEPPED)):
         plan = plan_for(job, lambda layer, items=items: items)
         [[outcome]] = pool_of(1).run(compare_with_stock, job, [plan], Trial(steps=2, canaries=True, **trial))
         assert outcome.differing == []
@@ -132,11 +132,11 @@ def test_what_is_kept_may_go_to_the_host(pool_of):
 
 
 @pytest.mark.parametrize(("wrong", "found"), [("amax", "amax_history"), *long(("scale", "weight"))])
-def test_a_wrong_replay_is_found(pool_of, wrong, found):
+def test_a_wrong_recomputation_is_found(pool_of, wrong, found):
     """Counted twice in the history, or made with the scales of now."""
     job = fp8_job(pipeline=2, microbatches=4)
-    plan = plan_for(job, lambda layer: replayable(job), windows=False)
-    differing = pool_of(2).run(fp8_on_ranks.with_wrong_replays, job, plan, Trial(steps=3), wrong)
+    plan = plan_for(job, lambda layer: recomputable(job), windows=False)
+    differing = pool_of(2).run(fp8_on_ranks.with_wrong_recomputations, job, plan, Trial(steps=3), wrong)
     assert all(any(found in name for name in names) for names in differing)
 
 

@@ -1,6 +1,6 @@
 """FP8 with block scales under plans: Transformer Engine's own Python, its compiled extension stood in for. Not run on a GPU.
 
-Nothing moves on from call to call: what a replay quantizes again is what the record had, by rows and by columns.
+Nothing moves on from call to call: what a recomputation quantizes again is what the record had, by rows and by columns.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_lynx.testbed.ranks import RankPool
 
 from ..layouts import LAYOUTS
 from ..long import long
-from ..transparency.plans import plan_for, replayable
+from ..transparency.plans import plan_for, recomputable
 from ..transparency.test_every_bit import checked
 from ..transparency.trials import Trial
 from . import fp8_on_ranks, on_ranks, te_on_ranks
@@ -56,7 +56,7 @@ CASES: list[Any] = [
 
 
 def check(pool_of: Callable[[int], RankPool], job: Job, trial: Trial) -> None:
-    everything, windows = replayable(job), not (reduces_amaxes(job.model.fp8_recipe) and job.parallel.sequence_parallel)
+    everything, windows = recomputable(job), not (reduces_amaxes(job.model.fp8_recipe) and job.parallel.sequence_parallel)
     candidates = [
         plan_for(job, lambda layer: NORMS, windows=False),
         plan_for(job, lambda layer: everything, windows=windows),
@@ -66,7 +66,7 @@ def check(pool_of: Callable[[int], RankPool], job: Job, trial: Trial) -> None:
 
 
 @pytest.mark.parametrize(("recipe", "layout", "like"), CASES)
-def test_replayed_and_mixed(pool_of, recipe, layout, like):
+def test_recomputed_and_mixed(pool_of, recipe, layout, like):
     check(pool_of, blocks_job(recipe, layout, like), Trial(steps=2))
 
 
@@ -117,7 +117,7 @@ def test_what_reduces_an_amax_in_every_call_is_planned_on_demand(recipe) -> None
 def test_what_one_gather_cannot_serve_is_refused() -> None:
     job = blocks_job("blockwise", "tp+sp")
     with pytest.raises(ValidationError, match="one gather does not serve both"):
-        plan_for(job, lambda layer: replayable(job, gather=True))
+        plan_for(job, lambda layer: recomputable(job, gather=True))
 
 
 def test_sizes_that_blocks_do_not_come_out_even_in() -> None:

@@ -25,7 +25,7 @@ from ..profiler.on_ranks import bytes_saved_by_items
 from ..te_releases import pool_with
 from ..transparency.checkpoints import checkpointed, without_copies
 from ..transparency.offloaded import offloading
-from ..transparency.plans import plan_for, replayable
+from ..transparency.plans import plan_for, recomputable
 from ..transparency.test_deferring_experts import LINEARS, into_exchanges
 from ..transparency.test_every_bit import checked
 from ..transparency.test_experts import exchanging
@@ -83,7 +83,7 @@ def job_of(recipe: str, layout: str, like: str = "llama", **fields: Any) -> Job:
 def test_experts(pool_of, recipe, layout, filled, grouped):
     """Of one grouped GEMM, or one by one; rows filled up by the router, which then travel, or before the GEMMs."""
     job = job_of(recipe, layout, experts=MIXTURE | {"filled": filled})
-    everything = replayable(job)
+    everything = recomputable(job)
     candidates = [
         plan_for(job, lambda layer: everything, windows=False),
         plan_for(
@@ -113,7 +113,7 @@ def test_checkpoints(pool_of, recipe, layout):
 def test_experts_whose_weights_are_held_in_fp8(pool_of, recipe):
     job = job_of(recipe, "EP2", experts=MIXTURE, fp8={"recipe": recipe, "parameters": True}, distributed_optimizer=True)
     model = {**STEPPED["model"], "moe_grouped_gemm": True}
-    plan = plan_for(job, lambda layer: replayable(job), windows=False)
+    plan = plan_for(job, lambda layer: recomputable(job), windows=False)
     checked(pool_of, job, [plan], Trial(steps=3, training=STEPPED["training"], model=model))
 
 
@@ -122,13 +122,13 @@ def test_experts_whose_weights_are_held_in_fp8(pool_of, recipe):
 def test_everything_at_once(pool_of, recipe):
     """Experts of a pipeline recompute, send what else they keep to the host, and fill exchanges with weight gradients."""
     job = job_of(recipe, "PP2, EP2", layers=4, experts=MIXTURE | {"filled": True})
-    replayed = plan_for(job, lambda layer: ("experts_activation",) if layer % 2 else replayable(job), windows=False)
-    away = offloading(exchanging(replayed, {}), 20_000, experts=True, pace=5_000)
+    recomputed = plan_for(job, lambda layer: ("experts_activation",) if layer % 2 else recomputable(job), windows=False)
+    away = offloading(exchanging(recomputed, {}), 20_000, experts=True, pace=5_000)
     planned = deferring(away, LINEARS, lambda wait: into_exchanges(wait) or wait == RECV_BACKWARD)
     trial = Trial(steps=3, training={"ddp": True, "optimizer": "megatron"}, model={**STEPPED["model"], "moe_grouped_gemm": True})
     for [outcome] in checked(pool_of, job, [planned], trial):
         counts = outcome.planned.counts[-1]
-        assert min(counts.replayed, counts.offloaded_bytes, counts.deferred, counts.filled) > 0
+        assert min(counts.recomputed, counts.offloaded_bytes, counts.deferred, counts.filled) > 0
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4"])
@@ -192,7 +192,7 @@ DELAYED = {"delay_wgrad_compute": True}
 )
 def test_beside_overlapped_exchanges(pool_of, recipe, layout, dispatcher, model):
     job = job_of(recipe, layout, experts=BESIDE | {"dispatcher": dispatcher})
-    everything = plan_for(job, lambda layer: replayable(job), windows=False)
+    everything = plan_for(job, lambda layer: recomputable(job), windows=False)
     activation = plan_for(job, lambda layer: ("experts_activation",), windows=False)
     candidates = [everything, activation, checkpointed(everything, "attention")]
     checked(pool_of, job, candidates, Trial(canaries=True, steps=2, model=model))
@@ -216,10 +216,10 @@ def test_rows_of_a_single_expert_are_freed_beside_overlapped_exchanges(pool_of, 
         checked(pool_of, job, [plan])
 
 
-def experts_plan(job: Job, replay: Collection[str]) -> Plan:
+def experts_plan(job: Job, recompute: Collection[str]) -> Plan:
     """Of a model with latent attention and experts."""
     usual = job.model_copy(update={"model": job.model.model_copy(update={"latent": None})})
-    raw, section = plan_for(usual, lambda _: replay, windows=False).model_dump(), job.model.halves["attention"]
+    raw, section = plan_for(usual, lambda _: recompute, windows=False).model_dump(), job.model.halves["attention"]
     assert job.model.latent is not None
     raw["model"]["latent_attention"] = job.model.latent.model_dump()
     for rule in (rule for stage in raw["stages"] for rule in stage["rules"]):
@@ -270,7 +270,7 @@ def test_other_releases(release, core):
     with pool_with(release, 2, core) as pool:
         for recipe, filled in (("delayed", False), ("blockwise", True)):
             job = job_of(recipe, "EP2", experts=MIXTURE | {"filled": filled})
-            plan = plan_for(job, lambda layer, job=job: replayable(job), windows=False)
+            plan = plan_for(job, lambda layer, job=job: recomputable(job), windows=False)
             training = {"ddp": True, "optimizer": "megatron"}
             checked(lambda _: pool, job, [plan], Trial(steps=2, training=training, model={"moe_grouped_gemm": True}))
         job = latent_job("delayed", "TP2+SP", qk_norm=True)

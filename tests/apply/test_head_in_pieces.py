@@ -15,7 +15,7 @@ from tests.apply import head_on_ranks
 from tests.apply.head_on_ranks import How, compare
 from tests.apply.on_ranks import install_and_remove
 from tests.long import long
-from tests.transparency.plans import plan_for, replayable
+from tests.transparency.plans import plan_for, recomputable
 
 PIECES = 4
 UNTIED = {"tied_embeddings": False}
@@ -61,8 +61,8 @@ def job_of(fields):
 
 
 def in_pieces(job, pieces=PIECES):
-    """A plan that replays what it can, too."""
-    plan = plan_for(job, lambda _: replayable(job, gather=True))
+    """A plan that recomputes what it can, too."""
+    plan = plan_for(job, lambda _: recomputable(job, gather=True))
     return Plan.model_validate(plan.model_copy(update={"head": Head(pieces=pieces)}).model_dump())
 
 

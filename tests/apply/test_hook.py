@@ -85,9 +85,9 @@ def test_an_error_between_two_passes_leaves_as_it_came_and_no_hook() -> None:
 
 
 @pytest.mark.parametrize("name", ["inference_context", "inference_params"])
-def test_inference_is_no_call_that_can_be_replayed(name: str) -> None:
+def test_inference_is_no_call_that_can_be_recomputed(name: str) -> None:
     """Megatron's newer name, and the one that it still takes."""
-    half = HalfPolicy(layer=3, section=MLP, replay=frozenset(["activation"]))
+    half = HalfPolicy(layer=3, section=MLP, recompute=frozenset(["activation"]))
     for value in (None, object()):
         with pytest.raises(HookRefused, match=name) if value else nullcontext():
             _check_call(half, {name: value})

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
-from ..transparency.plans import plan_for, replayable
+from ..transparency.plans import plan_for, recomputable
 from . import on_ranks
 
 
@@ -15,7 +15,7 @@ from . import on_ranks
 )
 def test_removal_restores_the_identical_objects(pool_of, layout):
     job = tiny_job("gpt", **layout)
-    plan = plan_for(job, lambda _: replayable(job, gather=True))
+    plan = plan_for(job, lambda _: recomputable(job, gather=True))
     for seen in pool_of(job.gpus).run(on_ranks.install_and_remove, job, plan):
         assert len(seen["installed"]) == len(seen["claimed"])
         assert {f"megatron.core.pipeline_parallel.schedules.{name}_step" for name in ("forward", "backward")} <= {

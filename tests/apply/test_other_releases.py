@@ -19,7 +19,7 @@ from megatron_lynx.testbed.tiny_jobs import tiny_job
 from ..long import long
 from ..te_releases import folder_of, python_path
 from ..transparency.checkpoints import ahead, checkpointed, with_rest_in_wait
-from ..transparency.plans import plan_for, replayable
+from ..transparency.plans import plan_for, recomputable
 from ..transparency.trials import Trial
 from . import on_ranks
 from .head_on_ranks import How, compare
@@ -70,8 +70,8 @@ LAYOUTS = [
 def test_planned_training_equals_stock_in_every_bit(pool_on, release, layout):
     job = tiny_job("gpt", **layout)
     plans = [
-        plan_for(job, lambda _: replayable(job), windows=False),
-        plan_for(job, lambda _: replayable(job, gather=True)),
+        plan_for(job, lambda _: recomputable(job), windows=False),
+        plan_for(job, lambda _: recomputable(job, gather=True)),
     ]
     for rank, (version, outcomes) in enumerate(pool_on(job.gpus).run(on_ranks.compare_with_stock_of_release, job, plans)):
         assert version.startswith(f"{release}.")
@@ -79,7 +79,7 @@ def test_planned_training_equals_stock_in_every_bit(pool_on, release, layout):
             assert outcome.differing == []
             assert outcome.planned.frames_left == 0
         on_demand, ahead = (outcome.planned.counts[-1] for outcome in outcomes)
-        assert (on_demand.in_windows, on_demand.replayed) == (0, ahead.replayed)
+        assert (on_demand.in_windows, on_demand.recomputed) == (0, ahead.recomputed)
         only_loss = job.chunks == 1 and rank == job.parallel.pipeline - 1 > 0
         assert ahead.in_windows > 0 or only_loss, "only a last stage without collectives has no window"
 
@@ -108,7 +108,7 @@ def test_deferred_weight_gradients_equal_stocks_in_every_bit(pool_on, release):
     job = tiny_job("gpt", tensor=2, sequence_parallel=True)
     plans = [
         deferring(plan_for(job, lambda _: ()), chosen=is_forward),
-        deferring(plan_for(job, lambda _: replayable(job, gather=True))),
+        deferring(plan_for(job, lambda _: recomputable(job, gather=True))),
     ]
     trial = Trial(steps=2, training={"ddp": True, "overlap_grad_reduce": True}, model={"gradient_accumulation_fusion": True})
     for version, outcomes in pool_on(2).run(on_ranks.compare_with_stock_of_release, job, plans, trial):
@@ -121,7 +121,7 @@ def test_deferred_weight_gradients_equal_stocks_in_every_bit(pool_on, release):
 def test_a_run_is_refused_there_too(pool_on):
     """Fields of TransformerConfig differ by release; what this one has is found."""
     job = tiny_job()
-    [refusal] = pool_on(1).run(on_ranks.refused, job, plan_for(job, lambda _: replayable(job)), on_ranks.rewrite_function)
+    [refusal] = pool_on(1).run(on_ranks.refused, job, plan_for(job, lambda _: recomputable(job)), on_ranks.rewrite_function)
     assert [place.rpartition(":")[2] for place in refusal.places] == ["MLP.forward", "_batched_p2p_ops"]
     assert refusal.changed == []
 
@@ -132,12 +132,12 @@ def test_what_a_release_brought_is_refused(pool_on, release):
         pytest.skip(f"nothing of that kind came with {release}")
     job = tiny_job()
     spoil = partial(on_ranks.set_config, **features)
-    [refusal] = pool_on(1).run(on_ranks.refused, job, plan_for(job, lambda _: replayable(job)), spoil)
+    [refusal] = pool_on(1).run(on_ranks.refused, job, plan_for(job, lambda _: recomputable(job)), spoil)
     assert {*refusal.places} == {f"config.{name}" for name in features}
 
 
 def test_no_tensor_stays_on_a_layer(pool_on):
-    """Since 0.19 the MLP half keeps its input on the layer until it ends. A replay ends before: one tensor per layer stayed."""
+    """Since 0.19 the MLP half keeps its input on the layer until it ends. A recomputation ends before: one tensor per layer stayed."""
     job = tiny_job()
-    [left] = pool_on(1).run(on_ranks.tensors_left_on_layers, job, plan_for(job, lambda _: replayable(job)))
+    [left] = pool_on(1).run(on_ranks.tensors_left_on_layers, job, plan_for(job, lambda _: recomputable(job)))
     assert left == []

@@ -20,7 +20,7 @@ from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 from ..transparency.offloaded import offloading
-from ..transparency.plans import plan_for, replayable
+from ..transparency.plans import plan_for, recomputable
 from ..transparency.test_experts import exchanging
 from ..transparency.test_overlapped import job_of as overlapped_job
 from . import on_ranks
@@ -42,7 +42,7 @@ FEATURES = {
 
 
 def plan_of(job):
-    return plan_for(job, lambda _: replayable(job))
+    return plan_for(job, lambda _: recomputable(job))
 
 
 def refused(pool_of, job, spoil, plan=None):
@@ -84,9 +84,9 @@ def test_experts_of_another_make(pool_of):
 
 
 def test_experts_that_cannot_be_looked_into(pool_of):
-    """Where a plan replays nothing of them, and sends nothing of them to the host, they may be of any make."""
+    """Where a plan recomputes nothing of them, and sends nothing of them to the host, they may be of any make."""
     job = tiny_job(experts=EXPERTS)
-    kept = plan_for(job, lambda _: DENSE["attention"].replayable)
+    kept = plan_for(job, lambda _: DENSE["attention"].recomputable)
     for plan in (plan_of(job), offloading(kept, 1000, experts=True)):
         [refusal] = refused(pool_of, job, on_ranks.experts_of_my_own, plan)
         places = [
@@ -343,7 +343,7 @@ def test_weight_gradients_of_experts_that_cannot_be_deferred(pool_of):
     plan = deferring(plan, linears=MIXTURE.linears, chosen=lambda wait: "fwd" in wait, most_bytes=1000)
     for refusal in refused(pool_of, job, on_ranks.experts_of_my_own, plan):
         assert "config.moe_shared_expert_overlap" in refusal.places
-        assert "needed off where a plan replays, offloads or defers inside experts" in str(refusal.error)
+        assert "needed off where a plan recomputes, offloads or defers inside experts" in str(refusal.error)
         assert "what one micro-batch of experts_fc" in str(refusal.error)
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_lynx.errors import ReplayError
+from megatron_lynx.errors import RecomputeError
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
-from ..transparency.plans import plan_for, replayable
+from ..transparency.plans import plan_for, recomputable
 from . import steps_on_ranks
 
 LAYOUTS = [{}, {"tensor": 2, "sequence_parallel": True}, {"pipeline": 2, "layers_per_chunk": 1, "microbatches": 4}]
 
 
-def replaying(job):
-    return plan_for(job, lambda _: replayable(job))
+def recomputing(job):
+    return plan_for(job, lambda _: recomputable(job))
 
 
 def keeping(job):
@@ -22,7 +22,7 @@ def keeping(job):
 
 
 def stock_and_planned(pool_of, job, trains):
-    return pool_of(job.gpus).run(steps_on_ranks.stock_and_planned, job, replaying(job), trains)
+    return pool_of(job.gpus).run(steps_on_ranks.stock_and_planned, job, recomputing(job), trains)
 
 
 @pytest.mark.parametrize("trains", [steps_on_ranks.fails_in_forward, steps_on_ranks.fails_in_backward])
@@ -42,7 +42,7 @@ def test_evaluation_records_nothing(pool_of, layout):
     for seen in stock_and_planned(pool_of, job, steps_on_ranks.evaluates):
         assert (seen["differing"], seen["busy"], seen["frames"]) == ([], False, 0)
         # The one step's frames: forward only with gradients on records too, as stock saves then, and lets it all go.
-        assert seen["counts"].replayed == 2 * job.layers_on(0) * job.microbatches
+        assert seen["counts"].recomputed == 2 * job.layers_on(0) * job.microbatches
 
 
 @pytest.mark.parametrize("trains", [steps_on_ranks.with_user_hooks, steps_on_ranks.with_nvtx])
@@ -53,18 +53,18 @@ def test_hooks_and_ranges_of_others(pool_of, layout, trains):
 
 
 REFUSED = [
-    (steps_on_ranks.saved_tensors_hooks, ReplayError, "saved_tensors_hooks"),
-    (steps_on_ranks.gradient_of_some, ReplayError, "torch.autograd.grad"),
-    (steps_on_ranks.backward_twice, ReplayError, "retain_graph"),
-    (steps_on_ranks.second_derivative, ReplayError, "create_graph"),
+    (steps_on_ranks.saved_tensors_hooks, RecomputeError, "saved_tensors_hooks"),
+    (steps_on_ranks.gradient_of_some, RecomputeError, "torch.autograd.grad"),
+    (steps_on_ranks.backward_twice, RecomputeError, "retain_graph"),
+    (steps_on_ranks.second_derivative, RecomputeError, "create_graph"),
 ]
 
 
 @pytest.mark.parametrize(("asks", "kind", "named"), REFUSED, ids=lambda value: getattr(value, "__name__", ""))
-def test_what_a_replay_cannot_give(pool_of, asks, kind, named):
+def test_what_a_recomputation_cannot_give(pool_of, asks, kind, named):
     """The refusal says what was found and leaves nothing; the next step is stock's."""
     job = tiny_job()
-    [seen] = pool_of(1).run(steps_on_ranks.asked_for_too_much, job, replaying(job), asks)
+    [seen] = pool_of(1).run(steps_on_ranks.asked_for_too_much, job, recomputing(job), asks)
     assert type(seen["error"]) is kind
     assert named in str(seen["error"])
     assert all("layer" in problem.where or "(" in problem.where for problem in seen["error"].problems)

@@ -20,7 +20,7 @@ from megatron_lynx.testbed.tiny_jobs import tiny_job
 from ..long import long
 from ..te_releases import pool_with, pools_with
 from ..transparency.offloaded import offloading
-from ..transparency.plans import plan_for, replayable
+from ..transparency.plans import plan_for, recomputable
 from ..transparency.test_deferring_experts import LINEARS, into_exchanges, plans
 from ..transparency.test_experts import STATEFUL
 from ..transparency.test_weight_gradients import counts_of
@@ -44,12 +44,12 @@ def te_job(recipe: str | None, like: Any, layout: str) -> Job:
 
 
 def plans_of(job: Job) -> list[Plan]:
-    """Kept, deferred into whatever comes later; and replayed."""
+    """Kept, deferred into whatever comes later; and recomputed."""
     gather = job.parallel.sequence_parallel
     windows = not (gather and job.model.fp8_recipe == "tensorwise")  # its amaxes are reduced in every call
-    replayed = plan_for(job, lambda layer: replayable(job, gather=gather), windows=windows)
+    recomputed = plan_for(job, lambda layer: recomputable(job, gather=gather), windows=windows)
     later = (lambda wait: True) if job.parallel.tensor == 1 else is_forward
-    return [deferring(plan_for(job, lambda layer: ()), chosen=later), deferring(replayed)]
+    return [deferring(plan_for(job, lambda layer: ()), chosen=later), deferring(recomputed)]
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +112,8 @@ def experts_job() -> Job:
 def check_experts(pool_of: Callable[[int], RankPool], *, grouped: bool) -> None:
     """Every linear of a layer, while tokens travel; with few bytes; reduced in backward. Other tokens in every step."""
     job = experts_job()
-    kept, replayed = plans(job)
-    candidates = [deferring(kept, LINEARS, into_exchanges), deferring(replayed, LINEARS, into_exchanges, most_bytes=9_000)]
+    kept, recomputed = plans(job)
+    candidates = [deferring(kept, LINEARS, into_exchanges), deferring(recomputed, LINEARS, into_exchanges, most_bytes=9_000)]
     model = FUSED | STATEFUL | {"moe_grouped_gemm": grouped}
     trial = Trial(training=OVERLAPPED | {"optimizer": "megatron"}, model=model, steps=3)
     entries = len(LINEARS) if grouped else len(LINEARS) + len(EXPERTS_LINEARS)

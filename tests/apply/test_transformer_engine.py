@@ -28,7 +28,7 @@ from ..te_releases import pool_with, pools_with
 from ..transparency import test_benefit as benefit
 from ..transparency.checkpoints import ahead, checkpointed, with_rest_in_wait
 from ..transparency.offloaded import offloading
-from ..transparency.plans import plan_for, replayable
+from ..transparency.plans import plan_for, recomputable
 from ..transparency.test_every_bit import checked
 from ..transparency.test_experts import STATEFUL
 from ..transparency.timeline import timelines
@@ -60,10 +60,10 @@ def pool_of() -> Iterator[Callable[[int], RankPool]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_kept_replayed_and_mixed(pool_of, layout):
+def test_kept_recomputed_and_mixed(pool_of, layout):
     """Dropout is on. A norm alone is regenerated without its linear; with sequence parallelism its output is gathered once."""
     job = te_job(**LAYOUTS[layout])
-    everything = replayable(job, gather=True)
+    everything = recomputable(job, gather=True)
     candidates = [
         plan_for(job, lambda layer: ()),
         plan_for(job, lambda layer: NORMS, windows=False),
@@ -84,7 +84,7 @@ def test_random_plans(pool_of, layout):
 def test_weight_gradients_are_fused_and_reduced_in_backward(pool_of):
     """The weight reaches backward as itself: its flag would land on a copy else, and Megatron's DDP assert (rule R11)."""
     job = te_job("llama", tensor=2, sequence_parallel=True, dtype="bf16")
-    checked(pool_of, job, [plan_for(job, lambda layer: replayable(job, gather=True))], FUSED)
+    checked(pool_of, job, [plan_for(job, lambda layer: recomputable(job, gather=True))], FUSED)
 
 
 @pytest.mark.parametrize("grouped", [False, True], ids=["one by one", "grouped"])
@@ -92,7 +92,7 @@ def test_experts(pool_of, grouped):
     """Each with linears of its own, or one grouped GEMM for all of a rank; shared experts' input is gathered once."""
     experts = {"count": 4, "per_token": 2, "ffn": 32, "shared_ffn": 32, "layers": ("2-4",)}
     job = te_job(tensor=2, sequence_parallel=True, expert=2, expert_tensor=1, experts=experts, bias=False)
-    candidates = [plan_for(job, lambda layer: NORMS, windows=False), plan_for(job, lambda layer: replayable(job, gather=True))]
+    candidates = [plan_for(job, lambda layer: NORMS, windows=False), plan_for(job, lambda layer: recomputable(job, gather=True))]
     training = {"ddp": True, "optimizer": "megatron"}
     checked(pool_of, job, candidates, Trial(training=training, model={"moe_grouped_gemm": grouped}))
 
@@ -110,11 +110,11 @@ def test_bytes_of_grouped_experts(pool_of):
 
 @pytest.mark.parametrize("grouped", [True, *long(False)])
 def test_offloaded_experts(pool_of, grouped):
-    """What they save goes to the host, beside replays and without; other tokens in every step, at last none for two of four.
+    """What they save goes to the host, beside recomputations and without; other tokens in every step, at last none for two of four.
     Copies are late by random times, and what nobody may read any more is overwritten."""
     job = te_job(layers=2, experts={"count": 4, "per_token": 2, "ffn": 32}, bias=False, **LAYOUTS["PP2"])
-    kept, replayed = plan_for(job, lambda layer: ()), plan_for(job, lambda layer: ("experts_fc1", "experts_activation"))
-    candidates = [offloading(kept, 1 << 20), *(offloading(plan, 1 << 20, experts=True) for plan in (kept, replayed))]
+    kept, recomputed = plan_for(job, lambda layer: ()), plan_for(job, lambda layer: ("experts_fc1", "experts_activation"))
+    candidates = [offloading(kept, 1 << 20), *(offloading(plan, 1 << 20, experts=True) for plan in (kept, recomputed))]
     for starved in (False, True):
         trial = Trial(steps=2, tampered=True, model=STATEFUL | {"moe_grouped_gemm": grouped}, starved=starved)
         first, _ = checked(pool_of, job, candidates, trial)
@@ -127,14 +127,14 @@ def test_sharded_by_its_own_adam(pool_of):
     job = te_job("llama", replicas=2, distributed_optimizer=True, dtype="bf16")
     overlapped = {**FUSED.training, "overlap_param_gather": True, "optimizer": "megatron"}
     trial = replace(FUSED, steps=3, training=overlapped, compared="weights")
-    checked(pool_of, job, [plan_for(job, lambda layer: replayable(job))], trial)
+    checked(pool_of, job, [plan_for(job, lambda layer: recomputable(job))], trial)
     assert pool_of(2).run(te_on_ranks.adam) == ["transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"] * 2
 
 
 def test_two_chunks_on_each_stage(pool_of):
-    """All replayed, in every micro-batch and in every other one; some, and some of the rest on the host."""
+    """All recomputed, in every micro-batch and in every other one; some, and some of the rest on the host."""
     job = te_job(layers_per_chunk=1, **LAYOUTS["PP2"])
-    everything, mixed = replayable(job), lambda layer: [*NORMS, "core_attention"] if layer % 2 else ()
+    everything, mixed = recomputable(job), lambda layer: [*NORMS, "core_attention"] if layer % 2 else ()
     candidates = [
         plan_for(job, lambda layer: everything),
         plan_for(job, lambda layer: everything, whole={"of_every": 2, "first": 1}),
@@ -149,7 +149,7 @@ def test_two_chunks_that_gather(pool_of):
     """Tensor and sequence parallel as well, and chunks that are not all alike."""
     job = te_job(layers=6, partition=(1, 2, 2, 1), pipeline=2, microbatches=4, **LAYOUTS["TP2+SP"])
     mixed = plan_for(job, lambda layer: [*NORMS, "core_attention"] if layer % 2 else ())
-    checked(pool_of, job, [plan_for(job, lambda layer: replayable(job, gather=True))])
+    checked(pool_of, job, [plan_for(job, lambda layer: recomputable(job, gather=True))])
     for rank in checked(pool_of, job, [offloading(mixed, 20_000)], Trial(steps=1)):
         assert rank[0].planned.counts[-1].offloaded_bytes > 0
 
@@ -157,7 +157,7 @@ def test_two_chunks_that_gather(pool_of):
 def test_nothing_that_was_let_go_is_read(pool_of):
     """What a norm saved is overwritten with NaN before backward (rule R10)."""
     job = te_job(tensor=2)
-    for candidate in (replayable(job), NORMS):
+    for candidate in (recomputable(job), NORMS):
         plan = plan_for(job, lambda layer, items=candidate: items)
         for [outcome] in pool_of(2).run(compare_with_stock, job, [plan], Trial(canaries=True)):
             assert outcome.differing == []
@@ -165,9 +165,9 @@ def test_nothing_that_was_let_go_is_read(pool_of):
 
 
 def test_query_and_key_norms(pool_of):
-    """They are code behind `linear_qkv`, in nodes of Transformer Engine's operation fuser: replayed with `rotary`, and let go."""
+    """They are code behind `linear_qkv`, in nodes of Transformer Engine's operation fuser: recomputed with `rotary`, and let go."""
     job = te_job("llama", tensor=2)
-    plans = [plan_for(job, lambda layer: replayable(job)), plan_for(job, lambda layer: ["rotary"])]
+    plans = [plan_for(job, lambda layer: recomputable(job)), plan_for(job, lambda layer: ["rotary"])]
     for outcomes in pool_of(2).run(compare_with_stock, job, plans, Trial(canaries=True, model={"qk_layernorm": True})):
         for outcome in outcomes:
             assert outcome.differing == []
@@ -221,10 +221,10 @@ def test_tasks_run_beside_its_collectives(pool_of, layout):
     """Each of them is issued before, and waited for behind, what the plan puts into its window."""
     job = te_job("llama", layers=2, **LAYOUTS[layout])
     waits = benefit.collectives(*((2, 3) if job.parallel.sequence_parallel else (1, 1)))
-    replaying = plan_for(job, lambda layer: replayable(job, gather=True))
-    found = benefit.checked(pool_of, job, [replaying, *benefit.weight_gradients(benefit.kept(job), waits)])
+    recomputing = plan_for(job, lambda layer: recomputable(job, gather=True))
+    found = benefit.checked(pool_of, job, [recomputing, *benefit.weight_gradients(benefit.kept(job), waits)])
     assert benefit.windows_of(found, "weight gradient") == {*waits}
-    assert benefit.windows_of(found, "replay") == {waits[-1], waits[-1].replace("mlp", "attention")}
+    assert benefit.windows_of(found, "recompute") == {waits[-1], waits[-1].replace("mlp", "attention")}
 
 
 def fp8_job():
@@ -261,7 +261,7 @@ def test_a_norm_alone_runs_no_gemm(pool_of):
 
 
 def test_what_fused_attention_takes_from_the_generator_is_taken_again(pool_of):
-    """A seed and an offset, which it saves though nothing drops out. A replay of it finds the same, and leaves no trace."""
+    """A seed and an offset, which it saves though nothing drops out. A recomputation of it finds the same, and leaves no trace."""
     job = te_job("llama", attention_dropout=0.0, hidden_dropout=0.0)
     plan = plan_for(job, lambda layer: ["core_attention"] if layer == 1 else NORMS)
     [(taken, ends)] = pool_of(1).run(te_on_ranks.drawn_without_dropout, job, plan)
@@ -276,7 +276,7 @@ def test_what_fused_attention_takes_from_the_generator_is_taken_again(pool_of):
 def test_the_same_collectives_as_stock(pool_of):
     """Nothing is gathered or reduced twice, and a norm's output once less often: not again for the weight gradient."""
     job = te_job(tensor=2, sequence_parallel=True)
-    both = [plan_for(job, lambda layer: replayable(job)), plan_for(job, lambda layer: replayable(job, gather=True))]
+    both = [plan_for(job, lambda layer: recomputable(job)), plan_for(job, lambda layer: recomputable(job, gather=True))]
     for kept, gathered in pool_of(2).run(compare_with_stock, job, both, Trial(counted=True)):
         assert sorted(kept.planned.collectives) == sorted(kept.stock.collectives)
         assert sorted(gathered.planned.collectives) == sorted(gathered.stock.collectives)
@@ -286,7 +286,7 @@ def test_the_same_collectives_as_stock(pool_of):
 def test_other_releases_are_held_and_equal_stock(te, core):
     job = te_job("llama", tensor=2, sequence_parallel=True, dtype="bf16")
     candidates = [
-        plan_for(job, lambda layer: replayable(job, gather=True)),
+        plan_for(job, lambda layer: recomputable(job, gather=True)),
         plan_for(job, lambda layer: [*NORMS, "core_attention"]),
     ]
     with pool_with(te, 2, core) as pool:
@@ -294,7 +294,7 @@ def test_other_releases_are_held_and_equal_stock(te, core):
         checked(lambda ranks: pool, job, candidates, FUSED)
         for recipe in ("delayed", "tensorwise"):
             in_fp8 = te_job("llama", tensor=2, dtype="bf16", fp8={"recipe": recipe})
-            everything = replayable(in_fp8)
+            everything = recomputable(in_fp8)
             checked(lambda ranks: pool, in_fp8, [plan_for(in_fp8, lambda layer, items=everything: items)])
 
 
@@ -304,7 +304,7 @@ def test_every_name_is_found_held_and_given_back(pool_of):
 
 def check_held(pool: RankPool) -> None:
     job = te_job(tensor=2, sequence_parallel=True)
-    for seen in pool.run(te_on_ranks.held, job, plan_for(job, lambda layer: replayable(job, gather=True))):
+    for seen in pool.run(te_on_ranks.held, job, plan_for(job, lambda layer: recomputable(job, gather=True))):
         assert seen.stale == []
         assert {name for name in seen.claimed if name.startswith("transformer_engine.")} == {
             f"transformer_engine.pytorch.module.{module}_along_first_dim"

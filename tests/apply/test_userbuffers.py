@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 
-from megatron_lynx.anatomy import COLUMN_PARALLEL, REPLAYABLE
+from megatron_lynx.anatomy import COLUMN_PARALLEL, RECOMPUTABLE
 from megatron_lynx.config.job import Job
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.ranks import RankPool
@@ -31,7 +31,7 @@ LAYOUTS = {
     "TP2xPP2+SP": {"tensor": 2, "pipeline": 2, "microbatches": 4},
     "TP2xPP2xVPP2+SP": {"tensor": 2, "pipeline": 2, "layers_per_chunk": 1, "microbatches": 4},
 }
-MAY_RUN_AGAIN = tuple(item for item in REPLAYABLE if item not in COLUMN_PARALLEL)
+MAY_RUN_AGAIN = tuple(item for item in RECOMPUTABLE if item not in COLUMN_PARALLEL)
 NORMS = ("input_layernorm", "pre_mlp_layernorm")
 
 
@@ -49,7 +49,7 @@ def pool_of() -> Iterator[Callable[[int], RankPool]]:
 def test_every_bit_is_as_in_stock_with_userbuffers(pool_of, layout, like):
     job = job_with(like, **LAYOUTS[layout])
     everything = uniform_plan(job)
-    assert {item for stage in everything.stages for rule in stage.rules for item in rule.replay} == set(MAY_RUN_AGAIN)
+    assert {item for stage in everything.stages for rule in stage.rules for item in rule.recompute} == set(MAY_RUN_AGAIN)
     candidates = [
         everything,
         uniform_plan(job, windows=False),
@@ -66,9 +66,9 @@ def test_beside_overlapped_exchanges_of_experts(pool_of):
     layout = {"tensor": 2, "expert": 2, "expert_tensor": 1}
     job = job_with(**layout, experts=experts, bias=False, dtype="bf16")
     plan = uniform_plan(job, windows=False)
-    replayed = {item for stage in plan.stages for rule in stage.rules for item in rule.replay}
-    assert {"core_attention", "experts_fc1", "experts_activation"} <= replayed
-    assert not {"linear_qkv", "pre_mlp_layernorm"} & replayed
+    recomputed = {item for stage in plan.stages for rule in stage.rules for item in rule.recompute}
+    assert {"core_attention", "experts_fc1", "experts_activation"} <= recomputed
+    assert not {"linear_qkv", "pre_mlp_layernorm"} & recomputed
     checked(pool_of, job, [plan])
 
 

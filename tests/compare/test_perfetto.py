@@ -14,8 +14,8 @@ STEP = [
     span("window", 0.5, 1.0, window="fwd.mlp.0@1"),
     span("backward", 1.0, 3.0),
     span("window", 1.5, 2.5, window="bwd.mlp.0@1"),
-    span("replay", 1.5, 2.0, half="attention", window="bwd.mlp.0@1"),
-    span("replay", 3.0, 3.5, half="attention", window="on_demand"),
+    span("recompute", 1.5, 2.0, half="attention", window="bwd.mlp.0@1"),
+    span("recompute", 3.0, 3.5, half="attention", window="on_demand"),
     span("recv", 3.5, 4.0, layer=None, half=None, window="pipe.recv_backward"),
 ]
 
@@ -32,9 +32,14 @@ def test_trace_file(tmp_path):
     assert len(bars) == len(STEP) + 2
 
     exposed = next(bar for bar in bars if bar["args"].get("window") == "on_demand")
-    assert (exposed["name"], exposed["ts"], exposed["dur"], exposed["cname"]) == ("replay attention(1)", 3e6, 0.5e6, "terrible")
+    assert (exposed["name"], exposed["ts"], exposed["dur"], exposed["cname"]) == (
+        "recompute attention(1)",
+        3e6,
+        0.5e6,
+        "terrible",
+    )
     assert exposed["args"] == {"layer": 1, "half": "attention", "micro_batch": 0, "window": "on_demand"}
-    assert {threads[bar["pid"], bar["tid"]] for bar in bars} == {"compute", "replay", "communication", "gather"}
+    assert {threads[bar["pid"], bar["tid"]] for bar in bars} == {"compute", "recompute", "communication", "gather"}
 
 
 def test_copies_have_threads_of_their_own(tmp_path):

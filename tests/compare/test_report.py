@@ -12,7 +12,7 @@ from tests.measure.samples import MIB, measurement, setting
 GOLDEN = """\
 # tiny-gpt, TP 2, 2 micro-batches
 
-| setting | step | quartiles | ratio to none | resident | peak | exposed | replays hidden / on demand | gradients equal \
+| setting | step | quartiles | ratio to none | resident | peak | exposed | recomputations hidden / on demand | gradients equal \
 |
 | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |
 | stock none | 1.1 s | 1.05 s - 1.55 s | 1.000 | 100.00 MiB | 120.00 MiB | - | - | reference |
@@ -38,9 +38,9 @@ median.
 * Bytes: what PyTorch's CPU allocator reports through the profiler, exact to the byte, above the level at the step's \
 start, in a step that was not timed, the same for all settings; resident is the most at the end of a forward pass, peak \
 the most at any moment; the rank that needs most.
-* Exposed: step - step(stock none), medians; replays: of all ranks in one step.
-* ours on demand: 250 ms of one step's trace are replays on demand.
-* ours in windows: 20 ms of one step's trace are replays on demand.
+* Exposed: step - step(stock none), medians; recomputations: of all ranks in one step.
+* ours on demand: 250 ms of one step's trace are recomputations on demand.
+* ours in windows: 20 ms of one step's trace are recomputations on demand.
 * Not run: stock mlp: recurses without end in this release.
 """
 

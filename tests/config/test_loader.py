@@ -339,7 +339,7 @@ HALF = """\
   full: {forward_us: 1, backward_us: 3}
   kept: {forward_us: 1, backward_us: 2}
   partly: {forward_us: 1, backward_us: 3}
-  replayed: {forward_us: 1, backward_us: 4}
+  recomputed: {forward_us: 1, backward_us: 4}
 """
 HOST = f"cpu: a CPU\nlocal:\n  made_by: a person\n  attention:\n{indent(HALF, '  ')}  mlp:\n{indent(HALF, '  ')}"
 
@@ -358,14 +358,14 @@ def test_a_host_file_has_figures_of_both_kinds_of_layers(tmp_path: Path) -> None
     slower = layer.replace("backward_us: 4", "backward_us: 9")
     host_time = load_job(with_host(tmp_path, f"cpu: a CPU\nlocal:\n{layer}transformer_engine:\n{slower}")).cluster.host_time
     assert host_time is not None
-    replayed_us = [host_time.of(kind).mlp.replayed.backward_us for kind in host_time.measured]
-    assert replayed_us == [4, 9]
+    recomputed_us = [host_time.of(kind).mlp.recomputed.backward_us for kind in host_time.measured]
+    assert recomputed_us == [4, 9]
 
 
 def test_a_cluster_names_the_host_time_of_its_nodes(tmp_path: Path) -> None:
     host_time = load_job(with_host(tmp_path, HOST)).cluster.host_time
     assert host_time is not None
-    assert host_time.of("local").mlp.under("replayed").backward_s == pytest.approx(4e-6)
+    assert host_time.of("local").mlp.under("recomputed").backward_s == pytest.approx(4e-6)
     assert load_job(with_host(tmp_path, HOST), {"cluster.memory_gib": 4}).cluster.host_time == host_time
 
 

@@ -1,4 +1,4 @@
-"""What a plan really replays and holds, on a rank. Megatron is imported inside, after the rank's stand-in is in place."""
+"""What a plan really recomputations and holds, on a rank. Megatron is imported inside, after the rank's stand-in is in place."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Counted:
     flops: int
     resident_bytes: int
     frames: int
-    """Halves that were replayed."""
+    """Halves that were recomputed."""
     hidden: int
-    """Those of them that were replayed in a window."""
+    """Those of them that were recomputed in a window."""
     state_bytes: int
     """One random state."""
 
@@ -66,7 +66,7 @@ def _count(job: Job, plan: Plan | None) -> Counted:
     resident = count_step(step, "cpu", training.parameters().values()).resident_bytes
     if installation is not None:
         installation.remove()
-    return Counted(counter.get_total_flops(), resident, counts.replayed, counts.in_windows, torch.get_rng_state().nbytes)
+    return Counted(counter.get_total_flops(), resident, counts.recomputed, counts.in_windows, torch.get_rng_state().nbytes)
 
 
 def parameters_of_experts(rank: int, job: Job) -> tuple[int, int, int]:

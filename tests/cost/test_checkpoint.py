@@ -10,7 +10,7 @@ from megatron_lynx.config.loader import job_path, load_job
 from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.cost.in_hand import less_in_hand_bytes
 from megatron_lynx.cost.memory import COLUMNS, peak_bytes
-from megatron_lynx.cost.replay import Checkpoint
+from megatron_lynx.cost.recompute import Checkpoint
 from megatron_lynx.cost.section import PricedSection, priced
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
@@ -51,8 +51,8 @@ def test_what_communicates_again_takes_its_time() -> None:
     assert attention.communicates_s == pytest.approx(gather_s + scatter_s)
     assert mlp.communicates_s == pytest.approx(window_lengths_s(profile, "fwd", MLP, profile.message_bytes)[0])
     items = profile.attention.items
-    assert attention.replay_s == pytest.approx(sum(item.forward_s for item in items.values()))
-    assert mlp.replay_s == pytest.approx(
+    assert attention.recompute_s == pytest.approx(sum(item.forward_s for item in items.values()))
+    assert mlp.recompute_s == pytest.approx(
         sum(profile.mlp.items[name].forward_s for name in ("pre_mlp_layernorm", "linear_fc1", "activation"))
     )
 

@@ -47,4 +47,4 @@ def test_trade_offs_of_shared_experts_beside_dense_layers() -> None:
     job = mixtral(tensor=2, sequence_parallel=True)
     experts = job.model.experts.model_copy(update={"shared_ffn": 1024, "layers": ("9-32",)})
     job = job.model_copy(update={"model": job.model.model_copy(update={"experts": experts})})
-    assert any("shared_fc1" in one.replay for one in pareto_front(analytic_profile(job)))
+    assert any("shared_fc1" in one.recompute for one in pareto_front(analytic_profile(job)))

@@ -7,7 +7,7 @@ import pytest
 from megatron_lynx.anatomy import DENSE, HALVES
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Parallel
-from megatron_lynx.cost.replay import replay_of
+from megatron_lynx.cost.recompute import recomputation_of
 from megatron_lynx.kinds.planning import flops_of, half_tensors
 from megatron_lynx.profiler.shape import LayerShape
 
@@ -29,11 +29,11 @@ LLAMA2 = Model(
 )
 
 
-def in_sbh(shape, half, replay=()):
+def in_sbh(shape, half, recompute=()):
     """Resident bytes of a half over sbh, without the statistics of norms and attention: a few elements for each row."""
     large = [tensor for tensor in half_tensors(shape, half) if tensor.bytes >= shape.input_bytes // 16]
     unit = shape.model.seq * shape.micro * shape.model.hidden
-    return (shape.input_bytes + replay_of(DENSE[half], large, replay).stays_bytes) / unit
+    return (shape.input_bytes + recomputation_of(DENSE[half], large, recompute).stays_bytes) / unit
 
 
 @pytest.mark.parametrize("micro", [1, 4])

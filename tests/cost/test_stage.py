@@ -28,7 +28,7 @@ LARGE = HalfMemory(resident=10, regenerated=40, tail=12)
 LARGE_AHEAD = HalfMemory(resident=10, regenerated=40, tail=12, ahead=(40, 0, 0, 0))
 
 
-def test_peak_without_a_replay_is_what_all_hold():
+def test_peak_without_a_recomputation_is_what_all_hold():
     kept = HalfMemory(resident=50, regenerated=0, tail=12)
     assert peak_bytes([kept] * 4, in_flight=1) == 200
     assert peak_bytes([kept] * 4, in_flight=3) == 600

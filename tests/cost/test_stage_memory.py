@@ -238,7 +238,7 @@ LAYOUTS = st.tuples(
 
 @settings(max_examples=25, deadline=None)
 @given(LAYOUTS, st.floats(0, 1), st.floats(0, 1))
-def test_more_offloaded_is_less_held_and_more_replayed_is_less_kept(layout, one: float, other: float) -> None:
+def test_more_offloaded_is_less_held_and_more_recomputed_is_less_kept(layout, one: float, other: float) -> None:
     """Whatever the layout; and a stage asked for alone is the one among all."""
     (model, layers), tensor, context, pipeline, chunks = layout
     parallel = {"tensor": tensor, "context": context, "pipeline": pipeline, "sequence_parallel": tensor > 1}

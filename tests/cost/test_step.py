@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from megatron_lynx.anatomy import HALVES
 from megatron_lynx.config.parallel import Overlap
-from megatron_lynx.cost.layer import replayed_items
+from megatron_lynx.cost.layer import recomputed_items
 from megatron_lynx.cost.stage import StageSeconds, of_every_stage, step_s
 from megatron_lynx.cost.stage_memory import chunk_bytes
-from megatron_lynx.cost.step import replaying_stage_s, step_seconds
+from megatron_lynx.cost.step import recomputing_stage_s, step_seconds
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.roofline import fewest_in_a_node
@@ -34,7 +34,7 @@ def test_plain_1f1b_agrees_with_the_planners_formula():
     job = priced(tiny_job(pipeline=4, microbatches=6))
     profile = made_up_profile(job, link_s=1e-4)
     shape = LayerShape.of(job)
-    stages = [replaying_stage_s(job, profile, stage) for stage in range(4)]
+    stages = [recomputing_stage_s(job, profile, stage) for stage in range(4)]
     step = step_seconds(job, profile)
     assert step.update_s == step.copies_s == 0, "the testbed has neither rates nor a PCIe link"
     assert step.total_s == pytest.approx(step_s(stages, 6, profile.link_s("p2p", shape.input_bytes)))
@@ -49,15 +49,15 @@ def test_interleaving_divides_the_bubble():
 
 
 @pytest.mark.parametrize("policy", ["selective", "balanced", "full"])
-def test_a_policy_costs_what_it_replays(policy):
+def test_a_policy_costs_what_it_recomputes(policy):
     job = priced(tiny_job(tensor=2), policy)
     profile = made_up_profile(job, link_s=0.25)
-    stock, replaying = (replaying_stage_s(each, profile, 0) for each in (priced(job), job))
+    stock, recomputing = (recomputing_stage_s(each, profile, 0) for each in (priced(job), job))
     items = {name: item for half in HALVES for name, item in profile.half(half).items.items()}
-    replayed = sum(items[name].forward_s for name in replayed_items(policy) if name in items)
+    recomputed = sum(items[name].forward_s for name in recomputed_items(policy) if name in items)
     collectives = 2 * 0.25 if policy == "full" else 0.0
-    assert replaying.forward_s == stock.forward_s
-    assert replaying.backward_s - stock.backward_s == pytest.approx(job.model.layers * (replayed + collectives))
+    assert recomputing.forward_s == stock.forward_s
+    assert recomputing.backward_s - stock.backward_s == pytest.approx(job.model.layers * (recomputed + collectives))
 
 
 def test_copies_cost_nothing_until_they_outlast_a_forward():
@@ -109,7 +109,7 @@ def test_the_formula_agrees_with_the_simulator_on_uneven_stages(microbatches):
     """Embedding and head make the ends of the pipeline slower; messages and updates are left out."""
     job = catalogued_job(gpus=16, batch=microbatches)
     profile = analytic_profile(job)
-    stages = [replaying_stage_s(job, profile, stage) for stage in range(8)]
+    stages = [recomputing_stage_s(job, profile, stage) for stage in range(8)]
     passes = [[plain_passes(stage.forward_s / job.chunks, stage.backward_s / job.chunks)] * job.chunks for stage in stages]
     simulated = simulate(with_flushes(8, microbatches, job.chunks), passes).step_s
     step = step_seconds(job, profile)

@@ -1,4 +1,4 @@
-"""Plans without flushes: replays in windows and activations on the host change no bit, and see the weights of their forward."""
+"""Plans without flushes: recomputations in windows and activations on the host change no bit, and see the weights of their forward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 from ..long import long
 from ..transparency.offloaded import offloading
-from ..transparency.plans import plan_for, replayable
+from ..transparency.plans import plan_for, recomputable
 from . import on_ranks
 
 MEGATRON = {"ddp": True, "optimizer": "megatron"}
@@ -43,12 +43,12 @@ def _receiving(window: Any) -> Any:
 
 @pytest.mark.parametrize(("layout", "how"), LAYOUTS, ids=str)
 def test_plans_to_the_bit(pool_of, layout, how):
-    """Everything replayed, in windows and on demand; every layer its own choice; with half of what is kept on the host."""
+    """Everything recomputed, in windows and on demand; every layer its own choice; with half of what is kept on the host."""
     job = tiny_job("gpt", **layout)
-    everything = plan_for(job, lambda _: replayable(job, gather=True))
-    few = [item for item in FEW if item in replayable(job)]
-    mixed = plan_for(job, lambda layer: () if layer == 2 else few if layer == 3 else replayable(job))
-    plans = [everything, plan_for(job, lambda _: replayable(job), windows=False), mixed]
+    everything = plan_for(job, lambda _: recomputable(job, gather=True))
+    few = [item for item in FEW if item in recomputable(job)]
+    mixed = plan_for(job, lambda layer: () if layer == 2 else few if layer == 3 else recomputable(job))
+    plans = [everything, plan_for(job, lambda _: recomputable(job), windows=False), mixed]
     plans += [offloading(plan_for(job, lambda _: ()), 12_000), offloading(mixed, 6_000)]
     runs = pool_of(job.gpus).run(on_ranks.planned, job, {**MEGATRON, **how}, [*map(without_flushes, plans)], BATCHES)
     for rank, outcomes in enumerate(runs):
@@ -61,11 +61,11 @@ def check_counts(job, stage, outcomes):
     """Nothing is missed: on the first stage each micro-batch has its window while its gradient is awaited."""
     in_windows, on_demand, _, kept, some = (outcome.counts for outcome in outcomes)
     passes = BATCHES * job.microbatches
-    assert in_windows.replayed == on_demand.replayed == 2 * 2 * passes
+    assert in_windows.recomputed == on_demand.recomputed == 2 * 2 * passes
     assert on_demand.in_windows == 0
     if job.parallel.tensor == 1:
         assert in_windows.in_windows == (passes if stage == 0 else 0)
-    assert (kept.replayed, some.replayed > 0) == (0, True)
+    assert (kept.recomputed, some.recomputed > 0) == (0, True)
     assert (kept.offloaded_bytes > 0) == (some.offloaded_bytes > 0) == (stage == 0), "the last stage has nothing in flight"
 
 
@@ -76,8 +76,8 @@ def test_weight_gradients_that_are_deferred(pool_of, overlapped):
     job = tiny_job("gpt", pipeline=2, tensor=2, microbatches=3)
     how = {**MEGATRON, "defer_updates": True, "model": {"gradient_accumulation_fusion": True}, "overlap_grad_reduce": overlapped}
     kept = deferring(without_flushes(plan_for(job, lambda _: ())), chosen=is_forward)
-    replayed = deferring(without_flushes(plan_for(job, lambda _: replayable(job))))
-    for rank, outcomes in enumerate(pool_of(job.gpus).run(on_ranks.planned, job, how, [kept, replayed], BATCHES)):
+    recomputed = deferring(without_flushes(plan_for(job, lambda _: recomputable(job))))
+    for rank, outcomes in enumerate(pool_of(job.gpus).run(on_ranks.planned, job, how, [kept, recomputed], BATCHES)):
         assert [outcome.differing for outcome in outcomes] == [[], []], f"rank {rank}"
         assert not any(outcome.busy for outcome in outcomes)
         assert all(outcome.counts.deferred == outcome.counts.filled + outcome.counts.flushed for outcome in outcomes)
@@ -88,7 +88,7 @@ def test_weight_gradients_that_are_deferred(pool_of, overlapped):
 def test_a_plan_for_another_schedule(pool_of):
     """Refused by name, on either side."""
     job = tiny_job("gpt", pipeline=2, microbatches=2)
-    stock = plan_for(job, lambda _: replayable(job))
+    stock = plan_for(job, lambda _: recomputable(job))
     plans = {"stock's": stock, "ours": without_flushes(stock)}
     for said in pool_of(2).run(on_ranks.installed_differently, job, plans):
         assert "plan: schedule: found double_buffered, needed flush, as this run has it" in said["its plan, flushing"]

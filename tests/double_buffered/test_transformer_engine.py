@@ -15,7 +15,7 @@ from megatron_lynx.testbed.tiny_jobs import tiny_job
 from ..long import long
 from ..te_releases import pool_with
 from ..transparency.offloaded import offloading
-from ..transparency.plans import plan_for, replayable
+from ..transparency.plans import plan_for, recomputable
 from . import on_ranks
 from .test_plans import without_flushes
 
@@ -42,12 +42,12 @@ def test_the_version_rule_to_the_bit(pool, fields, how):
 
 def test_plans_to_the_bit(pool):
     job = te_job(dtype="bf16")
-    mixed = plan_for(job, lambda layer: () if layer == 2 else replayable(job))
-    plans = [plan_for(job, lambda _: replayable(job)), plan_for(job, lambda _: NORMS, windows=False), offloading(mixed, 6_000)]
+    mixed = plan_for(job, lambda layer: () if layer == 2 else recomputable(job))
+    plans = [plan_for(job, lambda _: recomputable(job)), plan_for(job, lambda _: NORMS, windows=False), offloading(mixed, 6_000)]
     runs = pool.run(on_ranks.planned, job, {**HOW, **FUSED}, [*map(without_flushes, plans)])
     for outcomes in runs:
         assert [outcome.differing for outcome in outcomes] == [[]] * len(plans)
-        assert all(outcome.counts.replayed > 0 for outcome in outcomes)
+        assert all(outcome.counts.recomputed > 0 for outcome in outcomes)
     first, _, last = (outcome.counts for outcome in runs[0])
     assert first.in_windows == 4 * job.microbatches
     assert last.offloaded_bytes > 0

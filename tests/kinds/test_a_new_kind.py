@@ -95,7 +95,7 @@ def test_it_is_planned_within_a_budget_and_its_plan_is_read_again(tmp_path_facto
     job = tiny_job("gpt", **KIND)
     profile = made_up_profile(job)
     plan = make_plan(within(job, 150), profile)
-    assert {item for rule in plan.stages[0].rules for item in rule.replay} > {GATING.name, GATE.name}
+    assert {item for rule in plan.stages[0].rules for item in rule.recompute} > {GATING.name, GATE.name}
     path = tmp_path_factory.mktemp("plan") / "plan.yaml"
     path.write_text(dump_plan(plan))
     assert load_plan(path) == plan
@@ -117,9 +117,9 @@ def test_every_bit_under_its_plans(pool: RankPool, like: str) -> None:
     for plan, outcome in zip(plans, outcomes, strict=True):
         assert outcome.differing == [], plan.model_dump_json()
         assert outcome.planned.frames_left == 0
-        assert outcome.planned.counts[-1].replayed > 0
-        replayed = sum(stage.predicted.replayed_flops for stage in plan.stages if stage.predicted is not None)
-        assert outcome.planned.flops - outcome.stock.flops == job.microbatches * replayed
+        assert outcome.planned.counts[-1].recomputed > 0
+        recomputed = sum(stage.predicted.recomputed_flops for stage in plan.stages if stage.predicted is not None)
+        assert outcome.planned.flops - outcome.stock.flops == job.microbatches * recomputed
 
 
 def test_a_plan_for_the_usual_attention_is_refused(pool: RankPool) -> None:

@@ -44,7 +44,7 @@ def test_what_nobody_looks_into_is_priced_with_a_margin() -> None:
     assert stage_parameters(job, 0).matrices - stage_parameters(plain, 0).matrices == 3 * more // 2
 
 
-def test_plans_keep_it_and_replay_what_is_beside_it(tmp_path: Any) -> None:
+def test_plans_keep_it_and_recompute_what_is_beside_it(tmp_path: Any) -> None:
     job = job_of()
     profile = analytic_profile(job)
     kept = rehearse(uniform_plan(job, "none"), profile).memory(0).peak_bytes
@@ -55,7 +55,7 @@ def test_plans_keep_it_and_replay_what_is_beside_it(tmp_path: Any) -> None:
     assert {name: [str(span) for span in spans] for name, spans in plan.model.opaque_layers.items()} == {
         "gated_delta_net": ["1", "3-4"]
     }
-    recomputed = {layer: rule.checkpoint or rule.replay for rule in plan.stages[0].rules for layer in rule.layers}
+    recomputed = {layer: rule.checkpoint or rule.recompute for rule in plan.stages[0].rules for layer in rule.layers}
     assert any(recomputed[layer] for layer in (1, 3, 4))
     assert all(rule.checkpoint in (None, "mlp") for rule in plan.stages[0].rules if set(rule.layers) & {1, 3, 4})
     assert rehearse(plan, profile).memory(0).peak_bytes <= 0.8 * kept
@@ -66,13 +66,13 @@ def test_plans_keep_it_and_replay_what_is_beside_it(tmp_path: Any) -> None:
     [
         ({"checkpoint": "layer"}, "needed gated_delta_net kept whole"),
         ({"checkpoint": "attention"}, "needed gated_delta_net kept whole"),
-        ({"replay": ["input_layernorm"]}, "found input_layernorm replayed, needed gated_delta_net kept whole"),
+        ({"recompute": ["input_layernorm"]}, "found input_layernorm recomputed, needed gated_delta_net kept whole"),
     ],
 )
 def test_rules_that_look_into_it_are_refused(rule: dict[str, Any], said: str) -> None:
     plan = uniform_plan(job_of(("1-4",)), "none").model_dump(mode="json", exclude_defaults=True)
     [own] = plan["stages"][0]["rules"]
-    again = {"layer": own["keep"], "attention": own["keep"][:3]}.get(rule.get("checkpoint", ""), rule.get("replay", []))
+    again = {"layer": own["keep"], "attention": own["keep"][:3]}.get(rule.get("checkpoint", ""), rule.get("recompute", []))
     own.update({**rule, "keep": [item for item in own["keep"] if item not in again]})
     with pytest.raises((ConfigError, ValueError), match=said):
         type(uniform_plan(job_of())).model_validate(plan)

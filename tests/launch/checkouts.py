@@ -29,7 +29,7 @@ def te_for(script: Path) -> Path:
 
 
 def plans_of(layout: str, **model: Any) -> Iterator[Plan]:
-    """Everything replayed; where enough micro-batches are in flight for it, also some of what is kept on the host."""
+    """Everything recomputed; where enough micro-batches are in flight for it, also some of what is kept on the host."""
     yield inside_experts(plan_of(layout, gather="keep" if layout == "1" else "once", **model))
     if layout == INTERLEAVED:
         yield offloading(plan_of(layout, **model), 200_000)
@@ -40,7 +40,7 @@ def check_every_digit(
 ) -> None:
     """Stock, and the same under each of the layout's plans."""
     for planned, plan in under_plans(script, flags, layout, plans_of(layout, **model), folder, path=path):
-        assert planned.ours[-1].startswith("megatron-lynx: rank 0 replayed ")
+        assert planned.ours[-1].startswith("megatron-lynx: rank 0 recomputed ")
         assert ("copied to the host" in planned.ours[-1]) == (plan.stages[0].offload is not None)
         assert ("of host memory page-locked in" in planned.ours[0]) == (plan.stages[0].offload is not None)
 

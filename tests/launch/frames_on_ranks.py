@@ -115,7 +115,7 @@ def _step(job: Job, training: Any, trial: Trial, number: int, check: Any, instal
     )
 
 
-# --- faults, each in what a replay or a reload is promised ---------------------------------------------------------------
+# --- faults, each in what a recomputation or a reload is promised ---------------------------------------------------------------
 
 
 @contextmanager
@@ -125,10 +125,10 @@ def _nothing(installation: Any) -> Iterator[None]:
 
 @contextmanager
 def _another_mask(installation: Any) -> Iterator[None]:
-    """Replays of layer 2 draw what comes next instead of what their forward drew."""
-    from megatron_lynx.runtime.replay import Replayer
+    """Recomputations of layer 2 draw what comes next instead of what their forward drew."""
+    from megatron_lynx.runtime.recompute import Recomputer
 
-    run = Replayer.run
+    run = Recomputer.run
 
     def running(self: Any) -> Any:
         if self.frame.policy.layer == 2 and self.frame.random is not None:
@@ -136,7 +136,7 @@ def _another_mask(installation: Any) -> Iterator[None]:
         return run(self)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Replayer, "run", running)
+        patched.setattr(Recomputer, "run", running)
         yield
 
 
@@ -154,7 +154,7 @@ def _no_reload(installation: Any) -> Iterator[None]:
 
 @contextmanager
 def _autocast(installation: Any) -> Iterator[None]:
-    """Replays run under an autocast that their forward did not run under."""
+    """Recomputations run under an autocast that their forward did not run under."""
     from megatron_lynx.runtime.surroundings import Autocast
 
     with pytest.MonkeyPatch.context() as patched:
@@ -164,19 +164,19 @@ def _autocast(installation: Any) -> Iterator[None]:
 
 @contextmanager
 def _used_again(installation: Any) -> Iterator[None]:
-    """Memory of gathered inputs of layer 2 is used again between the replay and the weight gradient."""
-    from megatron_lynx.runtime.replay import Replays
+    """Memory of gathered inputs of layer 2 is used again between the recomputation and the weight gradient."""
+    from megatron_lynx.runtime.recompute import Recomputations
 
-    replay = Replays.replay
+    recompute = Recomputations.recompute
 
-    def replaying(self: Any, frame: Any, *where: Any) -> None:
-        replay(self, frame, *where)
+    def recomputing(self: Any, frame: Any, *where: Any) -> None:
+        recompute(self, frame, *where)
         if frame.gathering is not None and not frame.wanted and frame.policy.layer == 2:
             frame.gathering[1].wait()
             frame.gathering[0].zero_()
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Replays, "replay", replaying)
+        patched.setattr(Recomputations, "recompute", recomputing)
         yield
 
 

@@ -167,16 +167,16 @@ def plan_of(
 
 
 def inside_experts(plan: Plan) -> Plan:
-    """The same plan, with everything of experts replayed on demand, too."""
+    """The same plan, with everything of experts recomputed on demand, too."""
     attention, experts = sections_of(Facts(experts=True))
     facts = plan.model_dump(mode="json")
     for stage, entry in zip(facts["stages"], plan.stages, strict=True):
         stage["rules"] = [entry.rule_for(layer).model_dump(mode="json") | {"layers": layer} for layer in entry.layers]
         for rule in stage["rules"]:
             if plan.model.has_experts(rule["layers"]):
-                replay = [*(item for item in rule["replay"] if item in attention.names), *experts.replayable]
-                kept = (item for item in attention.names + experts.names if item not in replay)
-                rule |= {"replay": replay, "keep": list(kept)}
+                recompute = [*(item for item in rule["recompute"] if item in attention.names), *experts.recomputable]
+                kept = (item for item in attention.names + experts.names if item not in recompute)
+                rule |= {"recompute": recompute, "keep": list(kept)}
     return Plan.model_validate(facts)
 
 

@@ -27,14 +27,14 @@ class Counted:
 
 
 class Logged(NamedTuple):
-    replays: float
+    recomputations: float
     groups: int
     """That were made for it, over gloo."""
     said: str
 
 
 def logged(rank: int, args: dict[str, Any], gloo: Literal["here", "missing", "broken"]) -> Logged:
-    """What this rank would log of a step in which rank 0 replays twice and others once."""
+    """What this rank would log of a step in which rank 0 recomputations twice and others once."""
     from megatron_lynx.launch.metrics import Metrics
 
     if not dist.is_initialized():
@@ -48,7 +48,7 @@ def logged(rank: int, args: dict[str, Any], gloo: Literal["here", "missing", "br
             metrics = Metrics(launch, board)
         metrics.step_ends(Counted(before=1 if rank == 0 else 0))
         metrics.close()
-    return Logged(scalars["lynx/replays_hidden"], new_group.call_count, said.getvalue())
+    return Logged(scalars["lynx/recomputations_hidden"], new_group.call_count, said.getvalue())
 
 
 def _new_group(gloo: str) -> Any:

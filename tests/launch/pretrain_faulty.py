@@ -1,6 +1,6 @@
 """A training script in which something goes wrong that `--lynx-check` is there for. FAULT says what.
 
-replay   replays of layer 3 feed its core attention other numbers than its forward did
+recompute   recomputations of layer 3 feed its core attention other numbers than its forward did
 oom      stock without recomputation runs out of memory, on rank RANK_OF_FAULT
 room     the device of rank RANK_OF_FAULT has no room that is not in use
 stock    stock differs from itself from one run to the next
@@ -23,7 +23,7 @@ import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_lynx.launch import check
-from megatron_lynx.runtime.replay import Replayer
+from megatron_lynx.runtime.recompute import Recomputer
 from megatron_lynx.runtime.site import SiteCall
 from megatron_lynx.testbed.fusions import stand_in_for_fused_gradient
 
@@ -37,15 +37,15 @@ def other_numbers(given):
     return given * 1.001 if torch.is_tensor(given) and given.is_floating_point() else given
 
 
-def perturb_replays():
-    site = Replayer.site
+def perturb_recomputations():
+    site = Recomputer.site
 
     def perturbed(self, call):
         if (self.frame.policy.layer, call.site.name) == (3, "core_attention"):
             call = SiteCall(call.site, tuple(map(other_numbers, call.args)), call.kwargs)
         return site(self, call)
 
-    Replayer.site = perturbed
+    Recomputer.site = perturbed
 
 
 def run_out_of_memory():
@@ -106,7 +106,7 @@ AT_THE_END = ("raise", "abort")
 
 if __name__ == "__main__":
     faults = {
-        "replay": perturb_replays,
+        "recompute": perturb_recomputations,
         "oom": run_out_of_memory,
         "room": have_no_room,
         "stock": differ_from_run_to_run,

@@ -130,15 +130,15 @@ def test_local_layers_with_dropout(tmp_path, release):
     assert same(tmp_path, "stock", "planned", 2)
     assert "checked 2 steps against stock without recomputation: in each, 8 losses and the gradients of 54 parameters" in said
     # 4 steps x 4 micro-batches x 4 layers x 2 halves; the first half of a backward has no window
-    assert "rank 0 replayed 128 layer halves: 112 inside windows, 16 on demand" in said
+    assert "rank 0 recomputed 128 layer halves: 112 inside windows, 16 on demand" in said
     env = {"UNDER": str(tmp_path / "plan.yaml"), "TRACE": str(tmp_path / "second.json")}
     status, said = run(tmp_path, "within", TP2, release=release, launcher=[], **env)
     assert status == 0, said[-3000:]
     assert same(tmp_path, "stock", "within", 2)
-    assert "rank 0 replayed 128 layer halves" in said
+    assert "rank 0 recomputed 128 layer halves" in said
     for name in ("first", "second"):
         events = json.loads((tmp_path / f"{name}.json").read_text())["traceEvents"]
-        ranks = [event["pid"] for event in events if event.get("cat") == "replay"]
+        ranks = [event["pid"] for event in events if event.get("cat") == "recompute"]
         assert ranks.count(0) == ranks.count(1) == 32, "of one step"
 
 
@@ -157,8 +157,8 @@ def test_after_megatron_lm_in_one_process(tmp_path, release):
     assert re.findall(r"left behind [^\[\n]*\[[^\]\n]*\]", said) == [
         line for line in (f"left behind {name}: []" for name in ("Megatron-LM", "the second", "the third")) for _ in range(2)
     ]
-    assert re.findall(r"checked 2 steps|rank 0 replayed \d+", said) == [
-        part for halves in (96, 128, 64) for part in ("checked 2 steps", f"rank 0 replayed {halves}")
+    assert re.findall(r"checked 2 steps|rank 0 recomputed \d+", said) == [
+        part for halves in (96, 128, 64) for part in ("checked 2 steps", f"rank 0 recomputed {halves}")
     ]
 
 
@@ -224,7 +224,7 @@ def test_every_bit_is_stocks(tmp_path, layout, release):
     assert status == 0, said[-3000:]
     assert same(tmp_path, "stock", "planned", ranks)
     assert "checked 2 steps against stock without recomputation: in each, " in said
-    assert re.search(r"rank 0 replayed (64|128) layer halves", said)
+    assert re.search(r"rank 0 recomputed (64|128) layer halves", said)
     assert ("CUDA Graphs capture on rank 0" in said) == (layout == "captured graphs"), "between the two steps that are checked"
 
 
@@ -242,7 +242,7 @@ def test_mamba_layers_of_a_stack(tmp_path, release):
     assert status == 0, said[-3000:]
     assert same(tmp_path, "stock", "planned", 2)
     # 4 steps x 4 micro-batches x 4 layers; of two of them the first half is a Mamba layer, which is kept
-    assert "rank 0 replayed 96 layer halves" in said
+    assert "rank 0 recomputed 96 layer halves" in said
 
 
 def test_out_of_memory_is_explained(tmp_path):
@@ -262,7 +262,7 @@ def test_a_run_saves_ends_by_interval_and_resumes_under_another_plan(tmp_path):
     """With evaluation behind every step, against stock that resumes what stock saved."""
     job = tiny_job("llama", **{**SIZE, **DROPOUT}, pipeline=2, layers_per_chunk=1, **OF_TE)
     save_plan(uniform_plan(job), tmp_path / "first.yaml")
-    save_plan(uniform_plan(job, replay=("activation",)), tmp_path / "second.yaml")
+    save_plan(uniform_plan(job, recompute=("activation",)), tmp_path / "second.yaml")
     words, losses = [*CHUNKS, "validation.eval_interval=1", "validation.eval_iters=1"], {}
     for name in ("stock", "planned"):
         plans = (["--lynx-plan", str(tmp_path / f"{part}.yaml")] for part in ("first", "second"))
@@ -289,7 +289,7 @@ def test_more_tokens_than_planned_are_kept_and_said(tmp_path):
     status, said = run(tmp_path, "planned", [*words, "--lynx-plan", str(tmp_path / "plan.yaml")])
     assert status == 0, said[-3000:]
     assert same(tmp_path, "stock", "planned", 2)
-    assert "rank 0 replayed 96 layer halves" in said
+    assert "rank 0 recomputed 96 layer halves" in said
     assert said.count("has 128 tokens on this rank, and the plan holds for at most 64") == 2, "once on each rank"
     assert "what came: 4 of 4 micro-batches, 93.8 % of their tokens, 133 % of the squares of lengths" in said
 

@@ -72,9 +72,9 @@ def test_a_head_in_pieces_is_checked_to_a_tolerance_and_all_else_to_the_bit(run,
     assert summary.endswith(f" are equal in every bit, {near}")
 
 
-def test_a_broken_replay_is_named(faulty):
+def test_a_broken_recomputation_is_named(faulty):
     """The output that attention's projection saw is the first thing that the wrong queries and keys change."""
-    broken = faulty("replay", 2, "--lynx-check", "2")
+    broken = faulty("recompute", 2, "--lynx-check", "2")
     assert broken.status == 1
     _, headline, problem = broken.ours
     assert headline.startswith(
@@ -110,7 +110,7 @@ def test_where_stock_needs_too_much_memory(faulty, fault, stages, says):
     assert falling_back.startswith(f"megatron-lynx: --lynx-check: {says}")
     assert summary.startswith("megatron-lynx: checked 3 steps against stock with full recomputation: in each, 4 losses and")
     # 3 steps x 4 micro-batches x 4 layers x 2 halves
-    assert done.startswith(f"megatron-lynx: rank 0 replayed {96 // stages} "), "what was measured first is not counted"
+    assert done.startswith(f"megatron-lynx: rank 0 recomputed {96 // stages} "), "what was measured first is not counted"
 
 
 def test_one_rank_without_memory_ends_all(faulty):
@@ -139,4 +139,4 @@ def test_a_plan_with_checkpoints_says_so_and_its_frames_are_checked(run, tmp_pat
     assert checked.status == 0, checked.text
     said = f"checkpointed layers: {plan.stages[0].layers} (layer); all inside runs again, with what it communicates"
     assert checked.ours[1] == f"megatron-lynx: {said}"
-    assert re.search("replayed [1-9][0-9]* layer halves: 0 inside windows", checked.ours[-1]), checked.ours
+    assert re.search("recomputed [1-9][0-9]* layer halves: 0 inside windows", checked.ours[-1]), checked.ours

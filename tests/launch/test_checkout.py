@@ -2,7 +2,7 @@
 
 MEGATRON_LM_DIR names the checkout. Local layers and Transformer Engine's, mock data, dropout 0.1, five iterations: what is
 printed under a plan equals stock's, and in the first two, which are checked, so does every gradient; also behind a checkpoint
-that is resumed under another plan. A broken replay is found.
+that is resumed under another plan. A broken recomputation is found.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def test_with_overlapped_exchanges(script, tmp_path):
     stock = launch(script, flags, ranks=4)
     assert len(stock.iterations) == 5, stock.text
     plan = plan_of(INTERLEAVED, overlapped=True, gather="once")
-    assert {"linear_qkv", "experts_activation"} <= {item for rule in plan.stages[1].rules for item in rule.replay}
-    for name, made in {"replayed": plan, "on the host": offloading(plan, 200_000)}.items():
+    assert {"linear_qkv", "experts_activation"} <= {item for rule in plan.stages[1].rules for item in rule.recompute}
+    for name, made in {"recomputed": plan, "on the host": offloading(plan, 200_000)}.items():
         under = ["--lynx-plan", saved(made, tmp_path / f"{name}.yaml"), "--lynx-check", "2"]
         planned = launch(script, [*flags, *under], ranks=4)
         assert planned.status == 0, planned.text
@@ -171,8 +171,8 @@ def test_with_context_parallelism(script, tmp_path):
     flags, where = [*MODEL, "--mock-data", *flags_of(layout)], {"path": [script.parent], "env": {"SCRIPT": str(script)}}
     stock = launch(cut, flags, ranks=4, **where)
     assert len(stock.iterations) == 5, stock.text
-    replaying = plan_of(layout)
-    for name, plan in {"replayed": replaying, "on the host": offloading(replaying, 200_000, pace=40_000)}.items():
+    recomputing = plan_of(layout)
+    for name, plan in {"recomputed": recomputing, "on the host": offloading(recomputing, 200_000, pace=40_000)}.items():
         under = ["--lynx-plan", saved(plan, tmp_path / f"{name}.yaml"), "--lynx-check", "2"]
         planned = launch(cut, [*flags, *under], ranks=4, **where)
         assert planned.status == 0, planned.text
@@ -199,18 +199,18 @@ def test_a_run_resumes_under_another_plan(script, tmp_path):
         assert resumed.iterations == expected, resumed.text
 
 
-def test_a_broken_replay_is_named(script, tmp_path):
+def test_a_broken_recomputation_is_named(script, tmp_path):
     plan = saved(plan_of(FOUR, gather="once"), tmp_path / "plan.yaml")
     flags = [*MODEL, "--mock-data", *flags_of(FOUR), "--lynx-plan", plan, "--lynx-check", "2"]
     faulty = Path(__file__).with_name("pretrain_faulty.py")
-    broken = launch(faulty, flags, ranks=4, path=[script.parent], env={"FAULT": "replay", "SCRIPT": str(script)})
+    broken = launch(faulty, flags, ranks=4, path=[script.parent], env={"FAULT": "recompute", "SCRIPT": str(script)})
     assert broken.status == 1
     assert broken.ours[-1].startswith("  - decoder.layers.2.self_attention.linear_proj.weight on stage 1 (rank "), broken.text
     assert broken.iterations == []
 
 
 def test_frames_are_checked(script, tmp_path):
-    """Replayed, gathered once and, in part, on the host: nothing printed changes. Of a broken replay, what it made is named."""
+    """Recomputed, gathered once and, in part, on the host: nothing printed changes. Of a broken recomputation, what it made is named."""
     flags = [*MODEL, "--mock-data", *flags_of(INTERLEAVED)]
     plan = saved(offloading(plan_of(INTERLEAVED, gather="once"), 200_000, pace=40_000), tmp_path / "plan.yaml")
     stock = launch(script, flags, ranks=4)
@@ -221,9 +221,9 @@ def test_frames_are_checked(script, tmp_path):
     assert len(stock.iterations) == 5
     summary = next(line for line in planned.ours if line.startswith("megatron-lynx: checked "))
     assert re.search(r"checked \d\d frames in 3 steps on 4 ranks, of all \d+ kinds of frames: \d+ tensors", summary)
-    assert "copied to the host" in planned.ours[-1], "inputs of halves, from which replays begin"
+    assert "copied to the host" in planned.ours[-1], "inputs of halves, from which recomputes begin"
     faulty = Path(__file__).with_name("pretrain_faulty.py")
-    broken = launch(faulty, checked, ranks=4, path=[script.parent], env={"FAULT": "replay", "SCRIPT": str(script)})
+    broken = launch(faulty, checked, ranks=4, path=[script.parent], env={"FAULT": "recompute", "SCRIPT": str(script)})
     assert broken.status == 1
     assert broken.ours[-1].startswith("  - step 1, layer 3, attention half, core_attention, micro-batch 0 ("), broken.text
     assert broken.iterations == []
@@ -246,7 +246,7 @@ def test_a_run_that_megatron_stops_says_how_it_came_out(script, tmp_path, flags,
     assert stopped.status == 0, stopped.text
     assert sum(line.startswith("megatron-lynx: --disable-gloo-process-groups: lynx/ figures") for line in stopped.ours) == 1
     assert f"megatron-lynx: how this run of {steps} steps came out" in stopped.text
-    assert stopped.ours[-1].startswith("megatron-lynx: rank 0 replayed ")
+    assert stopped.ours[-1].startswith("megatron-lynx: rank 0 recomputed ")
     found = load_outcome(tmp_path / FILE_NAME)
     assert (found.finished, found.reports[-1].when, found.reports[-1].step) == (True, "end", steps)
 
@@ -314,10 +314,10 @@ def test_without_flushes(script, layout, flags):
 
 
 def test_without_flushes_with_transformer_engine_under_a_plan(script, tmp_path):
-    """Everything replayed, and some on the host."""
+    """Everything recomputed, and some on the host."""
     plan = offloading(plan_of(FOUR, implementation="transformer_engine", schedule="double_buffered"), 20_000)
     _, planned = without_flushes(script, FOUR, TE, 4, path=[te_for(script)], plan=saved(plan, tmp_path / "plan.yaml"))
-    assert "replayed 80 layer halves" in planned.ours[-1]
+    assert "recomputed 80 layer halves" in planned.ours[-1]
     assert "copied to the host" in planned.ours[-1]
 
 

@@ -31,5 +31,5 @@ def test_every_printed_digit_is_stocks(script: Path, layout: str, captured: tupl
     plans = [uniform_plan(job, gather="once")]
     wrapper, path = Path(__file__).with_name("pretrain_graphs.py"), [script.parent, te_for(script)]
     for planned, _ in under_plans(wrapper, flags, layout, plans, tmp_path, path=path, env={"SCRIPT": str(script)}):
-        graphs, replays = map(int, RAN.findall(planned.text)[0])
-        assert 0 < graphs < replays, planned.text
+        graphs, recomputations = map(int, RAN.findall(planned.text)[0])
+        assert 0 < graphs < recomputations, planned.text

@@ -61,7 +61,7 @@ def test_every_printed_digit_is_stocks(
 def plans(recipe: str, layout: str) -> list[Plan]:
     facts: dict[str, Any] = {"implementation": "transformer_engine", "fp8": recipe, "experts": layout == EP2}
     amaxes_reduced = layout == SP2 and recipe in ("tensorwise", "nvfp4")
-    replayed = inside_experts(plan_of(layout, gather="once", windows=not amaxes_reduced, **facts))
-    kept = plan_of(layout, replay="none", **facts)
-    made = [replayed, deferring(replayed), deferring(kept), without_copies(checkpointed(kept, "layer"))]
-    return [*made, offloading(deferring(replayed), 200_000)] if layout == PP2 else made
+    recomputed = inside_experts(plan_of(layout, gather="once", windows=not amaxes_reduced, **facts))
+    kept = plan_of(layout, recompute="none", **facts)
+    made = [recomputed, deferring(recomputed), deferring(kept), without_copies(checkpointed(kept, "layer"))]
+    return [*made, offloading(deferring(recomputed), 200_000)] if layout == PP2 else made

@@ -18,13 +18,13 @@ from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.transparency.offloaded import offloading
-from tests.transparency.plans import plan_for, replayable
+from tests.transparency.plans import plan_for, recomputable
 
 from .frames_on_ranks import Checked, Trial, check_frames
 
 Pools = Callable[[int], RankPool]
 SUMMARY = re.compile(
-    r"checked (\d+) frames in 3 steps(?: on \d ranks)?, of (all|\d+ of) (\d+) kinds of frames: (\d+) tensors that were replayed "
+    r"checked (\d+) frames in 3 steps(?: on \d ranks)?, of (all|\d+ of) (\d+) kinds of frames: (\d+) tensors that were recomputed "
     r"and (\d+) that were reloaded(?:, and (\d+) inputs that were gathered again,)? \(.+\) "
     r"are in every bit what their forward had saved"
 )
@@ -36,11 +36,11 @@ def run(pool_of: Pools, job: Any, *trials: Trial) -> list[list[Checked]]:
 
 
 def everything(job: Any, **more: Any) -> Trial:
-    return Trial(plan_for(job, lambda layer: replayable(job, gather=True), **more))
+    return Trial(plan_for(job, lambda layer: recomputable(job, gather=True), **more))
 
 
 def clean(ranks: list[Checked], *, gathers: bool = False) -> tuple[int, int, int]:
-    """Frames, and tensors that were replayed and reloaded, of a run in which nothing differs."""
+    """Frames, and tensors that were recomputed and reloaded, of a run in which nothing differs."""
     assert {(rank.status, rank.said, rank.observer, rank.kept) for rank in ranks} == {(None, "", None, 0)}
     found = SUMMARY.fullmatch(ranks[0].summary or "")
     assert found, ranks[0].summary
@@ -59,13 +59,13 @@ def test_nothing_differs(pool_of: Pools, layout: dict[str, Any]) -> None:
     job = tiny_job("gpt", **layout)
     trial = everything(job)
     if job.parallel.pipeline > 1:
-        kept = plan_for(job, lambda layer: replayable(job) if layer % 2 else ())
+        kept = plan_for(job, lambda layer: recomputable(job) if layer % 2 else ())
         trial = Trial(offloading(kept, 10**6, pace=10**4))
     unchecked, checked, restless = run(pool_of, job, replace(trial, steps=0), trial, replace(trial, restless=True))
     gathers = job.parallel.sequence_parallel
-    frames, replayed, reloaded = clean(checked, gathers=gathers)
+    frames, recomputed, reloaded = clean(checked, gathers=gathers)
     assert 3 * 2 * job.gpus < frames <= 3 * 4 * job.gpus, "at most four in each step, on each rank"
-    assert replayed > 0
+    assert recomputed > 0
     assert (reloaded > 0) == (job.parallel.pipeline > 1)
     assert clean(restless, gathers=gathers)[0] == frames
     for one, other in zip(unchecked, checked, strict=True):
@@ -80,7 +80,7 @@ def test_halves_of_experts_are_left_alone(pool_of: Pools) -> None:
 
 
 def test_a_gathered_input_whose_memory_is_used_again_is_named(pool_of: Pools) -> None:
-    """The replay had read it, so that all it made was right; the weight gradient read what came there afterwards."""
+    """The recomputation had read it, so that all it made was right; the weight gradient read what came there afterwards."""
     job = tiny_job("gpt", tensor=2, sequence_parallel=True)
     (ranks,) = run(pool_of, job, replace(everything(job), steps=6, fault="gather"))
     assert {rank.status for rank in ranks} == {1}
@@ -101,7 +101,7 @@ def test_another_mask_is_named(pool_of: Pools) -> None:
     assert re.search(r"--lynx-check frames: \d+ of \d+ tensors of backward are not what forward saved; the first", headline)
     found = re.match(
         r"  - step (\d), layer 2, (attention|mlp) half, (\w+), micro-batch \d \(tensor \d of segment \d, \w+ \[[\d, ]+\]\) on "
-        r"stage 0 \(rank \d\): found \d+ of \d+ values that differ, the first at \[[\d, ]+\]: \S+ replayed and \S+ saved, ",
+        r"stage 0 \(rank \d\): found \d+ of \d+ values that differ, the first at \[[\d, ]+\]: \S+ recomputed and \S+ saved, ",
         problem,
     )
     assert found, problem
@@ -119,7 +119,7 @@ def test_a_reload_that_was_not_waited_for_is_named(pool_of: Pools) -> None:
     )
 
 
-def test_a_replay_under_another_autocast_is_named(pool_of: Pools) -> None:
+def test_a_recomputation_under_another_autocast_is_named(pool_of: Pools) -> None:
     """Backward fails on a matrix of another type before the step is over."""
     job = tiny_job("gpt", layers=1)
     ((alone,),) = run(pool_of, job, replace(everything(job), fault="autocast"))
@@ -155,13 +155,13 @@ def test_the_same_seed_draws_the_same_frames() -> None:
 
 def test_the_first_element_that_differs() -> None:
     saved = torch.arange(12.0).view(3, 4)
-    original = Original(saved, "replayed")
+    original = Original(saved, "recomputed")
     wrong = saved.clone()
     wrong[1, 2] = -0.5
     wrong[2, 0] = 7
     original.compare(wrong.t().contiguous().t())
     saved.zero_()
-    assert original.found() == "2 of 12 values that differ, the first at [1, 2]: -0.5 replayed and 6 saved"
+    assert original.found() == "2 of 12 values that differ, the first at [1, 2]: -0.5 recomputed and 6 saved"
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_the_first_element_that_differs() -> None:
     ids=["NaN", "sign of zero", "mask", "a number", "nothing", "expanded", "another type", "FP8"],
 )
 def test_what_counts_as_different(saved: torch.Tensor, got: torch.Tensor, differ: bool) -> None:
-    original = Original(saved, "replayed")
+    original = Original(saved, "recomputed")
     original.compare(got)
     assert bool(original.found()) == differ
 

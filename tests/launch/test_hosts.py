@@ -48,4 +48,4 @@ def test_one_after_the_other(pool_of, tmp_path):
             assert (seen["differing"], seen["changed"], seen["left"]) == ([], [], 0)
             if rank == 0:
                 assert f"training under {paths[plan]}" in seen["said"]
-                assert seen["said"].count("rank 0 replayed ") == 1
+                assert seen["said"].count("rank 0 recomputed ") == 1

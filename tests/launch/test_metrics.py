@@ -36,7 +36,11 @@ def logged(args):
 def test_steps_that_megatron_logs_are_logged():
     args = SimpleNamespace(tensorboard_dir="logs", tensorboard_log_interval=2)
     scalars, wandb, total = logged(args)
-    assert [(step, value) for name, value, step in scalars if name == "lynx/replays_hidden"] == [(2, 2.0), (4, 4.0), (6, 6.0)]
+    assert [(step, value) for name, value, step in scalars if name == "lynx/recomputations_hidden"] == [
+        (2, 2.0),
+        (4, 4.0),
+        (6, 6.0),
+    ]
     assert [step for step, _ in wandb] == [2, 4, 6]
     assert wandb[0][1] == {name: value for name, value, step in scalars if step == 2}
     assert {name for name, _, _ in scalars} >= {"lynx/host_bytes", "lynx/copied_to_host_bytes", "lynx/exposed_copy_s"}
@@ -56,7 +60,7 @@ def test_what_is_known_besides_is_logged_and_what_is_not_is_left_out():
 
 NAMES = (
     *("host_bytes", "copied_to_host_bytes", "copied_back_bytes", "exposed_copy_s", "deferred_bytes"),
-    *("replays_hidden", "replays_on_demand", "replays_in_windows_s", "replays_on_demand_s"),
+    *("recomputations_hidden", "recomputations_on_demand", "recompute_in_windows_s", "recompute_on_demand_s"),
     *("weight_gradients_in_waits", "weight_gradients_flushed", "passes_s", "step_s", "predicted_passes_s"),
     *("device_peak_bytes", "device_reserved_peak_bytes", "predicted_device_peak_bytes"),
 )
@@ -108,7 +112,7 @@ def test_without_gloo_no_group_of_it_is_made_and_the_rank_that_logs_tells_of_its
     """From 0.17 on the flag has another name, and a group of all ranks was made although the user had forbidden it."""
     first, last = pool_of(2).run(metrics_on_ranks.logged, args, gloo)
     assert (first.groups, last.groups) == (tries, tries)
-    assert last.replays == (2.0 if why is None else 1.0), "of rank 0, which replays more, or its own"
+    assert last.recomputations == (2.0 if why is None else 1.0), "of rank 0, which recomputes more, or its own"
     assert (first.said, last.said) == ("" if why is None else f"megatron-lynx: {why}: {ALONE}", "")
 
 
@@ -122,7 +126,7 @@ def test_a_launch_that_logs_to_tensorboard(tmp_path):
         pytest.skip("no tensorboard here: Megatron writes no logs without it")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    plan = saved(offloading(plan_of(INTERLEAVED, replay="none"), 200_000), tmp_path / "plan.yaml")
+    plan = saved(offloading(plan_of(INTERLEAVED, recompute="none"), 200_000), tmp_path / "plan.yaml")
     flags = [*MODEL, *flags_of(INTERLEAVED), "--tensorboard-dir", tmp_path / "logs", "--tensorboard-log-interval", "2"]
     run = launch(
         Path(__file__).with_name("pretrain_tiny.py"),

@@ -52,7 +52,7 @@ ON_CUDA = (
     ("job", "limits"),
     [
         (MUCH_VOCABULARY, {140_000: "the forward", 320_000: "the loss", 740_000: "the head's backward", 1_200_000: UPDATE}),
-        (LONG_SEQUENCES, {900_000: "the forward", 1_060_000: "a replay", 1_500_000: UPDATE, 2_100_000: None}),
+        (LONG_SEQUENCES, {900_000: "the forward", 1_060_000: "a recomputation", 1_500_000: UPDATE, 2_100_000: None}),
     ],
     ids=["much vocabulary", "long sequences"],
 )
@@ -64,7 +64,7 @@ def test_the_moment_at_which_a_limit_is_met_is_named(own_pool_of, job, limits):
         where = text.partition("\n")[2]
         if name not in (None, UPDATE):
             assert "micro-batch 0" in where
-        if name in ("the forward", "a replay"):
+        if name in ("the forward", "a recomputation"):
             assert "layer " in where
             assert " half: found " in where
         if name is not None:

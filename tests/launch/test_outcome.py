@@ -91,15 +91,18 @@ def test_what_a_plan_does_not_predict_is_said_and_is_no_zero(predicting):
     assert "predicts nothing" not in "\n".join(lines(report(predicting, figures(0), figures(1))))
 
 
-def test_what_a_stage_is_predicted_to_replay_is_that_of_all_its_chunks():
+def test_what_a_stage_is_predicted_to_recompute_is_that_of_all_its_chunks():
     plan = uniform_plan(tiny_job("gpt", pipeline=2, layers_per_chunk=1, microbatches=4, **SIZE))
-    said = [{"step_s": 9.0, "hidden_replay_s": 1.0 + at, "exposed_replay_s": 0.5 + at} for at in range(4)]
+    said = [{"step_s": 9.0, "hidden_recompute_s": 1.0 + at, "exposed_recompute_s": 0.5 + at} for at in range(4)]
     stages = [
         entry.model_copy(update={"predicted": entry.predicted.model_copy(update=figures)})
         for entry, figures in zip(plan.stages, said, strict=True)
     ]
     found = [predicted_of(plan.model_copy(update={"stages": tuple(stages)}), stage) for stage in range(2)]
-    assert [(each.hidden_replay_s, each.exposed_replay_s, each.passes_s) for each in found] == [(4.0, 3.0, 9.0), (6.0, 5.0, 9.0)]
+    assert [(each.hidden_recompute_s, each.exposed_recompute_s, each.passes_s) for each in found] == [
+        (4.0, 3.0, 9.0),
+        (6.0, 5.0, 9.0),
+    ]
 
 
 def reported(plan, path, steps) -> Report:
@@ -164,19 +167,19 @@ def test_what_came_as_planned_changes_nothing(predicting):
     whole = FULL * SIZE["seq"]
     one, cut = met_of(predicting, (4, FULL, whole)), met_of(predicting, (8, FULL // 2, whole), steps=2, shards=2)
     assert one == cut
-    assert (one.passes, one.replays) == (1.0, 1.0)
+    assert (one.passes, one.recomputations) == (1.0, 1.0)
     assert met_of(predicting) is None
     assert largest_input([one, cut, None]) is None
 
 
 def test_predicted_seconds_are_those_for_what_came(predicting):
     """Two of four micro-batches, of half the tokens and a quarter of the squares: (2 + 1) / (4 + 1) of the passes, 2 / 4 of the
-    replays; x (0.6 * 0.5 + 0.4 * 0.25) where attention's core takes 0.4 of a pass, x 0.5 where nobody knows."""
+    recomputations; x (0.6 * 0.5 + 0.4 * 0.25) where attention's core takes 0.4 of a pass, x 0.5 where nobody knows."""
     came = (2, FULL // 2, FULL * SIZE["seq"] / 4)
     known, unknown = met_of(packed_plan(predicting, 0.4), came), met_of(predicting, came)
     assert (known.microbatches, known.tokens, known.squares) == (2.0, 0.5, 0.25)
     assert known.passes == pytest.approx(3 / 5 * 0.4)
-    assert known.replays == pytest.approx(2 / 4 * 0.4)
+    assert known.recomputations == pytest.approx(2 / 4 * 0.4)
     assert unknown.passes == pytest.approx(3 / 5 * 0.5)
     twice = met_of(packed_plan(predicting, 0.4), came, came, steps=2)
     assert twice == known, "what a step takes, of two that came alike"
@@ -184,7 +187,7 @@ def test_predicted_seconds_are_those_for_what_came(predicting):
     found = Report(when="step", step=2, stages=(row,), met=known)
     scaled = found.predicted_of(row)
     assert scaled.passes_s == pytest.approx(0.24 * row.predicted.passes_s)
-    assert scaled.exposed_replay_s == pytest.approx(0.2 * row.predicted.exposed_replay_s)
+    assert scaled.exposed_recompute_s == pytest.approx(0.2 * row.predicted.exposed_recompute_s)
     assert scaled.memory_bytes == row.predicted.memory_bytes
     *_, what, how = (line.strip() for line in lines(found))
     assert what == "what came: 2 of 4 micro-batches, 50 % of their tokens, 25 % of the squares of lengths"
@@ -219,8 +222,8 @@ def test_columns_stand_below_their_names(predicting):
 
 
 def test_every_figure_stands_below_its_own_name():
-    """What was predicted and what was measured of hidden replays once could change places, and nobody saw it."""
-    predicted = StagePredicted(passes_s=1.0, memory_bytes=1024, hidden_replay_s=2.0, exposed_replay_s=3.0)
+    """What was predicted and what was measured of hidden recomputations once could change places, and nobody saw it."""
+    predicted = StagePredicted(passes_s=1.0, memory_bytes=1024, hidden_recompute_s=2.0, exposed_recompute_s=3.0)
     measured = StageMeasured(
         ranks=1, passes_s=4.0, step_s=5.0, allocated_bytes=2048, reserved_bytes=4096, in_windows_s=6.0, on_demand_s=7.0
     )
@@ -330,9 +333,11 @@ def test_a_launch_says_how_it_came_out(run, predicting, tmp_path):
             assert row.measured.passes_s is not None
             assert 0 < row.measured.passes_s <= row.measured.step_s
             assert row.measured.on_demand_s > 0
-    replays = sum(bool(rule.replays(half)) for rule in predicting.stages[0].rules for half in ("attention", "mlp")) * 4
+    recomputations = (
+        sum(bool(rule.recomputed_in(half)) for rule in predicting.stages[0].rules for half in ("attention", "mlp")) * 4
+    )
     first = found.reports[-1].stages[0].measured
-    assert first.in_windows + first.on_demand == replays
+    assert first.in_windows + first.on_demand == recomputations
     for row in found.reports[1].stages:
         assert row.measured.allocated_bytes == pytest.approx(row.predicted.memory_bytes, rel=0.05)
         assert row.measured.reserved_bytes is None
@@ -348,7 +353,7 @@ def test_a_run_that_megatron_stops_says_how_it_came_out(run, predicting, tmp_pat
     assert "exiting program at iteration 3" in launched.text
     *_, table, done = launched.ours
     assert table.startswith("megatron-lynx: how this run of 3 steps came out")
-    assert done.startswith("megatron-lynx: rank 0 replayed ")
+    assert done.startswith("megatron-lynx: rank 0 recomputed ")
     found = load_outcome(tmp_path / FILE_NAME)
     assert found.finished
     assert [(each.when, each.step) for each in found.reports] == [("step", 1), ("step", 2), ("end", 3)]

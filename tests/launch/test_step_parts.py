@@ -14,16 +14,16 @@ def span(kind, start_s, end_s, layer=None, half=None, window=None) -> Span:
 STEP = [
     span("forward", 0.0, 10.0, 1, "attention"),
     span("window", 4.0, 9.0, window="fwd.attention.0@1"),
-    span("replay", 4.0, 6.0, 2, "mlp", "fwd.attention.0@1"),
+    span("recompute", 4.0, 6.0, 2, "mlp", "fwd.attention.0@1"),
     span("offload", 3.0, 30.0),
     span("forward", 10.0, 16.0, 1, "mlp"),
     span("forward", 16.0, 20.0, 2, "mlp"),
     span("recv", 20.0, 50.0, window="pipe.recv_backward"),
-    span("replay", 21.0, 22.0, 2, "mlp", "pipe.recv_backward"),
+    span("recompute", 21.0, 22.0, 2, "mlp", "pipe.recv_backward"),
     span("backward", 50.0, 70.0, 2, "mlp"),
-    span("replay", 51.0, 54.0, 2, "mlp", "on_demand"),
+    span("recompute", 51.0, 54.0, 2, "mlp", "on_demand"),
     span("window", 60.0, 64.0, window="bwd.mlp.0@2"),
-    span("replay", 60.0, 63.0, 1, "attention", "bwd.mlp.0@2"),
+    span("recompute", 60.0, 63.0, 1, "attention", "bwd.mlp.0@2"),
     span("weight_gradient", 63.0, 64.0, 2, "mlp", "bwd.mlp.0@2"),
     span("copy_wait", 66.0, 67.0),
 ]
@@ -37,8 +37,8 @@ def test_a_half_computes_what_is_not_inside_it_and_its_weight_gradients():
 
 def test_a_wait_that_goes_on_says_how_long_communication_is_and_one_that_does_not_only_what_it_hid_at_most():
     waits = parts_of(STEP, lambda layer: False).waits
-    assert waits["fwd.attention.0"] == WaitSeconds(longer=1, longer_s=5.0, longer_replays_s=2.0)
-    assert waits["bwd.mlp.0"] == WaitSeconds(shorter=1, shorter_replays_s=3.0)
+    assert waits["fwd.attention.0"] == WaitSeconds(longer=1, longer_s=5.0, longer_recompute_s=2.0)
+    assert waits["bwd.mlp.0"] == WaitSeconds(shorter=1, shorter_recompute_s=3.0)
     assert set(waits) == {"fwd.attention.0", "bwd.mlp.0"}, "receives are up to other stages"
 
 
@@ -53,5 +53,5 @@ def test_ranks_are_added_up():
     both = stage_of([StageMeasured(ranks=1, parts=parts) for parts in (one, None, one)]).parts
     assert both is not None
     assert both.halves["mlp"].calls == 4
-    assert both.waits["bwd.mlp.0"].shorter_replays_s == 6.0
+    assert both.waits["bwd.mlp.0"].shorter_recompute_s == 6.0
     assert stage_of([StageMeasured(ranks=1)]).parts is None

@@ -41,7 +41,7 @@ def test_the_same_launch_under_stock_and_under_a_plan(tmp_path: Path) -> None:
     none, plan = (line.split("|") for line in done.stdout.splitlines()[2:])
     assert [none[1].strip(), plan[1].strip()] == ["none", "plan"]
     assert plan[5].strip() == "equal"
-    assert plan[6].split("/")[0].strip() != "0", "some are replayed inside windows"
+    assert plan[6].split("/")[0].strip() != "0", "some are recomputed inside windows"
 
 
 def job_of_launch(words: list[str]) -> Job:

@@ -45,7 +45,7 @@ def stock(run, folder, layout, layout_flags):
 
 @pytest.fixture(scope="module")
 def planned(run, folder, layout, layout_flags):
-    """Everything replayed, its inputs gathered once, and the first two steps checked."""
+    """Everything recomputed, its inputs gathered once, and the first two steps checked."""
     plan = saved(plan_of(layout, gather="once"), folder / "once.yaml")
     flags = ["--lynx-plan", plan, "--lynx-trace", folder / "trace.json", "--save", folder / "planned", "--save-interval", "3"]
     flags += ["--lynx-check", "2"]
@@ -71,7 +71,7 @@ def test_it_says_what_it_does(stock, planned, layout):
     assert f"{'stage 0' if layout == ONE_STAGE else 'stages 0-1'}: the plan predicts nothing" in planned.text
     # 5 steps x 4 micro-batches x its layers x 2 halves; behind its first half a stage that gathers has no window in steady state
     halves = 5 * 4 * 2 * (4 if layout == ONE_STAGE else 2)
-    assert done == f"megatron-lynx: rank 0 replayed {halves} layer halves: {halves - 20} inside windows, 20 on demand"
+    assert done == f"megatron-lynx: rank 0 recomputed {halves} layer halves: {halves - 20} inside windows, 20 on demand"
 
 
 def test_flags_are_among_megatrons(planned):
@@ -80,9 +80,9 @@ def test_flags_are_among_megatrons(planned):
 
 def test_a_trace_holds_one_step_of_all_ranks(planned, folder, layout):
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
-    replays = [event for event in events if event.get("cat") == "replay"]
-    assert {event["pid"] for event in replays} == set(range(RANKS[layout]))
-    assert len([event for event in replays if event["pid"] == 0]) == 4 * 2 * (4 if layout == ONE_STAGE else 2)
+    recomputations = [event for event in events if event.get("cat") == "recompute"]
+    assert {event["pid"] for event in recomputations} == set(range(RANKS[layout]))
+    assert len([event for event in recomputations if event["pid"] == 0]) == 4 * 2 * (4 if layout == ONE_STAGE else 2)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_a_run_resumes_under_another_plan(run, folder, layout, layout_flags, sto
     """From what was saved under a plan at step 3, against stock that resumes what stock saved."""
     flags = []
     if plan == "another":
-        flags = ["--lynx-plan", saved(plan_of(layout, replay=("activation", "core_attention")), folder / "another.yaml")]
+        flags = ["--lynx-plan", saved(plan_of(layout, recompute=("activation", "core_attention")), folder / "another.yaml")]
     resumed = run(SCRIPT, [*layout_flags, *flags, "--load", at_step_3(folder / "planned")], ranks=RANKS[layout])
     assert [number for number, _, _ in resumed.iterations] == ["4", "5"]
     assert resumed.iterations == stock_resumed.iterations
@@ -123,7 +123,7 @@ def test_as_the_ready_launches_have_it(tmp_path):
     _, compared, done = checked.ours
     assert compared.startswith("megatron-lynx: checked 2 steps against stock without recomputation: in each, 8 losses and ")
     # 2 steps x 4 micro-batches x 4 layers x 2 halves; the first of each backward has no window
-    assert done == "megatron-lynx: rank 0 replayed 64 layer halves: 56 inside windows, 8 on demand"
+    assert done == "megatron-lynx: rank 0 recomputed 64 layer halves: 56 inside windows, 8 on demand"
 
 
 def test_help_shows_our_flags_among_megatrons(run):

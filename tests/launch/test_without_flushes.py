@@ -82,7 +82,7 @@ def test_a_signal_saves_one_batch_later_and_nothing_is_lost(run, folder, undrain
 
 
 def test_under_a_plan(run, folder, undrained):
-    """Everything replayed, its first half while the gradient is awaited; some on the host. Frames are checked, though a backward
+    """Everything recomputed, its first half while the gradient is awaited; some on the host. Frames are checked, though a backward
     may come a batch behind its forward. A plan that flushes is refused."""
     plan = plan_of("pipeline 2")
     assert plan.schedule == "flush"
@@ -94,7 +94,7 @@ def test_under_a_plan(run, folder, undrained):
     planned = run(SCRIPT, [*flags, "--lynx-plan", saved(plan, folder / "plan.yaml")])
     assert planned.status == 0, planned.text
     assert planned.iterations == undrained.iterations
-    assert "replayed 96 layer halves: 24 inside windows, 72 on demand" in planned.text
+    assert "recomputed 96 layer halves: 24 inside windows, 72 on demand" in planned.text
     assert "copied to the host" in planned.text
     assert "checked 1" in planned.text
     assert " frames in 2 steps on 2 ranks, of all " in planned.text

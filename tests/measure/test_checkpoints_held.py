@@ -11,7 +11,7 @@ import torch
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.in_hand import less_in_hand_bytes
 from megatron_lynx.cost.prices import Prices
-from megatron_lynx.cost.replay import Checkpoint
+from megatron_lynx.cost.recompute import Checkpoint
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.solver.ahead import begun_ahead
 from megatron_lynx.testbed.ranks import RankPool
@@ -152,7 +152,7 @@ def selective(*modules: str) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
 
 
-def replaying(job: Job, *items: str) -> Plan:
+def recomputing(job: Job, *items: str) -> Plan:
     return plan_for(job, lambda layer: items, windows=False)
 
 
@@ -185,10 +185,10 @@ def of_modules(kind: str) -> tuple[Job, list[tuple[dict[str, Any], Plan]]]:
         job = tiny_job("gpt", **{**SIZE, "layers": 2, "latent": test_latent.SIZES, "implementation": "transformer_engine"})
         up = ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj", "rotary")
         return job, [(selective("mla_up_proj"), test_latent.latent_plan(job, up))]
-    found = [(selective(*modules), replaying(job, *items)) for modules, items in pairs]
+    found = [(selective(*modules), recomputing(job, *items)) for modules, items in pairs]
     if kind == "experts":
         found.append((selective("moe"), kept_but_for(job, "mlp")))
-        found.append((selective("moe", "core_attn"), checkpointed(replaying(job, "core_attention"), "mlp")))
+        found.append((selective("moe", "core_attn"), checkpointed(recomputing(job, "core_attention"), "mlp")))
     return job, found
 
 

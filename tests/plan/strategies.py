@@ -205,7 +205,7 @@ def stages_of(
     ranges = draw(splits(len(layers), draw(st.integers(1, min(3, len(layers)))), first=layers.first))
     predicted = draw(
         st.just(Predicted())
-        | st.builds(Predicted, step_s=SECONDS, hidden_replay_s=SECONDS, ahead_bytes=st.integers(0), memory=st.just(HELD))
+        | st.builds(Predicted, step_s=SECONDS, hidden_recompute_s=SECONDS, ahead_bytes=st.integers(0), memory=st.just(HELD))
     )
     kept = [draw(_with_experts(draw(kept_items(span, te, parallel, model)), model)) for span in ranges]
     kept = [draw(checkpointed(rule, parallel, model)) for rule in kept] if checkpoints else kept
@@ -214,7 +214,7 @@ def stages_of(
     stage = stage.model_copy(update={"rules": tuple(_on_demand(rule, parallel) for rule in stage.rules)})
     for index in range(len(ranges)):
         for half in HALVES:
-            if stage.rules[index].replays(half):
+            if stage.rules[index].recomputed_in(half):
                 stage = draw(with_windows(stage, index, half, 0 if last else least, parallel, te, model))
     needed = next(depth for depth in range(2 * len(layers) + 1) if not _problems(stage, parallel, depth, te, model))
     return stage.model_copy(update={"ahead_depth": needed + (needed > 0) * draw(st.integers(0, 2))})
@@ -222,18 +222,18 @@ def stages_of(
 
 @st.composite
 def kept_items(draw: st.DrawFn, layers: LayerRange, te: bool, parallel: ParallelFacts, model: ModelFacts | None = None) -> Rule:
-    """Everything kept, everything replayed, or any mixture."""
+    """Everything kept, everything recomputed, or any mixture."""
     sections = {**DENSE, "attention": attention_of(model)}
     sliced = parallel.sequence_parallel and sections["attention"].two_paths
     free = [
-        item for section in sections.values() for item in section.replayable_among(parallel.context, sequence_parallel=sliced)
+        item for section in sections.values() for item in section.recomputable_among(parallel.context, sequence_parallel=sliced)
     ]
-    replay = draw(st.just(free) | st.just([]) | st.lists(st.sampled_from(free), unique=True))
+    recompute = draw(st.just(free) | st.just([]) | st.lists(st.sampled_from(free), unique=True))
     norms = {section.column_parallel: section.norm for section in sections.values() if section.fuses_norm} if te else {}
     norms |= {item.name: item.norm_inside for section in sections.values() for item in section.items if te and item.norm_inside}
-    replay = [*replay, *(norm for linear, norm in norms.items() if linear in replay and norm not in replay)]
+    recompute = [*recompute, *(norm for linear, norm in norms.items() if linear in recompute and norm not in recompute)]
     names = [name for section in sections.values() for name in section.names]
-    return Rule(layers=layers, keep=tuple(item for item in names if item not in replay), replay=tuple(replay))
+    return Rule(layers=layers, keep=tuple(item for item in names if item not in recompute), recompute=tuple(recompute))
 
 
 def attention_of(model: ModelFacts | None) -> Section:
@@ -250,13 +250,13 @@ def checkpointed(draw: st.DrawFn, rule: Rule, parallel: ParallelFacts, model: Mo
     if chosen is None:
         return rule
     attention, having = attention_of(model), [layer for layer in rule.layers if model is not None and model.has_experts(layer)]
-    left = {item for item in (*rule.keep, *rule.replay) if chosen in HALVES and (item in attention.names) == (chosen == "mlp")}
-    keep, replay = (tuple(item for item in items if item in left) for items in (rule.keep, rule.replay))
+    left = {item for item in (*rule.keep, *rule.recompute) if chosen in HALVES and (item in attention.names) == (chosen == "mlp")}
+    keep, recompute = (tuple(item for item in items if item in left) for items in (rule.keep, rule.recompute))
     exchanges = parallel.expert > 1 and len(having) == len(rule.layers) and chosen in ("layer", "mlp")
     reduces = parallel.tensor > 1 and chosen == "layer" and not having
     gathers = parallel.sequence_parallel and not attention.two_paths and (model is None or gathers_once(model.fp8))
     ahead = draw(st.sampled_from([False, True, *(["gather"] if reduces and gathers else [])])) if exchanges or reduces else False
-    return Rule(layers=rule.layers, checkpoint=chosen, ahead=ahead, keep=keep, replay=replay)
+    return Rule(layers=rule.layers, checkpoint=chosen, ahead=ahead, keep=keep, recompute=recompute)
 
 
 def _beginning_nothing(stage: Stage) -> Stage:
@@ -367,19 +367,19 @@ HELD = {"always": {"parameters": 2, "gradients": 4}, "loss": {"logits": 6}}
 
 @st.composite
 def _with_experts(draw: st.DrawFn, rule: Rule, model: ModelFacts | None) -> Rule:
-    """Where all of the rule's layers have experts, some of their items are replayed; else their MLP half is kept."""
+    """Where all of the rule's layers have experts, some of their items are recomputed; else their MLP half is kept."""
     having = [layer for layer in rule.layers if model is not None and model.has_experts(layer)]
     if not having or model is None:
         return rule
     attention = attention_of(model).names
-    replay = tuple(item for item in rule.replay if item in attention)
+    recompute = tuple(item for item in rule.recompute if item in attention)
     if len(having) < len(rule.layers) or draw(st.booleans()):
         names = (*attention, *DENSE["mlp"].names)
-        return Rule(layers=rule.layers, keep=tuple(item for item in names if item not in replay), replay=replay)
+        return Rule(layers=rule.layers, keep=tuple(item for item in names if item not in recompute), recompute=recompute)
     sections = model.sections_of(having[0])
-    replay += tuple(draw(st.lists(st.sampled_from(sections[1].replayable), unique=True)))
+    recompute += tuple(draw(st.lists(st.sampled_from(sections[1].recomputable), unique=True)))
     names = [name for section in sections for name in section.names]
-    return Rule(layers=rule.layers, keep=tuple(item for item in names if item not in replay), replay=replay)
+    return Rule(layers=rule.layers, keep=tuple(item for item in names if item not in recompute), recompute=recompute)
 
 
 def _in_experts(name: str, layers: LayerRange, experts: Sequence[LayerRange], parallel: ParallelFacts) -> bool:
@@ -396,7 +396,7 @@ def _in_experts(name: str, layers: LayerRange, experts: Sequence[LayerRange], pa
 
 def _on_demand(rule: Rule, parallel: ParallelFacts) -> Rule:
     """Gather on demand whatever must be gathered."""
-    needed = {half: ON_DEMAND for half in HALVES if parallel.sequence_parallel and rule.filling(half).gathered in rule.replay}
+    needed = {half: ON_DEMAND for half in HALVES if parallel.sequence_parallel and rule.filling(half).gathered in rule.recompute}
     return rule.model_copy(update={"gather": Gather(**needed)})
 
 

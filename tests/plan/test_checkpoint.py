@@ -57,7 +57,7 @@ def test_a_key_that_says_nothing_changes_no_digest():
             "windows.mlp is bwd.mlp.1, but checkpoint is layer: it runs again where backward enters it, at most to bwd.mlp.0",
         ),
         ({"gather": {"attention": "on_demand"}}, "gather.attention is given, but checkpoint is layer"),
-        ({"checkpoint": "mlp"}, "linear_qkv is neither kept nor replayed"),
+        ({"checkpoint": "mlp"}, "linear_qkv is neither kept nor recomputed"),
         ({"checkpoint": {"layers": 1}}, "greater than or equal to 2"),
         ({"checkpoint": "layers"}, "'layer', 'halves', 'attention' or 'mlp'"),
     ],

@@ -14,16 +14,16 @@ from megatron_lynx.plan import Plan, dump_plan, load_plan
 from megatron_lynx.plan.features import may_fall_back
 from megatron_lynx.plan.plan import ModelFacts, ParallelFacts
 from tests.plan.strategies import plans
-from tests.plan.test_plan_file import KEPT, REPLAYED, small_plan
+from tests.plan.test_plan_file import KEPT, RECOMPUTED, small_plan
 
 INSIDE = {
     "keep": [*DENSE["attention"].names],
-    "replay": ["pre_mlp_layernorm", "experts_fc1", "experts_activation", "mlp_bda"],
+    "recompute": ["pre_mlp_layernorm", "experts_fc1", "experts_activation", "mlp_bda"],
 }
-SHARED = {"keep": INSIDE["keep"], "replay": ["pre_mlp_layernorm", "shared_fc1", "shared_activation"]}
+SHARED = {"keep": INSIDE["keep"], "recompute": ["pre_mlp_layernorm", "shared_fc1", "shared_activation"]}
 ATTENTION = {
     "keep": ["core_attention", "linear_proj", *DENSE["mlp"].names],
-    "replay": ["input_layernorm", "linear_qkv", "rotary", "attention_bda"],
+    "recompute": ["input_layernorm", "linear_qkv", "rotary", "attention_bda"],
 }
 
 
@@ -42,15 +42,15 @@ def test_dense_plans_do_not_mention_experts() -> None:
     assert "moe_layers" not in dump_plan(plan)
 
 
-def test_attention_halves_of_experts_are_replayed() -> None:
+def test_attention_halves_of_experts_are_recomputed() -> None:
     plan = Plan.model_validate(plan_of(["3-4"], **ATTENTION))
     assert "moe_layers: [3-4]" in dump_plan(plan)
     assert [plan.model.has_experts(layer) for layer in range(1, 5)] == [False, False, True, True]
 
 
-def test_items_of_experts_are_replayed() -> None:
+def test_items_of_experts_are_recomputed() -> None:
     plan = Plan.model_validate(plan_of(["3-4"], **INSIDE))
-    assert plan.stages[1].rules[0].replays("mlp") == tuple(INSIDE["replay"])
+    assert plan.stages[1].rules[0].recomputed_in("mlp") == tuple(INSIDE["recompute"])
     assert Plan.model_validate(plan.model_dump()) == plan
     shared = Plan.model_validate(plan_of(["3-4"], **SHARED, shared_experts=True))
     assert "shared_experts: true" in dump_plan(shared)
@@ -62,15 +62,23 @@ def test_items_of_experts_are_replayed() -> None:
         ([4], INSIDE, "layers 3-4: found experts_fc1, .* in layer 3, whose MLP is no mixture of experts"),
         (
             [],
-            {**INSIDE, "replay": ["mlp_bda"], "keep": [*INSIDE["keep"], "router"]},
+            {**INSIDE, "recompute": ["mlp_bda"], "keep": [*INSIDE["keep"], "router"]},
             "found router in layers 3-4",
         ),
         (["3-4"], SHARED, "found shared_fc1, shared_activation in a model without shared experts"),
-        (["3-4"], {**INSIDE, "replay": ["router"]}, "router must be kept: its recomputation would route, count and draw again"),
-        (["3-4"], {**INSIDE, "replay": ["dispatch"]}, "dispatch must be kept: its recomputation would exchange tokens again"),
+        (
+            ["3-4"],
+            {**INSIDE, "recompute": ["router"]},
+            "router must be kept: its recomputation would route, count and draw again",
+        ),
+        (["3-4"], {**INSIDE, "recompute": ["dispatch"]}, "dispatch must be kept: its recomputation would exchange tokens again"),
         (["3-4"], {**INSIDE, "windows": {"mlp": "bwd.attention.0 until experts_fc1 then on_demand"}}, "stops before nothing"),
         (["3-4"], {**INSIDE, "gather": {"mlp": "on_demand"}}, "gather.mlp is given, but shared_fc1 is kept"),
-        ([4], {"keep": KEPT, "replay": REPLAYED}, "layers 3-4: found .*linear_fc1.* replayed in layer 4, whose MLP is a mixture"),
+        (
+            [4],
+            {"keep": KEPT, "recompute": RECOMPUTED},
+            "layers 3-4: found .*linear_fc1.* recomputed in layer 4, whose MLP is a mixture",
+        ),
         (["3-4"], {**ATTENTION, "windows": {"attention": "bwd.mlp.0"}}, "found bwd.mlp.0 of layers 3-4, which lies in a mixture"),
         ([3, 5], ATTENTION, "model.moe_layers has 5, but the model has layers 1-4"),
     ],
@@ -124,8 +132,8 @@ def test_a_stage_needs_something_to_let_go_of(dispatcher: str) -> None:
 )
 @pytest.mark.slow
 def test_drawn_plans_name_what_layers_have(plan: Plan) -> None:
-    replayed = {layer: stage.rule_for(layer).replays("mlp") for stage in plan.stages for layer in stage.layers}
-    assert all({*replayed[layer]} <= {*EXPERTS.replayable} for layer in (2, 4, 5))
+    recomputed = {layer: stage.rule_for(layer).recomputed_in("mlp") for stage in plan.stages for layer in stage.layers}
+    assert all({*recomputed[layer]} <= {*EXPERTS.recomputable} for layer in (2, 4, 5))
     assert Plan.model_validate(plan.model_dump()) == plan
 
 

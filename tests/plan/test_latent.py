@@ -15,11 +15,11 @@ from megatron_lynx.validation import validated
 SIZES = {"q_rank": 48, "kv_rank": 32, "head_size": 16, "rope_size": 8, "value_head_size": 16}
 
 
-def plan_data(*, compressed: bool = True, te: bool = False, replay: tuple[str, ...] = (), **parallel: Any) -> dict[str, Any]:
+def plan_data(*, compressed: bool = True, te: bool = False, recompute: tuple[str, ...] = (), **parallel: Any) -> dict[str, Any]:
     items = (*LATENT[compressed, te, False].names, *MLP.names)
     sizes: dict[str, Any] = {name: size for name, size in SIZES.items() if compressed or name != "q_rank"}
     facts = {"layers": 2, "hidden": 64, "ffn": 128, "heads": 4, "kv_groups": 4, "seq": 32, "latent_attention": sizes}
-    rule = {"layers": "1-2", "keep": [item for item in items if item not in replay], "replay": list(replay)}
+    rule = {"layers": "1-2", "keep": [item for item in items if item not in recompute], "recompute": list(recompute)}
     return {
         "version": 1,
         "model": facts | ({"implementation": "transformer_engine"} if te else {}),
@@ -38,14 +38,14 @@ def problems(data: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("compressed", [True, False])
 def test_a_plan_of_latent_attention_is_read_as_it_was_written(compressed: bool, tmp_path: Any) -> None:
-    replay = ("input_layernorm", "linear_kv_up_proj", "rotary")
-    plan = validated(Plan, plan_data(compressed=compressed, replay=replay), "plan.yaml")
+    recompute = ("input_layernorm", "linear_kv_up_proj", "rotary")
+    plan = validated(Plan, plan_data(compressed=compressed, recompute=recompute), "plan.yaml")
     text = dump_plan(plan)
     (tmp_path / "plan.yaml").write_text(text)
     assert load_plan(tmp_path / "plan.yaml") == plan
     assert dump_plan(load_plan(tmp_path / "plan.yaml")) == text
     assert " ".join(LATENT[compressed, False, False].names) in text.split("version")[0]
-    assert plan.stages[0].rules[0].replays("attention") == replay
+    assert plan.stages[0].rules[0].recomputed_in("attention") == recompute
     assert plan.model.halves["attention"] is LATENT[compressed, False, False]
 
 
@@ -62,7 +62,7 @@ def test_a_rule_speaks_of_the_attention_that_the_model_has() -> None:
 
 
 @pytest.mark.parametrize(
-    ("replay", "missing"),
+    ("recompute", "missing"),
     [
         (("rotary",), "linear_q_up_proj"),
         (("q_layernorm", "linear_q_up_proj"), "rotary"),
@@ -70,33 +70,33 @@ def test_a_rule_speaks_of_the_attention_that_the_model_has() -> None:
         (("linear_kv_up_proj", "attention_bda"), "linear_q_up_proj, rotary"),
     ],
 )
-def test_what_a_fused_kernel_turns_in_place_is_not_turned_twice(replay: tuple[str, ...], missing: str) -> None:
+def test_what_a_fused_kernel_turns_in_place_is_not_turned_twice(recompute: tuple[str, ...], missing: str) -> None:
     """All that runs the kernel again runs the linear again, whose output it overwrites."""
-    data = plan_data(replay=replay)
+    data = plan_data(recompute=recompute)
     validated(Plan, data, "plan.yaml")
     data["model"]["latent_attention"]["fused_rotary"] = True
-    assert f"{missing} is kept, needed replayed" in problems(data)
+    assert f"{missing} is kept, needed recomputed" in problems(data)
     [rule] = data["stages"][0]["rules"]
-    rule["replay"] += missing.split(", ")
-    rule["keep"] = [item for item in rule["keep"] if item not in rule["replay"]]
+    rule["recompute"] += missing.split(", ")
+    rule["keep"] = [item for item in rule["keep"] if item not in rule["recompute"]]
     validated(Plan, data, "plan.yaml")
 
 
 def test_where_a_linear_is_kept_what_its_output_is_turned_in_is_kept() -> None:
     """Uncompressed queries read the residual stream, which nobody gathers twice."""
     section = LATENT[False, True, True]
-    assert {"linear_q_proj", "rotary", "core_attention"} <= set(section.replayable_among(1))
-    assert section.replayable_among(1, sequence_parallel=True)[-1] == "linear_kv_up_proj"
-    assert "core_attention" in LATENT[False, True, False].replayable_among(1, sequence_parallel=True)
+    assert {"linear_q_proj", "rotary", "core_attention"} <= set(section.recomputable_among(1))
+    assert section.recomputable_among(1, sequence_parallel=True)[-1] == "linear_kv_up_proj"
+    assert "core_attention" in LATENT[False, True, False].recomputable_among(1, sequence_parallel=True)
 
 
 def test_what_gathers_the_residual_stream_is_kept() -> None:
     sliced = {"tensor": 2, "sequence_parallel": True}
     for compressed, te, linear in ((True, False, "linear_kv_down_proj"), (False, True, "linear_q_proj")):
-        text = problems(plan_data(compressed=compressed, te=te, replay=(linear,), **sliced))
-        assert f"{linear} is replayed, but gathers the residual stream" in text
-    validated(Plan, plan_data(replay=("linear_kv_up_proj", "kv_layernorm"), **sliced), "plan.yaml")
-    validated(Plan, plan_data(te=True, replay=("linear_kv_down_proj",), **sliced), "plan.yaml")
+        text = problems(plan_data(compressed=compressed, te=te, recompute=(linear,), **sliced))
+        assert f"{linear} is recomputed, but gathers the residual stream" in text
+    validated(Plan, plan_data(recompute=("linear_kv_up_proj", "kv_layernorm"), **sliced), "plan.yaml")
+    validated(Plan, plan_data(te=True, recompute=("linear_kv_down_proj",), **sliced), "plan.yaml")
 
 
 @pytest.mark.parametrize(
@@ -124,13 +124,13 @@ def test_with_one_micro_batch_a_weight_gradient_waits_for_what_comes_behind(
 
 
 def test_what_is_not_planned_with_latent_attention_is_refused_by_name() -> None:
-    gathered = plan_data(replay=("linear_kv_up_proj", "kv_layernorm"), tensor=2, sequence_parallel=True)
+    gathered = plan_data(recompute=("linear_kv_up_proj", "kv_layernorm"), tensor=2, sequence_parallel=True)
     gathered["stages"][0]["rules"][0]["gather"] = {"attention": "on_demand"}
     assert "the half's input is gathered for no single linear" in problems(gathered)
     deferred = plan_data(compressed=False, tensor=2)
     deferred["stages"][0]["rules"][0]["weight_gradients"] = {"linear_q_up_proj": ["bwd.mlp.0"]}
     linears = "linear_kv_down_proj, linear_q_proj, linear_kv_up_proj, linear_proj, linear_fc1, linear_fc2"
     assert f"weight_gradients.linear_q_up_proj is no linear of a layer: there are {linears}" in problems(deferred)
-    alone = problems(plan_data(te=True, replay=("linear_kv_up_proj",)))
-    assert "linear_kv_up_proj is replayed, and kv_layernorm with it" in alone
+    alone = problems(plan_data(te=True, recompute=("linear_kv_up_proj",)))
+    assert "linear_kv_up_proj is recomputed, and kv_layernorm with it" in alone
     assert "kv_groups is 2, needed 4" in problems({**(data := plan_data()), "model": data["model"] | {"kv_groups": 2}})

@@ -1,4 +1,4 @@
-"""Plans whose replays would come too late, too early, too many at once, or not at all."""
+"""Plans whose recomputations would come too late, too early, too many at once, or not at all."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pydantic import ValidationError
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.testbed.tiny_jobs import tiny_job
-from tests.transparency.plans import plan_for, replayable
+from tests.transparency.plans import plan_for, recomputable
 
 
 def raw_plan(*, gather: bool = False, **layout: Any) -> dict[str, Any]:
     job = tiny_job("llama", **layout)
-    return plan_for(job, lambda layer: replayable(job, gather=gather)).model_dump(mode="json")
+    return plan_for(job, lambda layer: recomputable(job, gather=gather)).model_dump(mode="json")
 
 
 def refused(raw: dict[str, Any]) -> str:
@@ -55,7 +55,7 @@ EARLY = {"steady": "fwd.attention.0", "cooldown": "pipe.recv_backward"}
     ],
     ids=["on demand", "the half before", "the layer above", "no backward"],
 )
-def test_how_many_halves_before_its_own_backward_a_replay_begins(windows: dict[str, Any], ahead: tuple[int, int]) -> None:
+def test_how_many_halves_before_its_own_backward_a_recomputation_begins(windows: dict[str, Any], ahead: tuple[int, int]) -> None:
     """What goes to the host half by half has to be back by then."""
     raw = raw_plan(tensor=2, pipeline=2, microbatches=4)
     raw["stages"][0]["ahead_depth"] = 3
@@ -77,8 +77,8 @@ def test_the_window_of_a_gather_that_is_not_made_again() -> None:
     assert "windows.attention of layer 1 (bwd.mlp.1, steady) is no window of this stage in this phase" in refused(raw)
 
 
-def test_a_forward_window_of_the_very_gemm_that_is_replayed() -> None:
-    """Rule R13: neither its replay nor the gather of its input runs inside its own forward. Other forwards may hide both."""
+def test_a_forward_window_of_the_very_gemm_that_is_recomputed() -> None:
+    """Rule R13: neither its recomputation nor the gather of its input runs inside its own forward. Other forwards may hide both."""
     raw = raw_plan(tensor=2, pipeline=2, sequence_parallel=True, microbatches=4, gather=True)
     first = raw["stages"][0]
     first["ahead_depth"], rule = 4, first["rules"][0]
@@ -88,7 +88,7 @@ def test_a_forward_window_of_the_very_gemm_that_is_replayed() -> None:
         rule["windows"]["attention"] = {"steady": window, "cooldown": "on_demand"}
 
     seated("bwd.mlp.0", "fwd.attention.0")
-    assert "lies in the very linear that is replayed" in refused(raw)
+    assert "lies in the very linear that is recomputed" in refused(raw)
     seated("bwd.mlp.0", "fwd.attention.1")
     assert "comes before the half's input is gathered" in refused(raw)
     seated("fwd.attention.0", "fwd.attention.1")
@@ -111,7 +111,10 @@ def test_a_gather_behind_a_forward_where_none_comes_before() -> None:
     [
         ("bwd.mlp.2 until rotary then bwd.mlp.0", "does not come after the window of the stretch before it"),
         ("bwd.mlp.0 until rotary then bwd.attention.1", "comes after backward needs the half"),
-        ("bwd.mlp.0 until core_attention then bwd.mlp.2", "a replay stops before linear_qkv or rotary, not core_attention"),
+        (
+            "bwd.mlp.0 until core_attention then bwd.mlp.2",
+            "a recomputation stops before linear_qkv or rotary, not core_attention",
+        ),
         ("bwd.mlp.0 until rotary then bwd.mlp.1 until linear_qkv then bwd.mlp.2", "nothing is left to run in bwd.mlp.1"),
     ],
 )

@@ -17,7 +17,7 @@ from megatron_lynx.plan.plan import Whole
 from megatron_lynx.yaml_file import write_yaml
 from tests.plan.strategies import plans
 
-REPLAYED = [
+RECOMPUTED = [
     "input_layernorm",
     "linear_qkv",
     "rotary",
@@ -38,8 +38,8 @@ def small_plan() -> dict[str, Any]:
         "parallel": {"tensor": 2, "pipeline": 2},
         "batch": {"micro": 1, "microbatches": 4},
         "stages": [
-            {"stage": 0, "layers": "1-2", "ahead_depth": 0, "rules": [{"layers": "1-2", "keep": KEPT, "replay": REPLAYED}]},
-            {"stage": 1, "layers": "3-4", "ahead_depth": 0, "rules": [{"layers": "3-4", "keep": KEPT, "replay": REPLAYED}]},
+            {"stage": 0, "layers": "1-2", "ahead_depth": 0, "rules": [{"layers": "1-2", "keep": KEPT, "recompute": RECOMPUTED}]},
+            {"stage": 1, "layers": "3-4", "ahead_depth": 0, "rules": [{"layers": "3-4", "keep": KEPT, "recompute": RECOMPUTED}]},
         ],
         "provenance": {"made_by": "a person"},
     }
@@ -73,7 +73,7 @@ def test_other_readers_see_the_same(plan: Plan) -> None:
 def test_a_dumped_plan_is_short_and_explained(tmp_path: Path) -> None:
     data = small_plan() | {"parallel": {"tensor": 2, "pipeline": 1}}
     data["stages"] = [
-        {"stage": 0, "layers": "1-4", "ahead_depth": 1, "rules": [{"layers": "1-4", "keep": KEPT, "replay": REPLAYED}]}
+        {"stage": 0, "layers": "1-4", "ahead_depth": 1, "rules": [{"layers": "1-4", "keep": KEPT, "recompute": RECOMPUTED}]}
     ]
     data["stages"][0]["rules"][0]["windows"] = {"attention": "bwd.mlp.0"}
     text = dump_plan(Plan.model_validate(data))
@@ -92,7 +92,7 @@ def test_a_dumped_plan_is_short_and_explained(tmp_path: Path) -> None:
         "    rules:\n"
         "      - layers: 1-4\n"
         "        keep: [core_attention, linear_proj, linear_fc2]\n"
-        f"        replay: [{', '.join(REPLAYED)}]\n"
+        f"        recompute: [{', '.join(RECOMPUTED)}]\n"
         "        windows: {attention: bwd.mlp.0}\n"
         "provenance:\n"
         "  made_by: a person"
@@ -103,11 +103,11 @@ def test_every_problem_is_listed_with_its_place(tmp_path: Path) -> None:
     """A misspelt name hides neither the missing stage nor the layer that does not exist."""
     data = small_plan()
     del data["stages"][0]
-    data["stages"][0]["rules"][0]["replay"] = ["linear_qvk" if item == "linear_qkv" else item for item in REPLAYED]
+    data["stages"][0]["rules"][0]["recompute"] = ["linear_qvk" if item == "linear_qkv" else item for item in RECOMPUTED]
     data["stages"][0]["ahead_dept"] = data["stages"][0].pop("ahead_depth")
     data["colour"] = "blue"
     found = problems_of(tmp_path, write_yaml(data))
-    assert any(line.startswith("plan.yaml: stages.0.rules.0.replay.1: found 'linear_qvk'") for line in found)
+    assert any(line.startswith("plan.yaml: stages.0.rules.0.recompute.1: found 'linear_qvk'") for line in found)
     assert any(line.endswith("did you mean linear_qkv?") for line in found)
     assert any(line.startswith("plan.yaml: stages.0.ahead_dept: found an unknown key") for line in found)
     assert any(line.startswith("plan.yaml: colour: found an unknown key") for line in found)
@@ -126,11 +126,15 @@ def test_every_problem_is_listed_with_its_place(tmp_path: Path) -> None:
         (("stages", 0, "rules", 0, "layers"), 0, "plan.yaml: stages.0.rules.0.layers: found 0, needed at least 1"),
         (("stages", 0, "rules", 0, "layers"), "1-99999999999", "needed at most 1000"),
         (
-            ("stages", 0, "rules", 0, "replay"),
-            [*REPLAYED, "linear_fc2"],
+            ("stages", 0, "rules", 0, "recompute"),
+            [*RECOMPUTED, "linear_fc2"],
             "plan.yaml: stages.0.rules.0: linear_fc2 is listed twice",
         ),
-        (("stages", 0, "rules", 0, "replay"), [*REPLAYED, "linear_fc2"], "plan.yaml: stages.0.rules.0: linear_fc2 must be kept"),
+        (
+            ("stages", 0, "rules", 0, "recompute"),
+            [*RECOMPUTED, "linear_fc2"],
+            "plan.yaml: stages.0.rules.0: linear_fc2 must be kept",
+        ),
         (("stages", 0, "rules", 0, "windows"), {"mlp": "bwd.mpl.0"}, "windows.mlp: found 'bwd.mpl.0', needed one of on_demand"),
         (("stages", 0, "rules", 0, "windows"), {"mlp": "bwd.mpl.0"}, "did you mean bwd.mlp.0?"),
         (("stages", 0, "rules", 0, "windows"), {"mlp": {"steady": "on_demand"}}, "windows.mlp.cooldown: found nothing"),
@@ -183,7 +187,7 @@ def test_an_interrupted_write_leaves_the_old_plan(tmp_path: Path, monkeypatch: p
 def test_one_entry_for_each_chunk_in_layer_order() -> None:
     content = small_plan()
     content["parallel"]["chunks"] = 2
-    rule = {"keep": [*KEPT, *REPLAYED]}
+    rule = {"keep": [*KEPT, *RECOMPUTED]}
     places = [(0, 0), (1, 0), (0, 1), (1, 1)]
     content["stages"] = [
         {"stage": stage, "chunk": chunk, "layers": layer, "ahead_depth": 0, "rules": [{"layers": layer, **rule}]}

@@ -12,7 +12,7 @@ from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 from ..config.jobs import catalogued_job
-from ..transparency.plans import plan_for, replayable
+from ..transparency.plans import plan_for, recomputable
 
 TE = {"implementation": "transformer_engine"}
 
@@ -24,18 +24,18 @@ def test_a_plan_that_says_nothing_is_for_local_layers():
 
 
 @pytest.mark.parametrize(("linear", "norm"), [("linear_qkv", "input_layernorm"), ("linear_fc1", "pre_mlp_layernorm")])
-def test_a_linear_is_replayed_with_its_norm(linear, norm):
+def test_a_linear_is_recomputed_with_its_norm(linear, norm):
     plan_for(tiny_job("gpt"), lambda layer: [linear])
     plan_for(tiny_job("gpt", **TE), lambda layer: [linear, norm])
-    with pytest.raises(ValidationError, match=f"{linear} is replayed, and {norm} with it"):
+    with pytest.raises(ValidationError, match=f"{linear} is recomputed, and {norm} with it"):
         plan_for(tiny_job("gpt", **TE), lambda layer: [linear])
 
 
 def test_the_first_window_of_its_own_backward_comes_too_late():
     """Transformer Engine's row-parallel linear reads what it saved before it gathers the gradient; nobody else reads by then."""
 
-    def own_windows(job, *replayed):
-        raw = plan_for(job, lambda layer: ["pre_mlp_layernorm", *replayed]).model_dump(mode="json")
+    def own_windows(job, *recomputed):
+        raw = plan_for(job, lambda layer: ["pre_mlp_layernorm", *recomputed]).model_dump(mode="json")
         for rule in raw["stages"][0]["rules"]:
             rule["windows"] = {"mlp": "bwd.mlp.0"}
         return Plan.model_validate(raw)
@@ -47,9 +47,9 @@ def test_the_first_window_of_its_own_backward_comes_too_late():
         own_windows(tiny_job("gpt", **layout, **TE), "activation")
 
 
-def test_everything_else_may_be_replayed():
+def test_everything_else_may_be_recomputed():
     job = tiny_job("gpt", tensor=2, sequence_parallel=True, **TE)
-    assert plan_for(job, lambda layer: replayable(job, gather=True)).model.implementation == "transformer_engine"
+    assert plan_for(job, lambda layer: recomputable(job, gather=True)).model.implementation == "transformer_engine"
 
 
 def test_fp8_is_said_where_it_is_used():
@@ -64,8 +64,8 @@ def test_fp8_is_said_where_it_is_used():
         Plan.model_validate(raw)
 
 
-def test_a_norm_that_reduces_its_amax_is_replayed_on_demand():
-    """With one scale for all ranks' parts of its output; a replay in a window must not communicate (rule R2)."""
+def test_a_norm_that_reduces_its_amax_is_recomputed_on_demand():
+    """With one scale for all ranks' parts of its output; a recomputation in a window must not communicate (rule R2)."""
     layout = {"tensor": 2, "sequence_parallel": True, "dtype": "bf16", **TE}
     delayed, tensorwise = (tiny_job("gpt", **layout, fp8={"recipe": recipe}) for recipe in ("delayed", "tensorwise"))
     raw = plan_for(delayed, lambda layer: ["pre_mlp_layernorm"]).model_dump(mode="json")
@@ -81,4 +81,4 @@ def test_the_planner_knows_that_such_a_norm_has_no_window():
     job = catalogued_job("llama-7b", policy="planned", fp8="tensorwise", **sizes)
     plan = make_plan(job, analytic_profile(job))
     norms = {"input_layernorm", "pre_mlp_layernorm"}
-    assert any(norms & set(rule.replay) for stage in plan.stages for rule in stage.rules)
+    assert any(norms & set(rule.recompute) for stage in plan.stages for rule in stage.rules)

@@ -51,12 +51,12 @@ def test_a_plan_says_so_and_asks_for_the_flag() -> None:
     ("change", "says"),
     [
         (
-            {"replay": "linear_fc1"},
-            "linear_fc1 is replayed, but with parallel.userbuffers .* it owns a userbuffer",
+            {"recompute": "linear_fc1"},
+            "linear_fc1 is recomputed, but with parallel.userbuffers .* it owns a userbuffer",
         ),
         ({"windows": {"mlp": "bwd.attention.2+1"}}, "windows.mlp is bwd.attention.2.1, but .* no tensor-parallel collective"),
         ({"windows": {"mlp": "fwd.mlp.0"}}, "windows.mlp is fwd.mlp.0, but .* plan it on_demand, or in pipe.recv_backward"),
-        ({"gather": {"mlp": "bwd.attention.0+1"}, "replay": "linear_fc1"}, "gather.mlp is bwd.attention.0.1, but"),
+        ({"gather": {"mlp": "bwd.attention.0+1"}, "recompute": "linear_fc1"}, "gather.mlp is bwd.attention.0.1, but"),
         ({"sequence_parallel": False}, "parallel.userbuffers needs parallel.sequence_parallel: true, found false"),
         (
             {"implementation": "local"},
@@ -70,10 +70,10 @@ def test_what_conflicts_is_refused_by_name(change: dict[str, Any], says: str) ->
     rule = raw["stages"][0]["rules"][0]
     rule["windows"], raw["stages"][0]["ahead_depth"] = {}, 1
     for name, value in change.items():
-        if name == "replay":
-            rule["keep"], rule["replay"] = [item for item in rule["keep"] if item != value], [*rule["replay"], value]
+        if name == "recompute":
+            rule["keep"], rule["recompute"] = [item for item in rule["keep"] if item != value], [*rule["recompute"], value]
             rule["keep"].remove("pre_mlp_layernorm")
-            rule["replay"].append("pre_mlp_layernorm")
+            rule["recompute"].append("pre_mlp_layernorm")
         else:
             holder = {"sequence_parallel": raw["parallel"], "implementation": raw["model"]}.get(name, rule)
             holder[name] = value
@@ -97,11 +97,11 @@ def test_the_planner_makes_plans_without_windows_and_without_linears(budget_gib:
     plan = make_plan(job, analytic_profile(job))
     assert plan.parallel.userbuffers
     rules = [rule for stage in plan.stages for rule in stage.rules]
-    assert {item for rule in rules for item in rule.replay} & set(COLUMN_PARALLEL) == set()
+    assert {item for rule in rules for item in rule.recompute} & set(COLUMN_PARALLEL) == set()
     windows = {rule.windows.of(half, phase) for rule in rules for half in HALVES for phase in BACKWARD_PHASES}
     assert windows <= {ON_DEMAND, RECV_BACKWARD}
     if budget_gib == 55:
-        assert any(rule.replay for rule in rules)
+        assert any(rule.recompute for rule in rules)
         assert RECV_BACKWARD in windows
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from megatron_lynx.plan import Plan, dump_plan
-from tests.plan.test_plan_file import KEPT, REPLAYED, small_plan
+from tests.plan.test_plan_file import KEPT, RECOMPUTED, small_plan
 
-ALL = {"layers": "1-2", "keep": [*KEPT, *REPLAYED]}
+ALL = {"layers": "1-2", "keep": [*KEPT, *RECOMPUTED]}
 
 
 def plan_of(

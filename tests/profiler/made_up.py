@@ -55,7 +55,7 @@ HOST_US = {
     "full": (500, 1000),
     "kept": (550, 550),
     "partly": (600, 750),
-    "replayed": (700, 1200),
+    "recomputed": (700, 1200),
     "gathered": (700, 1300),
     "offloaded": (650, 650),
     "deferred": (570, 730),

@@ -165,7 +165,7 @@ def job_of(model: str, **fields: Any) -> Job:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_unfused_is_never_quicker_and_replays_take_as_much_longer(model: str) -> None:
+def test_unfused_is_never_quicker_and_recomputes_take_as_much_longer(model: str) -> None:
     fused, all_off = (analytic_profile(job_of(model, fusions=on)) for on in (None, ()))
     for half in ("attention", "mlp"):
         for name, item in fused.half(half).items.items():

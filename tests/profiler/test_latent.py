@@ -12,7 +12,7 @@ import pytest
 from megatron_lynx.config import load_job
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.parameters import parameter_tensors, stage_parameters
-from megatron_lynx.cost.replay import sensible_choices
+from megatron_lynx.cost.recompute import sensible_choices
 from megatron_lynx.kinds.dense.section import CORE_ATTENTION, ROTARY
 from megatron_lynx.kinds.planning import flops_of, half_tensors
 from megatron_lynx.plan.plan import Plan
@@ -88,7 +88,7 @@ def test_a_real_layer_keeps_what_its_shape_says(pool_of: Callable[[int], RankPoo
 
 @pytest.mark.parametrize(("exchange", "made_by"), [("p2p", (ROTARY, CORE_ATTENTION)), ("all_gather", (ROTARY, ROTARY))])
 def test_cut_sequences_keep_what_the_exchange_leaves(exchange: Any, made_by: tuple[str, str]) -> None:
-    """Around a ring the keys and values that came last, which no replay makes; values are narrower than keys, as they travel."""
+    """Around a ring the keys and values that came last, which no recomputation makes; values are narrower than keys, as they travel."""
     query, keys = made_by
     job = tiny_job("llama", kv_groups=4, latent=SIZES, context=2, context_exchange=exchange, **TE)
     shape = LayerShape(job.model, job.parallel, job.batch.micro)
@@ -136,11 +136,11 @@ def test_a_plan_lets_go_of_heads_first_and_is_simulated(tmp_path: Path) -> None:
     job = load_job(tmp_path / "job.yaml")
     plan = make_plan(job, analytic_profile(job))
     assert plan.model.latent_attention == job.model.latent
-    replays = {item for stage in plan.stages for rule in stage.rules for item in rule.replay}
-    assert {"linear_kv_up_proj", "rotary"} <= replays
-    assert "linear_q_proj" not in replays  # it would gather the residual stream
+    recomputations = {item for stage in plan.stages for rule in stage.rules for item in rule.recompute}
+    assert {"linear_kv_up_proj", "rotary"} <= recomputations
+    assert "linear_q_proj" not in recomputations  # it would gather the residual stream
     assert load_plan(write(plan, tmp_path)) == plan
-    assert plan.stages[0].predicted.hidden_replay_s > 0
+    assert plan.stages[0].predicted.hidden_recompute_s > 0
 
 
 def write(plan: Plan, folder: Path) -> Path:
@@ -155,5 +155,5 @@ def test_sets_of_items_are_few_and_begin_with_none() -> None:
     chosen = list(sensible_choices(section, tensors))
     assert chosen[0] == ()
     assert [len(each) for each in chosen] == sorted(len(each) for each in chosen)
-    assert section.replayable in chosen
-    assert len(chosen) < 2 ** len(section.replayable) / 2
+    assert section.recomputable in chosen
+    assert len(chosen) < 2 ** len(section.recomputable) / 2

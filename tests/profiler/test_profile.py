@@ -88,7 +88,7 @@ def test_host_time_reads_back_the_same(tmp_path):
     save_profile(profile, tmp_path / "profile.yaml")
     again = load_profile(tmp_path / "profile.yaml")
     assert again == profile
-    assert again.host_time.of("local").mlp.under("replayed").backward_s == pytest.approx(400e-6)
+    assert again.host_time.of("local").mlp.under("recomputed").backward_s == pytest.approx(400e-6)
 
 
 def test_a_profile_from_before_host_time_is_read_and_keeps_its_digest(tmp_path):
@@ -115,5 +115,5 @@ def test_host_time_that_cannot_be_is_refused_by_place(tmp_path):
 
 def test_what_was_not_measured_counts_as_the_nearest_setting():
     half = made_up_layer_host_time().mlp.model_copy(update={"gathered": None, "offloaded": None, "deferred": None})
-    assert half.under("gathered") == half.replayed
+    assert half.under("gathered") == half.recomputed
     assert half.under("offloaded") == half.under("deferred") == half.kept

@@ -61,7 +61,7 @@ def trained(rank: int, job: Job, setting: Setting) -> None:
             loop.step(step, Unrecorded())
 
 
-def named_replays(rank: int, job: Job, setting: Setting) -> Log:
+def named_recomputations(rank: int, job: Job, setting: Setting) -> Log:
     """As `recorded`; what runs while a gradient is received is named after its micro-batch, and whether that is steady."""
     from megatron_lynx.runtime.waits import Reached, Waits
     from megatron_lynx.timetable import Task
@@ -79,7 +79,7 @@ def named_replays(rank: int, job: Job, setting: Setting) -> Log:
             original(tasks, task, reached)
             return
         assert reached.micro_batch is not None
-        with recorders[0].part(f"replay of {task.half} for {reached.micro_batch.number}, {reached.micro_batch.phase}"):
+        with recorders[0].part(f"recompute of {task.half} for {reached.micro_batch.number}, {reached.micro_batch.phase}"):
             original(tasks, task, reached)
 
     with pytest.MonkeyPatch.context() as patched:

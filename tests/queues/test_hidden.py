@@ -1,9 +1,9 @@
-"""Replays that run while a gradient is received are hidden with one hardware queue as with eight.
+"""Recomputations that run while a gradient is received are hidden with one hardware queue as with eight.
 
 Interleaved schedules send a forward between the receive of a gradient and the wait for it, and double-buffered ones right before
-the receive. NCCL has one stream for all messages of two ranks in a group. So the replay used to come behind a message that waited
+the receive. NCCL has one stream for all messages of two ranks in a group. So the recomputation used to come behind a message that waited
 behind another one in that stream, at the head of the only queue: it began when the gradient was there. Of two stages cool-down's
-replays did, too, with any number of queues: they came behind a send that the other stage takes when it has made the gradient.
+recomputations did, too, with any number of queues: they came behind a send that the other stage takes when it has made the gradient.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tests.double_buffered.test_plans import without_flushes
 from tests.instruments.queues.hidden import hides
 from tests.instruments.queues.log import Kernel, Log
 from tests.instruments.queues.replay import replay
-from tests.queues.on_ranks import Setting, named_replays
-from tests.transparency.plans import plan_for, receiving, replayable
+from tests.queues.on_ranks import Setting, named_recomputations
+from tests.transparency.plans import plan_for, receiving, recomputable
 
 Pools = Callable[[int], RankPool]
 LAYOUTS = [
@@ -38,16 +38,16 @@ LAYOUTS = [
 @pytest.mark.parametrize(("layout", "how"), LAYOUTS)
 def test_what_runs_while_a_gradient_is_received_is_hidden(pool_of: Pools, layout: dict[str, Any], how: dict[str, Any]) -> None:
     job = tiny_job("gpt", **layout)
-    plan = receiving(plan_for(job, lambda _: replayable(job)))
-    logs = pool_of(job.gpus).run(named_replays, job, Setting(plan=without_flushes(plan) if how else plan, **how))
-    named = [(log.rank, name) for log in logs for name in replays_of(log)]
+    plan = receiving(plan_for(job, lambda _: recomputable(job)))
+    logs = pool_of(job.gpus).run(named_recomputations, job, Setting(plan=without_flushes(plan) if how else plan, **how))
+    named = [(log.rank, name) for log in logs for name in recomputations_of(log)]
     assert any(name.endswith("steady") for _, name in named)
     for queues in (1, 8):
         assert replay(logs, queues).finished
         assert [each for each in named if not hides(logs, queues, *each)] == []
 
 
-def replays_of(log: Log) -> list[str]:
+def recomputations_of(log: Log) -> list[str]:
     """Of the first step or two: each is looked at in a replay of its own."""
-    names = [entry.name for entry in log.entries if isinstance(entry, Kernel) and entry.name.startswith("replay of ")]
+    names = [entry.name for entry in log.entries if isinstance(entry, Kernel) and entry.name.startswith("recompute of ")]
     return list(dict.fromkeys(names))[:6]

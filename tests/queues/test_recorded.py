@@ -23,7 +23,7 @@ from tests.instruments.queues.unawaited import unawaited
 from tests.queues.on_ranks import Setting, recorded, trained
 from tests.transparency.checkpoints import ahead, checkpointed, with_rest_in_wait, without_beginning
 from tests.transparency.offloaded import offloading
-from tests.transparency.plans import plan_for, receiving, replayable
+from tests.transparency.plans import plan_for, receiving, recomputable
 from tests.transparency.test_experts import EXPERTS
 
 Pools = Callable[[int], RankPool]
@@ -41,19 +41,19 @@ LAYERS_IN_TURNS = {"pipeline": 2, "layers": 8, "layers_per_chunk": 2, "microbatc
 
 
 def planned(job: Job, **setting: Any) -> Setting:
-    """Every other layer is replayed, and some of what the others keep goes to the host; one step is traced."""
-    plan = offloading(plan_for(job, lambda layer: replayable(job) if layer % 2 else ()), 6_000)
+    """Every other layer is recomputed, and some of what the others keep goes to the host; one step is traced."""
+    plan = offloading(plan_for(job, lambda layer: recomputable(job) if layer % 2 else ()), 6_000)
     return Setting(plan=plan if "defers" not in setting else without_flushes(plan), trace=True, timers=1, **setting)
 
 
 def received_apart(job: Job) -> Setting:
-    """Replays while gradients are received, in steady phases, too: these travel in groups of their own."""
-    return Setting(plan=receiving(plan_for(job, lambda _: replayable(job))), timers=1)
+    """Recomputes while gradients are received, in steady phases, too: these travel in groups of their own."""
+    return Setting(plan=receiving(plan_for(job, lambda _: recomputable(job))), timers=1)
 
 
 def half_by_half(job: Job) -> Setting:
     """The same within each micro-batch: compute waits for copies between collectives."""
-    plan = offloading(plan_for(job, lambda layer: replayable(job) if layer % 2 else ()), 60_000, pace=2_000)
+    plan = offloading(plan_for(job, lambda layer: recomputable(job) if layer % 2 else ()), 60_000, pace=2_000)
     return Setting(plan=plan, trace=True, timers=1)
 
 

@@ -35,8 +35,8 @@ def test_a_point_says_what_its_plan_does() -> None:
     assert made["step_s"] == decision.simulation.step_s + update_s(decision.job, PROFILE)
     stage, entry = made["stages"][0], decision.plan.stages[0]
     assert [name for treatment in stage["treatments"][:2] for name, _ in treatment["items"]] == list(ITEMS)
-    replayed = {name for treatment in stage["treatments"][:2] for name, what in treatment["items"] if what == "replay"}
-    assert replayed == set(entry.rules[0].replay)
+    recomputed = {name for treatment in stage["treatments"][:2] for name, what in treatment["items"] if what == "recompute"}
+    assert recomputed == set(entry.rules[0].recompute)
     assert sum(stage["memory_bytes"].values()) == decision.memory[0].total
 
 

@@ -139,8 +139,10 @@ def test_the_slider_goes_through_the_plans(page: Page, planned: tuple[Island, Pa
             f"(() => {{const s = document.querySelector('#budget'); s.value = {place}; s.dispatchEvent(new Event('input'))}})()"
         )
         assert text(page, "#chosen dd") == point["label"]
-        replayed = sum(what == "replay" for stage in point["stages"] for each in stage["treatments"] for _, what in each["items"])
-        assert page.value("document.querySelectorAll('.chip.replay').length") == replayed
+        recomputed = sum(
+            what == "recompute" for stage in point["stages"] for each in stage["treatments"] for _, what in each["items"]
+        )
+        assert page.value("document.querySelectorAll('.chip.recompute').length") == recomputed
         assert page.value("document.querySelectorAll('#scatter .chosen').length") == 1
 
 

@@ -34,7 +34,9 @@ def plan() -> Plan:
 
 
 def row(stage: int, passes_s: float | None, allocated_bytes: int) -> StageRow:
-    predicted = StagePredicted(passes_s=2.0, memory_bytes=920, hidden_replay_s=0.5, exposed_replay_s=0.0) if stage == 0 else None
+    predicted = (
+        StagePredicted(passes_s=2.0, memory_bytes=920, hidden_recompute_s=0.5, exposed_recompute_s=0.0) if stage == 0 else None
+    )
     measured = StageMeasured(ranks=2, passes_s=passes_s, step_s=2.5, allocated_bytes=allocated_bytes, in_windows_s=0.4)
     return StageRow(stage=stage, predicted=predicted, measured=measured)
 

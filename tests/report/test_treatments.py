@@ -35,11 +35,11 @@ def test_a_checkpoint_shows_what_runs_again_and_what_it_keeps() -> None:
     spread = tiny_job("llama", tensor=2, sequence_parallel=True)
     _, gone_on = stages_of(with_rest_in_wait(checkpointed(plan_for(spread, lambda layer: ()), "layer")))[0]["treatments"]
     assert gone_on["window"] == "checkpoint is layer, then bwd.mlp.0: keeps nothing: attention makes its input"
-    assert dict(attention["items"])["linear_proj"] == "replay", "its output is the MLP half's input"
+    assert dict(attention["items"])["linear_proj"] == "recompute", "its output is the MLP half's input"
     assert {item: said for item, said in mlp["items"] if item in ("router", "dispatch", "experts_fc1", "combine")} == {
         "router": "keep",
-        "dispatch": "replay",
-        "experts_fc1": "replay",
+        "dispatch": "recompute",
+        "experts_fc1": "recompute",
         "combine": "keep",
     }
 
@@ -62,7 +62,7 @@ def test_inputs_of_checkpoints_that_go_to_the_host_are_said() -> None:
     assert windows(Offload(bytes=1 << 20, experts=True)) == [sent[0], on_host, *sent[2:5], on_host]
 
 
-def test_where_halves_are_replayed_by_phase() -> None:
+def test_where_halves_are_recomputed_by_phase() -> None:
     first = stages_of(PLAN)[0]
     assert [name for name, _ in first["treatments"][0]["items"]] == list(DENSE["attention"].names)
     assert [treatment["window"] for treatment in first["treatments"]] == [

@@ -14,11 +14,11 @@ from tests.report.samples import as_if_run, simulated
 
 HALF = Span("backward", 0.0, 4e-3, 1, "mlp", 7, None, "backward mlp(1)")
 WAIT = Span("window", 1e-3, 3e-3, 1, "mlp", 7, "bwd.mlp.0@1", "bwd.mlp.0@1")
-REPLAY = Span("replay", 1e-3, 2e-3, 1, "attention", 7, "bwd.mlp.0@1", "replay attention(1)")
+RECOMPUTE = Span("recompute", 1e-3, 2e-3, 1, "attention", 7, "bwd.mlp.0@1", "recompute attention(1)")
 
 
 def test_spans_column_by_column_each_with_what_it_is_about() -> None:
-    made = view("measured", "a step", Timeline({0: (HALF, WAIT, REPLAY), 1: (HALF,)}), {0: 0, 1: 0})
+    made = view("measured", "a step", Timeline({0: (HALF, WAIT, RECOMPUTE), 1: (HALF,)}), {0: 0, 1: 0})
     kinds = [made["subjects"][place]["kind"] for place in made["rows"][0]["spans"]["subject"]]
     assert kinds == ["backward", "window", "wait", "hidden"], "a wait is what was waited for, and a hole"
     assert made["rows"][0]["spans"]["start_ns"] == [0, 1_000_000, 1_000_000, 1_000_000]
@@ -31,8 +31,8 @@ def test_spans_column_by_column_each_with_what_it_is_about() -> None:
 @pytest.mark.parametrize(
     ("kind", "window", "drawn"),
     [
-        ("replay", "on_demand", "on_demand"),
-        ("replay", "pipe.recv_backward", "hidden"),
+        ("recompute", "on_demand", "on_demand"),
+        ("recompute", "pipe.recv_backward", "hidden"),
         ("window", "pipe.recv_backward", "recv"),
         ("copy_wait", None, "wait"),
         ("weight_gradient", "fwd.mlp.0@2", "weight_gradient"),

@@ -10,13 +10,13 @@ from tests.report.samples import simulated
 SPANS = (
     Span("backward", 0.0, 10.0, 2, "mlp", 0),
     Span("window", 2.0, 6.0, 2, "mlp", 0, "bwd.mlp.0@2"),
-    Span("replay", 2.0, 3.0, 1, "attention", 0, "bwd.mlp.0@2", "replay attention(1)"),
+    Span("recompute", 2.0, 3.0, 1, "attention", 0, "bwd.mlp.0@2", "recompute attention(1)"),
     Span("weight_gradient", 3.0, 3.5, 3, "mlp", 0, "bwd.mlp.0@2"),  # type: ignore[arg-type]
-    Span("replay", 6.0, 6.75, 1, "attention", 0, "on_demand"),
+    Span("recompute", 6.0, 6.75, 1, "attention", 0, "on_demand"),
     Span("backward", 10.0, 18.0, 1, "mlp", 0),
     Span("window", 12.0, 13.0, 1, "mlp", 0, "bwd.mlp.0@1"),
     Span("recv", 20.0, 24.0, window="pipe.recv_backward"),
-    Span("replay", 22.0, 23.0, 4, "mlp", 1, "pipe.recv_backward"),
+    Span("recompute", 22.0, 23.0, 4, "mlp", 1, "pipe.recv_backward"),
     Span("copy_wait", 24.0, 24.5),
 )
 TIMELINE = Timeline({0: SPANS})
@@ -24,18 +24,18 @@ TIMELINE = Timeline({0: SPANS})
 
 def test_what_ran_in_which_wait() -> None:
     assert waits_of(SPANS) == {
-        "bwd.mlp.0": WaitUse(2, 5.0, 1.5, {"replay attention", "weight gradient mlp"}),
-        "pipe.recv_backward": WaitUse(1, 4.0, 1.0, {"replay mlp"}),
+        "bwd.mlp.0": WaitUse(2, 5.0, 1.5, {"recompute attention", "weight gradient mlp"}),
+        "pipe.recv_backward": WaitUse(1, 4.0, 1.0, {"recompute mlp"}),
     }
     table = use_table("predicted", TIMELINE, {0: "stage 0"})
-    assert table["rows"][0] == ["stage 0", "bwd.mlp.0", 2, 5.0, 2.5, 1.5, 3.5, 0.3, "replay attention, weight gradient mlp"]
+    assert table["rows"][0] == ["stage 0", "bwd.mlp.0", 2, 5.0, 2.5, 1.5, 3.5, 0.3, "recompute attention, weight gradient mlp"]
 
 
 def test_what_no_wait_hid() -> None:
     table = exposed_table("measured", TIMELINE, {0: "stage 0, rank 0"})
     assert table["rows"] == [
         ["stage 0, rank 0", "copy from the host", "", 1, 0.5, 0.5],
-        ["stage 0, rank 0", "replay", "attention", 1, 0.75, 0.75],
+        ["stage 0, rank 0", "recompute", "attention", 1, 0.75, 0.75],
     ]
 
 
@@ -50,16 +50,16 @@ def test_spans_say_what_the_simulation_says() -> None:
     simulation = simulated()
     for stage, spans in simulation.timeline().ranks.items():
         figures = RowFigures.of(spans)
-        assert abs(figures.hidden_s - simulation.hidden_replay_s(stage)) < 1e-12
-        assert abs(figures.exposed_s - simulation.exposed_replay_s(stage)) < 1e-12
+        assert abs(figures.hidden_s - simulation.hidden_recompute_s(stage)) < 1e-12
+        assert abs(figures.exposed_s - simulation.exposed_recompute_s(stage)) < 1e-12
 
 
 def test_a_wait_is_over_when_its_communication_is() -> None:
-    """The simulator draws it until the replay in it is over, so 3 s of a busy device looked like an unused wait."""
+    """The simulator draws it until the recomputation in it is over, so 3 s of a busy device looked like an unused wait."""
     spans = (
         Span("window", 0.0, 5.0, 2, "mlp", 0, "bwd.mlp.0@2"),
-        Span("replay", 0.0, 2.0, 1, "attention", 0, "bwd.mlp.0@2"),
-        Span("replay", 2.0, 5.0, 1, "attention", 0, "on_demand"),
+        Span("recompute", 0.0, 2.0, 1, "attention", 0, "bwd.mlp.0@2"),
+        Span("recompute", 2.0, 5.0, 1, "attention", 0, "on_demand"),
         Span("window", 6.0, 8.0, 2, "attention", 0, "bwd.attention.0@2"),
     )
     uses = waits_of(trimmed(Timeline({0: spans})).ranks[0])

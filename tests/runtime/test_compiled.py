@@ -15,7 +15,7 @@ from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metri
 
 from megatron_lynx.runtime.frame import Absent
 from megatron_lynx.testbed.fusions import stand_in_for_compiler
-from tests.runtime.tiny_half import ACTIVATION, FC1, FC2, FLOAT_BYTES, NORM, RESIDUAL, ROWS, WIDTH, TinyHalf, recorded, replayed
+from tests.runtime.tiny_half import ACTIVATION, FC1, FC2, FLOAT_BYTES, NORM, RESIDUAL, ROWS, WIDTH, TinyHalf, recomputed, recorded
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def made() -> tuple[Compiled, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("replay", "let_go_floats"),
+    ("recompute", "let_go_floats"),
     [
         ([NORM], ROWS * WIDTH + 2 * ROWS),
         ([ACTIVATION], 2 * ROWS * 2 * WIDTH),
@@ -62,7 +62,7 @@ def made() -> tuple[Compiled, Tensor]:
     ],
     ids=["norm", "activation", "residual", "all"],
 )
-def test_gradients_are_equal_and_a_replay_compiles_nothing(replay: list[str], let_go_floats: float) -> None:
+def test_gradients_are_equal_and_a_recomputation_compiles_nothing(recompute: list[str], let_go_floats: float) -> None:
     """What is let go: a norm's statistics and output (its input is the half's); what gelu and fc2 read; a mask of bytes."""
     half, hidden = made()
     wanted = [hidden.grad, *half.gradients()]
@@ -70,7 +70,7 @@ def test_gradients_are_equal_and_a_replay_compiles_nothing(replay: list[str], le
     hidden.grad = None
     clear_compilation_metrics()
     torch.manual_seed(2)
-    frame, output = recorded(half, hidden, replay)
+    frame, output = recorded(half, hidden, recompute)
     assert frame.let_go_bytes == let_go_floats * FLOAT_BYTES
     output.sum().backward()
     assert get_compilation_metrics() == []
@@ -79,12 +79,12 @@ def test_gradients_are_equal_and_a_replay_compiles_nothing(replay: list[str], le
 
 
 def test_a_tensor_that_a_compiled_site_saved_is_gone() -> None:
-    """And is there again after the replay: no other reference than the handle's is left on the node."""
+    """And is there again after the recomputation: no other reference than the handle's is left on the node."""
     half, hidden = made()
     frame, output = recorded(half, hidden, [NORM])
     statistics = [tensor for tensor in _saved_behind(output) if tensor.shape == (ROWS, 1)]
     assert statistics == []
-    replayed(half, frame)
+    recomputed(half, frame)
     assert [tuple(tensor.shape) for tensor in frame.found.values()].count((ROWS, 1)) == 2
 
 
@@ -119,10 +119,10 @@ def test_what_a_compiled_function_keeps_aside_stays() -> None:
     half, hidden = made()
     half.activation = torch.compile(lambda wide: _Aside.apply(wide))
     gradients = []
-    for replay in ([], [ACTIVATION]):
+    for recompute in ([], [ACTIVATION]):
         half.zero_grad()
         torch.manual_seed(2)
-        frame, output = recorded(half, hidden, replay)
+        frame, output = recorded(half, hidden, recompute)
         output.sum().backward()
         gradients.append([gradient.clone() for gradient in half.gradients()])
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))

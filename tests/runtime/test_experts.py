@@ -1,4 +1,4 @@
-"""A half of experts is recorded and replayed under any load: rows that change from call to call, experts without any.
+"""A half of experts is recorded and recomputed under any load: rows that change from call to call, experts without any.
 
 hidden ─> [norm] ─> [router] ─> [dispatch x 3] ─> ([experts_fc1] ─> gelu ─> [experts_fc2]) x 2 ─> [combine x 3] ─> dropout, +
 """
@@ -77,11 +77,11 @@ class TinyExperts(torch.nn.Module):
 class Run:
     """One half under an engine, or by itself. Each call draws the same numbers."""
 
-    def __init__(self, engine: Engine | None, replay: frozenset[str] = frozenset()) -> None:
+    def __init__(self, engine: Engine | None, recompute: frozenset[str] = frozenset()) -> None:
         torch.manual_seed(1)
         self.engine = engine
         self.half = TinyExperts() if engine is None else TinyExperts(reporting_to(engine))
-        self._policy = HalfPolicy(layer=1, section=EXPERTS, replay=replay)
+        self._policy = HalfPolicy(layer=1, section=EXPERTS, recompute=recompute)
 
     def __call__(self, rows: Sequence[int]) -> list[Tensor]:
         """What a call returns, and all its gradients."""
@@ -104,15 +104,15 @@ class Run:
 
 
 @pytest.mark.parametrize(
-    "replay",
-    [{NORM}, {ACTIVATION}, {FC1}, {RESIDUAL}, {NORM, FC1, ACTIVATION}, {*EXPERTS.replayable}],
-    ids=lambda replay: "+".join(sorted(replay)),
+    "recompute",
+    [{NORM}, {ACTIVATION}, {FC1}, {RESIDUAL}, {NORM, FC1, ACTIVATION}, {*EXPERTS.recomputable}],
+    ids=lambda recompute: "+".join(sorted(recompute)),
 )
 @pytest.mark.parametrize("loads", [LOADS, LOADS[1:] + LOADS[:1]], ids=["even first", "an expert without rows first"])
-def test_any_load_equals_stock(replay: set[str], loads: list[tuple[int, int]]) -> None:
+def test_any_load_equals_stock(recompute: set[str], loads: list[tuple[int, int]]) -> None:
     """And each call lets something go, though the first one taught what, with other rows."""
     engine = Engine()
-    ours, stock = Run(engine, frozenset(replay)), Run(None)
+    ours, stock = Run(engine, frozenset(recompute)), Run(None)
     for rows in loads:
         assert all(torch.equal(one, other) for one, other in zip(ours(rows), stock(rows), strict=True)), rows
         assert engine.take_counts().let_go_bytes > 0, rows
@@ -135,7 +135,7 @@ def test_what_is_let_go_does_not_depend_on_the_first_load() -> None:
 
 
 @pytest.mark.parametrize(
-    ("replay", "held"),
+    ("recompute", "held"),
     [
         ({ACTIVATION}, ROWS * (2 * WIDTH + 1 + 2 * WIDTH)),
         ({FC1, ACTIVATION}, ROWS * (2 * WIDTH + 1)),
@@ -145,10 +145,10 @@ def test_what_is_let_go_does_not_depend_on_the_first_load() -> None:
     ],
     ids=["activation", "first linears", "norm and first linears", "norm", "residual"],
 )
-def test_memos_hold_what_experts_get_and_no_more(replay: set[str], held: int) -> None:
+def test_memos_hold_what_experts_get_and_no_more(recompute: set[str], held: int) -> None:
     """In each call: the dispatched rows and their weights, and what norm and first linears returned that are kept; the graph
-    holds that as well. What a replay only passes has no values; what second linears returned once had some in later calls."""
-    run = Run(Engine(), frozenset(replay))
+    holds that as well. What a recomputation only passes has no values; what second linears returned once had some in later calls."""
+    run = Run(Engine(), frozenset(recompute))
     for rows in LOADS:
         gc.collect()  # what other tests left in cycles
         output = run.forward(rows)
@@ -160,7 +160,7 @@ def test_memos_hold_what_experts_get_and_no_more(replay: set[str], held: int) ->
 
 
 def test_router_and_exchanges_run_once() -> None:
-    run = Run(Engine(), frozenset(EXPERTS.replayable))
+    run = Run(Engine(), frozenset(EXPERTS.recomputable))
     run((3, 3))
     run((0, 6))
     assert run.half.ran == {NORM: 2, ROUTER: 1, DISPATCH: 3, FC1: 4, FC2: 2, COMBINE: 3}

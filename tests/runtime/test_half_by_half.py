@@ -27,7 +27,7 @@ BLOCK = 256
 """Bytes of each tensor."""
 SAVED = 3 * BLOCK
 """What each half saves: its input, which is what tanh saved in the half before, and two more."""
-KEPT = [HalfPolicy(layer, DENSE[half], replay=frozenset()) for layer in range(1, LAYERS + 1) for half in HALVES]
+KEPT = [HalfPolicy(layer, DENSE[half], recompute=frozenset()) for layer in range(1, LAYERS + 1) for half in HALVES]
 ORDER = StageOrder([(Action(number, kind, 0), "steady") for number in range(2) for kind in ("F", "B")])  # type: ignore[arg-type]
 
 

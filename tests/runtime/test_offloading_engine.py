@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.anatomy import MLP
-from megatron_lynx.errors import OffloadError, ReplayError
+from megatron_lynx.errors import OffloadError, RecomputeError
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.offload import HostLimit, Offloader, OffloadPolicy
 from megatron_lynx.runtime.order import StageOrder
@@ -20,7 +20,7 @@ from megatron_lynx.runtime.policy import ChunkPolicy, HalfPolicy
 from megatron_lynx.schedule.schedule import Action
 from tests.runtime.devices import CPU
 
-KEEPS_ALL = HalfPolicy(layer=1, section=MLP, replay=frozenset())
+KEEPS_ALL = HalfPolicy(layer=1, section=MLP, recompute=frozenset())
 TWO_IN_FLIGHT = StageOrder(
     [
         *((Action(number, "F", 0), "warmup") for number in range(2)),
@@ -218,7 +218,7 @@ def test_hooks_of_somebody_else_are_refused(engine: Engine) -> None:
     """They would be handed handles, or nothing (rule R14)."""
     with (
         torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
-        pytest.raises(ReplayError, match="other saved-tensor hooks are active"),
+        pytest.raises(RecomputeError, match="other saved-tensor hooks are active"),
     ):
         forward(engine, 0)
     assert not engine.busy

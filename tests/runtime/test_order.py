@@ -24,7 +24,7 @@ def test_1f1b() -> None:
 
 
 def test_the_last_stage_goes_back_at_once() -> None:
-    """No forward serves a replay there: a forward's own backward is next."""
+    """No forward serves a recomputation there: a forward's own backward is next."""
     order = order_of(2, 1, 1, 2)(3)
     assert written(order) == "0F0 0B0 0F1 0B1 0F2 0B2"
     assert all((index, 0) in order.at_once for index in range(3))

@@ -15,7 +15,7 @@ from megatron_lynx.runtime.frame import Absent
 from megatron_lynx.runtime.saved import View, storage_of
 from tests.runtime.tiny_half import ACTIVATION, FC1, FC2, FLOAT_BYTES, NORM, RESIDUAL, ROWS, WIDTH, made, recorded
 
-SUBSETS = list(chain.from_iterable(combinations(MLP.replayable, size) for size in range(len(MLP.replayable) + 1)))
+SUBSETS = list(chain.from_iterable(combinations(MLP.recomputable, size) for size in range(len(MLP.recomputable) + 1)))
 
 
 def stock() -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -28,12 +28,12 @@ def stock() -> tuple[Tensor, Tensor, list[Tensor]]:
     return output, hidden.grad, half.gradients()
 
 
-@pytest.mark.parametrize("replay", SUBSETS, ids="+".join)
-def test_gradients_are_those_without_a_record(replay: tuple[str, ...]) -> None:
-    """In every bit, whatever is replayed, and with the same dropout mask."""
+@pytest.mark.parametrize("recompute", SUBSETS, ids="+".join)
+def test_gradients_are_those_without_a_record(recompute: tuple[str, ...]) -> None:
+    """In every bit, whatever is recomputed, and with the same dropout mask."""
     half, hidden = made()
     torch.manual_seed(2)
-    frame, output = recorded(half, hidden, replay)
+    frame, output = recorded(half, hidden, recompute)
     torch.manual_seed(3)
     output.sum().backward()
     expected_output, expected, of_parameters = stock()
@@ -46,7 +46,7 @@ def test_gradients_are_those_without_a_record(replay: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("replay", "let_go"),
+    ("recompute", "let_go"),
     [
         ([], {}),
         ([NORM], {1: 2, 3: 1}),
@@ -57,10 +57,10 @@ def test_gradients_are_those_without_a_record(replay: tuple[str, ...]) -> None:
         ([NORM, FC1, ACTIVATION, RESIDUAL], {1: 2, 3: 1, 4: 1, 5: 1, 6: 1}),
     ],
 )
-def test_what_becomes_a_handle(replay: list[str], let_go: dict[int, int]) -> None:
-    """By segment. What a replayed item saves, but for parameters and the half's own input, and what a kept site saves of an
-    argument that a replay makes again: linear_fc1's of the norm, linear_fc2's of the activation."""
-    frame, _ = recorded(*made(), replay)
+def test_what_becomes_a_handle(recompute: list[str], let_go: dict[int, int]) -> None:
+    """By segment. What a recomputed item saves, but for parameters and the half's own input, and what a kept site saves of an
+    argument that a recomputation makes again: linear_fc1's of the norm, linear_fc2's of the activation."""
+    frame, _ = recorded(*made(), recompute)
     assert Counter(segment for segment, _ in frame.wanted) == let_go
 
 
@@ -81,7 +81,7 @@ def test_a_tensor_that_is_let_go_is_gone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("replay", "memos"),
+    ("recompute", "memos"),
     [
         ([NORM], {}),
         ([FC1], {1: True}),
@@ -91,10 +91,10 @@ def test_a_tensor_that_is_let_go_is_gone() -> None:
         ([ACTIVATION, RESIDUAL], {1: True, 3: True, 5: False}),
     ],
 )
-def test_memos_that_remain(replay: list[str], memos: dict[int, bool]) -> None:
-    """By segment: kept sites that the replay will pass, and whether with values. What is only passed on the way to the residual
+def test_memos_that_remain(recompute: list[str], memos: dict[int, bool]) -> None:
+    """By segment: kept sites that the recomputation will pass, and whether with values. What is only passed on the way to the residual
     addition needs none: its mask depends on the random state and the shape alone."""
-    frame, _ = recorded(*made(), replay)
+    frame, _ = recorded(*made(), recompute)
     assert {segment: not isinstance(memo.outputs, Absent) for segment, memo in frame.memos.items()} == memos
 
 
@@ -105,11 +105,11 @@ def test_a_memo_knows_the_random_state_only_behind_a_site_that_draws() -> None:
     assert {segment: memo.random is not None for segment, memo in frame.memos.items()} == {1: False, 3: False, 5: True}
 
 
-@pytest.mark.parametrize("replay", [[], [NORM], [NORM, FC1, ACTIVATION]], ids=len)
-def test_parameters_reach_backward_as_the_same_objects(replay: list[str]) -> None:
+@pytest.mark.parametrize("recompute", [[], [NORM], [NORM, FC1, ACTIVATION]], ids=len)
+def test_parameters_reach_backward_as_the_same_objects(recompute: list[str]) -> None:
     """Rule R11: default saved-tensor hooks would hand the backward a copy, without the attributes that Megatron puts there."""
     half, hidden = made()
-    _, output = recorded(half, hidden, replay)
+    _, output = recorded(half, hidden, recompute)
     output.sum().backward()
     for linear in (half.fc1, half.fc2):
         assert [found is linear.weight for found in linear.used] == [True]
@@ -128,13 +128,13 @@ class _SavesAView(torch.autograd.Function):
 
 
 def test_views_of_regenerated_arguments() -> None:
-    """A kept site saves a part of its argument, turned around: it is found in the argument that a replay makes."""
+    """A kept site saves a part of its argument, turned around: it is found in the argument that a recomputation makes."""
     results = []
-    for replay in ([], [ACTIVATION]):
+    for recompute in ([], [ACTIVATION]):
         half, hidden = made()
         half.fc2.forward = lambda given, weight=half.fc2.weight: _SavesAView.apply(given, weight)  # type: ignore
         torch.manual_seed(2)
-        frame, output = recorded(half, hidden, replay)
+        frame, output = recorded(half, hidden, recompute)
         views = list(frame.views.values())
         output.sum().backward()
         results.append(half.gradients())
@@ -152,8 +152,8 @@ def test_an_argument_that_is_kept_stays_with_a_kept_site() -> None:
     }
 
 
-def test_the_row_parallel_site_is_never_replayed() -> None:
+def test_the_row_parallel_site_is_never_recomputed() -> None:
     half, hidden = made()
-    _, output = recorded(half, hidden, MLP.replayable)
+    _, output = recorded(half, hidden, MLP.recomputable)
     output.sum().backward()
     assert FC2 not in half.ran

@@ -14,17 +14,17 @@ from megatron_lynx.runtime.recorded_graph import MOST_SIGNATURES, FirstCall, Rec
 from megatron_lynx.runtime.site import SiteCall
 from tests.runtime.tiny_half import ACTIVATION, FC1, FC2, NORM, RESIDUAL, WIDTH, Linear, TinyHalf, policy, reporting_to
 
-REPLAYED = frozenset([NORM, FC1, ACTIVATION, RESIDUAL])
+RECOMPUTED = frozenset([NORM, FC1, ACTIVATION, RESIDUAL])
 
 
 class Run:
     """One half under an engine, or by itself. Each call draws the same numbers."""
 
-    def __init__(self, engine: Engine | None, replay: frozenset[str] = REPLAYED) -> None:
+    def __init__(self, engine: Engine | None, recompute: frozenset[str] = RECOMPUTED) -> None:
         torch.manual_seed(1)
         self.engine = engine
         self.half = TinyHalf(reporting_to(engine) if engine is not None else None)
-        self._policy = policy(replay)
+        self._policy = policy(recompute)
 
     def __call__(self, rows: int = 3, dtype: torch.dtype | None = None) -> list[Tensor]:
         """What a call returns, and all its gradients."""
@@ -87,7 +87,7 @@ def test_another_length_has_a_graph_of_its_own(read_sites: list[str]) -> None:
 def test_lengths_do_not_pile_up() -> None:
     graphs = RecordedGraphs()
     for length in range(3 * MOST_SIGNATURES):
-        graphs.of("a half", (length,))[REPLAYED] = RecordedGraph()
+        graphs.of("a half", (length,))[RECOMPUTED] = RecordedGraph()
     assert sum(bool(graphs.of("a half", (length,))) for length in range(3 * MOST_SIGNATURES)) <= MOST_SIGNATURES
 
 
@@ -95,7 +95,7 @@ def test_one_length_too_many_forgets_the_one_used_longest_ago() -> None:
     """All were forgotten at once: a run whose lengths fall into one bucket more than that recorded each anew, again and again."""
     graphs = RecordedGraphs()
     for length in (*range(MOST_SIGNATURES), 0, 1, MOST_SIGNATURES):  # 0 and 1 are used again
-        graphs.of("a half", (length,))[REPLAYED] = RecordedGraph()
+        graphs.of("a half", (length,))[RECOMPUTED] = RecordedGraph()
     order = (0, 1, *range(3, MOST_SIGNATURES + 1), 2)
     assert [length for length in order if graphs.of("a half", (length,))] == [*order[:-1]]
 
@@ -148,11 +148,13 @@ def _together(items: frozenset[str]) -> str:
 
 
 @pytest.mark.parametrize("change", [cast, swap, plain, drop, another_norm])
-@pytest.mark.parametrize("replay", [REPLAYED, frozenset([NORM]), frozenset([ACTIVATION]), frozenset([RESIDUAL])], ids=_together)
-def test_a_half_that_becomes_another_one(change: Callable[[TinyHalf], None], replay: frozenset[str]) -> None:
+@pytest.mark.parametrize(
+    "recompute", [RECOMPUTED, frozenset([NORM]), frozenset([ACTIVATION]), frozenset([RESIDUAL])], ids=_together
+)
+def test_a_half_that_becomes_another_one(change: Callable[[TinyHalf], None], recompute: frozenset[str]) -> None:
     """Between two calls. The call that notices keeps more; the one behind it records anew."""
     engine = Engine()
-    ours, stock = Run(engine, replay), Run(None, replay)
+    ours, stock = Run(engine, recompute), Run(None, recompute)
     alike(ours, stock, {}, {})
     for run in (ours, stock):
         change(run.half)
@@ -160,7 +162,7 @@ def test_a_half_that_becomes_another_one(change: Callable[[TinyHalf], None], rep
     engine.take_counts()
     ours()
     again = engine.take_counts().let_go_bytes
-    fresh = Run(Engine(), replay)
+    fresh = Run(Engine(), recompute)
     change(fresh.half)
     fresh()
     assert fresh.engine is not None

@@ -32,7 +32,7 @@ def test_a_node_that_two_paths_reach_comes_once() -> None:
 
 
 def test_the_order_is_that_of_the_code() -> None:
-    """A record and its replay agree on it, whatever ran in between."""
+    """A record and its recomputation agree on it, whatever ran in between."""
 
     def call(argument: Tensor) -> dict[str, list[Tensor]]:
         return {"out": [argument.exp() * argument.sin(), argument.tanh()]}

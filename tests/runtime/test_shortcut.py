@@ -1,4 +1,4 @@
-"""A replay that needs only a half's first sites runs them without the half's code, and every bit stays stock's."""
+"""A recomputation that needs only a half's first sites runs them without the half's code, and every bit stays stock's."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.runtime.tiny_half import ACTIVATION, FC1, NORM, RESIDUAL, WIDTH, Tiny
 class Run:
     """One half under a plan, or by itself, and how often its code ran."""
 
-    def __init__(self, replay: frozenset[str] | None) -> None:
+    def __init__(self, recompute: frozenset[str] | None) -> None:
         torch.manual_seed(1)
-        engine = None if replay is None else Engine()
+        engine = None if recompute is None else Engine()
         self.half = TinyHalf(None if engine is None else reporting_to(engine))
         self.calls = 0
 
@@ -27,7 +27,7 @@ class Run:
             self.calls += 1
             return self.half(hidden)  # type: ignore[no-any-return]
 
-        self._half = code if engine is None else lambda hidden: engine.half(policy(replay or ()), code, (hidden,), {})
+        self._half = code if engine is None else lambda hidden: engine.half(policy(recompute or ()), code, (hidden,), {})
 
     def __call__(self) -> list[Tensor]:
         """What a call returns, and all gradients."""
@@ -41,9 +41,9 @@ class Run:
         return found
 
 
-def calls_of_code(replay: frozenset[str], change: Callable[[TinyHalf], None] = lambda half: None) -> list[int]:
-    """How often the half's code ran in each of three steps, with replays; the model changes behind the first."""
-    ours, stock, found = Run(replay), Run(None), []
+def calls_of_code(recompute: frozenset[str], change: Callable[[TinyHalf], None] = lambda half: None) -> list[int]:
+    """How often the half's code ran in each of three steps, with recomputations; the model changes behind the first."""
+    ours, stock, found = Run(recompute), Run(None), []
     for step in range(3):
         before = ours.calls
         assert all(torch.equal(one, other) for one, other in zip(ours(), stock(), strict=True)), step
@@ -54,10 +54,10 @@ def calls_of_code(replay: frozenset[str], change: Callable[[TinyHalf], None] = l
     return found
 
 
-@pytest.mark.parametrize("replay", [frozenset({NORM}), frozenset({NORM, FC1})], ids=["norm", "norm+fc1"])
-def test_the_first_sites_run_without_the_halfs_code(replay: frozenset[str]) -> None:
+@pytest.mark.parametrize("recompute", [frozenset({NORM}), frozenset({NORM, FC1})], ids=["norm", "norm+fc1"])
+def test_the_first_sites_run_without_the_halfs_code(recompute: frozenset[str]) -> None:
     """Of linear_fc1, which is kept, its input is let go: it is what the norm returned."""
-    assert calls_of_code(replay) == [1, 1, 1]
+    assert calls_of_code(recompute) == [1, 1, 1]
 
 
 @pytest.mark.parametrize("item", [ACTIVATION, RESIDUAL])

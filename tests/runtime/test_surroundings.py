@@ -1,4 +1,4 @@
-"""What a replay runs under is what its record ran under: torch's autocast, of the GPU as of the CPU."""
+"""What a recomputation runs under is what its record ran under: torch's autocast, of the GPU as of the CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def on_cuda() -> Iterator[None]:
 
 
 def test_autocast_of_a_gpu_is_captured(on_cuda: None) -> None:
-    """A replay in backward would run in FP32 what its forward ran in BF16."""
+    """A recomputation in backward would run in FP32 what its forward ran in BF16."""
     captured = {kind: dtype for kind, dtype, _ in Autocast().capture()}
     assert captured == {"cuda": torch.bfloat16, "cpu": None}
 
@@ -38,7 +38,7 @@ def test_autocast_is_as_captured_inside_and_as_before_behind() -> None:
     assert autocast.capture() == before
 
 
-def test_objects_are_as_they_were_behind_a_replay() -> None:
+def test_objects_are_as_they_were_behind_a_recomputation() -> None:
     class Dispatcher:
         """Its methods hand one another what they know of a call as attributes."""
 

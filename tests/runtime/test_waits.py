@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_lynx.anatomy import MLP
 from megatron_lynx.anatomy.address import RECV_BACKWARD, Window, WindowAddress
-from megatron_lynx.errors import ReplayError
+from megatron_lynx.errors import RecomputeError
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.frame import Frame, MicroBatch
 from megatron_lynx.runtime.order import StageOrder
@@ -28,7 +28,7 @@ from megatron_lynx.schedule.schedule import Action
 from megatron_lynx.timetable import ON_DEMAND_PLACE, Layout, Place, PlannedHalf, Timetable
 from tests.runtime.tiny_half import ACTIVATION, FC1, NORM, WIDTH, TinyHalf, policy, reporting_to
 
-REPLAYED = frozenset([NORM, FC1, ACTIVATION])
+RECOMPUTED = frozenset([NORM, FC1, ACTIVATION])
 AT_ONCE = StageOrder([(Action(0, "F", 0), "steady"), (Action(0, "B", 0), "steady")])
 
 
@@ -75,7 +75,7 @@ class Stage:
     """An engine and the layers of its chunks. `log` has what ran, in order."""
 
     places: Mapping[int, Place | tuple[Place, Place]] = field(default_factory=dict)
-    """Where layers are replayed, in all phases or in the steady one and in cool-down; others on demand."""
+    """Where layers are recomputed, in all phases or in the steady one and in cool-down; others on demand."""
     ahead_depth: int = 0
     order: StageOrder = AT_ONCE
     chunks: Sequence[range] = (range(1, 4),)
@@ -107,7 +107,7 @@ class Stage:
 
     def _half(self, layer: int, chunk: int, hidden: Tensor) -> Tensor:
         more: dict[str, Any] = {"gather_site": FC1, "gather": self._gather} if layer in self.gathers else {}
-        return self.engine.half(policy(REPLAYED, layer=layer, chunk=chunk, **more), self._code(layer), (hidden,), {})  # type: ignore
+        return self.engine.half(policy(RECOMPUTED, layer=layer, chunk=chunk, **more), self._code(layer), (hidden,), {})  # type: ignore
 
     def _code(self, layer: int) -> Callable[[Tensor], Tensor]:
         def issue(name: str) -> Callable[[], None]:
@@ -140,12 +140,12 @@ class Stage:
             output.sum().backward()
 
     def run(self) -> list[tuple[Any, ...]]:
-        """One step in the stage's order: (micro-batch, layer, window) of every replay."""
+        """One step in the stage's order: (micro-batch, layer, window) of every recomputation."""
         self.engine.trace.start()
         for one, _ in self.order.all:
             (self.forward if one.kind == "F" else self.backward)(one.micro_batch, one.chunk)
         events = self.engine.trace.stop()
-        return [(event.micro_batch, event.layer, event.window) for event in events if event.kind == "replay"]
+        return [(event.micro_batch, event.layer, event.window) for event in events if event.kind == "recompute"]
 
 
 def within(*windows: Window, until: Sequence[str] = (), gather: Window | None = None) -> Place:
@@ -153,14 +153,14 @@ def within(*windows: Window, until: Sequence[str] = (), gather: Window | None = 
     return Place(tuple(zip_longest(windows, until)), gather)
 
 
-def test_replays_run_before_the_wait() -> None:
+def test_recomputations_run_before_the_wait() -> None:
     stage = Stage({2: within(backward_of(3))}, ahead_depth=1)
     usual = stage.layers[2].fc1.forward
     stage.layers[2].fc1.forward = lambda given: (stage.log.append("fc1 of 2"), usual(given))[1]  # type: ignore
-    replays = stage.run()
+    recomputations = stage.run()
     backward = stage.log[stage.log.index("waited fwd 3") + 1 :]
     assert backward == ["fc1 of 2", "waited bwd 3", "waited bwd 2", "waited bwd 1"]
-    assert replays == [(0, 2, "bwd.mlp.0@3"), (0, 3, "on_demand"), (0, 1, "on_demand")]
+    assert recomputations == [(0, 2, "bwd.mlp.0@3"), (0, 3, "on_demand"), (0, 1, "on_demand")]
     counts = stage.engine.take_counts()
     assert (counts.recorded, counts.in_windows, counts.on_demand, counts.live_ahead) == (3, 1, 2, 1)
 
@@ -173,37 +173,37 @@ def test_a_half_in_its_own_window_is_not_ahead() -> None:
 
 
 def test_gathers_run_behind_the_wait() -> None:
-    """And the replay goes on from there: the norm, which ran for the gather, does not run again."""
+    """And the recomputation goes on from there: the norm, which ran for the gather, does not run again."""
     places = {1: within(backward_of(2), gather=backward_of(3)), 2: within("on_demand", gather=backward_of(3))}
     stage = Stage(places, ahead_depth=1, gathers=(1, 2, 3))
-    replays = stage.run()
+    recomputations = stage.run()
     backward = stage.log[stage.log.index("waited fwd 3") + 1 :]
     assert backward == ["waited bwd 3", "gather", "gather", "gather", "waited bwd 2", "waited bwd 1"]
-    assert replays == [(0, 3, "on_demand"), (0, 1, "bwd.mlp.0@2"), (0, 2, "on_demand")]
+    assert recomputations == [(0, 3, "on_demand"), (0, 1, "bwd.mlp.0@2"), (0, 2, "on_demand")]
     assert {layer: stage.layers[layer].ran for layer in (1, 2, 3)} == {1: [NORM, FC1], 2: [NORM, FC1], 3: [NORM, FC1]}
     assert stage.engine.take_counts().gathered == 3
 
 
-def test_a_replay_whose_gather_was_missed_does_not_gather_in_its_window() -> None:
-    """Rule R2: it would queue behind what the window hides, and what comes behind it too. It is replayed on demand."""
+def test_a_recomputation_whose_gather_was_missed_does_not_gather_in_its_window() -> None:
+    """Rule R2: it would queue behind what the window hides, and what comes behind it too. It is recomputed on demand."""
     stage = Stage({1: within(backward_of(2))}, ahead_depth=1, gathers=(1, 2, 3))
     assert [window for *_, window in stage.run()] == ["on_demand"] * 3
     backward = stage.log[stage.log.index("waited fwd 3") + 1 :]
     assert backward == ["waited bwd 3", "gather", "waited bwd 2", "gather", "waited bwd 1", "gather"]
 
 
-def test_a_replay_over_two_windows() -> None:
-    """It is one replay, which counts where it ends, and none of its sites runs twice."""
+def test_a_recomputation_over_two_windows() -> None:
+    """It is one recomputation, which counts where it ends, and none of its sites runs twice."""
     stage = Stage({1: within(backward_of(3), backward_of(2), until=[FC1])}, ahead_depth=1)
-    assert [replay for replay in stage.run() if replay[1] == 1] == [(0, 1, "bwd.mlp.0@3"), (0, 1, "bwd.mlp.0@2")]
+    assert [recompute for recompute in stage.run() if recompute[1] == 1] == [(0, 1, "bwd.mlp.0@3"), (0, 1, "bwd.mlp.0@2")]
     assert stage.layers[1].ran == [NORM, FC1]
     counts = stage.engine.take_counts()
     assert (counts.in_windows, counts.on_demand, counts.live_ahead) == (1, 2, 1)
 
 
-def test_a_replay_that_is_only_begun_ends_on_demand() -> None:
+def test_a_recomputation_that_is_only_begun_ends_on_demand() -> None:
     stage = Stage({1: within(backward_of(3), until=[FC1])}, ahead_depth=1)
-    assert [replay for replay in stage.run() if replay[1] == 1] == [(0, 1, "bwd.mlp.0@3"), (0, 1, "on_demand")]
+    assert [recompute for recompute in stage.run() if recompute[1] == 1] == [(0, 1, "bwd.mlp.0@3"), (0, 1, "on_demand")]
     assert stage.layers[1].ran == [NORM, FC1]
     counts = stage.engine.take_counts()
     assert (counts.in_windows, counts.on_demand) == (0, 3)
@@ -211,7 +211,7 @@ def test_a_replay_that_is_only_begun_ends_on_demand() -> None:
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
 def test_ahead_depth(depth: int) -> None:
-    """Rule R4. What has no room is replayed on demand."""
+    """Rule R4. What has no room is recomputed on demand."""
     stage = Stage({layer: within(backward_of(3)) for layer in (2, 1)}, ahead_depth=depth)
     stage.run()
     counts = stage.engine.take_counts()
@@ -229,7 +229,7 @@ PHASES = StageOrder(
 
 
 def test_tasks_by_phase() -> None:
-    """Steady: the forward that runs just before hides the first replay, then a backward's own windows do. Cool-down: other tasks
+    """Steady: the forward that runs just before hides the first recomputation, then a backward's own windows do. Cool-down: other tasks
     in the same windows."""
     places = {
         3: (within(forward_of(2)), ON_DEMAND_PLACE),
@@ -282,18 +282,21 @@ def test_a_forward_of_another_chunk() -> None:
         ]
     )
     stage = Stage({6: within(forward_of(5))}, ahead_depth=1, order=order, chunks=(range(1, 4), range(4, 7)))
-    replays = [(layer, window) for _, layer, window in stage.run()]
-    assert replays[0] == (6, "fwd.mlp.0@2")
-    assert {window for _, window in replays[1:]} == {"on_demand"}
+    recomputations = [(layer, window) for _, layer, window in stage.run()]
+    assert recomputations[0] == (6, "fwd.mlp.0@2")
+    assert {window for _, window in recomputations[1:]} == {"on_demand"}
 
 
 def test_what_has_no_room_keeps_nothing_else_from_running() -> None:
-    """Replays run in the plan's order until one has no room; weight gradients come behind them, gathers behind the wait."""
+    """Recomputations run in the plan's order until one has no room; weight gradients come behind them, gathers behind the wait."""
     places = {3: within(backward_of(4)), 2: within(backward_of(4)), 1: within(backward_of(2), gather=backward_of(4))}
     stage = Stage(places, 1, chunks=(range(1, 5),), gathers=(1,), deferred={FC1: (backward_of(4),)})
-    replays = stage.run()
+    recomputations = stage.run()
     assert stage.log[4:7] == [f"(4, '{FC1}') in bwd.mlp.0@4", "waited bwd 4", "gather"]
-    assert [(layer, window) for _, layer, window in replays if window != "on_demand"] == [(3, "bwd.mlp.0@4"), (1, "bwd.mlp.0@2")]
+    assert [(layer, window) for _, layer, window in recomputations if window != "on_demand"] == [
+        (3, "bwd.mlp.0@4"),
+        (1, "bwd.mlp.0@2"),
+    ]
 
 
 def test_of_several_works_the_first_wait_alone_is_a_window() -> None:
@@ -309,13 +312,13 @@ def test_of_several_works_the_first_wait_alone_is_a_window() -> None:
     stage.backward(1, 0)  # nodes hold the stage that holds its graph: without a backward they would stay
 
 
-def test_a_replay_that_communicates_is_refused() -> None:
+def test_a_recomputation_that_communicates_is_refused() -> None:
     """Rule R2: its collective would queue behind the one that it hides behind."""
     stage = Stage({2: within(backward_of(3))}, ahead_depth=1)
     layer = stage.layers[2]
     usual = layer.fc1.forward
     layer.fc1.forward = lambda given: (issued(stage.engine, Work(stage.log, "inner")).wait(), usual(given))[1]  # type: ignore
-    with pytest.raises(ReplayError, match="a recomputation would communicate"):
+    with pytest.raises(RecomputeError, match="a recomputation would communicate"):
         stage.run()
     assert not stage.engine.busy
 
@@ -357,7 +360,7 @@ def test_a_gathered_gradient_of_no_use_is_waited_for(gathered: bool) -> None:
         return _Collective.apply(half(hidden), lambda: None, begin)  # type: ignore[no-any-return]
 
     with engine.forward_pass(0, 0, 1) as ended_with:
-        own = policy(REPLAYED, gather=lambda tensor: (tensor, Work(log, "gather")))
+        own = policy(RECOMPUTED, gather=lambda tensor: (tensor, Work(log, "gather")))
         output = engine.half(own, code, (torch.randn(3, WIDTH, requires_grad=True),), {})
         ended_with(output)
     with engine.backward_pass(output):
@@ -368,7 +371,7 @@ def test_a_gathered_gradient_of_no_use_is_waited_for(gathered: bool) -> None:
 def test_only_the_gather_that_fills_its_own_buffer_is_served() -> None:
     """The same half gathers its gradient, too: it would read what was gathered of its input."""
     engine, log = Engine(), []
-    frame = Frame(policy(REPLAYED), MicroBatch(0), lambda hidden: hidden)
+    frame = Frame(policy(RECOMPUTED), MicroBatch(0), lambda hidden: hidden)
     buffer = torch.empty(6, WIDTH)
     frame.gathering = buffer, Work(log, "input")
     engine.ledger.enter(frame)
@@ -380,7 +383,7 @@ def test_outside_of_schedules_an_engine_is_busy_until_all_that_was_let_go_is_bac
     """A plan that was removed in between would leave a backward nobody to ask (rule R7)."""
     engine = Engine()
     half = TinyHalf(reporting_to(engine))
-    output = engine.half(policy(REPLAYED), half.forward, (torch.randn(3, WIDTH, requires_grad=True),), {})
+    output = engine.half(policy(RECOMPUTED), half.forward, (torch.randn(3, WIDTH, requires_grad=True),), {})
     assert engine.busy
     output.sum().backward()
     assert not engine.busy
@@ -397,7 +400,7 @@ def test_a_trace_shows_every_window() -> None:
 def test_a_half_in_which_nothing_happens_is_passed_over() -> None:
     """No frame, no hook on its output; backward has left the half above it when it gets there."""
     engine, entered = Engine(), []
-    lower, upper = (policy(layer=1, passed_over=True), policy(REPLAYED, layer=2, below_passed_over=True))
+    lower, upper = (policy(layer=1, passed_over=True), policy(RECOMPUTED, layer=2, below_passed_over=True))
     layers = {1: TinyHalf(reporting_to(engine)), 2: TinyHalf(reporting_to(engine))}
     hidden = torch.randn(3, WIDTH, requires_grad=True)
     between = engine.half(lower, layers[1].forward, (hidden,), {})

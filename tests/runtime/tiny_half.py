@@ -16,8 +16,8 @@ from megatron_lynx.anatomy import MLP
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.frame import Frame, MicroBatch
 from megatron_lynx.runtime.policy import HalfPolicy
+from megatron_lynx.runtime.recompute import Recomputer
 from megatron_lynx.runtime.record import Recorder
-from megatron_lynx.runtime.replay import Replayer
 from megatron_lynx.runtime.saved import detached
 from megatron_lynx.runtime.site import Site, SiteCall
 from megatron_lynx.runtime.surroundings import RandomSource
@@ -104,19 +104,19 @@ def reporting_to(engine: Engine) -> Callable[[SiteCall], Any]:
     return report
 
 
-def policy(replay: Iterable[str] = (), **more: Any) -> HalfPolicy:
-    return HalfPolicy(layer=more.pop("layer", 1), section=MLP, replay=frozenset(replay), **more)
+def policy(recompute: Iterable[str] = (), **more: Any) -> HalfPolicy:
+    return HalfPolicy(layer=more.pop("layer", 1), section=MLP, recompute=frozenset(recompute), **more)
 
 
-def recorded(half: TinyHalf, hidden: Tensor, replay: Iterable[str]) -> tuple[Frame, Tensor]:
-    """The frame of one call, and what the call returned. Backward replays on demand."""
+def recorded(half: TinyHalf, hidden: Tensor, recompute: Iterable[str]) -> tuple[Frame, Tensor]:
+    """The frame of one call, and what the call returned. Backward recomputations on demand."""
     inputs: Any = ((detached(hidden),), {})
 
     def on_demand(frame: Frame) -> None:
-        replayed(half, frame)
+        recomputed(half, frame)
 
     random = RandomSource().capture()
-    frame = Frame(policy(replay), MicroBatch(0), half.forward, on_demand, inputs=inputs, draws=True, random=random)
+    frame = Frame(policy(recompute), MicroBatch(0), half.forward, on_demand, inputs=inputs, draws=True, random=random)
     recorder = Recorder(frame, RandomSource())
     half.report = recorder.site
     output = recorder.run((hidden,), {})
@@ -124,9 +124,9 @@ def recorded(half: TinyHalf, hidden: Tensor, replay: Iterable[str]) -> tuple[Fra
     return frame, output
 
 
-def replayed(half: TinyHalf, frame: Frame, until: str | None = None) -> Tensor | None:
-    """What the replay up to `until` reached."""
-    replayer = Replayer(frame, RandomSource(), until)
-    half.report = replayer.site
-    replayer.run()
-    return replayer.argument
+def recomputed(half: TinyHalf, frame: Frame, until: str | None = None) -> Tensor | None:
+    """What the recomputation up to `until` reached."""
+    recomputer = Recomputer(frame, RandomSource(), until)
+    half.report = recomputer.site
+    recomputer.run()
+    return recomputer.argument

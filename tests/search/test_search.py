@@ -22,7 +22,7 @@ from tests.long import long
 from tests.search.jobs import small_job, with_budget
 
 TIGHT_GIB = 24.0
-"""Where a third of the layouts of `small_job` does not fit, and many others only with replays or copies."""
+"""Where a third of the layouts of `small_job` does not fit, and many others only with recomputations or copies."""
 
 
 def looked_through(entry: Entry) -> Entry | None:

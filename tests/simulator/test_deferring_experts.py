@@ -43,7 +43,7 @@ def with_shared(job):
 
 
 def passes_of(waits, expert=2, most_bytes=PLENTY):
-    """A layer that replays nothing. `waits`: of the linears that defer their weight gradients."""
+    """A layer that recomputes nothing. `waits`: of the linears that defer their weight gradients."""
     halves = tuple(
         Treated(
             PlannedHalf(1, section, deferred={name: waits[name] for name in reversed(section.linears) if name in waits}),

@@ -81,11 +81,11 @@ def test_no_more_micro_batches_in_flight_than_with_flushes() -> None:
     assert [run.memory(stage).peak_bytes for stage in range(4)] == [40, 30, 20, 10]
 
 
-def test_a_receive_hides_replays() -> None:
+def test_a_receive_hides_recomputations() -> None:
     plain = plain_passes(1.0, 2.0)
-    replaying = receiving(plain, TimedPass(0.25))
-    run = simulate_without_flushes(2, [replaying, plain], p2p_s=0.3)
-    assert run.hidden_replay_s(0) + run.exposed_replay_s(0) == pytest.approx(0.5)
+    recomputing = receiving(plain, TimedPass(0.25))
+    run = simulate_without_flushes(2, [recomputing, plain], p2p_s=0.3)
+    assert run.hidden_recompute_s(0) + run.exposed_recompute_s(0) == pytest.approx(0.5)
 
 
 def test_the_timeline_has_updates_and_waits_side_by_side() -> None:

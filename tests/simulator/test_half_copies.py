@@ -89,7 +89,7 @@ def test_copies_back_follow_each_other() -> None:
     assert copies(backward(halves)) == [(4.0, 7.0), (7.0, 10.0)]
 
 
-def test_a_replay_ahead_of_time_waits_for_its_half() -> None:
+def test_a_recomputation_ahead_of_time_waits_for_its_half() -> None:
     made, halves = walk(), leaving(5.0, (2, 3))
     coming = ComingBack(halves)
     coming.half_begins(made, 3, halves[2])

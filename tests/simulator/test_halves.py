@@ -41,12 +41,12 @@ def profile_of(interference=1.0, **layout):
     return made_up.model_copy(update={**halves, "links": links, "interference": interference})
 
 
-def layer(replay_s, **attention):
-    """An attention half that replays and an MLP half that does not."""
+def layer(recompute_s, **attention):
+    """An attention half that recomputes and an MLP half that does not."""
     places = {phase: attention.pop(phase) for phase in BACKWARD_PHASES if phase in attention}
     planned = PlannedHalf(1, ATTENTION, ATTENTION.names, **places)
-    replaying = Treated(planned, HalfMemory(resident=10, regenerated=30, tail=12), replay_s, **attention)
-    return replaying, Treated(PlannedHalf(1, MLP), HalfMemory(resident=50, regenerated=0, tail=15))
+    recomputing = Treated(planned, HalfMemory(resident=10, regenerated=30, tail=12), recompute_s, **attention)
+    return recomputing, Treated(PlannedHalf(1, MLP), HalfMemory(resident=50, regenerated=0, tail=15))
 
 
 BEFORE = Place(((WindowAddress("bwd", 1, "mlp", 0), None),))
@@ -79,20 +79,20 @@ def test_a_collective_in_the_middle_of_a_section_is_a_window_there():
 
 
 @pytest.mark.parametrize(
-    ("replay_s", "interference", "window", "seconds", "hidden_s"),
+    ("recompute_s", "interference", "window", "seconds", "hidden_s"),
     [
         (0.0, 1.0, {}, 30.0, 0.0),  # 11 items of 2 s, two windows of 4 s
         (3.0, 1.0, {}, 33.0, 0.0),
         (3.0, 1.0, IN_WINDOW, 30.0, 3.0),
         (6.0, 1.0, IN_WINDOW, 32.0, 4.0),
-        (3.0, 2.0, IN_WINDOW, 31.0, 2.0),  # 4 s of window are worth 2 s of replay
+        (3.0, 2.0, IN_WINDOW, 31.0, 2.0),  # 4 s of window are worth 2 s of recomputation
     ],
 )
-def test_a_backward_is_as_long_as_its_parts_and_what_windows_leave_over(replay_s, interference, window, seconds, hidden_s):
-    passes = passes_of_halves(layer(replay_s, **window), profile_of(interference, tensor=2))
+def test_a_backward_is_as_long_as_its_parts_and_what_windows_leave_over(recompute_s, interference, window, seconds, hidden_s):
+    passes = passes_of_halves(layer(recompute_s, **window), profile_of(interference, tensor=2))
     assert {passes.one("F", phase).seconds for phase in PHASES} == {21.0}
     for one in (passes.one("B", phase) for phase in PHASES):
-        assert (one.seconds, one.hidden_s, one.exposed_s) == (seconds, hidden_s, replay_s - hidden_s)
+        assert (one.seconds, one.hidden_s, one.exposed_s) == (seconds, hidden_s, recompute_s - hidden_s)
 
 
 def test_memory_of_a_backward_step_by_step():
@@ -104,8 +104,8 @@ def test_memory_of_a_backward_step_by_step():
     assert passes.one("B", "steady").regenerated == ((8.0, 30), (24.0, -28), (30.0, -2)), "let go before what was kept"
 
 
-def test_a_forward_hides_replays_only_when_a_backward_follows():
-    """5 s of window hide the replay of the MLP half of the micro-batch that comes next; in warm-up there is none."""
+def test_a_forward_hides_recomputations_only_when_a_backward_follows():
+    """5 s of window hide the recomputation of the MLP half of the micro-batch that comes next; in warm-up there is none."""
     attention = Treated(PlannedHalf(1, ATTENTION), HalfMemory(10, 0, 10))
     place, received = Place(((WindowAddress("fwd", 1, "mlp", 0), None),)), Place((("pipe.recv_backward", None),))
     mlp = Treated(PlannedHalf(1, MLP, MLP.names, place, received), HalfMemory(10, 30, 12), 7.0)
@@ -113,12 +113,12 @@ def test_a_forward_hides_replays_only_when_a_backward_follows():
     assert passes.one("F", "warmup").seconds == 21.0
     assert (passes.one("F", "steady").seconds, passes.one("F", "steady").hidden_s) == (23.0, 5.0)
     assert passes.one("B", "steady").seconds == 30.0
-    assert passes.one("B", "warmup").seconds == 37.0, "its forward hid nothing, so the replay is on demand"
+    assert passes.one("B", "warmup").seconds == 37.0, "its forward hid nothing, so the recomputation is on demand"
     assert passes.one("R", "cooldown").seconds == 7.0
     assert passes.one("R", "steady").seconds == 0.0
-    assert [(span.kind, span.window) for span in passes.one("F", "steady").spans if span.kind == "replay"] == [
-        ("replay", "fwd.mlp.0@1"),
-        ("replay", "on_demand"),
+    assert [(span.kind, span.window) for span in passes.one("F", "steady").spans if span.kind == "recompute"] == [
+        ("recompute", "fwd.mlp.0@1"),
+        ("recompute", "on_demand"),
     ]
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lynx.schedule.flushes import with_flushes
-from megatron_lynx.schedule.schedule import Schedule, with_replays
+from megatron_lynx.schedule.schedule import Schedule, with_recomputations
 from megatron_lynx.simulator.copies import HostCopy
 from megatron_lynx.simulator.passes import TimedPass, plain_passes
 from megatron_lynx.simulator.simulate import simulate
@@ -55,39 +55,39 @@ def test_messages_on_one_link_follow_each_other() -> None:
     assert [start for _, start, _ in placed(simulation, 1)][:2] == [4.0, 7.0]
 
 
-def test_replays_run_while_the_gradient_is_awaited() -> None:
-    """1.5 s of replay for each micro-batch: the first wait of 2 s hides it, the second, of 1 s, leaves 0.5 s."""
+def test_recomputations_run_while_the_gradient_is_awaited() -> None:
+    """1.5 s of recomputation for each micro-batch: the first wait of 2 s hides it, the second, of 1 s, leaves 0.5 s."""
     plain = plain_passes(1.0, 2.0)
-    replaying = receiving(plain, TimedPass(1.5))
+    recomputing = receiving(plain, TimedPass(1.5))
     schedule = with_flushes(2, 2)
-    schedule = Schedule((tuple(with_replays(schedule.orders[0])), schedule.orders[1]), schedule.warmups)
-    simulation = simulate(schedule, [[replaying], [plain]])
-    replays = [row for row in placed(simulation, 0) if "R" in row[0]]
-    assert replays == [("0R0", 2.0, 3.5), ("1R0", 6.0, 7.5)]
+    schedule = Schedule((tuple(with_recomputations(schedule.orders[0])), schedule.orders[1]), schedule.warmups)
+    simulation = simulate(schedule, [[recomputing], [plain]])
+    recomputations = [row for row in placed(simulation, 0) if "R" in row[0]]
+    assert recomputations == [("0R0", 2.0, 3.5), ("1R0", 6.0, 7.5)]
     assert simulation.step_s == 9.5
-    assert (simulation.hidden_replay_s(0), simulation.exposed_replay_s(0)) == (2.5, 0.5)
+    assert (simulation.hidden_recompute_s(0), simulation.exposed_recompute_s(0)) == (2.5, 0.5)
     assert simulation.bubble_s(0) == 9.5 - 6.0 - 0.5
 
 
-def test_beside_a_message_replays_take_longer() -> None:
+def test_beside_a_message_recomputations_take_longer() -> None:
     """1.5 times: of the first one 2 / 1.5 s are hidden, of the second 1 / 1.5 s; the rest runs alone, as fast as ever."""
     plain = plain_passes(1.0, 2.0)
-    replaying = receiving(plain, TimedPass(1.5))
+    recomputing = receiving(plain, TimedPass(1.5))
     schedule = with_flushes(2, 2)
-    schedule = Schedule((tuple(with_replays(schedule.orders[0])), schedule.orders[1]), schedule.warmups)
-    simulation = simulate(schedule, [[replaying], [plain]], interference=1.5)
-    assert simulation.hidden_replay_s(0) + simulation.exposed_replay_s(0) == pytest.approx(3.0)
-    assert simulation.exposed_replay_s(0) == pytest.approx((1.5 - 2.0 / 1.5) + (1.5 - (1.0 - (1.5 - 2.0 / 1.5)) / 1.5))
+    schedule = Schedule((tuple(with_recomputations(schedule.orders[0])), schedule.orders[1]), schedule.warmups)
+    simulation = simulate(schedule, [[recomputing], [plain]], interference=1.5)
+    assert simulation.hidden_recompute_s(0) + simulation.exposed_recompute_s(0) == pytest.approx(3.0)
+    assert simulation.exposed_recompute_s(0) == pytest.approx((1.5 - 2.0 / 1.5) + (1.5 - (1.0 - (1.5 - 2.0 / 1.5)) / 1.5))
 
 
-def test_a_replay_that_outlasts_its_receive_is_shown_in_two_parts() -> None:
+def test_a_recomputation_that_outlasts_its_receive_is_shown_in_two_parts() -> None:
     plain = plain_passes(1.0, 2.0)
-    span = Span("replay", 0.0, 1.5, window="pipe.recv_backward")
-    replaying = receiving(plain, TimedPass(1.5, spans=(span,)))
+    span = Span("recompute", 0.0, 1.5, window="pipe.recv_backward")
+    recomputing = receiving(plain, TimedPass(1.5, spans=(span,)))
     schedule = with_flushes(2, 2)
-    schedule = Schedule((tuple(with_replays(schedule.orders[0])), schedule.orders[1]), schedule.warmups)
-    spans = simulate(schedule, [[replaying], [plain]]).timeline().ranks[0]
-    assert [(each.window, each.start_s, each.end_s) for each in spans if each.kind == "replay"] == [
+    schedule = Schedule((tuple(with_recomputations(schedule.orders[0])), schedule.orders[1]), schedule.warmups)
+    spans = simulate(schedule, [[recomputing], [plain]]).timeline().ranks[0]
+    assert [(each.window, each.start_s, each.end_s) for each in spans if each.kind == "recompute"] == [
         ("pipe.recv_backward", 2.0, 3.5),
         ("pipe.recv_backward", 6.0, 7.0),
         ("on_demand", 7.0, 7.5),

@@ -40,9 +40,9 @@ def test_an_extended_step_is_the_step_with_all_micro_batches(layout: dict[str, A
 
 
 def figures(simulation: Simulation, stage: int) -> list[float]:
-    sums = [simulation.busy_s, simulation.bubble_s, simulation.exposed_copy_s, simulation.exposed_replay_s]
-    sums += [simulation.hidden_replay_s, simulation.filled_s, simulation.unfilled_s, simulation.host_s, simulation.host_late_s]
-    of_chunk = [*simulation.replays_of(stage, 0), *simulation.weight_gradients_of(stage, 0)]
+    sums = [simulation.busy_s, simulation.bubble_s, simulation.exposed_copy_s, simulation.exposed_recompute_s]
+    sums += [simulation.hidden_recompute_s, simulation.filled_s, simulation.unfilled_s, simulation.host_s, simulation.host_late_s]
+    of_chunk = [*simulation.recompute_s_of(stage, 0), *simulation.weight_gradients_of(stage, 0)]
     return [simulation.step_s, *(seconds(stage) for seconds in sums), *of_chunk]
 
 

@@ -12,7 +12,7 @@ from megatron_lynx.anatomy.address import RECV_BACKWARD, WindowAddress
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.prices import WeightGradient, weight_gradient
 from megatron_lynx.schedule.flushes import with_flushes
-from megatron_lynx.schedule.schedule import with_replays
+from megatron_lynx.schedule.schedule import with_recomputations
 from megatron_lynx.simulator.halves import segments
 from megatron_lynx.simulator.passes import Entry, Queue
 from megatron_lynx.simulator.simulate import simulate
@@ -26,7 +26,7 @@ PLENTY = 10**6
 
 
 def passes_of(waits, tensor=2, most_bytes=PLENTY, interference=1.0, **reduced):
-    """A layer that replays nothing. `waits`: of the linears that defer their weight gradients."""
+    """A layer that recomputes nothing. `waits`: of the linears that defer their weight gradients."""
     halves = tuple(
         Treated(
             PlannedHalf(1, section, deferred={name: waits[name] for name in reversed(section.linears) if name in waits}),
@@ -40,7 +40,7 @@ def passes_of(waits, tensor=2, most_bytes=PLENTY, interference=1.0, **reduced):
 
 def step_of(passes, microbatches=2):
     schedule = with_flushes(1, microbatches)
-    return simulate(replace(schedule, orders=tuple(tuple(with_replays(order)) for order in schedule.orders)), [[passes]])
+    return simulate(replace(schedule, orders=tuple(tuple(with_recomputations(order)) for order in schedule.orders)), [[passes]])
 
 
 def at(passing, half, ordinal=0):
@@ -166,7 +166,7 @@ def test_cooldown_beside_zero_bubble(pipeline):
     stock, microbatches = passes_of({}, tensor=1), 2 * pipeline
     everything = {name: (RECV_BACKWARD,) for section in (ATTENTION, MLP) for name in section.linears}
     schedule = with_flushes(pipeline, microbatches)
-    schedule = replace(schedule, orders=tuple(tuple(with_replays(order)) for order in schedule.orders))
+    schedule = replace(schedule, orders=tuple(tuple(with_recomputations(order)) for order in schedule.orders))
     ours = simulate(schedule, [[passes_of(everything, tensor=1)]] * (pipeline - 1) + [[stock]])
     plain = simulate(schedule, [[stock]] * pipeline)
     forward_s, backward_s, weight_s = 11.0, 18.0, 4.0

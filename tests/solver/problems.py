@@ -18,7 +18,7 @@ from megatron_lynx.solver.problem import Choices, Option, StageProblem
 from megatron_lynx.solver.sweep import least_memory
 from tests.config.jobs import catalogued_job
 
-REPLAYABLE = ("input_layernorm", "linear_qkv", "rotary", "core_attention")
+RECOMPUTABLE = ("input_layernorm", "linear_qkv", "rotary", "core_attention")
 INPUT = 10
 WINDOWS = {"ahead": "bwd.mlp.0+1", "early": "fwd.mlp.0"}
 
@@ -32,32 +32,32 @@ LAYOUTS = {
 }
 
 
-def option(count: int, saved: int, regenerated: int, replay_s: float, window_s: float, kind: str = "ahead") -> Option:
-    """A choice that replays the first `count` items."""
+def option(count: int, saved: int, regenerated: int, recompute_s: float, window_s: float, kind: str = "ahead") -> Option:
+    """A choice that recomputes the first `count` items."""
     seated = count and window_s
     placement = Placement.in_window(WINDOWS[kind], window_s) if seated else NOWHERE
     seat = Seat(placement, placement)
     ahead, early = (regenerated * bool(seated and kind == each) for each in ("ahead", "early"))
     return Option(
-        replay=REPLAYABLE[:count],
+        recompute=RECOMPUTABLE[:count],
         memory=HalfMemory(INPUT + saved, regenerated, INPUT, (ahead, 0, 0, 0), early),
         seat=seat,
-        replay_s=replay_s,
-        exposed_s=seat.exposed_s(replay_s, 1.0),
+        recompute_s=recompute_s,
+        exposed_s=seat.exposed_s(recompute_s, 1.0),
         flops=count,
     )
 
 
 def options(parts: list[tuple[int, float]], window_s: float, forward_s: float = 0.0) -> Choices:
-    """Items of (bytes, seconds): option k replays the first k of them and keeps the rest, on demand or in a window."""
+    """Items of (bytes, seconds): option k recomputations the first k of them and keeps the rest, on demand or in a window."""
     total = sum(size for size, _ in parts)
     offered = []
     for count in range(len(parts) + 1):
         regenerated = sum(size for size, _ in parts[:count])
-        replay_s = sum(seconds for _, seconds in parts[:count])
+        recompute_s = sum(seconds for _, seconds in parts[:count])
         windows = [(length, kind) for length, kind in ((window_s, "ahead"), (forward_s, "early")) if count and length]
         seats = [(0.0, "ahead"), *windows]
-        offered += [option(count, total - regenerated, regenerated, replay_s, *seat) for seat in seats]
+        offered += [option(count, total - regenerated, regenerated, recompute_s, *seat) for seat in seats]
     return Choices(offered)
 
 

@@ -9,7 +9,7 @@ import pytest
 from megatron_lynx.anatomy import ITEMS, ROW_PARALLEL
 from megatron_lynx.cost.layer import BALANCED
 from megatron_lynx.cost.section import pareto_front
-from megatron_lynx.solver.baselines import block, keep_all, of_policy, on_demand, replay_all
+from megatron_lynx.solver.baselines import block, keep_all, of_policy, on_demand, recompute_all
 from tests.solver.problems import LAYOUTS, catalogued
 
 every_layout = pytest.mark.parametrize("name", sorted(LAYOUTS))
@@ -24,22 +24,22 @@ def test_less_memory_is_bought_with_time(name):
 
 
 @every_layout
-def test_policies_replay_what_they_name(name):
+def test_policies_recompute_what_they_name(name):
     problem = catalogued(name).of(0)
-    replayed = {policy: of_policy(problem, policy).layers[0] for policy in ("none", "selective", "balanced", "full")}
-    items = {policy: {item for half in layer.halves for item in half.replay} for policy, layer in replayed.items()}
+    recomputed = {policy: of_policy(problem, policy).layers[0] for policy in ("none", "selective", "balanced", "full")}
+    items = {policy: {item for half in layer.halves for item in half.recompute} for policy, layer in recomputed.items()}
     assert items["none"] == set()
     assert "core_attention" in items["selective"] <= {"rotary", "core_attention"}
     assert items["balanced"] == set(BALANCED)
     assert items["balanced"] < items["full"] <= set(ITEMS) - set(ROW_PARALLEL)
-    assert all(half.seat.steady.on_demand for layer in replayed.values() for half in layer.halves)
+    assert all(half.seat.steady.on_demand for layer in recomputed.values() for half in layer.halves)
 
 
 @every_layout
-def test_windows_make_a_full_replay_no_slower(name):
-    replayed = replay_all(catalogued(name).of(0))
-    assert replayed.exposed_s <= on_demand(replayed).exposed_s
-    assert replayed.resident_bytes == on_demand(replayed).resident_bytes
+def test_windows_make_a_full_recomputation_no_slower(name):
+    recomputed = recompute_all(catalogued(name).of(0))
+    assert recomputed.exposed_s <= on_demand(recomputed).exposed_s
+    assert recomputed.resident_bytes == on_demand(recomputed).resident_bytes
 
 
 def test_block_is_between_none_and_full():
@@ -61,11 +61,11 @@ def test_a_planned_policy_has_to_be_solved_for():
 def test_balanced_recomputation_is_on_the_front(name):
     stages = catalogued(name)
     front = pareto_front(stages.profile)
-    assert front[0].replay == ()
+    assert front[0].recompute == ()
     for less, more in pairwise(front):
         assert less.saved_bytes < more.saved_bytes
-        assert less.replay_s <= more.replay_s
-    assert set(BALANCED) in [set(one.replay) for one in front]
+        assert less.recompute_s <= more.recompute_s
+    assert set(BALANCED) in [set(one.recompute) for one in front]
 
 
 @every_layout
@@ -74,4 +74,4 @@ def test_the_front_ends_with_the_least_memory(name):
     front, problem = pareto_front(stages.profile), stages.of(0)
     layer = of_policy(problem, "full").layers[0]
     assert front[-1].saved_bytes == keep_all(problem).layers[0].resident_bytes - layer.resident_bytes
-    assert front[-1].replay_s >= layer.mlp.replay_s + layer.attention.replay_s, "on demand, its inputs are gathered, too"
+    assert front[-1].recompute_s >= layer.mlp.recompute_s + layer.attention.recompute_s, "on demand, its inputs are gathered, too"

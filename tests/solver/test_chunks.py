@@ -21,7 +21,7 @@ def last_stage(memory_gib: float):
 
 
 def test_chunks_in_flight_leave_the_last_one_room_where_that_exposes_less() -> None:
-    """With 55.4 GiB they once kept more than with 53.2, and the last chunk had to replay: 8.2 ms were exposed, before 4.9."""
+    """With 55.4 GiB they once kept more than with 53.2, and the last chunk had to recompute: 8.2 ms were exposed, before 4.9."""
     less, more = last_stage(53.2), last_stage(55.4)
     assert more.exposed_s <= less.exposed_s
     assert more.chunks[-1].exposed_s == 0

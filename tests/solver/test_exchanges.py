@@ -32,7 +32,7 @@ def qwen3(**layout: object) -> Job:
 
 
 def begun(choices: Choices) -> set[str]:
-    """The windows of backwards in which replays begin."""
+    """The windows of backwards in which recomputes begin."""
     return {option.seat.cooldown[0].window if option.seat.cooldown else ON_DEMAND for option in choices}
 
 
@@ -43,7 +43,7 @@ def problems(job: Job) -> tuple[Choices, Choices]:
     return attention, experts
 
 
-def test_the_first_exchange_hides_the_experts_replays_and_the_last_those_of_the_attention_below() -> None:
+def test_the_first_exchange_hides_the_experts_recomputations_and_the_last_those_of_the_attention_below() -> None:
     attention, experts = problems(qwen3())
     assert begun(attention) == {ON_DEMAND, "bwd.mlp.2"}
     assert begun(experts) == {ON_DEMAND, "bwd.mlp.0"}
@@ -62,10 +62,10 @@ def test_experts_that_are_kept_whole_have_one_choice_and_no_windows() -> None:
     job = job.model_copy(update={"model": job.model.model_copy(update={"experts": whole})})
     attention, experts = problems(job)
     assert begun(attention) == {ON_DEMAND}
-    assert [(option.replay, option.memory.movable) for option in experts] == [((), 0)]
+    assert [(option.recompute, option.memory.movable) for option in experts] == [((), 0)]
     plan = uniform_plan(job)
     assert plan.parallel.expert == 1
-    assert not any(rule.replays("mlp") for stage in plan.stages for rule in stage.rules)
+    assert not any(rule.recomputed_in("mlp") for stage in plan.stages for rule in stage.rules)
 
 
 @pytest.mark.parametrize("passing", ["fwd", "bwd"])
@@ -79,14 +79,14 @@ def test_a_half_of_experts_takes_as_long_with_windows_as_without(passing: str) -
     assert sorted(found.windows_s) == [0.0, half.exchange_s, half.exchange_s]
 
 
-def test_all_that_can_be_replayed_is_hidden_where_memory_is_short() -> None:
+def test_all_that_can_be_recomputed_is_hidden_where_memory_is_short() -> None:
     """The plan holds half of what stock keeps of activations, and takes no longer: each exchange outlasts what it hides."""
     job = qwen3()
     decision = decide(job.model_copy(update={"budget": job.budget.model_copy(update={"memory_gib": 54})}), analytic_profile(job))
     plan = Plan.model_validate(decision.plan.model_dump())
     assert plan.parallel.expert == 8
     assert all(rule.windows.mlp == "bwd.mlp.0" and rule.windows.attention == "bwd.mlp.2" for rule in plan.stages[0].rules)
-    assert all(stage.predicted.exposed_replay_s == 0 < stage.predicted.hidden_replay_s for stage in plan.stages)
+    assert all(stage.predicted.exposed_recompute_s == 0 < stage.predicted.hidden_recompute_s for stage in plan.stages)
     assert all(memory.total <= 54 * GIB for memory in decision.memory)
     free = decide(job, analytic_profile(job))
     assert decision.simulation.step_s <= 1.001 * free.simulation.step_s
@@ -140,7 +140,7 @@ def test_what_ranks_let_go_of_alone_makes_room_for_more_rows() -> None:
     profile = analytic_profile(job)
     decision = decide(job, profile)
     stage = decision.plan.stages[1]
-    assert not any(rule.replay for rule in stage.rules)
+    assert not any(rule.recompute for rule in stage.rules)
     again = ("experts_fc1", "experts_activation")
     assert stage.experts_hold == stage.predicted.moe_load
     fallen = stage.model_copy(update={"rules": tuple(rule_with(rule, again) for rule in stage.rules)})
@@ -156,6 +156,6 @@ def test_what_ranks_let_go_of_alone_makes_room_for_more_rows() -> None:
 
 
 def rule_with(rule: Rule, again: tuple[str, ...]) -> Rule:
-    """The rule which replays these items, on demand."""
+    """The rule which recomputes these items, on demand."""
     kept = tuple(item for item in rule.keep if item not in again)
-    return Rule.model_validate(rule.model_copy(update={"keep": kept, "replay": again}).model_dump())
+    return Rule.model_validate(rule.model_copy(update={"keep": kept, "recompute": again}).model_dump())

@@ -25,7 +25,7 @@ def hosted(problem: StageProblem, device_s: float, touched: HostSeconds = TOUCHE
     """The same problem where a half that is touched takes the host longer. `device_s`: forward of a layer on the device."""
 
     def choices(some: Choices) -> Choices:
-        return Choices(replace(option, host=touched if option.replay else KEPT) for option in some)
+        return Choices(replace(option, host=touched if option.recompute else KEPT) for option in some)
 
     seconds = problem.layers * device_s
     fields = {name: choices(getattr(problem, name)) for name in ("attention", "mlp", "last_mlp")}
@@ -37,7 +37,7 @@ def taken_s(problem: StageProblem, answer) -> float:
 
 
 def touched(answer) -> int:
-    return sum(bool(half.replay) for half in answer.halves)
+    return sum(bool(half.recompute) for half in answer.halves)
 
 
 @settings(max_examples=15)
@@ -77,27 +77,27 @@ def problems_of_two_layers() -> StageProblem:
 
 
 @pytest.mark.parametrize(
-    ("half", "replay", "gathered", "setting"),
+    ("half", "recompute", "gathered", "setting"),
     [
         ("attention", (), False, "kept"),
         ("attention", ("input_layernorm",), False, "partly"),
         ("mlp", ("pre_mlp_layernorm", "activation"), False, "partly"),
-        ("mlp", ("pre_mlp_layernorm", "linear_fc1", "activation"), False, "replayed"),
-        ("attention", ("core_attention",), False, "replayed"),
+        ("mlp", ("pre_mlp_layernorm", "linear_fc1", "activation"), False, "recomputed"),
+        ("attention", ("core_attention",), False, "recomputed"),
         ("mlp", ("pre_mlp_layernorm", "linear_fc1", "activation"), True, "gathered"),
     ],
 )
-def test_what_becomes_of_a_half_is_its_setting(half, replay, gathered, setting):
-    assert setting_of(DENSE[half], replay, gathered=gathered) == setting
+def test_what_becomes_of_a_half_is_its_setting(half, recompute, gathered, setting):
+    assert setting_of(DENSE[half], recompute, gathered=gathered) == setting
 
 
 def test_a_checkpoint_takes_what_recomputing_everything_takes():
-    """Its input is gathered as in forward, and not once for its replay and its backward."""
+    """Its input is gathered as in forward, and not once for its recomputation and its backward."""
     profile = analytic_profile(load_job(job_path("jobs/llama3-70b-h800-80g")))
     assert profile.shape.sequence_parallel
     assert profile.host_time is not None
     section = DENSE["mlp"]
     items, measured = section.run_again(whole=True), profile.host_time.of(profile.shape.implementation).mlp
-    for checkpointed, passes in ((True, measured.replayed), (False, measured.gathered)):
+    for checkpointed, passes in ((True, measured.recomputed), (False, measured.gathered)):
         host = half_host_s(profile, section, items, checkpointed=checkpointed)
         assert host == HostSeconds(passes.forward_s, passes.backward_s)

@@ -57,7 +57,7 @@ def test_answers_keep_the_budget_and_more_of_it_never_costs_time(problem: StageP
     answers = [sweep.solve(each) for each in budgeted]
     for each, answer in zip(budgeted, answers, strict=True):
         assert answer.peak_bytes <= (each.budget_bytes or 0)
-        assert {item for layer in answer.layers[::2] for item in layer.mlp.replay} <= {*EXPERTS.replayable, "dispatch"}
+        assert {item for layer in answer.layers[::2] for item in layer.mlp.recompute} <= {*EXPERTS.recomputable, "dispatch"}
     longer = [answer.longer_s for answer in answers]
     assert longer == sorted(longer, reverse=True)
     assert longer[0] > 0 >= longer[-1]
@@ -82,7 +82,7 @@ def test_hardly_slower_than_the_best_of_everything_alike(problem: StageProblem) 
 def test_latent_attention_has_more_options_than_combinations_are_tried_of() -> None:
     """A story: of DeepSeek-V2-Lite on H100 hundreds of options were thinned out until combinations were few enough. What was lost
     were those that hide all of an attention half; 0.6 GiB less cost 4 % of a step in place of 0.9 %. Now bytes are bought at
-    one price, and every gigabyte less costs more than the one before, but for a layer that is replayed whole or not at all."""
+    one price, and every gigabyte less costs more than the one before, but for a layer that is recomputed whole or not at all."""
     job = catalogued_job(
         "deepseek-v2-lite", cluster="h100-80g", gpus=8, micro=2, batch=128, parallel={"expert": 8}, policy="planned"
     )
@@ -97,18 +97,18 @@ def test_latent_attention_has_more_options_than_combinations_are_tried_of() -> N
 
 
 @pytest.mark.parametrize("layers", ["all", 2, ("3-8",)])
-def test_a_plan_replays_inside_experts_and_holds_no_more_than_was_solved_for(layers: object) -> None:
+def test_a_plan_recomputes_inside_experts_and_holds_no_more_than_was_solved_for(layers: object) -> None:
     job = job_of(layers, budget={"memory_gib": 30})
     profile = analytic_profile(job)
     decision = decide(job, profile)
     plan = Plan.model_validate(decision.plan.model_dump())
-    replays = {layer: stage.rule_for(layer) for stage in plan.stages for layer in stage.layers}
-    inside = {item for layer in job.model.expert_layers for item in replays[layer].replays("mlp")}
+    recomputations = {layer: stage.rule_for(layer) for stage in plan.stages for layer in stage.layers}
+    inside = {item for layer in job.model.expert_layers for item in recomputations[layer].recomputed_in("mlp")}
     assert "experts_activation" in inside
-    assert inside <= set(EXPERTS.replayable)
+    assert inside <= set(EXPERTS.recomputable)
     assert all(memory.total <= (job.memory_budget_bytes or 0) for memory in decision.memory)
-    replaying = decide(job_of(layers, budget={"memory_gib": 30}, overlap={"weight_gradients": "none"}), profile)
-    for answer in replaying.stages:
-        assert replaying.simulation.memory(answer.stage).peak_bytes <= answer.peak_bytes
+    recomputing = decide(job_of(layers, budget={"memory_gib": 30}, overlap={"weight_gradients": "none"}), profile)
+    for answer in recomputing.stages:
+        assert recomputing.simulation.memory(answer.stage).peak_bytes <= answer.peak_bytes
     stock_s = sum(stage_seconds(job, profile, stage).both_s for stage in range(2))
-    assert replaying.simulation.step_s > stock_s
+    assert recomputing.simulation.step_s > stock_s

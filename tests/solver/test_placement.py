@@ -1,4 +1,4 @@
-"""Placements: what their windows hide of a replay, and when what they regenerate exists."""
+"""Placements: what their windows hide of a recomputation, and when what they regenerate exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replays that share the receive of cool-down: less exposed, no more held than the budget, and shorter steps in the simulator."""
+"""Recomputations that share the receive of cool-down: less exposed, no more held than the budget, and shorter steps in the simulator."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ def test_within_the_budget_and_no_slower_in_the_simulator(name: str, share: floa
     assert after.step_s <= before.step_s * (1 + 1e-9)
 
 
-def test_without_tensor_parallelism_cool_down_hides_what_it_replays() -> None:
+def test_without_tensor_parallelism_cool_down_hides_what_it_recomputes() -> None:
     problem = catalogued("no tensor parallelism").of(0)
-    replaying = of_policy(problem, "full")
-    shared = with_shared_receive(replace(problem, budget_bytes=keep_all(problem).peak_bytes), replaying)
+    recomputing = of_policy(problem, "full")
+    shared = with_shared_receive(replace(problem, budget_bytes=keep_all(problem).peak_bytes), recomputing)
     assert problem.receive is not None
     room_s = problem.receive.seconds / problem.receive.interference
-    halves = list(replaying.halves)[::-1]
-    fitting = [half for count, half in enumerate(halves, 1) if sum(one.replay_s for one in halves[:count]) <= room_s]
+    halves = list(recomputing.halves)[::-1]
+    fitting = [half for count, half in enumerate(halves, 1) if sum(one.recompute_s for one in halves[:count]) <= room_s]
     assert 2 < len(fitting) < len(halves)
-    hidden_s = problem.receive.share * sum(half.replay_s for half in fitting)
-    assert shared.exposed_s == pytest.approx(replaying.exposed_s - hidden_s)
+    hidden_s = problem.receive.share * sum(half.recompute_s for half in fitting)
+    assert shared.exposed_s == pytest.approx(recomputing.exposed_s - hidden_s)
 
 
-def test_training_replays_several_halves_in_one_receive(pool_of: Callable[[int], RankPool]) -> None:
+def test_training_recomputes_several_halves_in_one_receive(pool_of: Callable[[int], RankPool]) -> None:
     job = tiny_job("gpt", pipeline=2, microbatches=3)
     stages = StageProblems(job, made_up_profile(job, link_s=1.0))
     first, last = stages.of(0), stages.of(1)
@@ -69,7 +69,7 @@ def test_training_replays_several_halves_in_one_receive(pool_of: Callable[[int],
     plan = planned(stages, [answer, keep_all(last)])
     (stock, *_), *_ = pool_of(2).run(compare_with_stock, job, [plan], Trial(steps=1, traced=True))
     assert stock.differing == []
-    received = [event for event in stock.planned.events if event["kind"] == "replay" and event["window"] == RECV_BACKWARD]
+    received = [event for event in stock.planned.events if event["kind"] == "recompute" and event["window"] == RECV_BACKWARD]
     assert [(event["micro_batch"], event["layer"], event["half"]) for event in received] == [
         (2, 2, "mlp"),
         (2, 2, "attention"),

@@ -15,7 +15,7 @@ from tests.solver.problems import LAYOUTS, catalogued
 
 
 def begun(placement):
-    """The window in which a replay begins."""
+    """The window in which a recomputation begins."""
     return placement[0].window if placement else ON_DEMAND
 
 
@@ -34,18 +34,18 @@ def test_the_last_mlp_half_has_no_window_of_a_half_before_it():
     assert seats("sequence parallelism", 0, "last_mlp") == {ON_DEMAND, "bwd.mlp.0", RECV_BACKWARD}
 
 
-def test_transformer_engines_replays_run_in_the_windows_of_the_half_before_stretch_by_stretch():
+def test_transformer_engines_recomputations_run_in_the_windows_of_the_half_before_stretch_by_stretch():
     """In its first window those that need no gathered input, or have theirs from the half before that; which the attention half
     of the last layer has not."""
     problem = catalogued("Transformer Engine").of(0)
-    found = {(option.seat.gather, option.seat.steady.window) for option in problem.mlp if "activation" in option.replay}
+    found = {(option.seat.gather, option.seat.steady.window) for option in problem.mlp if "activation" in option.recompute}
     assert (None, "bwd.attention.0+1") in found
     assert ("bwd.mlp.0+1", "bwd.attention.0+1 until activation then bwd.attention.2+1") in found
     assert ("bwd.attention.0+1", "bwd.attention.2+1") in found
     assert not any(gather == "bwd.attention.0+1" and window.startswith("bwd.attention.0+1") for gather, window in found)
     gathers = {option.seat.gather for option in problem.attention}
     assert gathers - {option.seat.gather for option in problem.last_attention} == {"bwd.attention.0+1"}
-    assert [option.replay for option in problem.last_attention] == [option.replay for option in problem.attention]
+    assert [option.recompute for option in problem.last_attention] == [option.recompute for option in problem.attention]
 
 
 @pytest.mark.parametrize("kind", ["attention", "mlp", "last_mlp"])
@@ -67,7 +67,7 @@ def test_what_is_gathered_or_masked_is_seated_behind_that(name):
             assert not (early and option.seat.gather)
             assert (option.memory.early > 0) == early
             if option.checkpoint is None:
-                assert not (f"{half}_bda" in option.replay and option.seat.steady.window == f"bwd.{half}.0")
+                assert not (f"{half}_bda" in option.recompute and option.seat.steady.window == f"bwd.{half}.0")
 
 
 def test_stages_that_are_alike_share_what_is_priced():

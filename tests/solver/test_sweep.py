@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.solver import exact
 from megatron_lynx.solver.answer import LayerChoice, Solved
-from megatron_lynx.solver.baselines import keep_all, on_demand, replay_all
+from megatron_lynx.solver.baselines import keep_all, on_demand, recompute_all
 from megatron_lynx.solver.problem import Choices, StageProblem
 from megatron_lynx.solver.sweep import least_memory, solve
 from tests.solver.problems import budgets, catalogued_problems, every_answer, options, problems
@@ -36,7 +36,7 @@ def test_never_worse_than_the_same_kept_sets_on_demand(problem):
 def test_without_windows_everything_is_exposed(problem):
     for limited in budgets(problem):
         answer = solve(limited)
-        assert answer.exposed_s == pytest.approx(sum(half.replay_s for half in answer.halves))
+        assert answer.exposed_s == pytest.approx(sum(half.recompute_s for half in answer.halves))
         assert answer.hidden_s == pytest.approx(0.0)
 
 
@@ -46,7 +46,7 @@ def test_free_where_windows_exceed_what_was_dropped(problem):
     problem = replace(problem, loss_bytes=0)  # beside a loss the last MLP half is not kept for nothing
     assert solve(problem).exposed_s == 0
     for more in range(3):
-        assert solve(replace(problem, budget_bytes=replay_all(problem).peak_bytes + more)).exposed_s == 0
+        assert solve(replace(problem, budget_bytes=recompute_all(problem).peak_bytes + more)).exposed_s == 0
 
 
 @random_problems
@@ -133,7 +133,7 @@ def test_least_memory_is_the_least_of_all_layers_alike(problem):
     least = least_memory(problem).peak_bytes
     assert least <= solve(problem).peak_bytes
     assert least <= keep_all(problem).peak_bytes
-    assert least <= on_demand(replay_all(problem)).peak_bytes
+    assert least <= on_demand(recompute_all(problem)).peak_bytes
 
 
 @settings(max_examples=10, deadline=None)
@@ -156,18 +156,18 @@ def test_figures_nobody_can_mean_are_answered(seconds, size, budget):
 
 
 def example(window_s=1.0, layers=8):
-    """Halves of 60 and 100 bytes beside their input; a second replays either."""
+    """Halves of 60 and 100 bytes beside their input; a second recomputations either."""
     attention, mlp = options([(60, 1.0)], window_s), options([(100, 1.0)], window_s)
     return StageProblem(stage=3, layers=layers, attention=attention, mlp=mlp, last_mlp=options([(100, 1.0)], 0.0))
 
 
 def test_the_last_mlp_half_is_kept_where_that_costs_nothing_at_the_peak():
     answer = solve(example())
-    assert [half.replay != () for half in answer.halves] == [True] * 15 + [False]
+    assert [half.recompute != () for half in answer.halves] == [True] * 15 + [False]
     assert answer.exposed_s == 0
     assert answer.peak_bytes == solve(replace(example(), last_mlp=Choices(example().last_mlp[1:]))).peak_bytes
     several = solve(replace(example(), in_flight=2))
-    assert several.layers[-1].mlp.replay != (), "each micro-batch in flight would hold it"
+    assert several.layers[-1].mlp.recompute != (), "each micro-batch in flight would hold it"
 
 
 def test_budget_that_suffices_for_some_layers_is_used_for_them():
@@ -175,10 +175,10 @@ def test_budget_that_suffices_for_some_layers_is_used_for_them():
     least, one_mlp = least_memory(problem).peak_bytes, 100
     answer = solve(replace(problem, budget_bytes=least + 2 * one_mlp))
     assert answer.exposed_s < solve(problem).exposed_s
-    assert [half.replay == () for half in answer.halves].count(True) >= 3
+    assert [half.recompute == () for half in answer.halves].count(True) >= 3
 
 
-def test_layers_on_top_are_replayed_late_where_only_their_frames_are_too_much():
+def test_layers_on_top_are_recomputed_late_where_only_their_frames_are_too_much():
     attention, mlp, last_mlp = (long_needed(getattr(example(), name)) for name in ("attention", "mlp", "last_mlp"))
     problem = StageProblem(0, 8, attention, mlp, Choices(last_mlp[1:]))
     least = least_memory(problem)

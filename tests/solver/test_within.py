@@ -22,7 +22,7 @@ from megatron_lynx.units import MIB
 from tests.config.jobs import catalogued_job
 
 ALONE = {"tensor": 1, "pipeline": 1, "distributed_optimizer": True}
-"""No waits: what is replayed makes a step longer."""
+"""No waits: what is recomputed makes a step longer."""
 EIGHT = {"tensor": 8, "sequence_parallel": True}
 TIGHT = {"tensor": 2, "pipeline": 2}
 
@@ -45,14 +45,14 @@ def offloaded_bytes(plan: Plan) -> list[int]:
 
 
 @pytest.mark.parametrize("share", [0.4, 0.6, 0.8])
-def test_what_copies_hide_need_not_be_replayed(share: float) -> None:
-    replaying, offloading = decided(job_of(share, 0.0)), decided(job_of(share))
+def test_what_copies_hide_need_not_be_recomputed(share: float) -> None:
+    recomputing, offloading = decided(job_of(share, 0.0)), decided(job_of(share))
     (stage,) = offloading.plan.stages
     assert stage.offload is not None
     assert stage.offload.pace_bytes is not None
     assert stage.predicted.host_bytes == stage.offload.bytes
-    assert offloading.simulation.step_s < replaying.simulation.step_s
-    assert offloading.simulation.exposed_replay_s(0) < replaying.simulation.exposed_replay_s(0)
+    assert offloading.simulation.step_s < recomputing.simulation.step_s
+    assert offloading.simulation.exposed_recompute_s(0) < recomputing.simulation.exposed_recompute_s(0)
     assert offloading.simulation.exposed_copy_s(0) < 0.001 * offloading.simulation.step_s
     assert offloading.simulation.copies(0)
 
@@ -122,10 +122,10 @@ def test_of_many_in_flight_what_is_faster_leaves_between_passes_or_within_them()
     assert first.seconds(job.microbatches) < between.seconds(job.microbatches)
 
 
-def test_what_waits_hide_is_replayed_and_does_not_leave() -> None:
+def test_what_waits_hide_is_recomputed_and_does_not_leave() -> None:
     decision = decided(job_of(0.8, **EIGHT))
     assert offloaded_bytes(decision.plan) == [0]
-    assert decision.simulation.hidden_replay_s(0) > 0
+    assert decision.simulation.hidden_recompute_s(0) > 0
 
 
 def test_the_host_takes_longer_for_halves_that_leave_alone() -> None:

@@ -15,11 +15,11 @@ from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.transparency.trials import Trial
 
 from . import faults, on_ranks
-from .test_layouts import NO_SYNC, PP2, PP4, SP, TP2, assert_clean, half_by_half, leaving, replaying
+from .test_layouts import NO_SYNC, PP2, PP4, SP, TP2, assert_clean, half_by_half, leaving, recomputing
 
 pytestmark = pytest.mark.streams
 
-OFFLOADED, TENSOR, GATHERED = (PP2, leaving), (TP2, replaying), (SP, replaying)
+OFFLOADED, TENSOR, GATHERED = (PP2, leaving), (TP2, recomputing), (SP, recomputing)
 WITHIN = ({"microbatches": 2}, half_by_half)
 """Half by half, of one stage."""
 PLACE = r"asked for at \S*megatron_lynx/runtime/offload/\S+ .*"

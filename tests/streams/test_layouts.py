@@ -16,7 +16,7 @@ from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.transparency.checkpoints import ahead, checkpointed, with_rest_in_wait
 from tests.transparency.offloaded import offloading
-from tests.transparency.plans import plan_for, replayable
+from tests.transparency.plans import plan_for, recomputable
 from tests.transparency.test_every_bit import OVERLAPPED
 from tests.transparency.test_offload import chunk_bytes
 from tests.transparency.trials import Trial
@@ -37,9 +37,9 @@ DISTRIBUTED = {"replicas": 2, "distributed_optimizer": True}
 BOTH_OVERLAPS = {**OVERLAPPED, "overlap_param_gather": True}
 
 
-def replaying(job: Job, **how: Any) -> Plan:
-    """Everything that can be is replayed, in the windows that there are."""
-    return plan_for(job, lambda layer: replayable(job, gather=job.parallel.sequence_parallel), **how)
+def recomputing(job: Job, **how: Any) -> Plan:
+    """Everything that can be is recomputed, in the windows that there are."""
+    return plan_for(job, lambda layer: recomputable(job, gather=job.parallel.sequence_parallel), **how)
 
 
 def begun_ahead(job: Job) -> Plan:
@@ -58,7 +58,7 @@ def gone_on(job: Job) -> Plan:
 
 
 def leaving(job: Job, share: float = 1.0, beside: str = "allow") -> Plan:
-    """Nothing is replayed, everything or a share of it goes to the host."""
+    """Nothing is recomputed, everything or a share of it goes to the host."""
     return offloading(plan_for(job, lambda layer: ()), int(share * chunk_bytes(job)), beside=beside)
 
 
@@ -67,53 +67,53 @@ def half_by_half(job: Job) -> Plan:
     return offloading(plan_for(job, lambda layer: ()), chunk_bytes(job), pace=chunk_bytes(job))
 
 
-def half_by_half_and_replayed(job: Job) -> Plan:
-    """Replays in windows read what is on its way back, some of it a little at a time."""
+def half_by_half_and_recomputed(job: Job) -> Plan:
+    """Recomputations in windows read what is on its way back, some of it a little at a time."""
     some = plan_for(job, lambda layer: ["input_layernorm", "core_attention", "activation"][layer % 2 :])
     return offloading(some, chunk_bytes(job) // 2, pace=chunk_bytes(job) // 16)
 
 
 def both(job: Job) -> Plan:
-    """Some is replayed, some of the rest goes to the host, two micro-batches ahead."""
+    """Some is recomputed, some of the rest goes to the host, two micro-batches ahead."""
     some = plan_for(job, lambda layer: ["input_layernorm", "core_attention", "activation"][layer % 2 :])
     return offloading(some, chunk_bytes(job) // 2)
 
 
 def filling(job: Job) -> Plan:
-    """Weight gradients run in whatever wait comes, those of what was replayed and of what came back from the host."""
-    return deferring(replaying(job))
+    """Weight gradients run in whatever wait comes, those of what was recomputed and of what came back from the host."""
+    return deferring(recomputing(job))
 
 
 def filling_later(job: Job) -> Plan:
-    return deferring(offloading(replaying(job), chunk_bytes(job) // 2), chosen=is_forward)
+    return deferring(offloading(recomputing(job), chunk_bytes(job) // 2), chosen=is_forward)
 
 
 DEFERRED: dict[str, Any] = {"training": {"ddp": True}, "model": {"gradient_accumulation_fusion": True}}
 
 CASES: dict[str, tuple[dict[str, Any], list[Any], Trial, bool]] = {
-    "TP2": (TP2, [replaying], Trial(steps=2), False),
+    "TP2": (TP2, [recomputing], Trial(steps=2), False),
     "TP2, begun ahead": (TP2, [begun_ahead], Trial(steps=2), False),
     "sequence parallel, begun ahead": (SP, [begun_ahead, gathered_ahead], Trial(steps=2), False),
     "sequence parallel, gone on in waits": ({**SP, "hidden_dropout": 0.0}, [gone_on], Trial(steps=2), False),
-    "sequence parallel, gathered once": (SP, [replaying], Trial(steps=2), False),
-    "sequence parallel, gathered on demand": (SP, [lambda job: replaying(job, windows=False)], Trial(steps=2), False),
+    "sequence parallel, gathered once": (SP, [recomputing], Trial(steps=2), False),
+    "sequence parallel, gathered on demand": (SP, [lambda job: recomputing(job, windows=False)], Trial(steps=2), False),
     "weight gradients in waits, sequence parallel": (SP, [filling, filling_later], Trial(steps=2, **DEFERRED), False),
     "weight gradients in waits, TP2xPP2xVPP2": (ALL_FOUR, [filling_later], Trial(steps=1, **DEFERRED), False),
-    "PP4": (PP4, [replaying], Trial(steps=1), False),
+    "PP4": (PP4, [recomputing], Trial(steps=1), False),
     "PP4, offloaded": (PP4, [leaving], Trial(steps=1, model=NO_SYNC), False),
     "PP4, copies away from messages": (PP4, [lambda job: leaving(job, beside="avoid")], Trial(steps=1, model=NO_SYNC), False),
     "PP2, exchanges that synchronise, offloaded": (PP2, [leaving], Trial(steps=2), False),
-    "PP2, offloaded in part, and replayed": (PP2, [both, lambda job: leaving(job, 0.3)], Trial(steps=2, model=NO_SYNC), False),
-    "interleaved": (INTERLEAVED, [replaying], Trial(steps=2), False),
-    "interleaved, offloaded and replayed": (INTERLEAVED, [both], Trial(steps=2), False),
-    "TP2xPP2xVPP2, sequence parallel, offloaded and replayed": (ALL_FOUR, [both], Trial(steps=1), False),
-    "one stage, half by half": ({"microbatches": 2}, [half_by_half, half_by_half_and_replayed], Trial(steps=2), False),
-    "TP2, half by half, and replayed": (TP2, [half_by_half_and_replayed], Trial(steps=1), False),
-    "interleaved, half by half": (INTERLEAVED, [half_by_half_and_replayed], Trial(steps=1), False),
-    "reductions in backward": ({"replicas": 2}, [replaying], Trial(steps=2, training=OVERLAPPED), False),
+    "PP2, offloaded in part, and recomputed": (PP2, [both, lambda job: leaving(job, 0.3)], Trial(steps=2, model=NO_SYNC), False),
+    "interleaved": (INTERLEAVED, [recomputing], Trial(steps=2), False),
+    "interleaved, offloaded and recomputed": (INTERLEAVED, [both], Trial(steps=2), False),
+    "TP2xPP2xVPP2, sequence parallel, offloaded and recomputed": (ALL_FOUR, [both], Trial(steps=1), False),
+    "one stage, half by half": ({"microbatches": 2}, [half_by_half, half_by_half_and_recomputed], Trial(steps=2), False),
+    "TP2, half by half, and recomputed": (TP2, [half_by_half_and_recomputed], Trial(steps=1), False),
+    "interleaved, half by half": (INTERLEAVED, [half_by_half_and_recomputed], Trial(steps=1), False),
+    "reductions in backward": ({"replicas": 2}, [recomputing], Trial(steps=2, training=OVERLAPPED), False),
     "distributed optimizer, both overlaps": (
         DISTRIBUTED,
-        [replaying],
+        [recomputing],
         Trial(steps=3, training=BOTH_OVERLAPS, compared="weights"),
         False,
     ),
@@ -125,7 +125,7 @@ CASES: dict[str, tuple[dict[str, Any], list[Any], Trial, bool]] = {
     ),
     "a log of each step, offloaded": (PP2, [both], Trial(steps=2, model=NO_SYNC), True),
     "timers with barriers, interleaved, offloaded": (INTERLEAVED, [both], Trial(steps=2), True),
-    "a trace, offloaded and replayed": (PP2, [both], Trial(steps=2, traced=True, model=NO_SYNC), False),
+    "a trace, offloaded and recomputed": (PP2, [both], Trial(steps=2, traced=True, model=NO_SYNC), False),
 }
 """Layout, plans, how it is trained, whether each step is timed between barriers."""
 

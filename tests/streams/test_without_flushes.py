@@ -9,7 +9,7 @@ import pytest
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.double_buffered.test_plans import without_flushes
 from tests.transparency.offloaded import offloading
-from tests.transparency.plans import plan_for, replayable
+from tests.transparency.plans import plan_for, recomputable
 
 from . import on_ranks
 from .test_layouts import assert_clean
@@ -29,9 +29,9 @@ def test_the_version_rule(pool_of: Any, stages: int, defer_updates: bool) -> Non
 
 
 @pytest.mark.parametrize("defer_updates", [False, True], ids=["immediate", "deferred"])
-def test_under_a_plan_that_replays_and_offloads(pool_of: Any, defer_updates: bool) -> None:
+def test_under_a_plan_that_recomputes_and_offloads(pool_of: Any, defer_updates: bool) -> None:
     job = tiny_job("gpt", pipeline=2, microbatches=3)
-    plan = without_flushes(offloading(plan_for(job, lambda layer: replayable(job) if layer % 2 else ()), 12_000))
+    plan = without_flushes(offloading(plan_for(job, lambda layer: recomputable(job) if layer % 2 else ()), 12_000))
     how = {**MEGATRON, "defer_updates": defer_updates}
     under = pool_of(2).run(on_ranks.without_flushes, job, how, plan)
     assert under[0].moved > 0

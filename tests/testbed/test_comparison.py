@@ -54,7 +54,7 @@ def test_every_setting_has_its_row_and_equal_gradients(comparison: Comparison) -
     assert all(len(setting.step_samples_s) == 2 for setting in settings.values())
 
 
-def test_replays_are_the_plans(comparison: Comparison) -> None:
+def test_recomputations_are_the_plans(comparison: Comparison) -> None:
     """Four layers of two halves on two ranks; the MLP half of the last layer has no window before it."""
     *_, on_demand, first, ours = comparison.measurement.settings
     assert (on_demand.figures.in_windows, on_demand.figures.on_demand) == (0, 16)
@@ -96,12 +96,12 @@ def test_the_plan_of_the_demo_uses_both_fillers() -> None:
     assert not any(stage.defers for each in ours(plan)[:-1] if each.plan for stage in each.plan.stages)
 
 
-def test_hidden_replays_lie_inside_their_windows(comparison: Comparison) -> None:
+def test_hidden_recomputations_lie_inside_their_windows(comparison: Comparison) -> None:
     for spans in comparison.timeline.ranks.values():
         windows = {(span.window, span.micro_batch): span for span in spans if span.kind == "window"}
-        for replay in (span for span in spans if span.hidden):
-            window = next(span for (name, _), span in windows.items() if name == replay.window)
-            assert window.start_s <= replay.start_s <= replay.end_s <= window.end_s
+        for recompute in (span for span in spans if span.hidden):
+            window = next(span for (name, _), span in windows.items() if name == recompute.window)
+            assert window.start_s <= recompute.start_s <= recompute.end_s <= window.end_s
 
 
 def test_bytes_are_in_the_order_that_recomputation_gives(comparison: Comparison) -> None:
@@ -130,13 +130,13 @@ def test_a_set_that_stock_cannot_train_is_not_tried() -> None:
     assert [candidate.name for candidate in blocks(job)] == ["stock block 3", "stock block 2", "stock block 1"]
 
 
-def test_a_plan_without_windows_replays_the_same() -> None:
+def test_a_plan_without_windows_recomputes_the_same() -> None:
     job = tiny_job("llama", tensor=2, sequence_parallel=True)
     plan = uniform_plan(job, gather="once")
     bare = without_windows(plan)
     assert [stage.ahead_depth for stage in bare.stages] == [0]
     for layer in job.layers_of(0):
-        assert bare.stages[0].rule_for(layer).replay == plan.stages[0].rule_for(layer).replay
+        assert bare.stages[0].rule_for(layer).recompute == plan.stages[0].rule_for(layer).recompute
         assert bare.stages[0].rule_for(layer).windows.of("mlp", "steady") == "on_demand"
 
 

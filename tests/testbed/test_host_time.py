@@ -15,10 +15,10 @@ from tests.te_releases import folder_of
 LESS_AND_MORE = (
     ("none", "kept"),
     ("kept", "partly"),
-    ("kept", "replayed"),
+    ("kept", "recomputed"),
     ("kept", "offloaded"),
     ("kept", "deferred"),
-    ("replayed", "gathered"),
+    ("recomputed", "gathered"),
 )
 """Of two settings the second issues everything that the first does."""
 

@@ -33,7 +33,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 JOBS = {name: tiny_job("llama", **layout) for name, layout in LAYOUTS.items()}
 SECONDS_OF_A_MESSAGE = 1e4
-"""Far longer than any replay, so that all that a window hides fits into it."""
+"""Far longer than any recomputation, so that all that a window hides fits into it."""
 
 Event = tuple[Task, str]
 """What runs, and where."""
@@ -42,7 +42,7 @@ Event = tuple[Task, str]
 def passes(
     plan: Plan, job: Job, stage: int, timetable: Timetable
 ) -> Iterator[tuple[Action, int | None, list[Event], list[Event]]]:
-    """The passes of a stage in a step; whose replays each runs (None: its own are all that it could), what it runs, and what runs
+    """The passes of a stage in a step; whose recomputations each runs (None: its own are all that it could), what it runs, and what runs
     while its gradient is received."""
     order = list(schedule_of(job).phases(stage))
     for at, (action, phase) in enumerate(order):
@@ -74,7 +74,7 @@ def run_in(through: Pass, half: HalfPass) -> Iterator[Event]:
         yield from ((task, ON_DEMAND) for task in through.at("after", wait.window) if task.do != "gather")
 
 
-def replays_of(events: list[Event]) -> Iterator[Event]:
+def recompute_s_of(events: list[Event]) -> Iterator[Event]:
     return ((each, window) for each, window in events if each.do != "weight_gradient")
 
 
@@ -97,9 +97,11 @@ def test_what_is_simulated_is_the_timetable(layout: str, data: st.DataObject) ->
             contents = [(by_action[action], ran), (received.get(action[::2]) if action.kind == "B" else None, while_received)]
             for content, expected in contents:
                 spans = () if content is None else content.spans
-                found = [((span.layer, span.half), span.window) for span in spans if span.kind == "replay"]
+                found = [((span.layer, span.half), span.window) for span in spans if span.kind == "recompute"]
                 takes_time = (
-                    (replay.half, window) for replay, window in replays_of(expected) if halves[replay.half].part(replay).seconds
+                    (recompute.half, window)
+                    for recompute, window in recompute_s_of(expected)
+                    if halves[recompute.half].part(recompute).seconds
                 )
                 assert found == list(takes_time)
                 filled = {(span.layer, span.half, span.window) for span in spans if span.kind == "weight_gradient"}
@@ -113,7 +115,7 @@ def linears_in(events: list[Event]) -> set[tuple[int, str, str]]:
 
 @pytest.mark.parametrize("layout", JOBS)
 def test_what_ranks_run_is_the_timetable(pool_of: Callable[[int], RankPool], layout: str) -> None:
-    """Of every micro-batch, every replay in its window or on demand, and no weight gradient in another wait than one of its
+    """Of every micro-batch, every recomputation in its window or on demand, and no weight gradient in another wait than one of its
     own."""
     job = JOBS[layout]
     [plan] = samples(plans_for(job, defers=True).filter(lambda plan: any(stage.defers for stage in plan.stages)), 1)
@@ -125,16 +127,16 @@ def test_what_ranks_run_is_the_timetable(pool_of: Callable[[int], RankPool], lay
         found = sorted(
             (event["micro_batch"], event["layer"], event["half"], event["window"])
             for event in events
-            if event["kind"] == "replay"
+            if event["kind"] == "recompute"
         )
         entry_of = {layer: entry for entry in plan.chunks_of(stage) for layer in entry.layers}
         expected, linears = [], set[tuple[int, str, str]]()
         for _, micro_batch, ran, while_received in passes(plan, job, stage, timetable_of(plan, stage)):
             both = [*ran, *while_received]
             expected += [
-                (micro_batch, *replay.half, window)
-                for replay, window in replays_of(both)
-                if lets_go(job, entry_of[replay.half[0]], *replay.half)
+                (micro_batch, *recompute.half, window)
+                for recompute, window in recompute_s_of(both)
+                if lets_go(job, entry_of[recompute.half[0]], *recompute.half)
             ]
             linears |= linears_in(both)
         assert found == sorted(expected), f"rank {rank}"

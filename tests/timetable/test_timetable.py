@@ -20,38 +20,38 @@ def at(passing: Any, layer: int, half: Any = "mlp", ordinal: int = 0) -> WindowA
 
 
 def mlp(layer: int, *windows: tuple[Window, str | None], gather: Window | None = None, **deferred: Any) -> PlannedHalf:
-    """A half that is replayed in these windows, in all phases."""
+    """A half that is recomputed in these windows, in all phases."""
     place = Place(windows, gather)
-    return PlannedHalf(layer, MLP, MLP.replayable if windows else (), place, place, deferred)
+    return PlannedHalf(layer, MLP, MLP.recomputable if windows else (), place, place, deferred)
 
 
-def replay(layer: int, until: str | None = None, since: str | None = None, gathered: Window | None = None) -> Task:
+def recompute(layer: int, until: str | None = None, since: str | None = None, gathered: Window | None = None) -> Task:
     return Task("recompute", (layer, "mlp"), until, since, gathered)
 
 
-def test_a_replay_over_a_forward_and_a_backward() -> None:
+def test_a_recomputation_over_a_forward_and_a_backward() -> None:
     """Behind a forward that hides nothing, the part in the backward is the first one. What no window does is on demand."""
     begun, then = at("fwd", 1), at("bwd", 2)
     stage = Timetable([[mlp(1, (begun, "linear_fc1"), (then, "activation")), mlp(2)]])
-    assert stage.forward(0, 0).tasks == {("in", begun): (replay(1, "linear_fc1"),)}
-    left = {Moment("demand", (1, "mlp")): (replay(1, since="activation"),)}
-    assert stage.backward(0, "steady").tasks == {**left, ("in", then): (replay(1, "activation", "linear_fc1"),)}
-    assert stage.backward(0, "warmup").tasks == {**left, ("in", then): (replay(1, "activation"),)}
+    assert stage.forward(0, 0).tasks == {("in", begun): (recompute(1, "linear_fc1"),)}
+    left = {Moment("demand", (1, "mlp")): (recompute(1, since="activation"),)}
+    assert stage.backward(0, "steady").tasks == {**left, ("in", then): (recompute(1, "activation", "linear_fc1"),)}
+    assert stage.backward(0, "warmup").tasks == {**left, ("in", then): (recompute(1, "activation"),)}
     assert not stage.forward(0).tasks
 
 
-def test_only_the_first_part_of_a_replay_is_the_one_whose_input_is_gathered() -> None:
+def test_only_the_first_part_of_a_recomputation_is_the_one_whose_input_is_gathered() -> None:
     gather, first, second = at("fwd", 2), at("bwd", 3, ordinal=2), at("bwd", 2, ordinal=2)
     halves = [mlp(1, (first, "activation"), (second, None), gather=gather), mlp(2), mlp(3)]
     stage = Timetable([halves], Layout(sequence_parallel=True))
     found = [stage.backward(0, "steady").at("in", window) for window in (first, second)]
-    assert found == [(replay(1, "activation", gathered=gather),), (replay(1, since="activation"),)]
+    assert found == [(recompute(1, "activation", gathered=gather),), (recompute(1, since="activation"),)]
 
 
 @pytest.mark.parametrize(
     ("window", "early"), [(at("fwd", 1), True), (RECV_BACKWARD, True), (at("bwd", 2), False), (ON_DEMAND, False)], ids=str
 )
-def test_what_is_replayed_before_its_own_backward_stays_where_all_goes_half_by_half(window: Window, early: bool) -> None:
+def test_what_is_recomputed_before_its_own_backward_stays_where_all_goes_half_by_half(window: Window, early: bool) -> None:
     half = mlp(1, (window, None))
     assert half.begins_early == early
     for which in ("all", "at_once"):
@@ -66,16 +66,16 @@ def test_phases_in_which_the_same_runs_have_equal_backwards() -> None:
 
 
 def test_an_input_that_is_gathered() -> None:
-    """Behind a wait; the replay knows it, and the backward does not wait for it again. A gather that was missed is on demand, and
-    so is its replay, because no window may communicate (rule R2)."""
+    """Behind a wait; the recomputation knows it, and the backward does not wait for it again. A gather that was missed is on demand, and
+    so is its recomputation, because no window may communicate (rule R2)."""
     gather, window = at("fwd", 2), at("bwd", 2, ordinal=2)
     stage = Timetable([[mlp(1, (window, None), gather=gather), mlp(2)]], Layout(sequence_parallel=True))
     assert stage.forward(0, 0).tasks == {("after", gather): (Task("gather", (1, "mlp")),)}
-    assert stage.backward(0, "steady").tasks == {("in", window): (replay(1, gathered=gather),)}
+    assert stage.backward(0, "steady").tasks == {("in", window): (recompute(1, gathered=gather),)}
     for phase, place in (("steady", gather), ("warmup", ON_DEMAND)):
         upper, lower = stage.backward(0, phase).halves  # type: ignore[arg-type]
         assert [[wait.gathered for wait in half.waits] for half in (upper, lower)] == [[None] * 3, [None, place, None]]
-    assert stage.backward(0, "warmup").tasks == {("demand", (1, "mlp")): (replay(1, gathered=ON_DEMAND),)}
+    assert stage.backward(0, "warmup").tasks == {("demand", (1, "mlp")): (recompute(1, gathered=ON_DEMAND),)}
 
 
 GATED, CAPTURED = OPAQUE["gated_attention"], in_graph(ATTENTION, ["attn"])
@@ -98,7 +98,7 @@ def test_nothing_begins_ahead_at_a_half_that_is_kept_whole(gathers: bool, sequen
     assert bool(begun.core_halves) == gathers
     for above in (CAPTURED, GATED):
         late = below(above, gathers=gathers, sequence_parallel=sequence_parallel)
-        again = (Task("recompute", (1, "attention")), replay(1))
+        again = (Task("recompute", (1, "attention")), recompute(1))
         assert late.tasks == {("enter", (1, "mlp")): again}
 
 
@@ -123,8 +123,8 @@ def test_a_forward_of_another_chunk_serves_the_same_place() -> None:
     """Layer 2 of the first chunk hides what is named in layer 5 of the second; a chunk of one layer has no such wait."""
     first, second, third = [mlp(1), mlp(2)], [mlp(4), mlp(5), mlp(6, (at("fwd", 5), None))], [mlp(9)]
     stage = Timetable([first, second, third, []])
-    assert stage.forward(0, 1).tasks == {("in", at("fwd", 2)): (replay(6),)}
-    assert stage.forward(1, 1).tasks == {("in", at("fwd", 5)): (replay(6),)}
+    assert stage.forward(0, 1).tasks == {("in", at("fwd", 2)): (recompute(6),)}
+    assert stage.forward(1, 1).tasks == {("in", at("fwd", 5)): (recompute(6),)}
     assert [stage.forward(chunk, 1).tasks for chunk in (2, 3)] == [{}, {}]
     assert [stage.forward(chunk, 0).tasks for chunk in range(4)] == [{}] * 4
     assert [stage.forward(chunk, 3).tasks for chunk in range(4)] == [{}] * 4, "a chunk without layers needs nothing"
@@ -156,7 +156,7 @@ def test_weight_gradients_run_in_forwards_of_any_chunk() -> None:
 def test_a_chunk_that_keeps_everything_hides_what_others_do() -> None:
     window = at("fwd", 1)
     stage = Timetable([[mlp(1), mlp(2, (window, None))]]).beside_kept(0)
-    assert stage.forward(1, 0).at("in", window) == (replay(2),)
+    assert stage.forward(1, 0).at("in", window) == (recompute(2),)
     assert not stage.backward(1, "steady").tasks
     second = Timetable([[mlp(1)], [mlp(5), mlp(6)]]).beside_kept(1)
     assert [half.layer for half in second.chunks[-1]] == [5, 6], "its layers are that chunk's"

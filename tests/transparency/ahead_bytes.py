@@ -12,7 +12,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 
 Held = tuple[int, str, str, int]
-"""(layer, half, the item before which its replay stopped, at which it stopped ahead, "gather" or "", bytes that were not there
+"""(layer, half, the item before which its recomputation stopped, at which it stopped ahead, "gather" or "", bytes that were not there
 before)."""
 
 
@@ -75,7 +75,7 @@ def _measuring(reach: Callable[..., Any], added: list[int], total: Any) -> Calla
 
 @contextmanager
 def _counting(held: list[Held]) -> Iterator[None]:
-    from megatron_lynx.runtime.replay import Replays
+    from megatron_lynx.runtime.recompute import Recomputations
     from megatron_lynx.runtime.waits import Waits
 
     before: dict[int, tuple[Any, set[int]]] = {}
@@ -97,7 +97,7 @@ def _counting(held: list[Held]) -> Iterator[None]:
 
         return counted
 
-    begin = Replays.begin
+    begin = Recomputations.begin
 
     def begun(self: Any, frame: Any, item: str) -> None:
         was_there(frame)
@@ -106,7 +106,7 @@ def _counting(held: list[Held]) -> Iterator[None]:
 
     names = "_recompute", "_gather"
     recompute, gather = (mock.patch.object(Waits, name, counting(getattr(Waits, name))) for name in names)
-    with recompute, gather, mock.patch.object(Replays, "begin", begun):
+    with recompute, gather, mock.patch.object(Recomputations, "begin", begun):
         yield
     before.clear()
 

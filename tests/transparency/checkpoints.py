@@ -63,7 +63,7 @@ def with_rest_in_wait(plan: Plan, halves: Iterable[str] = ("mlp",)) -> Plan:
 
 def _leave_out(rule: dict[str, Any], plan: Plan, layer: int, halves: tuple[str, ...]) -> None:
     names = {name for section in plan.model.sections_of(layer) if section.half in halves for name in section.names}
-    for key in ("keep", "replay"):
+    for key in ("keep", "recompute"):
         rule[key] = [item for item in rule.get(key, ()) if item not in names]
     for key in ("windows", "gather"):
         rule[key] = {half: place for half, place in rule.get(key, {}).items() if half not in halves}

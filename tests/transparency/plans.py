@@ -1,4 +1,4 @@
-"""Plans for tests, written out from a few words: which items each layer replays, and whether windows are used."""
+"""Plans for tests, written out from a few words: which items each layer recomputes, and whether windows are used."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from megatron_lynx.plan.facts import IN_BF16
 from megatron_lynx.plan.plan import ByPhase, Plan, Windows
 
 SECTIONS = tuple(section for half in HALVES for section in filling(half))
-REPLAYABLE = tuple(item for item in all_items() if any(item in section.replayable for section in SECTIONS))
+RECOMPUTABLE = tuple(item for item in all_items() if any(item in section.recomputable for section in SECTIONS))
 
 
-def replayable(job: Job, *, gather: bool = False) -> tuple[str, ...]:
-    """Everything that can be replayed, of whichever section; under sequence parallelism without the GEMMs that gather, unless
+def recomputable(job: Job, *, gather: bool = False) -> tuple[str, ...]:
+    """Everything that can be recomputed, of whichever section; under sequence parallelism without the GEMMs that gather, unless
     `gather`."""
     kept = () if gather or not job.parallel.sequence_parallel else tuple(section.gathered for section in SECTIONS)
     kept += DENSE["attention"].exchanging if job.parallel.context > 1 else ()
-    return tuple(item for item in REPLAYABLE if item not in kept)
+    return tuple(item for item in RECOMPUTABLE if item not in kept)
 
 
 def plan_for(
     job: Job,
-    replays: Callable[[int], Iterable[str]],
+    recomputations: Callable[[int], Iterable[str]],
     *,
     windows: bool = True,
     ahead_depth: int = 1,
     whole: dict[str, int] | None = None,
 ) -> Plan:
-    """One rule per layer: `replays(layer)` are its replayed items, as far as it has them."""
+    """One rule per layer: `recomputations(layer)` are its recomputed items, as far as it has them."""
     places = [(stage, chunk) for chunk in range(job.chunks) for stage in range(job.parallel.pipeline)]
-    stages = [_stage(job, place, replays, windows, ahead_depth) | {"whole": whole} for place in places]
+    stages = [_stage(job, place, recomputations, windows, ahead_depth) | {"whole": whole} for place in places]
     model, parallel = job.model, job.parallel
     layout = {
         name: getattr(parallel, name) for name in ("tensor", "context", "pipeline", "microbatch_group", "sequence_parallel")
@@ -84,7 +84,7 @@ def sections_in(job: Job, layer: int) -> dict[Half, Section]:
 
 
 def _stage(
-    job: Job, place: tuple[int, int], replays: Callable[[int], Iterable[str]], windows: bool, ahead_depth: int
+    job: Job, place: tuple[int, int], recomputations: Callable[[int], Iterable[str]], windows: bool, ahead_depth: int
 ) -> dict[str, Any]:
     """`place`: stage and chunk."""
     layers = job.layers_of(*place)
@@ -92,14 +92,14 @@ def _stage(
     for layer in layers:
         sections = sections_in(job, layer)
         names = [name for half in HALVES for name in sections[half].names]
-        replayed = set(replays(layer)) & set(names) - {name for section in sections.values() for name in section.apart}
-        rule: dict[str, Any] = {"layers": layer, "keep": [i for i in names if i not in replayed]}
-        rule["replay"] = [item for item in names if item in replayed]
-        halves = [half for half in HALVES if replayed & set(sections[half].names)]
+        recomputed = set(recomputations(layer)) & set(names) - {name for section in sections.values() for name in section.apart}
+        rule: dict[str, Any] = {"layers": layer, "keep": [i for i in names if i not in recomputed]}
+        rule["recompute"] = [item for item in names if item in recomputed]
+        halves = [half for half in HALVES if recomputed & set(sections[half].names)]
         if windows:
-            rule["windows"] = {half: _window(job, place, layer, half, replayed) for half in halves}
+            rule["windows"] = {half: _window(job, place, layer, half, recomputed) for half in halves}
         if job.parallel.sequence_parallel:
-            gathers = [half for half in halves if sections[half].gathered in replayed]
+            gathers = [half for half in halves if sections[half].gathered in recomputed]
             rule["gather"] = {half: _gather(job, place, layer, half) if windows else "on_demand" for half in gathers}
         rules.append(rule)
     depth = ahead_depth if windows else 0
@@ -107,30 +107,30 @@ def _stage(
     return {**entry, "ahead_depth": depth, "rules": rules}
 
 
-def _window(job: Job, place: tuple[int, int], layer: int, half: Half, replayed: set[str]) -> Any:
+def _window(job: Job, place: tuple[int, int], layer: int, half: Half, recomputed: set[str]) -> Any:
     has_experts = layer in job.model.expert_layers
-    if half == "attention" and has_experts and replayed & set(sections_in(job, layer)["mlp"].names):
+    if half == "attention" and has_experts and recomputed & set(sections_in(job, layer)["mlp"].names):
         return "on_demand"  # experts have no windows, and the one before them is taken
     if job.parallel.tensor == 1:
-        return _first_window(job, place, layer, half, replayed)
+        return _first_window(job, place, layer, half, recomputed)
     last = "2" if job.parallel.sequence_parallel else "0"
     if half == "attention" and not has_experts:
         return f"bwd.mlp.{last}"
     if layer < job.layers_of(*place)[-1]:
         return f"bwd.attention.{last}+1"
-    return _first_window(job, place, layer, half, replayed)
+    return _first_window(job, place, layer, half, recomputed)
 
 
-def _first_window(job: Job, place: tuple[int, int], layer: int, half: Half, replayed: set[str]) -> Any:
+def _first_window(job: Job, place: tuple[int, int], layer: int, half: Half, recomputed: set[str]) -> Any:
     """Of the frame that backward needs first: nothing precedes it in this backward."""
-    needs_gather = job.parallel.sequence_parallel and sections_in(job, layer)[half].gathered in replayed
+    needs_gather = job.parallel.sequence_parallel and sections_in(job, layer)[half].gathered in recomputed
     behind_mlp = half == "attention" and layer not in job.model.expert_layers
     in_experts = half == "mlp" and layer in job.model.expert_layers
     if needs_gather or layer < job.layers_of(*place)[-1] or behind_mlp:
         return "on_demand"
     if place == (job.parallel.pipeline - 1, job.chunks - 1):
         gathers_first = half == "mlp" and job.parallel.sequence_parallel and not in_experts
-        in_time = gathers_first and "mlp_bda" not in replayed and not job.model.uses_te
+        in_time = gathers_first and "mlp_bda" not in recomputed and not job.model.uses_te
         return "bwd.mlp.0" if in_time else "on_demand"
     in_every_chunk = len(job.layers_of(*place)) == min(job.chunk_layers(place[0]))
     windowed = job.parallel.tensor > 1 and in_every_chunk and not in_experts

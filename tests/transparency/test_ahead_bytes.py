@@ -1,4 +1,4 @@
-"""What a replay holds where it stops, what a gather holds ahead of it, and what else is there of what begins ahead, is what plans
+"""What a recomputation holds where it stops, what a gather holds ahead of it, and what else is there of what begins ahead, is what plans
 are priced with, to the byte."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 from megatron_lynx.anatomy import DENSE
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.prices import Prices
-from megatron_lynx.cost.replay import Checkpoint
+from megatron_lynx.cost.recompute import Checkpoint
 from megatron_lynx.cost.section import priced
 from megatron_lynx.cost.stage_memory import dispatched_bytes
 from megatron_lynx.plan.plan import Plan
@@ -25,7 +25,7 @@ from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.profiler.made_up import made_up_profile
 from tests.transparency.ahead_bytes import bytes_begun, held_after_tasks
 from tests.transparency.checkpoints import ahead, checkpointed
-from tests.transparency.plans import plan_for, replayable
+from tests.transparency.plans import plan_for, recomputable
 from tests.transparency.test_experts import STATEFUL, job_of
 from tests.transparency.test_overlapped import profile_of
 
@@ -62,10 +62,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, str], dict[str, str]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("like", ["gpt", "llama"])
-def test_what_a_replay_holds_where_it_stops(pool_of: Pools, like: Any, case: str) -> None:
+def test_what_a_recomputation_holds_where_it_stops(pool_of: Pools, like: Any, case: str) -> None:
     layout, windows, gathers = CASES[case]
     job = tiny_job(like, tensor=2, layers=4, **layout)
-    raw = plan_for(job, lambda layer: replayable(job, gather=bool(gathers))).model_dump(mode="json")
+    raw = plan_for(job, lambda layer: recomputable(job, gather=bool(gathers))).model_dump(mode="json")
     raw["stages"][0]["ahead_depth"] = 4
     for rule in raw["stages"][0]["rules"][:2]:
         rule["windows"], rule["gather"] = windows, gathers
@@ -75,7 +75,7 @@ def test_what_a_replay_holds_where_it_stops(pool_of: Pools, like: Any, case: str
 @pytest.mark.parametrize("how", [True, "gather"])
 @pytest.mark.parametrize("like", ["gpt", "llama"])
 def test_what_is_held_of_a_layer_that_begins_ahead(pool_of: Pools, like: Any, how: Any) -> None:
-    """A gathered input has a buffer of its own, which is gone when the replay stops the next time. What a reduction reads is held
+    """A gathered input has a buffer of its own, which is gone when the recomputation stops the next time. What a reduction reads is held
     by nobody but what travels (`test_what_begins_ahead_holds_what_the_planner_says`)."""
     job = tiny_job(like, tensor=2, layers=3, microbatches=1, sequence_parallel=how == "gather")
     plan, profile = ahead(checkpointed(plan_for(job, lambda layer: ()), "layer"), how=how), made_up_profile(job)
@@ -154,7 +154,7 @@ def checked(pool_of: Pools, job: Any, plan: Plan) -> None:
         assert held
         for layer, half, until, size in held:
             section = DENSE[half]  # type: ignore[index]
-            price = priced(profile, section, plan.stages[0].rule_for(layer).replays(section.half))
+            price = priced(profile, section, plan.stages[0].rule_for(layer).recomputed_in(section.half))
             stop = section.column_parallel if until == "gather" else until
             assert (layer, half, until, size) == (
                 layer,

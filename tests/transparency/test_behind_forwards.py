@@ -50,9 +50,9 @@ def test_training_recomputes_every_half_behind_forwards_as_planned(
     plan = behind_forwards(job, DENSE)
     for rank, [outcome] in enumerate(pool_of(4).run(compare_with_stock, job, [plan], Trial(steps=1, traced=True))):
         assert outcome.differing == []
-        replays = [event for event in outcome.planned.events if event["kind"] == "replay" and event["micro_batch"] < 3]
-        assert all(replay["window"].startswith("fwd.") == (rank < 2) for replay in replays)
-        assert len({(replay["layer"], replay["half"]) for replay in replays}) == 2 * job.model.layers // 2
+        recomputations = [event for event in outcome.planned.events if event["kind"] == "recompute" and event["micro_batch"] < 3]
+        assert all(recompute["window"].startswith("fwd.") == (rank < 2) for recompute in recomputations)
+        assert len({(recompute["layer"], recompute["half"]) for recompute in recomputations}) == 2 * job.model.layers // 2
 
 
 def test_training_recomputes_while_tokens_of_later_micro_batches_travel(pool_of: Callable[[int], RankPool]) -> None:
@@ -66,8 +66,10 @@ def test_training_recomputes_while_tokens_of_later_micro_batches_travel(pool_of:
             assert outcome.differing == []
             assert outcome.planned.frames_left == 0
             assert outcome.planned.collectives == outcome.stock.collectives, "in kind and order"
-            replays = [event for event in outcome.planned.events if event["kind"] == "replay" and event["micro_batch"] < 3]
-            windows = {(event["half"], event["window"].partition("@")[0]) for event in replays}
+            recomputations = [
+                event for event in outcome.planned.events if event["kind"] == "recompute" and event["micro_batch"] < 3
+            ]
+            windows = {(event["half"], event["window"].partition("@")[0]) for event in recomputations}
             expected = {("attention", "fwd.mlp.0"), ("mlp", "fwd.mlp.2"), *([("attention", "bwd.mlp.2")] if begun else [])}
             assert rank >= 2 or windows == expected
 

@@ -1,7 +1,7 @@
 """What a window is for: every task that a plan puts into one runs between the issue of what it hides and the wait for it.
 
 Nothing else shows that. With tasks behind the wait, or a collective that is waited for before its window, every gradient is
-stock's, every count is what the plan says, and a step takes as long as if all were replayed on demand.
+stock's, every count is what the plan says, and a step takes as long as if all were recomputed on demand.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
-from tests.transparency.plans import plan_for, replayable
+from tests.transparency.plans import plan_for, recomputable
 from tests.transparency.test_deferring_experts import LINEARS, plans, with_shared
 from tests.transparency.test_experts import job_of
 from tests.transparency.timeline import OUTSIDE, Timeline, timelines
@@ -79,14 +79,14 @@ def collectives(forward: int, backward: int) -> list[str]:
 
 
 @pytest.mark.quick
-def test_a_replay_hides_a_reduction(pool_of: Pools) -> None:
+def test_a_recomputation_hides_a_reduction(pool_of: Pools) -> None:
     """Written out. Local layers reduce with `torch.distributed.all_reduce`."""
     job = tiny_job("llama", tensor=2, layers=2, microbatches=1)
-    [timeline, _] = checked(pool_of, job, [plan_for(job, lambda layer: replayable(job))])
+    [timeline, _] = checked(pool_of, job, [plan_for(job, lambda layer: recomputable(job))])
     assert [(task.window, timeline.window_of(task)) for task in timeline.tasks] == [
-        ("bwd.mlp.0@2", ["issued allreduce", "replay attention(2)", "waited allreduce"]),
-        ("bwd.attention.0@2", ["issued allreduce", "replay mlp(1)", "waited allreduce"]),
-        ("bwd.mlp.0@1", ["issued allreduce", "replay attention(1)", "waited allreduce"]),
+        ("bwd.mlp.0@2", ["issued allreduce", "recompute attention(2)", "waited allreduce"]),
+        ("bwd.attention.0@2", ["issued allreduce", "recompute mlp(1)", "waited allreduce"]),
+        ("bwd.mlp.0@1", ["issued allreduce", "recompute attention(1)", "waited allreduce"]),
     ]
 
 
@@ -101,10 +101,10 @@ def test_every_collective_of_sequence_parallelism(pool_of: Pools) -> None:
     job = tiny_job("llama", tensor=2, layers=2, sequence_parallel=True)
     waits = collectives(2, 3)
     found = checked(
-        pool_of, job, [plan_for(job, lambda layer: replayable(job, gather=True)), *weight_gradients(kept(job), waits)]
+        pool_of, job, [plan_for(job, lambda layer: recomputable(job, gather=True)), *weight_gradients(kept(job), waits)]
     )
     assert windows_of(found, "weight gradient") == {*waits}
-    assert windows_of(found, "replay") == {"bwd.attention.2", "bwd.mlp.2"}
+    assert windows_of(found, "recompute") == {"bwd.attention.2", "bwd.mlp.2"}
     assert windows_of(found, "gather") == {"bwd.attention.0", "bwd.mlp.0"}
     assert works_in(found) == OF_SEQUENCE_PARALLELISM
 
@@ -117,7 +117,7 @@ def test_tokens_that_travel(pool_of: Pools) -> None:
     first = weight_gradients(nothing, ["fwd.mlp.0", "bwd.mlp.0"], LINEARS)
     later = [plan.model_dump_json().replace(".mlp.0", f".mlp.{n}") for plan in first for n in (1, 2)]
     found = checked(pool_of, job, [everything, *first, *map(Plan.model_validate_json, later)])
-    assert windows_of(found, "replay") == {"bwd.mlp.0", "bwd.mlp.2"}
+    assert windows_of(found, "recompute") == {"bwd.mlp.0", "bwd.mlp.2"}
     assert windows_of(found, "weight gradient") == {*waits}
 
 
@@ -125,5 +125,5 @@ def test_tokens_that_travel(pool_of: Pools) -> None:
 def test_gradients_that_are_received(pool_of: Pools, layout: dict[str, int]) -> None:
     """1F1B posts its messages in one batch and waits at once; interleaved schedules post them alone, long before."""
     job = tiny_job("llama", pipeline=2, microbatches=4, **layout)
-    found = checked(pool_of, job, [plan_for(job, lambda layer: replayable(job)), *weight_gradients(kept(job), [RECV_BACKWARD])])
-    assert windows_of(found, "replay") == windows_of(found, "weight gradient") == {RECV_BACKWARD}
+    found = checked(pool_of, job, [plan_for(job, lambda layer: recomputable(job)), *weight_gradients(kept(job), [RECV_BACKWARD])])
+    assert windows_of(found, "recompute") == windows_of(found, "weight gradient") == {RECV_BACKWARD}

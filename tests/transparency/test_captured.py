@@ -21,7 +21,7 @@ from tests.long import long
 from tests.te_releases import pool_with, pools_with
 from tests.transparency.capturing import Captured, capturing
 from tests.transparency.offloaded import offloading
-from tests.transparency.plans import plan_for, replayable
+from tests.transparency.plans import plan_for, recomputable
 from tests.transparency.test_every_bit import LAYOUTS, checked
 from tests.transparency.trials import Trial
 
@@ -44,14 +44,14 @@ def job_of(layout: str, captured: tuple[str, ...], **model: Any) -> Job:
 
 
 def free(job: Job) -> list[str]:
-    """What may be replayed beside the graphs."""
+    """What may be recomputed beside the graphs."""
     sections = {section for layer in range(1, job.model.layers + 1) for section in job.model.sections(layer)}
-    names = {name for section in sections for name in section.replayable}
-    return [item for item in replayable(job) if item in names]
+    names = {name for section in sections for name in section.recomputable}
+    return [item for item in recomputable(job) if item in names]
 
 
 def candidates_for(job: Job) -> list[Plan]:
-    """Nothing replayed; all that is in no graph, on demand; the same in the windows that are left, under sequence parallelism
+    """Nothing recomputed; all that is in no graph, on demand; the same in the windows that are left, under sequence parallelism
     from inputs that are gathered once."""
     windows = [uniform_plan(job), *([uniform_plan(job, gather="once")] if job.parallel.sequence_parallel else [])]
     return [plan_for(job, lambda layer: ()), plan_for(job, lambda layer: free(job), windows=False), *windows]
@@ -109,12 +109,12 @@ def test_what_is_kept_beside_a_captured_router_may_go_to_the_host(te_pool_of: Po
 
 
 def free_of_experts(job: Job) -> set[str]:
-    return {item for section in job.model.sections(1) for item in section.replayable}
+    return {item for section in job.model.sections(1) for item in section.recomputable}
 
 
 @pytest.mark.parametrize("tracker", ["te", "inference"])
 def test_other_trackers_of_random_numbers(te_pool_of: Pools, tracker: Tracker) -> None:
-    """Transformer Engine's has generators as states, which graphs hold on to: a replay sets what is in them, and leaves them in
+    """Transformer Engine's has generators as states, which graphs hold on to: a recomputation sets what is in them, and leaves them in
     place. Inference's has none, and all draw from the device's generator."""
     job = job_of("TP2+SP", ("attn",))
     checked(te_pool_of, job, candidates_for(job)[1:2], trial_of(captured=Captured(tracker=tracker)))
@@ -128,9 +128,9 @@ def test_capture_before_the_first_step(te_pool_of: Pools) -> None:
 
 
 def test_a_hook_in_a_graph_is_passed_at_the_capture_alone(te_pool_of: Pools) -> None:
-    """What the instrument is for: a replay runs none of the model's Python, on the memory of the capture."""
+    """What the instrument is for: a recomputation runs none of the model's Python, on the memory of the capture."""
     [seen] = te_pool_of(1).run(calls_of_a_hook, job_of("one rank", ("attn",)))
-    assert seen == {"in the graph": 0, "beside it": 2, "replays": 8}
+    assert seen == {"in the graph": 0, "beside it": 2, "recomputations": 8}
 
 
 def test_no_hook_is_on_a_captured_half(te_pool_of: Pools) -> None:
@@ -217,7 +217,7 @@ def calls_of_a_hook(rank: int, job: Job) -> dict[str, int]:
         for name, module in (("in the graph", layer.self_attention.linear_qkv), ("beside it", layer.mlp.linear_fc1)):
             module.register_forward_hook(lambda *_, name=name: calls.update({name: calls[name] + 1}))
         training.step(synthetic_batches(job, 0))
-    return {**calls, "replays": graphs.replays}
+    return {**calls, "recomputations": graphs.recomputations}
 
 
 @pytest.mark.parametrize(
@@ -264,11 +264,15 @@ def test_what_local_graphs_capture_of_hybrid_stacks_alone_is_refused_there() -> 
 @pytest.mark.parametrize(
     ("captured", "change", "problem"),
     [
-        (("attn",), {"replay": ["core_attention"]}, "found core_attention replayed or deferred, needed the attention half kept"),
+        (
+            ("attn",),
+            {"recompute": ["core_attention"]},
+            "found core_attention recomputed or deferred, needed the attention half kept",
+        ),
         (("attn",), {"checkpoint": "layer"}, "checkpoint is layer, needed one half or none"),
-        (("mlp",), {"replay": ["core_attention"], "windows": {"attention": "bwd.mlp.0"}}, "is no window of this stage"),
+        (("mlp",), {"recompute": ["core_attention"], "windows": {"attention": "bwd.mlp.0"}}, "is no window of this stage"),
         (("mlp",), {"checkpoint": "mlp"}, "checkpoint is mlp, needed the other half or none"),
-        (("mlp",), {"weight_gradients": {"linear_fc2": ["bwd.attention.0"]}}, "found linear_fc2 replayed or deferred"),
+        (("mlp",), {"weight_gradients": {"linear_fc2": ["bwd.attention.0"]}}, "found linear_fc2 recomputed or deferred"),
     ],
 )
 def test_what_is_in_a_graph_is_kept_and_hides_nothing(captured: tuple[str, ...], change: dict[str, Any], problem: str) -> None:
@@ -276,7 +280,7 @@ def test_what_is_in_a_graph_is_kept_and_hides_nothing(captured: tuple[str, ...],
     raw = plan_for(job, lambda layer: ()).model_dump(mode="json", exclude_defaults=True)
     [rule, *rest] = raw["stages"][0]["rules"]
     halves = {"layer": tuple(DENSE), "attention": ("attention",), "mlp": ("mlp",)}.get(change.get("checkpoint", ""), ())
-    gone = {*change.get("replay", ()), *(name for half in halves for name in DENSE[half].names)}
+    gone = {*change.get("recompute", ()), *(name for half in halves for name in DENSE[half].names)}
     rule = {**rule, "keep": [item for item in rule["keep"] if item not in gone], **change}
     deferring = {"weight_gradients": {"bytes": 1 << 20}} if "weight_gradients" in change else {}
     stage = {**raw["stages"][0], "rules": [rule, *rest], **deferring}

@@ -20,9 +20,9 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("replay", PLANS.values(), ids=PLANS.keys())
-def test_steps_around_each_change(pool_of: Callable[[int], RankPool], replay: tuple[str, ...] | None) -> None:
-    plan = uniform_plan(JOB, windows=False) if replay is None else uniform_plan(JOB, replay, windows=False)
+@pytest.mark.parametrize("recompute", PLANS.values(), ids=PLANS.keys())
+def test_steps_around_each_change(pool_of: Callable[[int], RankPool], recompute: tuple[str, ...] | None) -> None:
+    plan = uniform_plan(JOB, windows=False) if recompute is None else uniform_plan(JOB, recompute, windows=False)
     ((stock,), (ours,)) = (pool_of(1).run(steps, JOB, plan) for plan in (None, plan))
     names = ["from the beginning", *(change.__name__ for change in CHANGES)]
     for number, (one, other) in enumerate(zip(stock, ours, strict=True)):

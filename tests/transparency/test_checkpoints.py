@@ -19,7 +19,7 @@ from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import long, with_models
 from tests.transparency.checkpoints import FULL, checkpointed
-from tests.transparency.plans import plan_for, replayable
+from tests.transparency.plans import plan_for, recomputable
 from tests.transparency.test_every_bit import LAYOUTS, checked
 from tests.transparency.test_experts import STATEFUL, job_of
 from tests.transparency.trials import Trial, stock_seen
@@ -61,10 +61,10 @@ def test_tokens_travel_again_as_the_router_decided(pool_of: Pools, layout: str) 
 
 
 @pytest.mark.parametrize("layout", ["TP2xPP2xVPP2+SP", *long("TP2", "TP2+SP")])
-def test_beside_halves_that_are_replayed_in_windows(pool_of: Pools, layout: str) -> None:
+def test_beside_halves_that_are_recomputed_in_windows(pool_of: Pools, layout: str) -> None:
     """A half that is checkpointed has windows for others: what is recomputed in them is not moved by what it communicates."""
     job = tiny_job("llama", **LAYOUTS[layout])
-    everything = plan_for(job, lambda layer: replayable(job, gather=job.parallel.sequence_parallel))
+    everything = plan_for(job, lambda layer: recomputable(job, gather=job.parallel.sequence_parallel))
     some: tuple[tuple[Any, tuple[int, ...]], ...] = (("mlp", (1, 3)), ("layer", (2,)), ("attention", (2, 3)))
     for outcomes in checked(pool_of, job, [checkpointed(everything, *each) for each in some]):
         assert all(counts.in_windows > 0 for outcome in outcomes for counts in outcome.planned.counts)
@@ -90,14 +90,14 @@ def test_what_nobody_needs_is_not_communicated_again(pool_of: Pools, layout: str
         assert found == {f"c10d::{name}": times * count for name, count in again.items()}
 
 
-def test_a_replay_from_one_input_is_traced_as_the_timetable_says(pool_of: Pools) -> None:
+def test_a_recomputation_from_one_input_is_traced_as_the_timetable_says(pool_of: Pools) -> None:
     job = tiny_job("gpt")
     plan = kept_but_for(job, {"layers": 2})
     [outcome] = checked(pool_of, job, [plan], Trial(steps=2, traced=True))[0]
     seen = [
         (event["layer"], event["half"])
         for event in outcome.planned.events
-        if event["kind"] == "replay" and event["micro_batch"] == 2
+        if event["kind"] == "recompute" and event["micro_batch"] == 2
     ]
     backward = timetable_of(plan, 0).backward(0, "steady")
     tasks = [task for half in backward.halves for task in backward.at("enter", half.half)]
@@ -111,8 +111,8 @@ def test_a_checkpoint_runs_again_where_backward_enters_it(pool_of: Pools) -> Non
     anything that was saved is asked for."""
     job = tiny_job("llama", **LAYOUTS["TP2+SP"])
     [outcome] = checked(pool_of, job, [kept_but_for(job, "layer")], Trial(steps=2, traced=True))[0]
-    events = [event for event in outcome.planned.events if event["kind"] in ("replay", "window") and event["micro_batch"] == 2]
+    events = [event for event in outcome.planned.events if event["kind"] in ("recompute", "window") and event["micro_batch"] == 2]
     kinds = [(event["kind"], f"{event['window']}") for event in sorted(events, key=lambda one: one["start_s"])]
     for layer in range(1, job.model.layers + 1):
         window = next(at for at, (_, place) in enumerate(kinds) if place == f"bwd.mlp.0@{layer}")
-        assert kinds[window - 1] == ("replay", "on_demand")
+        assert kinds[window - 1] == ("recompute", "on_demand")

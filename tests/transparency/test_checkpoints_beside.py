@@ -133,7 +133,7 @@ def test_experts_go_on_in_fp8(te_pool_of: Pools, recipe: str) -> None:
     "layout", [{"pipeline": 2, "microbatches": 3}, *long({"pipeline": 2, "microbatches": 3, **SP2})], ids=str
 )
 def test_without_flushes(pool_of: Pools, layout: dict[str, Any]) -> None:
-    """A whole replay sees the weights of its forward."""
+    """A whole recomputation sees the weights of its forward."""
     job = tiny_job("llama", **layout)
     plans = [kept_but_for(job, one) for one in ("layer", {"layers": 2})]
     if job.parallel.sequence_parallel:
@@ -151,7 +151,7 @@ def test_frames_are_checked(pool_of: Pools) -> None:
     for checked_ranks in zip(*pool_of(2).run(frames_on_ranks.check_frames, job, trials), strict=True):
         for rank in checked_ranks:
             assert (rank.status, rank.observer, rank.kept) == (None, None, 0), rank.said
-        assert "replayed" in str(checked_ranks[0].summary)
+        assert "recomputed" in str(checked_ranks[0].summary)
 
 
 def test_micro_batches_that_keep_everything(pool_of: Pools) -> None:

@@ -1,4 +1,4 @@
-"""Sequences cut among context-parallel ranks: all is replayed, hidden and offloaded as anywhere, but for the core attention.
+"""Sequences cut among context-parallel ranks: all is recomputed, hidden and offloaded as anywhere, but for the core attention.
 
 Its exchange over the context-parallel group is real; only its kernels are stood in for (`tests.instruments.context_attention`).
 """
@@ -17,7 +17,7 @@ from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import long
 from tests.plan.strategies import plans_for, samples
 from tests.transparency.offloaded import offloading
-from tests.transparency.plans import plan_for, replayable
+from tests.transparency.plans import plan_for, recomputable
 from tests.transparency.test_every_bit import checked
 from tests.transparency.trials import Trial, train
 
@@ -53,10 +53,10 @@ LATER = (*(layout for layout in LAYOUTS if "x" in layout), "CP2, gathered")
 def test_every_bit(pool_of: Pools, layout: str) -> None:
     """Everything but the core attention, on demand and hidden; the exchanges of a step are stock's, and each runs once."""
     job = job_of(layout)
-    everything, gather = replayable(job), job.parallel.sequence_parallel
+    everything, gather = recomputable(job), job.parallel.sequence_parallel
     candidates = [
         plan_for(job, lambda layer: everything, windows=False),
-        plan_for(job, lambda layer: replayable(job, gather=gather)),
+        plan_for(job, lambda layer: recomputable(job, gather=gather)),
         plan_for(job, lambda layer: everything if layer % 2 else ("rotary",)),
     ]
     for outcomes in checked(pool_of, job, candidates, Trial(training=TRAINING, counted=True, canaries=True)):
@@ -65,11 +65,11 @@ def test_every_bit(pool_of: Pools, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["CP2xPP2, gathered", *long("CP2xPP2, a ring")])
-def test_offloaded_with_replay(pool_of: Pools, layout: str) -> None:
-    """What the core attention saved goes to the host, with all else that is kept, where everything else is replayed."""
+def test_offloaded_with_recomputation(pool_of: Pools, layout: str) -> None:
+    """What the core attention saved goes to the host, with all else that is kept, where everything else is recomputed."""
     job = job_of(layout)
-    keeping, replaying = plan_for(job, lambda layer: ()), plan_for(job, lambda layer: replayable(job))
-    candidates = [offloading(keeping, 8_000), offloading(replaying, 1 << 20)]
+    keeping, recomputing = plan_for(job, lambda layer: ()), plan_for(job, lambda layer: recomputable(job))
+    candidates = [offloading(keeping, 8_000), offloading(recomputing, 1 << 20)]
     for rank, outcomes in enumerate(checked(pool_of, job, candidates, Trial(training=TRAINING, tampered=True))):
         for outcome in outcomes:
             last = outcome.planned.counts[-1]
@@ -105,6 +105,6 @@ def test_the_stand_in_computes_what_uncut_sequences_have(pool_of: Pools, exchang
 def test_a_plan_that_would_exchange_again_is_refused() -> None:
     job = tiny_job("llama", context=2)
     with pytest.raises(
-        ValueError, match=r"stages\.0 layers 1: found core_attention replayed, needed kept with parallel.context 2"
+        ValueError, match=r"stages\.0 layers 1: found core_attention recomputed, needed kept with parallel.context 2"
     ):
         plan_for(job, lambda layer: ["core_attention"] if layer == 1 else [])

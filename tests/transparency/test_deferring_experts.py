@@ -17,7 +17,7 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankPool
 from tests.long import long
-from tests.transparency.plans import plan_for, replayable
+from tests.transparency.plans import plan_for, recomputable
 from tests.transparency.queued import held_bytes
 from tests.transparency.test_experts import STATEFUL, exchanging, job_of
 from tests.transparency.test_weight_gradients import FUSED, counts_of
@@ -43,10 +43,10 @@ def trial_of(**model: Any) -> Trial:
 
 
 def plans(job: Job) -> tuple[Plan, Plan]:
-    """Everything kept, and everything replayed in exchanges of tokens or on demand."""
+    """Everything kept, and everything recomputed in exchanges of tokens or on demand."""
     kept = exchanging(plan_for(job, lambda layer: (), windows=False), {})
-    replayed = plan_for(job, lambda layer: [item for item in replayable(job) if item != "mlp_bda"], windows=False)
-    return kept, exchanging(replayed, {"mlp": "bwd.mlp.0", "attention": "bwd.mlp.2"})
+    recomputed = plan_for(job, lambda layer: [item for item in recomputable(job) if item != "mlp_bda"], windows=False)
+    return kept, exchanging(recomputed, {"mlp": "bwd.mlp.0", "attention": "bwd.mlp.2"})
 
 
 @pytest.mark.parametrize("layout", ["EP2", *long("PP2, EP2")])
@@ -54,11 +54,11 @@ def test_while_tokens_travel(pool_of: Pools, layout: str) -> None:
     """Attention's linears, shared experts' and those of each expert, into exchanges of the same layer, of the layer below and of
     forwards; with few bytes. Other tokens in every step; at last none for the experts of the second rank."""
     job = with_shared(job_of(layout, layers=2 if layout == "EP2" else 4))
-    kept, replayed = plans(job)
+    kept, recomputed = plans(job)
     candidates = [
         deferring(kept, LINEARS, into_exchanges),
-        deferring(replayed, LINEARS, lambda wait: into_exchanges(wait) and is_forward(wait)),
-        deferring(replayed, LINEARS, into_exchanges, most_bytes=BOUND),
+        deferring(recomputed, LINEARS, lambda wait: into_exchanges(wait) and is_forward(wait)),
+        deferring(recomputed, LINEARS, into_exchanges, most_bytes=BOUND),
     ]
     for starved in (False, True):
         trial = trial_of(**STATEFUL)
@@ -98,11 +98,11 @@ CHUNKED = "PP2xVPP2, EP2"
 def test_experts_that_are_cut(pool_of: Pools, dispatcher: str) -> None:
     """Each rank's part of every expert, from the rows of all ranks of the group, beside its collectives; with few bytes."""
     job = job_of(CUT, layers=2)
-    replayed = plan_for(job, lambda layer: [item for item in replayable(job) if item != "mlp_bda"])
+    recomputed = plan_for(job, lambda layer: [item for item in recomputable(job) if item != "mlp_bda"])
     candidates = [
         deferring(plan_for(job, lambda layer: ()), LINEARS),
-        deferring(replayed, LINEARS),
-        deferring(replayed, LINEARS, most_bytes=BOUND),
+        deferring(recomputed, LINEARS),
+        deferring(recomputed, LINEARS, most_bytes=BOUND),
     ]
     for rank in counts_of(pool_of, job, candidates, trial_of(moe_token_dispatcher_type=dispatcher, **STATEFUL)):
         kept, again, bounded = rank
@@ -115,10 +115,10 @@ def test_chunks_of_experts(pool_of: Pools) -> None:
     """Of each chunk's experts, while tokens of another chunk travel, or its own; in forwards alone; with few bytes, which each
     chunk has for itself."""
     job = job_of(CHUNKED)
-    kept, replayed = plans(job)
+    kept, recomputed = plans(job)
     candidates = [
         deferring(kept, EXPERTS.linears, lambda wait: into_exchanges(wait) and is_forward(wait)),
-        deferring(replayed, LINEARS, most_bytes=BOUND),
+        deferring(recomputed, LINEARS, most_bytes=BOUND),
     ]
     for forwards, bounded in counts_of(pool_of, job, candidates, trial_of(**STATEFUL)):
         assert bounded.deferred > forwards.deferred > 0

@@ -1,4 +1,4 @@
-"""Losses, every gradient and every weight equal stock's in every bit, and the replays are those that the plan says."""
+"""Losses, every gradient and every weight equal stock's in every bit, and the recomputations are those that the plan says."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.long import long, with_models
 from tests.plan.strategies import plans_for, samples
 from tests.transparency import learned_activation
 from tests.transparency.expected import expected
-from tests.transparency.plans import plan_for, replayable
+from tests.transparency.plans import plan_for, recomputable
 from tests.transparency.trials import Outcome, Trial, compare_with_stock
 
 Pools = Callable[[int], RankPool]
@@ -47,8 +47,8 @@ def checked(pool_of: Pools, job: Job, candidates: list[Plan], trial: Trial | Non
             for counts in outcome.planned.counts:
                 needed = expected(job, plan, stage)
                 found = (counts.recorded, counts.in_windows, counts.gathered)
-                assert found == (needed.replayed, needed.hidden, needed.gathered), plan.model_dump_json()
-                assert 0 <= needed.replayed - counts.replayed <= needed.nothing_behind_gather, plan.model_dump_json()
+                assert found == (needed.recomputed, needed.hidden, needed.gathered), plan.model_dump_json()
+                assert 0 <= needed.recomputed - counts.recomputed <= needed.nothing_behind_gather, plan.model_dump_json()
                 assert counts.live_ahead <= max(entry.ahead_depth for entry in plan.chunks_of(stage))
     return results
 
@@ -60,9 +60,9 @@ IN_RANDOM_PLANS = "TP2xPP2xVPP2+SP"
 
 
 @with_models(LAYOUTS, (*COMBINED, IN_RANDOM_PLANS))
-def test_kept_replayed_and_mixed(pool_of: Pools, layout: str, like: Any) -> None:
+def test_kept_recomputed_and_mixed(pool_of: Pools, layout: str, like: Any) -> None:
     job = tiny_job(like, **LAYOUTS[layout])
-    everything = replayable(job)
+    everything = recomputable(job)
     candidates = [
         plan_for(job, lambda layer: ()),
         plan_for(job, lambda layer: everything, windows=False),
@@ -73,7 +73,7 @@ def test_kept_replayed_and_mixed(pool_of: Pools, layout: str, like: Any) -> None
     if job.chunks > 1:
         candidates.append(plan_for(job, lambda layer: everything, whole={"of_every": 2, "first": 1}))
     if job.parallel.sequence_parallel:
-        with_gemms = replayable(job, gather=True)
+        with_gemms = recomputable(job, gather=True)
         candidates += [plan_for(job, lambda layer: with_gemms, windows=False), plan_for(job, lambda layer: with_gemms)]
         candidates.append(plan_for(job, lambda layer: ["linear_qkv", "linear_fc1"]))
     checked(pool_of, job, candidates, Trial(steps=2))
@@ -126,24 +126,24 @@ def test_variants(pool_of: Pools, layout: str, like: Any) -> None:
     fields, trial = VARIANTS[layout]
     job = tiny_job(like, **fields)
     gather = job.parallel.sequence_parallel
-    checked(pool_of, job, [plan_for(job, lambda layer: replayable(job, gather=gather))], trial)
+    checked(pool_of, job, [plan_for(job, lambda layer: recomputable(job, gather=gather))], trial)
 
 
 def test_an_activation_with_parameters_of_its_own(pool_of: Pools) -> None:
     """xIELU of Swiss AI's fork: two numbers that are learned, in code between two sites, and graded once."""
     job = tiny_job("gpt", tensor=2, activation="squared_relu")
     for outcomes in pool_of(2).run(
-        learned_activation.compare, job, [plan_for(job, lambda layer: replayable(job))], Trial(steps=2)
+        learned_activation.compare, job, [plan_for(job, lambda layer: recomputable(job))], Trial(steps=2)
     ):
         assert [outcome.differing for outcome in outcomes] == [[]]
-        assert outcomes[0].planned.counts[-1].replayed > 0
+        assert outcomes[0].planned.counts[-1].recomputed > 0
 
 
 @pytest.mark.parametrize("like", ["gpt", *long("llama")])
 def test_deeper_ahead(pool_of: Pools, like: Any) -> None:
     """Three frames ahead: the windows of the layer above and the one above that."""
     job = tiny_job(like, tensor=2)
-    plan = plan_for(job, lambda layer: replayable(job), ahead_depth=3)
+    plan = plan_for(job, lambda layer: recomputable(job), ahead_depth=3)
     raw = plan.model_dump(mode="json")
     for rule in raw["stages"][0]["rules"][:-2]:
         rule["windows"] = {"attention": "bwd.mlp.0+1", "mlp": "bwd.attention.0+2"}

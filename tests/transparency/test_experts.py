@@ -1,4 +1,4 @@
-"""Layers with a mixture of experts: both halves are recorded and replayed; routers decide once, and tokens travel once.
+"""Layers with a mixture of experts: both halves are recorded and recomputed; routers decide once, and tokens travel once.
 
 Megatron's own layers, routers and dispatchers, local ones with an MLP for each expert.
 """
@@ -20,7 +20,7 @@ from tests.long import long
 from tests.plan.strategies import plans_for, samples
 from tests.transparency.checkpoints import checkpointed
 from tests.transparency.offloaded import offloading
-from tests.transparency.plans import plan_for, replayable
+from tests.transparency.plans import plan_for, recomputable
 from tests.transparency.test_every_bit import checked
 from tests.transparency.trials import Outcome, Trial
 
@@ -100,10 +100,10 @@ CONTAINED = ("one rank", "EP2, every second layer", "PP2, the first layer dense"
 @pytest.mark.parametrize("layout", [*(each for each in LAYOUTS if each not in (*EXCHANGING, *CONTAINED)), *long(*CONTAINED)])
 def test_every_bit(pool_of: Pools, layout: str) -> None:
     job = job_of(layout)
-    everything = replayable(job)
+    everything = recomputable(job)
     candidates = [plan_for(job, lambda layer: everything, windows=False)]
     if job.parallel.sequence_parallel:
-        candidates.append(plan_for(job, lambda layer: replayable(job, gather=True)))
+        candidates.append(plan_for(job, lambda layer: recomputable(job, gather=True)))
     else:
         candidates += [plan_for(job, lambda layer: ()), plan_for(job, lambda layer: everything)]
     checked_too(pool_of, job, candidates, trial_of())
@@ -113,7 +113,7 @@ def test_every_bit(pool_of: Pools, layout: str) -> None:
 def test_variants(pool_of: Pools, variant: str) -> None:
     layout, fields = VARIANTS[variant]
     job = job_of(layout)
-    items = replayable(job, gather=job.parallel.sequence_parallel)
+    items = recomputable(job, gather=job.parallel.sequence_parallel)
     if "moe_shared_expert_overlap" in fields:  # what runs inside the dispatcher is kept
         items = tuple(item for item in items if item in DENSE["attention"].names)
     checked_too(pool_of, job, [plan_for(job, lambda layer: items)], trial_of(model=fields, steps=3 if fields is STATEFUL else 1))
@@ -125,7 +125,7 @@ def test_gathered_tokens(pool_of: Pools, layout: str) -> None:
     job = job_of(layout)
     gathered = job.model.experts.model_copy(update={"dispatcher": "allgather"})
     job = job.model_copy(update={"model": job.model.model_copy(update={"experts": gathered})})
-    items = replayable(job, gather=job.parallel.sequence_parallel)
+    items = recomputable(job, gather=job.parallel.sequence_parallel)
     plans = [plan_for(job, lambda layer: items), checkpointed(plan_for(job, lambda layer: ()), "layer")]
     for outcomes in checked(pool_of, job, plans, trial_of(model=STATEFUL, steps=2)):
         again, whole = outcomes
@@ -134,10 +134,10 @@ def test_gathered_tokens(pool_of: Pools, layout: str) -> None:
 
 
 def test_exchanges_are_windows(pool_of: Pools) -> None:
-    """Tokens travel while experts' own replays run, those of the attention half below them, and of the layer below. In backward
+    """Tokens travel while experts' own recomputations run, those of the attention half below them, and of the layer below. In backward
     the first exchange brings back the gradient of what experts returned; dropout masks are needed before it."""
     job = job_of("EP2", layers=2)
-    own = plan_for(job, lambda layer: [item for item in replayable(job) if item != "mlp_bda"], windows=False)
+    own = plan_for(job, lambda layer: [item for item in recomputable(job) if item != "mlp_bda"], windows=False)
     candidates = [
         exchanging(own, {"mlp": "bwd.mlp.0", "attention": "bwd.mlp.2"}),
         exchanging(own, {"mlp": "bwd.mlp.0", "attention": "bwd.mlp.1"}),
@@ -154,7 +154,7 @@ def test_exchanges_are_windows(pool_of: Pools) -> None:
 def test_shared_experts_gather_once_beside_exchanges_that_are_windows(pool_of: Pools) -> None:
     """Such a plan could not be read: its exchanges were looked up among the collectives of a dense MLP."""
     job = job_of("TP2+SP, EP2, every second layer")
-    raw = plan_for(job, lambda layer: replayable(job, gather=True), windows=False).model_dump(mode="json")
+    raw = plan_for(job, lambda layer: recomputable(job, gather=True), windows=False).model_dump(mode="json")
     raw["parallel"]["expert"] = 2
     plan = Plan.model_validate(raw)
     waits = [wait for half in timetable_of(plan, 0).backward(0, "steady").halves for wait in half.waits]
@@ -166,7 +166,7 @@ def test_shared_experts_gather_once_beside_exchanges_that_are_windows(pool_of: P
 def test_exchanges_of_a_forward_are_windows_of_the_backward_behind_it(pool_of: Pools) -> None:
     job = job_of("PP2, EP2", layers=2)
     steady = {"steady": "fwd.mlp.1", "cooldown": "pipe.recv_backward"}
-    plan = plan_for(job, lambda layer: replayable(job) if layer == 1 else (), windows=False)
+    plan = plan_for(job, lambda layer: recomputable(job) if layer == 1 else (), windows=False)
     candidate = exchanging(plan, {"mlp": steady, "attention": "on_demand"}, layers=(1,))
     for rank, [outcome] in enumerate(checked(pool_of, job, [candidate], trial_of())):
         assert outcome.planned.collectives == outcome.stock.collectives, "in kind and order"
@@ -189,23 +189,23 @@ def window_names(outcome: Outcome) -> set[str]:
 
 
 def test_a_rank_without_tokens(pool_of: Pools) -> None:
-    """All tokens go to the experts of the first rank. What the second one's save is empty, and its replays find nothing."""
+    """All tokens go to the experts of the first rank. What the second one's save is empty, and its recomputations find nothing."""
     job = job_of("EP2, every second layer")
-    candidates = [plan_for(job, lambda layer: ()), plan_for(job, lambda layer: replayable(job))]
+    candidates = [plan_for(job, lambda layer: ()), plan_for(job, lambda layer: recomputable(job))]
     ranks = checked(pool_of, job, candidates, trial_of(steps=2, model=STATEFUL, starved=True))
     for rank, load in enumerate((2.0, 0.0)):
         assert [outcome.planned.counts[-1].expert_load for outcome in ranks[rank]] == [load, load]
         assert ranks[rank][1].planned.counts[-1].let_go_bytes > 0
 
 
-def test_offloaded_with_replay(pool_of: Pools) -> None:
+def test_offloaded_with_recomputation(pool_of: Pools) -> None:
     """What experts save stays, or goes where the plan says so: other sizes in every step, nothing of experts without tokens."""
     job = job_of("PP2, the first layer dense")
-    keeping, replaying = plan_for(job, lambda layer: ()), plan_for(job, lambda layer: replayable(job))
+    keeping, recomputing = plan_for(job, lambda layer: ()), plan_for(job, lambda layer: recomputable(job))
     candidates = [
         offloading(keeping, 1 << 20),
         offloading(keeping, 1 << 20, experts=True),
-        offloading(replaying, 4_000, experts=True),
+        offloading(recomputing, 4_000, experts=True),
     ]
     for trial in (Trial(tampered=True), Trial(steps=2, tampered=True, model=STATEFUL, starved=True)):
         for rank, outcomes in enumerate(checked(pool_of, job, candidates, trial)):

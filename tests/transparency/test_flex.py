@@ -13,7 +13,7 @@ from megatron_lynx.testbed.ranks import RankError, RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import long
 from tests.transparency.checkpoints import checkpointed
-from tests.transparency.plans import plan_for, replayable
+from tests.transparency.plans import plan_for, recomputable
 from tests.transparency.test_every_bit import checked
 from tests.transparency.test_experts import EXPERTS, exchanging, trial_of, window_names
 
@@ -33,8 +33,8 @@ def job_of(layout: str, dispatcher: str, **experts: object) -> Job:
 
 
 def in_windows(job: Job, windows: dict[str, object], layers: tuple[int, ...] = (1, 2)) -> Plan:
-    """Everything replayed that can be before the first exchange of a backward, in these windows."""
-    items = [item for item in replayable(job) if item != "mlp_bda"]
+    """Everything recomputed that can be before the first exchange of a backward, in these windows."""
+    items = [item for item in recomputable(job) if item != "mlp_bda"]
     return exchanging(plan_for(job, lambda layer: items if layer in layers else (), windows=False), windows, layers)
 
 
@@ -63,7 +63,7 @@ def test_exchanges_of_a_forward_serve_the_backward_behind_it(pool_of: Pools) -> 
 )
 def test_every_bit(pool_of: Pools, layout: str, dispatcher: str) -> None:
     job = job_of(layout, dispatcher)
-    candidates = [plan_for(job, lambda layer: ()), plan_for(job, lambda layer: replayable(job))]
+    candidates = [plan_for(job, lambda layer: ()), plan_for(job, lambda layer: recomputable(job))]
     for outcomes in checked(pool_of, job, candidates, trial_of()):
         for outcome in outcomes:
             assert sorted(outcome.planned.collectives) == sorted(outcome.stock.collectives)

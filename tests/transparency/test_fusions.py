@@ -1,7 +1,7 @@
-"""Megatron's compiled fusions under a plan: the same bits as stock with the same fusions, and nothing is compiled for replays.
+"""Megatron's compiled fusions under a plan: the same bits as stock with the same fusions, and nothing is compiled for recomputations.
 
 `jit_fuser` is `torch.compile`. Its guards look at every argument's type, shape, strides, and whether it asks for a gradient: what
-a replay hands to a compiled function must pass for what the record handed to it.
+a recomputation hands to a compiled function must pass for what the record handed to it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.te_releases import folder_of, python_path
 from tests.transparency.offloaded import offloading
-from tests.transparency.plans import plan_for, replayable
+from tests.transparency.plans import plan_for, recomputable
 from tests.transparency.test_every_bit import checked
 from tests.transparency.test_offload import chunk_bytes
 from tests.transparency.trials import Seen, Trial
@@ -57,11 +57,11 @@ def assert_nothing_new(like: str, stock: Seen, planned: list[Seen]) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("like", ["gpt", "llama"])
-def test_the_same_bits_and_nothing_compiled_for_a_replay(compiling: Pools, layout: str, like: Any) -> None:
-    """Replays pass geometry in place of values that they do not need. They used to pass one value expanded to the size: strides
-    differed, and the compiler compiled bias-dropout-add again in the middle of a replay."""
+def test_the_same_bits_and_nothing_compiled_for_a_recomputation(compiling: Pools, layout: str, like: Any) -> None:
+    """Recomputations pass geometry in place of values that they do not need. They used to pass one value expanded to the size: strides
+    differed, and the compiler compiled bias-dropout-add again in the middle of a recomputation."""
     job = tiny_job(like, **LAYOUTS[layout], hidden_dropout=0.1)
-    everything = replayable(job, gather=True)
+    everything = recomputable(job, gather=True)
     candidates = [
         plan_for(job, lambda layer: everything),
         plan_for(job, lambda layer: ["activation", "mlp_bda", "attention_bda"][layer % 2 :]),
@@ -75,7 +75,7 @@ def test_the_same_bits_and_nothing_compiled_for_a_replay(compiling: Pools, layou
 def test_another_thread_needs_nothing_compiled(compiling: Pools) -> None:
     """The compiler's guards look at the state of the thread, too. On CUDA backward runs in autograd's."""
     job = tiny_job("gpt", dtype="bf16")
-    plan = plan_for(job, lambda layer: replayable(job))
+    plan = plan_for(job, lambda layer: recomputable(job))
     ((outcome,),) = checked(compiling, job, [plan], Trial(steps=2, model=FUSED, backward_thread=True))
     assert_nothing_new("gpt", outcome.stock, [outcome.planned])
 
@@ -85,7 +85,7 @@ def test_rotary_positions_in_one_kernel() -> None:
     folder = folder_of("TRANSFORMER_ENGINE", "2.9", "transformer_engine")
     job = tiny_job("llama", implementation="transformer_engine", hidden_dropout=0.1)
     candidates = [
-        plan_for(job, lambda layer: replayable(job)),
+        plan_for(job, lambda layer: recomputable(job)),
         offloading(plan_for(job, lambda layer: ["rotary"] if layer % 2 else ()), chunk_bytes(job)),
     ]
     trial = Trial(steps=2, model={**FUSED, "apply_rope_fusion": True})
@@ -115,10 +115,10 @@ def turned_as_megatron_does(rank: int) -> tuple[bool, bool]:
 @pytest.mark.skipif(not any(map(which, ("g++", "clang++"))), reason="needs a compiler of C++")
 def test_masks_that_generated_code_draws() -> None:
     """C++ that torch generates draws other masks than plain code. A function that the compiler gives up, because it was compiled
-    too often, is plain code: its replays would drop other values than the record did. (Here it gives up at the second time.)"""
+    too often, is plain code: its recomputations would drop other values than the record did. (Here it gives up at the second time.)"""
     job = tiny_job("llama", layers=2, hidden_dropout=0.1)
     candidates = [
-        plan_for(job, lambda layer: replayable(job)),
+        plan_for(job, lambda layer: recomputable(job)),
         offloading(plan_for(job, lambda layer: ["attention_bda", "mlp_bda"]), chunk_bytes(job)),
     ]
     with RankPool(1, compiler="inductor", env={"TORCHINDUCTOR_COMPILE_THREADS": "1"}) as pool:

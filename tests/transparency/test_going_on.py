@@ -104,8 +104,10 @@ def test_the_rest_runs_between_an_issue_and_its_wait(pool_of: Pools, layout: str
         halves = job.model.layers * job.microbatches
         first, second = (held_up(timeline, work) for timeline in of_rank)
         assert first - second == held * halves
-        replays = [event for event in of_rank[0].events if event.what == "replay" and event.window.startswith("bwd.mlp.0")]
-        assert len(replays) == halves
+        recomputations = [
+            event for event in of_rank[0].events if event.what == "recompute" and event.window.startswith("bwd.mlp.0")
+        ]
+        assert len(recomputations) == halves
 
 
 def test_where_it_goes_on_is_its_own_first_wait() -> None:

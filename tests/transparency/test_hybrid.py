@@ -18,7 +18,7 @@ from tests.te_releases import pools_with
 from tests.transparency.checkpoints import checkpointed
 from tests.transparency.hybrid_models import compare_hybrid, pattern_of, refused
 from tests.transparency.offloaded import offloading
-from tests.transparency.plans import plan_for, replayable
+from tests.transparency.plans import plan_for, recomputable
 from tests.transparency.trials import Trial
 
 Pools = Callable[[int], RankPool]
@@ -42,8 +42,8 @@ def hybrid_job(**fields: Any) -> Any:
 @pytest.mark.parametrize("layout", ["TP2+SP", "PP2xVPP2", *long("PP2")])
 def test_every_bit(pool_of: Pools, layout: str) -> None:
     job = hybrid_job(**LAYOUTS[layout])
-    kept, everything = plan_for(job, lambda layer: ()), plan_for(job, lambda layer: replayable(job, gather=True))
-    mixed = plan_for(job, lambda layer: replayable(job) if layer % 2 else ())
+    kept, everything = plan_for(job, lambda layer: ()), plan_for(job, lambda layer: recomputable(job, gather=True))
+    mixed = plan_for(job, lambda layer: recomputable(job) if layer % 2 else ())
     candidates = [kept, everything, mixed, checkpointed(kept, "layer"), checkpointed(kept, "mlp"), offloading(mixed, 8_000)]
     for outcomes in pool_of(job.gpus).run(compare_hybrid, job, candidates, Trial(canaries=layout == "TP2+SP")):
         assert [outcome.differing for outcome in outcomes] == [[]] * len(candidates)
@@ -53,7 +53,7 @@ def test_every_bit(pool_of: Pools, layout: str) -> None:
 
 def test_weight_gradients_in_waits(pool_of: Pools) -> None:
     job = hybrid_job(**LAYOUTS["TP2+SP"])
-    plan = deferring(plan_for(job, lambda layer: replayable(job, gather=True)))
+    plan = deferring(plan_for(job, lambda layer: recomputable(job, gather=True)))
     trial = Trial(training={"ddp": True}, model={"gradient_accumulation_fusion": True})
     for [outcome] in pool_of(2).run(compare_hybrid, job, [plan], trial):
         assert outcome.differing == []
@@ -74,7 +74,7 @@ def test_stacks_with_layers_that_nobody_looks_into(pool_of: Pools, layout: str) 
     for outcomes in pool_of(job.gpus).run(compare_hybrid, job, candidates, Trial(canaries=layout == "TP2+SP")):
         assert [outcome.differing for outcome in outcomes] == [[]] * len(candidates)
         assert [outcome.planned.frames_left for outcome in outcomes] == [0] * len(candidates)
-        assert all(outcome.planned.counts[-1].replayed > 0 for outcome in outcomes[1:3])
+        assert all(outcome.planned.counts[-1].recomputed > 0 for outcome in outcomes[1:3])
 
 
 def test_another_stack_is_refused(pool_of: Pools) -> None:

@@ -13,9 +13,9 @@ from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.cost.on_ranks import count
 from tests.long import long
-from tests.transparency.plans import plan_for, replayable
+from tests.transparency.plans import plan_for, recomputable
 from tests.transparency.test_every_bit import checked
-from tests.transparency.test_order import replays_seen
+from tests.transparency.test_order import recomputations_seen
 from tests.transparency.trials import Trial
 
 Pools = Callable[[int], RankPool]
@@ -37,15 +37,15 @@ def test_every_way_of_exchanging(pool_of: Pools, variant: str) -> None:
     """Each backward but those of the last virtual stage hides its first frame behind the wait for its gradient."""
     microbatches, group, fields = VARIANTS[variant]
     job = tiny_job("gpt", pipeline=2, layers_per_chunk=1, microbatches=microbatches, microbatch_group=group)
-    plan = plan_for(job, lambda layer: replayable(job))
+    plan = plan_for(job, lambda layer: recomputable(job))
     outcomes = checked(pool_of, job, [plan], Trial(model=fields))
     assert [rank[0].planned.counts[0].in_windows for rank in outcomes] == [2 * microbatches, microbatches]
 
 
 def test_gradients_through_the_group_of_all_ranks(pool_of: Pools) -> None:
-    """With three stages or more, a plan with replays in steady receives sends gradients through another group than outputs."""
+    """With three stages or more, a plan with recomputations in steady receives sends gradients through another group than outputs."""
     job = tiny_job("gpt", pipeline=3, layers=6, layers_per_chunk=1, microbatches=6)
-    outcomes = checked(pool_of, job, [plan_for(job, lambda layer: replayable(job))])
+    outcomes = checked(pool_of, job, [plan_for(job, lambda layer: recomputable(job))])
     assert [rank[0].planned.counts[0].in_windows for rank in outcomes] == [12, 12, 6]
 
 
@@ -60,22 +60,22 @@ def test_gradients_that_lie_there_are_no_window(pool_of: Pools) -> None:
     """In groups of four, gradients reach the last stage two backwards early, and in cool-down nothing is waited for right before
     each backward. Such windows are refused; what is left is transparent."""
     job = tiny_job("gpt", pipeline=2, layers_per_chunk=1, microbatches=4, microbatch_group=4)
-    raw = plan_for(job, lambda layer: replayable(job)).model_dump(mode="json")
+    raw = plan_for(job, lambda layer: recomputable(job)).model_dump(mode="json")
     raw["stages"][1]["rules"][0]["windows"]["mlp"]["cooldown"] = "on_demand"
     checked(pool_of, job, [Plan.model_validate(raw)])
 
 
 def test_windows_of_another_chunks_forward(pool_of: Pools) -> None:
-    """Stage 0 has layers 1 and 4-5. Forwards of chunk 0 hide replays of chunk 1, and the other way about: a window is known by
+    """Stage 0 has layers 1 and 4-5. Forwards of chunk 0 hide recomputations of chunk 1, and the other way about: a window is known by
     where its layer stands in its chunk. Cool-down: one micro-batch ahead, while its gradient is awaited."""
     job = tiny_job("llama", tensor=2, pipeline=2, layers=6, partition=(1, 2, 2, 1), microbatches=4)
-    raw = plan_for(job, lambda layer: replayable(job)).model_dump(mode="json")
+    raw = plan_for(job, lambda layer: recomputable(job)).model_dump(mode="json")
     first_frames = {"steady": "fwd.attention.0", "cooldown": "pipe.recv_backward"}
     raw["stages"][0]["rules"][0]["windows"]["mlp"] = first_frames
     raw["stages"][2]["rules"][0]["windows"]["mlp"] = first_frames  # layer 4
     raw["stages"][2]["ahead_depth"] = 2
-    timelines = replays_seen(pool_of, job, Plan.model_validate(raw))
-    assert [replay for replay in timelines[0] if not replay[3].startswith("bwd")] == [
+    timelines = recomputations_seen(pool_of, job, Plan.model_validate(raw))
+    assert [recompute for recompute in timelines[0] if not recompute[3].startswith("bwd")] == [
         *((i, *at) for i in (0, 1) for at in ((4, "mlp", "fwd.attention.0@1"), (5, "mlp", "pipe.recv_backward"))),
         *((i, 1, "mlp", "fwd.attention.0@4") for i in (0, 1)),
         *((i, layer, "mlp", "pipe.recv_backward") for i in (2, 3) for layer in (5, 4)),
@@ -90,12 +90,12 @@ def test_a_whole_micro_batch_keeps_all(pool_of: Pools, like: Any) -> None:
     """Of the two micro-batches that stage 0 holds one is whole. Stage 1 holds one: when that is whole, as much as stock. Random
     states are no activations."""
     job = tiny_job(like, pipeline=2, microbatches=4)
-    everything, one_of_two = lambda layer: replayable(job), {"of_every": 2, "first": 1}
+    everything, one_of_two = lambda layer: recomputable(job), {"of_every": 2, "first": 1}
     candidates = [None, plan_for(job, everything), plan_for(job, everything, whole=one_of_two)]
     first, second = pool_of(2).run(count, job, candidates)
     slack_bytes = 3 * first[0].state_bytes
-    stock, replayed, mixed = (counted.resident_bytes for counted in first)
-    assert stock - replayed > 10 * slack_bytes
-    assert abs(mixed - (stock + replayed) / 2) <= slack_bytes
+    stock, recomputed, mixed = (counted.resident_bytes for counted in first)
+    assert stock - recomputed > 10 * slack_bytes
+    assert abs(mixed - (stock + recomputed) / 2) <= slack_bytes
     assert abs(second[2].resident_bytes - second[0].resident_bytes) <= slack_bytes
     assert [counted.frames for counted in first] == [0, 2 * 2 * 4, 2 * 2 * 2]

@@ -81,32 +81,32 @@ def job_of(layout: str) -> Job:
 
 
 def all_of(job: Job) -> tuple[str, ...]:
-    """Everything that may be replayed in this layout, of the attention half."""
+    """Everything that may be recomputed in this layout, of the attention half."""
     section = job.model.halves["attention"]
     assert section is not None
-    return section.replayable_among(job.parallel.context, sequence_parallel=job.parallel.sequence_parallel)
+    return section.recomputable_among(job.parallel.context, sequence_parallel=job.parallel.sequence_parallel)
 
 
-def latent_plan(job: Job, replay: Collection[str], window: Any = "on_demand") -> Plan:
-    """Every layer replays those of these items that it has; its attention half, if it replays anything, in `window`."""
+def latent_plan(job: Job, recompute: Collection[str], window: Any = "on_demand") -> Plan:
+    """Every layer recomputes those of these items that it has; its attention half, if it recomputes anything, in `window`."""
     section = job.model.halves["attention"]
     usual = job.model_copy(update={"model": job.model.model_copy(update={"latent": None})})
-    data = plan_for(usual, lambda _: [item for item in MLP.names if item in replay], windows=False).model_dump()
+    data = plan_for(usual, lambda _: [item for item in MLP.names if item in recompute], windows=False).model_dump()
     assert section is not None
     assert job.model.latent is not None
     data["model"]["latent_attention"] = job.model.latent.model_dump()
     for stage in data["stages"]:
         stage["ahead_depth"] = int(window != "on_demand")
         for rule in stage["rules"]:
-            for key, chosen in (("keep", [item for item in section.names if item not in replay]), ("replay", replay)):
+            for key, chosen in (("keep", [item for item in section.names if item not in recompute]), ("recompute", recompute)):
                 rule[key] = [*(item for item in section.names if item in chosen), *(i for i in rule[key] if i in MLP.names)]
-            if window != "on_demand" and set(replay) & set(section.names):
+            if window != "on_demand" and set(recompute) & set(section.names):
                 rule["windows"] = {**(rule["windows"] or {}), HALVES[0]: window}
     return Plan.model_validate(data)
 
 
 def together(job: Job, items: Collection[str]) -> list[str]:
-    """Those of these items that may be replayed in this layout, with what has to be replayed beside them: a linear whose output
+    """Those of these items that may be recomputed in this layout, with what has to be recomputed beside them: a linear whose output
     is turned in place, its norm, and the code that turns it. The MLP's are left as they are."""
     section, everything = job.model.halves["attention"], all_of(job)
     torn = section.torn([item for item in items if item in everything])
@@ -121,7 +121,7 @@ def candidates(job: Job) -> list[Plan]:
     return [
         latent_plan(job, everything),
         latent_plan(job, heads),
-        latent_plan(job, together(job, ["input_layernorm", "core_attention", *MLP.replayable[:1]])),
+        latent_plan(job, together(job, ["input_layernorm", "core_attention", *MLP.recomputable[:1]])),
         latent_plan(job, [*INNER_NORMS, "linear_kv_up_proj"] if job.model.qk_norm else ["input_layernorm"]),
         latent_plan(job, INNER_NORMS if job.model.qk_norm else together(job, ["input_layernorm", "rotary"])),
     ]
@@ -185,7 +185,7 @@ DEFERRING = {"TP2+SP, local": None, "TP2+SP": None, "TP2": "linear_kv_down_proj"
 
 @pytest.mark.parametrize("layout", ["TP2+SP", "PP2xVPP2", *long("TP2", "TP2+SP, local")])
 def test_weight_gradients_in_waits(pool_of: Pools, layout: str) -> None:
-    """All of both halves' linears, of kept and of replayed halves, into whatever comes; each is computed once."""
+    """All of both halves' linears, of kept and of recomputed halves, into whatever comes; each is computed once."""
     job = job_of(layout)
     profile = made_up_profile(job, link_s=1.0)
     linears = [linear for section in job.model.kind_sections(experts=False) for linear in section.linears]
@@ -196,10 +196,10 @@ def test_weight_gradients_in_waits(pool_of: Pools, layout: str) -> None:
         deferring(latent_plan(job, HEADS), linears=[DEFERRING[layout] or linears[0]]),
     ]
     trial = Trial(training={"ddp": True}, model={"gradient_accumulation_fusion": True}, canaries=True)
-    for rank, (kept, replayed, one) in enumerate(counts_of(pool_of, job, plans, trial)):
-        assert kept.deferred == replayed.deferred == one.deferred * len(linears) > 0 or job.parallel.tensor == 1
+    for rank, (kept, recomputed, one) in enumerate(counts_of(pool_of, job, plans, trial)):
+        assert kept.deferred == recomputed.deferred == one.deferred * len(linears) > 0 or job.parallel.tensor == 1
         assert kept.filled > 0 or rank == 1
-        assert replayed.filled >= kept.filled
+        assert recomputed.filled >= kept.filled
         if later:  # all of a micro-batch's wait for the next forward: at the end of its backward all of them are pending
             apart = sum(
                 weight_gradient(profile, section, linear).bytes

@@ -41,7 +41,7 @@ def test_every_bit_is_stocks_whatever_comes(pool_of, layout):
         assert (seen.frames_left, seen.said) == (0, [])
         passes = [len(step.lengths) for step in steps]
         own = 2 * sum(len(job.layers_of(0, chunk)) for chunk in range(job.chunks))
-        assert [counts.replayed for counts in seen.counts] == [own * count for count in passes]
+        assert [counts.recomputed for counts in seen.counts] == [own * count for count in passes]
 
 
 @pytest.mark.parametrize("layout", [*list(LAYOUTS)[:3], *long("experts", "pipeline 2, two chunks")])
@@ -74,7 +74,7 @@ def test_more_tokens_than_the_plan_holds_for_are_kept(pool_of, layout):
     steps = (Step(((8,), (16,))), Step(((16,), (4,))))
     for differing, seen in pool_of(2).run(changing_lengths, job, plan, steps, {}):
         assert (differing, seen.frames_left) == ([], 0)
-        assert [counts.replayed for counts in seen.counts] == [2 * job.layers_on(0)] * 2, "of one micro-batch in each step"
+        assert [counts.recomputed for counts in seen.counts] == [2 * job.layers_on(0)] * 2, "of one micro-batch in each step"
         [said] = seen.said
         assert "the plan holds for at most" in said
 
@@ -111,7 +111,7 @@ def test_packed_sequences(te_pool_of, layout):
     plan, steps = uniform_plan(job, gather="once"), CUT if job.parallel.context > 1 else PACKED
     for differing, seen in te_pool_of(job.gpus).run(changing_lengths, job, plan, steps, {}):
         assert (differing, seen.frames_left, seen.said) == ([], 0, [])
-        assert all(counts.replayed > 0 for counts in seen.counts)
+        assert all(counts.recomputed > 0 for counts in seen.counts)
         shards = job.parallel.context * (job.parallel.tensor if job.parallel.sequence_parallel else 1)
         assert seen.met == [
             (len(step.lengths), sum(map(sum, step.lengths)) // shards, sum(each**2 for of in step.lengths for each in of))

@@ -33,7 +33,7 @@ from tests.profiler.made_up import made_up_profile
 from tests.transparency.checkpoints import checkpointed
 from tests.transparency.offload_trials import bytes_at_halves, bytes_at_marks, fail_and_recover, fail_mid_step, reshape
 from tests.transparency.offloaded import offloading
-from tests.transparency.plans import plan_for, replayable
+from tests.transparency.plans import plan_for, recomputable
 from tests.transparency.test_every_bit import OVERLAPPED, checked
 from tests.transparency.trials import Outcome, Trial, compare_with_stock
 
@@ -52,7 +52,7 @@ every_model = pytest.mark.parametrize("like", ["gpt", "llama"])
 
 
 def layer_bytes(job: Job) -> int:
-    """What one layer keeps of one micro-batch where nothing is replayed."""
+    """What one layer keeps of one micro-batch where nothing is recomputed."""
     return kept_bytes(LayerShape.of(job), "none")
 
 
@@ -67,14 +67,14 @@ def chunk_bytes(job: Job) -> int:
         *long(("PP2", "gpt"), ("PP2", "llama"), ("PP2xVPP2", "gpt"), *product(["TP2xPP2+SP"], ["gpt", "llama"])),
     ],
 )
-def test_every_ratio_alone_and_with_replay(pool_of: Pools, layout: str, like: Any) -> None:
+def test_every_ratio_alone_and_with_recomputation(pool_of: Pools, layout: str, like: Any) -> None:
     job = tiny_job(like, **LAYOUTS[layout])
-    everything = replayable(job, gather=True)
-    keeping, replaying = plan_for(job, lambda layer: ()), plan_for(job, lambda layer: everything)
+    everything = recomputable(job, gather=True)
+    keeping, recomputing = plan_for(job, lambda layer: ()), plan_for(job, lambda layer: everything)
     mixed = plan_for(job, lambda layer: ["input_layernorm", "core_attention", "activation"][layer % 2 :])
     size = chunk_bytes(job)
     candidates = [offloading(keeping, int(ratio * size)) for ratio in RATIOS]
-    candidates += [offloading(mixed, size), offloading(replaying, int(0.1 * size))]
+    candidates += [offloading(mixed, size), offloading(recomputing, int(0.1 * size))]
     for outcomes in checked(pool_of, job, candidates, Trial(steps=2 if layout == "PP2" else 1)):
         for plan, outcome in zip(candidates, outcomes, strict=True):
             assert_adds_up(plan, outcome.planned.counts[-1])
@@ -97,9 +97,9 @@ def assert_adds_up(plan: Plan, counts: Figures) -> None:
 
 
 def within(job: Job, *, every: bool = False) -> list[Plan]:
-    """Everything that may leaves within its own micro-batch; a part, slowly; a little, of what stays beside replays. `every`: of
+    """Everything that may leaves within its own micro-batch; a part, slowly; a little, of what stays beside recomputations. `every`: of
     every micro-batch, and not only where its own backward follows at once."""
-    keeping, everything = plan_for(job, lambda layer: ()), replayable(job, gather=job.parallel.sequence_parallel)
+    keeping, everything = plan_for(job, lambda layer: ()), recomputable(job, gather=job.parallel.sequence_parallel)
     mixed = plan_for(job, lambda layer: ["input_layernorm", "core_attention", "activation"][layer % 2 :])
     size = chunk_bytes(job)
     return [
@@ -140,7 +140,7 @@ def test_half_by_half_within_a_micro_batch(pool_of: Pools, like: Any, layout: di
 )
 def test_half_by_half_with_other_passes_between(pool_of: Pools, like: Any, layout: dict[str, Any]) -> None:
     """On every stage, with as many micro-batches on the host as are in flight. Copies are late, what was let go holds NaN; a half
-    whose replay begins before the backward stays, and finds what it kept."""
+    whose recomputation begins before the backward stays, and finds what it kept."""
     job = tiny_job(like, **layout)
     plans = within(job, every=True)
     for stage, outcomes in enumerate(checked(pool_of, job, plans, Trial(steps=2, tampered=True, canaries=True))):
@@ -148,7 +148,7 @@ def test_half_by_half_with_other_passes_between(pool_of: Pools, like: Any, layou
             counts, policy = outcome.planned.counts[-1], plan.stages[0].offload
             assert policy is not None
             assert counts.offloaded_bytes == counts.reloaded_bytes <= job.microbatches * job.chunks * policy.bytes
-            assert counts.offloaded_bytes or plan is plans[-1], "of a layer that replays everything only its input could leave"
+            assert counts.offloaded_bytes or plan is plans[-1], "of a layer that recomputes everything only its input could leave"
             assert_in_order(outcome)
             if job.chunks == job.parallel.tensor == 1:
                 in_flight = min(job.microbatches, job.parallel.pipeline - stage)
@@ -192,13 +192,13 @@ def test_random_plans(pool_of: Pools, like: Any) -> None:
 def test_late_copies_and_overwritten_memory(pool_of: Pools, like: Any, layout: dict[str, Any]) -> None:
     """Every copy takes a random time; what was let go, what is not reloaded yet and what was reloaded holds NaN."""
     job = tiny_job(like, **layout)
-    replayed = ["input_layernorm", "rotary", "core_attention", "activation"]
+    recomputed = ["input_layernorm", "rotary", "core_attention", "activation"]
     candidates = [
         offloading(plan_for(job, lambda layer: ()), int(0.63 * chunk_bytes(job))),
-        offloading(plan_for(job, lambda layer: replayed), chunk_bytes(job)),
+        offloading(plan_for(job, lambda layer: recomputed), chunk_bytes(job)),
     ]
     if job.chunks == 1:
-        candidates.append(offloading(plan_for(job, lambda layer: replayed[:1]), chunk_bytes(job), beside="avoid"))
+        candidates.append(offloading(plan_for(job, lambda layer: recomputed[:1]), chunk_bytes(job), beside="avoid"))
     results = checked(pool_of, job, candidates, Trial(steps=1, tampered=True, canaries=True))
     for stage, outcomes in enumerate(results):
         for outcome in outcomes:
@@ -333,17 +333,17 @@ def test_device_bytes_within_a_micro_batch_are_what_the_planner_says(
     pool_of: Pools, like: Any, pipeline: int, chunks: int
 ) -> None:
     """Before every half's forward and before its backward, to the byte, copies under way included, on every stage. Of the tensor
-    at the edge of what leaves the rest is there twice until its turn. What is replayed while a gradient is received stays."""
+    at the edge of what leaves the rest is there twice until its turn. What is recomputed while a gradient is received stays."""
     several = {"layers_per_chunk": 4} if chunks > 1 else {}
     job = tiny_job(like, layers=4 * pipeline * chunks, pipeline=pipeline, microbatches=chunks + pipeline, **several)
     profile = made_up_profile(job)
     instant = LinkPoint(kind="host", bytes=1, seconds=1e-15)  # what compute waits for would not change bytes, but their places
     profile = profile.model_copy(update={"links": (*profile.links, instant)})
     smallest, size = profile.attention.input_bytes // 4, chunk_bytes(job)
-    kept, replayed = (plan_for(job, lambda layer, items=items: items) for items in ((), ["input_layernorm", "activation"]))  # type: ignore[misc]
+    kept, recomputed = (plan_for(job, lambda layer, items=items: items) for items in ((), ["input_layernorm", "activation"]))  # type: ignore[misc]
     candidates = [
         plan
-        for plain in (kept, replayed)
+        for plain in (kept, recomputed)
         for plan in (
             offloading(plain, 1, smallest=10**9, pace=1, every=pipeline > 1),  # nothing is as large
             offloading(plain, size, smallest=smallest, pace=size, every=pipeline > 1),

@@ -53,7 +53,7 @@ def test_every_bit(pool_of: Any, layout: str) -> None:
     for outcomes in pool_of(job.gpus).run(compare, job, candidates, Trial(canaries=True)):
         assert [outcome.differing for outcome in outcomes] == [[]] * len(candidates)
         assert [outcome.planned.frames_left for outcome in outcomes] == [0] * len(candidates)
-        assert all(outcome.planned.counts[-1].replayed > 0 for outcome in outcomes[1:3])
+        assert all(outcome.planned.counts[-1].recomputed > 0 for outcome in outcomes[1:3])
 
 
 def test_weight_gradients_in_waits(pool_of: Any) -> None:

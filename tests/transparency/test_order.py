@@ -13,19 +13,19 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
-from tests.transparency.plans import plan_for, replayable
+from tests.transparency.plans import plan_for, recomputable
 from tests.transparency.trials import Trial, compare_with_stock
 
 Pools = Callable[[int], RankPool]
 
 
-def replays_seen(pool_of: Pools, job: Job, plan: Plan) -> list[list[tuple[Any, ...]]]:
-    """Per rank, (micro-batch, layer, half, window) of every replay of one step, in the order in which they ran."""
+def recomputations_seen(pool_of: Pools, job: Job, plan: Plan) -> list[list[tuple[Any, ...]]]:
+    """Per rank, (micro-batch, layer, half, window) of every recomputation of one step, in the order in which they ran."""
     results = pool_of(job.gpus).run(compare_with_stock, job, [plan], Trial(steps=1, traced=True))
     timelines = []
     for outcomes in results:
         assert outcomes[0].differing == []
-        events = [event for event in outcomes[0].planned.events if event["kind"] == "replay"]
+        events = [event for event in outcomes[0].planned.events if event["kind"] == "recompute"]
         timelines.append([(event["micro_batch"], event["layer"], event["half"], event["window"]) for event in events])
     return timelines
 
@@ -45,7 +45,7 @@ def planned_windows(job: Job, plan: Plan, stage_number: int) -> set[tuple[Any, .
 def test_one_frame_ahead(pool_of: Pools) -> None:
     """Written out for two layers: each half hides behind the reduction of the half that backward runs before it."""
     job = tiny_job("llama", tensor=2, layers=2, microbatches=1)
-    timelines = replays_seen(pool_of, job, plan_for(job, lambda layer: replayable(job)))
+    timelines = recomputations_seen(pool_of, job, plan_for(job, lambda layer: recomputable(job)))
     assert timelines[0] == [
         (0, 2, "mlp", "on_demand"),
         (0, 2, "attention", "bwd.mlp.0@2"),
@@ -56,19 +56,19 @@ def test_one_frame_ahead(pool_of: Pools) -> None:
 
 
 def test_own_window_under_sequence_parallelism(pool_of: Pools) -> None:
-    """The gathering of a half's own gradient hides its own replay: not even the first frame is exposed."""
+    """The gathering of a half's own gradient hides its own recomputation: not even the first frame is exposed."""
     job = tiny_job("llama", tensor=2, sequence_parallel=True, layers=2, microbatches=1)
-    plan = plan_for(job, lambda layer: [item for item in replayable(job) if not item.endswith("bda")])
-    assert replays_seen(pool_of, job, plan)[0][0] == (0, 2, "mlp", "bwd.mlp.0@2")
+    plan = plan_for(job, lambda layer: [item for item in recomputable(job) if not item.endswith("bda")])
+    assert recomputations_seen(pool_of, job, plan)[0][0] == (0, 2, "mlp", "bwd.mlp.0@2")
 
 
 @pytest.mark.quick
 def test_phases_of_a_pipeline(pool_of: Pools) -> None:
     """Steady: a forward's reduction hides the first frame of the coming backward. Cool-down: only the receive can."""
     job = tiny_job("llama", tensor=2, pipeline=2, microbatches=3)
-    plan = plan_for(job, lambda layer: replayable(job))
-    timelines = replays_seen(pool_of, job, plan)
-    first_frames = [replay for replay in timelines[0] if replay[1:3] == (2, "mlp")]
+    plan = plan_for(job, lambda layer: recomputable(job))
+    timelines = recomputations_seen(pool_of, job, plan)
+    first_frames = [recompute for recompute in timelines[0] if recompute[1:3] == (2, "mlp")]
     assert first_frames == [
         (0, 2, "mlp", "fwd.mlp.0@2"),
         (1, 2, "mlp", "fwd.mlp.0@2"),
@@ -82,15 +82,17 @@ def test_phases_of_a_pipeline(pool_of: Pools) -> None:
 
 def test_gathers_come_behind_their_window(pool_of: Pools) -> None:
     job = tiny_job("llama", tensor=2, sequence_parallel=True, layers=2, microbatches=1)
-    plan = plan_for(job, lambda layer: replayable(job, gather=True))
+    plan = plan_for(job, lambda layer: recomputable(job, gather=True))
     results = pool_of(2).run(compare_with_stock, job, [plan], Trial(steps=1, traced=True))
     for outcomes in results:
         events = outcomes[0].planned.events
         for gather in (event for event in events if event["kind"] == "gather"):
             window = next(event for event in events if event["kind"] == "window" and event["window"] == gather["window"])
             half = (gather["layer"], gather["half"])
-            replay = next(event for event in events if event["kind"] == "replay" and (event["layer"], event["half"]) == half)
-            assert window["end_s"] <= gather["start_s"] < gather["end_s"] <= replay["start_s"]
+            recompute = next(
+                event for event in events if event["kind"] == "recompute" and (event["layer"], event["half"]) == half
+            )
+            assert window["end_s"] <= gather["start_s"] < gather["end_s"] <= recompute["start_s"]
 
 
 def test_every_kind_of_window_hides_something(pool_of: Pools) -> None:
@@ -98,12 +100,12 @@ def test_every_kind_of_window_hides_something(pool_of: Pools) -> None:
     job = tiny_job("llama", tensor=2, pipeline=2, sequence_parallel=True, microbatches=3)
     kinds: set[str] = set()
     for forward, backward in (("attention.0", 0), ("attention.1", 1), ("mlp.0", 2), ("mlp.1", 0)):
-        raw = plan_for(job, lambda layer: replayable(job)).model_dump(mode="json")
+        raw = plan_for(job, lambda layer: recomputable(job)).model_dump(mode="json")
         first, second = raw["stages"][0]["rules"]
         second["windows"]["mlp"] = {"steady": f"fwd.{forward}", "cooldown": "pipe.recv_backward"}
         second["windows"]["attention"] = f"bwd.mlp.{backward}"
         first["windows"]["mlp"] = f"bwd.attention.{backward}+1"
-        kinds |= {window.partition("@")[0] for *_, window in replays_seen(pool_of, job, Plan.model_validate(raw))[0]}
+        kinds |= {window.partition("@")[0] for *_, window in recomputations_seen(pool_of, job, Plan.model_validate(raw))[0]}
     forwards = {f"fwd.{half}.{ordinal}" for half in ("attention", "mlp") for ordinal in range(2)}
     backwards = {f"bwd.{half}.{ordinal}" for half in ("attention", "mlp") for ordinal in range(3)}
     assert kinds == forwards | backwards | {"pipe.recv_backward"}

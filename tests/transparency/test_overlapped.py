@@ -31,7 +31,7 @@ from tests.transparency.offload_trials import bytes_at_halves
 from tests.transparency.offloaded import offloading
 from tests.transparency.opaque_layers import compare as compare_opaque
 from tests.transparency.opaque_layers import delta_net_in
-from tests.transparency.plans import plan_for, replayable
+from tests.transparency.plans import plan_for, recomputable
 from tests.transparency.test_every_bit import checked
 from tests.transparency.test_experts import EXPERTS, SPREAD, TP2, trial_of
 
@@ -52,8 +52,8 @@ def job_of(layout: str, *, experts: dict[str, Any] | None = None, **model: Any) 
 
 
 def candidates_for(job: Job) -> list[Plan]:
-    """Nothing replayed; everything that can be; and with attention halves that keep their input."""
-    everything = plan_for(job, lambda layer: replayable(job), windows=False)
+    """Nothing recomputed; everything that can be; and with attention halves that keep their input."""
+    everything = plan_for(job, lambda layer: recomputable(job), windows=False)
     return [plan_for(job, lambda layer: ()), everything, checkpointed(everything, "attention")]
 
 
@@ -67,8 +67,8 @@ def compared(pool_of: Pools, job: Job, **fields: Any) -> None:
         each = int(job.parallel.sequence_parallel) + 2 * int(job.parallel.context > 1)
         gathered = each * job.microbatches * job.model.layers // job.parallel.pipeline
         assert again == [Counter(), Counter(), Counter({"c10d::_allgather_base_": gathered} if gathered else {})]
-        kept, replayed, inputs = (outcome.planned.counts[-1].let_go_bytes for outcome in outcomes)
-        assert 0 == kept < replayed <= inputs
+        kept, recomputed, inputs = (outcome.planned.counts[-1].let_go_bytes for outcome in outcomes)
+        assert 0 == kept < recomputed <= inputs
         assert outcomes[1].planned.overwritten > 0
 
 
@@ -201,7 +201,7 @@ def test_multi_token_prediction(pool_of: Pools) -> None:
 
 @pytest.mark.parametrize("layout", ["PP2xVPP2, EP2", "TP2xEP2, sequence parallel", *long(*IN_OTHERS)])
 def test_delayed_weight_gradients(te_pool_of: Pools, layout: str) -> None:
-    """Of Transformer Engine's linears, which keep what they need until Megatron asks for them: what was replayed, by then."""
+    """Of Transformer Engine's linears, which keep what they need until Megatron asks for them: what was recomputed, by then."""
     compared(te_pool_of, job_of(layout, implementation="transformer_engine", experts={"shared_ffn": 32, "delayed": True}))
 
 
@@ -230,17 +230,17 @@ def test_in_a_pipeline_no_micro_batch_goes_half_by_half() -> None:
     ("change", "problem"),
     [
         (
-            {"replay": ["core_attention", "pre_mlp_layernorm"]},
-            "found pre_mlp_layernorm replayed in layers of experts, needed none but experts_fc1",
+            {"recompute": ["core_attention", "pre_mlp_layernorm"]},
+            "found pre_mlp_layernorm recomputed in layers of experts, needed none but experts_fc1",
         ),
-        ({"checkpoint": "layer", "keep": [], "replay": []}, "checkpoint is layer, needed attention or none"),
+        ({"checkpoint": "layer", "keep": [], "recompute": []}, "checkpoint is layer, needed attention or none"),
         ({"windows": {"attention": "pipe.recv_backward"}}, "found pipe.recv_backward, needed on_demand"),
     ],
 )
-def test_what_other_nodes_run_is_not_replayed(change: dict[str, Any], problem: str) -> None:
+def test_what_other_nodes_run_is_not_recomputed(change: dict[str, Any], problem: str) -> None:
     raw = plan_for(job_of("EP2"), lambda layer: ["core_attention"], windows=False).model_dump(mode="json", exclude_defaults=True)
     rule = raw["stages"][0]["rules"][0]
-    rule["keep"] = [] if "checkpoint" in change else [item for item in rule["keep"] if item not in change.get("replay", ())]
+    rule["keep"] = [] if "checkpoint" in change else [item for item in rule["keep"] if item not in change.get("recompute", ())]
     with pytest.raises(ValueError, match=problem):
         Plan.model_validate(
             {**raw, "stages": [{**raw["stages"][0], "rules": [{**rule, **change}, *raw["stages"][0]["rules"][1:]]}]}

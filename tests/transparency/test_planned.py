@@ -46,7 +46,7 @@ def test_chunks_that_offload(pool_of: Pools, policy: str) -> None:
 
 
 def test_one_stage_that_offloads_within_a_micro_batch(pool_of: Pools) -> None:
-    """The planner's own choice for less memory than keeping takes: replays, and what leaves behind its half."""
+    """The planner's own choice for less memory than keeping takes: recomputations, and what leaves behind its half."""
     job = tiny_job("llama", layers=4, microbatches=2)
     profile = made_up_profile(job)
     profile = profile.model_copy(update={"links": (*profile.links, LinkPoint(kind="host", bytes=1, seconds=1e-9))})
@@ -84,7 +84,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_interleaved_plans_hide_what_they_say(pool_of: Pools, layout: str) -> None:
     """With dropout. The solver's plan under a budget, the usual windows, and some micro-batches whole: the same bits as stock,
-    with NaN in what was let go, and every replay where and when the simulated step has it."""
+    with NaN in what was let go, and every recomputation where and when the simulated step has it."""
     job = tiny_job("gpt", **LAYOUTS[layout])
     profile = made_up_profile(job, link_s=10.0)
     usual = uniform_plan(job)
@@ -98,15 +98,15 @@ def test_interleaved_plans_hide_what_they_say(pool_of: Pools, layout: str) -> No
         for plan, outcome in zip(plans, outcomes, strict=True):
             stage, simulation = rank // job.parallel.tensor, rehearse(plan, profile)
             assert outcome.planned.overwritten > 0
-            seen = [event for event in outcome.planned.events if event["kind"] == "replay"]
+            seen = [event for event in outcome.planned.events if event["kind"] == "recompute"]
             assert [(e["micro_batch"], e["layer"], e["half"], e["window"]) for e in seen] == list(_simulated(simulation, stage))
 
 
 def _simulated(simulation: Simulation, stage: int) -> Iterator[tuple[int, int, str, str]]:
-    """Every replay of a step. Those in a forward are of the backward behind it."""
+    """Every recomputation of a step. Those in a forward are of the backward behind it."""
     executed = simulation.executed[stage]
     for each, behind in zip(executed, [*executed[1:], *executed[-1:]], strict=True):
         owner = behind.action if each.action.kind == "F" else each.action
         for span in each.content.spans:
-            if span.kind == "replay":
+            if span.kind == "recompute":
                 yield owner.micro_batch, span.layer, span.half, span.window  # type: ignore[misc]

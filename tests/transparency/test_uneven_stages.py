@@ -72,7 +72,7 @@ def test_chunks_without_layers(pool_of: Callable[[int], RankPool], layout: str, 
 
 
 def test_chunks_without_layers_beside_tensor_parallel_windows(pool_of: Callable[[int], RankPool]) -> None:
-    """The forward before a backward may be that of a chunk without layers, so no replay counts on a forward's windows."""
+    """The forward before a backward may be that of a chunk without layers, so no recomputation counts on a forward's windows."""
     layout = {"tensor": 2, "sequence_parallel": True, "pipeline": 2, "partition": (0, 2, 2, 0)}
     job = tiny_job(layers=4, microbatches=4, **layout)
     plans = [make_plan(job, made_up_profile(job)), uniform_plan(job, gather="once")]

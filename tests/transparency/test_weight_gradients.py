@@ -18,7 +18,7 @@ from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import long, with_models
 from tests.plan.strategies import plans_for, samples
 from tests.transparency.offloaded import offloading
-from tests.transparency.plans import plan_for, replayable
+from tests.transparency.plans import plan_for, recomputable
 from tests.transparency.queued import failing, held_and_given_back, held_bytes, pending_when_reduced
 from tests.transparency.test_every_bit import LAYOUTS, checked
 from tests.transparency.trials import Trial
@@ -29,7 +29,7 @@ BOUND = 20_000
 
 
 def everything(job: Job) -> Plan:
-    return plan_for(job, lambda layer: replayable(job, gather=job.parallel.sequence_parallel))
+    return plan_for(job, lambda layer: recomputable(job, gather=job.parallel.sequence_parallel))
 
 
 def nothing(job: Job) -> Plan:
@@ -55,7 +55,7 @@ def per_step(job: Job, rank: int) -> int:
 
 @with_models(["TP2", "TP2+SP", "TP2xPP2xVPP2+SP"], ("TP2xPP2xVPP2+SP",))
 def test_into_waits(pool_of: Pools, layout: str, like: Any) -> None:
-    """Kept and replayed (with sequence parallelism gathered once), into forwards alone, into everything; with few bytes. Tied
+    """Kept and recomputed (with sequence parallelism gathered once), into forwards alone, into everything; with few bytes. Tied
     embeddings with the GPT."""
     job = tiny_job(like, **LAYOUTS[layout])
     plans = [
@@ -130,7 +130,7 @@ def test_hooks_are_held_and_given_back(pool_of: Pools) -> None:
 
 
 def test_random_plans(pool_of: Pools) -> None:
-    """Any linears, any waits that come, replays of any kind beside them."""
+    """Any linears, any waits that come, recomputations of any kind beside them."""
     job = tiny_job("llama", **LAYOUTS["TP2xPP2+SP"])
 
     candidates = samples(plans_for(job, whole=True, defers=True).filter(defers), 4)

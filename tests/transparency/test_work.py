@@ -1,4 +1,4 @@
-"""What a planned step does beyond stock's: exactly the plan's replays, and nothing that communicates."""
+"""What a planned step does beyond stock's: exactly the plan's recomputations, and nothing that communicates."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.layer import replayed_flops
+from megatron_lynx.cost.layer import recomputed_flops
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import with_models
-from tests.transparency.plans import plan_for, replayable
+from tests.transparency.plans import plan_for, recomputable
 from tests.transparency.trials import Seen, Trial, compare_with_stock
 
 Pools = Callable[[int], RankPool]
@@ -27,21 +27,21 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def replayed_by(job: Job, plan: Plan, stage: int) -> int:
+def recomputed_by(job: Job, plan: Plan, stage: int) -> int:
     """FLOPs that one rank of a stage repeats in one step, by the cost model."""
     shape = LayerShape(job.model, job.parallel, job.batch.micro)
     rules = (entry.rule_for(layer) for entry in plan.chunks_of(stage) for layer in entry.layers)
-    return job.microbatches * sum(replayed_flops(shape, rule.replay) for rule in rules)
+    return job.microbatches * sum(recomputed_flops(shape, rule.recompute) for rule in rules)
 
 
 @with_models(LAYOUTS)
 def test_flops_and_collectives(pool_of: Pools, layout: str, like: Any) -> None:
     job = tiny_job(like, **LAYOUTS[layout])
-    candidates = [plan_for(job, lambda layer: replayable(job)), plan_for(job, lambda layer: ["core_attention", "activation"])]
+    candidates = [plan_for(job, lambda layer: recomputable(job)), plan_for(job, lambda layer: ["core_attention", "activation"])]
     for rank, outcomes in enumerate(pool_of(job.gpus).run(compare_with_stock, job, candidates, Trial(steps=1, counted=True))):
         for plan, outcome in zip(candidates, outcomes, strict=True):
             extra = outcome.planned.flops - outcome.stock.flops
-            assert extra == replayed_by(job, plan, rank // job.parallel.tensor)
+            assert extra == recomputed_by(job, plan, rank // job.parallel.tensor)
             assert extra > 0
             assert without_messages(outcome.planned) == without_messages(outcome.stock)
             assert Counter(outcome.planned.collectives) == Counter(outcome.stock.collectives)
@@ -54,20 +54,20 @@ def without_messages(seen: Seen) -> list[str]:
 
 
 @pytest.mark.parametrize("windows", [False, True])
-def test_gathered_once_for_replay_and_weight_gradient(pool_of: Pools, windows: bool) -> None:
-    """The GEMMs behind an all-gather are replayed, and no gather is issued that stock would not have issued."""
+def test_gathered_once_for_recompute_and_weight_gradient(pool_of: Pools, windows: bool) -> None:
+    """The GEMMs behind an all-gather are recomputed, and no gather is issued that stock would not have issued."""
     job = tiny_job("llama", tensor=2, sequence_parallel=True)
-    plan = plan_for(job, lambda layer: replayable(job, gather=True), windows=windows)
+    plan = plan_for(job, lambda layer: recomputable(job, gather=True), windows=windows)
     for outcomes in pool_of(2).run(compare_with_stock, job, [plan], Trial(steps=1, counted=True)):
         planned, stock = outcomes[0].planned, outcomes[0].stock
-        assert planned.flops - stock.flops == replayed_by(job, plan, 0)
+        assert planned.flops - stock.flops == recomputed_by(job, plan, 0)
         assert Counter(planned.collectives) == Counter(stock.collectives)
         assert planned.counts[0].gathered == 2 * job.model.layers * job.microbatches
 
 
 @pytest.mark.quick
 def test_an_input_gathered_for_the_weight_gradient_alone(pool_of: Pools) -> None:
-    """Story: linear_fc1 alone, from a kept norm's output, is replayed before its GEMM runs. The gather was started, nobody waited
+    """Story: linear_fc1 alone, from a kept norm's output, is recomputed before its GEMM runs. The gather was started, nobody waited
     for it, and the weight gradient was computed from whatever the buffer held."""
     job = tiny_job("gpt", tensor=2, sequence_parallel=True)
     plan = plan_for(job, lambda layer: ["linear_fc1"], windows=False)
@@ -80,7 +80,7 @@ def test_an_input_gathered_for_the_weight_gradient_alone(pool_of: Pools) -> None
 def test_nothing_notices_that_what_was_let_go_is_gone(pool_of: Pools, sequence_parallel: bool) -> None:
     """Canaries: freed activations are overwritten with NaN between forward and backward."""
     job = tiny_job("gpt", tensor=2, sequence_parallel=sequence_parallel)
-    plan = plan_for(job, lambda layer: replayable(job, gather=sequence_parallel))
+    plan = plan_for(job, lambda layer: recomputable(job, gather=sequence_parallel))
     for outcomes in pool_of(2).run(compare_with_stock, job, [plan], Trial(canaries=True)):
         assert outcomes[0].differing == []
         halves = 2 * job.model.layers * job.microbatches
@@ -90,7 +90,7 @@ def test_nothing_notices_that_what_was_let_go_is_gone(pool_of: Pools, sequence_p
 def test_memory_does_not_grow(pool_of: Pools) -> None:
     """A dozen steps. Gloo's own thread may still hold a message when a step ends, so single steps may differ by one."""
     job = tiny_job("gpt", tensor=2, layers=2)
-    plan = plan_for(job, lambda layer: replayable(job))
+    plan = plan_for(job, lambda layer: recomputable(job))
     trial = Trial(steps=12, alive=True, training={"optimizer": None})
     message_bytes = job.model.seq * job.batch.micro * job.model.hidden * job.model.element_bytes
     for outcomes in pool_of(2).run(compare_with_stock, job, [plan], trial):

@@ -1,7 +1,7 @@
 """What a plan's tasks run beside: on one rank, in the order in which the host does it. Runs inside `RankPool`.
 
     issued allreduce 3        torch.distributed was asked for it                    `tests.instruments.posted`, below all hooks
-    replay attention(2)       a task of a window, named as the plan names it        what the runtime does for the task
+    recompute attention(2)       a task of a window, named as the plan names it        what the runtime does for the task
     waited allreduce 3        somebody waits for it: compute comes behind it
 
 Whether a collective is asynchronous, and who turned it into a window, does not count here: only when it was issued, when it was
@@ -29,7 +29,7 @@ OUTSIDE = (ON_DEMAND, "flushed")
 
 @dataclass(frozen=True)
 class Event:
-    what: Literal["issued", "waited", "replay", "weight gradient", "gather", "midway", "site"]
+    what: Literal["issued", "waited", "recompute", "weight gradient", "gather", "midway", "site"]
     """`midway`: backward comes to the core attention of a half in whose midst something may begin. `site`: a checkpoint comes to
     one while a gradient is gathered beside it."""
     name: str
@@ -51,8 +51,8 @@ class Timeline:
 
     @property
     def tasks(self) -> list[Event]:
-        """Replays and weight gradients that ran in a window, as the runtime says."""
-        return [event for event in self.events if event.what in ("replay", "weight gradient") and event.window not in OUTSIDE]
+        """Recomputations and weight gradients that ran in a window, as the runtime says."""
+        return [event for event in self.events if event.what in ("recompute", "weight gradient") and event.window not in OUTSIDE]
 
     @property
     def gathers(self) -> list[Event]:
@@ -124,7 +124,7 @@ def noted(timeline: Timeline) -> Iterator[None]:
     """Inside, what happens on this rank is noted. A plan is to be in force: receives are told apart above its hooks."""
     from megatron.core.pipeline_parallel import p2p_communication
 
-    from megatron_lynx.runtime.replay import Replayer, Replays
+    from megatron_lynx.runtime.recompute import Recomputations, Recomputer
     from megatron_lynx.runtime.waits import Waits
     from megatron_lynx.runtime.weight_gradients import WeightGradients
 
@@ -132,11 +132,11 @@ def noted(timeline: Timeline) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(listening_to_works(notes))
         for owner, name, note in (
-            (Replays, "replay", notes.replay),
-            (Replays, "gather", notes.gather),
+            (Recomputations, "recompute", notes.recompute),
+            (Recomputations, "gather", notes.gather),
             (Waits, "_gather", notes.gather_task),
             (Waits, "reach", notes.reached),
-            (Replayer, "site", notes.site),
+            (Recomputer, "site", notes.site),
             (WeightGradients, "_compute", notes.weight_gradient),
             (p2p_communication, "_p2p_ops", notes.exchange),
             (p2p_communication, "_batched_p2p_ops", notes.exchange),
@@ -174,9 +174,9 @@ class _Notes(WorkListener):
     def exchange(self, *, tensor_recv_next: Any, **others: Any) -> None:
         self._gradients = set() if tensor_recv_next is None else {tensor_recv_next.data_ptr()}
 
-    def replay(self, replays: Any, frame: Any, window: str, *until: Any) -> None:
+    def recompute(self, recomputations: Any, frame: Any, window: str, *until: Any) -> None:
         self._gathers_for = ON_DEMAND
-        self._events.append(Event("replay", f"{frame.policy.half}({frame.policy.layer})", window))
+        self._events.append(Event("recompute", f"{frame.policy.half}({frame.policy.layer})", window))
 
     def gather_task(self, tasks: Any, task: Any, reached: Any) -> None:
         self._gathers_for = str(reached.place)
@@ -186,11 +186,11 @@ class _Notes(WorkListener):
             layer, half = reached.place
             self._events.append(Event("midway", f"{half}({layer})"))
 
-    def site(self, replayer: Any, call: Any) -> None:
-        if replayer.frame.gathered_gradient is not None:
+    def site(self, recomputer: Any, call: Any) -> None:
+        if recomputer.frame.gathered_gradient is not None:
             self._events.append(Event("site", call.site.name))
 
-    def gather(self, replays: Any, frame: Any) -> None:
+    def gather(self, recomputations: Any, frame: Any) -> None:
         self._events.append(Event("gather", f"{frame.policy.half}({frame.policy.layer})", self._gathers_for))
 
     def weight_gradient(self, gradients: Any, entry: Any, window: str) -> None:

@@ -61,13 +61,13 @@ def claims(
         owner = owner_of(layer, policy.section.half, policy.section.owner)
 
         def hooked(original: Any, policy: HalfPolicy = policy, owner: Module = owner) -> Any:
-            code = _leaving_as_it_was(owner, original) if policy.may_replay else original
+            code = _leaving_as_it_was(owner, original) if policy.may_recompute else original
 
             def run_half(*args: Any, **kwargs: Any) -> Any:
                 of_call = policy
                 if policy is telling and engine.met is not None and torch.is_grad_enabled():
                     engine.met.add(_rows(args, kwargs), _squares(args, kwargs, capacity.shards))
-                if policy.may_replay and torch.is_grad_enabled():
+                if policy.may_recompute and torch.is_grad_enabled():
                     _check_call(policy, kwargs)
                     if not policy.section.owner and not capacity.holds(_rows(args, kwargs)):
                         of_call = policy.keeping
@@ -123,4 +123,4 @@ def _check_call(policy: HalfPolicy, kwargs: Mapping[str, Any]) -> None:
     for name in ("inference_context", "inference_params"):
         if kwargs.get(name) is not None:
             problem = Problem(f"layer {policy.layer}", name, "none", "train without it, or keep the layer's items in the plan")
-            raise HookRefused("this call of a layer cannot be replayed", [problem])
+            raise HookRefused("this call of a layer cannot be recomputed", [problem])

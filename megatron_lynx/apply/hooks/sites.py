@@ -88,8 +88,8 @@ def marked_in(section: Section, layer: Module) -> tuple[object, ...]:
     return (*owners.values(), *inner)
 
 
-def may_draw_in(section: Section, layer: Module, replayed: Container[str]) -> Callable[[], bool]:
-    """Whether a call of this half draws random numbers. `replayed`: the items that are recomputed.
+def may_draw_in(section: Section, layer: Module, recomputed: Container[str]) -> Callable[[], bool]:
+    """Whether a call of this half draws random numbers. `recomputed`: the items that are recomputed.
 
     The core attention does if its dropout is not 0, and so does the residual addition. Both are read at each call, because
     training code may change them. A router may draw, too, but it is never recomputed.
@@ -98,7 +98,7 @@ def may_draw_in(section: Section, layer: Module, replayed: Container[str]) -> Ca
     backward, with or without dropout (`fused_attn_fwd` in its csrc/extensions/attention.cpp).
     """
     cores = [place for place in places_of(section, layer) if place.item.role == "core"]
-    if any(place.item.name in replayed and hasattr(place.owner, "fused_attention") for place in cores):
+    if any(place.item.name in recomputed and hasattr(place.owner, "fused_attention") for place in cores):
         return lambda: True
     inside = [module for place in cores if place.module is not None for module in place.module.modules()]
     dropping = [module for module in inside if isinstance(module, Dropout)]

@@ -66,7 +66,7 @@ LINEAR_FC1, ACTIVATION, LINEAR_FC2 = MLP.names[1:4]
 DENSE: Mapping[Half, Section] = {"attention": ATTENTION, "mlp": MLP}
 
 ITEMS: tuple[str, ...] = ATTENTION.names + MLP.names
-REPLAYABLE: tuple[str, ...] = ATTENTION.replayable + MLP.replayable
+RECOMPUTABLE: tuple[str, ...] = ATTENTION.recomputable + MLP.recomputable
 """Items that a plan may recompute."""
 
 COLUMN_PARALLEL = tuple(section.column_parallel for section in DENSE.values())

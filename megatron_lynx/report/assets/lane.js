@@ -2,7 +2,7 @@
 //
 //     spans      ├──────── backward ────────┤                kinds are in painting order: later ones lie over earlier ones
 //                     ├─── wait ───┤
-//                     ├ replay ┤
+//                     ├ recompute ┤
 //     segments   ├ b ─┼─ r ────┼ w ┼─── b ──┤
 
 class Lane {

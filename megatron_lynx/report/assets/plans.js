@@ -37,7 +37,7 @@ class Plans {
   stageOf(stage, most, open) {
     const chunk = stage.chunk || this.point.stages.some((other) => other.chunk) ? `, chunk ${stage.chunk}` : "";
     const facts = [];
-    if (stage.hidden_replay_s !== null) facts.push(`recompute: ${formatSeconds(stage.hidden_replay_s)} hidden, ${formatSeconds(stage.exposed_replay_s)} exposed`);
+    if (stage.hidden_recompute_s !== null) facts.push(`recompute: ${formatSeconds(stage.hidden_recompute_s)} hidden, ${formatSeconds(stage.exposed_recompute_s)} exposed`);
     if (stage.deferred_bytes) facts.push(`weight gradients put off hold at most ${formatBytes(stage.deferred_bytes)}`);
     if (stage.offloaded_bytes) facts.push(`${formatBytes(stage.offloaded_bytes)} of each micro-batch to the host`);
     const line = [element("span", {}, element("b", {}, `stage ${stage.stage}${chunk}`), ` layers ${stage.layers}`), element("span", { class: "soft" }, facts.join("; ")), this.stackOf(stage, most)];
@@ -75,10 +75,10 @@ function summaryOf(point) {
   if (point.budget_bytes) facts.push(["budget", formatBytes(point.budget_bytes)]);
   if (point.step_s) facts.push(["step", formatSeconds(point.step_s)]);
   if (point.memory_bytes) facts.push(["fullest device", formatBytes(point.memory_bytes)]);
-  const replays = (key) => Math.max(...point.stages.map((stage) => stage[key] ?? 0));
+  const recomputations = (key) => Math.max(...point.stages.map((stage) => stage[key] ?? 0));
   if (point.by === "plan") {
-    facts.push(["recompute", `${formatSeconds(replays("hidden_replay_s"))} hidden, ${formatSeconds(replays("exposed_replay_s"))} exposed on the stage with most`]);
-    const items = point.stages.flatMap((stage) => stage.treatments.flatMap((treatment) => treatment.items.filter(([, what]) => what === "replay").map(([item]) => item)));
+    facts.push(["recompute", `${formatSeconds(recomputations("hidden_recompute_s"))} hidden, ${formatSeconds(recomputations("exposed_recompute_s"))} exposed on the stage with most`]);
+    const items = point.stages.flatMap((stage) => stage.treatments.flatMap((treatment) => treatment.items.filter(([, what]) => what === "recompute").map(([item]) => item)));
     facts.push(["recomputed", [...new Set(items)].join(", ") || "nothing"]);
     const offloaded = Math.max(...point.stages.map((stage) => stage.offloaded_bytes));
     facts.push(["to the host", offloaded ? `up to ${formatBytes(offloaded)} of each micro-batch` : "nothing"]);

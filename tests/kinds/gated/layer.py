@@ -43,7 +43,7 @@ class GatedSelfAttention(SelfAttention):  # type: ignore[misc]
         try:
             return super().forward(hidden_states, *args, **kwargs)
         finally:
-            core.gate = before  # nothing per call lives on a module (rule R13): a replay may end before this call does
+            core.gate = before  # nothing per call lives on a module (rule R13): a recomputation may end before this call does
 
 
 def gated(block: TransformerBlockSubmodules) -> TransformerBlockSubmodules:

@@ -1,4 +1,4 @@
-"""Sizes and FLOPs of replays inside experts: by hand for Mixtral, and against the real runtime and the real megatron-core."""
+"""Sizes and FLOPs of recomputations inside experts: by hand for Mixtral, and against the real runtime and the real megatron-core."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 
 from megatron_lynx.anatomy import EXPERTS, EXPERTS_WITH_SHARED, ITEMS, Section
 from megatron_lynx.config import Experts, Job
-from megatron_lynx.cost.layer import replayed_flops
-from megatron_lynx.cost.replay import replay_of, sensible_choices
+from megatron_lynx.cost.layer import recomputed_flops
+from megatron_lynx.cost.recompute import recomputation_of, sensible_choices
 from megatron_lynx.kinds.experts.saved import expert_tensors
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan
@@ -23,21 +23,21 @@ from tests.profiler.test_experts import mixtral
 LAYERS = 8
 STATES_PER_HALF = 8
 """A frame remembers at most so many random states; they are no activations."""
-Replay = tuple[str, ...]
+Recomputation = tuple[str, ...]
 
 
-def let_go(section: Section, tensors: Sequence[SavedTensor], replay: Sequence[str]) -> int:
-    """Bytes that replaying these items saves."""
-    return replay_of(section, tensors, ()).stays_bytes - replay_of(section, tensors, replay).stays_bytes
+def let_go(section: Section, tensors: Sequence[SavedTensor], recompute: Sequence[str]) -> int:
+    """Bytes that recomputing these items saves."""
+    return recomputation_of(section, tensors, ()).stays_bytes - recomputation_of(section, tensors, recompute).stays_bytes
 
 
-def test_what_a_replay_lets_go_of_in_mixtral() -> None:
+def test_what_a_recomputation_lets_go_of_in_mixtral() -> None:
     """8192 rows of 4096 columns on arrival, 2 x 14336 between the GEMMs, 14336 behind the activation; 4096 own tokens."""
     shape = LayerShape.of(mixtral())
     row, own = 2 * 8192, 2 * 4096
 
-    def saved(*replay: str) -> int:
-        return let_go(EXPERTS, expert_tensors(shape), replay)
+    def saved(*recompute: str) -> int:
+        return let_go(EXPERTS, expert_tensors(shape), recompute)
 
     norm, activation, fc1 = own * 4096 + own, row * 14336, row * 2 * 14336
     assert saved("pre_mlp_layernorm") == norm
@@ -48,30 +48,37 @@ def test_what_a_replay_lets_go_of_in_mixtral() -> None:
 
 
 def test_shared_experts_run_on_the_way_to_the_others() -> None:
-    """A replay takes the half's code from its beginning, and what no kept site returns runs again."""
+    """A recomputation takes the half's code from its beginning, and what no kept site returns runs again."""
     job = tiny_job("llama", experts=Experts(count=8, per_token=2, ffn=96, shared_ffn=48))
     tensors = expert_tensors(LayerShape.of(job))
-    assert replay_of(EXPERTS_WITH_SHARED, tensors, ("experts_activation",)).runs == ("shared_activation", "experts_activation")
+    assert recomputation_of(EXPERTS_WITH_SHARED, tensors, ("experts_activation",)).runs == (
+        "shared_activation",
+        "experts_activation",
+    )
     choices = list(sensible_choices(EXPERTS_WITH_SHARED, tensors))
     assert ("shared_activation", "experts_activation") in choices
     assert not [chosen for chosen in choices if "experts_activation" in chosen and "shared_activation" not in chosen]
     assert max(choices, key=len) == ("pre_mlp_layernorm", "shared_fc1", "shared_activation", "experts_fc1", "experts_activation")
 
 
-def plan_of(job: Job, section: Section, layers: Sequence[Replay]) -> Plan:
+def plan_of(job: Job, section: Section, layers: Sequence[Recomputation]) -> Plan:
     """Attention halves are kept."""
     data = uniform_plan(job).model_dump(exclude={"stages"})
     attention = tuple(item for item in ITEMS if item not in section.names and not item.startswith(("linear_fc", "activation")))
     rules = [
-        {"layers": number, "replay": replay, "keep": (*attention, *(item for item in section.names if item not in replay))}
-        for number, replay in enumerate(layers, start=1)
+        {
+            "layers": number,
+            "recompute": recompute,
+            "keep": (*attention, *(item for item in section.names if item not in recompute)),
+        }
+        for number, recompute in enumerate(layers, start=1)
     ]
     stage = {"stage": 0, "layers": f"1-{len(layers)}", "ahead_depth": 0, "rules": tuple(rules)}
     return Plan.model_validate({**data, "stages": (stage,)})
 
 
 @pytest.mark.parametrize(("like", "section", "shared_ffn"), [("gpt", EXPERTS, 0), ("llama", EXPERTS_WITH_SHARED, 48)])
-def test_real_replays_inside_experts_cost_what_is_predicted(
+def test_real_recomputations_inside_experts_cost_what_is_predicted(
     pool_of: Callable[[int], RankPool], like: str, section: Section, shared_ffn: int
 ) -> None:
     """Every set of items that is ever planned; layers of GELU and dropout, and of SwiGLU with shared experts."""
@@ -84,8 +91,10 @@ def test_real_replays_inside_experts_cost_what_is_predicted(
     plans = [plan_of(job, section, layers) for layers in ([()] * LAYERS, *planned)]
     _, kept, *found = pool_of(1).run(count, job, [None, *plans])[0]  # what comes first holds what it was the first to need
     for layers, counted in zip(planned, found, strict=True):
-        assert counted.flops - kept.flops == sum(replayed_flops(shape, replay, job.model.sections(1)) for replay in layers)
-        saved = sum(let_go(section, tensors, replay) for replay in layers)
+        assert counted.flops - kept.flops == sum(
+            recomputed_flops(shape, recompute, job.model.sections(1)) for recompute in layers
+        )
+        saved = sum(let_go(section, tensors, recompute) for recompute in layers)
         states = saved - (kept.resident_bytes - counted.resident_bytes)
         assert -shape.tokens * 8 <= states <= counted.frames * STATES_PER_HALF * counted.state_bytes
         # What is no random state is what gloo has in flight when the forward returns: a float per token, or two.

@@ -3,7 +3,7 @@
     item        norm ─────> linear_qkv ─────> rotary ─────> core_attention ─────> linear_proj ─────> bda
     block            norm_out          qkv_out        q, k                probs, context        mask
 
-    replay = {norm, core}:  norm runs, linear_qkv returns its memo, rotary and core run, linear_proj is reached: stop.
+    recompute = {norm, core}:  norm runs, linear_qkv returns its memo, rotary and core run, linear_proj is reached: stop.
 
 These are the rules of `runtime.record`, for sizes instead of tensors.
 """
@@ -47,7 +47,7 @@ INSIDE = Checkpoint(feeds=True, fed=True)
 
 
 @dataclass(frozen=True)
-class Replay:
+class Recomputation:
     """One half under one choice of recomputed items. Bytes exclude the half's input."""
 
     runs: tuple[str, ...]
@@ -64,35 +64,35 @@ class Replay:
         return sum(tensor.bytes for tensor in self.stays)
 
 
-def replay_of(
+def recomputation_of(
     section: Section,
     tensors: Sequence[SavedTensor],
-    replay: Collection[str],
+    recompute: Collection[str],
     *,
     whole: bool = False,
     stops: Collection[str] | None = None,
-) -> Replay:
+) -> Recomputation:
     """Return the consequences of recomputing exactly these items.
 
     `whole`: run to the half's end. `stops`: items before which it may stop; default: the section's.
     """
     order, code, ends = section.names, section.code, section.ends
-    if any(item.role == "dispatch" and item.name in replay for item in section.items):
+    if any(item.role == "dispatch" and item.name in recompute for item in section.items):
         # A recomputed dispatch reads the router's output.
         ends = tuple(item for item in ends if section.of_name[item].role != "router")
-    let_go = [(tensor, [item for item in tensor.saved_by if _lets_go(section, tensor, item, replay)]) for tensor in tensors]
+    let_go = [(tensor, [item for item in tensor.saved_by if _lets_go(section, tensor, item, recompute)]) for tensor in tensors]
     reached = [order.index(item) for _, items in let_go for item in items]
     last = max((_last_run(section, tensor, item) for tensor, items in let_go for item in items), default=-1)
     last = len(order) - 1 if whole else last
     passed = max((index for index in reached if index <= order.index(ends[-1])), default=-1)
     # A norm fused into a linear has no memo: the linear recomputes it.
     made = {tensor.made_by for tensor, items in let_go if items and not tensor.output}
-    runs = tuple(item for item in order[: last + 1] if item in code or item in replay or item in made)
+    runs = tuple(item for item in order[: last + 1] if item in code or item in recompute or item in made)
     stays, regenerated = [], 0
     held_bytes = dict.fromkeys(section.stops if stops is None else stops, 0)
     for tensor, items in let_go:
         # The memo of a kept site that recomputation passes stays.
-        remembered = tensor.output and tensor.made_by not in (*replay, *ends) and order.index(tensor.made_by) < passed
+        remembered = tensor.output and tensor.made_by not in (*recompute, *ends) and order.index(tensor.made_by) < passed
         if remembered or set(tensor.saved_by) - set(items):
             stays.append(tensor)
             continue
@@ -103,7 +103,7 @@ def replay_of(
             first = min(first, order.index(tensor.made_by))
         for stop in held_bytes:
             held_bytes[stop] += tensor.bytes * (first < order.index(stop))
-    return Replay(runs, tuple(stays), regenerated, held_bytes)
+    return Recomputation(runs, tuple(stays), regenerated, held_bytes)
 
 
 def sensible_choices(
@@ -118,13 +118,13 @@ def sensible_choices(
     Other sets are equivalent to one of these: keeping an item that saves nothing has no effect, and code that runs anyway need
     not hold its outputs.
     """
-    replayable = section.replayable_among(context, sequence_parallel=sequence_parallel)
+    recomputable = section.recomputable_among(context, sequence_parallel=sequence_parallel)
     choices = (
         chosen
-        for size in range(len(replayable) + 1)
-        for chosen in combinations(replayable, size)
+        for size in range(len(recomputable) + 1)
+        for chosen in combinations(recomputable, size)
         if not section.torn(chosen)
-        and replay_of(section, tensors, chosen).runs == chosen
+        and recomputation_of(section, tensors, chosen).runs == chosen
         and not (te and section.norms_apart(chosen))
     )
     yield from _worth_it(section, tensors, tuple(choices)) if section.two_paths else choices
@@ -135,7 +135,7 @@ def _worth_it(section: Section, tensors: Sequence[SavedTensor], choices: Sequenc
     that hold equal bytes the first with fewest items is taken."""
     fewest: dict[int, tuple[str, ...]] = {}
     for chosen in choices:
-        held = replay_of(section, tensors, chosen).stays_bytes
+        held = recomputation_of(section, tensors, chosen).stays_bytes
         fewest.setdefault(held, chosen)
     kept: list[tuple[str, ...]] = []
     for _, chosen in sorted(fewest.items()):  # by rising bytes
@@ -144,18 +144,18 @@ def _worth_it(section: Section, tensors: Sequence[SavedTensor], choices: Sequenc
     yield from (chosen for chosen in choices if chosen in kept)
 
 
-def _lets_go(section: Section, tensor: SavedTensor, item: str, replay: Collection[str]) -> bool:
+def _lets_go(section: Section, tensor: SavedTensor, item: str, recompute: Collection[str]) -> bool:
     """Whether `item` frees the tensor and gets it from recomputation."""
-    if item in replay:
+    if item in recompute:
         return True  # it frees all that its backward reads
     if item in section.code or not _is_argument(section, tensor, item) or tensor.made_by == "input":
         return False
-    from_kept_site = tensor.output and tensor.made_by not in replay
+    from_kept_site = tensor.output and tensor.made_by not in recompute
     if not section.two_paths:
         # A kept site frees its argument if recomputation makes that anyway; a kept site's output stays as its memo.
-        return section.before(item) in replay and not from_kept_site
+        return section.before(item) in recompute and not from_kept_site
     before = section.names[section.index(item) - 1]
-    return tensor.made_by in replay and not from_kept_site and (before in replay or before not in section.code)
+    return tensor.made_by in recompute and not from_kept_site and (before in recompute or before not in section.code)
 
 
 def _is_argument(section: Section, tensor: SavedTensor, item: str) -> bool:

@@ -22,8 +22,8 @@ it
 
 Dropped tensors are recomputed by a window of the plan, or when backward requests the first of them:
 
-    a handle     ─── not found: replay(frame, "on_demand") ───> the tensor, dropped here
-    a window     ─── replay(frame, window), or a part of it: replay(frame, window, until)
+    a handle     ─── not found: recompute(frame, "on_demand") ───> the tensor, dropped here
+    a window     ─── recompute(frame, window), or a part of it: recompute(frame, window, until)
     after one    ─── gather(frame): up to the site whose input is gathered; the next recomputation uses the result
 
 A checkpointed half is recomputed, with its collectives, where backward enters it. If the half before returns its input, that one
@@ -41,7 +41,7 @@ A half of experts may also stop there where backward enters it. The rest runs wh
 flight, which is issued after the dispatch:
 
     enter mlp(4)       begin ──> [attention(4) whole] ──> [mlp(4) to its dispatch]
-    bwd.mlp.0@4        replay ──> [wait for the dispatch] ──> [mlp(4), the rest] ──> [wait for the gradient]
+    bwd.mlp.0@4        recompute ──> [wait for the dispatch] ──> [mlp(4), the rest] ──> [wait for the gradient]
 
 With sequence parallelism the input of a recomputed GEMM is gathered once for the recomputation and the weight gradient.
 """
@@ -62,7 +62,7 @@ from megatron_lynx.runtime.frame import Absent, Fed, Frame, Memo, UnderWay, abse
 from megatron_lynx.runtime.offload import on_device
 from megatron_lynx.runtime.progress import DONE, Done, Progress, Run
 from megatron_lynx.runtime.recorded_graph import NOTHING
-from megatron_lynx.runtime.refusals import collective_in_replay, other_nodes
+from megatron_lynx.runtime.refusals import collective_in_recompute, other_nodes
 from megatron_lynx.runtime.saved import Packing, detached, is_parameter, storage_of, tensors_in
 from megatron_lynx.runtime.site import FirstPart, Site, SiteCall
 from megatron_lynx.runtime.surroundings import Context, RandomSource, drawing_from, unmarked
@@ -72,10 +72,10 @@ class _Enough(Exception):
     """Raised to stop the half's code."""
 
 
-class Replayer(Run):
+class Recomputer(Run):
     """One recomputation of one frame: of all wanted tensors, or up to the item `until`."""
 
-    replays = True
+    recomputes = True
 
     def __init__(
         self, frame: Frame, random: RandomSource, until: str | None = None, *, whole: bool = False, starts: str | None = None
@@ -106,10 +106,10 @@ class Replayer(Run):
         return self._site is not None and self._site == site
 
     def window(self, *, exchange: bool) -> Callable[[Any], Any] | None:
-        """Raise `ReplayError`: recomputations do not communicate (rule R2), except those of checkpoints."""
+        """Raise `RecomputeError`: recomputations do not communicate (rule R2), except those of checkpoints."""
         policy = self.frame.policy
         if not policy.checkpoint:
-            raise collective_in_replay(policy.name)
+            raise collective_in_recompute(policy.name)
         if self.frame.gradient is not None and self._is_at(policy.gather_site):
             return self.frame.gather_gradient
         return self.leaves_under_way if self._is_at(self._starts) and exchange == policy.section.exchanges else None
@@ -129,7 +129,7 @@ class Replayer(Run):
         return self.frame.gathering if self._is_at(self.frame.policy.gather_site) else None
 
     def run(self, *given: Any) -> None:
-        assert self.frame.inputs is not None, "a frame is replayed once"
+        assert self.frame.inputs is not None, "a frame is recomputed once"
         args, kwargs = on_device(self.frame.inputs) if self.frame.offloaded else self.frame.inputs
         shortcut = () if self._whole or self._starts else self.frame.shortcut
         draws = self.frame.random is not None and (not shortcut or any(step.site.may_draw for step in shortcut))
@@ -197,8 +197,8 @@ class Replayer(Run):
     def _run(self, call: SiteCall) -> Any:
         policy = self.frame.policy
         item = policy.section.of_name.get(call.site.name)
-        again = call.site.name in policy.replay if policy.checkpoint else item is not None and not item.runs_once
-        assert again, f"a replay of {policy.name} came to {call.site.name}"
+        again = call.site.name in policy.recompute if policy.checkpoint else item is not None and not item.runs_once
+        assert again, f"a recomputation of {policy.name} came to {call.site.name}"
         self._site = call.site.name
         if not call.site.owns_parameters:
             self._packing.turn(self._segment in self.frame.lets_go_in)
@@ -274,7 +274,7 @@ class Replayer(Run):
 
 
 def _never_unpacked(_: Any) -> Tensor:
-    raise AssertionError("a replay's own graph is never run backward")
+    raise AssertionError("a recomputation's own graph is never run backward")
 
 
 Guard = Callable[[], AbstractContextManager[Any]]
@@ -282,7 +282,7 @@ AsRecorded = Callable[[int], AbstractContextManager[None]]
 """Context with the weights that a micro-batch (by index) saw in its forward (`runtime.order`)."""
 
 
-class Replays:
+class Recomputations:
     """All recomputations of one engine. Each runs inside `guard`, with the recorded weights."""
 
     def __init__(
@@ -297,14 +297,14 @@ class Replays:
     def on_demand(self, frame: Frame) -> None:
         """Recompute all missing tensors: backward waits for them."""
         self._feed(frame)
-        self.replay(frame, ON_DEMAND)
+        self.recompute(frame, ON_DEMAND)
         self._progress.counts.on_demand += 1
 
     def beside_gradient(self, frame: Frame, gradient: Tensor | None, window: str) -> None:
         """Recompute a checkpoint, and gather the gradient of its output meanwhile, until backward's wait `window`."""
         self._feed(frame)
         frame.gradient = gradient
-        self.replay(frame, window)
+        self.recompute(frame, window)
         frame.gradient = None
         self._progress.counts.in_windows += 1
 
@@ -317,9 +317,9 @@ class Replays:
         else:
             frame.under_way = UnderWay()
             self._run(frame, None, starts=item)
-            assert frame.under_way.works, f"the replay of {frame.policy.name} communicated nothing behind {item}"
+            assert frame.under_way.works, f"the recomputation of {frame.policy.name} communicated nothing behind {item}"
         self._progress.clock.end(ON_DEMAND, clocked)
-        self._progress.add_span("replay", frame, ON_DEMAND, begin)
+        self._progress.add_span("recompute", frame, ON_DEMAND, begin)
 
     def _feed(self, frame: Frame) -> None:
         """Recompute the half before to its end, if that returns inputs of this one."""
@@ -328,17 +328,17 @@ class Replays:
             return
         self._feed(source)
         begin, clocked = self._progress.trace.now(), self._progress.clock.begin()
-        replayer = self._run(source, None, whole=True)
+        recomputer = self._run(source, None, whole=True)
         self._progress.clock.end(ON_DEMAND, clocked)
-        self._progress.add_span("replay", source, ON_DEMAND, begin)
+        self._progress.add_span("recompute", source, ON_DEMAND, begin)
         self._progress.counts.on_demand += 1
-        assert not source.wanted, f"the replay of {source.policy.name} did not regenerate {sorted(source.wanted)}"
+        assert not source.wanted, f"the recomputation of {source.policy.name} did not regenerate {sorted(source.wanted)}"
         source.give_up_inputs()
-        frame.inputs = map_nest(Fed, lambda one: replayer.returned[one.place], frame.inputs)
+        frame.inputs = map_nest(Fed, lambda one: recomputer.returned[one.place], frame.inputs)
         if frame.draws and frame.random is None:
-            frame.random = replayer.left
+            frame.random = recomputer.left
 
-    def replay(self, frame: Frame, window: str, until: str | None = None) -> None:
+    def recompute(self, frame: Frame, window: str, until: str | None = None) -> None:
         """Recompute wanted tensors, or those before the item `until`. `window`: label for the trace."""
         begin, clocked = self._progress.trace.now(), self._progress.clock.begin()
         if self.would_gather(frame, until):
@@ -346,11 +346,11 @@ class Replays:
         if frame.wanted:
             self._run(frame, until)
         self._progress.clock.end(window, clocked)
-        self._progress.add_span("replay", frame, window, begin)
+        self._progress.add_span("recompute", frame, window, begin)
         if not frame.wanted:
             frame.give_up_inputs()
         elif until is None:
-            raise AssertionError(f"the replay of {frame.policy.name} did not regenerate {sorted(frame.wanted)}")
+            raise AssertionError(f"the recomputation of {frame.policy.name} did not regenerate {sorted(frame.wanted)}")
 
     def would_gather(self, frame: Frame, until: str | None) -> bool:
         """Whether such a recomputation reaches a site whose input is still to be gathered. A checkpoint gathers inside."""
@@ -372,18 +372,18 @@ class Replays:
         assert policy.gather is not None, f"{policy.name} has a gather site and no way to gather"
         frame.gathering = policy.gather(argument)
 
-    def _run(self, frame: Frame, until: str | None, *, whole: bool = False, starts: str | None = None) -> Replayer:
+    def _run(self, frame: Frame, until: str | None, *, whole: bool = False, starts: str | None = None) -> Recomputer:
         marks = () if starts else _arrived(frame)
-        replayer = Replayer(frame, self._random, until, whole=whole, starts=starts)
+        recomputer = Recomputer(frame, self._random, until, whole=whole, starts=starts)
         weights, marked = self._as_recorded(frame.micro_batch.index), frame.policy.marked
         bare = bool(frame.shortcut) and not whole and not starts
         guard = nullcontext() if bare else self._guard()
         silent = nullcontext() if bare else frame.policy.hooks.silent()
         with guard, silent, weights, unmarked(marked, marks), self._surroundings.as_captured(frame.surroundings):
-            self._progress.run(replayer)
+            self._progress.run(recomputer)
             if starts and frame.under_way is not None:
                 frame.under_way.marks = tuple(dict(vars(one)) for one in marked)
-        return replayer
+        return recomputer
 
 
 def _arrived(frame: Frame) -> tuple[dict[str, Any], ...]:
