@@ -1,13 +1,14 @@
-"""What does recomputing everything cost where waits hold recomputations and weight gradients? Two ranks, 16 layers, against stock.
+"""What does recomputing everything cost where waits hold recomputations and weight gradients? Two ranks, 16 layers, against
+stock.
 
     python -m benchmarks.both_fillers -o benchmarks/results [--rates 1000 400] [--modes no yes] [--rounds 5]     idle, 25 minutes
 
 Two ranks, one core each, on two emulated hosts, tensor-parallel; three micro-batches. For each rate of the link, without and
 with sequence parallelism: stock without and with full recomputation; the planner's plan of least memory, which recomputes
-everything, with nothing in its waits, with recomputations in them, with weight gradients as well; and a plan that keeps everything and
-defers these. All settings add their weight gradients up in place. They take turns in the same processes; a ratio is the median
-over rounds of the slowest rank's step over stock none's of the same round. `simulated`: the same ratio from a profile that was
-measured right before, over the same link.
+everything, with nothing in its waits, with recomputations in them, with weight gradients as well; and a plan that keeps
+everything and defers these. All settings add their weight gradients up in place. They take turns in the same processes; a ratio
+is the median over rounds of the slowest rank's step over stock none's of the same round. `simulated`: the same ratio from a
+profile that was measured right before, over the same link.
 """
 
 from __future__ import annotations

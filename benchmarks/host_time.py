@@ -55,7 +55,7 @@ class Row:
     of_none: float
     of_full: float
     own_ms: float = 0.0
-    """Of what the setting recomputations, without anything of ours; 0 where that is not measured."""
+    """Of what the setting recomputes, without anything of ours; 0 where that is not measured."""
     of_none_without_own: float | None = None
 
 
@@ -78,11 +78,11 @@ def layouts(layers: int, **model: Any) -> Iterator[Layout]:
         one,
         [
             Candidate("keeps everything", plan=uniform_plan(one, "none")),
-            Candidate("recomputations norms and activation", plan=uniform_plan(one, NORMS_AND_ACTIVATION, windows=False)),
-            Candidate("recomputations everything on demand", plan=uniform_plan(one, windows=False)),
+            Candidate("recomputes norms and activation", plan=uniform_plan(one, NORMS_AND_ACTIVATION, windows=False)),
+            Candidate("recomputes everything on demand", plan=uniform_plan(one, windows=False)),
         ],
     )
-    yield Layout("TP2", two, [Candidate("recomputations everything in windows", plan=uniform_plan(two))])
+    yield Layout("TP2", two, [Candidate("recomputes everything in windows", plan=uniform_plan(two))])
     yield Layout("TP2+SP", gathered, [Candidate("gathers once", plan=uniform_plan(gathered, gather="once"))])
     kept = uniform_plan(stages, "none")
     yield Layout(

@@ -1,10 +1,10 @@
-"""How much of the recomputation do windows hide? Ratio of window to recompute x depth x sequence parallelism, against stock.
+"""How much of the recomputation do windows hide? Ratio of window to recomputation x depth x sequence parallelism, against stock.
 
     python -m benchmarks.overlap_sweep -o benchmarks/results
 
 Two ranks, one core each, on two emulated hosts; the link's rate sets the ratio. Every setting of one row runs in the same
-processes, in turns; a time is the median over rounds of the slowest rank's step. `hidden` is 1 - exposed / recomputation, where exposed
-is step(ours) - step(none) and recompute the seconds of recomputations in the same plan's trace, slowest rank.
+processes, in turns; a time is the median over rounds of the slowest rank's step. `hidden` is 1 - exposed / recomputation, where
+exposed is step(ours) - step(none) and recomputation the seconds of recomputations in the same plan's trace, slowest rank.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Row:
     on_demand_s: float
     ours_s: float
     recompute_s: float
-    hidden_replays: int
-    on_demand_replays: int
+    hidden_recomputations: int
+    on_demand_recomputations: int
 
     @property
     def to_none(self) -> float:
@@ -68,7 +68,7 @@ class Row:
 
 
 def job_of(layers: int, sequence_parallel: bool, link_mbit_per_s: float | None) -> Job:
-    """Llama-like: the GEMMs and the attention that recomputes repeat are 74 % of the FLOPs that stock full repeats."""
+    """Llama-like: the GEMMs and the attention that recomputations repeat are 74 % of the FLOPs that stock full repeats."""
     model = {"layers": layers, "hidden": 512, "ffn": 1408, "heads": 8, "kv_groups": 8, "vocab": 1024, "seq": 512}
     kind = {"activation": "swiglu", "norm": "rmsnorm", "position": "rope", "bias": False, "attention": "unfused", "dtype": "fp32"}
     return Job.model_validate(
@@ -92,7 +92,7 @@ def plan_of(job: Job, gather: Any) -> Plan:
 
 
 def rate_for(ratio: float, job: Job, plan: Plan, profile: Profile) -> float:
-    """Mbit/s at which the mean backward window is `ratio` times the mean recompute."""
+    """Mbit/s at which the mean backward window is `ratio` times the mean recomputation."""
     element = job.model.element_bytes
     gathered = job.model.seq * job.batch.micro * job.model.hidden * element
     recomputed = set(plan.stages[0].rules[0].recompute)
@@ -105,7 +105,7 @@ def rate_for(ratio: float, job: Job, plan: Plan, profile: Profile) -> float:
 
 
 def measured_ratio(laps: dict[str, Lap]) -> float:
-    """Mean backward wait of the windows that the plan uses, with nothing in them, over the mean recompute."""
+    """Mean backward wait of the windows that the plan uses, with nothing in them, over the mean recomputation."""
     ahead = [event for event in laps["ours"].events if event.kind == "recompute"]
     used = {event.window for event in ahead}
     waits = [event for event in laps["ours, on demand"].events if event.kind == "window" and event.window in used]
@@ -132,8 +132,8 @@ def row(mode: str, job: Job, aimed: float, plan: Plan, hosts: Hosts, rounds: int
         on_demand_s=step["ours, on demand"],
         ours_s=step["ours"],
         recompute_s=max(sum(event.seconds for event in events) for events in recomputations),
-        hidden_replays=sum(event.window != "on_demand" for event in recomputations[0]),
-        on_demand_replays=sum(event.window == "on_demand" for event in recomputations[0]),
+        hidden_recomputations=sum(event.window != "on_demand" for event in recomputations[0]),
+        on_demand_recomputations=sum(event.window == "on_demand" for event in recomputations[0]),
     )
 
 
@@ -174,7 +174,7 @@ def markdown(rows: list[Row], held: dict[str, dict[str, float]], machine: str) -
         times = " | ".join(f"{value:.3f}" for value in (each.none_s, each.full_s, each.on_demand_s, each.ours_s))
         shares = f"{each.to_none:.3f} | {each.to_full:.3f} | {each.hidden:.0%}"
         where = f"{each.mode} | {each.layers} | {each.measured_ratio:.2f} | {each.link_mbit_per_s:.0f}"
-        lines.append(f"| {where} | {times} | {shares} | {each.hidden_replays} + {each.on_demand_replays} |")
+        lines.append(f"| {where} | {times} | {shares} | {each.hidden_recomputations} + {each.on_demand_recomputations} |")
     lines += ["", "Resident bytes of one layer between forward and backward (slope between 4 and 8 layers):", ""]
     lines += ["| mode | stock none | stock full | ours | ours / full |", "|---|--:|--:|--:|--:|"]
     for mode, each in held.items():

@@ -2,7 +2,8 @@
 
     python -m benchmarks.waits_bound [what a row's name has in it]
 
-What a layer keeps and recomputes, and which wait hides how much of each recomputation and of each weight gradient, may be any mixture.
+What a layer keeps and recomputes, and which wait hides how much of each recomputation and of each weight gradient, may be any
+mixture.
     every wait      what runs in it is no longer than it is; one that a weight gradient leaves that hid it is longer by that
     every GEMM      runs in one wait: it hides no more than the shorter of the two
     every gather    for a recomputation delays nothing, and spares its half's backward the wait for its own

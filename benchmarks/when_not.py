@@ -9,7 +9,7 @@ Nothing runs: seconds are the simulator's, from the figures of catalogued cluste
 given the memory of stock full recomputation and a tenth of what that saves:
 
     full ├───┼───────────────────────────────┤ none        what a device holds
-             └ the budget of the row: stock recomputes or offloads as its best setting does, ours keeps, hides, recomputations, offloads
+└ the budget of the row: stock recomputes or offloads as its best setting does, ours keeps, hides, recomputes, offloads
 
 Stock's best is sought among all that releases 0.16 to 0.19 offer (`megatron_lynx.stock`): sets of recomputed modules, blocks of
 whole layers, fine-grained offloading of some layers or all. Ours is planned with `offload_ratio: auto`, and once more without
@@ -136,8 +136,9 @@ class Row:
     hidden_s: float
     hideable_s: float
     """The least of what a stage recomputes and of what the waits that the runtime may use for it have room for, for all stages
-    together: collectives of its backwards, and receives for the recomputations that gather nothing (rule R2), less what weight gradients
-    fill of either, without what nobody waits for, and with what they open. Where more is hidden, in forwards, that counts too."""
+    together: collectives of its backwards, and receives for the recomputations that gather nothing (rule R2), less what weight
+    gradients fill of either, without what nobody waits for, and with what they open. Where more is hidden, in forwards, that
+    counts too."""
     waits_s: float
     """The same with all waits of backwards and receives as stock leaves them, whether a recomputation could run there or not."""
     forward_windows_s: float

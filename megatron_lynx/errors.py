@@ -6,7 +6,7 @@
      ├── Infeasible       the question was right and its answer is no           exit status 1
      ├── PlannerFault     a finished plan breaks its own budget                 exit status 1
      ├── HookRefused      this Megatron is not supported (rule R6)              exit status 1
-     ├── RecomputeError      a training step needs what recomputation cannot give  (raised inside the job)
+     ├── RecomputeError   a training step needs what recomputation cannot give  (raised inside the job)
      └── OffloadError     activations could not be copied to the host or back   (raised inside the job)
 
 Every error carries *all* its problems, and each problem says where, what was found, what is needed and what to do.

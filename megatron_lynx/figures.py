@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from pydantic import AliasChoices, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from megatron_lynx.units import format_bytes, format_seconds
-from megatron_lynx.validation import Part
+from megatron_lynx.validation import Part, formerly
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,11 +44,6 @@ def in_words(name: str, value: float) -> str:
     return str(value) if unit == "count" else format_seconds(value) if unit == "s" else format_bytes(value)
 
 
-def _older(name: str, older: str) -> Any:
-    """A figure that older files have under another name."""
-    return Field(validation_alias=AliasChoices(name, older))
-
-
 class Figures(Part):
     """Figures of one rank's engine over one step or several."""
 
@@ -60,9 +55,9 @@ class Figures(Part):
     """Halves that dropped activations."""
     let_go_bytes: Annotated[int, SUM] = 0
     """Bytes of dropped tensors. Those that share memory count each."""
-    in_windows: Annotated[int, Figure(sum, "recomputations_hidden"), _older("in_windows", "hidden_replays")] = 0
+    in_windows: Annotated[int, Figure(sum, "recomputations_hidden"), formerly("in_windows", "hidden_replays")] = 0
     """Recomputations that ran in windows."""
-    on_demand: Annotated[int, Figure(sum, "recomputations_on_demand"), _older("on_demand", "on_demand_replays")] = 0
+    on_demand: Annotated[int, Figure(sum, "recomputations_on_demand"), formerly("on_demand", "on_demand_replays")] = 0
     """Recomputations that backward waited for."""
     in_windows_s: Annotated[float | None, Figure(sum, "recompute_in_windows_s")] = None
     on_demand_s: Annotated[float | None, Figure(sum, "recompute_on_demand_s")] = None
@@ -76,9 +71,9 @@ class Figures(Part):
     fell_back: Annotated[int, SUM] = 0
     """Halves of experts that fell back to checkpoints because of their load."""
     deferred: Annotated[int, SUM] = 0
-    filled: Annotated[int, Figure(sum, "weight_gradients_in_waits"), _older("filled", "filled_weight_gradients")] = 0
+    filled: Annotated[int, Figure(sum, "weight_gradients_in_waits"), formerly("filled", "filled_weight_gradients")] = 0
     """Delayed weight gradients that ran in a wait."""
-    flushed: Annotated[int, Figure(sum, "weight_gradients_flushed"), _older("flushed", "flushed_weight_gradients")] = 0
+    flushed: Annotated[int, Figure(sum, "weight_gradients_flushed"), formerly("flushed", "flushed_weight_gradients")] = 0
     """Delayed weight gradients that ran in no wait: they were due, or memory was short."""
     deferred_bytes: Annotated[int, Figure(max, "deferred_bytes")] = 0
     """Peak of the operands of delayed weight gradients."""

@@ -2,7 +2,7 @@
 
     rank 0   forward  attention(1) ─┬─ mlp(1) ─┬─ ...  backward  mlp(1) ─┬─ ...
              window                 └ fwd.attention.0@1                  └ bwd.mlp.0@1
-             recompute                                                        └ mlp(1), inside that window, or on demand
+             recompute                                                     └ mlp(1), inside that window, or on demand
 
 A window spans the wait for its communication, from `wait()` to its return: recomputations inside it, then the rest. Spans of one
 kind may lie inside those of another.

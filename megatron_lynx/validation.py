@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from inspect import isclass
 from typing import Any, Self, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -67,7 +67,12 @@ class Part(BaseModel):
 def digest_of(part: BaseModel, exclude: Mapping[str, Any]) -> str:
     """SHA-256 of a part as JSON, without `exclude` (pydantic's). Keys with their defaults are left out, so that digests stay when
     a new key is added."""
-    return hashlib.sha256(part.model_dump_json(exclude_defaults=True, exclude=dict(exclude)).encode()).hexdigest()
+    return hashlib.sha256(part.model_dump_json(by_alias=True, exclude_defaults=True, exclude=dict(exclude)).encode()).hexdigest()
+
+
+def formerly(name: str, older: str) -> Any:
+    """Annotation of a field that older files have under another name. Digests use that one, so that they stay."""
+    return Field(validation_alias=AliasChoices(name, older), serialization_alias=older)
 
 
 @dataclass(frozen=True)

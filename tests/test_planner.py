@@ -184,7 +184,7 @@ def test_a_profile_of_another_job_is_refused_with_every_difference():
 
 
 GIB_OF_65B = 45
-"""With t = 2 and p = 8 on 64 GPUs: what no stage of less recompute fits, and least memory does by far."""
+"""With t = 2 and p = 8 on 64 GPUs: what no stage that recomputes less fits, and least memory does by far."""
 
 
 def llama_65b(**changes):

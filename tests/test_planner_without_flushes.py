@@ -78,7 +78,7 @@ def test_at_once_needs_less_memory_and_more_time(roomy: Decision) -> None:
 
 
 def test_activations_go_to_the_host_where_recomputations_cost_more() -> None:
-    """What recomputes alone make fit, copies make faster."""
+    """What recomputations alone make fit, copies make faster."""
     recomputed, offloaded = (decided(job_of(memory_gib=38.0, offload_ratio=ratio)) for ratio in (0.0, "auto"))
     assert all(memory.total <= 38 * 2**30 for each in (recomputed, offloaded) for memory in each.memory)
     assert any(stage.offload for stage in offloaded.plan.stages)

@@ -62,8 +62,8 @@ def _host_time(measured: Profile) -> list[str]:
         return ["host time  not known"]
     layer = host_time.of(whose)
     figures = f"stock none {format_seconds(layer.layer_s('none'))}, stock full {format_seconds(layer.layer_s('full'))}"
-    keeps, recomputations = format_seconds(layer.layer_s("kept")), format_seconds(layer.layer_s("recomputed"))
-    ours = f"a plan that keeps all {keeps}, recomputations all {recomputations}"
+    keeps, recomputed = format_seconds(layer.layer_s("kept")), format_seconds(layer.layer_s("recomputed"))
+    ours = f"a plan that keeps all {keeps}, recomputes all {recomputed}"
     lines = [f"host time  of a layer: {figures}; {ours} ({host_time.words_for(whose)})"]
     if (adam := host_time.adam) is not None:
         alone, together = f"{adam.alone_million_per_s:g}", f"{adam.together_million_per_s:g}"

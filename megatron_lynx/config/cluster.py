@@ -13,13 +13,13 @@ Profiling needs only `device`, `memory_gib` and, on the testbed, `link_mbit_per_
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from megatron_lynx.anatomy import HALVES, Half
 from megatron_lynx.fp8_recipes import Recipe
-from megatron_lynx.validation import Part
+from megatron_lynx.validation import Part, formerly
 
 Setting = Literal["none", "full", "kept", "partly", "recomputed", "gathered", "offloaded", "deferred"]
 """Treatment of a half.
@@ -27,7 +27,7 @@ Setting = Literal["none", "full", "kept", "partly", "recomputed", "gathered", "o
 none, full    stock Megatron, without recomputation and with full recomputation
 kept          a plan keeps its activations
 partly        recomputed, except GEMMs and attention: its norm, and the MLP half's activation
-recomputed      recomputed whole
+recomputed    whole
 gathered      recomputed whole, its input gathered once (sequence parallelism)
 offloaded     activations kept, and offloaded to host memory
 deferred      activations kept, and the weight gradients of all its linears delayed into waits
@@ -62,7 +62,7 @@ class HalfHostTime(Part):
     full: HostPasses
     kept: HostPasses
     partly: HostPasses
-    recomputed: HostPasses
+    recomputed: Annotated[HostPasses, formerly("recomputed", "replayed")]
     gathered: HostPasses | None = None
     """If None: not measured, taken as `recomputed`."""
     offloaded: HostPasses | None = None

@@ -88,7 +88,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=_check,
         help="N, for deterministic runs: in the first N steps of this run, run stock on the same batch, too, and compare losses "
         "and gradients bit for bit. frames, for any run, also where backward is not deterministic (flash attention): in the "
-        "first N steps (5, if not said) keep what some layer halves save, and compare what recomputes and reloads made of it. "
+        "first N steps (5, if not said) keep what some layer halves save, and compare it with what is recomputed and reloaded. "
         "Both stop at the first difference. Needs --lynx-plan.",
     )
     group.add_argument(

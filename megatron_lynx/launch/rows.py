@@ -2,9 +2,9 @@
 
 A traced step is split into halves and waits:
 
-    spans of a rank, nested     backward mlp(3) ┬ window bwd.mlp.0@3 ┬ recompute attention(3)       in the wait
+    spans of a rank, nested     backward mlp(3) ┬ window bwd.mlp.0@3 ┬ recompute attention(3)    in the wait
                                                 │                    └ (the rest of the wait)
-                                                └ recompute mlp(3)                                  on demand
+                                                └ recompute mlp(3)                               on demand
     compute of a half           its forward and backward without the spans inside, and its delayed weight gradients
     a wait                      the communication, if longer than the work inside; else only an upper bound
 

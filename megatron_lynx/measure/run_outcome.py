@@ -17,7 +17,7 @@ from pydantic import Field
 
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.figures import MOST, Figure, Figures, Learned, of_slowest
-from megatron_lynx.validation import Part, validated
+from megatron_lynx.validation import Part, formerly, validated
 from megatron_lynx.whole_file import json_in, write_whole
 
 VERSION = 1
@@ -31,8 +31,8 @@ class StagePredicted(Part):
     """Forwards and backwards of one step, over all stages."""
     memory_bytes: Annotated[int | None, Figure(max, "predicted_device_peak_bytes")] = None
     """Peak of a device, everything included."""
-    hidden_recompute_s: float | None = None
-    exposed_recompute_s: float | None = None
+    hidden_recompute_s: Annotated[float | None, formerly("hidden_recompute_s", "hidden_replay_s")] = None
+    exposed_recompute_s: Annotated[float | None, formerly("exposed_recompute_s", "exposed_replay_s")] = None
     """Recomputations of one step on one rank."""
     exposed_copy_s: float | None = None
 
@@ -53,11 +53,11 @@ class WaitSeconds(Part):
     """Waits that outlast the work in them."""
     longer_s: float = 0.0
     """Their length, from the wait's begin: the communication that was left then."""
-    longer_recompute_s: float = 0.0
+    longer_recompute_s: Annotated[float, formerly("longer_recompute_s", "longer_replays_s")] = 0.0
     """Recomputations in them, all of them hidden."""
     shorter: int = 0
     """Waits that were over before the work in them."""
-    shorter_recompute_s: float = 0.0
+    shorter_recompute_s: Annotated[float, formerly("shorter_recompute_s", "shorter_replays_s")] = 0.0
     """Recomputations in these, hidden in part."""
 
 
@@ -141,7 +141,7 @@ class StepInput(Part):
     """Whether the plan states attention's share; otherwise seconds are scaled by tokens alone."""
     passes: float
     """Factor of the plan's seconds of passes."""
-    recomputations: float
+    recomputations: Annotated[float, formerly("recomputations", "replays")]
     """Factor of its seconds of recomputations."""
 
     @property

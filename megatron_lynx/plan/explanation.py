@@ -190,7 +190,8 @@ def _expected(predicted: Predicted) -> Text:
         whole, update = map(format_seconds, (predicted.step_s + predicted.update_s, predicted.update_s))
         facts.append(f"step {whole}, of which the optimizer's update {update}")
     facts += [
-        f"recompute hidden {format_seconds(predicted.hidden_recompute_s)}, exposed {format_seconds(predicted.exposed_recompute_s)}",
+        f"recomputation hidden {format_seconds(predicted.hidden_recompute_s)}, "
+        f"exposed {format_seconds(predicted.exposed_recompute_s)}",
         f"resident per micro-batch {format_bytes(predicted.resident_activation_bytes)}",
         f"regenerated ahead {format_bytes(predicted.ahead_bytes)}",
     ]

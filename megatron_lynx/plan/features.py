@@ -269,11 +269,11 @@ def _opaque_rule(plan: PlanContents, rule: Rule) -> Iterator[str]:
         named = ", ".join(sorted(affected))
         if affected and (rule.checkpoints(half) or (rule.checkpoint is not None and not isinstance(rule.checkpoint, str))):
             todo = "checkpoint the other half alone"
-            yield f"found {rule.checkpoint_said}, needed {named} kept whole: nobody looks into it; {todo}"
+            yield f"found {rule.checkpoint_said}, needed {named} kept whole: it is opaque; {todo}"
         elif affected and rule.recomputed_in(half):
             usual = any(not section.opaque for section in sections)
             todo = "give these layers a rule of their own" if usual else "list it under keep"
-            yield f"found {', '.join(rule.recomputed_in(half))} recomputed, needed {named} kept whole: nobody looks into it; {todo}"
+            yield f"found {', '.join(rule.recomputed_in(half))} recomputed, needed {named} kept whole: it is opaque; {todo}"
         listed = [name for name in OPAQUE if name in (*rule.keep, *rule.recompute) and OPAQUE[name].half == half]
         if absent_names := [name for name in listed if name not in affected]:
             yield f"found {', '.join(absent_names)}, which no layer of the rule has (model.opaque_layers)"

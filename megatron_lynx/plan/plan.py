@@ -3,7 +3,7 @@
     plan.yaml ──load_plan──> Plan ──apply──> a training job
                               │
               stages[k].rules[i]: a range of layers with equal treatment. Entry k is chunk k // p of stage k % p
-                              ├── keep / recompute      every item of the layer is in exactly one of them
+                              ├── keep / recompute   every item of the layer is in exactly one of them
                               ├── windows            where each half is recomputed, by phase if phases differ
                               ├── gather             (sequence parallelism) where a recomputed GEMM's input is gathered
                               └── weight_gradients   which linears delay theirs, and in which waits they run

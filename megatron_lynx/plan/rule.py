@@ -32,7 +32,7 @@ from megatron_lynx.anatomy.in_time import own_window
 from megatron_lynx.kinds.section import WHY_KEPT
 from megatron_lynx.kinds.sections import ItemName
 from megatron_lynx.plan.facts import LayerRange, Layers
-from megatron_lynx.validation import Part
+from megatron_lynx.validation import Part, formerly
 
 __all__ = ["GatherName", "ItemName", "PlaceName", "WaitName"]
 
@@ -147,7 +147,7 @@ class Rule(Part):
     layer above, and overlaps with it: the dispatch of its tokens, or without experts the reduction after its attention. `gather`:
     with sequence parallelism the input of its attention is gathered there first."""
     keep: tuple[ItemName, ...] = ()
-    recompute: tuple[ItemName, ...] = ()
+    recompute: Annotated[tuple[ItemName, ...], formerly("recompute", "replay")] = ()
     windows: Windows = Windows()
     gather: Gather = Gather()
     weight_gradients: dict[str, tuple[WaitName, ...]] = Field(default_factory=dict)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import groupby
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -12,7 +12,7 @@ from megatron_lynx.plan.facts import Layers
 from megatron_lynx.plan.rule import Rule
 from megatron_lynx.timetable import PlannedHalf
 from megatron_lynx.units import MIB
-from megatron_lynx.validation import Part
+from megatron_lynx.validation import Part, formerly
 
 ALWAYS = "always"
 """Key of the memory that a device uses at all moments."""
@@ -25,9 +25,9 @@ class Predicted(Part):
     """Seconds of the step's forwards and backwards over all stages, without `update_s`."""
     update_s: float | None = None
     """Seconds of the gradients' reduction and the optimizer's update."""
-    hidden_recompute_s: float = 0.0
+    hidden_recompute_s: Annotated[float, formerly("hidden_recompute_s", "hidden_replay_s")] = 0.0
     """Seconds of recomputation inside windows."""
-    exposed_recompute_s: float = 0.0
+    exposed_recompute_s: Annotated[float, formerly("exposed_recompute_s", "exposed_replay_s")] = 0.0
     """Seconds of recomputation outside windows, or longer than these."""
     resident_activation_bytes: int = 0
     """Activations of the stage's layers between forward and backward of one micro-batch."""
@@ -37,7 +37,7 @@ class Predicted(Part):
     """Seconds of delayed weight gradients inside windows."""
     weight_gradient_exposed_s: float = 0.0
     """Seconds of delayed weight gradients outside windows, or longer than these."""
-    recomputed_flops: int = 0
+    recomputed_flops: Annotated[int, formerly("recomputed_flops", "replayed_flops")] = 0
     """Floating-point operations of recomputed GEMMs and batched GEMMs, one micro-batch."""
     exposed_copy_s: float = 0.0
     """Seconds that the whole stage waits for copies from the host."""
@@ -133,7 +133,7 @@ class Stage(Part):
     which fits up to `predicted.moe_load_fallen_back`; None: halves never fall back."""
     whole: Whole | None = None
     """Micro-batches, counted from 0 in each step, that keep everything regardless of the rules."""
-    predicted: Predicted = Predicted()
+    predicted: Predicted = Field(default_factory=Predicted)
 
     def rule_for(self, layer: int) -> Rule:
         for rule in self.rules:  # called thousands of times per plan

@@ -117,7 +117,7 @@ def _misplaced(stage: Stage, half: PlannedHalf, phase: BackwardPhase, windows: P
         elif windows[window] <= before:
             yield f"{where} does not come after the window of the stretch before it"
         elif gather == ON_DEMAND:
-            yield f"{where} cannot hide a recomputation whose input is gathered on demand (a recomputation in a window must not communicate)"
+            yield f"{where} cannot hide a recomputation whose input is gathered on demand (none communicates in a window)"
         elif gather is not None and windows[gather] >= windows[window]:
             yield f"{where} comes before the half's input is gathered ({gather})"
         else:

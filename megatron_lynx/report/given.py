@@ -92,7 +92,7 @@ def _span(event: Mapping[str, Any]) -> Span:
         raise ValueError(f"it begins at {event['ts']} and lasts {event['dur']}")
     about = event.get("args", {})
     layer, half, micro_batch, window = (about.get(key) for key in ("layer", "half", "micro_batch", "window"))
-    kind = cast(SpanKind, str(event["cat"]))  # a later release may have more kinds
+    kind = cast(SpanKind, str(event["cat"]).replace("replay", "recompute"))  # 0.1's name; a later release may have more kinds
     return Span(kind, start_s, start_s + seconds, layer, half, micro_batch, window, str(event["name"]))
 
 

@@ -202,8 +202,8 @@ class PlannedHalf:
     deferred: Mapping[str, tuple[Window, ...]] = field(default_factory=dict)
     """By linear in backward order, the waits of its delayed weight gradient: each takes the oldest pending one."""
     checkpoint: bool = False
-    """Whether it keeps at most its input: all of `recompute` is recomputed on demand, including communication. If its place is the
-    first wait of its own backward, the part after its last communication runs there."""
+    """Whether it keeps at most its input: all of `recompute` is recomputed on demand, including communication. If its place is
+    the first wait of its own backward, the part after its last communication runs there."""
     fed_behind: int = 0
     """Number of halves after this checkpointed one that keep no input, and get it from this one's recomputation."""
     ahead_to: str | None = None

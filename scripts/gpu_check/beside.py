@@ -1,6 +1,6 @@
 """Beside which of NCCL's kernels recomputation ran, from a trace of torch's profiler (CUPTI's times, on the device's clock).
 
-host      ├─ annotation ─────────┤         what a recomputation launches is launched inside, on the same thread
+host      ├─ annotation ─────────┤         what it launches is launched inside, on the same thread
               launch 17  launch 18
 device              ├ kernel 17 ┤├ kernel 18 ┤         found by the launches' correlation
                  ├─── NCCL's kernel ──┤                recomputation ran beside it

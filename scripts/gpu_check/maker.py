@@ -31,7 +31,8 @@ SIZE = {"hidden": 1024, "ffn": 4096, "heads": 16, "vocab": 32_000, "seq": 512}
 LARGE = {"hidden": 8192, "ffn": 32_768, "heads": 64, "kv_groups": 64, "vocab": 32_000, "seq": 2048, "micro": 1}
 """Of what runs on GPUs. A dry run has the sizes of `tiny_job`."""
 SIDE = {"hidden": 4096, "ffn": 16_384, "heads": 32, "kv_groups": 32, "vocab": 32_000, "seq": 2048, "micro": 1}
-"""Of two ranks at once on one GPU, where nobody has measured yet: an all-reduce of 16 MiB through sockets beside each recomputation."""
+"""Of two ranks at once on one GPU, where nobody has measured yet: an all-reduce of 16 MiB through sockets beside each
+recomputation."""
 DELAY_S = {"trial": 0.003, "large": 0.02, "dry": 0.002}
 """Of a collective: longer than a recomputation of such a layer takes."""
 MEETING_S = 60.0
@@ -109,8 +110,8 @@ class Maker:
 
 
 def plan_of(job: Job, share: float = 1.0) -> Plan:
-    """Everything that can be recomputed is, in windows; or a share of it, drawn layer by layer. With a linear of Transformer Engine
-    comes the norm that it makes."""
+    """Everything that can be recomputed is, in windows; or a share of it, drawn layer by layer. With a linear of Transformer
+    Engine comes the norm that it makes."""
     draw, everything = random.Random(7), recomputable(job, gather=True)
     norms = {section.norm: section.gathered for section in DENSE.values()} if job.model.uses_te else {}
 
@@ -122,7 +123,8 @@ def plan_of(job: Job, share: float = 1.0) -> Plan:
 
 
 def behind_exchanges(job: Job) -> Plan:
-    """The same, but for what the gradient of experts' result comes through: experts' recomputations then lie behind their exchanges."""
+    """The same, but for what the gradient of experts' result comes through: experts' recomputations then lie behind their
+    exchanges."""
     return uniform_plan(job, [item for item in recomputable(job) if item != "mlp_bda"])
 
 

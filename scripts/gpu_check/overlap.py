@@ -1,8 +1,8 @@
 """Which part of the recomputations lay behind a collective, from when each of them began and ended on the device's clock.
 
 collective   ├────────────────────┤
-recompute           ├──────┤                 all of it behind the collective
-recompute                          ├──────┤  a part of it
+recomputation       ├──────┤                 all of it behind the collective
+recomputation                      ├──────┤  a part of it
 """
 
 from __future__ import annotations

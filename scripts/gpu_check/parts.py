@@ -66,7 +66,7 @@ class _Parts(Maker):
     def _of_one_since(self) -> Iterator[Part]:
         for recipe in ("delayed", "tensorwise"):
             job = self.te_job(fp8={"recipe": recipe})
-            shows = "scales and recomputes"
+            shows = "scales and recomputations"
             yield self.part_of_te(f"Transformer Engine, FP8, {recipe}", shows, job, lacking=no_fp8, training={"ddp": True})
         added: dict[str, Any] = {"model": {"gradient_accumulation_fusion": True}, "training": {"ddp": True}}
         shows = "weight gradients that it adds up in place"

@@ -136,7 +136,7 @@ def _wrong_windows(setting: Setting, ours: _Run, share: float) -> Iterator[str]:
     if not ours.recomputations:
         yield "no recomputation ran in a window of a collective"
     elif share < ENOUGH and not setting.shared:
-        yield f"of the recomputations in windows {share:.0%} ran behind their collectives, needed {ENOUGH:.0%}: overlap is missing"
+        yield f"of recomputations in windows {share:.0%} ran behind their collectives, needed {ENOUGH:.0%}: overlap is missing"
 
 
 def _most_of_all_ranks(figure: int, setting: Setting) -> int:

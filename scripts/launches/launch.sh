@@ -25,7 +25,7 @@ TRAIN_ITERS=${TRAIN_ITERS:-100000}
 
 REPOSITORY=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 
-# Collectives have to be queued before the recomputations that they hide, and recomputes allocate in another order than forwards:
+# Collectives have to be queued before the recomputations that they hide, and recomputations allocate in another order than forwards:
 # `megatron-lynx doctor` says more.
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 if [[ " $* " != *" --use-nccl-ub "* ]]; then # beside which Megatron raises below torch 2.11

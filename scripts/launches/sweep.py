@@ -153,7 +153,8 @@ def table(runs: Sequence[Run]) -> Iterator[str]:
             continue
         memory = "-" if run.memory_gib is None else f"{run.memory_gib:.1f} GiB"
         losses = "-" if run is first else compared(run, first)
-        yield f"| {run.setting} | {run.step_s:.3f} s | {run.step_s / first.step_s:.3f} | {memory} | {losses} | {run.recomputations} |"
+        times = f"{run.step_s:.3f} s | {run.step_s / first.step_s:.3f}"
+        yield f"| {run.setting} | {times} | {memory} | {losses} | {run.recomputations} |"
 
 
 if __name__ == "__main__":

@@ -131,7 +131,7 @@ def with_nvtx(training: Any) -> Seen:
     return seen
 
 
-# --- what recomputes cannot give --------------------------------------------------------------------------------------------
+# --- what recomputations cannot give -------------------------------------------------------------------------------------
 
 
 def asked_for_too_much(rank: int, job: Job, plan: Plan, asks: Callable[[Any], Any]) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def pool_of() -> Iterator[Callable[[int], RankPool]]:
     ("recipe", "like", "layout", "settings"), CASES, ids=lambda value: value if isinstance(value, str) else ""
 )
 def test_recomputed_and_mixed(pool_of, recipe, like, layout, settings):
-    """Micro-batches change the scales of delayed scaling, and recomputes come when later ones have."""
+    """Micro-batches change the scales of delayed scaling, and recomputations come when later ones have."""
     job = fp8_job(recipe, like, **LAYOUTS[layout])
     everything, windows = recomputable(job, gather=True), (recipe, layout) != ("tensorwise", "tp+sp")
     candidates = [

@@ -137,7 +137,8 @@ def test_what_a_release_brought_is_refused(pool_on, release):
 
 
 def test_no_tensor_stays_on_a_layer(pool_on):
-    """Since 0.19 the MLP half keeps its input on the layer until it ends. A recomputation ends before: one tensor per layer stayed."""
+    """Since 0.19 the MLP half keeps its input on the layer until it ends. A recomputation ends before: one tensor per layer
+    stayed."""
     job = tiny_job()
     [left] = pool_on(1).run(on_ranks.tensors_left_on_layers, job, plan_for(job, lambda _: recomputable(job)))
     assert left == []

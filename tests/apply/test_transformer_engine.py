@@ -110,8 +110,8 @@ def test_bytes_of_grouped_experts(pool_of):
 
 @pytest.mark.parametrize("grouped", [True, *long(False)])
 def test_offloaded_experts(pool_of, grouped):
-    """What they save goes to the host, beside recomputations and without; other tokens in every step, at last none for two of four.
-    Copies are late by random times, and what nobody may read any more is overwritten."""
+    """What they save goes to the host, beside recomputations and without; other tokens in every step, at last none for two of
+    four. Copies are late by random times, and what nobody may read any more is overwritten."""
     job = te_job(layers=2, experts={"count": 4, "per_token": 2, "ffn": 32}, bias=False, **LAYOUTS["PP2"])
     kept, recomputed = plan_for(job, lambda layer: ()), plan_for(job, lambda layer: ("experts_fc1", "experts_activation"))
     candidates = [offloading(kept, 1 << 20), *(offloading(plan, 1 << 20, experts=True) for plan in (kept, recomputed))]
@@ -165,7 +165,8 @@ def test_nothing_that_was_let_go_is_read(pool_of):
 
 
 def test_query_and_key_norms(pool_of):
-    """They are code behind `linear_qkv`, in nodes of Transformer Engine's operation fuser: recomputed with `rotary`, and let go."""
+    """They are code behind `linear_qkv`, in nodes of Transformer Engine's operation fuser: recomputed with `rotary`, and let
+    go."""
     job = te_job("llama", tensor=2)
     plans = [plan_for(job, lambda layer: recomputable(job)), plan_for(job, lambda layer: ["rotary"])]
     for outcomes in pool_of(2).run(compare_with_stock, job, plans, Trial(canaries=True, model={"qk_layernorm": True})):
@@ -261,7 +262,8 @@ def test_a_norm_alone_runs_no_gemm(pool_of):
 
 
 def test_what_fused_attention_takes_from_the_generator_is_taken_again(pool_of):
-    """A seed and an offset, which it saves though nothing drops out. A recomputation of it finds the same, and leaves no trace."""
+    """A seed and an offset, which it saves though nothing drops out. A recomputation of it finds the same, and leaves no
+    trace."""
     job = te_job("llama", attention_dropout=0.0, hidden_dropout=0.0)
     plan = plan_for(job, lambda layer: ["core_attention"] if layer == 1 else NORMS)
     [(taken, ends)] = pool_of(1).run(te_on_ranks.drawn_without_dropout, job, plan)

@@ -1,4 +1,4 @@
-"""What a plan really recomputations and holds, on a rank. Megatron is imported inside, after the rank's stand-in is in place."""
+"""What a plan really recomputes and holds, on a rank. Megatron is imported inside, after the rank's stand-in is in place."""
 
 from __future__ import annotations
 

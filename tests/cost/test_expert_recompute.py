@@ -1,4 +1,5 @@
-"""Sizes and FLOPs of recomputations inside experts: by hand for Mixtral, and against the real runtime and the real megatron-core."""
+"""Sizes and FLOPs of recomputations inside experts: by hand for Mixtral, and against the real runtime and the real
+megatron-core."""
 
 from __future__ import annotations
 

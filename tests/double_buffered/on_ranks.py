@@ -448,7 +448,8 @@ class Planned:
 
 
 def planned(rank: int, job: Job, how: dict[str, Any], plans: list[Any], batches: int = 4) -> list[Planned]:
-    """The reference, without a plan, and each plan. The retired buffer is NaN before it is filled again: recomputations read neither."""
+    """The reference, without a plan, and each plan. The retired buffer is NaN before it is filled again: recomputations read
+    neither."""
     from megatron_lynx.apply import install
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
 

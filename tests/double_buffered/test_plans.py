@@ -1,4 +1,5 @@
-"""Plans without flushes: recomputations in windows and activations on the host change no bit, and see the weights of their forward."""
+"""Plans without flushes: recomputations in windows and activations on the host change no bit, and see the weights of their
+forward."""
 
 from __future__ import annotations
 

@@ -22,4 +22,4 @@ if __name__ == "__main__":
     with graphs.stand_in_for_captures():
         runpy.run_path(sys.argv[0], run_name="__main__")
     if os.environ["RANK"] == "0":
-        print(f"\n{len(made)} graphs ran {sum(graph.recomputations for graph in made)} times", flush=True)
+        print(f"\n{len(made)} graphs ran {sum(graph.replays for graph in made)} times", flush=True)

@@ -210,7 +210,8 @@ def test_a_broken_recomputation_is_named(script, tmp_path):
 
 
 def test_frames_are_checked(script, tmp_path):
-    """Recomputed, gathered once and, in part, on the host: nothing printed changes. Of a broken recomputation, what it made is named."""
+    """Recomputed, gathered once and, in part, on the host: nothing printed changes. Of a broken recomputation, what it made is
+    named."""
     flags = [*MODEL, "--mock-data", *flags_of(INTERLEAVED)]
     plan = saved(offloading(plan_of(INTERLEAVED, gather="once"), 200_000, pace=40_000), tmp_path / "plan.yaml")
     stock = launch(script, flags, ranks=4)

@@ -24,8 +24,8 @@ from .frames_on_ranks import Checked, Trial, check_frames
 
 Pools = Callable[[int], RankPool]
 SUMMARY = re.compile(
-    r"checked (\d+) frames in 3 steps(?: on \d ranks)?, of (all|\d+ of) (\d+) kinds of frames: (\d+) tensors that were recomputed "
-    r"and (\d+) that were reloaded(?:, and (\d+) inputs that were gathered again,)? \(.+\) "
+    r"checked (\d+) frames in 3 steps(?: on \d ranks)?, of (all|\d+ of) (\d+) kinds of frames: (\d+) tensors "
+    r"that were recomputed and (\d+) that were reloaded(?:, and (\d+) inputs that were gathered again,)? \(.+\) "
     r"are in every bit what their forward had saved"
 )
 

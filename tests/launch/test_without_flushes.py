@@ -82,8 +82,8 @@ def test_a_signal_saves_one_batch_later_and_nothing_is_lost(run, folder, undrain
 
 
 def test_under_a_plan(run, folder, undrained):
-    """Everything recomputed, its first half while the gradient is awaited; some on the host. Frames are checked, though a backward
-    may come a batch behind its forward. A plan that flushes is refused."""
+    """Everything recomputed, its first half while the gradient is awaited; some on the host. Frames are checked, though a
+    backward may come a batch behind its forward. A plan that flushes is refused."""
     plan = plan_of("pipeline 2")
     assert plan.schedule == "flush"
     refused = run(SCRIPT, [*FLAGS, *WITHOUT, "--lynx-plan", saved(plan, folder / "flush.yaml")])

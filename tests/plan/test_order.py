@@ -78,7 +78,8 @@ def test_the_window_of_a_gather_that_is_not_made_again() -> None:
 
 
 def test_a_forward_window_of_the_very_gemm_that_is_recomputed() -> None:
-    """Rule R13: neither its recomputation nor the gather of its input runs inside its own forward. Other forwards may hide both."""
+    """Rule R13: neither its recomputation nor the gather of its input runs inside its own forward. Other forwards may hide
+    both."""
     raw = raw_plan(tensor=2, pipeline=2, sequence_parallel=True, microbatches=4, gather=True)
     first = raw["stages"][0]
     first["ahead_depth"], rule = 4, first["rules"][0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -11,9 +12,12 @@ import pytest
 import yaml
 from hypothesis import given, settings
 
+from megatron_lynx.config.loader import load_job
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.plan import Plan, dump_plan, load_plan, plan_schema, save_plan
 from megatron_lynx.plan.plan import Whole
+from megatron_lynx.planner import uniform_plan
+from megatron_lynx.validation import validated
 from megatron_lynx.yaml_file import write_yaml
 from tests.plan.strategies import plans
 
@@ -268,3 +272,34 @@ def test_a_plan_that_flushes_does_not_say_so(tmp_path: Path) -> None:
     save_plan(without, tmp_path / "plan.yaml")
     assert "\nschedule: double_buffered\n" in (tmp_path / "plan.yaml").read_text()
     assert load_plan(tmp_path / "plan.yaml") == without
+
+
+def test_keys_of_older_plans_are_read() -> None:
+    """Version 0.1 wrote `replay`. Both spellings at once are refused, whichever list is empty."""
+    plan = uniform_plan(load_job("demo"))
+    data = yaml.safe_load(dump_plan(plan))
+    older = {
+        "hidden_recompute_s": "hidden_replay_s",
+        "exposed_recompute_s": "exposed_replay_s",
+        "recomputed_flops": "replayed_flops",
+    }
+    for stage in data["stages"]:
+        stage["predicted"] |= {"hidden_recompute_s": 1.0, "exposed_recompute_s": 2.0}
+        stage["predicted"] = {older.get(key, key): value for key, value in stage["predicted"].items()}
+        for rule in stage["rules"]:
+            rule["replay"] = rule.pop("recompute")
+    read = validated(Plan, data, "plan.yaml")
+    assert [stage.rules for stage in read.stages] == [stage.rules for stage in plan.stages]
+    for now, made in zip(read.stages, plan.stages, strict=True):
+        predicted = now.predicted
+        flops = made.predicted.recomputed_flops
+        assert flops > 0
+        assert (predicted.hidden_recompute_s, predicted.exposed_recompute_s, predicted.recomputed_flops) == (1.0, 2.0, flops)
+    text = read.model_dump_json(exclude_defaults=True).replace('"recompute":', '"replay":')
+    for key, name in older.items():
+        text = text.replace(f'"{key}":', f'"{name}":')
+    assert read.digest == hashlib.sha256(text.encode()).hexdigest(), "outcomes of 0.1 name their plan by it"
+    data["stages"][0]["rules"][0]["recompute"] = []
+    with pytest.raises(ConfigError) as refusal:
+        validated(Plan, data, "plan.yaml")
+    assert "stages.0.rules.0.replay" in str(refusal.value)

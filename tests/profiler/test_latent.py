@@ -88,7 +88,8 @@ def test_a_real_layer_keeps_what_its_shape_says(pool_of: Callable[[int], RankPoo
 
 @pytest.mark.parametrize(("exchange", "made_by"), [("p2p", (ROTARY, CORE_ATTENTION)), ("all_gather", (ROTARY, ROTARY))])
 def test_cut_sequences_keep_what_the_exchange_leaves(exchange: Any, made_by: tuple[str, str]) -> None:
-    """Around a ring the keys and values that came last, which no recomputation makes; values are narrower than keys, as they travel."""
+    """Around a ring the keys and values that came last, which no recomputation makes; values are narrower than keys, as they
+    travel."""
     query, keys = made_by
     job = tiny_job("llama", kv_groups=4, latent=SIZES, context=2, context_exchange=exchange, **TE)
     shape = LayerShape(job.model, job.parallel, job.batch.micro)

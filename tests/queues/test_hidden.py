@@ -1,9 +1,10 @@
 """Recomputations that run while a gradient is received are hidden with one hardware queue as with eight.
 
 Interleaved schedules send a forward between the receive of a gradient and the wait for it, and double-buffered ones right before
-the receive. NCCL has one stream for all messages of two ranks in a group. So the recomputation used to come behind a message that waited
-behind another one in that stream, at the head of the only queue: it began when the gradient was there. Of two stages cool-down's
-recomputations did, too, with any number of queues: they came behind a send that the other stage takes when it has made the gradient.
+the receive. NCCL has one stream for all messages of two ranks in a group. So the recomputation used to come behind a message that
+waited behind another one in that stream, at the head of the only queue: it began when the gradient was there. Of two stages
+cool-down's recomputations did, too, with any number of queues: they came behind a send that the other stage takes when it has
+made the gradient.
 """
 
 from __future__ import annotations

@@ -147,7 +147,8 @@ def test_what_is_let_go_does_not_depend_on_the_first_load() -> None:
 )
 def test_memos_hold_what_experts_get_and_no_more(recompute: set[str], held: int) -> None:
     """In each call: the dispatched rows and their weights, and what norm and first linears returned that are kept; the graph
-    holds that as well. What a recomputation only passes has no values; what second linears returned once had some in later calls."""
+    holds that as well. What a recomputation only passes has no values; what second linears returned once had some in later
+    calls."""
     run = Run(Engine(), frozenset(recompute))
     for rows in LOADS:
         gc.collect()  # what other tests left in cycles

@@ -92,8 +92,8 @@ def test_a_tensor_that_is_let_go_is_gone() -> None:
     ],
 )
 def test_memos_that_remain(recompute: list[str], memos: dict[int, bool]) -> None:
-    """By segment: kept sites that the recomputation will pass, and whether with values. What is only passed on the way to the residual
-    addition needs none: its mask depends on the random state and the shape alone."""
+    """By segment: kept sites that the recomputation will pass, and whether with values. What is only passed on the way to the
+    residual addition needs none: its mask depends on the random state and the shape alone."""
     frame, _ = recorded(*made(), recompute)
     assert {segment: not isinstance(memo.outputs, Absent) for segment, memo in frame.memos.items()} == memos
 

@@ -229,8 +229,8 @@ PHASES = StageOrder(
 
 
 def test_tasks_by_phase() -> None:
-    """Steady: the forward that runs just before hides the first recomputation, then a backward's own windows do. Cool-down: other tasks
-    in the same windows."""
+    """Steady: the forward that runs just before hides the first recomputation, then a backward's own windows do. Cool-down: other
+    tasks in the same windows."""
     places = {
         3: (within(forward_of(2)), ON_DEMAND_PLACE),
         2: (within(backward_of(3)), ON_DEMAND_PLACE),
@@ -288,7 +288,8 @@ def test_a_forward_of_another_chunk() -> None:
 
 
 def test_what_has_no_room_keeps_nothing_else_from_running() -> None:
-    """Recomputations run in the plan's order until one has no room; weight gradients come behind them, gathers behind the wait."""
+    """Recomputations run in the plan's order until one has no room; weight gradients come behind them, gathers behind the
+    wait."""
     places = {3: within(backward_of(4)), 2: within(backward_of(4)), 1: within(backward_of(2), gather=backward_of(4))}
     stage = Stage(places, 1, chunks=(range(1, 5),), gathers=(1,), deferred={FC1: (backward_of(4),)})
     recomputations = stage.run()

@@ -49,7 +49,7 @@ def option(count: int, saved: int, regenerated: int, recompute_s: float, window_
 
 
 def options(parts: list[tuple[int, float]], window_s: float, forward_s: float = 0.0) -> Choices:
-    """Items of (bytes, seconds): option k recomputations the first k of them and keeps the rest, on demand or in a window."""
+    """Items of (bytes, seconds): option k recomputes the first k of them and keeps the rest, on demand or in a window."""
     total = sum(size for size, _ in parts)
     offered = []
     for count in range(len(parts) + 1):

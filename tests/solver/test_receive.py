@@ -1,4 +1,5 @@
-"""Recomputations that share the receive of cool-down: less exposed, no more held than the budget, and shorter steps in the simulator."""
+"""Recomputations that share the receive of cool-down: less exposed, no more held than the budget, and shorter steps in the
+simulator."""
 
 from __future__ import annotations
 

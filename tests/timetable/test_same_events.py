@@ -42,8 +42,8 @@ Event = tuple[Task, str]
 def passes(
     plan: Plan, job: Job, stage: int, timetable: Timetable
 ) -> Iterator[tuple[Action, int | None, list[Event], list[Event]]]:
-    """The passes of a stage in a step; whose recomputations each runs (None: its own are all that it could), what it runs, and what runs
-    while its gradient is received."""
+    """The passes of a stage in a step; whose recomputations each runs (None: its own are all that it could), what it runs, and
+    what runs while its gradient is received."""
     order = list(schedule_of(job).phases(stage))
     for at, (action, phase) in enumerate(order):
         if action.kind == "F":
@@ -115,8 +115,8 @@ def linears_in(events: list[Event]) -> set[tuple[int, str, str]]:
 
 @pytest.mark.parametrize("layout", JOBS)
 def test_what_ranks_run_is_the_timetable(pool_of: Callable[[int], RankPool], layout: str) -> None:
-    """Of every micro-batch, every recomputation in its window or on demand, and no weight gradient in another wait than one of its
-    own."""
+    """Of every micro-batch, every recomputation in its window or on demand, and no weight gradient in another wait than one of
+    its own."""
     job = JOBS[layout]
     [plan] = samples(plans_for(job, defers=True).filter(lambda plan: any(stage.defers for stage in plan.stages)), 1)
     trial = Trial(steps=1, traced=True, training={"ddp": True}, model={"gradient_accumulation_fusion": True})

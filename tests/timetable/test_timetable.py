@@ -66,8 +66,8 @@ def test_phases_in_which_the_same_runs_have_equal_backwards() -> None:
 
 
 def test_an_input_that_is_gathered() -> None:
-    """Behind a wait; the recomputation knows it, and the backward does not wait for it again. A gather that was missed is on demand, and
-    so is its recomputation, because no window may communicate (rule R2)."""
+    """Behind a wait; the recomputation knows it, and the backward does not wait for it again. A gather that was missed is on
+    demand, and so is its recomputation, because no window may communicate (rule R2)."""
     gather, window = at("fwd", 2), at("bwd", 2, ordinal=2)
     stage = Timetable([[mlp(1, (window, None), gather=gather), mlp(2)]], Layout(sequence_parallel=True))
     assert stage.forward(0, 0).tasks == {("after", gather): (Task("gather", (1, "mlp")),)}

@@ -12,8 +12,8 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 
 Held = tuple[int, str, str, int]
-"""(layer, half, the item before which its recomputation stopped, at which it stopped ahead, "gather" or "", bytes that were not there
-before)."""
+"""(layer, half, the item before which its recomputation stopped, at which it stopped ahead, "gather" or "", bytes that were not
+there before)."""
 
 
 def held_after_tasks(rank: int, job: Job, plan: Plan) -> list[Held]:

@@ -46,8 +46,8 @@ class Graphs:
         self.captured = [graph for layers in helper.callables_per_chunk for layer in layers for graph in layer.cuda_graphs]
 
     @property
-    def recomputations(self) -> int:
-        return sum(graph.recomputations for graph in self.captured)
+    def replays(self) -> int:
+        return sum(graph.replays for graph in self.captured)
 
 
 @contextmanager

@@ -1,5 +1,5 @@
-"""What a recomputation holds where it stops, what a gather holds ahead of it, and what else is there of what begins ahead, is what plans
-are priced with, to the byte."""
+"""What a recomputation holds where it stops, what a gather holds ahead of it, and what else is there of what begins ahead, is
+what plans are priced with, to the byte."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def test_what_a_recomputation_holds_where_it_stops(pool_of: Pools, like: Any, ca
 @pytest.mark.parametrize("how", [True, "gather"])
 @pytest.mark.parametrize("like", ["gpt", "llama"])
 def test_what_is_held_of_a_layer_that_begins_ahead(pool_of: Pools, like: Any, how: Any) -> None:
-    """A gathered input has a buffer of its own, which is gone when the recomputation stops the next time. What a reduction reads is held
-    by nobody but what travels (`test_what_begins_ahead_holds_what_the_planner_says`)."""
+    """A gathered input has a buffer of its own, which is gone when the recomputation stops the next time. What a reduction reads
+    is held by nobody but what travels (`test_what_begins_ahead_holds_what_the_planner_says`)."""
     job = tiny_job(like, tensor=2, layers=3, microbatches=1, sequence_parallel=how == "gather")
     plan, profile = ahead(checkpointed(plan_for(job, lambda layer: ()), "layer"), how=how), made_up_profile(job)
     section = DENSE["attention"]

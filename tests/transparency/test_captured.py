@@ -114,8 +114,8 @@ def free_of_experts(job: Job) -> set[str]:
 
 @pytest.mark.parametrize("tracker", ["te", "inference"])
 def test_other_trackers_of_random_numbers(te_pool_of: Pools, tracker: Tracker) -> None:
-    """Transformer Engine's has generators as states, which graphs hold on to: a recomputation sets what is in them, and leaves them in
-    place. Inference's has none, and all draw from the device's generator."""
+    """Transformer Engine's has generators as states, which graphs hold on to: a recomputation sets what is in them, and leaves
+    them in place. Inference's has none, and all draw from the device's generator."""
     job = job_of("TP2+SP", ("attn",))
     checked(te_pool_of, job, candidates_for(job)[1:2], trial_of(captured=Captured(tracker=tracker)))
 
@@ -128,9 +128,9 @@ def test_capture_before_the_first_step(te_pool_of: Pools) -> None:
 
 
 def test_a_hook_in_a_graph_is_passed_at_the_capture_alone(te_pool_of: Pools) -> None:
-    """What the instrument is for: a recomputation runs none of the model's Python, on the memory of the capture."""
+    """What the instrument is for: a replay runs none of the model's Python, on the memory of the capture."""
     [seen] = te_pool_of(1).run(calls_of_a_hook, job_of("one rank", ("attn",)))
-    assert seen == {"in the graph": 0, "beside it": 2, "recomputations": 8}
+    assert seen == {"in the graph": 0, "beside it": 2, "replays": 8}
 
 
 def test_no_hook_is_on_a_captured_half(te_pool_of: Pools) -> None:
@@ -217,7 +217,7 @@ def calls_of_a_hook(rank: int, job: Job) -> dict[str, int]:
         for name, module in (("in the graph", layer.self_attention.linear_qkv), ("beside it", layer.mlp.linear_fc1)):
             module.register_forward_hook(lambda *_, name=name: calls.update({name: calls[name] + 1}))
         training.step(synthetic_batches(job, 0))
-    return {**calls, "recomputations": graphs.recomputations}
+    return {**calls, "replays": graphs.replays}
 
 
 @pytest.mark.parametrize(

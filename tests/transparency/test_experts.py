@@ -134,8 +134,8 @@ def test_gathered_tokens(pool_of: Pools, layout: str) -> None:
 
 
 def test_exchanges_are_windows(pool_of: Pools) -> None:
-    """Tokens travel while experts' own recomputations run, those of the attention half below them, and of the layer below. In backward
-    the first exchange brings back the gradient of what experts returned; dropout masks are needed before it."""
+    """Tokens travel while experts' own recomputations run, those of the attention half below them, and of the layer below. In
+    backward the first exchange brings back the gradient of what experts returned; dropout masks are needed before it."""
     job = job_of("EP2", layers=2)
     own = plan_for(job, lambda layer: [item for item in recomputable(job) if item != "mlp_bda"], windows=False)
     candidates = [
@@ -189,7 +189,8 @@ def window_names(outcome: Outcome) -> set[str]:
 
 
 def test_a_rank_without_tokens(pool_of: Pools) -> None:
-    """All tokens go to the experts of the first rank. What the second one's save is empty, and its recomputations find nothing."""
+    """All tokens go to the experts of the first rank. What the second one's save is empty, and its recomputations find
+    nothing."""
     job = job_of("EP2, every second layer")
     candidates = [plan_for(job, lambda layer: ()), plan_for(job, lambda layer: recomputable(job))]
     ranks = checked(pool_of, job, candidates, trial_of(steps=2, model=STATEFUL, starved=True))

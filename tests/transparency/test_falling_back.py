@@ -75,7 +75,7 @@ def test_every_bit(pool_of: Pools, name: str) -> None:
 
 
 def test_the_window_of_a_half_holds_what_fell_back(pool_of: Pools) -> None:
-    """Nothing of it communicates, so it runs again where the rule's recompute does."""
+    """Nothing of it communicates, so it runs again where the rule's recomputation does."""
     job = JOBS["all-to-all"]()
     normed = plan_for(job, lambda layer: ("pre_mlp_layernorm",), windows=False)
     windowed = exchanging(normed, {"mlp": "bwd.mlp.0"})

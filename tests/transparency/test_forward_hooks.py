@@ -28,8 +28,8 @@ def all_recomputed(job) -> Plan:  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("job", [DENSE_JOB, EXPERT_JOB], ids=["dense", "experts"])
 def test_hooks_heard_each_recomputation_as_one_more_forward(pool_of: Pools, job) -> None:  # type: ignore[no-untyped-def]
-    """With memory that nobody had written, where a recomputation passes what it does not need: so recorded those who record activations
-    or count tokens. Every hook hears what stock's hears: the same modules, in the same order, with the same bits."""
+    """With memory that nobody had written, where a recomputation passes what it does not need: so recorded those who record
+    activations or count tokens. Every hook hears what stock's hears: the same modules, in the same order, with the same bits."""
     partly = plan_for(job, lambda layer: ("rotary", "core_attention", "activation", "experts_activation"))
     [calls] = pool_of(1).run(listening.heard, job, [None, all_recomputed(job), partly])
     stock, *planned = calls

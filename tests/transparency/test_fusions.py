@@ -1,4 +1,5 @@
-"""Megatron's compiled fusions under a plan: the same bits as stock with the same fusions, and nothing is compiled for recomputations.
+"""Megatron's compiled fusions under a plan: the same bits as stock with the same fusions, and nothing is compiled for
+recomputations.
 
 `jit_fuser` is `torch.compile`. Its guards look at every argument's type, shape, strides, and whether it asks for a gradient: what
 a recomputation hands to a compiled function must pass for what the record handed to it.
@@ -58,8 +59,8 @@ def assert_nothing_new(like: str, stock: Seen, planned: list[Seen]) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("like", ["gpt", "llama"])
 def test_the_same_bits_and_nothing_compiled_for_a_recomputation(compiling: Pools, layout: str, like: Any) -> None:
-    """Recomputations pass geometry in place of values that they do not need. They used to pass one value expanded to the size: strides
-    differed, and the compiler compiled bias-dropout-add again in the middle of a recomputation."""
+    """Recomputations pass geometry in place of values that they do not need. They used to pass one value expanded to the size:
+    strides differed, and the compiler compiled bias-dropout-add again in the middle of a recomputation."""
     job = tiny_job(like, **LAYOUTS[layout], hidden_dropout=0.1)
     everything = recomputable(job, gather=True)
     candidates = [
@@ -115,7 +116,8 @@ def turned_as_megatron_does(rank: int) -> tuple[bool, bool]:
 @pytest.mark.skipif(not any(map(which, ("g++", "clang++"))), reason="needs a compiler of C++")
 def test_masks_that_generated_code_draws() -> None:
     """C++ that torch generates draws other masks than plain code. A function that the compiler gives up, because it was compiled
-    too often, is plain code: its recomputations would drop other values than the record did. (Here it gives up at the second time.)"""
+    too often, is plain code: its recomputations would drop other values than the record did. (Here it gives up at the second
+    time.)"""
     job = tiny_job("llama", layers=2, hidden_dropout=0.1)
     candidates = [
         plan_for(job, lambda layer: recomputable(job)),

@@ -43,7 +43,8 @@ def test_every_way_of_exchanging(pool_of: Pools, variant: str) -> None:
 
 
 def test_gradients_through_the_group_of_all_ranks(pool_of: Pools) -> None:
-    """With three stages or more, a plan with recomputations in steady receives sends gradients through another group than outputs."""
+    """With three stages or more, a plan with recomputations in steady receives sends gradients through another group than
+    outputs."""
     job = tiny_job("gpt", pipeline=3, layers=6, layers_per_chunk=1, microbatches=6)
     outcomes = checked(pool_of, job, [plan_for(job, lambda layer: recomputable(job))])
     assert [rank[0].planned.counts[0].in_windows for rank in outcomes] == [12, 12, 6]
@@ -66,8 +67,8 @@ def test_gradients_that_lie_there_are_no_window(pool_of: Pools) -> None:
 
 
 def test_windows_of_another_chunks_forward(pool_of: Pools) -> None:
-    """Stage 0 has layers 1 and 4-5. Forwards of chunk 0 hide recomputations of chunk 1, and the other way about: a window is known by
-    where its layer stands in its chunk. Cool-down: one micro-batch ahead, while its gradient is awaited."""
+    """Stage 0 has layers 1 and 4-5. Forwards of chunk 0 hide recomputations of chunk 1, and the other way about: a window is
+    known by where its layer stands in its chunk. Cool-down: one micro-batch ahead, while its gradient is awaited."""
     job = tiny_job("llama", tensor=2, pipeline=2, layers=6, partition=(1, 2, 2, 1), microbatches=4)
     raw = plan_for(job, lambda layer: recomputable(job)).model_dump(mode="json")
     first_frames = {"steady": "fwd.attention.0", "cooldown": "pipe.recv_backward"}

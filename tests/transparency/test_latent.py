@@ -106,8 +106,8 @@ def latent_plan(job: Job, recompute: Collection[str], window: Any = "on_demand")
 
 
 def together(job: Job, items: Collection[str]) -> list[str]:
-    """Those of these items that may be recomputed in this layout, with what has to be recomputed beside them: a linear whose output
-    is turned in place, its norm, and the code that turns it. The MLP's are left as they are."""
+    """Those of these items that may be recomputed in this layout, with what has to be recomputed beside them: a linear whose
+    output is turned in place, its norm, and the code that turns it. The MLP's are left as they are."""
     section, everything = job.model.halves["attention"], all_of(job)
     torn = section.torn([item for item in items if item in everything])
     beside = {*items, *torn, *(INNER_NORMS[:1] if "linear_q_up_proj" in torn else ())}

@@ -97,8 +97,8 @@ def assert_adds_up(plan: Plan, counts: Figures) -> None:
 
 
 def within(job: Job, *, every: bool = False) -> list[Plan]:
-    """Everything that may leaves within its own micro-batch; a part, slowly; a little, of what stays beside recomputations. `every`: of
-    every micro-batch, and not only where its own backward follows at once."""
+    """Everything that may leaves within its own micro-batch; a part, slowly; a little, of what stays beside recomputations.
+    `every`: of every micro-batch, and not only where its own backward follows at once."""
     keeping, everything = plan_for(job, lambda layer: ()), recomputable(job, gather=job.parallel.sequence_parallel)
     mixed = plan_for(job, lambda layer: ["input_layernorm", "core_attention", "activation"][layer % 2 :])
     size = chunk_bytes(job)

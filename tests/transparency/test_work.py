@@ -67,8 +67,8 @@ def test_gathered_once_for_recompute_and_weight_gradient(pool_of: Pools, windows
 
 @pytest.mark.quick
 def test_an_input_gathered_for_the_weight_gradient_alone(pool_of: Pools) -> None:
-    """Story: linear_fc1 alone, from a kept norm's output, is recomputed before its GEMM runs. The gather was started, nobody waited
-    for it, and the weight gradient was computed from whatever the buffer held."""
+    """Story: linear_fc1 alone, from a kept norm's output, is recomputed before its GEMM runs. The gather was started, nobody
+    waited for it, and the weight gradient was computed from whatever the buffer held."""
     job = tiny_job("gpt", tensor=2, sequence_parallel=True)
     plan = plan_for(job, lambda layer: ["linear_fc1"], windows=False)
     for outcomes in pool_of(2).run(compare_with_stock, job, [plan], Trial(steps=1)):

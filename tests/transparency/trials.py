@@ -253,7 +253,7 @@ def _backward_in_a_second_thread() -> Iterator[None]:
 @contextmanager
 def _canaries(seen: Seen) -> Iterator[None]:
     """Hold on to every tensor that is let go, and overwrite those that nobody else holds before the next backward. What stands in
-    a replay for values that it does not need holds NaN, too."""
+    a recomputation for values that it does not need holds NaN, too."""
     from megatron.core.pipeline_parallel import combined_1f1b, schedules
 
     from megatron_lynx.runtime.frame import Absent, Frame
