@@ -1,49 +1,16 @@
-"""Recomputes a half: the same code from the same inputs, as far as needed.
+"""Recomputes a half: the same code from the same inputs, as far as needed (docs/runtime.md has the pictures).
 
-    half inputs ──> [1] ── code [2] ── site [3] ── code [2] ── site [3] ── code ...
-                                                                  └ stops at a site: all wanted tensors are collected [5],
-                                                                    or this is the requested site [6]
+    half inputs ──> code ── site ── code ── site ── code ...
+                     │       └ with a memo: it is returned. Else the site runs, and its wanted saved tensors are collected
+                     └ wanted tensors among those that it saves are collected
 
-[1] random state (if the half may draw) and surroundings are restored; grad mode is on, because code saves tensors only then
-[2] code between sites runs; wanted tensors among those that it saves are collected
-[3] at a site, wanted arguments are collected first, then
-          with a memo     the memo is returned and the random state advances to after the site. Memos of kept sites come from
-                          the record, memos of recomputed sites from an earlier partial recomputation
-          without one     the site runs, and its wanted saved tensors are collected
-[4] a site's first part runs alone if the rest has a memo, is not needed, or must not be reached
-[5] a recomputation without wanted tensors stops between sites, never inside one (rule R13)
-[6] a recomputation up to a site stops before the site's call and returns its argument; one up to the code after a site stops when
-    the site returns. Sites that ran leave memos, so the frame's next recomputation runs no site twice
-[7] a shortcut runs the half's first sites without the code around them (`site`)
-[8] a recomputation that begins ahead stops after a site whose communication it leaves in flight; the frame's next one waits for
-it
-[9] a gather that a checkpoint begins ahead serves its recomputation only: backward gathers again, as in stock
-[10] dispatched rows that were sorted into a copy are freed: gradients travel while later code runs
-
-Dropped tensors are recomputed by a window of the plan, or when backward requests the first of them:
+Memos of kept sites come from the record, memos of recomputed sites from an earlier partial recomputation, so that the frame's next
+recomputation runs no site twice. A recomputation stops between sites, never inside one (rule R13).
 
     a handle     ─── not found: recompute(frame, "on_demand") ───> the tensor, dropped here
     a window     ─── recompute(frame, window), or a part of it: recompute(frame, window, until)
     after one    ─── gather(frame): up to the site whose input is gathered; the next recomputation uses the result
-
-A checkpointed half is recomputed, with its collectives, where backward enters it. If the half before returns its input, that one
-is recomputed to its end first, and its own wanted tensors are collected meanwhile:
-
-    enter mlp(4)       on_demand ──> [attention(4) whole, from its input] ──returns──> [mlp(4), as far as needed]
-    enter attention(4) all is found
-
-Its last communication can begin ahead:
-
-    enter attention(5) begin ──> [attention(4) whole] ──> [mlp(4) to its dispatch] ── tokens in flight ──┐
-    enter mlp(4)       on_demand ─────────────────────────────────────> [wait] ──> [mlp(4), the rest] <──┘
-
-A half of experts may also stop there where backward enters it. The rest runs while the gradient of the experts' output is in
-flight, which is issued after the dispatch:
-
-    enter mlp(4)       begin ──> [attention(4) whole] ──> [mlp(4) to its dispatch]
-    bwd.mlp.0@4        recompute ──> [wait for the dispatch] ──> [mlp(4), the rest] ──> [wait for the gradient]
-
-With sequence parallelism the input of a recomputed GEMM is gathered once for the recomputation and the weight gradient.
+    a checkpoint ─── begin(frame, item): up to a communication that is left in flight; the next recomputation waits for it
 """
 
 from __future__ import annotations
@@ -139,10 +106,10 @@ class Recomputer(Run):
             with random, torch.enable_grad(), suppress(_Enough):
                 if shortcut:
                     values = [*args, *kwargs.values()]
-                    for step in shortcut:  # [7]
+                    for step in shortcut:
                         values.append(first_in(Tensor, self.site(SiteCall(step.site, (values[step.source],), {}))))
                 else:
-                    outputs = self.frame.code(*args, **kwargs)  # [1]
+                    outputs = self.frame.code(*args, **kwargs)
                     if self._whole:
                         self.returned = [detached(tensor) for tensor in tensors_in(outputs)]
                         self.left = self._random.capture() if draws else None
@@ -160,8 +127,8 @@ class Recomputer(Run):
         if call.site.first is not None:
             self._run_first(call.site.first, call, arguments)
             self._enter()
-        self._collect_views(arguments)  # [3]
-        if call.site.name == self._until:  # [6]
+        self._collect_views(arguments)
+        if call.site.name == self._until:
             self.argument = arguments[0].detach() if self.argument is None else self.argument
             raise _Enough
         self._stop_if_done()
@@ -171,14 +138,15 @@ class Recomputer(Run):
             self._free_rows(call.site, arguments, outputs, recalled=memo is not None)
         self._enter()
         if call.site.name == self._starts and self.frame.under_way is not None and self.frame.under_way.works:
-            raise _Enough  # [8]
+            raise _Enough  # its communication is in flight
         self._stop_if_done()
         if self._until is not None and self._until == self.frame.policy.section.code_behind.get(call.site.name):
-            raise _Enough  # [6]
-        self._packing.turn(self._segment in self.frame.lets_go_in)  # [2]
+            raise _Enough
+        self._packing.turn(self._segment in self.frame.lets_go_in)
         return outputs
 
     def _run_first(self, first: FirstPart, call: SiteCall, arguments: list[Tensor]) -> None:
+        """Run a site's first part alone if the rest has a memo, is not needed, or must not be reached."""
         segment_keys = {key for key in self.frame.wanted if key[0] == self._segment}
         passed = self._segment + 1 in self.frame.memos
         ends_here = call.site.name == self._until
@@ -186,7 +154,7 @@ class Recomputer(Run):
         if not ends_here and (not segment_keys or not (passed or ends_all)):
             return  # not needed, or the whole site runs
         with torch.no_grad(), call.as_recorded(self.frame.site_states.get(self._segment + 1)):
-            made = first.run(arguments[0])  # [4]
+            made = first.run(arguments[0])
         for index, tensor in enumerate(made):
             if tensor is not None:
                 self.frame.keep((self._segment, index), tensor)
@@ -209,9 +177,9 @@ class Recomputer(Run):
                 outputs = call()
             self._collect_saved(call, outputs)
         if policy.checkpoint and self._is_at(policy.gather_site):
-            self.frame.gathering = None  # [9]
+            self.frame.gathering = None  # begun ahead for this recomputation only: backward gathers again, as in stock
         self._site = None
-        if not self._last:  # [6] [8]
+        if not self._last:
             random = None if self.frame.random is None else self._random.capture()
             self.frame.memos[self._segment] = Memo(map_nest(Tensor, detached, outputs), random)
         if (under_way := self.frame.under_way) is not None and self._starts is not None and not under_way.works:
@@ -219,7 +187,7 @@ class Recomputer(Run):
         return outputs
 
     def _free_rows(self, site: Site, arguments: list[Tensor], outputs: Any, *, recalled: bool) -> None:
-        """Free dispatched rows after their use; the code around still references them. [10]"""
+        """Free dispatched rows that were sorted into a copy: the code around references them while gradients are in flight."""
         item = self.frame.policy.section.of_name.get(site.name)
         if item is None or not item.exchanges:
             return
@@ -263,14 +231,14 @@ class Recomputer(Run):
         """Collect a tensor instead of saving it: the recomputation's graph stays empty."""
         if is_parameter(tensor):
             return
-        self.frame.keep((self._segment, self._ordinal), tensor)  # [2]
+        self.frame.keep((self._segment, self._ordinal), tensor)
         self._ordinal += 1
         if self._site is None:
             self._stop_if_done()
 
     def _stop_if_done(self) -> None:
         if not self.frame.wanted and not self._has_fixed_end:
-            raise _Enough  # [5]
+            raise _Enough
 
 
 def _never_unpacked(_: Any) -> Tensor:

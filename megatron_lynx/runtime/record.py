@@ -1,20 +1,11 @@
 """Records a half: runs it once, and drops every saved tensor that its recomputation regenerates.
 
-[1] recomputed code between sites runs under default hooks: its saved tensors become handles
-[2] a recomputed site without parameters runs the same way
-[3] any other site runs without default hooks (rule R11); afterwards single saved tensors of its nodes become handles:
-      recomputed site   all but parameters
-      kept site         those that share memory with an argument that is recomputed anyway
-    The half's first call learns which ones; later calls follow its recorded graph (`recorded_graph`)
-[4] outputs of a kept site are remembered if a recomputation passes it
-[5] code after a kept item keeps its saved tensors, and so the input of the next site
-[6] a site's first part is an item: its tensors among the site's node's become handles if it is recomputed
-[7] with an offload group, kept tensors are pushed to it, and the group decides which ones go to the host
-[8] a site's state between calls (FP8 scales) is captured after its call, which does not change it
-[9] the gathered input of a recomputed up-projection of latent attention is kept: it is small, and saves the second gather
-[10] a recomputation may need the half's first sites only (a shortcut: `site`)
-[11] a half of experts that may fall back follows its rule until its experts are called. The number of rows then decides whether
-     their first linears and activation are recomputed as well (`too_many`)
+    code between sites, and recomputed sites without parameters     run under default hooks: saved tensors become handles
+    any other site                                                  runs without them (rule R11); afterwards single saved tensors
+                                                                    of its nodes become handles (`recorded_graph` says which)
+    outputs of a kept site                                          are remembered if a recomputation passes it
+
+With an offload group, kept tensors are pushed to it, and the group decides which ones go to the host.
 """
 
 from __future__ import annotations
@@ -114,7 +105,7 @@ class Recorder(Run):
         return outputs
 
     def keep_gathered(self, whole: Any) -> None:
-        """Keep the gathered input of a recomputed site if it is small. [9]"""
+        """Keep the gathered input of a recomputed up-projection of latent attention: it is small, and saves the second gather."""
         if self._observer is not None and self._item is not None and self._item == self.frame.policy.gather_site:
             self.frame.on_gathered = self._observer.saved(self.frame, Place(self._item, self._segment, -1, "gathered"), whole)
         if self.owns_gathered:
@@ -136,21 +127,21 @@ class Recorder(Run):
     def site(self, call: SiteCall) -> Any:
         site = call.site
         if self._first is not None:
-            self._first.handed(call, self._of(site), self._item)  # [5]
+            self._first.handed(call, self._of(site), self._item)
         if site.first is not None:
             self._enter(site.first.item)
         self._enter(site.name)
         segment = self._segment
         if self._finder is not None:
-            self._finder.called(call, segment)  # [10]
+            self._finder.called(call, segment)
         outputs = self._called(call)
         if self._finder is not None:
             self._finder.returned(outputs)
         if site.state is not None and self._recompute:
-            self.frame.site_states[segment] = site.state.capture()  # [8]
+            self.frame.site_states[segment] = site.state.capture()  # the call does not change it
         code = site.name if site.has_next_method else self.frame.policy.section.code_behind.get(site.name, site.name)
         self._enter(code)
-        self._packing.turn(code in self._recompute or self._group is not None)  # [1]
+        self._packing.turn(code in self._recompute or self._group is not None)
         if self._first is not None and site.state is None and code not in self._recompute and self._group is None:
             self._first.untouched.append(segment)
         return outputs
@@ -162,7 +153,7 @@ class Recorder(Run):
         site, kept = call.site, call.site.name not in self._recompute
         if not kept and not site.owns_parameters:
             self._packing.turn(True)
-            outputs = call()  # [2]
+            outputs = call()
             if self._first is not None:
                 self._first.recomputed(call, outputs)
             return outputs
@@ -171,9 +162,9 @@ class Recorder(Run):
         before = self._random.capture() if draws else None
         outputs = call()
         behind = self._random.capture() if draws else None
-        self._let_go(call, outputs)  # [3]
+        self._let_go(call, outputs)
         if kept and (self._recompute or self._too_many is not None):
-            self._remember(call, outputs, None if not draws or self._random.same(before, behind) else behind)  # [4]
+            self._remember(call, outputs, None if not draws or self._random.same(before, behind) else behind)
         elif not kept and self._first is not None:
             self._first.recomputed(call, outputs)
         return outputs
@@ -199,7 +190,7 @@ class Recorder(Run):
         pack: Callable[[Tensor], Any]
         if one.key is None:
             assert self._group is not None, "a graph for a half that is offloaded"
-            pack = self._group.push  # [7]
+            pack = self._group.push
         elif one.argument is not None:
             pack = partial(self._pack_view, one.key, one.argument)
         else:
@@ -223,10 +214,10 @@ class Recorder(Run):
         self._ordinal += 1
         if self._item in self._recompute:
             if self._first is not None or self._segment in self._graph.lets_go:
-                return self.frame.want(key, tensor)  # [1]
+                return self.frame.want(key, tensor)
             self._fits = False  # memos end before this segment
         # Detach tensors that stay: an output that its own node saves would never be freed.
-        return tensor.detach() if self._group is None else self._group.push(tensor)  # [7]
+        return tensor.detach() if self._group is None else self._group.push(tensor)
 
     def _watched(self, pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
         """Report a tensor that is replaced to the observer."""
@@ -245,7 +236,7 @@ class Recorder(Run):
         return Observed(packed, self._observer.saved(self.frame, Place(item, segment, ordinal, again), tensor))
 
     def experts_got(self, rows: int, balanced: int) -> None:
-        """Decide whether the half falls back. [11]"""
+        """Decide whether a half of experts falls back: whether their first linears and activation are recomputed, too."""
         too_many, self._too_many = self._too_many, None
         if too_many is None:
             return
