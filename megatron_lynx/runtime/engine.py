@@ -38,7 +38,7 @@ from megatron_lynx.runtime.policy import ChunkPolicy, HalfPolicy
 from megatron_lynx.runtime.progress import Progress, Run
 from megatron_lynx.runtime.recompute import AsRecorded, Guard, Recomputations
 from megatron_lynx.runtime.record import Recorder, too_many
-from megatron_lynx.runtime.recorded_graph import RecordedGraphs, signature_of
+from megatron_lynx.runtime.recorded_graph import recorded_graphs, signature_of
 from megatron_lynx.runtime.refusals import other_input, partial_backward, refuse_foreign_hooks
 from megatron_lynx.runtime.saved import detached, tensors_in
 from megatron_lynx.runtime.site import Site, SiteCall
@@ -79,7 +79,7 @@ class Engine(Progress):
         self._random = random or RandomSource(device)
         self._surroundings = Surroundings(surroundings)
         self._recomputations = Recomputations(self, self._random, guard, as_recorded, self._surroundings)
-        self._graphs = RecordedGraphs()
+        self._graphs = recorded_graphs()
         self.weight_gradients = WeightGradients(self, self._chunks, self._surroundings, reduced_in_backward=reduced_in_backward)
         """Interface of the hooks on weight gradients."""
         timetable = timetable or Timetable([()] * len(self._chunks))
@@ -178,7 +178,7 @@ class Engine(Progress):
             follows = frame.source is not None and frame.source.draws
             frame.random = self._random.capture() if frame.draws and not follows else None
             frame.surroundings = self._surroundings.capture()
-        graphs = self._graphs.of((frame.key, group is None), signature_of((args, kwargs)))
+        graphs = self._graphs((frame.key, group is None), signature_of((args, kwargs)))
         too_many = None if policy.overflow is None else partial(self._too_many, frame)
         observer = self.observer
         if observer is not None and not observer.wants(frame, group is not None):

@@ -4,8 +4,8 @@
                      │       └ with a memo: it is returned. Else the site runs, and its wanted saved tensors are collected
                      └ wanted tensors among those that it saves are collected
 
-Memos of kept sites come from the record, memos of recomputed sites from an earlier partial recomputation, so that the frame's next
-recomputation runs no site twice. A recomputation stops between sites, never inside one (rule R13).
+Memos of kept sites come from the record, memos of recomputed sites from an earlier partial recomputation: no site runs twice. A
+recomputation stops between sites, never inside one (rule R13).
 
     a handle     ─── not found: recompute(frame, "on_demand") ───> the tensor, dropped here
     a window     ─── recompute(frame, window), or a part of it: recompute(frame, window, until)

@@ -5,13 +5,13 @@
     later calls    follow the edges, compare node classes, and register hooks on the recorded slots;
                    a site with other classes keeps its saved tensors, and the half's next call records anew
 
-saved tensor (numbers as in `record`)                    becomes
+saved tensor                                             becomes
 a parameter, or another tensor that outlives the call    unchanged
 in memory of the half's inputs                           unchanged unless it may go to the host: the frame holds it anyway
-made by a recomputed first part of the site              a handle of that item                         [6]
-in memory of an argument that is recomputed              a handle of a view of that argument           [3]
+made by a recomputed first part of the site              a handle of that item
+in memory of an argument that is recomputed              a handle of a view of that argument
 any other, of a recomputed site                          a handle
-any other, if kept tensors may go to the host            an `OffloadedTensor` or a tensor              [7]
+any other, if kept tensors may go to the host            an `OffloadedTensor` or a tensor
 
 There is one graph per half and signature of its arguments (sizes rounded up to powers of two). A graph never decides about values
 or sizes: the recomputation reads each tensor from the slot that the record replaced. An outdated graph costs memory for one call.
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -205,28 +206,13 @@ def signature_of(arguments: Any) -> Signature:
     )
 
 
-MOST_SIGNATURES = 16
-"""Most signatures per half."""
-
+MOST_GRAPHS = 2048
+"""Most signatures of all halves together."""
 
 Graphs = dict[frozenset[str], RecordedGraph]
 """By the items that are recomputed: experts that fall back recompute more."""
 
 
-class RecordedGraphs:
-    """Recorded graphs of one engine, an LRU cache per half."""
-
-    def __init__(self) -> None:
-        self._known: dict[Any, dict[Signature, Graphs]] = {}
-        """By half, least recently used first."""
-
-    def of(self, half: Any, signature: Signature) -> Graphs:
-        """Return the graphs of a half for this signature; a recorder adds to them."""
-        known = self._known.setdefault(half, {})
-        graphs = known.pop(signature, None)
-        if graphs is None:
-            graphs = {}
-            if len(known) >= MOST_SIGNATURES:
-                del known[next(iter(known))]
-        known[signature] = graphs
-        return graphs
+def recorded_graphs(most: int = MOST_GRAPHS) -> Callable[[Any, Signature], Graphs]:
+    """Return the recorded graphs of one engine, an LRU cache by half and signature. A recorder adds to them."""
+    return lru_cache(maxsize=most)(lambda half, signature: {})

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.runtime.engine import Engine
-from megatron_lynx.runtime.recorded_graph import MOST_SIGNATURES, FirstCall, RecordedGraph, RecordedGraphs
+from megatron_lynx.runtime.recorded_graph import FirstCall, RecordedGraph, recorded_graphs
 from megatron_lynx.runtime.site import SiteCall
 from tests.runtime.tiny_half import ACTIVATION, FC1, FC2, NORM, RESIDUAL, WIDTH, Linear, TinyHalf, policy, reporting_to
 
@@ -84,20 +84,12 @@ def test_another_length_has_a_graph_of_its_own(read_sites: list[str]) -> None:
     assert read_sites == 2 * SITES
 
 
-def test_lengths_do_not_pile_up() -> None:
-    graphs = RecordedGraphs()
-    for length in range(3 * MOST_SIGNATURES):
-        graphs.of("a half", (length,))[RECOMPUTED] = RecordedGraph()
-    assert sum(bool(graphs.of("a half", (length,))) for length in range(3 * MOST_SIGNATURES)) <= MOST_SIGNATURES
-
-
 def test_one_length_too_many_forgets_the_one_used_longest_ago() -> None:
     """All were forgotten at once: a run whose lengths fall into one bucket more than that recorded each anew, again and again."""
-    graphs = RecordedGraphs()
-    for length in (*range(MOST_SIGNATURES), 0, 1, MOST_SIGNATURES):  # 0 and 1 are used again
-        graphs.of("a half", (length,))[RECOMPUTED] = RecordedGraph()
-    order = (0, 1, *range(3, MOST_SIGNATURES + 1), 2)
-    assert [length for length in order if graphs.of("a half", (length,))] == [*order[:-1]]
+    graphs = recorded_graphs(4)
+    for length in (*range(4), 0, 1, 4):  # 0 and 1 are used again
+        graphs("a half", (length,))[RECOMPUTED] = RecordedGraph()
+    assert [length for length in (0, 1, 3, 4, 2) if graphs("a half", (length,))] == [0, 1, 3, 4]
 
 
 def test_an_evaluation_in_between_changes_nothing(read_sites: list[str]) -> None:
