@@ -20,7 +20,7 @@ from typing import Any
 from torch.nn import Module
 
 from megatron_lynx.apply.hook import Claim
-from megatron_lynx.apply.hooks import collectives, experts
+from megatron_lynx.apply.hooks import collectives, halves
 from megatron_lynx.apply.hooks.sites import places_of
 from megatron_lynx.apply.live_run import (
     IDENTITY,
@@ -260,11 +260,11 @@ class HeldExperts(Running):
 
     def claims(self, engine: Engine, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Claim]:
         if layers:
-            yield from experts.load_claims(engine, plan, run, layers)
+            yield from halves.load_claims(engine, plan, run, layers)
         if plan.exchanging and plan.model.moe_dispatcher == "deepep":
-            yield from experts.deepep_claims(engine)
+            yield from collectives.deepep_claims(engine)
         elif plan.exchanging:
-            yield from experts.exchange_claims(engine, run.expert_group)
+            yield from collectives.exchange_claims(engine, run.expert_group)
 
 
 def _dispatched_by(config: Any) -> str:

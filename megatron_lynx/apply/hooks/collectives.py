@@ -1,4 +1,4 @@
-"""Windows in collectives of the tensor-parallel group.
+"""Windows in collectives of the tensor-parallel group, and in exchanges of experts' tokens.
 
 Replaces              local layers     `dist_all_gather_func` and `dist_reduce_scatter_func` in `mappings` and `layers` of
                                        `megatron.core.tensor_parallel` (bound there at import), `_gather_along_first_dim` of
@@ -8,21 +8,24 @@ Replaces              local layers     `dist_all_gather_func` and `dist_reduce_s
                                        `allreduce` ends in `torch.distributed.all_reduce`
                       latent attention `gather_from_tensor_model_parallel_region` and `gather_from_sequence_parallel_region` in
                                        `megatron.core.transformer.multi_latent_attention`
+                      exchanges        `torch.distributed.all_to_all_single`, which Megatron's alltoall dispatcher calls in both
+                                       passes; `dispatch` and `combine` of `deep_ep.Buffer`, which its flex dispatcher calls
 Why                   compute waits in each of them. TE overlaps the gather of an input and the scatter of its gradient with
                       GEMMs; there the window is the rest. A recomputation runs latent attention's code between two sites, and
-                      must not communicate (rule R2): its gather is a site that is always kept.
+                      must not communicate (rule R2): its gather is a site that is always kept. Compute waits for tokens, or for
+                      the event of DeepEP's own stream.
 Calls the original    once per call; in a window asynchronously, then waits if the call was synchronous. Latent attention's never
                       in a recomputation.
-Holds                 the group.
+Holds                 the groups.
 Passes through when   the window has no task, the group is another one, the call is outside of a half and its backward (LM
                       head, loss, data parallel), or takes a maximum (FP8's amaxes). A gather that is already in flight is only
-                      waited for: TE gets an alias, which it frees after use.
+                      waited for: TE gets an alias, which it frees after use. DeepEP: also if no event is requested.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -39,14 +42,7 @@ from megatron_lynx.runtime.site import Site
 def claims(engine: Engine, group: Any) -> Iterator[Claim]:
     from megatron.core.tensor_parallel import layers, mappings
 
-    def in_window(original: Any) -> Any:
-        @wraps(original)
-        def collective(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("group") is not group or not engine.in_half or _takes_largest(*args, **kwargs):
-                return original(*args, **kwargs)
-            return issued(engine.waits.window(), original, *args, **kwargs)
-
-        return collective
+    in_window = partial(_in_window, engine, group)
 
     def served_or_in_window(original: Any) -> Any:
         windowed = in_window(original)
@@ -83,6 +79,17 @@ def claims(engine: Engine, group: Any) -> Iterator[Claim]:
     yield Claim(torch.distributed, "all_reduce", in_window, "reduces a half's output or gradient")
 
 
+def _in_window(engine: Engine, group: Any, original: Any, *, exchange: bool = False) -> Any:
+    """A collective of `torch.distributed`, or an `exchange` of tokens, that is a window in halves if it is of the group."""
+
+    @wraps(original)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        of_half = kwargs.get("group") is group and engine.in_half and not _takes_largest(*args, **kwargs)
+        return issued(engine.waits.window(exchange=exchange) if of_half else None, original, *args, **kwargs)
+
+    return collective
+
+
 def _takes_largest(tensor: Any, op: Any = None, *args: Any, **kwargs: Any) -> bool:
     return isinstance(op, type(torch.distributed.ReduceOp.MAX)) and op == torch.distributed.ReduceOp.MAX
 
@@ -108,9 +115,7 @@ def te_claims(engine: Engine, group: Any) -> Iterator[Claim]:
     def in_window(original: Any) -> Any:
         @wraps(original)
         def collective(tensor: Tensor, tp_group: Any = None, async_op: bool = False, **kwargs: Any) -> Any:
-            if tp_group is not group or not engine.in_half:
-                return original(tensor, tp_group, async_op, **kwargs)
-            window = engine.waits.window()
+            window = engine.waits.window() if tp_group is group and engine.in_half else None
             if window is None:
                 return original(tensor, tp_group, async_op, **kwargs)
             output, work = original(tensor, tp_group, True, **kwargs)
@@ -169,3 +174,42 @@ def latent_claims(engine: Engine) -> Iterator[Claim]:
 
     for name in ("gather_from_tensor_model_parallel_region", "gather_from_sequence_parallel_region"):
         yield Claim(multi_latent_attention, name, remembered, "gathers what was compressed")
+
+
+def exchange_claims(engine: Engine, group: Any) -> Iterator[Claim]:
+    exchange = partial(_in_window, engine, group, exchange=True)
+    yield Claim(torch.distributed, "all_to_all_single", exchange, "brings tokens to experts, and back")
+
+
+class WindowedEvent:
+    """An event of a buffer's stream whose wait is a window; otherwise it behaves like the event."""
+
+    def __init__(self, event: Any, window: Callable[[Any], Any]) -> None:
+        self._event = event
+        self._work = window(self)
+
+    def current_stream_wait(self) -> Any:
+        return self._work.wait()
+
+    def wait(self) -> Any:
+        """Wait for the event itself, as its `Work` does."""
+        return self._event.current_stream_wait()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._event, name)
+
+
+def deepep_claims(engine: Engine) -> Iterator[Claim]:
+    from megatron.core.transformer.moe import fused_a2a
+
+    def in_window(original: Any) -> Any:
+        @wraps(original)
+        def exchange(*args: Any, **kwargs: Any) -> Any:
+            window = engine.waits.window(exchange=True) if kwargs.get("async_finish") and engine.in_half else None
+            outputs = original(*args, **kwargs)
+            return outputs if window is None else (*outputs[:-1], WindowedEvent(outputs[-1], window))
+
+        return exchange
+
+    for method in ("dispatch", "combine"):
+        yield Claim(fused_a2a.Buffer, method, in_window, "brings tokens to experts, and back")

@@ -1,14 +1,16 @@
-"""The two halves of a layer.
+"""The two halves of a layer, and the rows of a rank's experts.
 
 Replaces              `_forward_attention` and `_forward_mlp` on each layer *instance* of the stage, except opaque halves. With
-                      overlapped exchanges of experts, `routed_experts_compute` of their mixtures instead of the latter.
+                      overlapped exchanges of experts, `routed_experts_compute` of their mixtures instead of the latter. With
+                      experts also `forward` on each layer's `mlp.experts`, whatever their kind.
 Why                   a frame records one half, and a window recomputes it. Subclasses override these methods, so never on the
-                      class.
+                      class. A plan assumes a load of experts; a rank with more rows needs more memory and time, which the run
+                      reports, and by which a half may fall back.
 Calls the original    once per call, with the arguments as they came; again, without this hook, in every recomputation.
-Holds                 the policy of the half, and the plan's capacity in tokens; nothing per call. One attention half of a rank
-                      reports lengths to `Engine.met`.
+Holds                 the policy of the half, the plan's capacity in tokens, a rank's rows under balanced routing; nothing per
+                      call. One attention half of a rank reports lengths to `Engine.met`.
 Passes through when   gradients are off (evaluation, forward_only). A call with more tokens than the plan's capacity keeps all
-                      activations, with one warning.
+                      activations, with one warning. Only shapes of experts' rows are read, so that nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron_lynx.apply.hook import Claim
-from megatron_lynx.apply.live_run import owner_of
+from megatron_lynx.apply.live_run import LiveRun, module_at, owner_of
 from megatron_lynx.errors import HookRefused, Problem
+from megatron_lynx.kinds.experts.section import MIXTURE
+from megatron_lynx.plan.plan import Plan
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.policy import HalfPolicy
 
@@ -124,3 +128,22 @@ def _check_call(policy: HalfPolicy, kwargs: Mapping[str, Any]) -> None:
         if kwargs.get(name) is not None:
             problem = Problem(f"layer {policy.layer}", name, "none", "train without it, or keep the layer's items in the plan")
             raise HookRefused("this call of a layer cannot be recomputed", [problem])
+
+
+def load_claims(engine: Engine, plan: Plan, run: LiveRun, layers: Mapping[int, Module]) -> Iterator[Claim]:
+    from megatron.core.parallel_state import get_expert_tensor_parallel_world_size
+
+    tokens = plan.model.seq // run.shards_of(plan.parallel.sequence_parallel) * plan.batch.micro
+    balanced = tokens * run.config.moe_router_topk * int(get_expert_tensor_parallel_world_size())
+
+    def counting(original: Any) -> Any:
+        def forward(permuted_local_hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled():
+                engine.experts_got(permuted_local_hidden_states.shape[0], balanced)
+            return original(permuted_local_hidden_states, *args, **kwargs)
+
+        return forward
+
+    for number, layer in layers.items():
+        experts = module_at(layer, f"{MIXTURE}.experts")
+        yield Claim(experts, "forward", counting, "counts the rows of experts", f"layer {number}.{MIXTURE}.experts")
