@@ -183,7 +183,7 @@ TODO = OR_ELSE["inside experts"]
 
 
 class HeldExperts(Running):
-    half, name = EXPERTS.half, EXPERTS.name
+    half, name, stated_as = EXPERTS.half, EXPERTS.name, "model.moe_layers"
     recorded, recorded_as = "experts", "mixtures of experts do"
     local, te = EXPERTS_LOCAL, EXPERTS_TE
 
@@ -235,22 +235,11 @@ class HeldExperts(Running):
                 return
 
     def mismatches(self, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Problem]:
-        planned = {number for number in run.layers if plan.model.has_experts(number)}
-        for numbers, planned_kind, needed in (
-            (layers.keys() - planned, "an MLP", EXPERTS.name),
-            (planned - layers.keys(), EXPERTS.name, "an MLP"),
-        ):
-            if numbers:
-                place = f"plan: model.moe_layers: layers {', '.join(map(str, sorted(numbers)))}"
-                yield Problem(place, planned_kind, f"{needed}, as this run has it", "make a plan for this model")
+        yield from super().mismatches(plan, run, layers)
         dispatcher = _dispatched_by(run.config)
         if layers and plan.exchanging and plan.model.moe_dispatcher != dispatcher:
-            yield Problem(
-                "plan: model.moe_dispatcher",
-                plan.model.moe_dispatcher,
-                f"{dispatcher}, which brings tokens to experts in this run",
-                "make a plan for this launch",
-            )
+            needed = f"{dispatcher}, which brings tokens to experts in this run"
+            yield Problem("plan: model.moe_dispatcher", plan.model.moe_dispatcher, needed, "make a plan for this launch")
         elif layers and plan.parallel.expert not in (1, run.expert):
             place, needed = "plan: parallel.expert", f"{run.expert}, the ranks that exchange tokens, or 1"
             yield Problem(place, str(plan.parallel.expert), needed, "make a plan for this layout")

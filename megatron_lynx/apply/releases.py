@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
@@ -158,34 +158,7 @@ def _hash_of_source(function: Any) -> str:
     return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
 
 
-RELIES_ON = {
-    "halves": ("transformer.transformer_layer", "transformer.transformer_block"),
-    "sites": ("transformer.attention", "transformer.mlp", "transformer.dot_product_attention", "fusions.fused_bias_dropout"),
-    "latent": ("transformer.multi_latent_attention",),
-    "experts": tuple(
-        f"transformer.moe.{name}"
-        for name in ("moe_layer", "moe_utils", "router", "experts", "shared_experts", "token_dispatcher", "fused_a2a")
-    ),
-    "transformer_engine": ("extensions.transformer_engine",),
-    "collectives": ("tensor_parallel.layers", "tensor_parallel.mappings"),
-    "hybrid": ("models.hybrid.hybrid_block",),
-    "random_state": ("tensor_parallel.random",),
-    "steps": (
-        "pipeline_parallel.schedules",
-        "pipeline_parallel.combined_1f1b",
-        "pipeline_parallel.utils",
-        "models.common.model_chunk_schedule_plan",
-        "models.common.utils",
-        "models.gpt.fine_grained_callables",
-    ),
-    "head_in_pieces": (
-        "models.gpt.gpt_model",
-        "models.common.language_module.language_module",
-        "tensor_parallel.cross_entropy",
-        "fusions.fused_cross_entropy",
-    ),
-    "receives": ("pipeline_parallel.p2p_communication",),
-}
+RELIES_ON: Mapping[str, Sequence[str]] = json.loads(Path(__file__).with_name("relies_on.json").read_text(encoding="utf-8"))
 """Modules of `megatron.core` by the hook (`apply/hooks/<name>`) or kind of section that relies on them."""
 
 

@@ -20,7 +20,7 @@ from megatron_lynx.estimate import host_report
 from megatron_lynx.launch_arguments import Reading, job_of, read_launch
 from megatron_lynx.launch_arguments.given import Given
 from megatron_lynx.launch_arguments.table import unknown_in_words
-from megatron_lynx.launch_arguments.today import FINE_GRAINED, GRAPHS, captures, is_on, why_alone
+from megatron_lynx.launch_arguments.today import FINE_GRAINED, GRAPHS, captures, why_alone
 from megatron_lynx.plan import load_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.rehearsal import rehearse
@@ -47,7 +47,7 @@ TODAY = {
 def launch(reading: Reading, variables: Mapping[str, str]) -> Iterator[Finding]:
     given = reading.given
     for name, (topic, costs) in DEFEATS.items():
-        if is_on(given, name):
+        if given.is_on(name):
             yield Finding(topic, "defeats", given.origin(name), costs, "drop it")
     yield from _replaced(reading)
     yield from _wrong_in_stock(reading)
@@ -85,7 +85,7 @@ def launch(reading: Reading, variables: Mapping[str, str]) -> Iterator[Finding]:
 def _replaced(reading: Reading) -> Iterator[Finding]:
     planned = any(word.partition("=")[0] == "--lynx-plan" for word in reading.command.arguments)
     for name, topic in TODAY.items():
-        if not is_on(reading.given, name):
+        if not reading.given.is_on(name):
             continue
         origin = reading.given.origin(name)
         if name in GRAPHS and not why_alone(reading.given):

@@ -77,9 +77,6 @@ def natural_routing(experts: Experts) -> Iterator[str]:
 def expert_facts(given: Given, problems: list[Problem], *, planning: bool) -> Iterator[Fact]:
     """Yield the facts of experts, if any. `planning`: for a plan. Dispatch that is not modelled is added to `problems`."""
     if not has_experts(given):
-        if (given[EXPERT] or 1) > 1:
-            needed = "1 without --num-experts, or --num-experts with it"
-            problems.append(Problem(given.origin(EXPERT), str(given[EXPERT]), needed, "Megatron stops here"))
         return
     yield Fact("model.experts.count", given["num_experts"], given.origin("num_experts"))
     yield Fact("model.experts.per_token", given["moe_router_topk"], given.origin("moe_router_topk"))
@@ -92,7 +89,7 @@ def expert_facts(given: Given, problems: list[Problem], *, planning: bool) -> It
     if (flag := next((name for name in kept_whole if given[name]), None)) is not None:
         yield Fact("model.experts.whole", True, f"{given.origin(flag)}: nothing inside is recomputed or offloaded")
     yield from _beside(given, problems)
-    yield from _capacity(given, problems)
+    yield from _capacity(given)
     yield Fact("parallel.expert", given[EXPERT], given.origin(EXPERT))
     if given[EXPERT_TENSOR] is not None:
         yield Fact("parallel.expert_tensor", given[EXPERT_TENSOR], given.origin(EXPERT_TENSOR))
@@ -142,15 +139,12 @@ def _beside(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     yield Fact("model.experts.shared_beside", True, f"{given.origin(BESIDE)}: they compute while tokens travel")
 
 
-def _capacity(given: Given, problems: list[Problem]) -> Iterator[Fact]:
+def _capacity(given: Given) -> Iterator[Fact]:
     """The bound of a capacity factor: rows of an expert from each rank, over a balanced share (`apply_router_token_dropping`).
     Padded, every expert gets that many; otherwise at most that many, and a factor below 1 drops tokens of a balanced router."""
     factor, count, ranks = given[CAPACITY], given["num_experts"], given[EXPERT] or 1
     padded = given[PADDED]
     if factor is None or factor < 0:
-        if padded:
-            needed = "--moe-expert-capacity-factor beside it"
-            problems.append(Problem(given.origin(PADDED), "given", needed, "Megatron stops here"))
         return
     largest_bound = ranks * min(1.0, max(1, count // ranks) / (given["moe_router_topk"] or 1))
     bound, origin = min(factor, largest_bound), given.origin(CAPACITY)

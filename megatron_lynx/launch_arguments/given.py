@@ -80,6 +80,10 @@ class FlagTable:
     """Fields of Megatron's configuration that no argument sets, and that change neither activations nor seconds."""
     no_flag_of_bridge: frozenset[str]
     """Fields of `cfg.model` of Megatron-Bridge that are ignored, or read elsewhere."""
+    at_least_one: frozenset[str]
+    """Sizes and divisors, which must not be 0."""
+    conflicts: Mapping[str, Mapping[str, str]]
+    """Settings that Megatron refuses `with`, or `without`, another one."""
 
     def newest(self, option: str, releases: Iterable[str] | None = None) -> Flag | None:
         """The form of an option in the newest of these releases (by default all) that has it."""
@@ -107,7 +111,8 @@ class FlagTable:
 def flag_table() -> FlagTable:
     data = json.loads((Path(__file__).parent / "flags.json").read_text(encoding="utf-8"))
     flags = tuple(_flag(row, data["groups"]) for row in data["flags"])
-    return FlagTable(tuple(data["releases"]), flags, frozenset(data["no_flag"]), frozenset(data["no_flag_of_bridge"]))
+    sets = {name: frozenset(data[name]) for name in ("no_flag", "no_flag_of_bridge", "at_least_one")}
+    return FlagTable(tuple(data["releases"]), flags, **sets, conflicts=data["conflicts"])
 
 
 def _flag(row: dict[str, Any], groups: dict[str, str]) -> Flag:
@@ -202,17 +207,6 @@ MISTYPED = 0.9
 
 SHELL = re.compile(r"\$[A-Za-z_{(@*1-9]")
 
-AT_LEAST_ONE = frozenset(
-    {
-        *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "seq_length", "micro_batch_size"),
-        *("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size", "make_vocab_size_divisible_by"),
-        *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "global_batch_size", "vocab_size"),
-        "ddp_bucket_size",
-        "ddp_num_buckets",
-    }
-)
-"""Sizes and divisors, which must not be 0."""
-
 OPEN = frozenset({"optimizer"})
 """Flags whose values are not limited to Megatron's choices: later code knows more."""
 
@@ -248,6 +242,11 @@ class Given:
         said = self.values.get(name)
         return self.table.default(name, self.release) if said is None or said.value is None else said.value
 
+    def is_on(self, name: str) -> bool:
+        """Whether a setting has an effect: neither Megatron's default, nor off."""
+        value = self[name]
+        return value not in (None, False, 0, "none") and value != self.table.default(name, self.release)
+
     def unknown_value(self, option: str) -> str | None:
         """The words after a flag that Megatron does not have; None if it is not given."""
         return next((words.removeprefix(option).strip() for words in self.unknown if words.split()[0] == option), None)
@@ -272,6 +271,16 @@ def given_arguments(arguments: Sequence[str], table: FlagTable) -> tuple[Given, 
         elif not piece.option.startswith(OURS):
             unknown.append(" ".join(piece.words))
     return Given(values, releases, table, tuple(unknown)), problems
+
+
+def conflicts(given: Given) -> Iterator[Problem]:
+    for name, other in given.table.conflicts["with"].items():
+        if given.is_on(name) and given.is_on(other):
+            yield Problem(given.origin(name), f"also {given.origin(other)}", "one of them: Megatron refuses both")
+    for name, other in given.table.conflicts["without"].items():
+        if given.is_on(name) and not given.is_on(other):
+            setting = "given" if given[name] is True else str(given[name])
+            yield Problem(given.origin(name), setting, f"--{other.replace('_', '-')} beside it", "Megatron stops here")
 
 
 def _common(options: Sequence[str], table: FlagTable) -> tuple[tuple[str, ...], list[Problem]]:
@@ -340,7 +349,7 @@ def _typed(flag: Flag, option: str, word: str, problems: list[Problem], unknown:
 
 def in_range(flag: Flag, where: str, number: float, problems: list[Problem]) -> float | None:
     """The number; None, with a problem, if it cannot be a size."""
-    if number < 1 and flag.sets in AT_LEAST_ONE:
+    if number < 1 and flag.sets in flag_table().at_least_one:
         problems.append(Problem(where, str(number), "at least 1"))
         return None
     return number

@@ -106,7 +106,7 @@ def _entries(path: Path) -> int | None:
 
 
 def _kinds(given: Given, problems: list[Problem]) -> Iterator[Fact]:
-    yield _activation(given, problems)
+    yield _activation(given)
     if given["activation_func_clamp_value"] is not None:
         yield Fact("model.activation_clamped", True, given.origin("activation_func_clamp_value"))
     yield Fact("model.norm", str(given["normalization"]).lower(), given.origin("normalization"))
@@ -128,12 +128,7 @@ def _kinds(given: Given, problems: list[Problem]) -> Iterator[Fact]:
         name = "cross_entropy_fusion_impl"
         yield Fact("model.cross_entropy", given[name], f"{given.origin('cross_entropy_loss_fusion')}, {given.origin(name)}")
     if given["deterministic_mode"]:
-        if given["cross_entropy_loss_fusion"]:
-            conflict = f"also {given.origin('cross_entropy_loss_fusion')}"
-            problems.append(Problem(given.origin("deterministic_mode"), conflict, "one of them: Megatron refuses both"))
         yield Fact("model.deterministic", True, given.origin("deterministic_mode"))
-    if given["fp16"] and given["bf16"]:
-        problems.append(Problem("--fp16", "also --bf16", "one of them"))
     half = given["bf16"] or given["fp16"]
     origin = f"{given.origin('fp16')}: the same bytes and peak" if given["fp16"] else given.origin("bf16")
     yield Fact("model.dtype", "bf16" if half else "fp32", origin)
@@ -165,12 +160,10 @@ def of_a_fork(given: Given) -> str | None:
     return next((words for words in given.unknown if words in FORKS), None)
 
 
-def _activation(given: Given, problems: list[Problem]) -> Fact:
+def _activation(given: Given) -> Fact:
     if (fork := of_a_fork(given)) is not None:
         return Fact("model.activation", "squared_relu", fork)
     if (name := next((name for name in ("squared_relu", "quick_geglu") if given[name]), None)) is not None:
-        if given["swiglu"]:
-            problems.append(Problem(given.origin(name), "also --swiglu", "one of them"))
         return Fact("model.activation", name, given.origin(name))
     return Fact("model.activation", "swiglu" if given["swiglu"] else "gelu", given.origin("swiglu"))
 
@@ -232,8 +225,6 @@ def fp8_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     if bits is None:
         return
     flag, number_format, recipe = given.origin(bits), given[bits], given[f"{bits}_recipe"]
-    if bits == "fp8" and given["fp4"]:
-        problems.append(Problem(f"{flag}, {given.origin('fp4')}", "both", "one of them, as Megatron has it"))
     yield Fact("model.fp8.format", number_format, flag)
     if recipe == "custom":
         known = [known for known in STORED if (known == "nvfp4") == (bits == "fp4")]
@@ -255,8 +246,6 @@ def fp8_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
             )
     if given["transformer_impl"] == "local":
         problems.append(Problem(flag, number_format, "--transformer-impl transformer_engine beside it"))
-    if not given["bf16"]:
-        problems.append(Problem(flag, number_format, "--bf16 beside it"))
 
 
 AWARE = "use_precision_aware_optimizer"
@@ -282,26 +271,18 @@ def optimizer_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     yield _gradients(given, problems)
     yield from _states(given, problems)
     yield from _states_on_host(given, problems)
-    types = {name: given[name] for name in (*STATE.values(), "main_params_dtype", "main_grads_dtype")}
     if not given[AWARE]:
-        if given[ON_HOST]:
-            problems.append(Problem(given.origin(ON_HOST), "given", "--use-precision-aware-optimizer beside it"))
-        for name, value in types.items():
-            if value not in (None, "fp32"):
-                problems.append(Problem(given.origin(name), str(value), "--use-precision-aware-optimizer beside it"))
         return
-    if not given["use_distributed_optimizer"]:
-        problems.append(Problem(given.origin(AWARE), "given", "--use-distributed-optimizer beside it"))
     yield Fact("optimizer.precision_aware", True, given.origin(AWARE))
     if given[ON_HOST]:
         yield Fact("optimizer.offload", given[SHARE], given.origin(SHARE if SHARE in given.values else ON_HOST))
         yield Fact("optimizer.overlap_copies", given[OVERLAPPED], given.origin(OVERLAPPED))
     for place, name in STATE.items():
-        yield Fact(f"optimizer.{place}", types[name], given.origin(name))
-    if types["main_params_dtype"] == "fp32" and given["bf16"]:
+        yield Fact(f"optimizer.{place}", given[name], given.origin(name))
+    if given["main_params_dtype"] == "fp32" and given["bf16"]:
         yield Fact("optimizer.main_parameters", "remainder", f"{given.origin(AWARE)}: fp32, less what the bf16 weights have")
     else:
-        yield Fact("optimizer.main_parameters", types["main_params_dtype"], given.origin("main_params_dtype"))
+        yield Fact("optimizer.main_parameters", given["main_params_dtype"], given.origin("main_params_dtype"))
 
 
 def _states(given: Given, problems: list[Problem]) -> Iterator[Fact]:

@@ -113,7 +113,7 @@ INSTANCES = "num_distributed_optimizer_instances"
 SIZES = {"tensor": "tensor_model_parallel_size", "pipeline": "pipeline_model_parallel_size"}
 
 
-def group_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
+def group_facts(given: Given) -> Iterator[Fact]:
     """Sizes of Megatron's parallel groups, without context. Sequence parallelism needs more than one tensor-parallel rank."""
     for place, name in SIZES.items():
         yield Fact(f"parallel.{place}", given[name], given.origin(name))
@@ -124,9 +124,6 @@ def group_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     origin = given.origin("optimizer" if layer_wise else "use_distributed_optimizer")
     yield Fact("parallel.distributed_optimizer", given["use_distributed_optimizer"] or layer_wise, origin)
     if (instances := given[INSTANCES]) not in (None, 1):
-        if not given["use_distributed_optimizer"]:
-            needed = "--use-distributed-optimizer beside it"
-            problems.append(Problem(given.origin(INSTANCES), str(instances), needed, "Megatron stops here"))
         yield Fact("parallel.optimizer_instances", instances, given.origin(INSTANCES))
 
 

@@ -32,6 +32,7 @@ from megatron_lynx.launch_arguments.given import (
     Value,
     as_job_data,
     changed,
+    conflicts,
     flag_table,
     given_arguments,
     mistyped,
@@ -149,8 +150,9 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     if (file := given["yaml_cfg"]) is not None:
         given, problems = given_file(Path(file), given, problems)
     given = in_words_of_a_gpt(with_packing(given), problems)
+    problems += conflicts(given)
     gpus = command.gpus if gpus is None else gpus
-    facts = [*model_facts(given, problems), *fp8_facts(given, problems), *group_facts(given, problems)]
+    facts = [*model_facts(given, problems), *fp8_facts(given, problems), *group_facts(given)]
     facts += [*context_facts(given, problems), *latent_facts(given, problems)]
     facts += [*expert_facts(given, problems, planning=planning), *layer_facts(given, problems, left_open=planning)]
     facts += [*window_facts(given, problems), *opaque_facts(given, problems), *graph_facts(given, planning=planning)]

@@ -123,7 +123,7 @@ def today_of(given: Given, problems: list[Problem], *, planning: bool = False) -
     said = [name for name in REPLACED if name in given.values and not (beside and name in BESIDE)]
     graphs = captures(given)
     said = [name for name in said if graphs or name not in OF_GRAPHS]
-    switched_on = any(is_on(given, name) for name in said if name in SWITCHES)
+    switched_on = any(given.is_on(name) for name in said if name in SWITCHES)
     flags = tuple(dict.fromkeys(map(given.origin, said))) if switched_on else ()
     not_priced = tuple(f"{given.origin(name)}: {why}" for name, why in NOT_PRICED.items() if given[name])
     if given[FINE_GRAINED]:
@@ -131,10 +131,6 @@ def today_of(given: Given, problems: list[Problem], *, planning: bool = False) -
         not_priced += tuple(f"{given.origin(name)}: only Megatron's default is priced" for name in unpriced_names)
     of_graphs = tuple(given.origin(name) for name in said if name in OF_GRAPHS)
     return Today(_setting(given), flags, not_priced, beside, graphs, of_graphs, why_alone(given))
-
-
-def is_on(given: Given, name: str) -> bool:
-    return given[name] not in (None, False, 0, "none")
 
 
 def against_megatron(given: Given, today: Today, job: Job) -> Iterator[Problem]:
@@ -188,17 +184,15 @@ def _contradictions(given: Given) -> Iterator[Problem]:
     granularity, stages = given[GRANULARITY], given["pipeline_model_parallel_size"] or 1
     selective, full = given["recompute_activations"] or granularity == "selective", granularity == "full"
     by_layers, layers = given[BY_LAYERS], given["num_layers"]
-    graphs = [name for name in GRAPHS if is_on(given, name)]
+    graphs = [name for name in GRAPHS if given.is_on(name)]
     head, head_at_most = bool(given[DEFERRED_HEAD]), given[DEFERRED_AT_MOST]
     rules = (
         (full and not selective and given[METHOD] is None, GRANULARITY, "--recompute-method uniform (or block) beside it"),
         (full and not selective and given[LAYERS] is None, GRANULARITY, "--recompute-num-layers 1 (or more) beside it"),
         (selective and given[METHOD] is not None, METHOD, "no such flag with selective recomputation"),
         (selective and given[LAYERS] is not None, LAYERS, "no such flag with selective recomputation"),
-        (given[FINE_GRAINED] and not given[OFFLOAD], FINE_GRAINED, "--offload-modules MODULE ... beside it"),
         (by_layers and stages > 1, BY_LAYERS, "--pipeline-model-parallel-size 1"),
         (by_layers and (granularity or selective), BY_LAYERS, "no recomputation beside it"),
-        (by_layers and given[FINE_GRAINED], BY_LAYERS, "no --fine-grained-activation-offloading beside it"),
         (by_layers and layers and by_layers >= layers, BY_LAYERS, f"fewer than --num-layers ({layers})"),
         (head and stages == 1, DEFERRED_HEAD, "--pipeline-model-parallel-size 2 (or more)"),
         (head and given["gradient_accumulation_fusion"] is False, DEFERRED_HEAD, "no --no-gradient-accumulation-fusion"),

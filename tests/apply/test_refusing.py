@@ -66,12 +66,12 @@ def test_features_that_work_against_a_plan(pool_of):
 EXPERTS = {"count": 4, "per_token": 2, "ffn": 32, "layers": ("2-3",)}
 
 
-@pytest.mark.parametrize(("planned", "live", "needed"), [(None, EXPERTS, "experts"), (EXPERTS, None, "an MLP")])
-def test_experts_where_the_plan_has_none_or_the_other_way_round(pool_of, planned, live, needed):
+@pytest.mark.parametrize(("planned", "live", "where"), [(None, EXPERTS, "this run"), (EXPERTS, None, "the plan")])
+def test_experts_where_the_plan_has_none_or_the_other_way_round(pool_of, planned, live, where):
     [refusal] = refused(pool_of, tiny_job(experts=live), None, plan_of(tiny_job(experts=planned)))
     assert (type(refusal.error), refusal.error.exit_status) == (PlanMismatch, 2)
     assert refusal.places == ["plan: model.moe_layers: layers 2, 3"]
-    assert refusal.error.problems[0].needed == f"{needed}, as this run has it"
+    assert refusal.error.problems[0].found == f"experts in {where} alone"
 
 
 def test_experts_of_another_make(pool_of):

@@ -76,7 +76,7 @@ def test_what_is_read(name: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "cluster", "said"),
     [
-        ("--fp4-format e2m1 --fp8-format e4m3", "b200-180g", "found both, needed one of them, as Megatron has it"),
+        ("--fp4-format e2m1 --fp8-format e4m3", "b200-180g", "--fp8-format: found also --fp4-format, needed one of them"),
         ("--fp4-format e2m1 --fp4-recipe custom", "b200-180g", "--fp4-recipe: found custom, needed nvfp4"),
         ("--fp4-format e2m1 --fp4-quantizer-factory mine.of", "b200-180g", "what another quantizer saves is not known"),
         ("--fp4-format e2m1 --fp4-param-gather --use-distributed-optimizer", "b200-180g", "no run with weights in FP4 was tried"),

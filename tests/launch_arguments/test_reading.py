@@ -148,7 +148,7 @@ def test_layers_that_do_not_come_out_even_are_named(flags: str) -> None:
             "--num-experts 8 --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend ncclep",
             "found ncclep, needed deepep or hybridep",
         ),
-        ("--expert-model-parallel-size 8", "found 8, needed 1 without --num-experts"),
+        ("--expert-model-parallel-size 8", "found 8, needed --num-experts beside it"),
         ("--num-experts 8 --moe-mlp-glu-interleave-size 32", "saves for backward is not counted"),
         ("--num-experts 8 --moe-single-grouped-weight", "share one parameter"),
         ("--num-experts 8 --moe-ncclep-static-shape", "dropped or padded"),
@@ -461,7 +461,7 @@ def test_a_precision_aware_optimizer() -> None:
     assert facts(f"{SMALL} {aware} --main-params-dtype fp16")["optimizer.main_parameters"] == "fp16"
     assert facts(f"{SMALL.replace('--bf16', '--fp16')} {aware}")["optimizer.main_parameters"] == "fp32"
     assert problems(f"{SMALL} --exp-avg-dtype bf16") == (
-        "--exp-avg-dtype: found bf16, needed --use-precision-aware-optimizer beside it"
+        "--exp-avg-dtype: found bf16, needed --use-precision-aware-optimizer beside it; Megatron stops here"
     )
     assert "needed --use-distributed-optimizer beside it" in problems(f"{SMALL} --use-precision-aware-optimizer")
 
@@ -477,7 +477,7 @@ def test_an_optimizer_on_the_host_is_read() -> None:
         "without the flag it says nothing"
     )
     assert problems(f"{SMALL} --optimizer-cpu-offload") == (
-        "--optimizer-cpu-offload: found given, needed --use-precision-aware-optimizer beside it"
+        "--optimizer-cpu-offload: found given, needed --use-precision-aware-optimizer beside it; Megatron stops here"
     )
 
 
