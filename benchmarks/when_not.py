@@ -305,8 +305,8 @@ def waits_of(decision: Decision, stage: int) -> Waits:
         for each, linears in deferred
     )
     plain = [half for half in halves if half.planned.recompute and not half.planned.checkpoint]
-    free_s = sum(half.recompute_s for half in plain if half.planned.steady.gather is None)
-    never_s = sum(half.recompute_s + half.communicates_s for half in halves if half.planned.checkpoint)
+    free_s = sum(half.price.recompute_s for half in plain if half.planned.steady.gather is None)
+    never_s = sum(half.price.recompute_s + half.price.communicates_s for half in halves if half.planned.checkpoint)
     forward_s = 0.0 if last else phases.steady * layer_s["fwd"]
     return Waits(
         job.microbatches * job.layers_on(stage) * layer_s["bwd"] / profile.interference,

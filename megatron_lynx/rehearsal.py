@@ -267,14 +267,9 @@ def _sections(plan: Plan, stage: Stage) -> Iterator[tuple[int, Section]]:
 def treated_halves(stage: Stage, planned: Iterable[PlannedHalf], prices: Prices) -> Iterator[Treated]:
     """The halves of a stage's entry, in forward order, with their prices."""
     for half, checkpoint in with_checkpoints(planned):
-        price = prices.of(half.section, half.recompute, checkpoint)
         yield Treated(
             half,
-            price.memory,
-            recompute_s=price.recompute_s,
-            communicates_s=price.communicates_s,
-            begun=price.begun,
-            stops=price.stops,
+            prices.of(half.section, half.recompute, checkpoint),
             gathers_s=_gathers_s(half, prices),
             host=_host_s(half, prices, offloads=stage.offload is not None),
             deferred={linear: prices.weight_gradient(half.section, linear) for linear in half.deferred},

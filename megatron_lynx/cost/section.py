@@ -27,26 +27,18 @@ from megatron_lynx.cost.recompute import Checkpoint, recomputation_of, sensible_
 from megatron_lynx.profiler.profile import Profile
 
 
-class Stop(NamedTuple):
-    """Progress of a recomputation that stops before an item."""
+class Progress(NamedTuple):
+    """Progress of a recomputation from its beginning to an item, or between two of them."""
 
     seconds: float
     bytes: int
     """Bytes live, including tensors kept to resume and a gathered input."""
-
-
-class Begun(NamedTuple):
-    """Progress of a checkpoint that runs ahead and stops at an item."""
-
-    seconds: float
-    bytes: int
-    """As in `Stop`."""
-    under_way_s: float
-    """Communication in flight when it stops."""
-    again_s: float
+    under_way_s: float = 0.0
+    """Communication in flight when a checkpoint that runs ahead stops."""
+    again_s: float = 0.0
     """Part of `seconds` that runs again on resuming: code between sites."""
     waits_s: float = 0.0
-    """Waits until then."""
+    """Waits for its communication, or for the gather of its input."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +55,8 @@ class PricedSection:
     """Exposed communication of a recomputed checkpoint."""
     gathered_bytes: int = 0
     """Buffer of an input gathered once for recomputation and backward."""
-    stops: Mapping[str, Stop] = field(default_factory=dict)
-    """By item before which recomputation can stop."""
-    begun: Mapping[str, Begun] = field(default_factory=dict)
-    """For a checkpoint recomputed in parts, by item at which it stops, last first."""
+    stops: Mapping[str, Progress] = field(default_factory=dict)
+    """By item before which recomputation can stop; for a checkpoint recomputed in parts, at which it stops, last first."""
 
 
 def priced(
@@ -82,7 +72,7 @@ def priced(
     costs, message_bytes = profile.of(section), profile.message_bytes
     recomputed = recomputation_of(section, costs.tensors, recompute, whole=checkpoint is not None and checkpoint.feeds)
     gathered_bytes = kept_bytes = 0
-    communicates_s, stops = 0.0, dict[str, Stop]()
+    communicates_s, stops = 0.0, dict[str, Progress]()
     if checkpoint is not None:
         communicates_s = again_s(profile, section, recomputed.runs)
     else:
@@ -90,7 +80,9 @@ def priced(
         kept_bytes = kept_gathers_bytes(profile, section, recompute, message_bytes)
         for stop in section.stops:
             before = (item for item in recomputed.runs if section.index(item) < section.index(stop))
-            stops[stop] = Stop(sum(costs.items[item].forward_s for item in before), recomputed.there_bytes[stop] + gathered_bytes)
+            stops[stop] = Progress(
+                sum(costs.items[item].forward_s for item in before), recomputed.there_bytes[stop] + gathered_bytes
+            )
     return PricedSection(
         half_memory(section, profile, recomputed, checkpoint, less_in_hand_bytes, gathered_bytes, kept_bytes),
         sum(costs.items[item].forward_s for item in recomputed.runs),
@@ -115,17 +107,17 @@ def _in_parts(
     assert item is not None, f"nothing of {section.name} communicates"
     if item == section.residual:
         return dataclasses.replace(price, memory=_from_above(price.memory, price.memory.regenerated, checkpoint))
-    stops = (item, *((section.column_parallel,) if checkpoint.gathers_ahead else ()))
-    begun = {stop: _begun(profile, section, recompute, checkpoint, stop) for stop in stops}
-    exposed_s = price.communicates_s - sum(progress.under_way_s for progress in begun.values())
-    begun[item] = begun[item]._replace(waits_s=exposed_s)
+    places = (item, *((section.column_parallel,) if checkpoint.gathers_ahead else ()))
+    stops = {place: _begun(profile, section, recompute, checkpoint, place) for place in places}
+    exposed_s = price.communicates_s - sum(progress.under_way_s for progress in stops.values())
+    stops[item] = stops[item]._replace(waits_s=exposed_s)
     memory = price.memory
     if checkpoint.ahead_to is not None:
-        memory = _from_above(memory, max(progress.bytes for progress in begun.values()), checkpoint)
-    return dataclasses.replace(price, memory=memory, begun=begun)
+        memory = _from_above(memory, max(progress.bytes for progress in stops.values()), checkpoint)
+    return dataclasses.replace(price, memory=memory, stops=stops)
 
 
-def _begun(profile: Profile, section: Section, recompute: Collection[str], checkpoint: Checkpoint, item: str) -> Begun:
+def _begun(profile: Profile, section: Section, recompute: Collection[str], checkpoint: Checkpoint, item: str) -> Progress:
     """Return the progress at an item: before it while its input is gathered, else after it."""
     costs, index, gathers = profile.of(section), section.index(item), item == section.gathered
     stop = item if gathers or section.exchanges else section.names[index + 1]
@@ -134,7 +126,7 @@ def _begun(profile: Profile, section: Section, recompute: Collection[str], check
     held_bytes = recomputed.there_bytes[stop] + (costs.input_bytes if checkpoint.fed or (checkpoint.feeds and not gathers) else 0)
     scatters = profile.shape.sequence_parallel and not section.exchanges
     travels = profile.gathered_input(profile.message_bytes) if gathers else profile.message_bytes if scatters else 0
-    return Begun(
+    return Progress(
         sum(costs.items[run].forward_s for run in before),
         held_bytes + travels,
         under_way_s(profile, section, item, gathers=gathers),

@@ -315,7 +315,7 @@ def _received(walk: Walk, through: Pass) -> TimedPass:
     for task in recomputed(during):
         half = walk.halves[task.half]
         part = half.part(task)
-        walk.regenerate(part.taken_bytes)
+        walk.regenerate(part.bytes)
         walk.recompute(half, part.seconds, RECV_BACKWARD)
     walk.received(during)
     return walk.over()

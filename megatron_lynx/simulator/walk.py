@@ -80,7 +80,7 @@ class Walk:
         if part.waits_s:
             start_s, self.clock_s = self.clock_s, self.clock_s + part.waits_s
             self._span("gather", start_s, half)
-        self.regenerate(part.taken_bytes)
+        self.regenerate(part.bytes)
         self.recompute(half, part.seconds, ON_DEMAND)
         self._exposed_s += part.seconds + part.waits_s
         if task.do == "begin":
@@ -101,7 +101,7 @@ class Walk:
         for task in recomputed(during):
             half = self.halves[task.half]
             part = half.part(task)
-            self.regenerate(part.taken_bytes)
+            self.regenerate(part.bytes)
             fits_s = min(part.seconds, room_s)
             room_s -= fits_s
             self.recompute(half, fits_s * self._interference, name)

@@ -70,7 +70,7 @@ def spared_s(
 
     layer: the sections of its own layer, and of the layer above.
     """
-    if checkpoint is None or checkpoint.ahead_to is None or not price.begun:
+    if checkpoint is None or checkpoint.ahead_to is None or not price.stops:
         return 0.0
     attention, mlp = layer
     between_gathers = profile.shape.sequence_parallel and not mlp.exchanges
@@ -79,7 +79,7 @@ def spared_s(
     return sum(
         min(begun.under_way_s / profile.interference, computes_s - before_s if item == checkpoint.ahead_to else before_s)
         - begun.again_s
-        for item, begun in price.begun.items()
+        for item, begun in price.stops.items()
     )
 
 

@@ -304,7 +304,7 @@ class StageProblems:
             waits_s -= spared_s(self.profile, price, section, checkpoint, (attention, mlp))
         rest = NOWHERE
         if checkpoint.rest_in_wait:
-            (begun,), (window_s, *_) = price.begun.values(), self._prices.windows_s("bwd", section, ())
+            (begun,), (window_s, *_) = price.stops.values(), self._prices.windows_s("bwd", section, ())
             rest = Placement((Portion(own_window(section.half), window_s, price.recompute_s - begun.seconds + begun.again_s),))
             waits_s += 0.0 if checkpoint.ahead_to else begun.again_s
         seat = Seat(rest, rest, gather_s=waits_s)

@@ -27,7 +27,7 @@ from typing import NamedTuple
 from megatron_lynx.anatomy import ATTENTION, HALVES, MLP, Half, Section
 from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, Stretch, WindowAddress, in_words, window_at
 from megatron_lynx.cost.memory import HalfMemory
-from megatron_lynx.cost.section import Stop
+from megatron_lynx.cost.section import Progress
 
 
 class Portion(NamedTuple):
@@ -119,7 +119,7 @@ def held_in(
     half: Half,
     placement: Placement,
     gather: str | None,
-    stops: Mapping[str, Stop],
+    stops: Mapping[str, Progress],
     *,
     sequence_parallel: bool,
     exchanges: int = 0,

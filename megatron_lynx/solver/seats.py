@@ -32,7 +32,7 @@ from megatron_lynx.anatomy.address import ON_DEMAND, window_name
 from megatron_lynx.anatomy.in_time import amax_reducing, half_before, own_exchanges_in_time, own_windows_in_time
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.communication import gather_lost_and_spared_s, window_lengths_s
-from megatron_lynx.cost.section import PricedSection, Stop
+from megatron_lynx.cost.section import PricedSection, Progress
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.solver.placement import NOWHERE, ON_DEMAND_SEAT, Placement, Portion, Seat
@@ -102,7 +102,7 @@ class Seats:
         interference = self.profile.interference
         return sorted(placements, key=lambda placement: -placement.hidden_s(price.recompute_s, interference))
 
-    def stops(self, kind: HalfKind, recompute: Collection[str], price: PricedSection) -> dict[str, Stop]:
+    def stops(self, kind: HalfKind, recompute: Collection[str], price: PricedSection) -> dict[str, Progress]:
         """Return the items before which recomputation may stop.
 
         Items before a gather run together with it. A norm of Transformer Engine would run again with its linear.
@@ -209,7 +209,9 @@ class Seats:
         return LayerShape.of(self.job)
 
 
-def _placements(waits: Sequence[Wait], stops: Mapping[str, Stop], recompute_s: float, done_s: float = 0.0) -> Iterator[Placement]:
+def _placements(
+    waits: Sequence[Wait], stops: Mapping[str, Progress], recompute_s: float, done_s: float = 0.0
+) -> Iterator[Placement]:
     """Yield every way to run the rest of a recomputation in these windows, in order: in one window, or part by part. The rest
     after the last part runs on demand."""
     for number, (window, seconds) in enumerate(waits):

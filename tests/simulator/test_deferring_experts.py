@@ -13,6 +13,7 @@ from megatron_lynx.anatomy.address import WindowAddress
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.prices import WeightGradient, weight_gradient
+from megatron_lynx.cost.section import PricedSection
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import ExpertHalf, ItemProfile
 from megatron_lynx.simulator.halves import segments
@@ -47,7 +48,7 @@ def passes_of(waits, expert=2, most_bytes=PLENTY):
     halves = tuple(
         Treated(
             PlannedHalf(1, section, deferred={name: waits[name] for name in reversed(section.linears) if name in waits}),
-            HalfMemory(resident=50, regenerated=0, tail=15),
+            PricedSection(HalfMemory(resident=50, regenerated=0, tail=15)),
             deferred={name: A_SECOND for name in reversed(section.linears) if name in waits},
         )
         for section in (ATTENTION, SECTION)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from megatron_lynx.anatomy import DENSE, HALVES
 from megatron_lynx.cost.memory import HalfMemory
+from megatron_lynx.cost.section import PricedSection
 from megatron_lynx.pace import Turns
 from megatron_lynx.simulator.passes import Queue, TimedPass
 from megatron_lynx.simulator.treated import Leaving, Treated
@@ -13,7 +14,7 @@ from megatron_lynx.simulator.walk import ComingBack, GoingOut, Walk
 from megatron_lynx.timeline import Span, curve_of_parts
 from megatron_lynx.timetable import PlannedHalf
 
-KEPT = [Treated(PlannedHalf(layer, DENSE[half]), HalfMemory(100, 0, 100)) for layer in (1, 2) for half in HALVES]
+KEPT = [Treated(PlannedHalf(layer, DENSE[half]), PricedSection(HalfMemory(100, 0, 100))) for layer in (1, 2) for half in HALVES]
 
 
 def leaving(seconds: float, *turns: tuple[int, int]) -> list[Treated]:

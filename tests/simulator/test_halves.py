@@ -8,6 +8,7 @@ from megatron_lynx.anatomy import ATTENTION, MLP, PASSES, Collective, Section
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, WindowAddress
 from megatron_lynx.cost.host import HostSeconds
 from megatron_lynx.cost.memory import HalfMemory
+from megatron_lynx.cost.section import PricedSection
 from megatron_lynx.profiler.profile import BlockProfile, LinkPoint
 from megatron_lynx.simulator.halves import segments
 from megatron_lynx.simulator.passes import PHASES
@@ -45,8 +46,9 @@ def layer(recompute_s, **attention):
     """An attention half that recomputes and an MLP half that does not."""
     places = {phase: attention.pop(phase) for phase in BACKWARD_PHASES if phase in attention}
     planned = PlannedHalf(1, ATTENTION, ATTENTION.names, **places)
-    recomputing = Treated(planned, HalfMemory(resident=10, regenerated=30, tail=12), recompute_s, **attention)
-    return recomputing, Treated(PlannedHalf(1, MLP), HalfMemory(resident=50, regenerated=0, tail=15))
+    price = PricedSection(HalfMemory(resident=10, regenerated=30, tail=12), recompute_s, stops=attention.pop("stops", {}))
+    recomputing = Treated(planned, price, **attention)
+    return recomputing, Treated(PlannedHalf(1, MLP), PricedSection(HalfMemory(resident=50, regenerated=0, tail=15)))
 
 
 BEFORE = Place(((WindowAddress("bwd", 1, "mlp", 0), None),))
@@ -106,9 +108,9 @@ def test_memory_of_a_backward_step_by_step():
 
 def test_a_forward_hides_recomputations_only_when_a_backward_follows():
     """5 s of window hide the recomputation of the MLP half of the micro-batch that comes next; in warm-up there is none."""
-    attention = Treated(PlannedHalf(1, ATTENTION), HalfMemory(10, 0, 10))
+    attention = Treated(PlannedHalf(1, ATTENTION), PricedSection(HalfMemory(10, 0, 10)))
     place, received = Place(((WindowAddress("fwd", 1, "mlp", 0), None),)), Place((("pipe.recv_backward", None),))
-    mlp = Treated(PlannedHalf(1, MLP, MLP.names, place, received), HalfMemory(10, 30, 12), 7.0)
+    mlp = Treated(PlannedHalf(1, MLP, MLP.names, place, received), PricedSection(HalfMemory(10, 30, 12), 7.0))
     passes = passes_of_halves((attention, mlp), profile_of(tensor=2))
     assert passes.one("F", "warmup").seconds == 21.0
     assert (passes.one("F", "steady").seconds, passes.one("F", "steady").hidden_s) == (23.0, 5.0)

@@ -11,6 +11,7 @@ from megatron_lynx.anatomy import ATTENTION, DENSE, MLP
 from megatron_lynx.anatomy.address import RECV_BACKWARD, WindowAddress
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.prices import WeightGradient, weight_gradient
+from megatron_lynx.cost.section import PricedSection
 from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.schedule.schedule import with_recomputations
 from megatron_lynx.simulator.halves import segments
@@ -30,7 +31,7 @@ def passes_of(waits, tensor=2, most_bytes=PLENTY, interference=1.0, **reduced):
     halves = tuple(
         Treated(
             PlannedHalf(1, section, deferred={name: waits[name] for name in reversed(section.linears) if name in waits}),
-            HalfMemory(resident=50, regenerated=0, tail=15),
+            PricedSection(HalfMemory(resident=50, regenerated=0, tail=15)),
             deferred={name: A_SECOND for name in reversed(section.linears) if name in waits},
         )
         for section in DENSE.values()

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, Stretch, stretches_in
 from megatron_lynx.cost.memory import HalfMemory
-from megatron_lynx.cost.section import Stop
+from megatron_lynx.cost.section import Progress
 from megatron_lynx.solver.placement import NOWHERE, ON_DEMAND_SEAT, Placement, Portion, Seat, held_in, moments_ahead
 
 
@@ -41,7 +41,7 @@ def test_what_a_plan_file_says() -> None:
     assert stretches_in("bwd.mlp.0 until rotary then bwd.mlp.2") == (Stretch("bwd.mlp.0", "rotary"), Stretch("bwd.mlp.2"))
 
 
-STOPS = {"linear_qkv": Stop(1.0, 5), "rotary": Stop(2.0, 20)}
+STOPS = {"linear_qkv": Progress(1.0, 5), "rotary": Progress(2.0, 20)}
 """30 bytes are regenerated in all."""
 
 

@@ -81,7 +81,7 @@ def test_what_is_held_of_a_layer_that_begins_ahead(pool_of: Pools, like: Any, ho
     plan, profile = ahead(checkpointed(plan_for(job, lambda layer: ()), "layer"), how=how), made_up_profile(job)
     section = DENSE["attention"]
     checkpoint = Checkpoint(feeds=True, ahead_to=section.row_parallel, gathers_ahead=how == "gather")
-    begun = priced(profile, section, checkpoint.items(section), checkpoint).begun
+    begun = priced(profile, section, checkpoint.items(section), checkpoint).stops
     stops = [section.row_parallel] if how is True else [section.column_parallel, section.row_parallel]
     travels = {section.row_parallel: profile.message_bytes if how == "gather" else 0}
     expected = [(layer, "attention", stop, begun[stop].bytes - travels.get(stop, 0)) for layer in (2, 1) for stop in stops]
@@ -144,7 +144,7 @@ def said_of(plan: Plan, profile: Profile) -> list[int]:
         first, *others = [backward.at("after", wait.window) for wait in half.waits] or [()]
         for tasks in (backward.at("enter", half.half), first, backward.at("core", half.half), *others):
             if any(task.do == "begin" for task in tasks):
-                found.append(sum(halves[task.half].part(task).taken_bytes for task in tasks))
+                found.append(sum(halves[task.half].part(task).bytes for task in tasks))
     return found
 
 
