@@ -71,7 +71,7 @@ def rehearse(
             [passes for (passes,) in chunks],
             profile.link_s("p2p", profile.attention.input_bytes),
             profile.interference,
-            updates="deferred" if plan.defer_updates else "at once",
+            deferred=plan.defer_updates,
         )
     simulated = partial(_simulated, plan, profile)
     apart = simulated(chunks)

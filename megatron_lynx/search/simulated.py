@@ -13,7 +13,7 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.simulator.copies import HostCopy
-from megatron_lynx.simulator.double_buffered import Updates, simulate_without_flushes
+from megatron_lynx.simulator.double_buffered import simulate_without_flushes
 from megatron_lynx.simulator.passes import ChunkPasses, plain_passes
 from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.simulator.simulation import Simulation
@@ -32,8 +32,8 @@ def pipeline_s(job: Job, profile: Profile, offload_ratio: float) -> float:
 def _simulated(job: Job, chunks: list[list[ChunkPasses]], microbatches: int, message_s: float) -> Simulation:
     pipeline = job.parallel.pipeline
     if job.schedule == "double_buffered":
-        updates: Updates = "deferred" if job.defer_updates else "at once"
-        return simulate_without_flushes(microbatches, [passes for (passes,) in chunks], message_s, updates=updates)
+        alone = [passes for (passes,) in chunks]
+        return simulate_without_flushes(microbatches, alone, message_s, deferred=job.defer_updates)
     schedule = with_flushes(pipeline, microbatches, job.chunks, job.microbatch_group)
     return simulate(schedule, chunks, message_s, between_passes=not job.overlap.messages)
 

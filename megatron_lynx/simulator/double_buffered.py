@@ -6,12 +6,11 @@
                                    │<──────── step ───────>│
     filled once                                            drained once
 
-An update U is a barrier: it begins when the last stage arrives, and ends on all stages at the same time. With "no barrier" each
-stage updates when it arrives. A step is the time between two updates in the middle of the run; update seconds are added to it.
+An update U is a barrier: it begins when the last stage arrives, and ends on all stages at the same time. A step is the time
+between two updates in the middle of the run; update seconds are added to it.
 
-Deferred updates: a message is posted when its pass ends, and in flight once its receiver has posted it, too. The receiver waits
-when it needs the message, the sender before its next message in that direction, so one message may be in flight during an update.
-At once: as in Megatron's 1F1B, both sides wait before they continue (`simulate`).
+A message is posted when its pass ends, and in flight once its receiver has posted it, too. The receiver waits when it needs the
+message, the sender before its next message in that direction, so one message may be in flight during an update.
 
 Between two updates a stage runs as many forwards and backwards as a batch has micro-batches, so its figures are one batch's.
 """
@@ -22,7 +21,7 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from megatron_lynx.schedule.double_buffered import Update, deferral, order
 from megatron_lynx.schedule.flushes import warmup
@@ -31,8 +30,6 @@ from megatron_lynx.simulator.passes import ChunkPasses
 from megatron_lynx.simulator.simulate import Message, Run, RunningStage
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.timeline import Span, Timeline
-
-Updates = Literal["deferred", "at once", "no barrier"]
 
 BATCHES = 5
 """Batches simulated, from filling to draining. The last but one is measured: stages are in step after one or two."""
@@ -96,21 +93,21 @@ def simulate_without_flushes(
     p2p_s: float = 0.0,
     interference: float = 1.0,
     *,
-    updates: Updates = "deferred",
+    deferred: bool = True,
     update_s: float = 0.0,
     batches: int = BATCHES,
 ) -> Unflushed:
     """Simulate a run. `chunks` is indexed by stage. Raises ConfigError if a batch has fewer micro-batches than there are stages.
 
     Args:
+        deferred: whether a stage's update runs after the first backwards of the next batch (`schedule.double_buffered.deferral`).
         update_s: seconds of an update; part of the run, not of its step.
         batches: at least 4, so that there is a middle.
     """
     assert batches >= 4, f"{batches} batches have no steady state"
     pipeline = len(chunks)
     steps = [
-        order(pipeline, stage, microbatches, batches, deferral=deferral(stage) if updates == "deferred" else 0)
-        for stage in range(pipeline)
+        order(pipeline, stage, microbatches, batches, deferral=deferral(stage) if deferred else 0) for stage in range(pipeline)
     ]
     schedule = Schedule(
         orders=tuple(
@@ -119,7 +116,7 @@ def simulate_without_flushes(
         warmups=tuple(warmup(pipeline, stage) for stage in range(pipeline)),
     )
     behind = [{before: step.batch for before, step in pairwise(stage_steps) if isinstance(step, Update)} for stage_steps in steps]
-    return _UnflushedRun(schedule, chunks, (p2p_s, interference), behind, updates, update_s, microbatches).unflushed()
+    return _UnflushedRun(schedule, chunks, (p2p_s, interference), behind, update_s, microbatches).unflushed()
 
 
 class _UnflushedRun(Run):
@@ -131,14 +128,12 @@ class _UnflushedRun(Run):
         chunks: Sequence[ChunkPasses],
         links: tuple[float, float],
         behind: Sequence[dict[Action | Update, int]],
-        updates: Updates,
         update_s: float,
         microbatches: int,
     ) -> None:
         self._microbatches = microbatches
         super().__init__(schedule, [[passes] for passes in chunks], *links)
         self._behind = behind
-        self._updates = updates
         self._update_s = update_s
         self._there: dict[int, list[float]] = {}
         """By batch, the times at which stages reached its update."""
@@ -151,8 +146,8 @@ class _UnflushedRun(Run):
         return frozenset(action for action in order if action.kind == "B" and (action.micro_batch + 1) % self._microbatches == 0)
 
     def _copied_s(self, stage: RunningStage, before: Action | None, action: Action) -> float:
-        """Messages of deferred updates are posted ahead (`double_buffered.exchange`) and never end in a synchronisation."""
-        return 0.0 if self._updates == "deferred" else super()._copied_s(stage, before, action)
+        """Messages are posted ahead (`double_buffered.exchange`) and never end in a synchronisation."""
+        return 0.0
 
     def unflushed(self) -> Unflushed:
         simulation = self.simulation()
@@ -161,10 +156,6 @@ class _UnflushedRun(Run):
     def _exchange(
         self, stage: RunningStage, before: Action | None, action: Action, free: float
     ) -> Generator[Message, float, tuple[float, float]]:
-        if self._updates != "deferred":
-            free, arrived = yield from super()._exchange(stage, before, action, free)
-            arrived = yield from self._updated(stage, before, arrived)
-            return free, arrived
         free = yield from self._send(stage, before, free)
         received = self._received(stage, action)
         if received is not None:
@@ -194,14 +185,12 @@ class _UnflushedRun(Run):
         batch = None if before is None else self._behind[stage.number].get(before)
         if batch is None:
             return time_s
-        begin_s = time_s
-        if self._updates != "no barrier":
-            arrivals_s = self._there.setdefault(batch, [])
-            arrivals_s.append(time_s)
-            together = Message("U", batch, 0)
-            if len(arrivals_s) == self._schedule.pipeline:
-                self._arrivals[together] = max(arrivals_s)
-                self._ready.extend(self._waiting.pop(together, ()))
-            begin_s = yield together
+        arrivals_s = self._there.setdefault(batch, [])
+        arrivals_s.append(time_s)
+        together = Message("U", batch, 0)
+        if len(arrivals_s) == self._schedule.pipeline:
+            self._arrivals[together] = max(arrivals_s)
+            self._ready.extend(self._waiting.pop(together, ()))
+        begin_s = yield together
         self._made[stage.number].append(Updated(time_s, begin_s, begin_s + self._update_s))
         return begin_s + self._update_s
