@@ -6,7 +6,7 @@
 
 The time of a model with one layer is subtracted. Figures of two ranks are differences to keeping everything there, which removes
 collectives common to all settings. Each figure is at least that of a setting that issues a subset of its work: some differences
-are within noise. The rank has no peers (`groups.join_alone`), except during a profile.
+are within noise. The rank has no peers (`groups.join_alone`).
 """
 
 from __future__ import annotations
@@ -79,36 +79,30 @@ def measured_here(*asked: Asked) -> HostTime:
 
 
 def measure_alone(rank: int, asked: Asked) -> LayerHostTime:
-    """Measure layers on rank 0 of 2 without the other. Runs inside `RankPool`."""
+    """Measure the layers of one implementation on rank 0 of 2, without the other. Runs inside `RankPool`, on one rank."""
     from megatron_lynx.testbed.groups import join_alone
 
     join_alone(2)
-    return measure_layers(rank, 2, asked)
-
-
-def measure_layers(rank: int, ranks: int, asked: Asked) -> LayerHostTime:
-    """Measure the host time of one implementation. Runs inside `RankPool`, on all of its `ranks`."""
     with stand_in_for_fused_gradient():
-        one = _job(asked, replicas=ranks)
+        one = _job(asked, replicas=2)
         kept = Candidate("kept", plan=uniform_plan(one, "none"))
         partly, recomputed = (list(_half_alone(one, setting)) for setting in ("partly", "recomputed"))
         layer, none, walls = _layer(one, [NONE, FULL, kept, *partly, *recomputed], asked)
         shares = shares_of_halves(none, asked.rounds)
-        pairs = ranks // 2
-        further = _of_two_ranks(asked, pairs) if 2 * pairs == ranks else {}
+        further = _of_two_ranks(asked)
     halves = {half: _half(half, shares[half], layer, further) for half in HALVES}
     return LayerHostTime(made_by=_made_by(asked, one, none, walls), **halves)
 
 
-def _of_two_ranks(asked: Asked, pairs: int) -> dict[str, Spent]:
+def _of_two_ranks(asked: Asked) -> dict[str, Spent]:
     """Measure settings that need two ranks, as differences to keeping everything."""
     spent: dict[str, Spent] = {}
     if asked.gathered or asked.deferred:
-        sliced = _job(asked, tensor=2, sequence_parallel=True, replicas=pairs)
+        sliced = _job(asked, tensor=2, sequence_parallel=True)
         gathering = list(_half_alone(sliced, "gathered")) if asked.gathered else []
         spent |= _beyond_kept(sliced, [*gathering, *(_deferring(sliced) if asked.deferred else ())], asked)
     if asked.offloaded:
-        stages = _job(asked, pipeline=2, replicas=pairs)
+        stages = _job(asked, pipeline=2)
         spent |= _beyond_kept(stages, [Candidate("offloaded", plan=offloading_all(uniform_plan(stages, "none")))], asked)
     return spent
 
@@ -126,33 +120,6 @@ def _made_by(asked: Asked, job: Job, subject: Subject, walls: float) -> str:
         f"{walls:.2f} times that by the clock on the wall",
     ]
     return ", ".join(conditions)
-
-
-def slowest(ranks: Sequence[LayerHostTime]) -> LayerHostTime:
-    """Return the figures of the rank that takes longest to recompute everything, with the largest offloading difference of all
-    ranks: the last of two stages offloads nothing."""
-
-    def us(passes: HostPasses) -> float:
-        return passes.forward_us + passes.backward_us
-
-    def added_us(one: LayerHostTime) -> float:
-        return sum(us(half.under("offloaded")) - us(half.kept) for half in map(one.half, HALVES))
-
-    slowest_rank = max(ranks, key=lambda one: sum(us(half.recomputed) for half in map(one.half, HALVES)))
-    offloading = max(ranks, key=added_us)
-    return slowest_rank.model_copy(
-        update={half: _with_offloading(slowest_rank.half(half), offloading.half(half)) for half in HALVES}
-    )
-
-
-def _with_offloading(half: HalfHostTime, of: HalfHostTime) -> HalfHostTime:
-    if of.offloaded is None:
-        return half
-    forward_us, backward_us = (
-        round(getattr(half.kept, name) + getattr(of.offloaded, name) - getattr(of.kept, name), 1)
-        for name in ("forward_us", "backward_us")
-    )
-    return half.model_copy(update={"offloaded": HostPasses(forward_us=forward_us, backward_us=backward_us)})
 
 
 def _job(asked: Asked, **layout: Any) -> Job:

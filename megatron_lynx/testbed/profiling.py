@@ -3,8 +3,8 @@
 each rank on its core     a layer of one tensor-parallel shard, without a group ──measure_layer──> both halves
    (all at once, as       embedding, and output layer with loss, of the same shard ──measure_block──> seconds
     in training)          messages over the job's groups and links ──measure_links──> points
-                          tiny layers under every setting ──measure_layers──────> host time
                           AdamW on the CPU, on all ranks and on one ──measure_adam───> rate of an optimizer on the host
+one rank, alone           tiny layers under every setting ──measure_alone───────> host time
 parent                    the slowest rank's figures ──> Profile
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from operator import attrgetter
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from megatron_lynx.anatomy import Half, Section
-from megatron_lynx.config.cluster import HostAdam, HostTime, LayerHostTime
+from megatron_lynx.config.cluster import HostAdam, HostTime
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.errors import ConfigError, Problem
@@ -35,6 +35,7 @@ from megatron_lynx.profiler.timing import InnerNorm
 from megatron_lynx.runtime.device import device_for, present_device
 from megatron_lynx.runtime.saved import nodes_between
 from megatron_lynx.testbed.fusions import fusions_of
+from megatron_lynx.testbed.host_time import asked_by, measure_alone
 from megatron_lynx.testbed.ranks import Hosts
 from megatron_lynx.testbed.stand_in import stood_in_for, transformer_engine_can_run
 from megatron_lynx.version import __version__
@@ -52,10 +53,8 @@ class RankFigures:
     head: BlockProfile
     links: tuple[LinkPoint, ...]
     interference: float
-    host_time: LayerHostTime | None
-    """Missing if a stand-in would compute part of it."""
-    stood_in_for: str | None = None
-    adam: HostAdam | None = None
+    adam: HostAdam | None
+    """None if a stand-in computes part of the layers: their host time is then unknown as well."""
 
     @property
     def layer_s(self) -> float:
@@ -65,17 +64,20 @@ class RankFigures:
 def measure_profile(job: Job, hosts: Hosts, announce: Callable[[str], AbstractContextManager[object]]) -> Profile:
     """Measure a job's profile on this machine. Raises errors of the ranks, and `ConfigError` if its layers cannot be built."""
     check_measurable(job)
+    machine, missing, host_time = this_machine(hosts.links, hosts.device), stood_in_for(job), None
     with announce("measuring a layer and the links"):
-        figures: list[RankFigures] = hosts.run(measure_rank, job, REPETITIONS, HOST_ROUNDS)
+        figures: list[RankFigures] = hosts.run(measure_rank, job, REPETITIONS)
+        if missing is None:
+            [layers] = replace(hosts, ranks=1).run(measure_alone, asked_by(job, HOST_ROUNDS), unshaped=True)
+            host_time = HostTime(cpu=machine.cpu, adam=figures[0].adam, **{job.model.implementation: layers})
     slowest = max(figures, key=lambda rank: rank.layer_s)
-    machine = this_machine(hosts.links, hosts.device)
     source = Source(
         how="measured",
         machine=f"{machine.gpu or machine.cpu}, {machine.cores} cores",
         made_by=f"megatron-lynx {__version__}, torch {machine.torch}, megatron-core {machine.megatron_core}",
         repetitions=REPETITIONS,
         interconnect=hosts.description,
-        stood_in_for=figures[0].stood_in_for,
+        stood_in_for=missing,
         fusions=fusions_of(job),
     )
     return Profile(
@@ -86,35 +88,21 @@ def measure_profile(job: Job, hosts: Hosts, announce: Callable[[str], AbstractCo
         embedding=slowest.embedding,
         head=slowest.head,
         interference=max(rank.interference for rank in figures),
-        host_time=_host_time(job, figures, machine.cpu),
+        host_time=host_time,
     )
 
 
-def _host_time(job: Job, figures: list[RankFigures], cpu: str) -> HostTime | None:
-    host_time = host_time_of_ranks(job, [rank.host_time for rank in figures if rank.host_time is not None], cpu)
-    return None if host_time is None else host_time.model_copy(update={"adam": figures[0].adam})
-
-
-def host_time_of_ranks(job: Job, measured: list[LayerHostTime], cpu: str) -> HostTime | None:
-    """Return the host time of the slowest rank; None if none was measured."""
-    from megatron_lynx.testbed.host_time import slowest
-
-    return HostTime(cpu=cpu, **{job.model.implementation: slowest(measured)}) if measured else None
-
-
-def measure_rank(rank: int, job: Job, repetitions: int, host_rounds: int) -> RankFigures:
+def measure_rank(rank: int, job: Job, repetitions: int) -> RankFigures:
     from megatron_lynx.testbed.fusions import fused_gradients
     from megatron_lynx.testbed.groups import initialise
-    from megatron_lynx.testbed.host_time import asked_by, measure_layers
 
     with fused_gradients(job):
         halves, embedding, head, device = _of_one_layer(job, repetitions)
     initialise(job)
     links = _messages(job, device, repetitions)
-    interference, missing = _interference(job, links, device, repetitions), stood_in_for(job)
-    host_time = measure_layers(rank, job.gpus, asked_by(job, host_rounds)) if missing is None else None
-    adam = measure_adam(rank, device) if missing is None else None
-    return RankFigures(halves, embedding, head, links, interference, host_time, missing, adam)
+    interference = _interference(job, links, device, repetitions)
+    adam = measure_adam(rank, device) if stood_in_for(job) is None else None
+    return RankFigures(halves, embedding, head, links, interference, adam)
 
 
 def _of_one_layer(job: Job, repetitions: int) -> tuple[dict[Half, HalfProfile], BlockProfile, BlockProfile, torch.device]:

@@ -6,10 +6,7 @@ import pytest
 
 from megatron_lynx.anatomy import HALVES
 from megatron_lynx.config.cluster import HostTime, LayerHostTime
-from megatron_lynx.testbed.host_time import Asked, Spent, measured_here, slowest
-from megatron_lynx.testbed.profiling import host_time_of_ranks
-from megatron_lynx.testbed.tiny_jobs import tiny_job
-from tests.profiler.made_up import made_up_layer_host_time
+from megatron_lynx.testbed.host_time import Asked, Spent, measured_here
 from tests.te_releases import folder_of
 
 LESS_AND_MORE = (
@@ -53,32 +50,6 @@ def test_transformer_engines_layers_say_that_their_kernels_are_stood_in_for(monk
     known = measured_here(Asked("transformer_engine", gathered=True, offloaded=True, deferred=True, rounds=1, steps=1))
     assert known.measured == ("transformer_engine",)
     assert "transformer_engine layers, a stand-in for Transformer Engine's kernels, " in known.of("transformer_engine").made_by
-
-
-def test_of_several_ranks_the_slowest_counts() -> None:
-    fast, slow = made_up_layer_host_time(1.0), made_up_layer_host_time(2.0)
-    assert slowest([fast, slow, fast]) == slow
-
-
-def test_a_profile_of_several_ranks_has_the_slowest_ones() -> None:
-    fast, slow = made_up_layer_host_time(1.0), made_up_layer_host_time(2.0)
-    found = host_time_of_ranks(tiny_job(), [fast, slow], "a CPU")
-    assert found is not None
-    assert (found.cpu, found.of("local")) == ("a CPU", slow)
-    assert host_time_of_ranks(tiny_job(), [], "a CPU") is None
-
-
-def test_what_offloading_adds_is_of_the_stage_that_offloads() -> None:
-    """The slower rank was the last stage, and offloading seemed to take nothing."""
-    fast, slow = made_up_layer_host_time(1.0), made_up_layer_host_time(2.0)
-    nothing = {half: slow.half(half).model_copy(update={"offloaded": slow.half(half).kept}) for half in HALVES}
-    found = slowest([fast, slow.model_copy(update=nothing)])
-    for half in HALVES:
-        own, of, kept = found.half(half), fast.half(half), slow.half(half).kept
-        assert own.offloaded is not None
-        assert of.offloaded is not None
-        assert own.kept == kept
-        assert own.offloaded.forward_us == pytest.approx(kept.forward_us + of.offloaded.forward_us - of.kept.forward_us)
 
 
 def test_seconds_are_added_and_shared_out_pass_by_pass() -> None:
