@@ -66,7 +66,8 @@ def curve(job: Job, without_flushes: bool, course: Course, seed: int) -> Iterato
     from megatron_lynx.double_buffered.pipeline import DoubleBuffered
     from megatron_lynx.testbed.groups import seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training, forward_step, run_schedule
+    from megatron_lynx.testbed.training import forward_step, run_schedule
+    from tests.instruments.training import Training
 
     given: dict[str, Any] = {"optimizer": "megatron", "learning_rate": course.rate, "settings": dict(course.optimizer)}
     training = Training(job, build_model(job, seed=seed), ddp=True, **given)

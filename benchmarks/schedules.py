@@ -56,7 +56,7 @@ class TrainedModel:
         from megatron_lynx.double_buffered.pipeline import DoubleBuffered
         from megatron_lynx.testbed.groups import seed_random_numbers
         from megatron_lynx.testbed.tiny_models import build_model
-        from megatron_lynx.testbed.training import Training
+        from tests.instruments.training import Training
 
         seed_random_numbers(1234)
         self.job, self.way = job, way

@@ -36,7 +36,8 @@ def trained(job: Job, batches: int, forward_s: float, barrier: bool, defers: boo
     """Train; yields behind each update."""
     from megatron_lynx.double_buffered.pipeline import DoubleBuffered
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training, run_schedule, synthetic_batches
+    from megatron_lynx.testbed.training import run_schedule, synthetic_batches
+    from tests.instruments.training import Training
 
     training = Training(job, build_model(job), ddp=barrier, optimizer="megatron" if barrier else "sgd", learning_rate=0.001)
     sizes = {"microbatches": job.microbatches, "seq_length": job.model.seq, "micro_batch_size": job.batch.micro}

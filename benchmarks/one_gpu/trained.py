@@ -23,15 +23,8 @@ from megatron_lynx.testbed.fusions import NAME, stand_in_for_fused_gradient
 from megatron_lynx.testbed.groups import seed_random_numbers
 from megatron_lynx.testbed.stand_in import replace
 from megatron_lynx.testbed.tiny_models import build_model
-from megatron_lynx.testbed.training import (
-    ForwardStep,
-    MicroBatch,
-    Training,
-    forward_step,
-    run_schedule,
-    synthetic_batches,
-    unwrapped,
-)
+from megatron_lynx.testbed.training import ForwardStep, MicroBatch, forward_step, run_schedule, synthetic_batches, unwrapped
+from tests.instruments.training import Training
 
 SEED = 1234
 

@@ -67,7 +67,7 @@ class Subject:
         self.job = job
         self.candidate = candidate
         self._in_place = adds_up_in_place(job)
-        self.training: Training = Training(job, model, optimizer=None, ddp=self._in_place, buffers_of=like)
+        self.training: Training = Training(job, model, ddp=self._in_place, buffers_of=like)
         self.batches = synthetic_batches(job)
 
     @property

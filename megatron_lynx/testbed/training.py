@@ -1,9 +1,9 @@
-"""Trains a model with megatron-core as a launch script does, in minimal form.
+"""Runs steps of a model with megatron-core as a launch script does, in minimal form.
 
     initialise(job)                      the ranks' groups and seeds (groups)
     chunks = build_model(job)            (tiny_models)
-    training = Training(job, chunks)     Megatron DDP or none; plain SGD, or Megatron's optimizer
-    training.step(batches)               Megatron's schedule for this layout, reductions, optimizer; returns losses
+    training = Training(job, chunks)     Megatron DDP or none; no optimizer
+    training.step(batches)               Megatron's schedule for this layout, and reductions; returns losses
 
 Stock and planned runs use the same code: plans are unknown here.
 """
@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config
 
@@ -44,17 +43,12 @@ ForwardStep = Callable[[Iterator[MicroBatch], torch.nn.Module], tuple[torch.Tens
 
 
 class Training:
-    """A model in training.
+    """A model whose gradients are made and left: steps have no update.
 
     Args:
-        optimizer: plain SGD (without reduction over replicas unless `ddp`), Megatron's Adam, or None.
-            Megatron's needs `ddp`, and is distributed if the job says so.
-        ddp: wrap the chunks in Megatron's DistributedDataParallel.
+        ddp: wrap the chunks in Megatron's DistributedDataParallel, which reduces gradients over replicas.
         buffers_of: one with `ddp` and the same parameters, whose wrappers' buffers and hooks serve both.
-        overlap_grad_reduce: reduce buckets during backward (needs `ddp`).
-        overlap_param_gather: gather parameters during forward (needs the distributed optimizer and `overlap_grad_reduce`).
-        learning_rate: of either optimizer.
-        settings: fields of Megatron's optimizer that replace those of `megatron_optimizer` (`optimizer="sgd"`, for example).
+        overlaps: fields of DistributedDataParallelConfig besides `with_ddp`'s.
     """
 
     def __init__(
@@ -62,44 +56,25 @@ class Training:
         job: Job,
         chunks: Sequence[torch.nn.Module],
         *,
-        optimizer: Literal["sgd", "megatron"] | None = "sgd",
         ddp: bool = False,
         buffers_of: Training | None = None,
-        overlap_grad_reduce: bool = False,
-        overlap_param_gather: bool = False,
-        learning_rate: float = 0.1,
-        settings: Mapping[str, Any] | None = None,
+        **overlaps: bool,
     ) -> None:
         self.job = job
         self.chunks = list(chunks)
         if ddp and buffers_of is not None:
             self.chunks = [around(*pair) for pair in zip(buffers_of.chunks, chunks, strict=True)]
         elif ddp:
-            self.chunks = with_ddp(job, chunks, overlap_grad_reduce, overlap_param_gather)
-        self.optimizer: Any = None
-        config = get_model_config(self.chunks[0])
-        config.finalize_model_grads_func = finalize_model_grads if ddp else finalize_without_ddp
-        if ddp and overlap_grad_reduce:
-            functions = [chunk.no_sync for chunk in self.chunks]
-            config.no_sync_func = functions if len(functions) > 1 else functions[0]
-        if optimizer == "megatron":
-            self.optimizer = megatron_optimizer(job, self.chunks, learning_rate, overlap_param_gather, settings)
-            config.grad_scale_func = self.optimizer.scale_loss
-        elif optimizer == "sgd":
-            self.optimizer = torch.optim.SGD(self.parameters().values(), lr=learning_rate)
+            self.chunks = with_ddp(job, chunks, **overlaps)
+        get_model_config(self.chunks[0]).finalize_model_grads_func = finalize_model_grads if ddp else finalize_without_ddp
 
     def step(self, batches: Iterable[MicroBatch]) -> list[torch.Tensor]:
-        """Run one optimizer step; return the losses of its micro-batches (empty except on the last stage)."""
-        return train_step(self.chunks, self.optimizer, self.job, batches)
-
-    def evaluate(self, batches: Iterable[MicroBatch]) -> list[torch.Tensor]:
-        """Run forward only, without gradients and dropout; return losses as `step`."""
+        """Clear gradients and run the schedule; return the losses of its micro-batches (empty except on the last stage)."""
         for chunk in self.chunks:
-            chunk.eval()
-        losses = run_schedule(self.chunks, self.job, batches, forward_only=True)
-        for chunk in self.chunks:
-            chunk.train()
-        return losses
+            if isinstance(chunk, DistributedDataParallel):
+                chunk.zero_grad_buffer()
+            chunk.zero_grad(set_to_none=True)
+        return run_schedule(self.chunks, self.job, batches)
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         return named_parameters(self.chunks)
@@ -108,19 +83,16 @@ class Training:
         return gradients(self.chunks)
 
 
-def with_ddp(
-    job: Job, chunks: Sequence[torch.nn.Module], overlap_grad_reduce: bool, overlap_param_gather: bool
-) -> list[torch.nn.Module]:
+def with_ddp(job: Job, chunks: Sequence[torch.nn.Module], **overlaps: bool) -> list[torch.nn.Module]:
     """Wrap chunks in Megatron's DistributedDataParallel, with several buckets even for a tiny model."""
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=job.optimizer.gradients == "fp32",
-        overlap_grad_reduce=overlap_grad_reduce,
-        overlap_param_gather=overlap_param_gather,
         use_distributed_optimizer=job.parallel.distributed_optimizer,
         num_distributed_optimizer_instances=job.parallel.optimizer_instances,
         fp8_param_gather=job.model.fp8_parameters,
         reuse_grad_buf_for_mxfp8_param_ag=in_gradients(job),
         bucket_size=20_000,
+        **overlaps,
     )
     return [
         DistributedDataParallel(get_model_config(chunk), config, chunk, disable_bucketing=index > 0)  # as Megatron's pretraining
@@ -143,29 +115,6 @@ def around(wrapper: torch.nn.Module, chunk: torch.nn.Module) -> torch.nn.Module:
     other._modules = {"module": chunk}
     other.config = get_model_config(chunk)
     return other
-
-
-def megatron_optimizer(
-    job: Job,
-    chunks: Sequence[torch.nn.Module],
-    learning_rate: float,
-    overlap_param_gather: bool = False,
-    settings: Mapping[str, Any] | None = None,
-) -> Any:
-    """Return Megatron's mixed-precision AdamW with gradient clipping, changed by `settings`, distributed if the job says so."""
-    config: dict[str, Any] = {
-        "optimizer": "adam",
-        "lr": learning_rate,
-        "clip_grad": 1.0,
-        "bf16": job.model.dtype == "bf16",
-        "params_dtype": get_model_config(chunks[0]).params_dtype,
-        "use_distributed_optimizer": job.parallel.distributed_optimizer,
-        "overlap_param_gather": overlap_param_gather,
-        "reuse_grad_buf_for_mxfp8_param_ag": in_gradients(job),
-    }
-    if job.model.fp8_recipe not in (None, "nvfp4"):
-        config["fp8_recipe"] = job.model.fp8_recipe
-    return get_megatron_optimizer(OptimizerConfig(**{**config, **(settings or {})}), list(chunks))
 
 
 def unwrapped(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -207,18 +156,6 @@ def finalize_without_ddp(chunks: Sequence[torch.nn.Module], num_tokens: torch.Te
             dist.all_reduce(parameter.grad, group=parallel_state.get_tensor_model_parallel_group())
         if getattr(parameter, "shared_embedding", False) and parallel_state.get_pipeline_model_parallel_world_size() > 1:
             dist.all_reduce(parameter.grad, group=parallel_state.get_embedding_group())
-
-
-def train_step(chunks: Sequence[torch.nn.Module], optimizer: Any, job: Job, batches: Iterable[MicroBatch]) -> list[torch.Tensor]:
-    """Clear gradients, run the schedule, step. Gradients stay readable until the next step."""
-    for chunk in chunks:
-        if isinstance(chunk, DistributedDataParallel):
-            chunk.zero_grad_buffer()
-        chunk.zero_grad(set_to_none=True)
-    losses = run_schedule(chunks, job, batches)
-    if optimizer is not None:
-        optimizer.step()
-    return losses
 
 
 def run_schedule(

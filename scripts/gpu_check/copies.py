@@ -43,7 +43,7 @@ def copies(rank: int, job: Job, dry: bool) -> Answer:
     """Runs inside `RankPool`. A dry run copies little, and between the same memory."""
     from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training
+    from tests.instruments.training import Training
 
     initialise(job)
     device = torch.device("cpu" if dry else "cuda")

@@ -42,7 +42,7 @@ class Setting:
     delay_s: float
     """What each collective of the tensor-parallel group takes at least, in [1]."""
     training: dict[str, Any] = field(default_factory=dict)
-    """Arguments of `testbed.training.Training`."""
+    """Arguments of `tests.instruments.training.Training`."""
     model: dict[str, Any] = field(default_factory=dict)
     """Fields of Megatron's TransformerConfig."""
     compared: str = "everything"
@@ -155,7 +155,7 @@ def _trained(setting: Setting, plan: Plan | None, *, late: bool) -> _Run:
     from megatron_lynx.testbed.fusions import stand_in_for_fused_gradient
     from megatron_lynx.testbed.groups import seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training
+    from tests.instruments.training import Training
 
     gc.collect()  # the training before leaves it its model, which would count as memory of this one
     run = _Run(torch.clone if late else _on_the_host)

@@ -57,7 +57,7 @@ def buffers(rank: int, job: Job, trial: Trial) -> dict[str, int]:
     """Bytes of the buffers that DDP makes of a rank's parameters and gradients, and of what its weights hold beside these."""
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training
+    from tests.instruments.training import Training
 
     initialise(job)
     seed_random_numbers(7)

@@ -57,7 +57,7 @@ def compare(rank: int, job: Job, plan: Plan, how: How) -> Compared:
     from megatron_lynx.testbed.fusions import stand_in_for_fused_gradient
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training
+    from tests.instruments.training import Training
 
     initialise(job)
     with ExitStack() as stack:

@@ -33,7 +33,8 @@ def both(rank: int, job: Job, plans: tuple[Plan, Plan]) -> dict[str, Any]:
 def _run(job: Job, plans: tuple[Plan | None, Plan | None]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     from megatron_lynx.testbed.groups import seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training, mean_loss
+    from megatron_lynx.testbed.training import mean_loss
+    from tests.instruments.training import Training
 
     page = _block(PAGE, 0)
     fields = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}

@@ -53,7 +53,7 @@ def trained(job: Job, **model: Any) -> Any:
     """A model of the job, ready for a first step."""
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training
+    from tests.instruments.training import Training
 
     initialise(job)
     training = Training(job, build_model(job, **model))

@@ -20,7 +20,8 @@ def count_embedding(rank: int, job: Job) -> list[int]:
     from megatron_lynx.measure.memory import activation_meter, remember_blocks
     from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training, forward_step, run_schedule, synthetic_batches
+    from megatron_lynx.testbed.training import forward_step, run_schedule, synthetic_batches
+    from tests.instruments.training import Training
 
     remember_blocks()
     initialise(job)

@@ -31,7 +31,8 @@ def count(rank: int, job: Job, fields: dict[str, Any], plan: Plan | None = None)
     from megatron_lynx.measure.memory import activation_meter, remember_blocks
     from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training, synthetic_batches
+    from megatron_lynx.testbed.training import synthetic_batches
+    from tests.instruments.training import Training
 
     remember_blocks()
     initialise(job)

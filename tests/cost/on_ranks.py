@@ -48,7 +48,8 @@ def _count(job: Job, plan: Plan | None) -> Counted:
     from megatron_lynx.figures import Figures
     from megatron_lynx.measure.memory import count_step, marked
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training, forward_step, run_schedule, synthetic_batches
+    from megatron_lynx.testbed.training import forward_step, run_schedule, synthetic_batches
+    from tests.instruments.training import Training
 
     training = Training(job, build_model(job), optimizer=None)
     installation = install(training.chunks, plan) if plan is not None else None
@@ -73,7 +74,7 @@ def parameters_of_experts(rank: int, job: Job) -> tuple[int, int, int]:
     """Numbers of all parameters of this rank, of its experts, and those that its distributed optimizer steps."""
     from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training
+    from tests.instruments.training import Training
 
     initialise(job)
     training = Training(job, build_model(job), ddp=True, optimizer="megatron")

@@ -36,7 +36,8 @@ def one_f_one_b(job: Job, how: dict[str, Any], setting: dict[str, Any], interpre
     from megatron_lynx.schedule.flushes import order
     from megatron_lynx.testbed.groups import seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training, forward_step, synthetic_batches
+    from megatron_lynx.testbed.training import forward_step, synthetic_batches
+    from tests.instruments.training import Training
 
     training = Training(job, build_model(job, **setting), **{key: value for key, value in how.items() if key != "align"})
     if how.get("align"):
@@ -208,7 +209,7 @@ def build(job: Job, how: dict[str, Any]) -> Any:
     from megatron.core.utils import get_model_config
 
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training
+    from tests.instruments.training import Training
 
     settings = {key: how[key] for key in how.keys() - {"optimizer_config", "spoilt", "defer_updates", "model"}}
     training = Training(job, build_model(job, **how.get("model", {})), **settings)

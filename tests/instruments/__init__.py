@@ -10,6 +10,7 @@
     mamba                 kernels of Mamba layers, in torch
     context_attention     a core attention that exchanges keys and values between ranks
     posted                works that nobody has waited for, and synchronisations that would hang
+    training              the testbed's training with an optimizer and evaluation
     script_device         what Megatron's scripts ask of a GPU machine: `python -m tests.instruments SCRIPT`
 
 They are no part of the wheel. The testbed's ranks take them, but `mamba`'s, where TESTBED_STAND_INS names this package:

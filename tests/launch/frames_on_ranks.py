@@ -61,7 +61,7 @@ def _checked(job: Job, trial: Trial) -> Checked:
     from megatron_lynx.launch.frames import FrameCheck
     from megatron_lynx.testbed.groups import seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training
+    from tests.instruments.training import Training
 
     seed_random_numbers(7)
     training = Training(job, build_model(job), optimizer=None)

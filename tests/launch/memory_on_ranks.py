@@ -28,9 +28,10 @@ def _trained(job: Job, plan: Plan, limit_bytes: int, steps: int) -> Said:
     from megatron_lynx.apply.live_run import live_run
     from megatron_lynx.launch.out_of_memory import Rank, explained, moment_of
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training, synthetic_batches
+    from megatron_lynx.testbed.training import synthetic_batches
     from tests.instruments.cpu_total import CpuTotal
     from tests.instruments.script_device import LimitedMemory
+    from tests.instruments.training import Training
 
     training = Training(job, build_model(job), optimizer="megatron", ddp=True)
     batches = synthetic_batches(job)

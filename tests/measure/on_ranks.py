@@ -19,7 +19,8 @@ def count(rank: int, trials: list[tuple[Job, dict[str, Any]]]) -> list[MemoryUse
 
 def _count_one(job: Job, setting: dict[str, Any]) -> MemoryUse:
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training, forward_step, run_schedule, synthetic_batches
+    from megatron_lynx.testbed.training import forward_step, run_schedule, synthetic_batches
+    from tests.instruments.training import Training
 
     training = Training(job, build_model(job, **setting), optimizer=None)
     batches = synthetic_batches(job)
@@ -42,6 +43,7 @@ def held(rank: int, job: Job, cases: list[tuple[dict[str, Any], Plan | None]]) -
     from megatron_lynx.measure.memory import remember_blocks
     from megatron_lynx.testbed.candidates import Candidate
     from megatron_lynx.testbed.comparison import same_bits, subjects_of
+    from tests.instruments.training import evaluated
 
     remember_blocks()
     candidates = [Candidate(f"{at}", fields, plan) for at, (fields, plan) in enumerate(cases)]
@@ -55,7 +57,7 @@ def held(rank: int, job: Job, cases: list[tuple[dict[str, Any], Plan | None]]) -
             for _ in range(3):
                 if job.model.experts is not None:
                     with torch.no_grad():
-                        subject.training.evaluate(subject.batches)
+                        evaluated(subject.training, subject.batches)
                 uses.append(subject.counted_step())
             found.append((min(use.marks[-1].bytes for use in uses), min(use.peak_bytes for use in uses)))
     return found

@@ -138,7 +138,8 @@ class Loop:
         from megatron_lynx.double_buffered.pipeline import DoubleBuffered
         from megatron_lynx.launch.launch import TraceFile
         from megatron_lynx.testbed.tiny_models import build_model
-        from megatron_lynx.testbed.training import Training, synthetic_batches
+        from megatron_lynx.testbed.training import synthetic_batches
+        from tests.instruments.training import Training
 
         self._job, self._setting = job, setting
         self._training = Training(job, build_model(job, **setting.model), **setting.how)

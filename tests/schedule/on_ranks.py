@@ -13,7 +13,8 @@ def recorded_order(rank: int, job: Job) -> tuple[int, str]:
 
     from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training, synthetic_batches
+    from megatron_lynx.testbed.training import synthetic_batches
+    from tests.instruments.training import Training
 
     initialise(job)
     training = Training(job, build_model(job), optimizer=None)

@@ -40,6 +40,7 @@ def hold(rank: int, jobs: list[Job], fields: list[dict[str, Any]], model: dict[s
     from megatron_lynx.testbed.candidates import Candidate
     from megatron_lynx.testbed.comparison import Subject, same_bits
     from megatron_lynx.testbed.groups import initialise
+    from tests.instruments.training import evaluated
 
     initialise(jobs[0])
     remember_blocks()
@@ -55,7 +56,7 @@ def hold(rank: int, jobs: list[Job], fields: list[dict[str, Any]], model: dict[s
                 assert same_bits(subject.repeatable_step(), reference), each
             if job.model.experts is not None:
                 with torch.no_grad():
-                    subject.training.evaluate(subject.batches)
+                    evaluated(subject.training, subject.batches)
             counted[-1].append(subject.counted_step().marks[-1].bytes)
     return counted
 

@@ -60,7 +60,7 @@ def timed_between_barriers() -> Iterator[None]:
     from megatron.core.timers import Timers
 
     from megatron_lynx.testbed.stand_in import replace
-    from megatron_lynx.testbed.training import Training
+    from tests.instruments.training import Training
 
     timers, step = Timers(log_level=2, log_option="all"), Training.step
 

@@ -50,7 +50,8 @@ def train_once(job: Job, setting: dict[str, Any], **how: Any) -> Run:
     from megatron_lynx.testbed.fusions import stand_in_for_fused_gradient
     from megatron_lynx.testbed.groups import seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training, synthetic_batches
+    from megatron_lynx.testbed.training import synthetic_batches
+    from tests.instruments.training import Training
 
     with stand_in_for_fused_gradient() if setting.get("gradient_accumulation_fusion") else nullcontext():
         training = Training(job, build_model(job, **setting), **how)
@@ -136,7 +137,8 @@ def train_in_thread(rank: int, job: Job) -> list[Run]:
 def first_losses(rank: int, job: Job) -> list[torch.Tensor]:
     from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training, synthetic_batches
+    from megatron_lynx.testbed.training import synthetic_batches
+    from tests.instruments.training import Training
 
     initialise(job)
     return Training(job, build_model(job)).step(synthetic_batches(job))

@@ -88,8 +88,9 @@ def left_by_steps(rank: int, job: Job) -> int:
     """Works that nobody has waited for behind two steps."""
     from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training, synthetic_batches
+    from megatron_lynx.testbed.training import synthetic_batches
     from tests.instruments.posted import synchronizing_within
+    from tests.instruments.training import Training
 
     initialise(job)
     left = pending()

@@ -21,7 +21,8 @@ def held_after_tasks(rank: int, job: Job, plan: Plan) -> list[Held]:
     from megatron_lynx.apply import install
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training, synthetic_batches
+    from megatron_lynx.testbed.training import synthetic_batches
+    from tests.instruments.training import Training
 
     initialise(job)
     seed_random_numbers(7)
@@ -38,8 +39,9 @@ def bytes_begun(rank: int, job: Job, plan: Plan, model: dict[str, Any]) -> list[
     from megatron_lynx.apply import install
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training, synthetic_batches
+    from megatron_lynx.testbed.training import synthetic_batches
     from tests.instruments.cpu_total import CpuTotal
+    from tests.instruments.training import Training
     from tests.transparency.trials import starve
 
     initialise(job)

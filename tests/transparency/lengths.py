@@ -54,7 +54,7 @@ def _train(job: Job, plan: Plan | None, steps: Sequence[Step], model: dict[str, 
     from megatron_lynx.figures import InputSeen
     from megatron_lynx.testbed.groups import seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training
+    from tests.instruments.training import Training
 
     seen = Seen()
     seed_random_numbers(7)

@@ -20,7 +20,8 @@ def held_in_backward(rank: int, job: Job, plans: list[Plan], model: dict[str, An
     from megatron_lynx.apply import install
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training, synthetic_batches
+    from megatron_lynx.testbed.training import synthetic_batches
+    from tests.instruments.training import Training
 
     initialise(job)
     total, found = CpuTotal(), []

@@ -40,7 +40,8 @@ def fail_and_recover(rank: int, job: Job, plan: Plan, direction: Literal["offloa
     from megatron_lynx.errors import OffloadError
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training, synthetic_batches
+    from megatron_lynx.testbed.training import synthetic_batches
+    from tests.instruments.training import Training
 
     initialise(job)
     training, result = Training(job, build_model(job), optimizer=None), Failed()
@@ -110,7 +111,8 @@ def fail_mid_step(rank: int, job: Job, plan: Plan, where: Literal["backward", "o
     from megatron_lynx.apply import install
     from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training, forward_step, run_schedule, synthetic_batches
+    from megatron_lynx.testbed.training import forward_step, run_schedule, synthetic_batches
+    from tests.instruments.training import Training
 
     with _groups_of_little_patience():
         parallel_state.destroy_model_parallel()
@@ -184,14 +186,16 @@ def reshape(rank: int, jobs: list[Job], plan: Plan) -> Reshaped:
     from megatron_lynx.apply import install
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import gradients, run_schedule, synthetic_batches, train_step
+    from megatron_lynx.testbed.training import gradients, run_schedule, synthetic_batches
 
     initialise(jobs[0])
     chunks = build_model(jobs[0])
 
     def step(job: Job) -> dict[str, Tensor]:
         seed_random_numbers(7)
-        train_step(chunks, None, job, synthetic_batches(job))
+        for chunk in chunks:
+            chunk.zero_grad(set_to_none=True)
+        run_schedule(chunks, job, synthetic_batches(job))
         return gradients(chunks)
 
     stock = [step(job) for job in jobs]
@@ -279,7 +283,8 @@ def _counted_under(job: Job, plan: Plan, step: Callable[[Any, Any, Any, Any], No
     from megatron_lynx.apply import install
     from megatron_lynx.measure.memory import count_step
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training, synthetic_batches
+    from megatron_lynx.testbed.training import synthetic_batches
+    from tests.instruments.training import Training
 
     training, batches = Training(job, build_model(job), optimizer=None), synthetic_batches(job)
     with install(training.chunks, plan) as installation:

@@ -119,7 +119,7 @@ def _training(job: Job, **settings: Any) -> Iterator[Any]:
     from megatron_lynx.testbed.fusions import stand_in_for_fused_gradient
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training
+    from tests.instruments.training import Training
 
     initialise(job)
     with stand_in_for_fused_gradient():

@@ -167,7 +167,8 @@ def called_as_graphs(rank: int, job: Job, captured: tuple[str, ...]) -> list[str
 
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
     from megatron_lynx.testbed.tiny_models import MODULES, build_model
-    from megatron_lynx.testbed.training import Training, synthetic_batches
+    from megatron_lynx.testbed.training import synthetic_batches
+    from tests.instruments.training import Training
 
     initialise(job)
     called, code = [], CudaGraphManager.__call__
@@ -192,7 +193,7 @@ def held_by(rank: int, job: Job, plan: Plan) -> list[str]:
     from megatron_lynx.apply import install
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training
+    from tests.instruments.training import Training
 
     initialise(job)
     with capturing(job, Captured()):
@@ -205,7 +206,8 @@ def calls_of_a_hook(rank: int, job: Job) -> dict[str, int]:
     """How often `linear_qkv` and `linear_fc1` of the first layer are called in a step of two micro-batches with graphs."""
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training, synthetic_batches
+    from megatron_lynx.testbed.training import synthetic_batches
+    from tests.instruments.training import Training
 
     initialise(job)
     calls = {"in the graph": 0, "beside it": 0}

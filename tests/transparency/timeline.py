@@ -104,7 +104,8 @@ def timelines(rank: int, job: Job, plans: list[Plan], training: dict[str, Any], 
     from megatron_lynx.testbed.fusions import stand_in_for_fused_gradient
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training, synthetic_batches
+    from megatron_lynx.testbed.training import synthetic_batches
+    from tests.instruments.training import Training
 
     initialise(job)
     found = []

@@ -31,7 +31,7 @@ class Trial:
     steps: int = 1
     """More where something goes from step to step: what optimizers update, scales of FP8, what routers count."""
     training: dict[str, Any] = field(default_factory=dict)
-    """Arguments of `testbed.training.Training`."""
+    """Arguments of `tests.instruments.training.Training`."""
     model: dict[str, Any] = field(default_factory=dict)
     """Fields of TransformerConfig."""
     traced: bool = False
@@ -113,7 +113,7 @@ def train(job: Job, plan: Plan | None, trial: Trial) -> Seen:
     from megatron_lynx.testbed.fusions import stand_in_for_fused_gradient
     from megatron_lynx.testbed.groups import seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training
+    from tests.instruments.training import Training
 
     seen = Seen()
     with ExitStack() as stack:
