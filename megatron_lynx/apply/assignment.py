@@ -21,7 +21,7 @@ from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.forward_hooks import NO_HOOKS, ForwardHooks
 from megatron_lynx.runtime.offload import HostFacts, HostLimit, Offloader, OffloadPolicy, limit_of
 from megatron_lynx.runtime.order import OrderOfStep, StageOrder
-from megatron_lynx.runtime.policy import ChunkPolicy, ExpertOverflow, HalfPolicy
+from megatron_lynx.runtime.policy import ChunkPolicy, HalfPolicy
 from megatron_lynx.runtime.record import GATHERED
 from megatron_lynx.runtime.saved import memory_of
 from megatron_lynx.schedule.counts import most_in_flight, most_on_host
@@ -62,10 +62,8 @@ def _policy(
     recomputed = frozenset(planned.recompute)
     if planned.checkpoint:
         recomputed |= {GATHERED.name}
-    overflow = None
-    if stage.experts_hold is not None and section.on_rows - recomputed and not planned.checkpoint:
-        overflow = ExpertOverflow(stage.experts_hold, section.on_rows, recomputed)
-    hooks = ForwardHooks(module.modules(), _waits_for_weights) if recomputed or overflow is not None else NO_HOOKS
+    falls_back = stage.experts_hold is not None and section.on_rows - recomputed and not planned.checkpoint
+    hooks = ForwardHooks(module.modules(), _waits_for_weights) if recomputed or falls_back else NO_HOOKS
     rest_in_wait = planned.rest_after is not None and not section.exchanges
     gathers = plan.parallel.sequence_parallel and (planned.gathers or planned.gathers_ahead or rest_in_wait)
     kept = plan.parallel.sequence_parallel and not planned.checkpoint
@@ -85,7 +83,7 @@ def _policy(
         checkpoint=planned.checkpoint,
         feeds=planned.feeds,
         marked=marked_in(section, module) if planned.checkpoint else (),
-        overflow=overflow,
+        allowed_load=stage.experts_hold if falls_back else None,
         hooks=hooks,
     )
 

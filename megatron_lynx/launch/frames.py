@@ -29,7 +29,7 @@ from megatron_lynx.launch.differences import Difference, bits, unlike
 from megatron_lynx.launch.ending import agree
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.runtime.frame import Frame
-from megatron_lynx.runtime.watched import Again, Place, Returned
+from megatron_lynx.runtime.record import Again, Place, Returned
 from megatron_lynx.units import format_bytes
 
 

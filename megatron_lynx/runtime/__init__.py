@@ -4,7 +4,6 @@ engine                   interface of the hooks; `order` has the passes in fligh
   progress               state that the parts share; a `Run` is one call of a half, to which sites and collectives report
   record                 runs a half, and replaces saved tensors by handles of its `frame`
     recorded_graph         which saved tensors of which autograd nodes (`saved`) are replaced; `site` is one submodule's call
-    watched                reports saved tensors to an observer
   recompute                 recomputes a half, under the `surroundings` of its record and without `forward_hooks`
   waits                  runs the planned work of each moment of a pass; windows are the waits for communication
   weight_gradients       delayed weight gradients; `pending` ones run in waits

@@ -37,14 +37,13 @@ from megatron_lynx.runtime.order import Ledger, OrderOfStep, StageOrder
 from megatron_lynx.runtime.policy import ChunkPolicy, HalfPolicy
 from megatron_lynx.runtime.progress import Progress, Run
 from megatron_lynx.runtime.recompute import AsRecorded, Guard, Recomputations
-from megatron_lynx.runtime.record import Recorder, too_many
+from megatron_lynx.runtime.record import Observer, Recorder, too_many
 from megatron_lynx.runtime.recorded_graph import recorded_graphs, signature_of
-from megatron_lynx.runtime.refusals import other_input, partial_backward, refuse_foreign_hooks
+from megatron_lynx.runtime.refusals import OTHER_INPUT, PARTIAL_BACKWARD, refuse_foreign_hooks
 from megatron_lynx.runtime.saved import detached, tensors_in
 from megatron_lynx.runtime.site import Site, SiteCall
 from megatron_lynx.runtime.surroundings import Autocast, Context, RandomSource, Surroundings
 from megatron_lynx.runtime.waits import Reached, Waits
-from megatron_lynx.runtime.watched import Observer
 from megatron_lynx.runtime.weight_gradients import WeightGradients
 from megatron_lynx.timetable import Timetable
 
@@ -179,7 +178,7 @@ class Engine(Progress):
             frame.random = self._random.capture() if frame.draws and not follows else None
             frame.surroundings = self._surroundings.capture()
         graphs = self._graphs((frame.key, group is None), signature_of((args, kwargs)))
-        too_many = None if policy.overflow is None else partial(self._too_many, frame)
+        too_many = None if policy.allowed_load is None else partial(self._too_many, frame)
         observer = self.observer
         if observer is not None and not observer.wants(frame, group is not None):
             observer = None
@@ -206,7 +205,7 @@ class Engine(Progress):
         frame.source = self.ledger.frame_of(frame.micro_batch, fed_by)
         fed = {} if frame.source is None else {id(one()): place for place, one in enumerate(frame.source.returned)}
         if not any(id(tensor) in fed for tensor in tensors_in(given)):
-            raise other_input(frame.policy.name)
+            raise OTHER_INPUT.of(frame.policy.name)
         return map_nest(Tensor, lambda tensor: Fed(fed[id(tensor)]) if id(tensor) in fed else detached(tensor), given)
 
     def _mark(self, frame: Frame, arguments: Any, outputs: Any) -> None:
@@ -230,7 +229,7 @@ class Engine(Progress):
 
     def _enter(self, frame: Frame, gradients: Any) -> None:
         if frame.policy.recompute and not torch.autograd._is_checkpoint_valid():
-            raise partial_backward(frame.policy.name)
+            raise PARTIAL_BACKWARD.of(frame.policy.name)
         self._close_backward_span()
         self.ledger.enter(frame)
         self.offloader.backward_reaches(frame.micro_batch, frame.key)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn.modules import module as everywhere
 
-from megatron_lynx.runtime.refusals import hook_changes
+from megatron_lynx.runtime.refusals import HOOK_CHANGES
 from megatron_lynx.runtime.saved import tensors_in
 
 Hook = Callable[..., Any]
@@ -82,7 +82,7 @@ def _refusing(hook: Hook, half: str, *, after: bool) -> Hook:
         expected = tensors_in(given[-1] if after else given)
         replaces = answer is not None and [*map(id, tensors_in(answer))] != [*map(id, expected)]
         if replaces or versions != [tensor._version for tensor in tensors]:
-            raise hook_changes(half, type(module).__name__, getattr(hook, "__qualname__", repr(hook)))
+            raise HOOK_CHANGES.of(half, module=type(module).__name__, hook=getattr(hook, "__qualname__", repr(hook)))
         return answer
 
     return watched

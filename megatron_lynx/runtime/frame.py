@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.runtime.policy import HalfPolicy
 from megatron_lynx.runtime.recorded_graph import Key, SiteGraph
-from megatron_lynx.runtime.refusals import asked_twice, second_order
+from megatron_lynx.runtime.refusals import ASKED_TWICE, SECOND_ORDER
 from megatron_lynx.runtime.saved import View, detached, is_parameter, memory_of
 from megatron_lynx.runtime.site import ShortcutStep
 from megatron_lynx.schedule.schedule import Phase, VirtualMicroBatch
@@ -198,7 +198,7 @@ class Frame:
     gathered_gradient: GatheredGradient | None = None
     """Set from then until backward reaches it."""
     on_gathered: Callable[[Tensor], None] | None = None
-    """Called with the gathered input when this half's backward has waited for it (`watched`)."""
+    """Called with the gathered input when this half's backward has waited for it (`record.Observer`)."""
     mark: Any = None
     """Hook handle on the graph: backward reaches this half. It owns the frame until the half's backward is over."""
     midway: Any = None
@@ -283,12 +283,12 @@ class Handle:
         """Return the tensor once, recomputing it now if no window did. Raises `RecomputeError` if it was returned before."""
         frame = self.frame
         if torch.is_grad_enabled():
-            raise second_order(frame.policy.name)
+            raise SECOND_ORDER.of(frame.policy.name)
         if self.key not in frame.found and frame.lets_go:
             frame.on_demand(frame)
         tensor = frame.found.pop(self.key, None)
         if tensor is None:
-            raise asked_twice(frame.policy.name)
+            raise ASKED_TWICE.of(frame.policy.name)
         return tensor
 
 

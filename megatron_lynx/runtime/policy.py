@@ -31,16 +31,6 @@ class ChunkPolicy:
 
 
 @dataclass(frozen=True)
-class ExpertOverflow:
-    allowed_load: float
-    """Load (rows over balanced rows) that the plan's bytes allow, averaged over the halves in flight (`record.too_many`)."""
-    recompute: frozenset[str]
-    """Items that are recomputed in addition."""
-    rule: frozenset[str]
-    """Items that the plan's rule recomputes."""
-
-
-@dataclass(frozen=True)
 class HalfPolicy:
     """One half of one layer, from a rule of the plan."""
 
@@ -75,8 +65,9 @@ class HalfPolicy:
     """The half before it, if that feeds this one."""
     marked: tuple[object, ...] = ()
     """Objects on which each call of its code leaves attributes; a recomputation restores them (rule R13)."""
-    overflow: ExpertOverflow | None = None
-    """Set if it may fall back."""
+    allowed_load: float | None = None
+    """Load of experts (rows over balanced rows) that the plan's bytes allow, averaged over the halves in flight. Set if the half
+    falls back at more (`record.too_many`): its first linears and activation are recomputed, too."""
     hooks: ForwardHooks = field(default=NO_HOOKS, compare=False)
     """Hooks of the modules that it calls, if anything is recomputed."""
 
@@ -87,12 +78,11 @@ class HalfPolicy:
 
     @cached_property
     def fallen_back(self) -> HalfPolicy:
-        assert self.overflow is not None, f"{self.name} never falls back"
-        return replace(self, recompute=self.recompute | self.overflow.recompute, overflow=None)
+        return replace(self, recompute=self.recompute | self.section.on_rows, allowed_load=None)
 
     @cached_property
     def may_recompute(self) -> bool:
-        return bool(self.recompute) or self.overflow is not None
+        return bool(self.recompute) or self.allowed_load is not None
 
     def goes_out(self, offloading: Container[int]) -> bool:
         """Return whether its kept tensors may go to the host. `offloading`: chunks that offload."""

@@ -29,7 +29,7 @@ from megatron_lynx.runtime.frame import Absent, Fed, Frame, Memo, UnderWay, abse
 from megatron_lynx.runtime.offload import on_device
 from megatron_lynx.runtime.progress import DONE, Done, Progress, Run
 from megatron_lynx.runtime.recorded_graph import NOTHING
-from megatron_lynx.runtime.refusals import collective_in_recompute, other_nodes
+from megatron_lynx.runtime.refusals import COLLECTIVE_INSIDE, OTHER_NODES
 from megatron_lynx.runtime.saved import Packing, detached, is_parameter, storage_of, tensors_in
 from megatron_lynx.runtime.site import FirstPart, Site, SiteCall
 from megatron_lynx.runtime.surroundings import Context, RandomSource, drawing_from, unmarked
@@ -76,7 +76,7 @@ class Recomputer(Run):
         """Raise `RecomputeError`: recomputations do not communicate (rule R2), except those of checkpoints."""
         policy = self.frame.policy
         if not policy.checkpoint:
-            raise collective_in_recompute(policy.name)
+            raise COLLECTIVE_INSIDE.of(policy.name)
         if self.frame.gradient is not None and self._is_at(policy.gather_site):
             return self.frame.gather_gradient
         return self.leaves_under_way if self._is_at(self._starts) and exchange == policy.section.exchanges else None
@@ -220,7 +220,7 @@ class Recomputer(Run):
             return
         nodes = site.nodes(outputs, call.arguments)
         if nodes is None:
-            raise other_nodes(self.frame.policy.name, call.site.name)
+            raise OTHER_NODES.of(self.frame.policy.name, site=call.site.name)
         for together in site.by_attribute:
             saved = getattr(nodes[together[0].node], together[0].slot.tensors)
             for one in together:

@@ -11,25 +11,72 @@ With an offload group, kept tensors are pushed to it, and the group decides whic
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
 from megatron_lynx.anatomy import Item
 from megatron_lynx.nest import map_nest
 from megatron_lynx.runtime.frame import Frame, Handle, Memo, MicroBatch, absent, tensor_of
-from megatron_lynx.runtime.offload import OffloadGroup
+from megatron_lynx.runtime.offload import OffloadedTensor, OffloadGroup
 from megatron_lynx.runtime.policy import HalfPolicy
 from megatron_lynx.runtime.progress import Run
 from megatron_lynx.runtime.recorded_graph import NOTHING, FirstCall, Graphs, Key, Replaced
 from megatron_lynx.runtime.saved import Packing, View, detached, is_parameter, storage_of
 from megatron_lynx.runtime.site import ShortcutFinder, Site, SiteCall
 from megatron_lynx.runtime.surroundings import RandomSource
-from megatron_lynx.runtime.watched import Again, Observed, Observer, Place
 
 GATHERED = Item("gathered latents", "code")
 """All-gathers between the sites of latent attention; always kept."""
+
+
+Returned = Callable[[Tensor], None]
+"""Called with the tensor that backward gets, at each request."""
+
+
+Again = Literal["recomputed", "reloaded", "gathered"]
+"""How backward gets the tensor."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a half a tensor was saved."""
+
+    item: str | None
+    """None before the first item."""
+    segment: int
+    ordinal: int
+    again: Again
+
+
+class Observer(Protocol):
+    """Compares saved tensors with what backward gets (`--lynx-check frames`).
+
+    forward     saved tensor ──> handle, or offloaded tensor: the observer sees the tensor. So it sees an input that is gathered
+                and will be gathered again
+    backward    the observer sees the recomputed, reloaded or gathered tensor before its use
+    """
+
+    def wants(self, frame: Frame, offloads: bool) -> bool:
+        """Return whether to observe this call of a half. `offloads`: whether some tensors may go to the host."""
+
+    def saved(self, frame: Frame, place: Place, tensor: Tensor) -> Returned:
+        """Report a saved or gathered tensor. Returns the callback for backward."""
+
+
+@dataclass(frozen=True, eq=False)
+class Observed:
+    """What autograd stores for an observed tensor."""
+
+    packed: Handle | OffloadedTensor
+    returned: Returned
+
+    def tensor(self) -> Tensor:
+        tensor = self.packed.tensor()
+        self.returned(tensor)
+        return tensor
 
 
 class Recorder(Run):
@@ -38,7 +85,7 @@ class Recorder(Run):
     Args:
         graphs: recorded graphs of earlier calls; this call adds its own, or removes one that it did not fit.
         too_many: called with (rows, rows under uniform routing) if the half may fall back: whether it does.
-        observer: sees saved tensors (`watched`).
+        observer: sees saved tensors (`Observer`).
     """
 
     def __init__(
@@ -304,10 +351,10 @@ def too_many(frame: Frame, rows: int, balanced: int, in_flight: Iterable[MicroBa
         whole: whether the plan keeps everything of this micro-batch.
     """
     policy, micro_batch = frame.policy, frame.micro_batch
-    assert policy.overflow is not None, f"{policy.name} never falls back"
-    rule = (policy.overflow.rule, whole)
+    assert policy.allowed_load is not None, f"{policy.name} never falls back"
+    rule = (policy.recompute, whole)
     held = [holder.rows[rule] for holder in (*in_flight, micro_batch) if rule in holder.rows]
     halves, all_rows = 1 + sum(count for count, _ in held), rows + sum(held_rows for _, held_rows in held)
     own_halves, own_rows = micro_batch.rows.get(rule, (0, 0))
     micro_batch.rows[rule] = own_halves + 1, own_rows + rows
-    return all_rows > policy.overflow.allowed_load * balanced * halves
+    return all_rows > policy.allowed_load * balanced * halves

@@ -2,92 +2,85 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from megatron_lynx.errors import Problem, RecomputeError
 
 
+class Refusal(NamedTuple):
+    headline: str
+    where: str
+    found: str
+    needed: str
+    todo: str
+
+    def of(self, half: str, **names: str) -> RecomputeError:
+        """Return the error for one half. `names`: other names in the texts."""
+        where, *texts = (text.format(half=half, **names) for text in self[1:])
+        return RecomputeError(self.headline, [Problem(where, *texts)])
+
+
+FOREIGN_HOOKS = Refusal(
+    "other saved-tensor hooks are active",
+    "forward of {half}",
+    "torch.autograd.graph.saved_tensors_hooks (or save_on_cpu, or an offload) around the model",
+    "none around layers that the plan recomputes or offloads",
+    "leave that context before the model runs, or keep every item of these layers in the plan, on the device",
+)
+PARTIAL_BACKWARD = Refusal(
+    "torch.autograd.grad (or backward with inputs=) cannot run through recomputed activations",
+    "backward of {half}",
+    "a backward for chosen inputs",
+    "a whole backward: what it does not reach would stay in memory",
+    "call .backward() without inputs=, or remove the installation around this call",
+)
+SECOND_ORDER = Refusal(
+    "a recomputed activation has no second derivative",
+    "backward of {half}",
+    "backward with create_graph=True",
+    "create_graph=False",
+    "remove the installation around this call",
+)
+COLLECTIVE_INSIDE = Refusal(
+    "a recomputation would communicate",
+    "recomputation of {half}",
+    "a collective of the tensor-parallel group",
+    "none: it would queue after the one that hides the recomputation (rule R2)",
+    "keep the site that communicates, or give its half a gather in the plan",
+)
+HOOK_CHANGES = Refusal(
+    "a forward hook changes a recomputed tensor",
+    "forward of {half}: {hook}, a hook of {module}",
+    "other tensors, or other values in them, than it was called with",
+    "a hook that only reads: recomputation calls no hooks",
+    "put the change into the module's forward, or keep every item of this half in the plan",
+)
+OTHER_NODES = Refusal(
+    "a recomputation differs from its forward",
+    "recomputation of {half}: {site}",
+    "other operations in its graph",
+    "those of the forward: what they save is what backward needs",
+    "keep the site in the plan, and tell us what it does",
+)
+OTHER_INPUT = Refusal(
+    "a half is not called with what the half before it returned",
+    "forward of {half}",
+    "other tensors: code in between has put something in their place",
+    "the very tensor: a checkpoint keeps no input of this half, but has the half before make it again",
+    "checkpoint this layer's halves by themselves (checkpoint: halves)",
+)
+ASKED_TWICE = Refusal(
+    "a recomputed activation was requested twice",
+    "backward of {half}",
+    "a second backward through the same graph (retain_graph=True, or saved_tensors read twice)",
+    "one backward per forward: a regenerated tensor is dropped when it was used",
+    "run this part without the plan, or keep the layer's items in the plan",
+)
+
+
 def refuse_foreign_hooks(half: str) -> None:
     """Raise `RecomputeError` if other saved-tensor hooks are active: they would see handles, or no tensors (rule R14)."""
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        raise _refusal(
-            "other saved-tensor hooks are active",
-            where=f"forward of {half}",
-            found="torch.autograd.graph.saved_tensors_hooks (or save_on_cpu, or an offload) around the model",
-            needed="none around layers that the plan recomputes or offloads",
-            todo="leave that context before the model runs, or keep every item of these layers in the plan, on the device",
-        )
-
-
-def partial_backward(half: str) -> RecomputeError:
-    return _refusal(
-        "torch.autograd.grad (or backward with inputs=) cannot run through recomputed activations",
-        where=f"backward of {half}",
-        found="a backward for chosen inputs",
-        needed="a whole backward: what it does not reach would stay in memory",
-        todo="call .backward() without inputs=, or remove the installation around this call",
-    )
-
-
-def second_order(half: str) -> RecomputeError:
-    return _refusal(
-        "a recomputed activation has no second derivative",
-        where=f"backward of {half}",
-        found="backward with create_graph=True",
-        needed="create_graph=False",
-        todo="remove the installation around this call",
-    )
-
-
-def collective_in_recompute(half: str) -> RecomputeError:
-    return _refusal(
-        "a recomputation would communicate",
-        where=f"recomputation of {half}",
-        found="a collective of the tensor-parallel group",
-        needed="none: it would queue after the one that hides the recomputation (rule R2)",
-        todo="keep the site that communicates, or give its half a gather in the plan",
-    )
-
-
-def hook_changes(half: str, module: str, hook: str) -> RecomputeError:
-    return _refusal(
-        "a forward hook changes a recomputed tensor",
-        where=f"forward of {half}: {hook}, a hook of {module}",
-        found="other tensors, or other values in them, than it was called with",
-        needed="a hook that only reads: recomputation calls no hooks",
-        todo="put the change into the module's forward, or keep every item of this half in the plan",
-    )
-
-
-def other_nodes(half: str, site: str) -> RecomputeError:
-    return _refusal(
-        "a recomputation differs from its forward",
-        where=f"recomputation of {half}: {site}",
-        found="other operations in its graph",
-        needed="those of the forward: what they save is what backward needs",
-        todo="keep the site in the plan, and tell us what it does",
-    )
-
-
-def other_input(half: str) -> RecomputeError:
-    return _refusal(
-        "a half is not called with what the half before it returned",
-        where=f"forward of {half}",
-        found="other tensors: code in between has put something in their place",
-        needed="the very tensor: a checkpoint keeps no input of this half, but has the half before make it again",
-        todo="checkpoint this layer's halves by themselves (checkpoint: halves)",
-    )
-
-
-def asked_twice(half: str) -> RecomputeError:
-    return _refusal(
-        "a recomputed activation was requested twice",
-        where=f"backward of {half}",
-        found="a second backward through the same graph (retain_graph=True, or saved_tensors read twice)",
-        needed="one backward per forward: a regenerated tensor is dropped when it was used",
-        todo="run this part without the plan, or keep the layer's items in the plan",
-    )
-
-
-def _refusal(headline: str, *, where: str, found: str, needed: str, todo: str) -> RecomputeError:
-    return RecomputeError(headline, [Problem(where, found, needed, todo)])
+        raise FOREIGN_HOOKS.of(half)

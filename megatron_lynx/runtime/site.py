@@ -11,6 +11,7 @@ or an earlier site's output, unchanged. The half's first call learns whether tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -127,24 +128,24 @@ class ShortcutFinder:
         """`step_count`: how many steps to look for, if known."""
         self._values = [*args, *kwargs.values()]
         self._steps: list[ShortcutStep] = []
-        self._left = step_count
+        self._left = math.inf if step_count is None else step_count
 
     def called(self, call: SiteCall, segment: int) -> None:
-        if self._left == 0:
+        if not self._left:
             return
         given = call.args[0] if len(call.args) == 1 and not call.kwargs else None
         for source, value in enumerate(self._values):
             if value is given and given is not None:
                 self._steps.append(ShortcutStep(call.site, segment, source))
-                self._left = None if self._left is None else self._left - 1
+                self._left -= 1
                 break
         else:
             self._left = 0
-        if self._left == 0:
+        if not self._left:
             self._values.clear()
 
     def returned(self, outputs: Any) -> None:
-        if self._left != 0:
+        if self._left:
             self._values.append(first_in(Tensor, outputs))
 
     def steps(self, lets_go: Collection[int]) -> tuple[ShortcutStep, ...]:

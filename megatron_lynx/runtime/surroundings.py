@@ -80,15 +80,12 @@ class Surroundings:
     def as_captured(self, captured: tuple[Any, ...]) -> AbstractContextManager[Any]:
         contexts = [context.as_captured(then) for context, then in zip(self._contexts, captured, strict=True)]
         changing = [one for one in (without_default_hooks(), *contexts) if type(one) is not nullcontext]
-        return _together(changing) if changing else nullcontext()
-
-
-@contextmanager
-def _together(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
+        if not changing:
+            return nullcontext()
+        with ExitStack() as stack:
+            for context in changing:
+                stack.enter_context(context)
+            return stack.pop_all()
 
 
 class RandomSource:
