@@ -37,7 +37,7 @@ from megatron_lynx.runtime.order import Ledger, OrderOfStep, StageOrder
 from megatron_lynx.runtime.policy import ChunkPolicy, HalfPolicy
 from megatron_lynx.runtime.progress import Progress, Run
 from megatron_lynx.runtime.recompute import AsRecorded, Guard, Recomputations
-from megatron_lynx.runtime.record import Observer, Recorder, too_many
+from megatron_lynx.runtime.record import Observer, Recorder
 from megatron_lynx.runtime.recorded_graph import recorded_graphs, signature_of
 from megatron_lynx.runtime.refusals import OTHER_INPUT, PARTIAL_BACKWARD, refuse_foreign_hooks
 from megatron_lynx.runtime.saved import detached, tensors_in
@@ -178,12 +178,12 @@ class Engine(Progress):
             frame.random = self._random.capture() if frame.draws and not follows else None
             frame.surroundings = self._surroundings.capture()
         graphs = self._graphs((frame.key, group is None), signature_of((args, kwargs)))
-        too_many = None if policy.allowed_load is None else partial(self._too_many, frame)
+        others = [] if policy.allowed_load is None else self.ledger.in_flight_beside(frame.micro_batch)
         observer = self.observer
         if observer is not None and not observer.wants(frame, group is not None):
             observer = None
         with policy.hooks.watched(policy.name):
-            outputs = self.run(Recorder(frame, self._random, group, graphs, too_many, observer), args, kwargs)
+            outputs = self.run(Recorder(frame, self._random, group, graphs, others, observer), args, kwargs)
         if policy.feeds:
             frame.returned = tuple(weakref.ref(tensor) for tensor in tensors_in(outputs))
         if frame.lets_go:
@@ -191,11 +191,6 @@ class Engine(Progress):
             self.counts.fell_back += frame.policy is not policy
             self.counts.let_go_bytes += frame.let_go_bytes
         return outputs
-
-    def _too_many(self, frame: Frame, rows: int, balanced: int) -> bool:
-        micro_batch = frame.micro_batch
-        whole = micro_batch.index in self._chunks[micro_batch.chunk].whole
-        return too_many(frame, rows, balanced, self.ledger.in_flight_beside(micro_batch), whole=whole)
 
     def _held_inputs(self, frame: Frame, given: Any) -> Any:
         """Return a half's arguments for its frame, with `Fed` for those that a recomputed half before returns."""

@@ -31,9 +31,6 @@ from megatron_lynx.runtime.saved import View, detached, is_parameter, memory_of
 from megatron_lynx.runtime.site import ShortcutStep
 from megatron_lynx.schedule.schedule import Phase, VirtualMicroBatch
 
-RowsOf = tuple[frozenset[str], bool]
-"""(items that a half's rule recomputes, whether the plan keeps the whole micro-batch): equal bytes per row."""
-
 
 @dataclass(eq=False)
 class MicroBatch:
@@ -49,8 +46,9 @@ class MicroBatch:
     output: weakref.ref[Tensor] | None = None
     """Weak: an alias would keep memory that the schedule frees."""
     phase: Phase = "steady"
-    rows: dict[RowsOf, tuple[int, int]] = field(default_factory=dict)
-    """(expert halves that it holds, their rows), where experts may fall back (`record.too_many`)."""
+    rows: dict[frozenset[str], tuple[int, int]] = field(default_factory=dict)
+    """(expert halves that it holds, their rows) by the items that these recompute, where experts may fall back
+    (`record.too_many`)."""
 
     @property
     def virtual(self) -> VirtualMicroBatch:

@@ -10,7 +10,7 @@ With an offload group, kept tensors are pushed to it, and the group decides whic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -84,7 +84,7 @@ class Recorder(Run):
 
     Args:
         graphs: recorded graphs of earlier calls; this call adds its own, or removes one that it did not fit.
-        too_many: called with (rows, rows under uniform routing) if the half may fall back: whether it does.
+        others: the other micro-batches between forward and backward, if the half may fall back.
         observer: sees saved tensors (`Observer`).
     """
 
@@ -94,7 +94,7 @@ class Recorder(Run):
         random: RandomSource,
         group: OffloadGroup | None = None,
         graphs: Graphs | None = None,
-        too_many: Callable[[int, int], bool] | None = None,
+        others: Sequence[MicroBatch] = (),
         observer: Observer | None = None,
     ) -> None:
         super().__init__(frame)
@@ -102,8 +102,8 @@ class Recorder(Run):
         self._random = random
         self._packing: Packing
         self._graphs = {} if graphs is None else graphs
-        self._too_many = too_many
-        """None once decided."""
+        self._others = others
+        self._undecided = frame.policy.allowed_load is not None
         self._observer = observer
         self._hosted = 0
         """Observed tensors that may go to the host."""
@@ -165,7 +165,7 @@ class Recorder(Run):
     def passes(self, site: Site) -> bool:
         """Return whether nothing of the site, nor of the code after it, is dropped or remembered."""
         segment = self._segment + site.segments
-        if self._too_many is not None or segment not in self._graph.inert:
+        if self._undecided or segment not in self._graph.inert:
             return False
         self._packing.turn(False)
         self._segment, self._item = segment + 1, None
@@ -210,7 +210,7 @@ class Recorder(Run):
         outputs = call()
         behind = self._random.capture() if draws else None
         self._let_go(call, outputs)
-        if kept and (self._recompute or self._too_many is not None):
+        if kept and (self._recompute or self._undecided):
             self._remember(call, outputs, None if not draws or self._random.same(before, behind) else behind)
         elif not kept and self._first is not None:
             self._first.recomputed(call, outputs)
@@ -284,10 +284,10 @@ class Recorder(Run):
 
     def experts_got(self, rows: int, balanced: int) -> None:
         """Decide whether a half of experts falls back: whether their first linears and activation are recomputed, too."""
-        too_many, self._too_many = self._too_many, None
-        if too_many is None:
+        if not self._undecided:
             return
-        if too_many(rows, balanced):
+        self._undecided = False
+        if too_many(self.frame, rows, balanced, self._others):
             before = self._graph.sites.items()
             self.frame.policy, self._finder = self.frame.policy.fallen_back, None
             self._follow(self.frame.policy, None)
@@ -297,7 +297,7 @@ class Recorder(Run):
             self._drop_memos()
 
     def _remember(self, call: SiteCall, outputs: Any, random: Any) -> None:
-        every = self._first is not None or self._too_many is not None
+        every = self._first is not None or self._undecided
         if not every and self._segment not in self._graph.memos:
             return
         ends = self._ends_values(call.site)
@@ -329,31 +329,25 @@ class Recorder(Run):
             self.frame.memos[segment] = Memo(group.push_all(memo.outputs), memo.random)
 
 
-def too_many(frame: Frame, rows: int, balanced: int, in_flight: Iterable[MicroBatch], *, whole: bool) -> bool:
+def too_many(frame: Frame, rows: int, balanced: int, others: Iterable[MicroBatch]) -> bool:
     """Return whether a half of experts falls back: its rows exceed the plan's bytes. Counts the rows as held.
 
-        router ─> dispatch ─> [1] rows of this rank's experts ─> experts, combine, ...
-                  rows of halves in flight  +  these rows  >  the plan's?
-                        no    the half follows its rule
-                        yes   the rows are kept; the experts' first linears and activation are recomputed    [2]
+    The number of rows is the shape of the dispatched tensor, so the host does not wait. Recomputing the experts' first linears
+    and activation does not communicate, so each rank decides for itself.
 
-    [1] the number of rows is the shape of the dispatched tensor, so the host does not wait
-    [2] this does not communicate, so each rank decides for itself
-
-    Rows are added up over halves with the same rule, because their rows have the same bytes. One falls back if halves in flight
-    exceed the plan's load on average; rows of those that fell back count in full. If a fallen-back half keeps the share `w` of a
-    row's bytes, this bounds the load at `1 / w` times the plan's (`Predicted.moe_load_fallen_back`).
+    Rows are added up over halves that recompute the same items, because their rows have the same bytes. One falls back if halves
+    in flight exceed the plan's load on average; rows of those that fell back count in full. If a fallen-back half keeps the
+    share `w` of a row's bytes, this bounds the load at `1 / w` times the plan's (`Predicted.moe_load_fallen_back`).
 
     Args:
         rows: rows of its experts on this rank.
         balanced: rows under uniform routing.
-        in_flight: the other micro-batches between forward and backward.
-        whole: whether the plan keeps everything of this micro-batch.
+        others: the other micro-batches between forward and backward.
     """
     policy, micro_batch = frame.policy, frame.micro_batch
     assert policy.allowed_load is not None, f"{policy.name} never falls back"
-    rule = (policy.recompute, whole)
-    held = [holder.rows[rule] for holder in (*in_flight, micro_batch) if rule in holder.rows]
+    rule = policy.recompute
+    held = [holder.rows[rule] for holder in (*others, micro_batch) if rule in holder.rows]
     halves, all_rows = 1 + sum(count for count, _ in held), rows + sum(held_rows for _, held_rows in held)
     own_halves, own_rows = micro_batch.rows.get(rule, (0, 0))
     micro_batch.rows[rule] = own_halves + 1, own_rows + rows
