@@ -88,7 +88,8 @@ class DoubleBuffered:
         self.gradients = TwoGradients(model[0]) if self._deferral else None
         self._scales = TwoLossScales(optimizer if defer_updates else None)
         self._batch = 0
-        self._drains = True
+        self.drained = True
+        """Whether no micro-batch is in flight after the last batch: the same on all stages."""
         self._engine: Engine | None = None
 
     def _show(self, action: Action) -> None:
@@ -99,16 +100,6 @@ class DoubleBuffered:
             self._scales.show(version)
             if self.gradients is not None:
                 self.gradients.show(action.micro_batch // self._microbatches)
-
-    @property
-    def drained(self) -> bool:
-        """Whether no micro-batch is in flight after the last batch: the same on all stages."""
-        return self._drains
-
-    @property
-    def in_flight(self) -> int:
-        """Number of micro-batches of the next batch between forward and backward."""
-        return len(self._interpreter.in_flight)
 
     def forward_backward(self, forward_step_func: Callable[..., Any], batches: Any, *, drains: bool = False) -> list[Any]:
         """Run all backwards of one batch and reduce its gradient. Parameters are the newest version afterwards.
@@ -131,7 +122,7 @@ class DoubleBuffered:
         postpones = self._postpones and not drains
         losses = self._interpreter.run(actions, forward_step_func, batches, batch=self._batch, then=then, postpones=postpones)
         self._show_newest()
-        self._drains = drains
+        self.drained = drains
         return losses
 
     def _show_newest(self) -> None:
@@ -153,14 +144,14 @@ class DoubleBuffered:
         with self.versions.update(), self._scales.update(version):
             result = (step or self.optimizer.step)()
         self._batch += 1
-        if self._drains:
+        if self.drained:
             self._start_anew()
         return result
 
     def check_drained(self, what: str) -> None:
         """Raise `HookRefused`, on all stages alike, if the last batch did not drain: `what` needs one version of the weights."""
-        if not self._drains:
-            state = f"forwards of the next batch have begun ({self.in_flight} on this stage)"
+        if not self.drained:
+            state = f"forwards of the next batch have begun ({len(self._interpreter.in_flight)} on this stage)"
             problem = Problem("pipeline", state, "an empty one", "let the batch before it drain")
             raise HookRefused(f"{what} while micro-batches are in flight", [problem])
 

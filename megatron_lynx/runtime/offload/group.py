@@ -5,21 +5,12 @@
     original ──send──> block on the host ──fetch──> fresh tensor          a part of it, if the plan's bytes end inside it:
         └── freed when that copy is over              └── waited for      the rest stays in a tensor of its own
 
-Half by half, the copies run within the micro-batch's own forward and backward:
+Half by half (`pace` has the picture), a half's storages leave when it ends, in one copy. The last half stays, and so do storages
+made after the plan's bytes are reached: they are needed first. As a whole, all leave after the forward, and `Offloader` decides
+when originals are freed and copies back begin.
 
-    forward     ├─ 1 ─┤├─ 2 ─┤├─ 3 ─┤ ... ├─ n ─┤      backward   ├─ n ─┤ ... ├─ 3 ─┤├─ 2 ─┤├─ 1 ─┤
-    to host           └[1] 1 ────────[2]  [4]          back                   └[3] 1 ─────────┘[5]
-
- [1] a half is over: its saved tensors leave until the plan's bytes are reached; its outputs leave with the next half
- [2] the half after which it is away by its pace (`pace`) is over: compute waits for its copy, and the originals are freed
- [3] backward reaches that half, or one a little before for an early recomputation: the copy back begins
- [4] the last half stays, and so do storages made after the plan's bytes are reached: they are needed first
- [5] a node requests its tensor
-
-As a whole, all leave after the forward, and `Offloader` decides when originals are freed and copies back begin.
-
-The storages of one half move in one copy. A tensor stays on the device if its storage lasts (parameters, buffers), or if
-something else references it: masks and rotary tables, which are arguments of a half, and the stage's input and output.
+A tensor stays on the device if its storage lasts (parameters, buffers), or if something else references it: masks and rotary
+tables, which are arguments of a half, and the stage's input and output.
 
 Reloads go into fresh tensors of the original's size: each is freed once backward has passed its node. Two alternating buffers
 would occupy two micro-batches' bytes all the time (`benchmarks/reload_targets.py`).
@@ -293,7 +284,7 @@ class OffloadGroup:
         if not self.pace.stays(self.half):
             self._choose(outputs, ahead)
         if not self.pace.whole:
-            self.send()  # [1]
+            self.send()
 
     def forward_ends(self, output: Any) -> None:
         """End the forward, after which others no longer hold their tensors."""
@@ -330,12 +321,12 @@ class OffloadGroup:
     def release(self, place: int = AFTERWARDS) -> None:
         """Free originals that are away after the half at `place`, after their copies."""
         while self._leaving and self._leaving[0][0].turns.away <= place:
-            self._release(*self._leaving.popleft())  # [2]
+            self._release(*self._leaving.popleft())
 
     def fetch(self, place: int = 1) -> None:
         """Copy back the storages that are due when backward reaches the half at `place`, the last ones first."""
         while self._away and self._away[-1].turns.back >= place:
-            fetch(self._away.pop().alive())  # [3]
+            fetch(self._away.pop().alive())
 
     def backward_reaches(self, key: FrameKey) -> None:
         self.fetch(self._place(key))

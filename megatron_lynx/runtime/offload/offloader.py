@@ -1,17 +1,17 @@
 """When the activations of a stage move to the host and back: fixed by the order of passes (rule R1).
 
-    half of k         [1] saved tensors are pushed to the micro-batch's group (`group`), which has each storage once. Half by
-                          half, copies run within the micro-batch's own passes; [2] and [3] are about whole micro-batches
-    end of forward    [2] storages are copied out in the order in which they were made, up to the plan's bytes. Originals are
-                          freed after their copy: at the end of the next such forward at the latest
-    backward before   [3] begins, or the gradient of k is awaited, or the forward before it begins: storages of k are copied
-    that of k             back, last one first
-    backward of k     [4] a node requests its tensor and waits for its storage
-    exchanges         [5] if copies avoid messages, [2] waits for the pass after the exchange, and the exchange for all copies
-    own backward      [6] if it follows its forward, the micro-batch stays on the device, or moves half by half if there is a pace
+    half of k              saved tensors are pushed to the micro-batch's group (`group`), which has each storage once
+    end of forward         a whole micro-batch is copied out in the order in which it was made, up to the plan's bytes. Originals
+                           are freed after their copy: at the end of the next such forward at the latest
+    backward before        begins, or the gradient of k is awaited, or the forward before it begins: storages of k are copied
+    that of k              back, last one first
+    backward of k          a node requests its tensor and waits for its storage
+    exchanges              if copies avoid messages, a copy out waits for the pass after the exchange, and the exchange for all
+                           copies
 
-Storages made first live longest and are needed last, so they are offloaded. Handles in autograd's graph and frames own them: they
-are freed with the graph, and so are their host blocks (rule R8).
+If its backward follows its forward, a micro-batch stays on the device, or moves half by half if there is a pace. Storages made
+first live longest and are needed last, so they are offloaded. Handles in autograd's graph and frames own them: they are freed
+with the graph, and so are their host blocks (rule R8).
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Offloader:
         group = self._groups.get(micro_batch)
         if group is None:
             whole = not (policy.all_half_by_half or ledger.own_backward_follows(micro_batch))
-            if not whole and policy.pace_bytes is None:  # [6]
+            if not whole and policy.pace_bytes is None:
                 return None
             group = self._groups[micro_batch] = self.open(micro_batch.number, micro_batch.chunk, whole=whole)
         if group.pace.whole:
@@ -124,7 +124,7 @@ class Offloader:
     def exchange_begins(self) -> None:
         """Let messages between stages wait for the copies issued so far, if the plan keeps them apart."""
         if self._avoids_messages:
-            self.out.give_way()  # [5]
+            self.out.give_way()
             self.back.give_way()
 
     def gradient_awaited(self, ledger: Ledger) -> None:
@@ -172,12 +172,12 @@ class Offloader:
     def _send(self) -> None:
         """Start the copies out that waited for the exchange after a forward."""
         if self._departing is not None:
-            self._departing.send()  # [2]
+            self._departing.send()
 
     def _fetch(self, micro_batch: MicroBatch | None) -> None:
         group = self._groups.get(micro_batch) if micro_batch is not None else None
         if group is not None and group.pace.whole:
-            group.fetch()  # [3]
+            group.fetch()
 
     # --- figures and end -------------------------------------------------------------------------------------------------
 
