@@ -14,8 +14,9 @@ Every error carries *all* its problems, and each problem says where, what was fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,11 @@ class Problem:
     def __str__(self) -> str:
         text = f"{self.where}: found {self.found}, needed {self.needed}" if self.needed else f"{self.where}: {self.found}"
         return f"{text}; {self.todo}" if self.todo else text
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """`did you mean tensor?` for the known name most like a misspelt one; empty if none is like it."""
+    return next((f"did you mean {close}?" for close in get_close_matches(name, list(known), n=1)), "")
 
 
 def in_words(error: OSError) -> str:

@@ -44,7 +44,7 @@ FOUNDATION = {
 }
 KINDS_PLANNING = {
     *("kinds.core_attention", "kinds.face", "kinds.planning", "kinds.saved"),
-    *("kinds.dense.planning", "kinds.experts.planning", "kinds.experts.saved", "kinds.latent.planning"),
+    *("kinds.dense.planning", "kinds.experts.planning", "kinds.latent.planning"),
     "kinds.opaque.planning",
 }
 PLANNING = {

@@ -10,7 +10,6 @@ jobs/demo.yaml                                       searched in this order
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -24,7 +23,7 @@ from pydantic import BaseModel
 from megatron_lynx.config.cluster import Cluster, HostTime
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Model
-from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.errors import ConfigError, Problem, suggestion
 from megatron_lynx.validation import validated
 from megatron_lynx.whole_file import text_in
 from megatron_lynx.yaml_file import read_yaml
@@ -121,12 +120,9 @@ def _named(name: str, where: str, kind: str) -> Path:
     alike = [short] if short in bundled else [stem for stem in bundled if short and stem.startswith(short)]
     if len(alike) == 1:
         return bundled[alike[0]]
-    close = () if alike else difflib.get_close_matches(short, bundled, n=1)
     finding = f"{name!r}, with which {len(alike)} names begin" if alike else f"no file {name!r}"
-    todo = f"did you mean {close[0]}?" if close else ""
-    raise ConfigError(
-        f"{name} was not found", [Problem(where, finding, f"a path, or one of {', '.join(alike or bundled)}", todo)]
-    )
+    needed, todo = f"a path, or one of {', '.join(alike or bundled)}", "" if alike else suggestion(short, bundled)
+    raise ConfigError(f"{name} was not found", [Problem(where, finding, needed, todo)])
 
 
 def cluster_data(file: Path) -> dict[str, Any]:
@@ -170,11 +166,8 @@ def _found(name: str, beside: Path, where: str, kind: str) -> Path:
             if os.path.exists(candidate) and not os.path.isdir(candidate):
                 return candidate
     known = sorted(str(file.relative_to(bundled_configs()).with_suffix("")) for file in bundled_configs().glob(f"{kind}/*.yaml"))
-    close = difflib.get_close_matches(name, known, n=1)
-    todo = f"did you mean {close[0]}?" if close else ""
-    raise ConfigError(
-        f"{name} was not found", [Problem(where, f"no file {name!r}", f"a path, or one of {', '.join(known)}", todo)]
-    )
+    needed = f"a path, or one of {', '.join(known)}"
+    raise ConfigError(f"{name} was not found", [Problem(where, f"no file {name!r}", needed, suggestion(name, known))])
 
 
 def override(data: dict[str, Any], overrides: Mapping[str, Any]) -> list[Problem]:

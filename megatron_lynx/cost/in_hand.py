@@ -19,7 +19,7 @@ from functools import lru_cache
 from megatron_lynx.anatomy import HALVES, MLP, Half, Section
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Model
-from megatron_lynx.kinds.experts.saved import gathered_tokens
+from megatron_lynx.kinds.experts.planning import gathered_tokens
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.shape import LayerShape
 

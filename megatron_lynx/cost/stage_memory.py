@@ -80,7 +80,7 @@ from megatron_lynx.cost.stage import (
     of_every_stage,
 )
 from megatron_lynx.kinds.captured import ROUTER
-from megatron_lynx.kinds.experts.saved import as_held, gathered_tokens, remembered_bytes, routed_rows
+from megatron_lynx.kinds.experts.planning import as_held, gathered_tokens, remembered_bytes, routed_rows
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.shape import LayerShape, embedding_bytes, head_bytes
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.errors import ConfigError, Problem, suggestion
 
 PREFIX = "--lynx-"
 LEVELS = ("debug", "info", "warning", "error")
@@ -141,8 +140,7 @@ def flags_in(arguments: Sequence[str]) -> tuple[Flags, list[Problem]]:
     known = [f"--{field.name.replace('_', '-')}" for field in fields(Flags)]
     problems = []
     for flag in (word.partition("=")[0] for word in others if word.startswith(PREFIX)):
-        close = difflib.get_close_matches(flag, known, n=1)
-        problems.append(Problem(flag, "no such flag", f"one of {', '.join(known)}", f"did you mean {close[0]}?" if close else ""))
+        problems.append(Problem(flag, "no such flag", f"one of {', '.join(known)}", suggestion(flag, known)))
     return Flags(**vars(namespace)), problems
 
 

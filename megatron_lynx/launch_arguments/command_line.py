@@ -24,7 +24,6 @@ micro_batch_size: 2                                                ─┘
 
 from __future__ import annotations
 
-import difflib
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +32,7 @@ from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import Any
 
-from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.errors import ConfigError, Problem, suggestion
 from megatron_lynx.launch_arguments.given import SHELL, Flag, FlagTable, Given, Value, in_range
 from megatron_lynx.whole_file import text_in
 from megatron_lynx.yaml_file import read_yaml
@@ -218,5 +217,4 @@ def checked(flag: Flag, where: str, value: Any, problems: list[Problem]) -> Any:
 
 
 def _unknown(where: str, name: str, table: FlagTable) -> Problem:
-    close = difflib.get_close_matches(name, table.of_name, n=1)
-    return Problem(where, "an unknown key", "a name that Megatron's arguments have", f"did you mean {close[0]}?" if close else "")
+    return Problem(where, "an unknown key", "a name that Megatron's arguments have", suggestion(name, table.of_name))

@@ -17,7 +17,6 @@ flags.json; unknown ones are refused.
 from __future__ import annotations
 
 import ast
-import difflib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +29,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_lynx.bridge_settings import BridgeSettings, places_of
-from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.errors import ConfigError, Problem, suggestion
 from megatron_lynx.launch_arguments.command_line import checked
 from megatron_lynx.launch_arguments.given import FlagTable, Given, Value
 from megatron_lynx.launch_arguments.today import REPLACED
@@ -114,10 +113,8 @@ def _changed(cfg: Any, change: str) -> Problem | None:
         return Problem("launch", f"the word {change!r}", "part.field=value, such as model.seq_length=8192")
     if not BridgeSettings(cfg).has(part, field):
         fields = vars(getattr(cfg, part)) if hasattr(getattr(cfg, part, None), "__dict__") else vars(cfg)
-        close = difflib.get_close_matches(field if hasattr(cfg, part) else part, list(fields), n=1)
-        return Problem(
-            f"cfg.{part}.{field}", "no such setting", "one that the container has", f"did you mean {close[0]}?" if close else ""
-        )
+        todo = suggestion(field if hasattr(cfg, part) else part, fields)
+        return Problem(f"cfg.{part}.{field}", "no such setting", "one that the container has", todo)
     try:
         value = WORDS[text.lower()] if text.lower() in WORDS else ast.literal_eval(text)
     except (ValueError, SyntaxError):

@@ -10,7 +10,6 @@ training.
 
 from __future__ import annotations
 
-import difflib
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from typing import Any
 from megatron_lynx.config.fit import needs_flushes
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.update import update_s
-from megatron_lynx.errors import ConfigError, LynxError, Problem
+from megatron_lynx.errors import ConfigError, LynxError, Problem, suggestion
 from megatron_lynx.planner import figures_of
 from megatron_lynx.planner.decision import drafted
 from megatron_lynx.profiler.analytic import analytic_profile
@@ -191,9 +190,7 @@ def _of_names(option: str, names: Sequence[str], known: Sequence[str]) -> Iterat
         yield Problem(option, "none", f"some of {', '.join(known)}")
     for name in names:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            todo = f"did you mean {close[0]}?" if close else ""
-            yield Problem(option, repr(name), f"one of {', '.join(known)}", todo)
+            yield Problem(option, repr(name), f"one of {', '.join(known)}", suggestion(name, known))
 
 
 def _what_is_short(space: Space, first: Job | None) -> Problem:

@@ -24,7 +24,7 @@ from math import ceil
 
 from megatron_lynx.anatomy import LayerKind, Section
 from megatron_lynx.cost.layer import half_kept_bytes
-from megatron_lynx.kinds.experts.saved import expert_linears
+from megatron_lynx.kinds.experts.planning import expert_linears
 from megatron_lynx.kinds.experts.section import EXPERTS_FC1
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.profile import SavedTensor

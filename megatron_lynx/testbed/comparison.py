@@ -14,7 +14,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -203,35 +203,24 @@ class Counted:
         return self.most_resident_bytes <= other.most_resident_bytes or self.most_peak_bytes <= other.most_peak_bytes
 
 
-@dataclass
-class Census:
-    """Counts of one rank. All ranks have the same settings in the same order."""
-
-    counted: list[Counted] = field(default_factory=list)
-
-    def of(self, name: str) -> Counted:
-        return next(counted for counted in self.counted if counted.candidate.name == name)
+Census = dict[str, Counted]
+"""Counts of one rank by setting. All ranks have the same settings in the same order."""
 
 
 def take_census(rank: int, job: Job, plan: Plan) -> Census:
     """Count all settings. Runs inside `RankPool`, on all ranks of the job."""
     from megatron_lynx.testbed.groups import initialise
 
-    census = Census()
     initialise(job)
     with fused_gradients(job):
         none = Subject(job, NONE)
         reference = none.repeatable_step()
-        census.counted.append(_count(none))
-
-        def count(candidate: Candidate) -> Counted:
-            census.counted.append(_count(Subject(job, candidate, none), reference))
-            return census.counted[-1]
-
+        census = {NONE.name: _count(none)}
         for candidate in (SELECTIVE, FULL, *checkpointed(plan), *ours(plan), *module_sets(job)):
-            count(candidate)
+            census[candidate.name] = _count(Subject(job, candidate, none), reference)
         for candidate in blocks(job):  # each keeps more than the last
-            if not count(candidate).holds_no_more_than(census.of("ours")):
+            census[candidate.name] = _count(Subject(job, candidate, none), reference)
+            if not census[candidate.name].holds_no_more_than(census["ours"]):
                 break
     return census
 
@@ -307,17 +296,17 @@ def subject_of(job: Job) -> str:
 def field_of(census: Census) -> list[Counted]:
     """Return the settings to time: stock's usual ones, ours, and of the settings that use no more memory than ours by either
     measure those that keep most, and so recompute least."""
-    whole, stocks = census.of("ours"), (NONE, SELECTIVE, FULL)
-    rivals = [setting for setting in census.counted if setting.candidate not in stocks and not setting.candidate.ours]
+    whole, stocks = census["ours"], (NONE, SELECTIVE, FULL)
+    rivals = [setting for setting in census.values() if setting.candidate not in stocks and not setting.candidate.ours]
     small = [setting for setting in rivals if setting.holds_no_more_than(whole)]
     opponents = sorted(small, key=lambda setting: setting.most_resident_bytes, reverse=True)[:MOST_OPPONENTS]
-    always = [census.of(candidate.name) for candidate in stocks]
-    return [*always, *opponents, *(setting for setting in census.counted if setting.candidate.ours)]
+    always = [census[candidate.name] for candidate in stocks]
+    return [*always, *opponents, *(setting for setting in census.values() if setting.candidate.ours)]
 
 
 def left_out_of(census: Census, field: list[Counted]) -> Iterator[Skipped]:
-    ours = census.of("ours")
-    for counted in census.counted:
+    ours = census["ours"]
+    for counted in census.values():
         if counted in field:
             continue
         held = format_bytes(counted.most_resident_bytes)
@@ -328,7 +317,7 @@ def left_out_of(census: Census, field: list[Counted]) -> Iterator[Skipped]:
 
 
 def _setting(candidate: Candidate, censuses: list[Census], laps: list[dict[str, Lap]]) -> Setting:
-    pairs = zip((census.of(candidate.name) for census in censuses), (lap[candidate.name] for lap in laps), strict=True)
+    pairs = zip((census[candidate.name] for census in censuses), (lap[candidate.name] for lap in laps), strict=True)
     return Setting(name=candidate.name, ours=candidate.ours, ranks=tuple(_result(rank, *pair) for rank, pair in enumerate(pairs)))
 
 

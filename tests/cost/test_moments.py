@@ -19,7 +19,7 @@ from megatron_lynx.cost.parameters import stage_parameters
 from megatron_lynx.cost.stage import chunks_in_flight
 from megatron_lynx.cost.stage_memory import stage_parts
 from megatron_lynx.kinds.dense.section import CORE_ATTENTION
-from megatron_lynx.kinds.experts.saved import routed_rows
+from megatron_lynx.kinds.experts.planning import routed_rows
 from megatron_lynx.kinds.planning import half_tensors
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.testbed.ranks import RankPool

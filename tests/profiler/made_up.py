@@ -7,7 +7,7 @@ from typing import Any
 from megatron_lynx.anatomy import CODE_ITEMS, Half
 from megatron_lynx.config.cluster import HalfHostTime, HostPasses, HostTime, LayerHostTime
 from megatron_lynx.config.job import Job
-from megatron_lynx.kinds.experts.saved import expert_tensors
+from megatron_lynx.kinds.experts.planning import expert_tensors
 from megatron_lynx.kinds.planning import flops_of, half_tensors
 from megatron_lynx.profiler.profile import HalfProfile, ItemProfile, LinkPoint, Profile, Source, shape_of
 from megatron_lynx.profiler.shape import LayerShape

@@ -14,8 +14,7 @@ from pydantic import ValidationError
 from megatron_lynx.config import Experts, Job
 from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.cost.stage_memory import memory_of_stages
-from megatron_lynx.kinds.experts.planning import all_to_all_s, expected_parts
-from megatron_lynx.kinds.experts.saved import routed_rows
+from megatron_lynx.kinds.experts.planning import all_to_all_s, expected_parts, routed_rows
 from megatron_lynx.kinds.experts.section import DISPATCHERS, SHARED_EXPERTS, Dispatcher
 from megatron_lynx.launch_arguments import read_launch
 from megatron_lynx.planner import decide

@@ -14,7 +14,7 @@ import pytest
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.opaque import Opaque, gated_attention
 from megatron_lynx.cost.prices import Prices
-from megatron_lynx.kinds.experts.saved import expert_tensors
+from megatron_lynx.kinds.experts.planning import expert_tensors
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.profile import ExpertHalf, ItemProfile, Profile
