@@ -94,7 +94,7 @@ def _why_none(each: Advised) -> str:
 
 def _named(problem: Problem) -> str:
     """A flag, and what it says where that is short."""
-    found = "" if problem.found in ("given", "nothing") or len(problem.found) > LONGEST else f" {problem.found}"
+    found = "" if problem.finding in ("given", "nothing") or len(problem.finding) > LONGEST else f" {problem.finding}"
     return f"`{problem.where}{found}`".replace("|", "\\|")
 
 

@@ -122,4 +122,4 @@ class BridgeSettings:
         return f"{said}={shlex.quote(' '.join(values)) if values else True}"
 
     def in_words(self, problem: Problem) -> Problem:
-        return Problem(*map(self.say, (problem.where, problem.found, problem.needed, problem.todo)))
+        return Problem(*map(self.say, (problem.where, problem.finding, problem.needed, problem.todo)))

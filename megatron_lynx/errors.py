@@ -23,16 +23,16 @@ from difflib import get_close_matches
 class Problem:
     """One problem. `where` is a place that a user can find: `plan.yaml: stages.0.layers`, `--tensor`.
 
-    `needed` is empty if `found` is a whole sentence that says both.
+    `needed` is empty if `finding` is a whole sentence that says both.
     """
 
     where: str
-    found: str
+    finding: str
     needed: str
     todo: str = ""
 
     def __str__(self) -> str:
-        text = f"{self.where}: found {self.found}, needed {self.needed}" if self.needed else f"{self.where}: {self.found}"
+        text = f"{self.where}: found {self.finding}, needed {self.needed}" if self.needed else f"{self.where}: {self.finding}"
         return f"{text}; {self.todo}" if self.todo else text
 
 

@@ -81,7 +81,7 @@ class _Fault:
 
     path: Path
     kind: str
-    found: str
+    finding: str
     needed: str
     todo: str = ""
     instead: str | None = None
@@ -119,7 +119,7 @@ def _in_words(model_class: type[BaseModel]) -> str:
 
 def _problem(fault: _Fault, where: str) -> Problem:
     place = ".".join(str(part) for part in fault.path)
-    return Problem(f"{where}: {place}" if place else where, fault.found, fault.needed, fault.todo)
+    return Problem(f"{where}: {place}" if place else where, fault.finding, fault.needed, fault.todo)
 
 
 def _faults(error: ValidationError, model_class: type[BaseModel], data: Any) -> list[_Fault]:

@@ -71,14 +71,14 @@ def test_doctor_says_what_defeats_overlap() -> None:
     assert result.exit_code == 1
     found = {finding["topic"]: finding for finding in json.loads(result.stdout)["findings"]}
     assert found["CUDA graphs"]["todo"] == "drop it"
-    assert found["CUDA_DEVICE_MAX_CONNECTIONS"]["found"].startswith("1")
+    assert found["CUDA_DEVICE_MAX_CONNECTIONS"]["state"].startswith("1")
     assert lynx("doctor", "--no-host-time", "--", "CUDA_DEVICE_MAX_CONNECTIONS=1", *launch).exit_code == 0
 
 
 def test_doctor_measures_host_time_and_judges_the_launch() -> None:
     result = lynx("doctor", "--cluster", "h800-80g", "--json", "--", *shlex.split(f"{LAUNCH} --vocab-size 32768"))
     found = {finding["topic"]: finding for finding in json.loads(result.stdout)["findings"]}
-    assert found["host time"]["found"].startswith("a layer and micro-batch, forward and backward: stock none ")
+    assert found["host time"]["state"].startswith("a layer and micro-batch, forward and backward: stock none ")
     assert "host-bound launch" in found
 
 

@@ -57,4 +57,4 @@ def test_where_recomputations_cannot_spare_enough_some_of_the_optimizer_goes() -
 def test_where_not_even_all_of_it_is_enough_that_is_said() -> None:
     with pytest.raises(Infeasible) as refusal:
         decide(job_of(8), analytic_profile(job_of(8)))
-    assert "optimizer" not in refusal.value.problems[0].found, "all of it is on the host then"
+    assert "optimizer" not in refusal.value.problems[0].finding, "all of it is on the host then"

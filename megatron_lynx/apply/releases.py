@@ -170,12 +170,12 @@ class Held:
     site: str
     release: str
     recorded: str
-    found: str | None
+    fingerprint: str | None
     """Its fingerprint now, or None if it does not exist."""
 
     @property
     def as_recorded(self) -> bool:
-        return self.found == self.recorded
+        return self.fingerprint == self.recorded
 
 
 def inventory(release: Release, hook: str | None = None) -> Iterator[Held]:

@@ -173,7 +173,7 @@ def show_findings(findings: list[Finding]) -> None:
     table.add_column()
     table.add_column(max_width=READABLE)
     for finding in findings:
-        paragraphs = [f"{finding.topic}: {finding.found}", finding.costs, f"to do: {finding.todo}" if finding.todo else ""]
+        paragraphs = [f"{finding.topic}: {finding.state}", finding.costs, f"to do: {finding.todo}" if finding.todo else ""]
         table.add_row(finding.level, Text("\n".join(filter(None, paragraphs))), style=styles.get(finding.level, ""))
     show(table)
 

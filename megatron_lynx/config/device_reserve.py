@@ -133,32 +133,34 @@ class DeviceReserve:
     """Ordered by when they are allocated."""
     communicators: Mapping[str, int]
     """The NCCL part by communicator."""
-    others: Mapping[str, int] = field(default_factory=dict)
+    taken_bytes: Mapping[str, int] = field(default_factory=dict)
     """Memory of other processes, by name. `parts` excludes them."""
 
     def beside(self, share: float | None, held_gib: Mapping[str, float]) -> DeviceReserve:
         """Return a copy with other processes: all but `share` of the memory is theirs, and `held_gib` by name."""
         rest = {} if share is None else {OTHERS: self.memory_bytes - int(share * self.memory_bytes)}
-        return replace(self, others={**rest, **{name: int(GIB * size) for name, size in held_gib.items()}})
+        return replace(self, taken_bytes={**rest, **{name: int(GIB * size) for name, size in held_gib.items()}})
 
     @property
     def left_bytes(self) -> int:
         """Bytes that a plan may use; negative if the parts exceed the device."""
-        return self.memory_bytes - sum(self.parts.values()) - sum(self.others.values())
+        return self.memory_bytes - sum(self.parts.values()) - sum(self.taken_bytes.values())
 
     @property
     def as_json(self) -> dict[str, Any]:
         parts = {"reserve_bytes": dict(self.parts), "nccl_bytes": dict(self.communicators)}
-        parts |= {"others_bytes": dict(self.others)} if self.others else {}
+        parts |= {"others_bytes": dict(self.taken_bytes)} if self.taken_bytes else {}
         return {"memory_bytes": self.memory_bytes, **parts, "left_bytes": self.left_bytes}
 
     @property
     def in_words(self) -> str:
         """One line for people; empty if nothing is reserved."""
-        if not self.parts and not self.others:
+        if not self.parts and not self.taken_bytes:
             return ""
         names = {"nccl": f"NCCL ({', '.join(self.communicators)})"} if self.communicators else {}
-        parts = ", ".join(f"{names.get(part, part)} {size / GIB:.2f}" for part, size in {**self.others, **self.parts}.items())
+        parts = ", ".join(
+            f"{names.get(part, part)} {size / GIB:.2f}" for part, size in {**self.taken_bytes, **self.parts}.items()
+        )
         return f"device {self.memory_bytes / GIB:.2f} GiB: {parts}; left {self.left_bytes / GIB:.2f}"
 
 

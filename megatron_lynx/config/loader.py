@@ -114,7 +114,7 @@ def _named(name: str, where: str, kind: str) -> Path:
     """Return the file of a name on a command line: a path, or a bundled file, also by a unique prefix of its name, with or
     without its folder, in any case."""
     with suppress(ConfigError):
-        return _found(name, Path(), where, kind)
+        return _file_of(name, Path(), where, kind)
     bundled = {file.stem: file for file in sorted(bundled_configs().glob(f"{kind}/*.yaml"), key=lambda file: file.stem)}
     short = name.lower().removeprefix(f"{kind}/").removesuffix(".yaml")
     alike = [short] if short in bundled else [stem for stem in bundled if short and stem.startswith(short)]
@@ -134,7 +134,7 @@ def _with_host_time(cluster: dict[str, Any], file: Path) -> dict[str, Any]:
     name = cluster.get("host_time")
     if not isinstance(name, str):
         return cluster
-    named = _found(name, file.parent, where=f"{file}: host_time", kind="hosts")
+    named = _file_of(name, file.parent, where=f"{file}: host_time", kind="hosts")
     data = read_yaml(named)
     validated(HostTime, data, named)
     return {**cluster, "host_time": data}
@@ -153,13 +153,13 @@ def _part(key: str, value: Any, job_file: Path) -> Any:
 def _from_file(key: str, name: Any, job_file: Path, where: str) -> dict[str, Any]:
     if not isinstance(name, str):
         raise ConfigError(f"{where} names no file", [Problem(where, repr(name), f"a name, as {key}s/NAME, or a path")])
-    file = _found(name, job_file.parent, where, f"{key}s")
+    file = _file_of(name, job_file.parent, where, f"{key}s")
     data = cluster_data(file) if key == "cluster" else read_yaml(file)
     validated(PARTS[key], data, file)
     return data
 
 
-def _found(name: str, beside: Path, where: str, kind: str) -> Path:
+def _file_of(name: str, beside: Path, where: str, kind: str) -> Path:
     """Return the file (or pipe) of a name. `kind`: bundled folder for suggestions."""
     for folder in (beside, bundled_configs()):
         for candidate in (folder / name, folder / f"{name}.yaml"):
@@ -189,6 +189,6 @@ def _blamed(problem: Problem, file: Path, overrides: Mapping[str, Any]) -> Probl
     """Return the problem with the override that caused it as its place, if one did."""
     key = problem.where.removeprefix(f"{file}: ")
     for place in overrides:
-        if key == place or (problem.found == "an unknown key" and place.startswith(f"{key}.")):
+        if key == place or (problem.finding == "an unknown key" and place.startswith(f"{key}.")):
             return replace(problem, where=f"override {place}")
     return problem

@@ -64,7 +64,7 @@ def _buffers(job: Job, parameters: Parameters) -> list[tuple[int, int]]:
         in_fp8 = linears + experts
         return [*([(in_fp8, sharers)] if in_fp8 else []), (parameters.total - in_fp8, sharers)]
     held = [(linears, sharers)] if linears else []
-    return [*held, (parameters.others - linears, sharers), (parameters.experts, expert_sharers(job))]
+    return [*held, (parameters.without_experts - linears, sharers), (parameters.experts, expert_sharers(job))]
 
 
 def _buckets(job: Job, stage: int, parameters: Parameters, count: int, sharers: int) -> int:

@@ -117,12 +117,12 @@ class Parameters:
         return self.matrices - self.routers
 
     @property
-    def others(self) -> int:
+    def without_experts(self) -> int:
         return self.matrices + self.vectors + self.embedding + self.head
 
     @property
     def total(self) -> int:
-        return self.others + self.experts
+        return self.without_experts + self.experts
 
 
 def stage_parameters(job: Job, stage: int) -> Parameters:

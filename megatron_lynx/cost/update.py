@@ -129,7 +129,7 @@ def _groups(job: Job, stages: Sequence[Parameters]) -> Iterator[_Group]:
     most_parameters, layout = max(stages, key=lambda parameters: parameters.total), job.parallel
     linears, experts = held_in_fp8(job, most_parameters)
     cast = max(stage.linears for stage in stages)
-    yield _Group(most_parameters.others, layout.context * job.replicas, layout.tensor, cast, linears)
+    yield _Group(most_parameters.without_experts, layout.context * job.replicas, layout.tensor, cast, linears)
     if most_parameters.experts:
         stride, cast = layout.expert_tensor_size * layout.expert, max(stage.experts for stage in stages)
         yield _Group(most_parameters.experts, expert_sharers(job), stride, cast, experts)

@@ -24,7 +24,7 @@ stops, or stock's gradients are wrong."""
 class Finding:
     topic: str
     level: Level
-    found: str
+    state: str
     costs: str = ""
     todo: str = ""
 

@@ -338,13 +338,13 @@ def plan_differs(
     todo = "train without this plan, and report it with the plan and this launch's arguments"
     if head_in_pieces:
         todo = f"{IN_PIECES}: check --lynx-check frames, or a plan whose head is whole; else {todo}"
-    problem = Problem(first.place, first.found, "the same bits", todo)
+    problem = Problem(first.place, first.values, "the same bits", todo)
     return LynxError(f"--lynx-check: in step {step} the plan and {IN_WORDS[setting]} differ in {places}", [problem])
 
 
 def frames_differ(first: Difference, count: int, compared: int) -> LynxError:
     todo = "train without this plan, and report it with the plan and this launch's arguments"
-    problem = Problem(first.place, first.found, "the same bits", todo)
+    problem = Problem(first.place, first.values, "the same bits", todo)
     headline = f"--lynx-check frames: {count} of {compared} tensors of backward are not what forward saved; the first of them"
     return LynxError(headline, [problem])
 
@@ -356,7 +356,7 @@ DETERMINISTIC = {"NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVT
 def not_repeatable(step: int, setting: ReferenceSetting, first: Difference) -> LynxError:
     wanted = ", ".join(f"{name}={value} (here {os.environ.get(name, 'not set')})" for name, value in DETERMINISTIC.items())
     todo = f"launch with --deterministic-mode, without flash attention and --cross-entropy-loss-fusion, and set {wanted}"
-    problem = Problem(first.place, first.found, "the same bits: nothing can be compared with what differs from itself", todo)
+    problem = Problem(first.place, first.values, "the same bits: nothing can be compared with what differs from itself", todo)
     return LynxError(f"--lynx-check: in step {step} {IN_WORDS[setting]} differs from itself when it runs twice", [problem])
 
 

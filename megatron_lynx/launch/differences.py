@@ -35,7 +35,7 @@ class Difference:
     rank: int
     stage: int
     name: str
-    found: str
+    values: str
 
     @property
     def place(self) -> str:

@@ -134,12 +134,12 @@ def _check(text: str) -> int | str:
 def flags_in(arguments: Sequence[str]) -> tuple[Flags, list[Problem]]:
     """Our flags among a script's arguments, and the problems of unknown and bad ones."""
     try:
-        namespace, others = add_flags(_Parser(add_help=False, allow_abbrev=False)).parse_known_args(list(arguments))
+        namespace, script_words = add_flags(_Parser(add_help=False, allow_abbrev=False)).parse_known_args(list(arguments))
     except ConfigError as error:
         return Flags(), list(error.problems)
     known = [f"--{field.name.replace('_', '-')}" for field in fields(Flags)]
     problems = []
-    for flag in (word.partition("=")[0] for word in others if word.startswith(PREFIX)):
+    for flag in (word.partition("=")[0] for word in script_words if word.startswith(PREFIX)):
         problems.append(Problem(flag, "no such flag", f"one of {', '.join(known)}", suggestion(flag, known)))
     return Flags(**vars(namespace)), problems
 

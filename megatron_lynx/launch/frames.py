@@ -172,7 +172,7 @@ class FrameCheck:
         return sorted(difference for drawn in over if (difference := self._difference(drawn)) is not None)
 
     def _difference(self, drawn: _Drawn) -> Difference | None:
-        description, place = drawn.original.found(), drawn.place
+        description, place = drawn.original.difference(), drawn.place
         if not description:
             return None
         position = drawn.step, self._reached[drawn.frame], place.segment, place.ordinal
@@ -269,7 +269,7 @@ class Original:
     def over(self) -> bool:
         return self._kept is None
 
-    def found(self) -> str:
+    def difference(self) -> str:
         """The difference in words; empty if all bits are equal. Waits for the device."""
         if self._unlike or self._compared is None:
             return self._unlike

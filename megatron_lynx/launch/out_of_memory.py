@@ -258,7 +258,7 @@ def _reserve(allocator: Allocator, device: PlannedDevice | None) -> Iterator[Pro
         outside: (allocator.outside_bytes, device.outside_bytes),
         "reserved and not allocated": (allocator.unused_bytes, device.slack_bytes),
     }
-    short = {name: both for name, both in parts.items() if both[0] > both[1]}
+    short = {name: (used, planned) for name, (used, planned) in parts.items() if used > planned}
     for name, (used, planned) in short.items():
         needed = f"at most {format_bytes(planned)}, as planned: this part was too small"
         yield Problem(f"reserve, {name}", format_bytes(used), needed)

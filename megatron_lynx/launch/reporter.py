@@ -145,7 +145,7 @@ class DevicePeak:
             with suppress(LynxError):  # this build of PyTorch hides it; the table says that memory is not measured
                 remember_blocks()
                 self._counts = True
-        self._most: int | None = None
+        self._most_bytes: int | None = None
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -155,18 +155,18 @@ class DevicePeak:
             return
         with CpuMeter() as meter:
             yield
-        self._most = max(self._most or 0, meter.use.level_bytes + meter.use.peak_bytes)
+        self._most_bytes = max(self._most_bytes or 0, meter.use.level_bytes + meter.use.peak_bytes)
 
-    def most(self) -> Peak:
+    def peak(self) -> Peak:
         if self._on_cuda:
             return Peak(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
         if (most_bytes := getattr(_get_current_dispatch_mode(), "most_bytes", None)) is not None:
             return Peak(most_bytes, None)
-        return Peak(self._most, None)
+        return Peak(self._most_bytes, None)
 
     def with_outside(self) -> Peak:
-        """`most` with `outside_bytes`, which is too slow to read in every step."""
-        peak = self.most()
+        """`peak` with `outside_bytes`, which is too slow to read in every step."""
+        peak = self.peak()
         if not self._on_cuda:
             return peak
         free_bytes, all_bytes = torch.cuda.mem_get_info()
@@ -348,7 +348,7 @@ class Reporter:
     def logged(self, counts: Figures) -> dict[str, float | None]:
         """Figures of the step with these counts, by their names in logs. Does not wait for the device."""
         predicted = predicted_of(self._plan, self._stage) or StagePredicted()
-        return logged(self._figures(self._clock.known(), self._peak.most(), _known(counts))) | logged(predicted)
+        return logged(self._figures(self._clock.known(), self._peak.peak(), _known(counts))) | logged(predicted)
 
     def _figures(self, seconds: StepSeconds | None, peak: Peak, counts: Mapping[str, Any]) -> StageMeasured:
         figures = self._known | dict(counts) | (seconds._asdict() if seconds else {}) | peak._asdict()

@@ -368,7 +368,7 @@ TOLD: dict[str, Read] = {
     "is_hybrid_model": lambda container: None if _pattern(container) else container.get("model.is_hybrid_model"),
     "hybrid_layer_pattern": _pattern,
     "cuda_graph_modules": lambda container: (
-        own if (own := container.get("model.cuda_graph_modules")) != "full" else container.get("model.cuda_graph_scope")
+        modules if (modules := container.get("model.cuda_graph_modules")) != "full" else container.get("model.cuda_graph_scope")
     ),
     "use_distributed_optimizer": _any_of("ddp.use_distributed_optimizer", "optimizer.use_distributed_optimizer"),
     "fp8_param_gather": _any_of("ddp.fp8_param_gather", "model.fp8_param"),

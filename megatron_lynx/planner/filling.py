@@ -95,10 +95,10 @@ class _WaysOfLayers:
     def of(self, layer: int) -> list[Packed]:
         """Return the layer's ways; the first one uses no forward."""
         if layer not in self.by_layer:
-            self.by_layer[layer] = self._found(layer) if self.rooms.waits(layer) else [NOWHERE]
+            self.by_layer[layer] = self._ways_of(layer) if self.rooms.waits(layer) else [NOWHERE]
         return self.by_layer[layer]
 
-    def _found(self, layer: int) -> list[Packed]:
+    def _ways_of(self, layer: int) -> list[Packed]:
         waits, linears = self.rooms.waits(layer), self.rooms.linears(layer)
         lengths_s, filled_s = (tuple(wait.seconds for wait in waits), tuple(wait.filled_s for wait in waits))
         key = lengths_s, linears

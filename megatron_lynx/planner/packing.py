@@ -162,11 +162,11 @@ class InTurns:
 
     def best(self, filled_s: Sequence[float]) -> list[Packed]:
         """Return the best found without forwards, and the best found at all."""
-        within_backward = self._found([_without_forwards(linear) for linear in self._linears], filled_s)
-        anywhere = self._found(self._linears, filled_s)
+        within_backward = self._pack([_without_forwards(linear) for linear in self._linears], filled_s)
+        anywhere = self._pack(self._linears, filled_s)
         return [within_backward] if anywhere == within_backward else [within_backward, anywhere]
 
-    def _found(self, linears: Sequence[Linear], filled_s: Sequence[float]) -> Packed:
+    def _pack(self, linears: Sequence[Linear], filled_s: Sequence[float]) -> Packed:
         chosen: dict[str, str | None] = dict.fromkeys(linear.name for linear in linears)
         seconds = 0.0
         for _ in range(ROUNDS):

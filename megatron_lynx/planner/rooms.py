@@ -49,7 +49,7 @@ class Rooms:
         return self._costs[linear]
 
     def half_of(self, linear: str) -> Half:
-        return next(section.half for section in self._own if linear in section.linears)
+        return next(section.half for section in self._distinct_sections if linear in section.linears)
 
     def _deferrable(self, section: Section) -> tuple[str, ...]:
         if section.captured or section.apart:
@@ -134,9 +134,12 @@ class Rooms:
 
     @cached_property
     def _costs(self) -> dict[str, WeightGradient]:
-        return {linear: self.prices.weight_gradient(section, linear) for section in self._own for linear in section.linears}
+        return {
+            linear: self.prices.weight_gradient(section, linear)
+            for section in self._distinct_sections
+            for linear in section.linears
+        }
 
     @cached_property
-    def _own(self) -> tuple[Section, ...]:
-        """Distinct sections of its layers."""
+    def _distinct_sections(self) -> tuple[Section, ...]:
         return tuple(dict.fromkeys(section for layer in self.entry.layers for section in self._sections(layer)))

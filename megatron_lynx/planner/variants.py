@@ -109,7 +109,7 @@ def planned_variants(job: Job, profile: Profile, release: str | None) -> Iterato
 def variants(job: Job, release: str) -> Iterator[Job]:
     """Yield the job, then the job with other flags that Megatron accepts and plans can express."""
     yield job
-    for other in _others(job, Facts.of(job, release)):
+    for other in _with_other_flags(job, Facts.of(job, release)):
         try:
             check_plannable(other)
         except LynxError:
@@ -117,7 +117,7 @@ def variants(job: Job, release: str) -> Iterator[Job]:
         yield other
 
 
-def _others(job: Job, facts: Facts) -> Iterator[Job]:
+def _with_other_flags(job: Job, facts: Facts) -> Iterator[Job]:
     """Without captured graphs, which exclude both."""
     job, experts = without_graphs(job) if job.model.captured else job, job.model.experts
     if experts is not None:

@@ -168,7 +168,7 @@ def planned_device(job: Job) -> PlannedDevice | None:
     return PlannedDevice(
         memory_bytes=reserve.memory_bytes,
         budget_bytes=job.memory_budget_bytes,
-        reserve_bytes={**reserve.others, **reserve.parts},
+        reserve_bytes={**reserve.taken_bytes, **reserve.parts},
         optimizer_offload=job.optimizer.offloaded,
     )
 

@@ -178,7 +178,7 @@ class Frame:
     offloaded: bool = False
     """Whether its inputs or memos may be on the host."""
     wanted: set[Key] = field(default_factory=set)
-    found: dict[Key, Tensor] = field(default_factory=dict)
+    results: dict[Key, Tensor] = field(default_factory=dict)
     recomputed: bool = False
     let_go_bytes: int = 0
     source: Frame | None = None
@@ -214,13 +214,13 @@ class Frame:
     @property
     def waits(self) -> bool:
         """Whether a backward that needs this frame is still to come."""
-        return self.lets_go or bool(self.found)
+        return self.lets_go or bool(self.results)
 
     def keep(self, key: Key, tensor: Tensor) -> None:
         """Store a recomputed tensor until backward takes it, if it is wanted."""
         if key in self.wanted:
             self.wanted.discard(key)
-            self.found[key] = tensor.detach()
+            self.results[key] = tensor.detach()
 
     def want(self, key: Key, tensor: Tensor) -> Handle:
         """Return the handle that autograd stores instead of a dropped tensor."""
@@ -282,9 +282,9 @@ class Handle:
         frame = self.frame
         if torch.is_grad_enabled():
             raise SECOND_ORDER.of(frame.policy.name)
-        if self.key not in frame.found and frame.lets_go:
+        if self.key not in frame.results and frame.lets_go:
             frame.on_demand(frame)
-        tensor = frame.found.pop(self.key, None)
+        tensor = frame.results.pop(self.key, None)
         if tensor is None:
             raise ASKED_TWICE.of(frame.policy.name)
         return tensor

@@ -193,7 +193,7 @@ class Recomputer(Run):
             return
         if self._rows:
             used = {storage_of(one) for one in arguments}
-            used -= {storage_of(one) for one in (*tensors_in(outputs), *self.frame.found.values())}
+            used -= {storage_of(one) for one in (*tensors_in(outputs), *self.frame.results.values())}
             for rows in (one() for one in self._rows):
                 if rows is not None and storage_of(rows) in used:
                     rows.untyped_storage().resize_(0)

@@ -12,7 +12,7 @@ from megatron_lynx.errors import Problem, RecomputeError
 class Refusal(NamedTuple):
     headline: str
     where: str
-    found: str
+    finding: str
     needed: str
     todo: str
 

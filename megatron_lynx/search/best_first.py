@@ -117,7 +117,7 @@ class BestFirst:
             self.losers.add("no plan", entry.job, 0.0, 0.0)
         elif isinstance(result, Excess):
             self.excesses.append(result)
-            self.losers.add("host memory" if result.host else "activations", entry.job, result.found, result.limit)
+            self.losers.add("host memory" if result.host else "activations", entry.job, result.usage, result.limit)
         else:
             if isinstance(result, Candidate):
                 self._taken.add(_layout_of(entry.job))

@@ -27,16 +27,16 @@ class Excess:
     stage: int
     memory: StageMemory
     """Memory of the stage with as much offloaded as possible."""
-    found: float
+    usage: float
     limit: float
     host: bool = False
 
     @property
     def bytes(self) -> float:
-        return self.found - self.limit
+        return self.usage - self.limit
 
     @property
-    def most(self) -> str:
+    def largest_part(self) -> str:
         """The largest part of the stage's memory."""
         kinds = self.memory.kinds
         name = max(kinds, key=lambda kind: kinds[kind])

@@ -32,14 +32,14 @@ REASONS = (*NO_NUMBERS, "micro-batches", *OF_BYTES, "compute", "recompute", "com
 class Lost:
     """One reason with its best example: the fastest, or the one with the smallest excess.
 
-    `found` and `limit`: seconds of a part of its step and of the winner's, bytes and the budget, or micro-batches and stages; 0
+    `figure` and `limit`: seconds of a part of its step and of the winner's, bytes and the budget, or micro-batches and stages; 0
     for reasons without figures.
     """
 
     reason: str
     count: int
     example: str
-    found: float
+    figure: float
     limit: float
     unit: Literal["bytes", "seconds", "micro-batches"]
 
@@ -52,10 +52,10 @@ class Lost:
         if self.reason.removesuffix(WITHOUT_FLUSHES) in NO_NUMBERS:
             return ""
         if self.unit == "micro-batches":
-            return f"{self.found:g}, at least {self.limit:g}"
+            return f"{self.figure:g}, at least {self.limit:g}"
         if self.unit == "bytes":
-            return f"{format_bytes(self.found)}, at most {format_bytes(self.limit)}"
-        return f"{format_seconds(self.found)}, the best spends {format_seconds(self.limit)}"
+            return f"{format_bytes(self.figure)}, at most {format_bytes(self.limit)}"
+        return f"{format_seconds(self.figure)}, the best spends {format_seconds(self.limit)}"
 
 
 @dataclass
@@ -63,13 +63,13 @@ class Losers:
     _counts: Counter[str] = field(default_factory=Counter)
     _best: dict[str, tuple[float, Job, float, float]] = field(default_factory=dict)
 
-    def add(self, reason: str, job: Job, found: float, limit: float, *, rank: float | None = None, count: int = 1) -> None:
-        """`rank`: the least is the example (default `found`); the first of equals stays."""
+    def add(self, reason: str, job: Job, figure: float, limit: float, *, rank: float | None = None, count: int = 1) -> None:
+        """`rank`: the least is the example (default `figure`); the first of equals stays."""
         reason += WITHOUT_FLUSHES if job.schedule == "double_buffered" else ""
         self._counts[reason] += count
-        rank = found if rank is None else rank
+        rank = figure if rank is None else rank
         if reason not in self._best or rank < self._best[reason][0]:
-            self._best[reason] = rank, job, found, limit
+            self._best[reason] = rank, job, figure, limit
 
     def slower(self, job: Job, spent: Spent, winner: Spent) -> None:
         """Count a slower candidate, by the part with the most seconds over the winner's."""

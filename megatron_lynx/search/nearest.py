@@ -49,9 +49,9 @@ def _of_small_states(asked: Asked) -> list[Excess]:
 def _binding(closest: Excess, offload: bool) -> Problem:
     limit = f"at most {format_bytes(closest.limit)}"
     if closest.host:
-        return Problem("host memory of a node", f"{format_bytes(closest.found)} to be offloaded", limit)
+        return Problem("host memory of a node", f"{format_bytes(closest.usage)} to be offloaded", limit)
     offloaded = ", with all activations offloaded that may be" if offload else ""
-    usage = f"{format_bytes(closest.found)}, most of it {closest.most}{offloaded}"
+    usage = f"{format_bytes(closest.usage)}, most of it {closest.largest_part}{offloaded}"
     return Problem(f"stage {closest.stage}", usage, limit, f"{format_bytes(closest.bytes)} too much")
 
 
@@ -61,8 +61,8 @@ def _changes(asked: Asked, closest: Excess, known: Sequence[Policy]) -> Iterator
         yield Problem("--policies", ", ".join(asked.policies), solution[0].policy, _then(*solution))
     if not asked.offload and (solution := first_that_fits(replace(asked, offload=True))) is not None:
         yield Problem("--no-offload", "no offloading", f"offload ratio {solution[1].offload_ratio:g}", _then(*solution))
-    if not closest.host and closest.found < closest.job.cluster.memory_gib * GIB:
-        needed = f"{closest.found / GIB:.2f}"
+    if not closest.host and closest.usage < closest.job.cluster.memory_gib * GIB:
+        needed = f"{closest.usage / GIB:.2f}"
         yield Problem("budget.memory_gib", f"{closest.limit / GIB:.2f}", needed, f"then {in_words(closest.job)} fits")
     for times in TIMES_AS_MANY:
         more = replace(asked, space=replace(asked.space, gpus=times * asked.space.gpus))

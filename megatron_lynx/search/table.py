@@ -31,7 +31,7 @@ def table(ranking: Ranking) -> Group:
     parts: list[RenderableType] = [best]
     if ranking.best_of:
         parts += [Text(line) for line in _schedules(ranking.best_of)]
-    return Group(*parts, Text(""), _others(ranking.losers)) if ranking.losers else Group(*parts)
+    return Group(*parts, Text(""), _losers_table(ranking.losers)) if ranking.losers else Group(*parts)
 
 
 def _schedules(best_of: Sequence[Candidate]) -> Iterator[str]:
@@ -65,7 +65,7 @@ def _figures(candidate: Candidate) -> tuple[str, ...]:
     )
 
 
-def _others(losers: tuple[Lost, ...]) -> WrappedTable:
+def _losers_table(losers: tuple[Lost, ...]) -> WrappedTable:
     words = ("lost by", "best of them", "its figure and the limit")
     columns = ("lost by", "how many", "best of them", "its figure and the limit")
     losers_table = WrappedTable(columns, words=words, title="Why the others lost, and the best of each kind")

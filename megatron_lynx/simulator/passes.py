@@ -155,7 +155,7 @@ class Table:
     """Passes of a chunk by kind and phase, of which none hides another chunk's recomputation; none if not listed."""
 
     passes: Mapping[tuple[Kind, Phase], TimedPass]
-    others: Collection[int] = ()
+    other_chunks: Collection[int] = ()
 
     def of(self, key: PassKey, pending: Pending) -> tuple[TimedPass, Pending]:
         """As `Filled.of`."""
@@ -171,7 +171,7 @@ class Filled:
     queue: Callable[[Pending], Queue]
     plain: Callable[[PassKey], PassKey]
     """Maps keys of equal passes to one key."""
-    others: Collection[int] = ()
+    other_chunks: Collection[int] = ()
     known: dict[tuple[PassKey, int], tuple[Pending, TimedPass, Pending]] = field(default_factory=dict)
     """Walked passes, by key and identity of the pending entries, which are kept alive: comparing long equal tuples is slow."""
     left: dict[Pending, Pending] = field(default_factory=dict)

@@ -78,10 +78,12 @@ class RunningStage:
 
     def forward(self, action: Action, phase: Phase, behind: Action | None) -> TimedPass:
         """The forward, with the recomputations that it hides."""
-        hides = behind is not None and not _own(action, behind) and behind.micro_batch not in self.passes[behind.chunk].whole
+        hides = (
+            behind is not None and not _same_pass(action, behind) and behind.micro_batch not in self.passes[behind.chunk].whole
+        )
         if behind is None or not hides or phase != "steady":
             return self.timed(action, ("F", "warmup", False))
-        return self.timed(action, ("F", behind.chunk if behind.chunk in self.of(action).walks.others else "steady", False))
+        return self.timed(action, ("F", behind.chunk if behind.chunk in self.of(action).walks.other_chunks else "steady", False))
 
     def timed(self, action: Action, key: PassKey) -> TimedPass:
         """A pass of the action's micro-batch, with the weight gradients that it runs."""
@@ -242,7 +244,7 @@ class Run:
             chosen = stage.timed(action, ("B", phase, action in stage.last))
         end = begin + waited + chosen.seconds
         stage.executed.append(Executed(action, phase, arrived, begin + waited, end, chosen, waited + held_up_s))
-        if passes.copy is not None and action.kind == "F" and not _own(action, behind):
+        if passes.copy is not None and action.kind == "F" and not _same_pass(action, behind):
             leave = stage.copies.offload_later if stage.asked_by else partial(stage.copies.offload, time_s=end)
             leave(action, copy=passes.copy)
         return end
@@ -291,7 +293,7 @@ class Run:
         return Message("F", action.micro_batch, place - 1) if forward else Message("B", action.micro_batch, place + 1)
 
 
-def _own(forward: Action, behind: Action | None) -> bool:
+def _same_pass(forward: Action, behind: Action | None) -> bool:
     """Whether the backward that follows a forward at once is its own."""
     return behind is not None and behind.micro_batch == forward.micro_batch and behind.chunk == forward.chunk
 
@@ -299,7 +301,7 @@ def _own(forward: Action, behind: Action | None) -> bool:
 def _at_once(order: Sequence[Action]) -> frozenset[tuple[int, int]]:
     """(micro-batch, chunk) whose own backward follows its forward."""
     behind = zip(order, _behind(order), strict=True)
-    return frozenset((one.micro_batch, one.chunk) for one, after in behind if one.kind == "F" and _own(one, after))
+    return frozenset((one.micro_batch, one.chunk) for one, after in behind if one.kind == "F" and _same_pass(one, after))
 
 
 def _behind(order: Sequence[Action]) -> list[Action | None]:

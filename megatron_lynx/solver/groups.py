@@ -87,7 +87,7 @@ class _Groups:
     problem: StageProblem
 
     @cached_property
-    def most(self) -> int:
+    def groupable_layers(self) -> int:
         """Number of lowest layers that can be in groups."""
         halves = zip(self.problem.halves, self.problem.inside, strict=False)  # `inside` may have more layers
         able = [bool(choices.joined) and inside is not None for choices, inside in halves]
@@ -96,15 +96,15 @@ class _Groups:
 
     @cached_property
     def ways(self) -> list[Way]:
-        return [way for size in range(2, self.most + 1) for way in self._of_size(size)]
+        return [way for size in range(2, self.groupable_layers + 1) for way in self._of_size(size)]
 
     def _of_size(self, size: int) -> Iterator[Way]:
         most_bytes = 0
-        for count in range(1, ceil(self.most / size) + 1):
-            begin, layers = (count - 1) * size, min(count * size, self.most)
+        for count in range(1, ceil(self.groupable_layers / size) + 1):
+            begin, layers = (count - 1) * size, min(count * size, self.groupable_layers)
             below = self._kept[layers] + count * self._input_bytes
             most_bytes = max(most_bytes, below + self._made[layers] - self._made[begin])
-            whole = below + self._others[layers]
+            whole = below + self._kept_above[layers]
             least = (self.problem.in_flight - 1) * whole + max(most_bytes, whole + self.problem.loss_bytes)
             yield Way(size, count, layers, int(least))
 
@@ -121,7 +121,7 @@ class _Groups:
         return [0, *accumulate(map(sum, zip(halves, halves, strict=True)))]
 
     @cached_property
-    def _others(self) -> list[float]:
+    def _kept_above(self) -> list[float]:
         """By number of lowest layers: least bytes that those above them keep."""
         least = [float(choices.columns.resident.min()) for choices in self.problem.halves]
         above = [0.0, *accumulate(sum(pair) for pair in zip(least[::-2], least[-2::-2], strict=True))]
@@ -138,7 +138,7 @@ class _Groups:
         """Each half that can be in a group."""
         halves = zip(self.problem.halves, self.problem.inside, strict=False)
         able = [grouped for choices, grouped in halves if choices.joined and grouped is not None]
-        return able[: len(HALVES) * self.most]
+        return able[: len(HALVES) * self.groupable_layers]
 
     def answer(self, way: Way, solver: Solver, least: Solved) -> Solved | None:
         """Return the groups below the solver's answer for the other layers, or below these with the least memory; None if that

@@ -67,7 +67,7 @@ def _weighted(problem: StageProblem, weight: float) -> StageProblem:
     """Return the problem with host seconds weighted so in its costs."""
     attention, mlp, last_mlp = (_costing(choices, weight) for choices in (problem.attention, problem.mlp, problem.last_mlp))
     last_attention = problem.last_attention and _costing(problem.last_attention, weight)
-    mixed = problem.mixed and problem.mixed.each(lambda choices: _costing(choices, weight))
+    mixed = problem.mixed and problem.mixed.map(lambda choices: _costing(choices, weight))
     return replace(problem, attention=attention, mlp=mlp, last_mlp=last_mlp, last_attention=last_attention, mixed=mixed)
 
 

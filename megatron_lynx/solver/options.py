@@ -101,7 +101,7 @@ def _reduces_ahead(option: Option) -> bool:
     return option.checkpoint is not None and option.checkpoint.ahead_to in option.recompute[:-1]
 
 
-def _others(kinds: Sequence[HalfKind]) -> Iterator[HalfKind]:
+def _partners(kinds: Sequence[HalfKind]) -> Iterator[HalfKind]:
     """Yield for every half, in order, the other half of its layer."""
     for first, second in zip(*[iter(kinds)] * len(HALVES), strict=True):
         yield from (second, first)
@@ -177,7 +177,7 @@ class StageProblems:
             if self._seats.at_top(kind, option.seat) and not option.memory.early and option.checkpoint is None:
                 best[option.recompute] = min(best.get(option.recompute, option), option, key=lambda one: one.longer_s)
         top = Choices(
-            option if same else best[option.recompute] if option.checkpoint is None else self._late(kind, option)
+            option if same else best[option.recompute] if option.checkpoint is None else self._begun_at_top(kind, option)
             for option, same in zip(attention, alike, strict=True)
         )
         self._tops[id(attention)] = attention, top
@@ -212,7 +212,7 @@ class StageProblems:
         if not any(section.in_some_layers for section in sections):
             return None
         kinds = [HalfKind(*neighbours) for neighbours in zip(sections, (*sections[1:], None), strict=True)]
-        layer_pairs = list(zip(kinds, _others(kinds), strict=True))  # a layer's halves are checkpointed together
+        layer_pairs = list(zip(kinds, _partners(kinds), strict=True))  # a layer's halves are checkpointed together
         pairs = list(dict.fromkeys(layer_pairs))
         pair_choices = self._with_more(
             [self._everywhere_beside(pair) for pair in pairs], [self._subsets_known(kind) for kind, _ in pairs], seats
@@ -351,7 +351,7 @@ class StageProblems:
     def _known_anyway(self) -> dict[tuple[tuple[Section, Section], Layer], tuple[Option | None, ...]]:
         return {}
 
-    def _late(self, kind: HalfKind, option: Option) -> Option:
+    def _begun_at_top(self, kind: HalfKind, option: Option) -> Option:
         """Return a checkpoint that a plan lets begin ahead as it is where no half runs before it."""
         assert option.checkpoint is not None
         option_at_top = self._checkpoint(kind.section, option.checkpoint._replace(ahead_to=None, gathers_ahead=False))

@@ -80,7 +80,7 @@ def exact(layers: int, ranges: Sequence[range], microbatches: int, time: StageTi
 
 def promising(layers: int, stages: int, microbatches: int, bound_s: float, least: StageTime) -> list[range]:
     """Return for each stage the counts that may give a step shorter than `bound_s`."""
-    most_layers = [_most(layers - stages + 1, least, stage, bound_s / microbatches) for stage in range(stages)]
+    most_layers = [_count_within(layers - stages + 1, least, stage, bound_s / microbatches) for stage in range(stages)]
     return [range(max(1, layers - (sum(most_layers) - most_layers[stage])), most_layers[stage] + 1) for stage in range(stages)]
 
 
@@ -130,6 +130,6 @@ def _slowest(counts: Counts, time: StageTime) -> float:
     return max(time(stage, count) for stage, count in enumerate(counts))
 
 
-def _most(limit: int, least: StageTime, stage: int, bound_s: float) -> int:
+def _count_within(limit: int, least: StageTime, stage: int, bound_s: float) -> int:
     """Return the largest count up to `limit` within the bound, at least 1. All smaller counts are within it, too."""
     return next((count - 1 for count in range(2, limit + 1) if least(stage, count) > bound_s), max(1, limit))

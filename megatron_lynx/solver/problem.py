@@ -181,14 +181,14 @@ class Mixed:
     @property
     def plain(self) -> Mixed:
         """Without checkpoints."""
-        return self.each(lambda choices: choices.plain)
+        return self.map(lambda choices: choices.plain)
 
     @property
     def best_seated(self) -> Mixed:
         """With every set of recomputed items in the seat that hides most of it."""
-        return self.each(lambda choices: choices.best_seated)
+        return self.map(lambda choices: choices.best_seated)
 
-    def each(self, made: Callable[[Choices], Choices]) -> Mixed:
+    def map(self, made: Callable[[Choices], Choices]) -> Mixed:
         """Return the halves with other choices. Equal choices are converted once."""
         kinds = {id(half.choices): half.choices for half in self.halves}
         known = {key: made(choices) for key, choices in kinds.items()}
@@ -253,7 +253,7 @@ class StageProblem:
     def in_backward(self) -> StageProblem:
         """The problem without recomputation before a half's own backward, for micro-batches that come back from the host during
         it."""
-        mixed = None if self.mixed is None else self.mixed.each(lambda choices: choices.in_backward)
+        mixed = None if self.mixed is None else self.mixed.map(lambda choices: choices.in_backward)
         attention = self.attention.in_backward
         top = None if self.last_attention is None else Choices(map(self.at_top, attention))
         mlp, last_mlp = self.mlp.in_backward, self.last_mlp.in_backward

@@ -64,7 +64,7 @@ class _Layer:
     """Groups of its MLP half and its attention half."""
     mlp: Option
     attention: Option
-    most: float
+    multiplicity: float
 
     @property
     def options(self) -> tuple[Option, Option]:
@@ -116,7 +116,7 @@ class Programme:
                     LinearConstraint(np.column_stack([one, np.zeros(len(one))]), self._sizes, self._sizes),
                 ],
                 integrality=np.append(np.ones(self._width), 0),
-                bounds=Bounds(0, np.append(self._most, np.inf)),
+                bounds=Bounds(0, np.append(self._multiplicities, np.inf)),
                 options={"node_limit": max(nodes, 0), "mip_rel_gap": enough},
             )
         bound = -np.inf if result.mip_dual_bound is None else result.mip_dual_bound
@@ -173,9 +173,9 @@ class Programme:
         return layers
 
     @cached_property
-    def _most(self) -> Floats:
+    def _multiplicities(self) -> Floats:
         """How often each may be chosen."""
-        return np.array([*np.repeat(self._sizes, self._widths), *(layer.most for layer in self._layers)])
+        return np.array([*np.repeat(self._sizes, self._widths), *(layer.multiplicity for layer in self._layers)])
 
     @cached_property
     def _sizes(self) -> Floats:

@@ -50,20 +50,20 @@ def rivals(job: Job, profile: Profile, budget_bytes: int, release: str = NEWEST)
     running = _Rivals(job, profile, budget_bytes, Facts.of(job, release))
     for family in families(job, release, running.promising):
         running.take(family)
-    if (best := _fastest(running.found)) is not None:
-        running.found += _with_userbuffers(job, profile, budget_bytes, best.setting, release)
-    return running.found
+    if (best := _fastest(running.priced)) is not None:
+        running.priced += _with_userbuffers(job, profile, budget_bytes, best.setting, release)
+    return running.priced
 
 
 @dataclass
 class _Rivals:
-    """Settings found so far. Skips families that could be faster only with copies of negative duration."""
+    """Settings priced so far. Skips families that could be faster only with copies of negative duration."""
 
     job: Job
     profile: Profile
     budget_bytes: int
     facts: Facts
-    found: list[Priced] = field(default_factory=list)
+    priced: list[Priced] = field(default_factory=list)
     _known_s: dict[StockSetting, float] = field(default_factory=dict)
     """Steps of settings without copies; if the busiest stage alone is too slow, its seconds."""
     _least_bytes: dict[StockSetting, int] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class _Rivals:
         without_copies = replace(last, offload=(), fraction=WHOLE)
         if last.method is None and (self._is_known_slower(without_copies) or self._lacks(last)):
             return
-        if (last.offload and not self._has_link) or any(_copies_less(price.setting, last) for price in self.found):
+        if (last.offload and not self._has_link) or any(_copies_less(price.setting, last) for price in self.priced):
             return
         if self._is_too_large(last):
             return
@@ -90,7 +90,7 @@ class _Rivals:
         if price is None:
             self._too_large.add(replace(last, delayed=False))
         elif host_shortage(self.job, price.host_bytes) is None:
-            self.found.append(price)
+            self.priced.append(price)
 
     def _first_that_fits(self, family: Family) -> Priced | None:
         """Search by least bytes, then by bytes with copies in flight; price only the member that fits."""
@@ -143,7 +143,7 @@ class _Rivals:
     @property
     def _least_s(self) -> float:
         """Seconds below which a setting is faster than the best that fits."""
-        best = _fastest(self.found)
+        best = _fastest(self.priced)
         return inf if best is None else best.step_s * (1 - WORTH_PRICING)
 
     def _is_known_slower(self, setting: StockSetting) -> bool:

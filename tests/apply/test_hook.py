@@ -55,7 +55,7 @@ def test_an_attribute_that_two_claims_want() -> None:
     """The second one would wrap the first, and removal would depend on their order."""
     linear = Linear()
     found = verify([Claim(linear, "forward", wrapped, "a site"), Claim(linear, "forward", wrapped, "a half")])
-    assert [problem.found for problem in found] == ["two claims (a site; a half)"]
+    assert [problem.finding for problem in found] == ["two claims (a site; a half)"]
     assert verify([Claim(linear, "forward", wrapped, "a site"), Claim(Linear(), "forward", wrapped, "another's")]) == []
 
 

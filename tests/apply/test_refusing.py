@@ -51,7 +51,7 @@ def refused(pool_of, job, spoil, plan=None):
     for refusal in refusals:
         assert refusal.error is not None, "installed"
         assert refusal.changed == []
-        assert all(problem.found and problem.where in str(refusal.error) for problem in refusal.error.problems)
+        assert all(problem.finding and problem.where in str(refusal.error) for problem in refusal.error.problems)
     return refusals
 
 
@@ -351,7 +351,7 @@ def test_experts_whose_weights_are_gathered_by_collectives_of_their_own():
     """Those of other layers were refused, and theirs were not."""
     config = SimpleNamespace(num_moe_experts=8, fp8=None, moe_token_dispatcher_type="alltoall", expert_gtp_weight_remat_size=2)
     [problem] = refused_settings(config, te=True)
-    assert (problem.where, problem.found) == ("config.expert_gtp_weight_remat_size", "2")
+    assert (problem.where, problem.finding) == ("config.expert_gtp_weight_remat_size", "2")
     config.expert_gtp_weight_remat_size = 1
     assert list(refused_settings(config, te=True)) == []
 

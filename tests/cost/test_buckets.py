@@ -59,7 +59,7 @@ def test_experts_that_are_shared_out_have_buffers_of_their_own(pool_of: Callable
     jobs = [job_of("llama", fields={"expert": 2, "experts": Experts(count=4, per_token=2, ffn=96)}, padded_buckets=True)]
     (found,) = pool_of(2).run(buffers, jobs)[0]
     parameters = stage_parameters(jobs[0], 0)
-    assert [own for own, _, _ in found] == [parameters.others, parameters.experts]
+    assert [own for own, _, _ in found] == [parameters.without_experts, parameters.experts]
     assert filled_numbers(jobs[0], 0, parameters) == sum(numbers - own for own, numbers, _ in found)
     assert buckets(jobs[0], 0, parameters) == len(found) == 2
 

@@ -25,7 +25,7 @@ def test_experts_are_shared_out_and_their_state_among_those_with_the_same() -> N
     parameters = stage_parameters(mixtral(), 1)
     assert parameters.experts == 8 * 3 * 4096 * 14336
     others = 8 * (4096 * (4096 + 2 * 1024 + 4096) + 4096 * 8 + 2 * 4096)
-    assert parameters.others == others
+    assert parameters.without_experts == others
     assert optimizer_bytes(mixtral(), parameters.total, parameters.experts) == 12 * parameters.experts // 2 + 12 * others // 16
 
 

@@ -228,7 +228,7 @@ def test_host_memory_is_shared_with_activations() -> None:
     small = job.cluster.model_copy(update={"node": node.model_copy(update={"host_memory_gib": 64.0})})
     answer = estimate(job.model_copy(update={"cluster": small, "policy": "full"}))
     assert [problem.where for problem in answer.shortages] == ["host memory of a node"]
-    assert "of the optimizer's state and its copies (8 devices)" in answer.shortages[0].found
+    assert "of the optimizer's state and its copies (8 devices)" in answer.shortages[0].finding
     assert answer.shortages[0].needed.startswith("at most 64 GiB, which ")
 
 

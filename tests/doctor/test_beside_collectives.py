@@ -119,7 +119,7 @@ def test_priority_of_streams(flags: str, variables: dict[str, str], level: str |
 def test_only_groups_in_whose_windows_the_plan_works_are_named() -> None:
     launch = "--num-layers 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
     found = found_in(launch, plan=te_plan("activation", pipeline=2))[PRIORITY]
-    assert found.found.startswith("normal; the plan's windows: tp")
+    assert found.state.startswith("normal; the plan's windows: tp")
     nothing = te_plan("activation", pipeline=2).model_copy(update={"stages": te_plan(pipeline=2).stages})
     assert PRIORITY not in found_in(launch, plan=nothing)
 

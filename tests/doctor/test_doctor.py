@@ -42,7 +42,7 @@ def test_a_function_that_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedules, "forward_step", moved)
     found = next(finding for finding in software() if finding.topic == "hooks")
     assert found.level == "defeats"
-    assert "forward_step" in found.found
+    assert "forward_step" in found.state
 
 
 TENSOR, CONTEXT = "--tensor-model-parallel-size 8", "--context-parallel-size 2"
@@ -147,7 +147,7 @@ def test_two_sockets_and_a_container(tmp_path: Path) -> None:
     (tmp_path / "sys/fs/cgroup/memory.current").write_text("0\n")
     found = {finding.topic: finding for finding in machine(["torchrun", "--numa-binding=node"], tmp_path)}
     assert (found["NUMA"].level, found["host memory"].level) == ("good", "note")
-    assert found["host memory"].found.startswith("8.00 GiB")
+    assert found["host memory"].state.startswith("8.00 GiB")
 
 
 @pytest.mark.parametrize(
@@ -242,12 +242,12 @@ def of_host(measured: HostTime | Unmeasured, launch: str = "", cluster: str | No
 def test_a_host_that_was_not_measured_says_why() -> None:
     (finding,) = of_host(Unmeasured("megatron-core cannot be imported (No module named 'megatron')")).values()
     assert (finding.level, finding.topic) == ("note", "host time")
-    assert finding.found.startswith("not measured: megatron-core cannot be imported")
+    assert finding.state.startswith("not measured: megatron-core cannot be imported")
 
 
 def test_host_time_of_a_layer_is_shown_and_a_launch_needs_its_gpus() -> None:
     found = of_host(made_up_host_time(), SMALL_LAUNCH)
-    assert found["host time"].found == (
+    assert found["host time"].state == (
         "a layer and micro-batch, forward and backward: stock none 2 ms, stock full 3 ms, a plan that keeps all 2.2 ms, "
         "one that recomputes all 3.8 ms (Megatron's own layers on a CPU of a test)"
     )
@@ -259,7 +259,7 @@ def test_a_launch_of_small_layers_waits_for_a_slow_host(times: float, level: str
     found = of_host(made_up_host_time(times), SMALL_LAUNCH, "h800-80g")
     assert found["host-bound launch"].level == level
     if level == "slows":  # 8 layers of 2 ms, 16 micro-batches
-        assert found["host-bound launch"].found.startswith("stages 0; stage 0: 256 ms of a step on the host")
+        assert found["host-bound launch"].state.startswith("stages 0; stage 0: 256 ms of a step on the host")
 
 
 def test_the_launchs_plan_is_judged_too(tmp_path: Path) -> None:
@@ -267,13 +267,13 @@ def test_the_launchs_plan_is_judged_too(tmp_path: Path) -> None:
     save_plan(uniform_plan(job), tmp_path / "plan.yaml")
     found = of_host(made_up_host_time(), SMALL_LAUNCH, "h800-80g", tmp_path / "plan.yaml")
     assert found["host-bound plan"].level == "slows"
-    assert "486 ms of a step on the host" in found["host-bound plan"].found  # 8 layers of 3.8 ms, 16 micro-batches
+    assert "486 ms of a step on the host" in found["host-bound plan"].state  # 8 layers of 3.8 ms, 16 micro-batches
 
 
 def test_what_cannot_be_judged_is_a_note_with_its_reason(tmp_path: Path) -> None:
     found = of_host(made_up_host_time(), SMALL_LAUNCH, "h900-80g")
     assert found["host-bound"].level == "note"
-    assert "h900-80g" in found["host-bound"].found
+    assert "h900-80g" in found["host-bound"].state
 
 
 TE_RNG = "--te-rng-tracker --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -311,5 +311,5 @@ def test_a_launch_for_a_cluster_is_judged_by_its_nodes(monkeypatch: pytest.Monke
     for cluster, level in (("h100-80g", "defeats"), ("b200-180g", "good")):
         node = load_cluster(cluster, "--cluster").node
         found = {each.topic: each for each in doctor.findings(words, cluster=cluster)}
-        assert found["host memory"].found.startswith(f"{node.host_memory_gib:g} GiB on each node, which {cluster}")
+        assert found["host memory"].state.startswith(f"{node.host_memory_gib:g} GiB on each node, which {cluster}")
         assert found["CUDA_DEVICE_MAX_CONNECTIONS"].level == level

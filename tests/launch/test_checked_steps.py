@@ -154,7 +154,7 @@ def test_a_difference_in_words():
     dict(named_parameters([model]))["output_layer.weight"].main_grad[1, 1] = 4.5
     (difference,) = found(before, Outcome.of(None, [model]))
     assert difference.place == "output_layer.weight on stage 1 (rank 3)"
-    assert difference.found == "1 of 4 values that differ, most 4 in stock and 4.5 in the plan"
+    assert difference.values == "1 of 4 values that differ, most 4 in stock and 4.5 in the plan"
 
 
 @pytest.mark.parametrize(

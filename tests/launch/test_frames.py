@@ -161,7 +161,7 @@ def test_the_first_element_that_differs() -> None:
     wrong[2, 0] = 7
     original.compare(wrong.t().contiguous().t())
     saved.zero_()
-    assert original.found() == "2 of 12 values that differ, the first at [1, 2]: -0.5 recomputed and 6 saved"
+    assert original.difference() == "2 of 12 values that differ, the first at [1, 2]: -0.5 recomputed and 6 saved"
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_the_first_element_that_differs() -> None:
 def test_what_counts_as_different(saved: torch.Tensor, got: torch.Tensor, differ: bool) -> None:
     original = Original(saved, "recomputed")
     original.compare(got)
-    assert bool(original.found()) == differ
+    assert bool(original.difference()) == differ
 
 
 def test_frames_are_checked_without_flushes_too() -> None:

@@ -21,7 +21,7 @@ def test_what_bridge_does_and_no_plan_goes_with():
     parts = {"dist": dist, "ddp": SimpleNamespace(use_megatron_fsdp=True), "peft": SimpleNamespace()}
     settings = Settings(SimpleNamespace(**parts, inprocess_restart=SimpleNamespace(enabled=True)))
     settings.lynx_schedule = "double-buffered"
-    found = [(problem.where, problem.found) for problem in Bridge().refused(settings)]
+    found = [(problem.where, problem.finding) for problem in Bridge().refused(settings)]
     assert found == [
         ("cfg.dist.use_decentralized_pg", "True"),
         ("cfg.inprocess_restart.enabled", "True"),

@@ -108,7 +108,7 @@ def test_what_a_stage_is_predicted_to_recompute_is_that_of_all_its_chunks():
 def reported(plan, path, steps) -> Report:
     """What is told at the end of steps, each with the rows of its micro-batches and the load of experts."""
     device = device_for(torch.device("cpu"))
-    peak = SimpleNamespace(counting=nullcontext, most=lambda: Peak(1, None), with_outside=lambda: Peak(1, None))
+    peak = SimpleNamespace(counting=nullcontext, peak=lambda: Peak(1, None), with_outside=lambda: Peak(1, None))
     reporter = Reporter(engine := Engine(), device, peak, plan, 0, "plan.yaml", path)
     for rows_of_one, load in steps:
         with reporter.step({"forward_backward_func": lambda: None}, usual=True):

@@ -178,7 +178,7 @@ def test_adapters_in_a_file_are_refused_by_name(tmp_path: Path) -> None:
     text = write_yaml({**CONTAINER, "peft": {"_target_": "megatron.bridge.peft.lora.LoRA", "dim": 8}})
     (tmp_path / "cfg.yaml").write_text(text.replace("  dim: 8", "  dim: 8\n  params_to_save: !!set {}"))
     [problem] = read_launch(["--bridge", str(tmp_path / "cfg.yaml")], gpus=8).problems
-    assert (problem.where, problem.found) == ("cfg.peft", "LoRA")
+    assert (problem.where, problem.finding) == ("cfg.peft", "LoRA")
 
 
 STACK = {

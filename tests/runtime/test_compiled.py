@@ -85,7 +85,7 @@ def test_a_tensor_that_a_compiled_site_saved_is_gone() -> None:
     statistics = [tensor for tensor in _saved_behind(output) if tensor.shape == (ROWS, 1)]
     assert statistics == []
     recomputed(half, frame)
-    assert [tuple(tensor.shape) for tensor in frame.found.values()].count((ROWS, 1)) == 2
+    assert [tuple(tensor.shape) for tensor in frame.results.values()].count((ROWS, 1)) == 2
 
 
 def _saved_behind(output: Tensor) -> list[Tensor]:

@@ -67,7 +67,7 @@ def test_an_error_names_stage_micro_batch_and_bytes(copiers_of: Both) -> None:
         with pytest.raises(OffloadError, match=f"copying activations {words} failed") as raised:
             copier.start([(filled(0), filled(3))], OWNER)
         assert raised.value.problems[0].where == "stage 1, chunk 0, micro-batch 7 of this run, 4096 bytes"
-        assert "MemoryError: no pages left" in raised.value.problems[0].found
+        assert "MemoryError: no pages left" in raised.value.problems[0].finding
         copier.move = usual
         copier.wait(copier.start([(filled(0), filled(3))], OWNER))
 

@@ -49,7 +49,7 @@ def test_the_states_of_all_ranks_are_left_room_for() -> None:
 def test_the_reserve_is_seen_where_it_is_too_much() -> None:
     limit = limit_of(rank(("a", 8192)), [rank(("a", 8192))] * 2)
     (problem,) = too_little("stage 0", 5000, limit).problems
-    assert problem.found == (
+    assert problem.finding == (
         "3686 bytes (3.60 KiB) available to this rank (8.00 KiB free of pot a, 819 B of it in reserve, for 2 ranks)"
     )
 
@@ -58,7 +58,9 @@ def test_a_host_without_memory_is_one_message() -> None:
     with pytest.raises(OffloadError) as refused:
         Offloader({0: OffloadPolicy(600, 1, 2)}, device=CPU, limit=limit_of(rank(("a", 0)), [rank(("a", 0))]))
     (problem,) = refused.value.problems
-    assert problem.found.startswith("0 bytes (0 B) available to this rank (0 B free of pot a, 0 B of it in reserve, for 1 rank)")
+    assert problem.finding.startswith(
+        "0 bytes (0 B) available to this rank (0 B free of pot a, 0 B of it in reserve, for 1 rank)"
+    )
     assert problem.needed == "1200 bytes (1.17 KiB)"
 
 
@@ -234,7 +236,7 @@ def test_too_little_memory_is_refused_with_both_numbers() -> None:
         lender.lend(0, [1024, 2048])
     (problem,) = refused.value.problems
     assert problem.where == "stage 1: host memory for offloaded activations"
-    assert "5000 bytes" in problem.found
+    assert "5000 bytes" in problem.finding
     assert "6144 bytes" in problem.needed
     assert lender.bytes == 3072
     lent.clear()

@@ -317,7 +317,7 @@ def test_when_the_graph_goes_everything_goes() -> None:
 def test_a_host_that_is_too_small_is_refused_before_anything_runs() -> None:
     with pytest.raises(OffloadError, match="too little memory") as refused:
         Offloader({0: OffloadPolicy(600, 1, 2), 1: OffloadPolicy(100, 1, 1)}, device=CPU, limit=HostLimit(1200))
-    assert "1200 bytes" in refused.value.problems[0].found
+    assert "1200 bytes" in refused.value.problems[0].finding
     assert "1300 bytes" in refused.value.problems[0].needed
 
 

@@ -132,7 +132,7 @@ def test_a_device_without_room_to_reload_to_fails_the_step(engine: Engine, monke
         with pytest.raises(OffloadError, match="copying activations back from the host failed") as failed:
             engine.waits.receive([Work()])[0].wait()
     assert failed.value.problems[0].where.startswith("stage 0, micro-batch 0 of this run, ")
-    assert "CUDA out of memory" in failed.value.problems[0].found
+    assert "CUDA out of memory" in failed.value.problems[0].finding
     assert not engine.busy
     del passes
 

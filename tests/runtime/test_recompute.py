@@ -26,7 +26,7 @@ def frame_of(recompute: list[str]) -> tuple[TinyHalf, Frame, Tensor]:
 def found_at_once(recompute: list[str]) -> dict[tuple[int, int], Tensor]:
     half, frame, _output = frame_of(recompute)
     recomputed(half, frame)
-    return frame.found
+    return frame.results
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_a_recomputation_up_to_a_site() -> None:
     reached = recomputed(half, frame, FC1)
     assert half.ran == [NORM]
     assert reached is not None
-    assert torch.equal(reached, frame.found[3, -1]), "linear_fc1's input, which it saves"
+    assert torch.equal(reached, frame.results[3, -1]), "linear_fc1's input, which it saves"
     assert sorted(segment for segment, _ in frame.wanted) == [4, 5, 6]
 
 
@@ -71,8 +71,8 @@ def test_the_next_recomputation_goes_on_from_there(stops: list[str]) -> None:
     assert half.ran == [NORM, FC1]
     assert frame.wanted == set()
     expected = found_at_once(ALL)
-    assert frame.found.keys() == expected.keys()
-    assert all(torch.equal(frame.found[key], tensor) for key, tensor in expected.items())
+    assert frame.results.keys() == expected.keys()
+    assert all(torch.equal(frame.results[key], tensor) for key, tensor in expected.items())
 
 
 def test_each_part_makes_something_new() -> None:
@@ -96,7 +96,7 @@ def test_a_kept_site_can_be_where_a_recomputation_stops() -> None:
     half, frame, _output = frame_of([FC1, ACTIVATION, RESIDUAL])
     reached = recomputed(half, frame, FC2)
     assert reached is not None
-    assert torch.equal(reached, frame.found[5, -2])
+    assert torch.equal(reached, frame.results[5, -2])
     assert half.ran == [FC1]
 
 
@@ -131,4 +131,4 @@ def test_what_backward_does_not_ask_for_is_dropped_with_the_graph() -> None:
     half, frame, output = frame_of(ALL)
     recomputed(half, frame, FC1)
     output.sum().backward()
-    assert frame.found == {}
+    assert frame.results == {}

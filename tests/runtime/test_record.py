@@ -42,7 +42,7 @@ def test_gradients_are_those_without_a_record(recompute: tuple[str, ...]) -> Non
     assert torch.equal(hidden.grad, expected)
     assert all(torch.equal(one, other) for one, other in zip(half.gradients(), of_parameters, strict=True))
     assert frame.wanted == set()
-    assert frame.found == {}
+    assert frame.results == {}
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_without_flushes_everybody_is_accounted_for() -> None:
     found = search(job, 8, top=12, schedules=("double-buffered",))
     assert found.considered == len(found.candidates) + sum(lost.count for lost in found.losers)
     short = next(lost for lost in found.losers if lost.reason == "micro-batches, double-buffered")
-    assert (short.unit, short.found < short.limit) == ("micro-batches", True)
+    assert (short.unit, short.figure < short.limit) == ("micro-batches", True)
     assert all(each.job.microbatches >= each.job.parallel.pipeline > 1 for each in found.candidates)
     for each in found.candidates:
         assert Job.model_validate(each.job.model_dump(by_alias=True)).schedule == "double_buffered"
@@ -169,7 +169,7 @@ def test_everybody_is_accounted_for(tight: Ranking) -> None:
     assert tight.considered == len(tight.candidates) + sum(lost.count for lost in tight.losers)
     for lost in tight.losers:
         assert lost.example
-        assert lost.found >= lost.limit or lost.reason in ("cannot run", "not asked", "no plan")
+        assert lost.figure >= lost.limit or lost.reason in ("cannot run", "not asked", "no plan")
     assert {"state", "activations", "bubble"} <= {lost.reason for lost in tight.losers}
 
 
@@ -231,7 +231,7 @@ def test_nothing_fits_names_what_binds_and_what_would_help() -> None:
         search(job, 2)
     binding, *changes = refusal.value.problems
     assert binding.where.startswith("stage ")
-    assert "optimizer" in binding.found
+    assert "optimizer" in binding.finding
     assert "too much" in binding.todo
     (more,) = (change for change in changes if change.where == "--gpus")
     assert search(job, int(more.needed), top=1).candidates

@@ -202,6 +202,6 @@ def test_infeasible_says_what_binds_and_by_how_much():
     (found,) = refusal.value.problems
     assert found.where == "budget.activation_mib, stage 3"
     assert f"{least} B" in found.needed
-    assert f"{least - 16} B" in found.found
+    assert f"{least - 16} B" in found.finding
     assert "raise it by 16 B" in found.todo
     assert refusal.value.exit_status == 1

@@ -116,7 +116,7 @@ def _counting(held: list[Held]) -> Iterator[None]:
 def _storages(frame: Any) -> dict[int, int]:
     """All that it holds beside its inputs."""
     gathering = frame.gathering[0] if frame.gathering is not None else None
-    return _of((list(frame.found.values()), [memo.outputs for memo in frame.memos.values()], gathering))
+    return _of((list(frame.results.values()), [memo.outputs for memo in frame.memos.values()], gathering))
 
 
 def _of(nest: Any) -> dict[int, int]:

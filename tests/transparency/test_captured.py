@@ -260,7 +260,7 @@ def test_what_local_graphs_capture_of_hybrid_stacks_alone_is_refused_there() -> 
     live = {"cuda_graph_impl": "local", "cuda_graph_modules": ["moe_router", "moe_preprocess"]}
     assert list(refused_graphs(SimpleNamespace(**live))) == []
     [problem] = refused_graphs(SimpleNamespace(**live, is_hybrid_model=True))
-    assert problem.found == "local"
+    assert problem.finding == "local"
 
 
 @pytest.mark.parametrize(
