@@ -1,3 +1,3 @@
 """The version, used by setup.py, `megatron-lynx --version` and every plan's provenance."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

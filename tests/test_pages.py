@@ -16,6 +16,7 @@ from megatron_lynx.launch_arguments import job_of, read_launch
 from megatron_lynx.plan.stage import Offload, Stage
 from megatron_lynx.planner import make_plan
 from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.version import __version__
 from megatron_lynx.yaml_file import read_yaml
 from scripts import make_pages, make_site
 from scripts.make_plans import launch_words
@@ -96,6 +97,12 @@ def test_every_page_has_a_budget_and_keeps_to_it() -> None:
     words = {path.relative_to(ROOT).with_suffix("").as_posix(): len(prose(path.read_text()).split()) for path in pages}
     assert words.keys() <= BUDGETS.keys()
     assert {name: count for name, count in words.items() if count > BUDGETS[name]} == {}
+
+
+def test_release_notes_and_citation_are_of_this_version() -> None:
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == __version__ == read_yaml(ROOT / "CITATION.cff")["version"]
 
 
 def test_generated_parts_are_those_of_their_files() -> None:

@@ -18,6 +18,7 @@ from megatron_lynx.plan import Plan, dump_plan, load_plan, plan_schema, save_pla
 from megatron_lynx.plan.plan import Whole
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.validation import validated
+from megatron_lynx.version import __version__
 from megatron_lynx.yaml_file import write_yaml
 from tests.plan.strategies import plans
 
@@ -83,7 +84,7 @@ def test_a_dumped_plan_is_short_and_explained(tmp_path: Path) -> None:
     text = dump_plan(Plan.model_validate(data))
     comment = [line for line in text.splitlines() if line.startswith("#")]
     assert 6 <= len(comment) <= 12
-    assert "0.1.0" in comment[0]
+    assert __version__ in comment[0]
     assert "\n".join(text.splitlines()[len(comment) :]) == (
         "version: 1\n"
         "model: {layers: 4, hidden: 64, ffn: 256, heads: 8, kv_groups: 8, seq: 32}\n"
