@@ -178,12 +178,12 @@ class Engine(Progress):
             frame.random = self._random.capture() if frame.draws and not follows else None
             frame.surroundings = self._surroundings.capture()
         graphs = self._graphs((frame.key, group is None), signature_of((args, kwargs)))
-        others = [] if policy.allowed_load is None else self.ledger.in_flight_beside(frame.micro_batch)
+        in_flight = [] if policy.allowed_load is None else self.ledger.in_flight_beside(frame.micro_batch)
         observer = self.observer
         if observer is not None and not observer.wants(frame, group is not None):
             observer = None
         with policy.hooks.watched(policy.name):
-            outputs = self.run(Recorder(frame, self._random, group, graphs, others, observer), args, kwargs)
+            outputs = self.run(Recorder(frame, self._random, group, graphs, in_flight, observer), args, kwargs)
         if policy.feeds:
             frame.returned = tuple(weakref.ref(tensor) for tensor in tensors_in(outputs))
         if frame.lets_go:

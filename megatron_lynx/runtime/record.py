@@ -84,7 +84,7 @@ class Recorder(Run):
 
     Args:
         graphs: recorded graphs of earlier calls; this call adds its own, or removes one that it did not fit.
-        others: the other micro-batches between forward and backward, if the half may fall back.
+        in_flight: the other micro-batches between forward and backward, if the half may fall back.
         observer: sees saved tensors (`Observer`).
     """
 
@@ -94,7 +94,7 @@ class Recorder(Run):
         random: RandomSource,
         group: OffloadGroup | None = None,
         graphs: Graphs | None = None,
-        others: Sequence[MicroBatch] = (),
+        in_flight: Sequence[MicroBatch] = (),
         observer: Observer | None = None,
     ) -> None:
         super().__init__(frame)
@@ -102,7 +102,7 @@ class Recorder(Run):
         self._random = random
         self._packing: Packing
         self._graphs = {} if graphs is None else graphs
-        self._others = others
+        self._in_flight = in_flight
         self._undecided = frame.policy.allowed_load is not None
         self._observer = observer
         self._hosted = 0
@@ -287,7 +287,7 @@ class Recorder(Run):
         if not self._undecided:
             return
         self._undecided = False
-        if too_many(self.frame, rows, balanced, self._others):
+        if too_many(self.frame, rows, balanced, self._in_flight):
             before = self._graph.sites.items()
             self.frame.policy, self._finder = self.frame.policy.fallen_back, None
             self._follow(self.frame.policy, None)
@@ -329,7 +329,7 @@ class Recorder(Run):
             self.frame.memos[segment] = Memo(group.push_all(memo.outputs), memo.random)
 
 
-def too_many(frame: Frame, rows: int, balanced: int, others: Iterable[MicroBatch]) -> bool:
+def too_many(frame: Frame, rows: int, balanced: int, in_flight: Iterable[MicroBatch]) -> bool:
     """Return whether a half of experts falls back: its rows exceed the plan's bytes. Counts the rows as held.
 
     The number of rows is the shape of the dispatched tensor, so the host does not wait. Recomputing the experts' first linears
@@ -342,12 +342,12 @@ def too_many(frame: Frame, rows: int, balanced: int, others: Iterable[MicroBatch
     Args:
         rows: rows of its experts on this rank.
         balanced: rows under uniform routing.
-        others: the other micro-batches between forward and backward.
+        in_flight: the other micro-batches between forward and backward.
     """
     policy, micro_batch = frame.policy, frame.micro_batch
     assert policy.allowed_load is not None, f"{policy.name} never falls back"
     rule = policy.recompute
-    held = [holder.rows[rule] for holder in (*others, micro_batch) if rule in holder.rows]
+    held = [holder.rows[rule] for holder in (*in_flight, micro_batch) if rule in holder.rows]
     halves, all_rows = 1 + sum(count for count, _ in held), rows + sum(held_rows for _, held_rows in held)
     own_halves, own_rows = micro_batch.rows.get(rule, (0, 0))
     micro_batch.rows[rule] = own_halves + 1, own_rows + rows

@@ -213,6 +213,6 @@ Graphs = dict[frozenset[str], RecordedGraph]
 """By the items that are recomputed: experts that fall back recompute more."""
 
 
-def recorded_graphs(most: int = MOST_GRAPHS) -> Callable[[Any, Signature], Graphs]:
+def recorded_graphs(limit: int = MOST_GRAPHS) -> Callable[[Any, Signature], Graphs]:
     """Return the recorded graphs of one engine, an LRU cache by half and signature. A recorder adds to them."""
-    return lru_cache(maxsize=most)(lambda half, signature: {})
+    return lru_cache(maxsize=limit)(lambda half, signature: {})

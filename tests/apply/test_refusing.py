@@ -71,7 +71,7 @@ def test_experts_where_the_plan_has_none_or_the_other_way_round(pool_of, planned
     [refusal] = refused(pool_of, tiny_job(experts=live), None, plan_of(tiny_job(experts=planned)))
     assert (type(refusal.error), refusal.error.exit_status) == (PlanMismatch, 2)
     assert refusal.places == ["plan: model.moe_layers: layers 2, 3"]
-    assert refusal.error.problems[0].found == f"experts in {where} alone"
+    assert refusal.error.problems[0].finding == f"experts in {where} alone"
 
 
 def test_experts_of_another_make(pool_of):

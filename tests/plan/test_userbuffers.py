@@ -87,7 +87,7 @@ def test_a_launch_and_its_plan_agree(given: bool, planned: bool) -> None:
     found = [problem for problem in problems if problem.where == "--tp-comm-overlap"]
     assert len(found) == (given != planned)
     if found:
-        assert found[0].found == ("given" if given else "not given")
+        assert found[0].finding == ("given" if given else "not given")
         assert "with userbuffers linears have no windows" in str(found[0])
 
 
