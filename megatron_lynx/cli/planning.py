@@ -338,8 +338,8 @@ def report(
         list[str],
         typer.Argument(
             metavar="WHAT...",
-            help="A plan, a job, the folder that compare wrote, a run's trace with its plan, what simulate --json printed: files "
-            "and folders, each recognised by its contents.",
+            help="A plan, a job, the folder that compare wrote, a run's trace with its plan: files and folders, each recognised "
+            "by its contents.",
             show_default=False,
         ),
     ],

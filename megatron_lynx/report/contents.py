@@ -281,7 +281,7 @@ def check_enough(given: Given) -> None:
         todo = "name that plan as well: megatron-lynx report RUN plan.yaml"
         problems = [Problem(where, "no plan beside it", "the plan under which it ran", todo) for where in measured]
         raise ConfigError("a run without a plan", problems)
-    if not given.sources.keys() & {"plan", "job", "trace", "simulation"}:
+    if not given.sources.keys() & {"plan", "job", "trace"}:
         raise ConfigError("there is nothing to draw", [Problem("report", ", ".join(given.sources) or "nothing", NEEDED)])
 
 

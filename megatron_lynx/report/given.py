@@ -6,17 +6,12 @@ A Perfetto trace of a run (`--lynx-trace`), of `compare` or of `simulate --trace
 {"ph": "X", "cat": "recompute", "pid": 0, "ts": 12.5, "dur": 3.0, "args": ...}  ─> a span, microseconds
 {"ph": "C", "pid": 0, "ts": 12.5, "args": {"held": 1024}}                    ─> bytes from then on
 
-The output of `megatron-lynx simulate --json` has passes over time, without their halves:
-
-{"passes_s": ..., "stages": [{"stage": 0, "actions": [{"action": "3F0", "start_s": ..., "end_s": ...}, ...], ...}]}
-
 Megatron counts ranks with the stage outermost: stage = rank // (ranks // pipeline).
 """
 
 from __future__ import annotations
 
 import os
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -105,40 +100,6 @@ def _unreadable(where: str, problems: list[Problem]) -> ConfigError:
     return ConfigError(f"{where} is no trace that can be drawn", problems)
 
 
-ACTION = re.compile(r"(\d+)([FBR])(\d+)")
-KINDS: dict[str, SpanKind] = {"F": "forward", "B": "backward", "R": "recompute"}
-ABOUT_SIMULATIONS = "give the file into which `megatron-lynx simulate PLAN --json` was written"
-
-
-@dataclass(frozen=True)
-class ReadSimulation:
-    """A simulated step by pass."""
-
-    passes_s: float
-    timeline: Timeline
-
-
-def read_simulation(data: Mapping[str, Any], where: str) -> ReadSimulation:
-    """Return the simulation of a file. Raises ConfigError if it is malformed."""
-    try:
-        rows = {int(stage["stage"]): tuple(_spans(stage["actions"])) for stage in data["stages"]}
-        return ReadSimulation(float(data["passes_s"]), Timeline(rows))
-    except (KeyError, TypeError, ValueError) as error:
-        problem = Problem(where, f"{error!r}", "the figures of a simulated step", ABOUT_SIMULATIONS)
-        raise ConfigError(f"{where} is no simulation that can be drawn", [problem]) from error
-
-
-def _spans(actions: list[Mapping[str, Any]]) -> Iterator[Span]:
-    for action in actions:
-        parts = ACTION.fullmatch(action["action"])
-        if parts is None:
-            raise ValueError(f"{action['action']!r} is no action")
-        micro_batch, kind, chunk = parts.groups()
-        window = "pipe.recv_backward" if kind == "R" else None
-        name = f"{KINDS[kind]} of micro-batch {micro_batch}" + (f", chunk {chunk}" if chunk != "0" else "")
-        yield Span(KINDS[kind], float(action["start_s"]), float(action["end_s"]), None, None, int(micro_batch), window, name)
-
-
 def stages_of_rows(trace: ReadTrace, plan: Plan | None, where: str) -> dict[int, int]:
     """Return the stage of each row of a trace. Raises `PlanMismatch` if the trace is of another job than the plan."""
     rows = list(trace.timeline.ranks)
@@ -189,22 +150,19 @@ def _wrong_batch(trace: ReadTrace, plan: Plan, where: str) -> Iterator[Problem]:
             yield Problem(f"{where}: rank {row}", f"{microbatches} micro-batches in one step", needed, ABOUT_RUNS)
 
 
-FileKind = Literal["plan", "profile", "job", "trace", "simulation", "measurement", "outcome"]
+FileKind = Literal["plan", "profile", "job", "trace", "measurement", "outcome"]
 
 KEYS: dict[FileKind, frozenset[str]] = {
     "plan": frozenset(("stages", "provenance")),
     "profile": frozenset(("source", "shape", "links")),
     "job": frozenset(("model", "cluster")),
     "trace": frozenset(("traceEvents",)),
-    "simulation": frozenset(("passes_s", "stages")),
     "measurement": frozenset(("subject", "settings", "machine")),
     "outcome": frozenset(("plan_digest", "reports")),
 }
 """Keys that identify a kind of file: it has all of them."""
 
-NEEDED = (
-    "a plan, a job, a profile, a trace, a measurement, lynx_outcome.json, what `simulate --json` printed, or a folder of these"
-)
+NEEDED = "a plan, a job, a profile, a trace, a measurement, lynx_outcome.json, or a folder of these"
 
 MOST_TRACED_BYTES = GIB
 """Size limit of a JSON file. The trace of a step with a hundred thousand kernels has some 50 MiB."""
@@ -220,7 +178,6 @@ class Given:
     profile: Profile | None = None
     job: Job | None = None
     trace: ReadTrace | None = None
-    simulation: ReadSimulation | None = None
     measurement: Measurement | None = None
     outcome: RunOutcome | None = None
 
@@ -266,8 +223,6 @@ def _add(given: Given, file: str, *, required: bool) -> None:
 def _read(kind: FileKind, file: str, data: Mapping[str, Any]) -> object:
     if kind == "trace":
         return read_trace(data, file)
-    if kind == "simulation":
-        return read_simulation(data, file)
     if kind == "measurement":
         from megatron_lynx.measure.measurement import load_measurement  # imports torch, which the rest does not
 

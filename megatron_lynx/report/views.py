@@ -128,10 +128,6 @@ def _predicted(given: Given, plan: Plan | None, simulation: Simulation | None) -
         return _drawn("predicted", "simulated", simulation.timeline(), stages, memory, plan, simulation.step_s)
     if given.trace is not None and given.trace.simulated:
         return _traced("predicted", given, plan)
-    if given.simulation is not None:
-        read = given.simulation
-        title = f"simulated, from {given.sources['simulation']}: passes without their halves"
-        return _drawn("predicted", title, read.timeline, {row: row for row in read.timeline.ranks}, {}, plan, read.passes_s)
     return None
 
 

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from operator import attrgetter
 from typing import Any
 
@@ -123,17 +122,16 @@ def _of_one_layer(job: Job, repetitions: int) -> tuple[dict[Half, HalfProfile], 
     hidden = torch.randn(shape, dtype=parameter.dtype, device=parameter.device)
     sequence_shards = job.parallel.tensor if job.parallel.sequence_parallel else 1
     layer = chunk.decoder.layers[0]
-    with fp8_context(job, layer):
-        halves = measure_layer(
-            layer,
-            hidden,
-            _arguments(alone),
-            device_for(hidden.device),
-            sections=job.model.halves.values(),
-            sequence_shards=sequence_shards,
-            repetitions=repetitions,
-            te=te_layer(job, layer),
-        )
+    halves = measure_layer(
+        layer,
+        hidden,
+        _arguments(alone),
+        device_for(hidden.device),
+        sections=job.model.halves.values(),
+        sequence_shards=sequence_shards,
+        repetitions=repetitions,
+        te=te_layer(job, layer),
+    )
     batch = synthetic_batches(alone)[0]
 
     def embed() -> torch.Tensor:
@@ -235,16 +233,6 @@ def te_layer(job: Job, layer: Any) -> TeLayer | None:
         return None
     norms = {half: inner_norms(layer, section) for half, section in job.model.halves.items()}
     return TeLayer(norms, flops_of(LayerShape.of(job)), job.model.fp8 is not None)
-
-
-def fp8_context(job: Job, layer: Any) -> AbstractContextManager[Any]:
-    if job.model.fp8 is None:
-        return nullcontext()
-    bits = "fp4" if job.model.fp8.recipe == "nvfp4" else "fp8"
-    context: AbstractContextManager[Any] = getattr(import_module(f"megatron.core.{bits}_utils"), f"get_{bits}_context")(
-        layer.config
-    )
-    return context
 
 
 def inner_norms(layer: Any, section: Section) -> dict[str, InnerNorm]:

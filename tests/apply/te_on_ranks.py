@@ -94,7 +94,7 @@ def another_tracker(training: Any, undo: ExitStack) -> None:
 def saved_bytes(rank: int, job: Job) -> dict[str, int]:
     """What autograd holds behind each half of a layer, beside its input, parameters and what only the core attention makes: on a
     CPU it is unfused."""
-    from megatron_lynx.testbed.profiling import fp8_context
+    from tests.instruments.training import fp8_context
 
     layer = trained(job).chunks[0].module.decoder.layers[0]
     attention = layer.self_attention.core_attention

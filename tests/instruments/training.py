@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from typing import Any, Literal
 
 import torch
@@ -95,3 +97,14 @@ def megatron_optimizer(
     if job.model.fp8_recipe not in (None, "nvfp4"):
         config["fp8_recipe"] = job.model.fp8_recipe
     return get_megatron_optimizer(OptimizerConfig(**{**config, **(settings or {})}), list(chunks))
+
+
+def fp8_context(job: Job, layer: Any) -> AbstractContextManager[Any]:
+    """Return Megatron's context in which a layer computes in the job's FP8 or FP4."""
+    if job.model.fp8 is None:
+        return nullcontext()
+    bits = "fp4" if job.model.fp8.recipe == "nvfp4" else "fp8"
+    context: AbstractContextManager[Any] = getattr(import_module(f"megatron.core.{bits}_utils"), f"get_{bits}_context")(
+        layer.config
+    )
+    return context

@@ -18,8 +18,9 @@ def measure_one(rank: int, job: Job) -> dict[Half, HalfProfile]:
     from megatron_lynx.profiler.measured import measure_layer, shard_arguments
     from megatron_lynx.runtime.device import device_for
     from megatron_lynx.testbed.groups import initialise
-    from megatron_lynx.testbed.profiling import fp8_context, te_layer
+    from megatron_lynx.testbed.profiling import te_layer
     from megatron_lynx.testbed.tiny_models import build_model
+    from tests.instruments.training import fp8_context
 
     model, shards = job.model, job.parallel.tensor
     alone = job.model_copy(update={"gpus": 1, "parallel": type(job.parallel)(), "model": model.model_copy(update={"layers": 1})})
@@ -96,9 +97,9 @@ def bytes_saved_by_items(
 
     from megatron_lynx.runtime.saved import memory_of
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
-    from megatron_lynx.testbed.profiling import fp8_context
     from megatron_lynx.testbed.tiny_models import DTYPES, build_model
     from tests.apply.te_on_ranks import copies_of_weights
+    from tests.instruments.training import fp8_context
 
     initialise(job)
     (chunk,) = build_model(job, **fields, **({} if capacity is None else {"moe_expert_capacity_factor": capacity}))

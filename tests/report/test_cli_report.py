@@ -10,7 +10,6 @@ import pytest
 
 from megatron_lynx.plan import save_plan
 from megatron_lynx.planner import uniform_plan
-from megatron_lynx.simulator import figures
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.timeline import Timeline, write_trace
 from tests.report.samples import as_if_run, run_folder, simulated
@@ -73,10 +72,6 @@ def test_a_job_is_planned_for_several_budgets(tmp_path: Path) -> None:
 
 def test_what_simulate_wrote_is_drawn(tmp_path: Path) -> None:
     simulation = simulated()
-    (tmp_path / "step.json").write_text(json.dumps(figures.as_json(simulation, None)))
-    island = reported(tmp_path, tmp_path / "step.json")
-    kinds = [island["views"][0]["subjects"][place]["kind"] for place in island["views"][0]["rows"][1]["spans"]["subject"]]
-    assert kinds == ["forward", "backward"] * 3
     memory = {stage: simulation.memory(stage) for stage in (0, 1)}
     write_trace(simulation.timeline(), tmp_path / "trace.json", "stage", memory)
     island = reported(tmp_path, tmp_path / "trace.json")
