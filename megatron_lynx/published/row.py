@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_lynx.config import Job, Model
+from megatron_lynx.config import Job
 from megatron_lynx.config.loader import bundled_configs, cluster_data
 from megatron_lynx.validation import validated
 from megatron_lynx.yaml_file import read_yaml
@@ -55,16 +55,14 @@ class Row:
 
 def catalogued_job(name: str, cluster: str, *, seq: int | None = None, model: dict[str, Any] | None = None, **fields: Any) -> Job:
     """A job on `models/NAME` and `clusters/CLUSTER`. `seq`, `model`: changes of the model; `fields`: the job's other keys."""
-    shape = read_yaml(bundled_configs() / f"models/{name}.yaml") | (model or {})
-    described = cluster_data(bundled_configs() / f"clusters/{cluster}.yaml")
-    data = {"model": shape | ({"seq": seq} if seq else {}), "cluster": described, **fields}
-    return validated(Job, data, f"{name} on {cluster}")
+    shape = read_yaml(bundled_configs() / f"models/{name}.yaml") | (model or {}) | ({"seq": seq} if seq else {})
+    return job_on(shape, cluster, **fields)
 
 
-def described_job(model: Model, cluster: str, **fields: Any) -> Job:
+def job_on(model: dict[str, Any], cluster: str, **fields: Any) -> Job:
     """A job on `model` and `clusters/CLUSTER`."""
     described = cluster_data(bundled_configs() / f"clusters/{cluster}.yaml")
-    return validated(Job, {"model": model.model_dump(mode="json"), "cluster": described, **fields}, f"a model on {cluster}")
+    return validated(Job, {"model": model, "cluster": described, **fields}, f"a published model on {cluster}")
 
 
 def published_figures(name: str = "published") -> dict[str, Any]:

@@ -21,12 +21,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_lynx.config import Job, Model
+from megatron_lynx.config import Job
 from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.cost.step import step_seconds
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.published.row import Row, catalogued_job, described_job
+from megatron_lynx.published.row import Row, catalogued_job, job_on
 from megatron_lynx.stock import NONE, StockSetting, priced
 from megatron_lynx.units import GIB
 
@@ -78,7 +78,7 @@ def table_1_job(run: Run) -> Job:
     layout = {"tensor": run["tp"], "pipeline": run["pp"], "scattered_messages": True}
     if run["vp"] > 1:
         layout["layers_per_chunk"] = run["layers"] // run["pp"] // run["vp"]
-    return described_job(
+    return job_on(
         _gpt(run, vocab=51200, seq=2048),
         "a100-80g",
         gpus=run["gpus"],
@@ -99,8 +99,8 @@ def recipe_job(config: Mapping[str, Any], run: Run, fp8: Mapping[str, Any] | Non
     if "vp" in config:
         layout["layers_per_chunk"] = config["layers"] // config["pp"] // config["vp"]
     overlap = {"gradients": config["overlap_grad_reduce"], "parameters": config["overlap_param_gather"], "userbuffers": sliced}
-    return described_job(
-        Model(**{name: config[name] for name in names}, **like, activation="swiglu", cross_entropy="native"),
+    return job_on(
+        {**{name: config[name] for name in names}, **like, "activation": "swiglu", "cross_entropy": "native"},
         "h100-80g",
         gpus=run["gpus"],
         parallel={**layout, "distributed_optimizer": config["do"]},
@@ -114,7 +114,7 @@ def recipe_job(config: Mapping[str, Any], run: Run, fp8: Mapping[str, Any] | Non
 def zero_bubble_job(run: Run) -> Job:
     """The first and last stage have one layer less than the others. The script sets 16-bit gradients."""
     layers = (run["layers"] + 2) // run["pp"]
-    return described_job(
+    return job_on(
         _gpt(run, vocab=32000, seq=1024),
         "a100-80g",
         gpus=run["gpus"],
@@ -125,20 +125,10 @@ def zero_bubble_job(run: Run) -> Job:
     )
 
 
-def _gpt(run: Run, vocab: int, seq: int) -> Model:
-    return Model(
-        layers=run["layers"],
-        hidden=run["hidden"],
-        ffn=4 * run["hidden"],
-        heads=run["heads"],
-        kv_groups=run["heads"],
-        vocab=vocab,
-        seq=seq,
-        attention="unfused",
-        attention_dropout=0.1,
-        hidden_dropout=0.1,
-        tied_embeddings=True,
-    )
+def _gpt(run: Run, vocab: int, seq: int) -> dict[str, Any]:
+    sizes = {"layers": run["layers"], "hidden": run["hidden"], "ffn": 4 * run["hidden"], "vocab": vocab, "seq": seq}
+    heads = {"heads": run["heads"], "kv_groups": run["heads"], "attention": "unfused", "tied_embeddings": True}
+    return {**sizes, **heads, "attention_dropout": 0.1, "hidden_dropout": 0.1}
 
 
 def _row(source: str, what: str, published_s: float, job: Job) -> Row:

@@ -87,11 +87,11 @@ def measure_alone(rank: int, asked: Asked) -> LayerHostTime:
         one = _job(asked, replicas=2)
         kept = Candidate("kept", plan=uniform_plan(one, "none"))
         partly, recomputed = (list(_half_alone(one, setting)) for setting in ("partly", "recomputed"))
-        layer, none, walls = _layer(one, [NONE, FULL, kept, *partly, *recomputed], asked)
+        layer, none = _layer(one, [NONE, FULL, kept, *partly, *recomputed], asked)
         shares = shares_of_halves(none, asked.rounds)
         further = _of_two_ranks(asked)
     halves = {half: _half(half, shares[half], layer, further) for half in HALVES}
-    return LayerHostTime(made_by=_made_by(asked, one, none, walls), **halves)
+    return LayerHostTime(made_by=_made_by(asked, one, none), **halves)
 
 
 def _of_two_ranks(asked: Asked) -> dict[str, Spent]:
@@ -107,7 +107,7 @@ def _of_two_ranks(asked: Asked) -> dict[str, Spent]:
     return spent
 
 
-def _made_by(asked: Asked, job: Job, subject: Subject, walls: float) -> str:
+def _made_by(asked: Asked, job: Job, subject: Subject) -> str:
     machine = this_machine(Links(kind="none"), subject.device)
     conditions = [
         f"megatron-lynx {__version__}",
@@ -117,7 +117,6 @@ def _made_by(asked: Asked, job: Job, subject: Subject, walls: float) -> str:
         f"{asked.implementation} layers",
         *([] if (missing := stood_in_for(job)) is None else [f"a stand-in for {missing}"]),
         f"least of {asked.rounds * asked.steps} steps",
-        f"{walls:.2f} times that by the clock on the wall",
     ]
     return ", ".join(conditions)
 
@@ -147,19 +146,16 @@ def _deferring(job: Job) -> Iterator[Candidate]:
         yield Candidate(f"{half} deferred", plan=deferring(kept, section.linears, lambda wait: not is_forward(wait)))
 
 
-def _layer(job: Job, candidates: Sequence[Candidate], asked: Asked) -> tuple[dict[str, Spent], Subject, float]:
-    """Return the time of one layer and micro-batch under every setting, stock's model, and its step's ratio of wall-clock to
-    processor time: well above 1 if other processes run, or the host waits for the device."""
+def _layer(job: Job, candidates: Sequence[Candidate], asked: Asked) -> tuple[dict[str, Spent], Subject]:
+    """Return the time of one layer and micro-batch under every setting, and stock's model."""
     one_layer = job.model_copy(update={"model": job.model.model_copy(update={"layers": 1})})
     alone, all_layers = subjects_of(one_layer, [NONE]), subjects_of(job, candidates)
     single = least_of_steps(alone, asked.rounds, asked.steps)[NONE.name]
     steps = least_of_steps(all_layers, asked.rounds, asked.steps)
     layers = job.model.layers
     ends = single - (steps[NONE.name] - single) * (1 / (layers - 1))
-    none = all_layers[NONE.name]
-    wall = least_of_steps({NONE.name: none}, asked.rounds, asked.steps, time.perf_counter)[NONE.name]
-    walls = (wall.forward_s + wall.backward_s) / (steps[NONE.name].forward_s + steps[NONE.name].backward_s)
-    return {name: (spent - ends) * (1 / (layers * job.microbatches)) for name, spent in steps.items()}, none, walls
+    count = layers * job.microbatches
+    return {name: (spent - ends) * (1 / count) for name, spent in steps.items()}, all_layers[NONE.name]
 
 
 def _beyond_kept(job: Job, candidates: Sequence[Candidate], asked: Asked) -> dict[str, Spent]:
@@ -230,24 +226,22 @@ class Spent:
         return Spent(by.forward_s * self.forward_s, by.backward_s * self.backward_s)
 
 
-def least_of_steps(subjects: Mapping[str, Subject], rounds: int, steps: int, clock: Clock | None = None) -> dict[str, Spent]:
+def least_of_steps(subjects: Mapping[str, Subject], rounds: int, steps: int) -> dict[str, Spent]:
     """Return the minimum time per step of each subject, forward and backward separately. Noise only adds time."""
     return {
         name: Spent(min(one.forward_s for one in samples), min(one.backward_s for one in samples))
-        for name, samples in spent_in_steps(subjects, rounds, steps, clock).items()
+        for name, samples in spent_in_steps(subjects, rounds, steps).items()
     }
 
 
-def spent_in_steps(
-    subjects: Mapping[str, Subject], rounds: int, steps: int, clock: Clock | None = None
-) -> dict[str, list[Spent]]:
-    """Return the time of each step of each subject, by default on the issuing threads' clock. Subjects take turns."""
+def spent_in_steps(subjects: Mapping[str, Subject], rounds: int, steps: int) -> dict[str, list[Spent]]:
+    """Return the time of each step of each subject. Subjects take turns."""
     samples: dict[str, list[Spent]] = {name: [] for name in subjects}
     for _ in range(rounds):
         for name, subject in subjects.items():
             with subject.in_force():
                 subject.uncleared_step()
-                samples[name] += [_timed_step(subject, clock or issuing_clock(subject.device)) for _ in range(steps)]
+                samples[name] += [_timed_step(subject, issuing_clock(subject.device)) for _ in range(steps)]
     return samples
 
 
