@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from megatron_lynx.config.cluster import HostTime
 from megatron_lynx.config.loader import load_cluster
 from megatron_lynx.doctor.environment import Software, beside_collectives, environment, hardware_queues
-from megatron_lynx.doctor.launch import Asked, Unmeasured, host_time, launch
+from megatron_lynx.doctor.launch import Unmeasured, host_time, launch
 from megatron_lynx.doctor.machine import Finding, gpus, machine, software, version_of
 from megatron_lynx.launch_arguments import read_launch
 from megatron_lynx.plan import load_plan
@@ -50,4 +50,4 @@ def findings(
         yield from launch(reading, variables)
     yield from beside_collectives(reading, variables, plan)
     if measured is not None:
-        yield from host_time(measured, Asked(words, cluster, plan_file))
+        yield from host_time(measured, words, cluster, plan)

@@ -7,7 +7,6 @@ plan ─────────────────────> rehearsed 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +20,7 @@ from megatron_lynx.launch_arguments import Reading, job_of, read_launch
 from megatron_lynx.launch_arguments.given import Given
 from megatron_lynx.launch_arguments.table import unknown_in_words
 from megatron_lynx.launch_arguments.today import FINE_GRAINED, GRAPHS, captures, why_alone
-from megatron_lynx.plan import load_plan
+from megatron_lynx.plan import Plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.units import format_seconds
@@ -179,17 +178,10 @@ class Unmeasured:
     reason: str
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A launch on a cluster, and a plan, to compare with host time."""
-
-    words: Sequence[str] = ()
-    cluster: str | None = None
-    plan_file: str | os.PathLike[str] | None = None
-
-
-def host_time(measured: HostTime | Unmeasured, asked: Asked) -> Iterator[Finding]:
-    """Host time of a layer on this machine, and whether the launch and the plan are host-bound."""
+def host_time(
+    measured: HostTime | Unmeasured, words: Sequence[str] = (), cluster: str | None = None, plan: Plan | None = None
+) -> Iterator[Finding]:
+    """Host time of a layer on this machine, and whether a launch on a cluster, and its plan, are host-bound."""
     if isinstance(measured, Unmeasured):
         costs = "whether a launch waits for Python is not known"
         yield Finding(TOPIC, "note", f"not measured: {measured.reason}", costs, "install what is missing, and ask again")
@@ -199,12 +191,12 @@ def host_time(measured: HostTime | Unmeasured, asked: Asked) -> Iterator[Finding
         figures = ", ".join(f"{words} {format_seconds(layer.layer_s(setting))}" for setting, words in SHOWN.items())
         whose = measured.words_for(implementation)
         yield Finding(TOPIC, "good", f"a layer and micro-batch, forward and backward: {figures} ({whose})")
-    if not asked.words or asked.cluster is None:
+    if not words or cluster is None:
         costs = "passes that are shorter on the GPU wait for Python"
         yield Finding("host-bound", "note", "not judged", costs, "name the GPUs of a launch: --cluster C -- LAUNCH")
         return
     try:
-        yield from _judged(measured, asked, asked.cluster)
+        yield from _judged(measured, words, cluster, plan)
     except LynxError as error:
         problems = "; ".join(map(str, error.problems)) or str(error)
         yield Finding("host-bound", "note", f"not judged: {problems}", "whether the launch waits for Python is not known")
@@ -218,14 +210,13 @@ SHOWN: dict[Setting, str] = {
 }
 
 
-def _judged(measured: HostTime, asked: Asked, cluster: str) -> Iterator[Finding]:
+def _judged(measured: HostTime, words: Sequence[str], cluster: str, plan: Plan | None) -> Iterator[Finding]:
     """Judge the launch under stock's recomputation, then the plan. Raises `LynxError` if they cannot be priced."""
-    job = job_of(read_launch(asked.words, planning=False), cluster)
+    job = job_of(read_launch(words, planning=False), cluster)
     costs = analytic_profile(job).model_copy(update={"host_time": measured})
     yield _finding("host-bound launch", HostReport.of(costs, host_report(_as_stock(job), costs).bound))
-    if asked.plan_file is not None:
-        bound = rehearse(load_plan(asked.plan_file), costs).host_bound
-        yield _finding("host-bound plan", HostReport.of(costs, bound))
+    if plan is not None:
+        yield _finding("host-bound plan", HostReport.of(costs, rehearse(plan, costs).host_bound))
 
 
 def _as_stock(job: Job) -> Job:

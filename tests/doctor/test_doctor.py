@@ -12,10 +12,10 @@ from megatron_lynx import doctor
 from megatron_lynx.config.cluster import HostTime
 from megatron_lynx.config.loader import load_cluster
 from megatron_lynx.doctor.environment import Software, environment, hardware_queues
-from megatron_lynx.doctor.launch import Asked, Unmeasured, host_time, launch
+from megatron_lynx.doctor.launch import Unmeasured, host_time, launch
 from megatron_lynx.doctor.machine import Finding, machine, software
 from megatron_lynx.launch_arguments import job_of, read_launch
-from megatron_lynx.plan import save_plan
+from megatron_lynx.plan import load_plan, save_plan
 from megatron_lynx.planner import uniform_plan
 from tests.profiler.made_up import made_up_host_time
 
@@ -235,7 +235,8 @@ SMALL_LAUNCH = (
 
 
 def of_host(measured: HostTime | Unmeasured, launch: str = "", cluster: str | None = None, plan_file: Path | None = None):
-    found = host_time(measured, Asked(shlex.split(launch), cluster, plan_file))
+    plan = None if plan_file is None else load_plan(plan_file)
+    found = host_time(measured, shlex.split(launch), cluster, plan)
     return {finding.topic: finding for finding in found}
 
 
