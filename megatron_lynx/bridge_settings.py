@@ -9,10 +9,12 @@ Used by the planner to read a container, and by a launch for its messages.
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterator
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 from megatron_lynx.errors import Problem
@@ -21,47 +23,7 @@ from megatron_lynx.limits import LIMITS, limits
 PARTS = ("model", "train", "validation", "optimizer", "scheduler", "ddp", "dist", "dataset", "checkpoint", "logger", "rng")
 """In the order of search."""
 
-RENAMED = {
-    "num_experts": "model.num_moe_experts",
-    "enable_gloo_process_groups": "dist.use_gloo_process_groups",
-    "use_gloo_process_groups": "dist.use_gloo_process_groups",
-    "num_virtual_stages_per_pipeline_rank": "model.virtual_pipeline_model_parallel_size",
-    "num_layers_per_virtual_pipeline_stage": "model.virtual_pipeline_model_parallel_size",
-    "group_query_attention": "model.num_query_groups",
-    "swiglu": "model.gated_linear_unit",
-    "tokenizer_type": "tokenizer.tokenizer_type",
-    "fp8_format": "model.fp8",
-    "fp4_format": "model.fp4",
-    "fp8_param_gather": "ddp.fp8_param_gather",
-    "recompute_activations": "model.recompute_granularity",
-    "use_distributed_optimizer": "ddp.use_distributed_optimizer",
-    "num_distributed_optimizer_instances": "ddp.num_distributed_optimizer_instances",
-    "overlap_grad_reduce": "ddp.overlap_grad_reduce",
-    "overlap_param_gather": "ddp.overlap_param_gather",
-    "use_mcore_models": "model",
-    "spec": "model.transformer_layer_spec",
-    "use_megatron_fsdp": "ddp.use_megatron_fsdp",
-    "use_torch_fsdp2": "dist.use_torch_fsdp2",
-    "te_rng_tracker": "rng.te_rng_tracker",
-    "cuda_graph_impl": "model.cuda_graph_impl",
-    "lr": "optimizer.lr",
-    "rope_fusion": "model.apply_rope_fusion",
-    "untie_embeddings_and_output_weights": "model.share_embeddings_and_output_weights",
-    "squared_relu": "model.activation_func",
-    "quick_geglu": "model.activation_func",
-    "bias_swiglu_fusion": "model.bias_activation_fusion",
-    "bias_gelu_fusion": "model.bias_activation_fusion",
-    "pad_vocab_size": "model.should_pad_vocab",
-    "decoder_first_pipeline_num_layers": "model.num_layers_in_first_pipeline_stage",
-    "decoder_last_pipeline_num_layers": "model.num_layers_in_last_pipeline_stage",
-    "accumulate_allreduce_grads_in_fp32": "ddp.grad_reduce_in_fp32",
-    "grad_reduce_in_bf16": "ddp.grad_reduce_in_fp32",
-    "ddp_bucket_size": "ddp.bucket_size",
-    "ddp_num_buckets": "ddp.num_buckets",
-    "ddp_pad_buckets_for_high_nccl_busbw": "ddp.pad_buckets_for_high_nccl_busbw",
-    "overlap_p2p_communication": "model.overlap_p2p_comm",
-    "microbatch_group_size_per_virtual_pipeline_stage": "model.microbatch_group_size_per_vp_stage",
-}
+RENAMED: dict[str, str] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 """Megatron-LM's names whose setting has another name or part."""
 
 _FLAG = re.compile(r"(?<![\w-])--(no-)?([a-z][a-z0-9]*(?:-[a-z0-9]+)*)(-\*)?")

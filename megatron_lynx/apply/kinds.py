@@ -13,8 +13,10 @@ delays their weight gradients, experts with an unknown interior are refused. Opa
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch.nn import Module
@@ -23,8 +25,6 @@ from megatron_lynx.apply.hook import Claim
 from megatron_lynx.apply.hooks import collectives, halves
 from megatron_lynx.apply.hooks.sites import places_of
 from megatron_lynx.apply.live_run import (
-    IDENTITY,
-    LINEARS,
     OWNS_USERBUFFER,
     TE_MODULE,
     LiveRun,
@@ -45,7 +45,7 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.stage import Stage
 from megatron_lynx.runtime.engine import Engine
 
-Classes = Mapping[Role, tuple[str, ...]]
+Classes = Mapping[Role, Sequence[str]]
 """Full names of the classes that a site may have, by role; roles that are left out may have any."""
 
 UNKNOWN: Classes = {}
@@ -92,14 +92,9 @@ class Running(ABC):
         yield from ()
 
 
-# classes of linears that were shown to be recomputed bit for bit
-LOCAL: Classes = {"column_parallel": (f"{LINEARS}ColumnParallelLinear",), "row_parallel": (f"{LINEARS}RowParallelLinear",)}
-TE: Classes = {
-    "norm": (IDENTITY,),
-    "column_parallel": (f"{TE_MODULE}TELayerNormColumnParallelLinear",),
-    "core": (f"{TE_MODULE}TEDotProductAttention",),
-    "row_parallel": (f"{TE_MODULE}TERowParallelLinear",),
-}
+CLASSES: dict[str, dict[str, Classes]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+"""By kind, for Megatron's own layers and Transformer Engine's: classes that were shown to be recomputed bit for bit."""
+LOCAL = CLASSES["dense"]["local"]
 
 
 class HeldHalf(Running):
@@ -108,7 +103,7 @@ class HeldHalf(Running):
     def __init__(self, section: Section, recognised: Callable[[Any], bool] | None = None) -> None:
         self.name, self.half, self._section, self._recognised = section.name, section.half, section, recognised
         self.stated_as = "model.opaque_layers" if recognised else ""
-        self.local, self.te = (UNKNOWN, UNKNOWN) if recognised else (LOCAL, TE)
+        self.local, self.te = (UNKNOWN, UNKNOWN) if recognised else (LOCAL, CLASSES["dense"]["te"])
 
     def section_in(self, layer: Module) -> Section | None:
         return self._section if self._recognised is None or self._recognised(layer) else None
@@ -117,25 +112,13 @@ class HeldHalf(Running):
 ATTENTION_CLASS = "megatron.core.transformer.multi_latent_attention.MLASelfAttention"
 """The one with fused down-projections is another class."""
 
-_COLUMNS = (f"{LINEARS}ColumnParallelLinear",)
-
 ANY_LATENT = LATENT[True, True, False]
-
-
-LATENT_LOCAL: Classes = {**LOCAL, "down_projection": _COLUMNS, "up_projection": _COLUMNS, "query_projection": _COLUMNS}
-LATENT_TE: Classes = {
-    **TE,
-    "down_projection": (f"{TE_MODULE}TELinear",),
-    "inner_norm": (IDENTITY,),
-    "up_projection": (f"{TE_MODULE}TELayerNormColumnParallelLinear", f"{TE_MODULE}TEColumnParallelLinear"),
-    "query_projection": (f"{TE_MODULE}TEColumnParallelLinear",),
-}
 
 
 class HeldLatentAttention(Running):
     half, name = ANY_LATENT.half, ANY_LATENT.name
     recorded, recorded_as = "latent", "latent attention does"
-    local, te = LATENT_LOCAL, LATENT_TE
+    local, te = CLASSES["latent"]["local"], CLASSES["latent"]["te"]
     always_local = False
 
     def section_in(self, layer: Module) -> Section | None:
@@ -172,20 +155,13 @@ LAYER_CLASS = f"{_MOE}moe_layer.MoELayer"
 _KINDS = (f"{_MOE}experts.SequentialMLP", f"{_MOE}experts.TEGroupedMLP")
 """Kinds of experts that call their linears as modules."""
 _DISPATCHERS = tuple(f"{_MOE}token_dispatcher.MoE{kind}TokenDispatcher" for kind in ("AllGather", "AlltoAll", "Flex"))
-EXPERTS_LOCAL: Classes = {**LOCAL, "experts_in": LOCAL["column_parallel"], "experts_out": LOCAL["row_parallel"]}
-EXPERTS_TE: Classes = {
-    "column_parallel": (f"{TE_MODULE}TEColumnParallelLinear",),
-    "row_parallel": (f"{TE_MODULE}TERowParallelLinear",),
-    "experts_in": (f"{TE_MODULE}TEColumnParallelLinear", f"{TE_MODULE}TEColumnParallelGroupedLinear"),
-    "experts_out": (f"{TE_MODULE}TERowParallelLinear", f"{TE_MODULE}TERowParallelGroupedLinear"),
-}
 TODO = OR_ELSE["inside experts"]
 
 
 class HeldExperts(Running):
     half, name, stated_as = EXPERTS.half, EXPERTS.name, "model.moe_layers"
     recorded, recorded_as = "experts", "mixtures of experts do"
-    local, te = EXPERTS_LOCAL, EXPERTS_TE
+    local, te = CLASSES["experts"]["local"], CLASSES["experts"]["te"]
 
     def section_in(self, layer: Module) -> Section | None:
         mixture = module_at(layer, MIXTURE)

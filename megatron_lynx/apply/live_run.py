@@ -29,12 +29,6 @@ from megatron_lynx.kinds.captured import BESIDE, CAPTURED_MODULES, CapturedModul
 TE_MODULE = "megatron.core.extensions.transformer_engine."
 """Prefix of the full names of Megatron's wrappers of Transformer Engine's layers."""
 
-LINEARS = "megatron.core.tensor_parallel.layers."
-
-IDENTITY = "megatron.core.transformer.identity_op.IdentityOp"
-"""Replaces a norm that Transformer Engine computes inside a linear."""
-
-
 OWNS_USERBUFFER = (
     "ub_overlap_ag_fprop",
     "ub_overlap_ag_dgrad",
