@@ -25,13 +25,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from megatron_lynx.apply.live_run import of_all_ranks
-from megatron_lynx.errors import LynxError, Problem
+from megatron_lynx.errors import ConfigError, LynxError, Problem
 from megatron_lynx.launch.message import say
 
 ENDED = "megatron-lynx/ended"
@@ -102,40 +101,28 @@ def _say(how_far: Callable[[], str], cause: str) -> None:
 Value = TypeVar("Value")
 
 
-@dataclass(frozen=True)
-class Report:
-    headline: str
-    problems: tuple[Problem, ...]
-    exit_status: int
-
-
 class Ended(SystemExit):
-    """Exit on all ranks if one has an error, or if `same`, named in words by `what`, differs between ranks. Collective.
-
-    Raises `SystemExit` on every rank, after rank 0 has printed why; without a process group, raises `error`.
-    """
+    """All ranks exit, and rank 0 has printed why."""
 
 
 def agree(error: LynxError | None, *, same: str | None = None, what: str = "") -> None:
     """Exit on all ranks if one has an error, or if `same` differs between ranks. Collective.
 
-    `what` names in words what must be the same. Raises `SystemExit` on every rank, after rank 0 has printed why; without a
-    process group, raises `error`.
+    `what` names in words what must be the same. Raises `Ended` on every rank; without a process group, raises `error`.
     """
     if not dist.is_initialized():
         if error is not None:
             raise error
         return
-    mine = Report(error.headline, error.problems, error.exit_status) if error is not None else None
-    gathered = of_all_ranks((mine, same))
-    reports = [report for report, _ in gathered]
-    if any(reports):
-        _end(reports)
+    gathered = of_all_ranks((error, same))
+    errors = [error for error, _ in gathered]
+    if any(errors):
+        _end(errors)
     values = [value for _, value in gathered]
     if len(set(values)) > 1:
         other = next(rank for rank, value in enumerate(values) if value != values[0])
         problem = Problem(what, f"other contents on rank {other} than on rank 0", "the same file on all ranks")
-        _end([Report("the ranks disagree", (problem,), 2)] * len(values))
+        _end([ConfigError("the ranks disagree", [problem])] * len(values))
 
 
 def gathered_on_rank_0(mine: Value) -> list[Value]:
@@ -147,21 +134,21 @@ def gathered_on_rank_0(mine: Value) -> list[Value]:
     return gathered
 
 
-def _end(reports: Sequence[Report | None]) -> None:
-    first = next(report for report in reports if report is not None)
-    on_rank_0("\n".join([f"megatron-lynx: {first.headline}", *_lines(reports)]))
+def _end(errors: Sequence[LynxError | None]) -> None:
+    first = next(error for error in errors if error is not None)
+    on_rank_0("\n".join([f"megatron-lynx: {first.headline}", *_lines(errors)]))
     with suppress(RuntimeError):
         dist.barrier()
-    raise Ended(max(report.exit_status for report in reports if report is not None))
+    raise Ended(max(error.exit_status for error in errors if error is not None))
 
 
-def _lines(reports: Sequence[Report | None]) -> list[str]:
+def _lines(errors: Sequence[LynxError | None]) -> list[str]:
     """A line for each problem, with the ranks that have it unless all do."""
     ranks: dict[Problem, list[int]] = {}
-    for rank, report in enumerate(reports):
-        for problem in report.problems if report is not None else ():
+    for rank, error in enumerate(errors):
+        for problem in error.problems if error is not None else ():
             ranks.setdefault(problem, []).append(rank)
-    whose = {1: "rank {}: ", len(reports): ""}
+    whose = {1: "rank {}: ", len(errors): ""}
     words = {problem: whose.get(len(having), "ranks {}: ") for problem, having in ranks.items()}
     return [f"  - {words[problem].format(', '.join(map(str, having)))}{problem}" for problem, having in ranks.items()]
 

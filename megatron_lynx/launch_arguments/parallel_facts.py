@@ -198,32 +198,27 @@ def _levels(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     yield Fact("parallel.context_levels", list(sizes), given.origin(LEVELS))
 
 
-SWITCHED_ON = {"gradients": "overlap_grad_reduce", "parameters": "overlap_param_gather"}
-BUCKETS = {
+IN_PLACE, USERBUFFERS = "gradient_accumulation_fusion", "tp_comm_overlap"
+OVERLAP = {
+    "gradients": "overlap_grad_reduce",
+    "parameters": "overlap_param_gather",
     "bucket_parameters": "ddp_bucket_size",
     "buckets": "ddp_num_buckets",
     "padded_buckets": "ddp_pad_buckets_for_high_nccl_busbw",
+    "linears": "async_tensor_model_parallel_allreduce",
+    "messages": "overlap_p2p_comm",
+    "userbuffers": USERBUFFERS,
 }
-LINEARS, MESSAGES, USERBUFFERS = "async_tensor_model_parallel_allreduce", "overlap_p2p_comm", "tp_comm_overlap"
-
-
-IN_PLACE = "gradient_accumulation_fusion"
+"""Flags that are facts unless they have Megatron's default."""
 
 
 def overlap_facts(given: Given) -> Iterator[Fact]:
-    for name, flag in SWITCHED_ON.items():
-        if given[flag]:
-            yield Fact(f"overlap.{name}", True, given.origin(flag))
-    for name, flag in BUCKETS.items():
-        if given[flag] is not None and given[flag] is not False:
+    for name, flag in OVERLAP.items():
+        default = given.table.default(flag, given.release)
+        if given[flag] != default and (given[flag] or default):
             yield Fact(f"overlap.{name}", given[flag], given.origin(flag))
-    for name, flag in (("linears", LINEARS), ("messages", MESSAGES)):
-        if given[flag] is False:
-            yield Fact(f"overlap.{name}", False, given.origin(flag))
     if given[IN_PLACE] is False:
         yield Fact("overlap.weight_gradients", "none", given.origin(IN_PLACE))
-    if given[USERBUFFERS]:
-        yield Fact("overlap.userbuffers", True, given.origin(USERBUFFERS))
 
 
 TOKENS, DYNAMIC = "--max-tokens-per-gpu", "--use-dynamic-batch-size"
