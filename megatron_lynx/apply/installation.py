@@ -162,32 +162,32 @@ def _recorded(release: Release, plan: Plan, run: LiveRun) -> Iterator[tuple[str,
     yield "megatron-core does", release.stale()
     if run.uses_te:
         yield "Transformer Engine, or megatron-core beside it, does", _stale_te(release, run)
-    for face in kinds_of(run):
-        yield f"megatron-core's {face.recorded_as}", release.stale_with(face.recorded)
+    for face in (face for face in kinds_of(run) if face.recorded):
+        yield f"megatron-core's {face.recorded_as}", release.stale(face.recorded)
     if any(map(is_hybrid, run.chunks)):
-        yield "megatron-core's hybrid stack does", release.stale_with("hybrid")
+        yield "megatron-core's hybrid stack does", release.stale("hybrid")
     if plan.head is not None:
-        yield "megatron-core's head does", release.stale_with("head")
+        yield "megatron-core's head does", release.stale("head")
     if run.combined:
         yield "megatron-core's overlapped exchanges do", _stale_combined(release)
 
 
 def _stale_combined(release: Release) -> list[Problem]:
     if "overlapped" in release.only_with:
-        return release.stale_with("overlapped")
+        return release.stale("overlapped")
     todo = "train with a later release, or drop --overlap-moe-expert-parallel-comm"
     return [Problem("megatron-core", release.version, "0.16 or later, whose combined schedule has experts in a node alone", todo)]
 
 
 def _stale_te(release: Release, run: LiveRun) -> list[Problem]:
-    te, beside = present_te(), release.stale_with("te")
+    te, beside = present_te(), release.stale("te")
     if "te" not in release.only_with:
         engine, todo = f"Transformer Engine's, in {release.version}", "launch with --transformer-impl local"
         if not all(face.always_local for face in kinds_of(run)):
             todo = "train with a later release of megatron-core"
         beside = [Problem("layers", engine, "a later release", todo)]
     has = {"fp8": run.fp8, "fp4": run.fp8 and recipe_of(run.config) == "nvfp4", "grouped": run.groups_experts}
-    return [*beside, *te.stale(), *(problem for what in has if has[what] for problem in te.stale_with(what))]
+    return [*beside, *te.stale(), *(problem for what in has if has[what] for problem in te.stale(what))]
 
 
 def _claims(engine: Engine, plan: Plan, run: LiveRun, timetable: Timetable) -> Iterator[Claim]:

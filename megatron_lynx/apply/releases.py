@@ -20,7 +20,6 @@ from functools import cache
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from megatron_lynx.errors import HookRefused, Problem
@@ -30,7 +29,32 @@ GONE = "gone"
 Fingerprints = Mapping[str, str]
 """First 16 hex digits of the SHA-256 of each function's source, by `module:qualified.name`."""
 
-NONE: Fingerprints = MappingProxyType({})
+
+@dataclass(frozen=True)
+class Held:
+    """One function that a hook relies on."""
+
+    hook: str
+    site: str
+    release: str
+    recorded: tuple[str, ...]
+    """Its fingerprints that are known to do."""
+    fingerprint: str | None
+    """Its fingerprint now, or None if it does not exist."""
+    missing: str = ""
+    """Why it does not exist."""
+
+    @property
+    def as_recorded(self) -> bool:
+        return self.fingerprint in self.recorded
+
+    @property
+    def problem(self) -> Problem:
+        if self.fingerprint is None:
+            needed = "the function this package relies on"
+            return Problem(self.site, f"nothing ({self.missing})", needed, "see `megatron-lynx hooks`")
+        todo = "use a release as published, or have its table recorded anew"
+        return Problem(self.site, f"source with fingerprint {self.fingerprint}", " or ".join(self.recorded), todo)
 
 
 @dataclass(frozen=True)
@@ -53,11 +77,18 @@ class Release:
         tables = {name: changed(self.only_with.get(name, {}), table) for name, table in only_with.items()}
         return Release(version, changed(self.fingerprints, fingerprints), {**self.only_with, **tables})
 
-    def stale(self) -> list[Problem]:
-        return differing(self.fingerprints, self.also)
+    def rows(self, what: str = "", hook: str = "") -> Iterator[Held]:
+        """The functions that matter only with `what`, or in every run. `hook`: of all; by default found from each module."""
+        for site, recorded in (self.only_with.get(what, {}) if what else self.fingerprints).items():
+            try:
+                present, missing = fingerprint(site), ""
+            except (ImportError, AttributeError) as error:
+                present, missing = None, str(error)
+            known = tuple(filter(None, (recorded, self.also.get(site))))
+            yield Held(hook or hook_of(site), site, self.version, known, present, missing)
 
-    def stale_with(self, what: str) -> list[Problem]:
-        return differing(self.only_with.get(what, {}), self.also)
+    def stale(self, what: str = "") -> list[Problem]:
+        return [row.problem for row in self.rows(what, "any") if not row.as_recorded]
 
 
 def changed(before: Fingerprints, changes: Fingerprints) -> dict[str, str]:
@@ -131,21 +162,6 @@ def number_of(version: str) -> int:
     return 1000 * int(major) + int(minor)
 
 
-def differing(recorded: Fingerprints, also: Fingerprints = NONE) -> list[Problem]:
-    return [problem for name, hashed in recorded.items() if (problem := _problem(name, hashed, also.get(name))) is not None]
-
-
-def _problem(name: str, recorded: str, also: str | None) -> Problem | None:
-    try:
-        source_hash = fingerprint(name)
-    except (ImportError, AttributeError) as missing:
-        return Problem(name, f"nothing ({missing})", "the function this package relies on", "see `megatron-lynx hooks`")
-    if source_hash in (recorded, also):
-        return None
-    todo = "use a release as published, or have its table recorded anew"
-    return Problem(name, f"source with fingerprint {source_hash}", " or ".join(filter(None, (recorded, also))), todo)
-
-
 def fingerprint(name: str) -> str:
     """The fingerprint of an importable function, `module:qualified.name`."""
     module, _, path = name.partition(":")
@@ -162,27 +178,6 @@ RELIES_ON: Mapping[str, Sequence[str]] = json.loads(Path(__file__).with_name("re
 """Modules of `megatron.core` by the hook (`apply/hooks/<name>`) or kind of section that relies on them."""
 
 
-@dataclass(frozen=True)
-class Held:
-    """One function that a hook relies on."""
-
-    hook: str
-    site: str
-    release: str
-    recorded: str
-    fingerprint: str | None
-    """Its fingerprint now, or None if it does not exist."""
-
-    @property
-    def as_recorded(self) -> bool:
-        return self.fingerprint == self.recorded
-
-
-def inventory(release: Release, hook: str | None = None) -> Iterator[Held]:
-    """Rows of the functions that matter in every run. `hook`: of all rows; by default found from each module."""
-    yield from _rows(release, release.fingerprints, hook)
-
-
 def held_here() -> list[Held]:
     """Rows of megatron-core, and of Transformer Engine if it is known. Raises `HookRefused` for an unknown megatron-core."""
     core = present_release()
@@ -190,19 +185,7 @@ def held_here() -> list[Held]:
         releases, missing = [core, present_te()], None
     except HookRefused:  # the doctor reports it
         releases, missing = [core], "te"
-    return [
-        row
-        for release in releases
-        for what, table in {"": release.fingerprints, **release.only_with}.items()
-        if what != missing
-        for row in _rows(release, table)
-    ]
-
-
-def _rows(release: Release, recorded: Mapping[str, str], hook: str | None = None) -> Iterator[Held]:
-    for site, hashed in recorded.items():
-        present_hash, also = _present_hash(site), release.also.get(site, hashed)
-        yield Held(hook or hook_of(site), site, release.version, also if present_hash == also else hashed, present_hash)
+    return [row for release in releases for what in ("", *release.only_with) if what != missing for row in release.rows(what)]
 
 
 def hook_of(site: str) -> str:
@@ -214,10 +197,3 @@ def hook_of(site: str) -> str:
         if module in modules:
             return hook
     raise ValueError(f"no hook is known to rely on {site}")
-
-
-def _present_hash(site: str) -> str | None:
-    try:
-        return fingerprint(site)
-    except (ImportError, AttributeError):
-        return None

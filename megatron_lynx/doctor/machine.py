@@ -116,14 +116,14 @@ def version_of(*names: str) -> str | None:
 
 def _megatron() -> Iterator[Finding]:
     try:
-        from megatron_lynx.apply.releases import installed_version, inventory, present_release
+        from megatron_lynx.apply.releases import installed_version, present_release
 
         release = installed_version()
     except ImportError as error:
         yield Finding("megatron-core", "defeats", f"cannot be imported: {error}", "no training", "install it")
         return
     try:
-        held = list(inventory(present_release()))
+        held = list(present_release().rows())
     except HookRefused as error:
         problem = error.problems[0]
         yield Finding(

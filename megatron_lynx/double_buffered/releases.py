@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_lynx.apply.releases import Held, installed_version, inventory, minor_of, releases_in
+from megatron_lynx.apply.releases import Held, installed_version, minor_of, releases_in
 from megatron_lynx.errors import Problem
 
 KNOWN = releases_in(Path(__file__).with_suffix(".json"))
@@ -25,4 +25,4 @@ def stale() -> Iterator[Problem]:
 def held_here() -> list[Held]:
     """Return the rows of `megatron-lynx hooks`; empty if this release cannot train without flushes."""
     release = KNOWN.get(minor_of(installed_version()))
-    return [] if release is None else list(inventory(release, "double_buffered"))
+    return [] if release is None else list(release.rows(hook="double_buffered"))

@@ -198,7 +198,7 @@ def reads_otherwise(training: Any, undo: ExitStack, what: str) -> None:
     from megatron_lynx.apply.releases import Release
 
     problem = Problem(what, "other code", "the recorded one")
-    undo.enter_context(patch.object(Release, "stale_with", lambda self, asked: [problem] if asked == what else []))
+    undo.enter_context(patch.object(Release, "stale", lambda self, asked="": [problem] if asked == what else []))
 
 
 def other_experts(training: Any, undo: ExitStack) -> None:

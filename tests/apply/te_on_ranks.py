@@ -39,7 +39,7 @@ def held(rank: int, job: Job, plan: Plan) -> Seen:
     with install(training.chunks, plan) as installation:
         claimed = sorted(hook.claim.where for hook in installation.hooks)
     release = present_te()
-    stale = [problem.where for problem in (*release.stale(), *release.stale_with("fp8"))]
+    stale = [problem.where for problem in (*release.stale(), *release.stale("fp8"))]
     return Seen(stale, claimed, attributes.changed())
 
 
