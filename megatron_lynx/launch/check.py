@@ -57,19 +57,15 @@ class Check:
         self.steps = 0
 
     def around(self, schedule: Schedule, optimizer: Any, installation: Installation) -> Schedule:
-        """Return the function that `train_step` calls instead. A later call in a step (a rerun of Megatron's) is not checked."""
-        if self._left == 0:
+        """Return the function that `train_step` calls instead."""
+        if self.over:
             return schedule
         self._left -= 1
-        checked = iter([True])
 
         def forward_backward(*, model: Any, data_iterator: Any, **arguments: Any) -> Any:
-            if not next(checked, False):
-                return schedule(model=model, data_iterator=data_iterator, **arguments)
-            step = Step(schedule, model, data_iterator, arguments, optimizer, installation)
-            return self._run(step)
+            return self._run(Step(schedule, model, data_iterator, arguments, optimizer, installation))
 
-        return forward_backward
+        return first_call(forward_backward, schedule)
 
     def _run(self, step: Step) -> Any:
         setting, reference = self._reference(step, self._setting(step))
@@ -150,6 +146,12 @@ class Check:
     @property
     def over(self) -> bool:
         return self._left == 0
+
+
+def first_call(checked: Schedule, schedule: Schedule) -> Schedule:
+    """`checked` in its first call, then `schedule`: later calls in a step (reruns of Megatron's) are not checked."""
+    calls = iter([checked])
+    return lambda **arguments: next(calls, schedule)(**arguments)
 
 
 def _say_full(why: str) -> None:

@@ -24,7 +24,7 @@ from megatron_lynx.anatomy.address import BACKWARD_PHASES, FrameKey
 from megatron_lynx.apply import Installation
 from megatron_lynx.apply.live_run import LiveRun, live_run, of_all_ranks
 from megatron_lynx.errors import LynxError
-from megatron_lynx.launch.check import Schedule, frames_differ
+from megatron_lynx.launch.check import Schedule, first_call, frames_differ
 from megatron_lynx.launch.differences import Difference, bits, unlike
 from megatron_lynx.launch.ending import agree
 from megatron_lynx.plan.plan import Plan
@@ -70,15 +70,13 @@ class FrameCheck:
         self.steps = 0
 
     def around(self, schedule: Schedule, optimizer: Any, installation: Installation) -> Schedule:
-        """Return the function that `train_step` calls instead. A later call in a step (a rerun of Megatron's) is not checked."""
+        """Return the function that `train_step` calls instead."""
         if self.over:
             return schedule
-        draws, checked = self._left > 0, iter([True])
+        draws = self._left > 0
         self._left, self._lag = (self._left - 1, self._lag) if draws else (0, self._lag - 1)
 
         def forward_backward(*, model: Any, **arguments: Any) -> Any:
-            if not next(checked, False):
-                return schedule(model=model, **arguments)
             if draws:
                 self._begin(model)
                 installation.engine.observer = self
@@ -93,7 +91,7 @@ class FrameCheck:
             self._settle()
             return losses
 
-        return forward_backward
+        return first_call(forward_backward, schedule)
 
     @property
     def over(self) -> bool:

@@ -8,6 +8,7 @@ Flags are read before torch and Megatron are imported.
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import runpy
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_lynx.errors import ConfigError, HookRefused, LynxError, Problem
-from megatron_lynx.launch.flags import Flags, read_flags
+from megatron_lynx.launch.flags import Flags, add_flags, read_flags
 from megatron_lynx.launch.message import say, stop
 
 if TYPE_CHECKING:
@@ -28,13 +29,10 @@ if TYPE_CHECKING:
     from megatron_lynx.launch.launch import Launch
 
 USAGE = """\
-usage: torchrun ... -m {module} SCRIPT [--lynx-host HOST] [--lynx-plan PLAN] [--lynx-trace PATH [--lynx-trace-step N]]
-                    [--lynx-outcome PATH] [--lynx-check N [--lynx-check-against REFERENCE] | --lynx-check frames[:N]]
-                    [--lynx-schedule flush | double-buffered] [--lynx-log LEVEL] <arguments of SCRIPT>
+{flags}
 
 Runs SCRIPT, a training script of Megatron-LM, as `torchrun ... SCRIPT` would, and trains under PLAN, or without flushes.
-HOST is megatron-lm, or bridge for a script of Megatron-Bridge. `SCRIPT --help` shows these flags among Megatron-LM's, with what
-each does."""
+The host is megatron-lm, or bridge for a script of Megatron-Bridge. `SCRIPT --help` shows these flags among Megatron-LM's."""
 
 HOST = "--lynx-host"
 
@@ -49,7 +47,8 @@ class Command:
 
 def main(arguments: Sequence[str], module: str = "megatron_lynx.launch") -> int:
     if list(arguments[:1]) in (["-h"], ["--help"]):
-        print(USAGE.format(module=module))
+        usage = argparse.ArgumentParser(prog=f"torchrun ... -m {module} SCRIPT", add_help=False)
+        print(USAGE.format(flags=add_flags(usage).format_help()))
         return 0
     try:
         run_script(read(arguments))
