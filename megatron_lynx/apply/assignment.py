@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Container, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -40,19 +40,12 @@ def policies(
     fed_by = {half.key: before.key for before, half in pairwise(halves) if before.feeds}
     policies_by_layer: dict[int, dict[Half, HalfPolicy]] = {}
     for layer in stage.layers:
-        sections = {section.half: section for section in sections_in(modules[layer])}
-        made = {
-            half: _policy(plan, stage, planned[layer, half], section, gather, modules[layer])
-            for half, section in sections.items()
-        }
-        policies_by_layer[layer] = {
-            half: replace(
-                policy,
-                fed_by=fed_by.get(policy.key),
-                midway=policy.section.core if policy.key in timetable.core_halves else None,
-            )
-            for half, policy in made.items()
-        }
+        policies_by_layer[layer] = {}
+        for section in sections_in(modules[layer]):
+            half = planned[layer, section.half]
+            policy = _policy(plan, stage, half, section, gather, modules[layer])
+            midway = section.core if half.key in timetable.core_halves else None
+            policies_by_layer[layer][section.half] = replace(policy, fed_by=fed_by.get(half.key), midway=midway)
     return policies_by_layer
 
 
@@ -69,19 +62,15 @@ def _policy(
     kept = plan.parallel.sequence_parallel and not planned.checkpoint
     stays = stage.offload is None or stage.offload.stays(planned)
     stays |= section.kept_whole or (section.in_some_layers and not (stage.offload and stage.offload.experts))
+    as_planned = {one.name: getattr(planned, one.name) for one in fields(planned)}
     return HalfPolicy(
-        layer=planned.layer,
-        section=section,
-        recompute=recomputed,
+        **as_planned | {"section": section, "recompute": recomputed},
         gather_site=section.gathered if gathers else None,
         gather=gather if gathers else None,
         keeps_gathered=recomputed.intersection(section.gathering_latents if kept else ()),
         chunk=stage.chunk,
         may_draw=may_draw_in(section, module, recomputed),
         stays=stays,
-        ahead=planned.ahead,
-        checkpoint=planned.checkpoint,
-        feeds=planned.feeds,
         marked=marked_in(section, module) if planned.checkpoint else (),
         allowed_load=stage.experts_hold if falls_back else None,
         hooks=hooks,
@@ -101,13 +90,12 @@ def passing_over(
     `offloading`: chunks that offload.
     """
     marked: dict[int, dict[Half, HalfPolicy]] = {}
-    deferring = {half.key for chunk in timetable.chunks for half in chunk if half.deferred}
     below: HalfPolicy | None = None
     for layer, halves in of_layer.items():
         marked[layer] = {}
         for half, policy in halves.items():
             serves = policy.key in timetable.busy_halves[policy.chunk]
-            busy = policy.goes_out(offloading) or policy.key in deferring or policy.may_recompute or serves
+            busy = policy.goes_out(offloading) or policy.deferred or policy.may_recompute or serves
             of_chunk = below is not None and below.chunk == policy.chunk
             below = replace(policy, passed_over=not busy, below_passed_over=of_chunk and below.passed_over)  # type: ignore[union-attr]
             marked[layer][half] = below

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_lynx.anatomy import Half, Section
 from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.runtime.forward_hooks import NO_HOOKS, ForwardHooks
+from megatron_lynx.timetable import PlannedHalf
 
 Gather = Callable[[Tensor], tuple[Tensor, Any]]
 """Starts an all-gather of a tensor. Returns (its own buffer, `Work`)."""
@@ -31,12 +31,10 @@ class ChunkPolicy:
 
 
 @dataclass(frozen=True)
-class HalfPolicy:
-    """One half of one layer, from a rule of the plan."""
+class HalfPolicy(PlannedHalf):
+    """A half under a plan, in a run."""
 
-    layer: int
-    section: Section
-    recompute: frozenset[str]
+    recompute: frozenset[str] = frozenset()
     """Items whose saved tensors are dropped."""
     gather_site: str | None = None
     """The recomputed site whose first argument is gathered once (sequence parallelism)."""
@@ -49,18 +47,12 @@ class HalfPolicy:
     """Whether the half may draw random numbers in the call that begins now."""
     stays: bool = False
     """Whether its kept tensors stay on the device although its chunk offloads."""
-    ahead: int = 1
-    """How many halves before its own backward its recomputation may begin."""
     midway: str | None = None
     """The site before whose backward something begins."""
     passed_over: bool = False
     """Whether it is kept on the device and its collectives have no tasks, so that it needs no record."""
     below_passed_over: bool = False
     """Whether the half before it is passed over."""
-    checkpoint: bool = False
-    """Whether its recomputation includes collectives, and so runs where backward enters the half."""
-    feeds: bool = False
-    """Whether this checkpointed half is recomputed to its end for the input of the half after it."""
     fed_by: FrameKey | None = None
     """The half before it, if that feeds this one."""
     marked: tuple[object, ...] = ()
@@ -74,7 +66,7 @@ class HalfPolicy:
     @cached_property
     def keeping(self) -> HalfPolicy:
         without = replace(self, recompute=frozenset(), gather_site=None, gather=None, keeps_gathered=frozenset())
-        return replace(without, checkpoint=False, feeds=False, fed_by=None)
+        return replace(without, checkpoint=False, fed_behind=0, fed_by=None)
 
     @cached_property
     def fallen_back(self) -> HalfPolicy:
@@ -87,14 +79,6 @@ class HalfPolicy:
     def goes_out(self, offloading: Container[int]) -> bool:
         """Return whether its kept tensors may go to the host. `offloading`: chunks that offload."""
         return self.chunk in offloading and not self.stays
-
-    @cached_property
-    def half(self) -> Half:
-        return self.section.half
-
-    @cached_property
-    def key(self) -> FrameKey:
-        return self.layer, self.half
 
     @cached_property
     def name(self) -> str:

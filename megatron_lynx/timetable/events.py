@@ -213,15 +213,15 @@ class PlannedHalf:
     gathers_ahead: bool = False
     """Whether its input is gathered ahead, before that."""
 
-    @property
+    @cached_property
     def half(self) -> Half:
         return self.section.half
 
-    @property
+    @cached_property
     def feeds(self) -> bool:
         return self.fed_behind > 0
 
-    @property
+    @cached_property
     def key(self) -> FrameKey:
         return self.layer, self.section.half
 
@@ -245,7 +245,7 @@ class PlannedHalf:
         gathers it as a forward does, into a shared buffer: kept, it would be the checkpoint's largest block."""
         return self.section.column_parallel in self.recompute and not self.checkpoint
 
-    @property
+    @cached_property
     def ahead(self) -> int:
         """Number of halves before its own backward at which its recomputation or gather may begin: at least 1, and more if halves
         after it begin with its output. Windows in a forward or in the receive of a gradient do not count: no recomputation of a
