@@ -3,10 +3,11 @@
 The host waits in `synchronize` only. A copy may still read memory that is to be unlocked, so it is unlocked once events recorded
 on all streams are reached; they are polled whenever memory is locked or unlocked.
 
-Copies do not run on torch's streams: torch's pool of 32 is also used by NCCL, and a copy on a shared stream would queue after a
-receive. The driver creates streams on the device's primary context, which is torch's. CUDA's runtime may be linked statically
-into torch, and `torch.cuda.cudart().cudaStreamCreate` makes streams that synchronize with the default stream. Streams live as
-long as the process, because torch's allocator and events may refer to them.
+Copies do not run on torch's streams: torch hands out a pool of 32 in turns, also to NCCL's communicators, and a copy on a stream
+shared with NCCL would queue behind a receive. The driver creates streams on the device's primary context, which is torch's.
+CUDA's runtime is no alternative: torch may have linked it statically, and torch's binding (`cudart().cudaStreamCreate`) creates
+streams that synchronize with the default stream, where torch computes. A stream lives as long as the process, because torch's
+allocator and events may refer to it at any time.
 """
 
 from __future__ import annotations

@@ -85,20 +85,16 @@ def _in_window(engine: Engine, group: Any, original: Any, *, exchange: bool = Fa
     @wraps(original)
     def collective(*args: Any, **kwargs: Any) -> Any:
         of_half = kwargs.get("group") is group and engine.in_half and not _takes_largest(*args, **kwargs)
-        return issued(engine.waits.window(exchange=exchange) if of_half else None, original, *args, **kwargs)
+        window = engine.waits.window(exchange=exchange) if of_half else None
+        if window is None:
+            return original(*args, **kwargs)
+        return waited(window(original(*args, **{**kwargs, "async_op": True})), kwargs.get("async_op"))
 
     return collective
 
 
 def _takes_largest(tensor: Any, op: Any = None, *args: Any, **kwargs: Any) -> bool:
     return isinstance(op, type(torch.distributed.ReduceOp.MAX)) and op == torch.distributed.ReduceOp.MAX
-
-
-def issued(window: Callable[[Any], Any] | None, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Issue a collective as the window, if there is one; wait for it here if the call was synchronous."""
-    if window is None:
-        return collective(*args, **kwargs)
-    return waited(window(collective(*args, **{**kwargs, "async_op": True})), kwargs.get("async_op"))
 
 
 def waited(work: Any, async_op: bool | None) -> Any:

@@ -93,6 +93,8 @@ class Offloader:
         self._lasting_of.clear()
 
     def forward_begins(self, ledger: Ledger) -> None:
+        if not self._policies:
+            return
         self._send()
         if ledger.hidden_by_forward() is not None:
             self._fetch(ledger.coming)
@@ -129,10 +131,12 @@ class Offloader:
 
     def gradient_awaited(self, ledger: Ledger) -> None:
         """Report that a backward's gradient is in flight: a message, so copies that avoid messages wait for the backward."""
-        if not self._avoids_messages:
+        if self._policies and not self._avoids_messages:
             self._fetch(ledger.coming)
 
     def backward_begins(self, micro_batch: MicroBatch | None, ledger: Ledger) -> None:
+        if not self._policies:
+            return
         self.settle()
         self._send()
         self._fetch(micro_batch)
