@@ -16,12 +16,13 @@ step │ o                                     step time over the memory of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 from megatron_lynx.advise.today import as_stock
 from megatron_lynx.anatomy import HALVES, Half
+from megatron_lynx.compare import verdicts
 from megatron_lynx.config.job import Budget, Job
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.stage_memory import memory_of_stages
@@ -61,7 +62,7 @@ from megatron_lynx.report.tables import (
 from megatron_lynx.report.views import views_of
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.stock import FULL, NONE, SELECTIVE, priced
-from megatron_lynx.units import GIB
+from megatron_lynx.units import GIB, format_bytes, format_seconds
 from megatron_lynx.version import __version__
 
 
@@ -261,6 +262,7 @@ def contents(asked: Asked) -> Island:
         made_by=f"megatron-lynx {__version__}",
         title=", ".join(given.names),
         subject="" if plan is None else subject_of(plan),
+        verdict=verdict_of(points, asked.job) if given.measurement is None else " ".join(verdicts(given.measurement)),
         sources=[f"{kind} {source}" for kind, source in given.sources.items()],
         notes=[*notes_of(plan, asked.costs, simulation), *how_measured(given.measurement)],
         tiles=list(tiles_of(seen, points, given.outcome, None if plan is None else plan.stages[0].predicted.step_s)),
@@ -351,6 +353,31 @@ def subject_of(plan: Plan) -> str:
         f"{model.layers} layers of {model.hidden}, sequence {model.seq}; tensor {layout.tensor}{sequence}, "
         f"pipeline {layout.pipeline}{chunks}; {batch.microbatches} micro-batches of {batch.micro} a step{head}"
     )
+
+
+def verdict_of(points: Sequence[Point], job: Job | None) -> str:
+    """Return the plan's step and bytes against those of the fastest stock setting that fits; empty without stock's points."""
+    shown = next((each for each in points if each["shown"]), None)
+    baselines = [each for each in points if each["by"] == "stock"]
+    if job is None or shown is None or not shown["step_s"] or not baselines:
+        return ""
+    budget_bytes = job.memory_budget_bytes
+    names = ", ".join(each["label"] for each in baselines)
+    fitting = [each for each in baselines if (each["memory_bytes"] or 0) <= budget_bytes]
+    if not fitting:
+        return f"Simulated: {_in_figures(shown)}; of {names} none fits {format_bytes(budget_bytes)}."
+    best = min(fitting, key=lambda each: each["step_s"])
+    saved = 1 - shown["step_s"] / best["step_s"]
+    difference = f"{abs(saved):.1%} {'less' if saved > 0 else 'more'}".replace("%", " %")
+    return (
+        f"Simulated: {_in_figures(shown)}. That is {difference} than the fastest of {names} that fits "
+        f"{format_bytes(budget_bytes)}: {_in_figures(best)}."
+    )
+
+
+def _in_figures(shown: Point) -> str:
+    held = "" if shown["memory_bytes"] is None else f" in {format_bytes(shown['memory_bytes'])}"
+    return f"{shown['label']} takes {format_seconds(shown['step_s'])} a step{held}"
 
 
 def notes_of(plan: Plan | None, costs: Profile | None, simulation: Simulation | None) -> Iterator[str]:

@@ -163,6 +163,8 @@ class Island(TypedDict):
     made_by: str
     title: str
     subject: str
+    verdict: str
+    """The plan against its baseline; empty if unknown."""
     sources: list[str]
     notes: list[str]
     tiles: list[Tile]

@@ -6,10 +6,12 @@ from itertools import pairwise
 
 from megatron_lynx.anatomy import ITEMS
 from megatron_lynx.config import load_job
+from megatron_lynx.config.job import Budget
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.report.contents import plans_over_budgets, point, stock_points
+from megatron_lynx.report.contents import plans_over_budgets, point, stock_points, verdict_of
+from megatron_lynx.units import GIB, format_bytes, format_seconds
 
 JOB = load_job("jobs/llama3-8b-h800-80g")
 PROFILE = analytic_profile(JOB)
@@ -45,3 +47,17 @@ def test_stock_settings_stand_beside_plans() -> None:
     assert [each["label"] for each in (none, selective, full)] == ["stock none", "stock selective", "stock full"]
     assert none["step_s"] < full["step_s"]
     assert (none["memory_bytes"] or 0) > (full["memory_bytes"] or 0)
+
+
+def test_the_header_names_the_fastest_stock_setting_that_fits() -> None:
+    none, selective, full = stock_points(JOB, PROFILE)
+    plan = {**none, "by": "plan", "label": "the plan", "shown": True, "step_s": 0.9 * full["step_s"]}
+    job = JOB.model_copy(update={"budget": Budget(memory_gib=((full["memory_bytes"] or 0) + 1) / GIB)})
+    text = verdict_of([plan, none, selective, full], job)  # type: ignore[list-item]
+    assert "10.0 % less than the fastest of stock none, stock selective, stock full that fits" in text
+    assert text.endswith(
+        f": stock full takes {format_seconds(full['step_s'])} a step in {format_bytes(full['memory_bytes'] or 0)}."
+    )
+    none_fits = JOB.model_copy(update={"budget": Budget(memory_gib=1.0)})
+    assert "none fits 1.00 GiB" in verdict_of([plan, none, selective, full], none_fits)  # type: ignore[list-item]
+    assert verdict_of([plan], JOB) == "", "without a baseline"  # type: ignore[list-item]

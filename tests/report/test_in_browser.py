@@ -70,6 +70,7 @@ def test_it_shows_what_its_json_says(page: Page, planned: tuple[Island, Path]) -
     island, _ = planned
     assert page.value("document.title") == f"{JOB} - megatron-lynx report"
     assert (text(page, "h1"), text(page, "#subject")) == (JOB, island["subject"])
+    assert "of stock none, stock selective, stock full that fits" in text(page, "#verdict") == island["verdict"]
     assert page.value("document.querySelectorAll('.tile').length") == len(island["tiles"])
     step_s = island["tiles"][0]["predicted"]
     assert text(page, ".tile .value") == f"{step_s:.1f} s"

@@ -5,6 +5,7 @@ const theme = new Theme(byId("theme"));
 
 byId("title").textContent = island.title;
 byId("subject").textContent = island.subject;
+byId("verdict").textContent = island.verdict;
 byId("tiles").append(...island.tiles.filter((tile) => tile.predicted !== null || tile.measured !== null).map(tileOf));
 byId("notes").append(...[...island.notes, ...island.sources.map((source) => `Made from ${source}.`), `Written by ${island.made_by}; nothing in it asks for a network.`].map((note) => element("li", {}, note)));
 
