@@ -9,8 +9,8 @@ schedule                 the training loop without flushes
 check, frames            --lynx-check: bits of a step compared with stock's, or of backward's tensors with the saved ones
 differences              losses and gradients of a pass, and where two passes differ
 training_state           saves and restores what a pass changes, so that a step can run again
-reporter, rows           predicted and measured figures of each stage
-measuring, metrics       seconds and peaks; figures in TensorBoard and W&B
-out_of_memory, moment    explains an out-of-memory error
+reporter, rows           predicted and measured seconds and peaks of each stage
+metrics                  figures in TensorBoard and W&B
+out_of_memory            explains an out-of-memory error
 ending, message          one message when a run fails
 """

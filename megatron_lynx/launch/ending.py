@@ -1,8 +1,7 @@
 """One message when a run fails: which rank, how far it was, and why.
 
     the training loop returns, or exits with 0    `concluded` writes the last figures; Megatron exits with 0 between steps, when
-    its
-                                                  time is over or a signal arrived
+                                                  its time is over or a signal arrived
     the script raises                             a line, then Python's traceback; exit status 1
     the script exits with another status          a line: `sys.exit` prints nothing
     an error found where all ranks check          `agree`: rank 0 says why, and all ranks exit with one status

@@ -77,9 +77,8 @@ class Offload(Part):
     experts: bool = False
     """Whether the activations of mixtures of experts are offloaded, too."""
     pace_bytes: int | None = Field(default=None, ge=1)
-    """Bytes copied during one half's forward. If given, micro-batches whose own backward directly follows are offloaded, too,
-    half by
-    half: compute waits for a half's copy at the end of that pace, and the copy back begins at the same place of backward."""
+    """Bytes copied during one half's forward. If given, micro-batches whose own backward directly follows are offloaded half by
+    half, too: compute waits for a half's copy at the end of that pace, and the copy back begins at the same place of backward."""
     half_by_half: Literal["at_once", "all"] = "at_once"
     """Micro-batches that are offloaded half by half: those whose own backward directly follows, or all. Their copies lie within
     their own forward and their own backward."""
