@@ -129,7 +129,7 @@ def job_of_model(asked: Subject, changes: Mapping[str, Any], *, planning: bool) 
 
 
 def show_understood(reading: Reading) -> None:
-    from megatron_lynx.launch_arguments.table import remarks, understood
+    from megatron_lynx.launch_arguments.reading import remarks, understood
 
     show(understood(reading))
     show_lines(*remarks(reading))
@@ -139,7 +139,7 @@ def warn_of_reading(reading: Reading, job: Job) -> None:
     """Warn of unknown flags, costly defaults, assumed loads of experts, and the loss of reinforcement learning."""
     from megatron_lynx.cost.ends import log_probabilities_bytes, logits_at_loss_bytes
     from megatron_lynx.launch_arguments.parallel_facts import learns_from_rollouts
-    from megatron_lynx.launch_arguments.table import unknown_in_words, unsaid
+    from megatron_lynx.launch_arguments.reading import unknown_in_words, unsaid
     from megatron_lynx.profiler.shape import LayerShape
     from megatron_lynx.units import format_bytes
 
@@ -160,7 +160,7 @@ def warn_of_reading(reading: Reading, job: Job) -> None:
 
 
 def understood_as_json(reading: Reading | None) -> dict[str, object]:
-    from megatron_lynx.launch_arguments.table import as_json
+    from megatron_lynx.launch_arguments.reading import as_json
 
     return {} if reading is None else {"understood": as_json(reading)}
 

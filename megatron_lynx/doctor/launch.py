@@ -18,7 +18,7 @@ from megatron_lynx.errors import LynxError
 from megatron_lynx.estimate import host_report
 from megatron_lynx.launch_arguments import Reading, job_of, read_launch
 from megatron_lynx.launch_arguments.given import Given
-from megatron_lynx.launch_arguments.table import unknown_in_words
+from megatron_lynx.launch_arguments.reading import unknown_in_words
 from megatron_lynx.launch_arguments.today import FINE_GRAINED, GRAPHS, captures, why_alone
 from megatron_lynx.plan import Plan
 from megatron_lynx.profiler.analytic import analytic_profile

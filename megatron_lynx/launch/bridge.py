@@ -3,7 +3,7 @@
 Replaces              `initialize_megatron` of `setup`, `train` of `pretrain`, and `train_step` of `train`, all in
                       `megatron.bridge.training` (globals of these modules, read at each call).
 Why                   after the first, torch.distributed is initialised and no model is built; the second is the training loop,
-                      the third one step. Bridge's callbacks are not enough: `on_train_end` does not come if a loop exits or fails.
+                      the third one step. Bridge's callbacks are not enough: `on_train_end` does not come if a loop fails.
 Calls the original    once per call; a checked step with another `forward_backward_func`.
 Holds                 the configuration; nothing per step.
 Passes through when   no plan is given.

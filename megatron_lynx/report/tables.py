@@ -19,7 +19,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.errors import PlanMismatch, Problem
 from megatron_lynx.figures import unit_of
 from megatron_lynx.launch_arguments import Reading
-from megatron_lynx.launch_arguments.table import remarks
+from megatron_lynx.launch_arguments.reading import remarks
 from megatron_lynx.measure.run_outcome import COLUMNS, RunOutcome
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.profiler.profile import Profile

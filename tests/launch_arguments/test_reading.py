@@ -15,7 +15,7 @@ from megatron_lynx.config import Experts
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.launch_arguments import Reading, job_of, read_launch
 from megatron_lynx.launch_arguments.parallel_facts import layers_of_layout
-from megatron_lynx.launch_arguments.table import unsaid
+from megatron_lynx.launch_arguments.reading import unsaid
 from megatron_lynx.plan.layout import layout_text
 from megatron_lynx.planner.summary import job_flags
 from megatron_lynx.search.space import Space
