@@ -9,7 +9,7 @@
      ├── RecomputeError   a training step needs what recomputation cannot give  (raised inside the job)
      └── OffloadError     activations could not be copied to the host or back   (raised inside the job)
 
-Every error carries *all* its problems, and each problem says where, what was found, what is needed and what to do.
+Every error carries *all* its problems, each with its place, the finding, the need and a remedy.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ class TwoVersions:
         self.buffers.copy(source, target)
 
     def start_anew(self) -> None:
-        """Count versions from the newest one. No micro-batch may be in flight."""
+        """Count versions from the newest one. Only while none of the micro-batches is in flight."""
         self.show(self.newest)
         self._first_buffer, self.newest, self._shown = self._buffer(self.newest), 0, 0
 
@@ -261,7 +261,7 @@ class TwoLossScales:
         self.show(self._newest)
 
     def start_anew(self) -> None:
-        """Count versions from the newest one. No micro-batch may be in flight."""
+        """Count versions from the newest one. Only while none of the micro-batches is in flight."""
         self._newest = 0
 
 

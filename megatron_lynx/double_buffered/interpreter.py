@@ -3,8 +3,8 @@
     take the action's input ──> forward_step or backward_step ──> send its result, receive the next one's input
 
 A run may end in the middle of an order: the exchange before its next action is begun, micro-batches in flight stay here, and the
-next run continues. So every stage has sent what the others wait for before an update, which may be a barrier. If the neighbour
-reaches this exchange only after its update, it is posted in the next run: it could not complete earlier.
+next run continues. So every stage has sent the messages that others wait for before an update, which may be a barrier. If the
+neighbour reaches this exchange only after its update, it is posted in the next run: it could not complete earlier.
 
 Functions of Megatron's schedules are looked up at each call, so that hooks on them see these calls.
 """

@@ -6,7 +6,7 @@
         pipeline.forward_backward(forward_step, batches)      up to the last backward of this batch, some forwards of the next
         pipeline.update()                                     the optimizer's step, on the retired buffer
 
-A batch that `drains` starts no forwards of the next one. No micro-batch is in flight after its update: only then may weights be
+A batch that `drains` starts no forwards of the next one. All micro-batches are done after its update: only then may weights be
 evaluated, saved or changed, and the next batch fills the pipeline again. Versions are counted from there, so that continuing
 equals resuming from a checkpoint, which has one version.
 

@@ -19,7 +19,7 @@ In deterministic mode (`model.deterministic`) backward does more:
 
     copies      FlashAttention-2     dQ in n fp32 copies, cleared first and added up at the end
     products    cuDNN on Hopper      gradients of all scores, written in 16 bits for a kernel that adds by rows
-    free        cuDNN on Blackwell   a kernel of its own for dQ, as fast
+    free        cuDNN on Blackwell   its own kernel for dQ, as fast
 
 n: a block works on one head of one sequence from beginning to end, and every multiprocessor gets a block.
 

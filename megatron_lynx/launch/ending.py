@@ -107,7 +107,7 @@ class Ended(SystemExit):
 def agree(error: LynxError | None, *, same: str | None = None, what: str = "") -> None:
     """Exit on all ranks if one has an error, or if `same` differs between ranks. Collective.
 
-    `what` names in words what must be the same. Raises `Ended` on every rank; without a process group, raises `error`.
+    `what` names the compared value in words. Raises `Ended` on every rank; without a process group, raises `error`.
     """
     if not dist.is_initialized():
         if error is not None:

@@ -4,7 +4,7 @@
                     backward    what it gets for them is compared bit for bit when it requests it
                     end         all ranks exit if one differs, before the optimizer uses the gradients
 
-Nothing runs twice, and results of backward are not compared, so kernels need not be deterministic (flash attention's backward is
+All runs once, and results of backward are not compared, so kernels need not be deterministic (flash attention's backward is
 not). A fault in backward itself, or in a frame that was not drawn, is not seen.
 """
 

@@ -1,4 +1,4 @@
-"""Explains an out-of-memory error: where it happened, what was planned, what is allocated, and what would fit.
+"""Explains an out-of-memory error: its moment, the planned and the allocated bytes, and a change that fits.
 
 The nearest change that fits, as a command:
 
@@ -126,7 +126,7 @@ def moment_of(error: BaseException, rank: Rank) -> Moment | None:
 
 
 def _in_pass(where: Whereabouts, half: FrameKey | None, passed: Sequence[FrameType], rank: Rank) -> tuple[str, ...]:
-    """What runs in a forward or backward, in words, and its moments in a plan's predictions."""
+    """Work in a forward or backward, in words, and its moments in a plan's predictions."""
     if where.recomputes:
         return "a recomputation", "backward"
     last = rank.is_last(where.chunk)

@@ -75,7 +75,7 @@ def read(arguments: Sequence[str]) -> Command:
 
 
 def run_script(command: Command) -> None:
-    """Run the script under the launch's hooks. Raises what it raises, and `ConfigError` or `HookRefused` for a missing host."""
+    """Run the script under the launch's hooks. Raises its errors, and `ConfigError` or `HookRefused` for a missing host."""
     from megatron_lynx.apply import hook as holding
     from megatron_lynx.launch.ending import named_ending
 

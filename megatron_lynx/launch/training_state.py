@@ -1,4 +1,4 @@
-"""Saves and restores what a forward and backward pass changes besides gradients, so that a step can run again.
+"""Saves and restores the state that a forward and backward pass changes besides gradients, so that a step can run again.
 
 random numbers     python, numpy, torch's generators, Megatron's tracker
 buffers            of the model (routers' biases and counts, running statistics)

@@ -1,4 +1,4 @@
-"""Decides what a job leaves open besides its layers.
+"""Decides settings that a job leaves open besides its layers.
 
 Optimizer share on the host (`optimizer.offload: auto`): optimizer bytes cost seconds of the update, once per step; activation
 bytes cost recomputation and copies in each micro-batch. Plans with a few shares are compared:
@@ -136,7 +136,7 @@ def _between(best: float, tried: list[float]) -> list[float]:
 
 
 LEAST_TOKENS = {"cuda": 1024, "cpu": 1}
-"""Of a piece: smaller GEMMs do not fill a GPU."""
+"""Tokens of a piece: smaller GEMMs do not fill a GPU."""
 
 WORTH_BITS = 5e-3
 """Relative gain from which a gradient that is not bitwise stock's is accepted."""

@@ -63,8 +63,8 @@ def planned(job: Job, profile: Profile) -> Planned:
 
 
 def range_of(plan: Plan, job: Job, profile: Profile, simulation: Simulation) -> StepRange:
-    """Forwards and backwards of a simulated step. With userbuffers, from the most that GEMMs can hide to what stock hides without
-    them."""
+    """Forwards and backwards of a simulated step. With userbuffers, from the most that GEMMs can hide to stock's hidden seconds
+    without them."""
     best = at_best(plan, job, profile)
     return StepRange.known(simulation.step_s) if best is None else StepRange(best.step_s, simulation.step_s)
 
@@ -78,7 +78,7 @@ def fastest(plans: Sequence[Planned], rival_s: float | None = None) -> Planned |
     """Return the plan with the shortest longest step, which is certain; if stock's best is faster, the one with the shortest
     middle.
 
-    `rival_s`: middle of stock's best. Of plans within `EQUAL` the first is taken, as later ones change more flags.
+    `rival_s`: middle of stock's best. The first of plans within `EQUAL` is taken, as later ones change more flags.
     """
     certain = _first_of_fastest(plans, lambda plan: plan.step.most_s)
     if certain is None or rival_s is None or certain.step.expected_s <= (1 + EQUAL) * rival_s:

@@ -40,7 +40,7 @@ class ForwardHooks:
         self._after = after
         self._is_harmless = harmless
         self._harmless: set[int] = set()
-        """Ids of harmless hooks. torch gives each hook an id of its own."""
+        """Ids of harmless hooks. torch gives each hook its own id."""
 
     def watched(self, half: str) -> AbstractContextManager[None]:
         """Refuse hooks that change tensors, inside the context. `half`: its name, for the error."""

@@ -1,4 +1,4 @@
-"""One half of one micro-batch: its dropped tensors, and what is needed to recompute them.
+"""One half of one micro-batch: its dropped tensors, and the state that recomputes them.
 
                        record                                recompute                         backward
     half inputs ──> [0] code [1] site [2] code [3] ...    the same code, from the inputs      requests (frame, key)

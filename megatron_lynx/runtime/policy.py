@@ -1,4 +1,4 @@
-"""What the plan does with one half of one layer. The runtime knows policies, not plans."""
+"""Treatment of one half of one layer. The runtime knows policies, not plans."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Gather = Callable[[Tensor], tuple[Tensor, Any]]
 
 @dataclass(frozen=True)
 class ChunkPolicy:
-    """What the plan does with one chunk of the stage."""
+    """Treatment of one chunk of the stage."""
 
     ahead_depth: int = 0
     """How many halves of a micro-batch may be recomputed before backward reaches them (rule R4)."""

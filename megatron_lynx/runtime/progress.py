@@ -44,7 +44,7 @@ class Whereabouts:
 
     passing: Literal["forward", "backward"]
     micro_batch: int | None = None
-    """Counted from 0 in the step. None if it was not recorded."""
+    """Counted from 0 in the step. Is None if it was not recorded."""
     chunk: int = 0
     half: FrameKey | None = None
     """The half that ran, was recomputed, or was reached by backward."""

@@ -45,7 +45,7 @@ class Place:
     """Where in a half a tensor was saved."""
 
     item: str | None
-    """None before the first item."""
+    """Is None before the first item."""
     segment: int
     ordinal: int
     again: Again

@@ -40,7 +40,7 @@ class Replaced(NamedTuple):
     """Index of the node among the site's."""
     slot: Slot
     key: Key | None
-    """None for a tensor that is kept, on the device or the host."""
+    """Is None for a tensor that is kept, on the device or the host."""
     argument: int | None = None
     """For a view: index of the argument."""
 
@@ -84,7 +84,7 @@ NOTHING = SiteGraph()
 
 @dataclass
 class RecordedGraph:
-    """What the first call of a half recorded for later calls, by segment."""
+    """Record of a half's first call for later calls, by segment."""
 
     sites: dict[int, SiteGraph] = field(default_factory=dict)
     memos: dict[int, bool] = field(default_factory=dict)

@@ -9,8 +9,8 @@
     won
 
 One queue, ordered by lower bounds: an entry is popped, looked at, and pushed again with its new, larger bound. A simulated one
-that is popped beats the rest of the queue, so the search ends after `top` of them. Of equals, the first layout of `space` and the
-first policy wins.
+that is popped beats the rest of the queue, so the search ends after `top` of them. Among equals, the first layout of `space` and
+the first policy wins.
 
 Python's garbage collector is disabled meanwhile: a search makes millions of small objects and hardly any cycles.
 """

@@ -6,7 +6,7 @@
     cool-down                                      its windows' recomputations          its windows' recomputations
 
 The next backward may be another chunk's. A forward hides nothing if that backward is its own, or of a micro-batch kept whole.
-Times of a pass start at 0; the simulator places it. No pass is shorter than its host time:
+Times of a pass start at 0; the simulator places it. A pass is at least as long as its host time:
 
     device    ├F─┤├F─┤├──B──┤         host    ├─F─┤├─F─┤├───────B───────┤         result          ├─F─┤├─F─┤├───────B───────┤
 

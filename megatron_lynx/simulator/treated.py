@@ -87,7 +87,7 @@ class Treated:
         return self.planned.checkpoint and task.since is not None
 
     def part(self, task: Task) -> Progress:
-        """Return the part of the recomputation that a task runs. It adds bytes, or frees what a later part would need."""
+        """Return the part of the recomputation that a task runs. It adds bytes, or frees tensors that a later part would need."""
         price, gathered = self.price, task.gathered
         begin = Progress(0.0, 0 if gathered in (None, ON_DEMAND) else self.gathered_bytes)
         waits_s = price.communicates_s

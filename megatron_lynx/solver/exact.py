@@ -6,7 +6,7 @@
       └── its choice, the others in the best known order ──> answer, if it keeps the budget
                                                             an answer no slower than the best bound is proven
 
-Backward holds most near its beginning, so few halves suffice, and identical layers need not be told apart. With all halves the
+Backward holds most near its beginning, so few halves suffice, and identical layers need not be distinguished. With all halves the
 program is complete. The search starts at the sweep's answer and returns it if none is faster. It ends after a number of nodes in
 HiGHS's tree, not after a time, so a busy machine makes the same plan.
 

@@ -39,7 +39,7 @@ class StockSetting:
     overlap: bool = False
     delayed: bool = False
     head: int | None = None
-    """None if not deferred."""
+    """Is None if not deferred."""
     userbuffers: bool = False
     """Whether the setting enables them; false if the launch has them anyway."""
 

@@ -57,7 +57,7 @@ def _held(gathered: Tensor, tensor_shape: Any, dtype: torch.dtype, name: str, *a
 
 def _puts_off(engine: Engine, linears: Iterable[LinearOf]) -> Callable[[], bool]:
     """Whether the present gather may feed a delayed weight gradient. In backward only linears that are not row-parallel gather
-    their input. Latent attention has several, which cannot be told apart here: if one of them delays, none uses the global
+    their input. Latent attention has several, which cannot be distinguished here: if one of them delays, none uses the global
     buffer."""
     of_half: dict[FrameKey, list[Linear]] = defaultdict(list)
     for linear in linears:

@@ -7,7 +7,7 @@
 
 `router`, `dispatch` and `combine` are always kept: routing must not be decided twice, and tokens are exchanged once. The graph
 holds their outputs anyway, since the experts' first linear saves its input. `experts_fc1`, `experts_activation` and `experts_fc2`
-stand for all experts of a rank; run one by one, each expert has a call of its own, the same number in every micro-batch. Shared
+stand for all experts of a rank; run one by one, each expert has its own call, the same number in every micro-batch. Shared
 items exist only with shared experts.
 
 Its windows are token exchanges under expert parallelism; tensor-parallel collectives inside are none.

@@ -13,7 +13,7 @@
      when the exchange is over
 
 Copies wait only for copies issued before them, and never for a message, so they cannot deadlock. A step that fails waits for
-none: its copies may be queued after compute that waits for a dead peer. What they read and write is held until they are over.
+none: its copies may be queued after compute that waits for a dead peer. Their memory is held until they are over.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Copy:
 
     owner: Owner
     pairs: Sequence[Pair] | None
-    """None once compute may reuse their memory."""
+    """Is None once compute may reuse their memory."""
     event: Event
     """Its end on the copier's stream."""
 

@@ -3,7 +3,7 @@
     tensor ──push──> OffloadedTensor: a view of an OffloadedStorage, which autograd and frames store instead of the tensor
 
     original ──send──> block on the host ──fetch──> fresh tensor          a part of it, if the plan's bytes end inside it:
-        └── freed when that copy is over              └── waited for      the rest stays in a tensor of its own
+        └── freed when that copy is over              └── waited for      the rest stays in its own tensor
 
 Half by half (`pace` has the picture), a half's storages leave when it ends, in one copy. The last half stays, and so do storages
 made after the plan's bytes are reached: they are needed first. As a whole, all leave after the forward, and `Offloader` decides

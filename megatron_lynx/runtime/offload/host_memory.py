@@ -193,7 +193,7 @@ class HostMemory:
         self._locked: Slab | None = None
         """Locked before sizes were known, while it has space left."""
         self._planned_bytes: int | None = None
-        """None once the blocks have exceeded them."""
+        """Is None once the blocks have exceeded them."""
         self._sizes_change = False
         """Whether that was logged."""
         self._shelves: dict[Hashable, _Shelf] = {}
