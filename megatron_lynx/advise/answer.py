@@ -35,7 +35,7 @@ from megatron_lynx.planner.checks import check_plannable
 from megatron_lynx.planner.decision import drafted, plannable
 from megatron_lynx.planner.left_open import QUARTERS
 from megatron_lynx.planner.nearest import Changes, fewest_changes, in_words, with_changes
-from megatron_lynx.planner.variants import EQUAL, Planned, fastest, planned_variants
+from megatron_lynx.planner.variants import EQUAL, Planned, Variants
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.search.best_first import no_collections
@@ -52,9 +52,6 @@ CHUNK_MIB = 256
 WORTH = 0.01
 """Relative gain from which more changes, or more memory, are recommended: simulated ratios of settings were within 3 % on one
 H100."""
-
-ENDLESS_GIB = 1e6
-"""More than any device's memory."""
 
 WORTH_COPIES = 0.02
 """Relative gain from which copies to the host are recommended."""
@@ -101,6 +98,11 @@ class Answer:
         rival_s = best.step.expected_s if self.stock is None else max(self.stock.row.expected_s, best.step.expected_s)
         slower = self.stock is not None and less.step.expected_s > (1 + EQUAL) * rival_s
         return best if slower else less
+
+    @property
+    def rival_s(self) -> float | None:
+        """Seconds of stock's best."""
+        return None if self.stock is None else self.stock.row.expected_s
 
     @property
     def decision(self) -> Decision | None:
@@ -213,32 +215,28 @@ def _in_layout(
 ) -> Answer:
     """The answer without neighbours."""
     launch = launch_today(job, costs, reading)
-    plans = [] if refused else list(planned_variants(job, costs, release))
+    variants = Variants(job, costs, release)
     stock = or_launch(stocks_best(), launch, reading, job.memory_budget_bytes)
     if refused:
         return Answer(job, reading, launch, stock, refused=tuple(refused))
     may_copy = copies and job.offload_ratio == 0 and job.cluster.pcie is not None
     asked_copies = may_copy or job.offload_ratio != 0 or job.cluster.pcie is None
     answer = Answer(job, reading, launch, stock, asked_copies=asked_copies)
-    best = fastest(plans, None if stock is None else stock.row.expected_s)
+    best = variants.fastest(answer.rival_s)
     if best is None:
         try:
             check_plannable(job)
         except ConfigError as error:
             return replace(answer, error=error, refused=error.problems)
-    answer = replace(answer, without_copies=best, in_todays_bytes=_within_today(job, costs, release, launch, best))
+    answer = replace(answer, without_copies=best, in_todays_bytes=_within_today(variants, launch, best))
     if may_copy:
-        answer = replace(answer, copies=_with_copies(answer, costs, release))
+        answer = replace(answer, copies=_with_copies(answer, variants))
     if answer.planned is None:
         return replace(answer, error=_why_none(job, costs), would_fit=tuple(would_fit(job, costs, reading)))
     made = answer.planned
     if reading is not None:
         launch = launch.kept_beside(reading.with_graphs_of(made.draft.plan.model.captured).today)
     return replace(answer, launch=launch, on_host=OnHost.of(made.draft.job, costs.host_adam, priced=True))
-
-
-def _best_plan(job: Job, costs: Profile, release: str | None, stock: Stock | None) -> Planned | None:
-    return fastest(list(planned_variants(job, costs, release)), None if stock is None else stock.row.expected_s)
 
 
 def _why_none(job: Job, costs: Profile) -> Infeasible | None:
@@ -250,31 +248,23 @@ def _why_none(job: Job, costs: Profile) -> Infeasible | None:
     return None
 
 
-def _within_today(job: Job, costs: Profile, release: str | None, launch: Launch, plan: Planned | None) -> Planned | None:
+def _within_today(variants: Variants, launch: Launch, plan: Planned | None) -> Planned | None:
     """The plan within today's bytes; None if the given plan is, or none fits."""
     if launch.row is None or not launch.written or (plan is not None and plan.memory_bytes <= launch.row.memory_bytes):
         return None
-    budget = job.budget.model_copy(update={"memory_gib": launch.row.memory_bytes / GIB, "activation_mib": None})
-    return _best_plan(job.model_copy(update={"budget": budget}), costs, release, None)
+    budget = {"memory_gib": launch.row.memory_bytes / GIB, "activation_mib": None}
+    return variants.fastest(budget=variants.job.budget.model_copy(update=budget))
 
 
-def _with_copies(answer: Answer, costs: Profile, release: str | None) -> Planned | None:
+def _with_copies(answer: Answer, variants: Variants) -> Planned | None:
     """The plan that offloads activations, if it is worth a row."""
-    job, without = answer.job, answer.without_copies
-    with_copies = job.model_copy(update={"offload_ratio": "auto"})
-    if without is None:
-        return _best_plan(with_copies, costs, release, answer.stock)
-    beaten = answer.stock is not None and answer.stock.row.expected_s < without.step.expected_s
-    below_s = (1 - (0.0 if beaten else WORTH_COPIES)) * without.step.expected_s
-    # copies gain no more than endless memory
-    unbounded = job.model_copy(
-        update={"budget": job.budget.model_copy(update={"memory_gib": ENDLESS_GIB, "activation_mib": None})}
-    )
-    if not without.recomputes or all(
-        variant.step.expected_s >= below_s for variant in planned_variants(unbounded, costs, release)
-    ):
-        return None
-    planned = _best_plan(with_copies, costs, release, answer.stock)
+    without, below_s = answer.without_copies, inf
+    if without is not None:
+        beaten = answer.stock is not None and answer.stock.row.expected_s < without.step.expected_s
+        below_s = (1 - (0.0 if beaten else WORTH_COPIES)) * without.step.expected_s
+        if not without.recomputes or not variants.may_take(below_s):  # copies gain no more than endless memory
+            return None
+    planned = variants.fastest(answer.rival_s, offload_ratio="auto")
     return None if planned is None or planned.step.expected_s >= below_s else planned
 
 

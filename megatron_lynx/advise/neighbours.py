@@ -20,7 +20,7 @@ from megatron_lynx.advise.today import Row, Stock, as_stock, row_of, stocks_best
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan
-from megatron_lynx.planner.variants import Planned, fastest, planned_variants
+from megatron_lynx.planner.variants import Planned, Variants
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.search.best_first import BestFirst, no_collections
 from megatron_lynx.search.space import Layout, Space
@@ -85,7 +85,7 @@ class Near(Space):
 @no_collections()
 def neighbours(job: Job, release: str | None) -> list[Neighbour]:
     """Return the fastest few that fit, best first. `job`: with the policy `planned`, on a described cluster. `release`: as in
-    `planned_variants`."""
+    `Variants`."""
     candidates = BestFirst(Near(job, job.gpus), ("planned",), MOST, offload=job.offload_ratio != 0).run()
     near = [_answered(job, candidate.job, release) for candidate in candidates]
     return sorted((neighbour for neighbour in near if neighbour.rows), key=lambda neighbour: neighbour.fastest.expected_s)
@@ -97,7 +97,7 @@ def _answered(asked_job: Job, near_job: Job, release: str | None) -> Neighbour:
     costs = analytic_profile(job)
     stock = stocks_best(job, costs, release)
     rival_s = None if stock is None else stock.row.expected_s
-    return Neighbour(job, stock, fastest(list(planned_variants(job, costs, release)), rival_s))
+    return Neighbour(job, stock, Variants(job, costs, release).fastest(rival_s))
 
 
 def _layouts(job: Job) -> Iterator[dict[str, Any]]:

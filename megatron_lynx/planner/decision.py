@@ -167,15 +167,36 @@ def _decided(job: Job, profile: Profile) -> Decision:
 
 
 def _fastest(job: Job, profile: Profile) -> Decision:
-    """Decide with all these choices fixed; in FP8, with or without kept copies of checkpoints."""
+    """Decide with all these choices fixed; in FP8, with or without kept copies if there are checkpoints."""
     if job.model.fp8 is None or job.model.fp8.copies_kept is not None:
         return _made(job, profile)
     least = _made(left_open.with_copies(job, kept=False), profile)
     decisions = [least]
-    if any(rule.checkpoint or rule.recompute for entry in least.plan.stages for rule in entry.rules):
+    if any(rule.checkpoint for entry in least.plan.stages for rule in entry.rules):
         with suppress(Infeasible):
             decisions.append(_made(left_open.with_copies(job, kept=True), profile))
     return _as_of(job, min(decisions, key=lambda decision: decision.simulation.step_s))
+
+
+def keeping_all(job: Job, profile: Profile) -> Decision:
+    """Decide as if memory were endless: all activations stay on the device, weight gradients are deferred.
+
+    Raises `ConfigError` if no plan can express the job.
+    """
+    decisions = []
+    for endless in left_open.endless(job):
+        check_plannable(endless)
+        for parted in partitioned(endless, profile):
+            stages = Stages(parted, profile)
+            answers = tuple(stages.keeping_all(stage) for stage in range(parted.parallel.pipeline))
+            plan = written(parted, answers, job=job.digest, profile=profile.digest, note=profile.source.caution)
+            simulation = rehearse(plan, profile, job=parted)
+            decisions.append(_filled(_rehearsed(parted, profile, answers, plan, simulation), profile))
+    return min(decisions, key=_step_s)
+
+
+def _step_s(decision: Decision) -> float:
+    return decision.simulation.step_s
 
 
 def _made(job: Job, profile: Profile) -> Decision:
@@ -306,9 +327,13 @@ def _refined(decision: Decision, stages: Stages, job: Job, profile: Profile) -> 
 
 
 def _kept_if_late(answer: StageAnswer, simulation: Simulation, stages: Stages) -> tuple[StageAnswer, StageAnswer]:
-    """`Stages.keeping_all` for a stage that waits for recomputation or its host."""
+    """A stage that waits for recomputation or its host, with everything kept: if that fits, and regardless of the budget, because
+    a rehearsal may count less if chunks differ."""
     late_s = simulation.exposed_recompute_s(answer.stage) + simulation.host_late_s(answer.stage)
-    return stages.keeping_all(answer) if late_s else (answer, answer)
+    if not late_s:
+        return answer, answer
+    kept = stages.keeping_all(answer.stage)
+    return kept if stages.fits(kept) else answer, kept
 
 
 def _faster_of(decision: Decision, answers: tuple[StageAnswer, ...], job: Job, profile: Profile) -> Decision:

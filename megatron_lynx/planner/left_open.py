@@ -9,7 +9,7 @@ bytes cost recomputation and copies in each micro-batch. Plans with a few shares
 RoPE of packed sequences, whose recomputation makes the host wait for the device: recomputed only if no other plan fits.
 
 FP8 copies of checkpoints (`fp8: {copies_kept: ...}`): a checkpointed half keeps the FP8 copy of its last linear's input, or
-recomputes it, which holds less. Both are planned if anything is recomputed, and the faster one is taken.
+recomputes it, which holds less. Both are planned if the latter plan has checkpoints, and the faster one is taken.
 
 Pieces of the head (`head: {pieces: auto}`): the fewest with which the loss is not the last stage's fullest moment. The plan with
 them is taken if no other fits, or if its step is shorter by `WORTH_BITS`.
@@ -75,6 +75,22 @@ def with_copies(job: Job, *, kept: bool) -> Job:
     assert job.model.fp8 is not None, "asked only of jobs in FP8"
     fp8 = job.model.fp8.model_copy(update={"copies_kept": kept})
     return job.model_copy(update={"model": job.model.model_copy(update={"fp8": fp8})})
+
+
+ENDLESS_GIB = 1e6
+"""More than any device's memory."""
+
+
+def endless(job: Job) -> Iterator[Job]:
+    """Yield the job with endless memory, which needs nothing on the host and no head in pieces; without its graphs, too."""
+    budget = job.budget.model_copy(update={"memory_gib": ENDLESS_GIB, "activation_mib": None})
+    job = job.model_copy(update={"budget": budget, "offload_ratio": 0.0, "head": None})
+    job = with_share(job, 0.0) if job.optimizer.offload == "auto" else job
+    if job.model.fp8 is not None and job.model.fp8.copies_kept is None:
+        job = with_copies(job, kept=False)
+    yield job
+    if job.model.captured:
+        yield without_graphs(job)
 
 
 def best_share(job: Job, decide: Callable[[Job], DecisionT], step_s: Callable[[DecisionT], float]) -> DecisionT:

@@ -8,16 +8,18 @@ faster than every other plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.step import StepRange, hiding_all
-from megatron_lynx.errors import Infeasible, LynxError
+from megatron_lynx.errors import LynxError
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner.checks import check_plannable
-from megatron_lynx.planner.decision import Decision, completed, fastest_decision
+from megatron_lynx.planner.decision import Decision, completed, fastest_decision, keeping_all
 from megatron_lynx.planner.evaluation import figures_of
 from megatron_lynx.planner.left_open import with_exchanges, without_graphs
 from megatron_lynx.profiler.profile import Profile
@@ -57,9 +59,14 @@ class Planned:
 def planned(job: Job, profile: Profile) -> Planned:
     """Plan the job with exactly the flags that it states. Raises as `fastest_decision` does."""
     decision = fastest_decision(job, profile)
+    return Planned(job, profile, decision, *_figures(decision, profile))
+
+
+def _figures(decision: Decision, profile: Profile) -> tuple[StepRange, int]:
+    """The whole step and the bytes of the fullest device."""
     figures = figures_of(decision.job, profile, decision.simulation)
     passes = range_of(decision.plan, decision.job, profile, decision.simulation)
-    return Planned(job, profile, decision, passes.plus(figures.update_s), figures.memory_bytes)
+    return passes.plus(figures.update_s), figures.memory_bytes
 
 
 def range_of(plan: Plan, job: Job, profile: Profile, simulation: Simulation) -> StepRange:
@@ -91,19 +98,60 @@ def _first_of_fastest(plans: Sequence[Planned], seconds: Callable[[Planned], flo
     return next((plan for plan in plans if seconds(plan) <= (1 + EQUAL) * least_s), None)
 
 
-def planned_variants(job: Job, profile: Profile, release: str | None) -> Iterator[Planned]:
-    """Plan all variants; skip those without a plan. `release`: of megatron-core; None keeps the flags."""
-    fits_overlapped = True
-    for variant in [job] if release is None else variants(job, release):
-        model = variant.model
-        if model.moe_delayed and not fits_overlapped:  # delayed weight gradients free no memory
-            continue
-        try:
-            yield planned(variant, profile)
-        except Infeasible:
-            fits_overlapped = fits_overlapped and (model.moe_delayed or not model.moe_overlapped)
-        except LynxError:
-            continue
+@dataclass(frozen=True)
+class Variants:
+    """A job's variants, each with the step of its plan in endless memory: no plan of the variant is faster.
+
+    `release`: of megatron-core; None keeps the flags.
+    """
+
+    job: Job
+    profile: Profile = field(repr=False)
+    release: str | None
+
+    def fastest(self, rival_s: float | None = None, **changes: object) -> Planned | None:
+        """Plan the variants with these fields of the job changed, and choose as `fastest` does; None if no plan fits.
+
+        Variants with the most changed flags, the fastest if they fit, are planned first. Those that cannot win are not planned.
+        """
+        found: dict[int, Planned] = {}
+        for place in self._places:
+            if found and self._is_slower(place, found.values()):
+                continue
+            with suppress(LynxError):
+                found[place] = planned(self._jobs[place].model_copy(update=changes), self.profile)
+        return fastest([found[place] for place in sorted(found)], rival_s)
+
+    def may_take(self, seconds: float) -> bool:
+        """Whether a plan may have a shorter step than this, however much memory there is."""
+        return any(self._bound(place).expected_s < seconds for place in self._places)
+
+    @property
+    def _places(self) -> range:
+        """Indices of the variants, most changed flags first."""
+        return range(len(self._jobs) - 1, -1, -1)
+
+    @cached_property
+    def _jobs(self) -> tuple[Job, ...]:
+        return (self.job,) if self.release is None else tuple(variants(self.job, self.release))
+
+    @cached_property
+    def _endless(self) -> dict[int, StepRange]:
+        return {}
+
+    def _bound(self, place: int) -> StepRange:
+        if place not in self._endless:
+            try:
+                self._endless[place] = _figures(keeping_all(self._jobs[place], self.profile), self.profile)[0]
+            except LynxError:  # it has no plan
+                self._endless[place] = StepRange.known(inf)
+        return self._endless[place]
+
+    def _is_slower(self, place: int, found: Collection[Planned]) -> bool:
+        """Whether a variant is slower than the best found, by longest steps and by middles of ranges."""
+        bound, slack = self._bound(place), 1 + EQUAL
+        expected_s, most_s = (min(plan.step.expected_s for plan in found), min(plan.step.most_s for plan in found))
+        return bound.expected_s > slack * expected_s and bound.most_s > slack * most_s
 
 
 def variants(job: Job, release: str) -> Iterator[Job]:

@@ -122,12 +122,13 @@ class Stages:
             answer = ways[fit - 1] if fit else answer
         return answer
 
-    def keeping_all(self, answer: StageAnswer) -> tuple[StageAnswer, StageAnswer]:
-        """Return the stage without recomputation and offload: if that fits (otherwise the answer unchanged), and regardless of
-        the budget, because a rehearsal may count less if chunks differ."""
-        keeping = partial(Chunks.solved, solver=baselines.keep_all)
-        kept, budget_bytes = self._offloading(answer.stage, NOTHING, None, keeping), self._budget_bytes(answer.stage)
-        return answer if budget_bytes is not None and kept.peak_bytes > budget_bytes else kept, kept
+    def keeping_all(self, stage: int) -> StageAnswer:
+        """Return the stage without recomputation and offload, regardless of the budget."""
+        return self._offloading(stage, NOTHING, None, partial(Chunks.solved, solver=baselines.keep_all))
+
+    def fits(self, answer: StageAnswer) -> bool:
+        budget_bytes = self._budget_bytes(answer.stage)
+        return budget_bytes is None or answer.peak_bytes <= budget_bytes
 
     def _best(self, stage: int) -> StageAnswer:
         budget_bytes = self._budget_bytes(stage)
