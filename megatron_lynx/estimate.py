@@ -144,11 +144,11 @@ class LaunchEstimate:
         return {"launch": launch, "verdict": self.in_words}
 
 
-def estimate(job: Job, profile: Profile | None = None, setting: StockSetting | None = None) -> Estimate:
+def estimate(job: Job, profile: Profile | None = None, setting: StockSetting | None = None, *, graphs: bool = False) -> Estimate:
     """Estimate the job. With a measured `profile` of its layers, only the links come from the cluster's description.
 
     `setting`: stock Megatron's, in place of the job's policy; it is simulated. Without flushes and with an offload ratio the
-    policy counts.
+    policy counts. `graphs`: whether the launch captures CUDA graphs, so that no host time is counted.
 
     With policy `planned` this is the estimate of a plan. Raises `ConfigError` for a profile of another shape, and for a plan
     without figures. A job that does not fit is an answer, not an error.
@@ -158,6 +158,7 @@ def estimate(job: Job, profile: Profile | None = None, setting: StockSetting | N
     _check_stays(job)
     job = job if job.optimizer.offload != "auto" else least_share_that_fits(job)
     costs = _costs(job, profile)
+    costs = None if costs is None else costs.issued(graphs=graphs)
     setting = OF_POLICY.get(job.policy) if setting is None else setting
     if setting is not None and job.schedule == "flush" and job.offload_ratio == 0:
         return _of_stock(job, costs, setting)

@@ -3,7 +3,7 @@
     plan ──> plan.yaml ──> explain, simulate, report, compare --simulate --plan
     advise, compare --simulate, estimate: of the same job or launch
 
-`ONE_FIGURE_LAUNCHES=FOLDER` walks the launch files of a folder (`*.args`), too.
+`ONE_FIGURE_LAUNCHES=FOLDER:FOLDER` walks the launch files of folders (`*.args`), too.
 """
 
 from __future__ import annotations
@@ -146,6 +146,9 @@ OF_EXPERTS = (
 )
 IN_FP8 = "--fp8-format hybrid"
 PARTLY_ON_HOST = "--use-precision-aware-optimizer --optimizer-cpu-offload --optimizer-offload-fraction 0.5"
+SMALL = LAUNCH.replace("hidden-size 4096", "hidden-size 1024").replace("attention-heads 32", "attention-heads 8")
+"""Bound by the host, unless graphs are captured."""
+GRAPHS = "--cuda-graph-impl transformer_engine --cuda-graph-modules attn --te-rng-tracker"
 CHUNKS = LAUNCH.replace(
     "pipeline-model-parallel-size 2", "pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1"
 )
@@ -160,6 +163,7 @@ SUBJECTS = {
         ["--cluster", "h100-80g", "--memory-gib", "8"],
         f"{LAUNCH} {IN_FP8} --recompute-activations",
     ),
+    "graphs, recomputed today": (["--cluster", "h100-80g"], f"{SMALL} {GRAPHS} --recompute-activations"),
     "head in pieces": (["--cluster", "a100-80g", "--memory-gib", "13", "--inexact", "head"], f"{LAUNCH} --vocab-size 256000"),
 }
 
@@ -177,8 +181,8 @@ def test_a_ready_launch_has_one_figure_in_all_commands(name: str, tmp_path: Path
 
 
 def launch_files() -> list[Path]:
-    folder = os.environ.get("ONE_FIGURE_LAUNCHES")
-    return sorted(Path(folder).glob("*.args")) if folder else []
+    folders = filter(None, os.environ.get("ONE_FIGURE_LAUNCHES", "").split(os.pathsep))
+    return sorted(file for folder in folders for file in Path(folder).glob("*.args"))
 
 
 @pytest.mark.parametrize("file", launch_files(), ids=lambda file: file.stem)

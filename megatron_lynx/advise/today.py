@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.cost.step import StepRange
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, Problem
@@ -16,9 +15,9 @@ from megatron_lynx.launch_arguments.today import Today, cannot_train
 from megatron_lynx.planner.variants import Planned
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.stock.legality import NEWEST
-from megatron_lynx.stock.price import Priced, priced
-from megatron_lynx.stock.rival import best_rival
-from megatron_lynx.stock.setting import StockSetting
+from megatron_lynx.stock.price import Priced, least_bytes, priced
+from megatron_lynx.stock.rival import fastest, rivals
+from megatron_lynx.stock.setting import NONE, StockSetting
 from megatron_lynx.units import format_bytes
 
 
@@ -80,8 +79,7 @@ def launch_today(job: Job, costs: Profile, reading: Reading | None) -> Launch:
     unknown = _unknown(job, reading)
     if unknown:
         return Launch(today.name, today.flags, None, unknown=unknown)
-    more = graph_bytes(job) if today.graphs else 0
-    row = _row(job, costs, today, more)
+    row, more = _row(job, costs, today), graph_bytes(job, today.setting)
     return Launch(today.name, today.flags, row, graphs=today.graphs, graph_bytes=more, alone=today.alone)
 
 
@@ -102,22 +100,17 @@ def _undivided(job: Job) -> str:
     return ""
 
 
-def graph_bytes(job: Job) -> int:
-    """Bytes that captured graphs add to the fullest stage of stock without recomputation (`cost.stage_memory`)."""
-    plain = as_stock(job)
-    beside = plain.model_copy(update={"model": job.model})
-    return _fullest(beside) - _fullest(plain) if job.model.captured else 0
+def graph_bytes(job: Job, setting: StockSetting = NONE) -> int:
+    """Bytes that captured graphs add to the fullest stage under a stock setting (`cost.stage_memory`)."""
+    if not job.model.captured:
+        return 0
+    stages = range(job.parallel.pipeline)
+    return least_bytes(as_stock(job, graphs=True), setting, stages) - least_bytes(as_stock(job), setting, stages)
 
 
-def _fullest(job: Job) -> int:
-    return max(memory.total for memory in memory_of_stages(job))
-
-
-def _row(job: Job, costs: Profile, today: Today, more_bytes: int = 0) -> Row:
-    stock_job = as_stock(job)
-    issued = costs.model_copy(update={"host_time": None}) if today.graphs else costs
-    row = stock_row(stock_job, costs, priced(stock_job, issued, today.setting))
-    return replace(row, memory_bytes=row.memory_bytes + more_bytes)
+def _row(job: Job, costs: Profile, today: Today) -> Row:
+    stock_job = as_stock(job, graphs=True)
+    return stock_row(stock_job, costs, priced(stock_job, costs.issued(graphs=today.graphs), today.setting))
 
 
 @dataclass(frozen=True)
@@ -149,19 +142,22 @@ def stock_row(job: Job, costs: Profile, price: Priced) -> Row:
 
 @dataclass(frozen=True)
 class Stock:
-    """Stock Megatron under one setting. `launch`: whether it is the launch as written."""
+    """Stock Megatron under its best setting. `launch`: whether it is the launch as written."""
 
     setting: StockSetting
     row: Row
     launch: bool = False
+    rivals: tuple[Priced, ...] = field(default=(), repr=False)
+    """What `stock.rival.rivals` found on the way."""
 
 
 def stocks_best(job: Job, costs: Profile, release: str | None) -> Stock | None:
     """Return the fastest setting that fits, of equals the one with fewer bytes. Returns None if none fits, or stock cannot place
     the layers. `release`: of megatron-core; None: the newest."""
     stock_job = as_stock(job)
-    best = None if _undivided(job) else best_rival(stock_job, costs, job.memory_budget_bytes, release or NEWEST)
-    return None if best is None else Stock(best.setting, stock_row(stock_job, costs, best))
+    found = [] if _undivided(job) else rivals(stock_job, costs, job.memory_budget_bytes, release or NEWEST)
+    best = fastest(found)
+    return None if best is None else Stock(best.setting, stock_row(stock_job, costs, best), rivals=tuple(found))
 
 
 def or_launch(best: Stock | None, launch: Launch, reading: Reading | None, budget_bytes: int) -> Stock | None:
@@ -170,7 +166,7 @@ def or_launch(best: Stock | None, launch: Launch, reading: Reading | None, budge
         return best
     if best is not None and best.row.expected_s < launch.row.expected_s * (1 - ROUNDING):
         return best
-    return Stock(reading.today.setting, launch.row, launch=True)
+    return Stock(reading.today.setting, launch.row, launch=True, rivals=() if best is None else best.rivals)
 
 
 ROUNDING = 1e-6
@@ -195,13 +191,13 @@ def gains(row: Row, before: Row) -> tuple[float, float]:
 STOCK = {"policy": "none", "schedule": "flush", "defer_updates": True}
 
 
-def as_stock(job: Job) -> Job:
-    """The job as stock Megatron runs it; open partitions become even."""
+def as_stock(job: Job, *, graphs: bool = False) -> Job:
+    """The job as stock Megatron runs it, with or without its graphs; open partitions become even."""
     parallel = job.parallel
     if parallel.partition == "auto":
         parallel = parallel.model_copy(update={"partition": None})
-    model = job.model.model_copy(update={"captured": ()})  # priced by `today`
-    return job.model_copy(update={**STOCK, "parallel": parallel, "model": model})
+    stock_job = job.model_copy(update={**STOCK, "parallel": parallel})
+    return stock_job if graphs else stock_job.with_captured(())
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ def estimate(
     if today is not None and today.not_priced:
         problems = [Problem("today", why, "", "plan, or price the launch without it") for why in today.not_priced]
         raise ConfigError("what this launch does today cannot be priced", problems)
-    answer = estimated(job, measured, None if today is None else today.setting)
+    answer = estimated(job, measured) if today is None else estimated(job, measured, today.setting, graphs=today.graphs)
     launch = None if today is None else LaunchEstimate(today.name, today.flags, answer)
     if as_json:
         show_json({**answer.as_json, **({} if launch is None else launch.as_json), **understood_as_json(reading)})

@@ -17,6 +17,7 @@ from megatron_lynx.cli.terminal import announced, page, quieten_megatron, say, s
 from megatron_lynx.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
+    from megatron_lynx.advise.today import Stock
     from megatron_lynx.config import Job
     from megatron_lynx.launch_arguments import Reading
     from megatron_lynx.plan import Plan
@@ -87,13 +88,18 @@ def _compare_simulated(
     from megatron_lynx.planner.variants import range_of
     from megatron_lynx.rehearsal import rehearse
     from megatron_lynx.stock.legality import NEWEST
+    from megatron_lynx.stock.rival import rivals
     from megatron_lynx.stock.side_by_side import SimulatedRow, allowed_bytes, side_by_side, verdict
+
+    advised: list[Stock] = []
 
     def as_advised(job: Job, costs: Profile) -> Plan:
         answer = answered(job, costs, reading, near=False, copies=reading is not None)
         if answer.decision is None:
             assert answer.error is not None, "there is no plan, and the planner has said why"
             raise answer.error
+        if answer.stock is not None and job.cluster.device == "cuda":  # on the testbed stock gets the plan's bytes
+            advised.append(answer.stock)
         return answer.decision.plan
 
     made, costs = plan_and_costs(job, plan_file, profile_file, output, make=as_advised)
@@ -107,7 +113,9 @@ def _compare_simulated(
     first = None if today is None or row is None else SimulatedRow(f"today: {today.setting}", row.step, row.memory_bytes)
     ours = SimulatedRow("ours", step, figures.memory_bytes, ours=True)
     release = NEWEST if reading is None else reading.given.release
-    rows = side_by_side(as_stock(job), costs, ours, budget_bytes, release, first)
+    stock_job = as_stock(job)
+    prices = advised[0].rivals if advised else rivals(stock_job, costs, budget_bytes, release)
+    rows = side_by_side(stock_job, costs, ours, prices, first)
     _show_rows(rows, show_simulated, as_json)
     if not as_json:
         show_lines(verdict(rows, budget_bytes))

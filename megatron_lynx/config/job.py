@@ -25,6 +25,7 @@ from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Optimizer, Overlap, Parallel
 from megatron_lynx.figures import Learned
 from megatron_lynx.fp8_recipes import gathers_once
+from megatron_lynx.kinds.captured import CapturedModule
 from megatron_lynx.schedule.flushes import groups_needed
 from megatron_lynx.units import GIB
 from megatron_lynx.validation import Part, digest_of
@@ -260,6 +261,12 @@ class Job(Part):
     def userbuffers(self) -> bool:
         """Whether linears exchange inside their GEMMs with userbuffers; such exchanges are no windows."""
         return self.overlap.userbuffers and self.parallel.tensor > 1
+
+    def with_captured(self, modules: tuple[CapturedModule, ...]) -> Job:
+        """Return the job with these modules in CUDA graphs."""
+        if self.model.captured == modules:
+            return self
+        return self.model_copy(update={"model": self.model.model_copy(update={"captured": modules})})
 
     def with_userbuffers(self, on: bool) -> Job:
         return self.model_copy(update={"overlap": self.overlap.model_copy(update={"userbuffers": on})})

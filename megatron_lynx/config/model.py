@@ -272,10 +272,8 @@ class Model(Part):
 
     def each_kind(self, layers: Iterable[int]) -> list[LayerKind]:
         """Return the sections of each of these layers."""
-        contents = [
-            (layer in self.expert_layers, tuple(opaque.kind for opaque in self.opaque if layer in opaque.numbers(self.layers)))
-            for layer in layers
-        ]
+        experts, opaque_layers = self.expert_layers, [(opaque.kind, opaque.numbers(self.layers)) for opaque in self.opaque]
+        contents = [(layer in experts, tuple(kind for kind, numbers in opaque_layers if layer in numbers)) for layer in layers]
         kinds = {content: self.kind_sections(experts=content[0], opaque=content[1]) for content in set(contents)}
         return [kinds[content] for content in contents]
 

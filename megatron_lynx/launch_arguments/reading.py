@@ -163,7 +163,7 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     facts = [*model_facts(given, problems), *fp8_facts(given, problems), *group_facts(given)]
     facts += [*context_facts(given, problems), *latent_facts(given, problems)]
     facts += [*expert_facts(given, problems, planning=planning), *layer_facts(given, problems, left_open=planning)]
-    facts += [*window_facts(given, problems), *opaque_facts(given, problems), *graph_facts(given, planning=planning)]
+    facts += [*window_facts(given, problems), *opaque_facts(given, problems), *graph_facts(given)]
     facts += [*optimizer_facts(given, problems), *overlap_facts(given)]
     today = today_of(given, problems, planning=planning)
     if planning and given["yaml_cfg"] is not None:  # a user's file is not rewritten, as a command is

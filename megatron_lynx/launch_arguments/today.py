@@ -230,8 +230,8 @@ def why_alone(given: Given) -> str:
     return "" if beside is None else f"{given.origin(beside)}: beside it and graphs nothing was tried"
 
 
-def graph_facts(given: Given, *, planning: bool) -> Iterator[Fact]:
-    if planning and captures(given) and not why_alone(given):
+def graph_facts(given: Given) -> Iterator[Fact]:
+    if captures(given) and not why_alone(given):
         named = _modules(given)
         yield Fact("model.captured", [module for module in CAPTURED_MODULES if module in named], given.origin(_named_by(given)))
 

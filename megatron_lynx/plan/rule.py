@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from megatron_lynx.anatomy import DENSE, HALVES, Half, Section, all_items, filling, names_in
+from megatron_lynx.anatomy import DENSE, HALVES, Half, Section, filling, names_in
 from megatron_lynx.anatomy.address import (
     BACKWARD_PHASES,
     GATHER_PATTERN,
@@ -274,7 +274,7 @@ class Rule(Part):
             if named:
                 again = f"all of the {half} half runs again, so list none of it"
                 yield f"{', '.join(named)}: listed, but {self.checkpoint_said}: {again}"
-        yield from (f"{item} is listed twice" for item in all_items() if listed.count(item) > 1)
+        yield from (f"{item} is listed twice" for item in dict.fromkeys(listed) if listed.count(item) > 1)
         for half in HALVES:
             section = self.filling(half)
             if section.in_some_layers or self.checkpoints(half):
@@ -285,8 +285,8 @@ class Rule(Part):
 
     def _never_recomputed(self) -> Iterator[str]:
         roles = {item.name: item.role for half in HALVES for section in filling(half) for item in section.items}
-        for item in all_items():
-            if item in self.recompute and (why := WHY_KEPT.get(roles[item])):
+        for item in dict.fromkeys(self.recompute):
+            if (why := WHY_KEPT.get(roles[item])) is not None:
                 yield f"{item} must be kept: {why}"
 
     def _deferred(self) -> Iterator[str]:

@@ -113,7 +113,7 @@ def fastest_decision(job: Job, profile: Profile) -> Decision:
 def _beside_graphs(job: Job, profile: Profile) -> Decision:
     """Decide for a launch that captures graphs: with them, or without them if that is faster or nothing else fits. Raises the
     problems that remain without graphs."""
-    without = left_open.without_graphs(job)
+    without = job.with_captured(())
     try:
         beside = _without_graphs(job, profile)
     except Infeasible:

@@ -42,7 +42,7 @@ def as_planned(job: Job, plan: Plan) -> Job:
     if job.model.fp8 is not None and job.model.fp8.copies_kept is None:
         job = with_copies(job, kept=plan.model.fp8_copies_kept)
     if job.model.captured and not plan.model.captured:
-        job = without_graphs(job)
+        job = job.with_captured(())
     job = with_exchanges(job, overlapped=plan.model.moe_overlapped, delayed=plan.model.moe_delayed)
     job = job.with_userbuffers(plan.parallel.userbuffers) if job.userbuffers != plan.parallel.userbuffers else job
     if plan.device is not None:
@@ -57,10 +57,6 @@ def with_exchanges(job: Job, *, overlapped: bool, delayed: bool) -> Job:
         return job
     experts = experts.model_copy(update={"overlapped": overlapped, "delayed": delayed})
     return job.model_copy(update={"model": job.model.model_copy(update={"experts": experts})})
-
-
-def without_graphs(job: Job) -> Job:
-    return job.model_copy(update={"model": job.model.model_copy(update={"captured": ()})})
 
 
 def with_rotary_again(job: Job) -> Iterator[Job]:
@@ -90,7 +86,7 @@ def endless(job: Job) -> Iterator[Job]:
         job = with_copies(job, kept=False)
     yield job
     if job.model.captured:
-        yield without_graphs(job)
+        yield job.with_captured(())
 
 
 def best_share(job: Job, decide: Callable[[Job], DecisionT], step_s: Callable[[DecisionT], float]) -> DecisionT:
@@ -129,7 +125,7 @@ def least_share_that_fits(job: Job) -> Job:
 
 def last_tried(job: Job) -> Job:
     """Return the job with every open choice as in the last plan that is tried."""
-    job = without_graphs(job) if job.model.captured else job
+    job = job.with_captured(())
     job = with_share(job, 1.0) if job.optimizer.offload == "auto" else job
     return (with_pieces(job) or with_whole_head(job)) if job.head is not None and job.head.pieces == "auto" else job
 

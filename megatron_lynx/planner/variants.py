@@ -21,7 +21,7 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner.checks import check_plannable
 from megatron_lynx.planner.decision import Decision, completed, fastest_decision, keeping_all
 from megatron_lynx.planner.evaluation import figures_of
-from megatron_lynx.planner.left_open import with_exchanges, without_graphs
+from megatron_lynx.planner.left_open import with_exchanges
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.simulation import Simulation
@@ -167,7 +167,7 @@ def variants(job: Job, release: str) -> Iterator[Job]:
 
 def _with_other_flags(job: Job, facts: Facts) -> Iterator[Job]:
     """Without captured graphs, which exclude both."""
-    job, experts = without_graphs(job) if job.model.captured else job, job.model.experts
+    job, experts = job.with_captured(()), job.model.experts
     if experts is not None:
         flags = experts.overlapped, experts.overlapped and experts.delayed
         for setting in (StockSetting(), *(() if experts.whole else OVERLAPPED)):

@@ -251,6 +251,10 @@ class Profile(Part):
     messages_between_passes: bool = False
     """Whether stages with several chunks exchange messages between passes instead of overlapped. Set by the job."""
 
+    def issued(self, *, graphs: bool) -> Profile:
+        """Return the profile of a launch that captures CUDA graphs, or does not: with graphs host time is not counted."""
+        return self.model_copy(update={"host_time": None}) if graphs else self
+
     def _problems(self) -> Iterator[str]:
         for half, section in self.shape.halves.items():
             yield from _misnamed(self.half(half), half, section.names)

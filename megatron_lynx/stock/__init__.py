@@ -12,7 +12,7 @@ side_by_side.py a plan compared with the strongest settings
 """
 
 from megatron_lynx.stock.price import Priced, priced
-from megatron_lynx.stock.rival import best_rival
+from megatron_lynx.stock.rival import fastest, rivals
 from megatron_lynx.stock.setting import FULL, NONE, OF_POLICY, SELECTIVE, StockSetting
 
-__all__ = ["FULL", "NONE", "OF_POLICY", "SELECTIVE", "Priced", "StockSetting", "best_rival", "priced"]
+__all__ = ["FULL", "NONE", "OF_POLICY", "SELECTIVE", "Priced", "StockSetting", "fastest", "priced", "rivals"]

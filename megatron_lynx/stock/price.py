@@ -5,14 +5,13 @@ Seconds are of forwards and backwards; gradient reduction and the optimizer's up
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.communication import head_of
 from megatron_lynx.cost.moments import StageMemory
-from megatron_lynx.cost.stage import of_every_stage
 from megatron_lynx.cost.step import StepRange, hiding_all
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
@@ -79,7 +78,7 @@ class Pricing:
 
     def fits(self, budget_bytes: int) -> bool:
         """Whether each stage fits. Stops at the first that does not."""
-        return all(stage.memory.total <= budget_bytes for stage in self._stages)
+        return all(stage.parts.peak_bytes <= budget_bytes for stage in self._stages)
 
     @cached_property
     def price(self) -> Priced:
@@ -91,7 +90,7 @@ class Pricing:
         spared_s = deferred_heads(job, self._setting) * head_of(profile, LayerShape.of(job).input_bytes).forward_s
         return Priced(
             self._setting,
-            tuple(stage.memory for stage in stages),
+            tuple(stage.parts.fullest for stage in stages),
             StepRange(least_s - spared_s, most_s),
             max(stage.stage.host_bytes for stage in stages),
             self.busy_s,
@@ -113,7 +112,7 @@ class Pricing:
 
     def _schedule(self, microbatches: int) -> Schedule:
         job = self._job
-        return with_flushes(job.parallel.pipeline, microbatches, job.chunks, job.microbatch_group, int(self._setting.overlap))
+        return _schedule_of(job.parallel.pipeline, microbatches, job.chunks, job.microbatch_group, int(self._setting.overlap))
 
     def _step_s(self, stages: Sequence[TimedStage]) -> float:
         passes = [stage.passes for stage in stages]
@@ -126,6 +125,10 @@ class Pricing:
         return simulate(self._schedule(microbatches), passes, message_s, between_passes=not job.overlap.messages)
 
 
-def least_bytes(job: Job, setting: StockSetting) -> int:
-    """Bytes of the fullest device if copies take no time."""
-    return max(memory.total for memory in of_every_stage(job, lambda stage: StockStage(job, setting, stage).memory()))
+def least_bytes(job: Job, setting: StockSetting, stages: Iterable[int]) -> int:
+    """Bytes of the fullest of these devices if copies take no time."""
+    return max(StockStage(job, setting, stage).parts().peak_bytes for stage in stages)
+
+
+_schedule_of = lru_cache(maxsize=16)(with_flushes)
+"""Cached: the settings of a job share few schedules."""

@@ -29,6 +29,7 @@ from math import inf
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.host_optimizer import host_shortage
+from megatron_lynx.cost.stage import of_every_stage
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.stock.layer_bytes import LayerBytes, layer_bytes
@@ -39,18 +40,13 @@ from megatron_lynx.stock.seconds import layer_seconds
 from megatron_lynx.stock.setting import FULL, NONE, WHOLE, StockSetting, block
 
 
-def best_rival(job: Job, profile: Profile, budget_bytes: int, release: str = NEWEST) -> Priced | None:
-    """Return the fastest setting, or None if none fits. `release`: of megatron-core."""
-    return _fastest(rivals(job, profile, budget_bytes, release))
-
-
 def rivals(job: Job, profile: Profile, budget_bytes: int, release: str = NEWEST) -> list[Priced]:
     """Return the families' fastest settings that were each the fastest so far, and the fastest of them with userbuffers if these
     can be enabled. Nothing is offloaded if the cluster has no link to the host."""
     running = _Rivals(job, profile, budget_bytes, Facts.of(job, release))
     for family in families(job, release, running.promising):
         running.take(family)
-    if (best := _fastest(running.priced)) is not None:
+    if (best := fastest(running.priced)) is not None:
         running.priced += _with_userbuffers(job, profile, budget_bytes, best.setting, release)
     return running.priced
 
@@ -116,8 +112,13 @@ class _Rivals:
 
     def _least(self, setting: StockSetting) -> int:
         if setting not in self._least_bytes:
-            self._least_bytes[setting] = least_bytes(self.job, setting)
+            self._least_bytes[setting] = least_bytes(self.job, setting, self._stages)
         return self._least_bytes[setting]
+
+    @cached_property
+    def _stages(self) -> frozenset[int]:
+        """One of each group of equal stages."""
+        return frozenset(of_every_stage(self.job, int))
 
     @cached_property
     def _offloaded(self) -> Modules:
@@ -143,7 +144,7 @@ class _Rivals:
     @property
     def _least_s(self) -> float:
         """Seconds below which a setting is faster than the best that fits."""
-        best = _fastest(self.priced)
+        best = fastest(self.priced)
         return inf if best is None else best.step_s * (1 - WORTH_PRICING)
 
     def _is_known_slower(self, setting: StockSetting) -> bool:
@@ -177,8 +178,13 @@ def _copies_less(fits: StockSetting, other: StockSetting) -> bool:
     return alike and less and bool(fits.offload) and fits.method is None
 
 
-def _fastest(prices: Iterable[Priced]) -> Priced | None:
-    return min(prices, key=lambda price: (price.step_s, price.most_bytes), default=None)
+def by_speed(price: Priced) -> tuple[float, int]:
+    return price.step_s, price.most_bytes
+
+
+def fastest(prices: Iterable[Priced]) -> Priced | None:
+    """Of equals the one with fewer bytes."""
+    return min(prices, key=by_speed, default=None)
 
 
 def _with_userbuffers(job: Job, profile: Profile, budget_bytes: int, setting: StockSetting, release: str) -> Iterator[Priced]:

@@ -5,6 +5,7 @@ Rows: none and full, the fastest few that fit, ours.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,9 +13,8 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.step import StepRange
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.stock.legality import NEWEST
 from megatron_lynx.stock.price import Priced, priced
-from megatron_lynx.stock.rival import rivals
+from megatron_lynx.stock.rival import by_speed
 from megatron_lynx.stock.setting import FULL, NONE
 from megatron_lynx.units import format_bytes
 
@@ -47,18 +47,12 @@ def allowed_bytes(job: Job, ours_bytes: int) -> int:
 
 
 def side_by_side(
-    job: Job,
-    profile: Profile,
-    ours: SimulatedRow,
-    budget_bytes: int,
-    release: str = NEWEST,
-    today: SimulatedRow | None = None,
+    job: Job, profile: Profile, ours: SimulatedRow, rivals: Iterable[Priced], today: SimulatedRow | None = None
 ) -> list[SimulatedRow]:
-    """Return the rows. `job`: as stock runs it. `ours`: the plan's row. `release`: of megatron-core. `today`: the launch's row,
+    """Return the rows. `job`: as stock runs it. `ours`: the plan's row. `rivals`: settings that fit. `today`: the launch's row,
     which is the first whatever its bytes."""
     none, full = priced(job, profile, NONE), priced(job, profile, FULL)
-    prices = sorted(rivals(job, profile, budget_bytes, release), key=lambda price: (price.step_s, price.most_bytes))
-    contenders = [price for price in prices if price.setting not in (NONE, FULL)]
+    contenders = [price for price in sorted(rivals, key=by_speed) if price.setting not in (NONE, FULL)]
     added_s = update_s(job, profile)
     rows = [_row(price, added_s) for price in (none, full, *contenders[:STRONGEST])]
     if today is not None:

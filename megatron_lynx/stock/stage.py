@@ -17,7 +17,7 @@ chunk and one more, which the forward allocates before the backward frees its ow
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megatron_lynx.anatomy import LayerKind
@@ -25,9 +25,10 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.combined import LayerSeconds, Nodes, nodes_of, paired_s, shared_rates
 from megatron_lynx.cost.ends import ends_of, logits_gradient_bytes, loss_kept_bytes
 from megatron_lynx.cost.host import HostSeconds, policy_host_s
-from megatron_lynx.cost.moments import StageMemory
+from megatron_lynx.cost.moments import Parts, StageMemory
 from megatron_lynx.cost.stage import most_in_flight_bytes
 from megatron_lynx.cost.stage_memory import activations_in_flight, dispatched_bytes, parts_beside_layers, without_overlap
+from megatron_lynx.kinds.captured import CapturedModule
 from megatron_lynx.profiler.profile import BlockProfile, Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.schedule import Schedule
@@ -45,14 +46,19 @@ def deferred_heads(job: Job, setting: StockSetting) -> int:
 
 @dataclass(frozen=True)
 class StockStage:
-    """One stage of a job under one setting. The setting decides whether exchanges are overlapped, not the job."""
+    """One stage of a job under one setting. The setting decides whether exchanges are overlapped, not the job.
+
+    `captured`: modules of the job's CUDA graphs. Their buffers and pools are counted; seconds and saved tensors are as without.
+    """
 
     job: Job
     setting: StockSetting
     stage: int
+    captured: tuple[CapturedModule, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "job", without_overlap(self.job))
+        object.__setattr__(self, "captured", self.job.model.captured)
+        object.__setattr__(self, "job", without_overlap(self.job).with_captured(()))
 
     @cached_property
     def chunks(self) -> tuple[tuple[StockLayer, ...], ...]:
@@ -60,8 +66,11 @@ class StockStage:
 
     def memory(self, staging_bytes: int = 0) -> StageMemory:
         """Its fullest moment. `staging_bytes`: of copies in flight."""
+        return self.parts(staging_bytes).fullest
+
+    def parts(self, staging_bytes: int = 0) -> Parts:
         job, stage = self.job.model_copy(update={"policy": "none", "head": None}), self.stage
-        parts = parts_beside_layers(job, stage, layer_whole=not self.setting.recompute)
+        parts = parts_beside_layers(job.with_captured(self.captured), stage, layer_whole=not self.setting.recompute)
         if self.setting.overlap:
             kept = loss_kept_bytes(LayerShape.of(job)) if job.parallel.pipeline == 1 else 0
             parts = replace(parts, in_hand=parts.in_hand + self._pair_more_bytes, logits_kept=kept)
@@ -71,7 +80,7 @@ class StockStage:
             **activations_in_flight(job, stage, stays, self._deferred_bytes),
             staging=staging_bytes,
             recomputed=max(map(made_again_bytes, self.chunks)),
-        ).fullest
+        )
 
     @property
     def _deferred_bytes(self) -> int:
@@ -115,8 +124,8 @@ class TimedStage:
         return copies
 
     @cached_property
-    def memory(self) -> StageMemory:
-        return self.stage.memory(0 if self.copies is None else self.copies.most_bytes())
+    def parts(self) -> Parts:
+        return self.stage.parts(0 if self.copies is None else self.copies.most_bytes())
 
     @cached_property
     def passes(self) -> list[ChunkPasses]:

@@ -12,9 +12,9 @@ from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.published.row import catalogued_job
 from megatron_lynx.schedule.flushes import with_flushes
-from megatron_lynx.stock import NONE, StockSetting, best_rival, priced
+from megatron_lynx.stock import NONE, StockSetting, priced
 from megatron_lynx.stock.legality import Facts, refused
-from megatron_lynx.stock.rival import families
+from megatron_lynx.stock.rival import families, fastest, rivals
 from megatron_lynx.stock.seconds import layer_seconds
 from megatron_lynx.stock.stage import StockStage
 
@@ -140,7 +140,7 @@ def test_they_are_among_the_rivals_where_megatron_takes_them():
     for job in (whole, chunks):
         costs = analytic_profile(job)
         price = priced(job, costs, StockSetting(overlap=True, delayed=True))
-        best = best_rival(job, costs, price.most_bytes)
+        best = fastest(rivals(job, costs, price.most_bytes))
         assert best.setting in (OVERLAPPED, price.setting)
         assert price.step_s <= best.step_s < 1.001 * price.step_s
         assert best.step_s < priced(job, costs, NONE).step_s

@@ -10,9 +10,9 @@ from megatron_lynx.cost.step import StepRange
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.search.simulated import pipeline_s
-from megatron_lynx.stock import FULL, NONE, SELECTIVE, StockSetting, best_rival, priced
+from megatron_lynx.stock import FULL, NONE, SELECTIVE, StockSetting, priced
 from megatron_lynx.stock.legality import Facts, offered, refused
-from megatron_lynx.stock.rival import families, module_sets, rivals
+from megatron_lynx.stock.rival import families, fastest, module_sets, rivals
 from megatron_lynx.stock.side_by_side import SimulatedRow, side_by_side, verdict
 from tests.config.jobs import catalogued_job
 
@@ -56,12 +56,12 @@ def test_the_fastest_that_fits_is_found(job):
     most, least = (price(each.most_bytes for each in every) for price in (max, min))
     for share in (0.0, 0.1, 0.3, 0.5, 0.8):
         budget = int(least + share * (most - least))
-        best = best_rival(job, profile, budget)
+        best = fastest(rivals(job, profile, budget))
         fits = [price for price in every if price.most_bytes <= budget]
         assert best.most_bytes <= budget
         assert best.step_s == pytest.approx(min(price.step_s for price in fits), rel=1e-3)
-    assert best_rival(job, profile, least - 1) is None
-    assert best_rival(job, profile, most).setting == NONE
+    assert fastest(rivals(job, profile, least - 1)) is None
+    assert fastest(rivals(job, profile, most)).setting == NONE
 
 
 def test_nothing_above_the_bytes_or_not_legal_is_offered(job):
@@ -128,11 +128,11 @@ def test_rows_are_against_the_fastest_that_fits():
     profile = analytic_profile(job)
     budget = priced(job, profile, StockSetting(recompute=("mlp",))).most_bytes
     ours = SimulatedRow("ours", StepRange.known(0.9 * priced(job, profile, NONE).step_s), budget - 1, ours=True)
-    rows = side_by_side(job, profile, ours, budget)
+    rows = side_by_side(job, profile, ours, rivals(job, profile, budget))
     assert [row.setting for row in rows[:2]] == ["stock none", "stock full"]
     assert rows[-1].ours
     assert all(row.device_bytes <= budget for row in rows[2:])
-    fastest = min(rows[1:-1], key=lambda row: row.step.expected_s if row.device_bytes <= budget else float("inf"))
-    assert fastest.setting in verdict(rows, budget)
-    assert all(flag in verdict(rows, budget) for flag in fastest.flags)
-    assert best_rival(job, profile, budget).step_s + update_s(job, profile) == pytest.approx(fastest.step.expected_s)
+    strongest = min(rows[1:-1], key=lambda row: row.step.expected_s if row.device_bytes <= budget else float("inf"))
+    assert strongest.setting in verdict(rows, budget)
+    assert all(flag in verdict(rows, budget) for flag in strongest.flags)
+    assert fastest(rivals(job, profile, budget)).step_s + update_s(job, profile) == pytest.approx(strongest.step.expected_s)

@@ -1,0 +1,64 @@
+"""Plans with other flags of Megatron: which variants are planned, and which one is taken."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from megatron_lynx.advise.today import asked_launch
+from megatron_lynx.config.job import Job
+from megatron_lynx.errors import LynxError
+from megatron_lynx.planner import variants as module
+from megatron_lynx.planner.variants import Planned, Variants, fastest, planned, variants
+from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.profiler.profile import Profile
+from tests.advise.test_never_slower import OVERLAPPING
+from tests.advise.test_screen import LAUNCH
+
+RELEASE = "0.19.2"
+
+
+def job_of(flags: str, memory_gib: float, cluster: str = "h100-80g") -> Job:
+    return asked_launch(shlex.split(f"{LAUNCH} {flags}"), cluster, changes={"budget.memory_gib": memory_gib}).job
+
+
+@pytest.mark.parametrize("flags", ["", OVERLAPPING])
+@pytest.mark.parametrize("memory_gib", [25.0, 40.0, 70.0])
+def test_the_plan_is_the_fastest_of_all_variants(flags: str, memory_gib: float) -> None:
+    job = job_of(flags, memory_gib)
+    profile, plans = analytic_profile(job), list[Planned]()
+    for variant in variants(job, RELEASE):
+        try:
+            plans.append(planned(variant, profile))
+        except LynxError:
+            continue
+    best, taken = fastest(plans), Variants(job, profile, RELEASE).fastest()
+    assert (best is None) == (taken is None)
+    if best is not None and taken is not None:
+        assert (taken.job, taken.step) == (best.job, best.step)
+
+
+def test_a_variant_that_cannot_win_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With neither exchanges overlapped nor userbuffers the step is longer even in endless memory."""
+    job, tried = job_of(OVERLAPPING, 130.0, "a800-80g"), list[tuple[bool, bool]]()
+
+    def noted(variant: Job, profile: Profile) -> Planned:
+        tried.append((variant.model.moe_overlapped, variant.userbuffers))
+        return planned(variant, profile)
+
+    monkeypatch.setattr(module, "planned", noted)
+    taken = Variants(job, analytic_profile(job), RELEASE).fastest()
+    assert taken is not None
+    assert taken.job.model.moe_overlapped
+    assert (True, False) in tried
+    assert (False, False) not in tried
+
+
+def test_no_plan_takes_less_than_with_endless_memory() -> None:
+    job = job_of(OVERLAPPING, 70.0)
+    plans = Variants(job, analytic_profile(job), RELEASE)
+    taken = plans.fastest()
+    assert taken is not None
+    assert not plans.may_take(0.5 * taken.step.expected_s)
+    assert plans.may_take(1.01 * taken.step.expected_s)
