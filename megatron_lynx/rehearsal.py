@@ -164,7 +164,14 @@ def _chunk_passes(
         deferral=deferral,
     )
     chunk_halves = [halves[planned.key] for planned in timetable.chunks[entry.chunk]]
-    usual = partial(made, timetable, entry.chunk, reduced_in_backward=reduced_in_backward)
+    together = plan.parallel.pipeline > 1 and (entry.stage > 0 or plan.parallel.chunks > 1)  # --align-grad-reduce
+    usual = partial(
+        made,
+        timetable,
+        entry.chunk,
+        reduced_in_backward=reduced_in_backward and not together,
+        read_after_send=entry.stage > 0 and plan.schedule == "flush",
+    )
     passes = replace(usual(chunk_halves), copy=_copy(plan, entry, prices.profile))
     if entry.offload is not None and entry.offload.pace_bytes is not None:
         within = usual(list(_half_by_half(plan, entry, prices, chunk_halves)))

@@ -13,6 +13,7 @@ A window is a stretch in which the compute stream would wait for communication.
     fwd.mlp.0              the first one of the same layer's MLP half in the forward that runs just before this backward; with
                            several chunks on a stage that may be another chunk's: then of the layer with the same index in it
     pipe.recv_backward     receiving the gradient of this micro-batch from the next stage
+    pipe.send_backward     for weight gradients only: sending the gradient of this chunk's input, when its backward is over
     on_demand              no window: recomputed, exposed, when backward needs the first tensor
     bwd.mlp.0-1            for weight gradients only: the layer below, whose backward is later
 
@@ -48,11 +49,12 @@ FrameKey = tuple[int, Half]
 
 ON_DEMAND: Literal["on_demand"] = "on_demand"
 RECV_BACKWARD: Literal["pipe.recv_backward"] = "pipe.recv_backward"
+SEND_BACKWARD: Literal["pipe.send_backward"] = "pipe.send_backward"
 
 _HALF = f"({'|'.join(HALVES)})"
 PATTERN = rf"({ON_DEMAND}|{re.escape(RECV_BACKWARD)}|({'|'.join(PASSES)})\.{_HALF}\.\d\d?(\+\d+)?)"
 """Regular expression of a window's name (also used by the plan's JSON schema)."""
-WAIT_PATTERN = rf"({re.escape(RECV_BACKWARD)}|({'|'.join(PASSES)})\.{_HALF}\.\d\d?([+-]\d+)?)"
+WAIT_PATTERN = rf"({re.escape(RECV_BACKWARD)}|{re.escape(SEND_BACKWARD)}|({'|'.join(PASSES)})\.{_HALF}\.\d\d?([+-]\d+)?)"
 """The same for waits of delayed weight gradients: of any layer of the stage."""
 GATHER_PATTERN = rf"({ON_DEMAND}|({'|'.join(PASSES)})\.{_HALF}\.\d\d?(\+\d+)?)"
 """The same for the collective after which an input is gathered."""
@@ -75,7 +77,7 @@ class WindowAddress(NamedTuple):
         return self.layer, self.half
 
 
-Window = WindowAddress | Literal["pipe.recv_backward", "on_demand"]
+Window = WindowAddress | Literal["pipe.recv_backward", "pipe.send_backward", "on_demand"]
 
 
 def window_name(passing: Pass, half: Half, ordinal: int, above: int = 0) -> str:
@@ -90,6 +92,8 @@ def window_at(text: str, layer: int) -> Window:
         return ON_DEMAND
     if text == RECV_BACKWARD:
         return RECV_BACKWARD
+    if text == SEND_BACKWARD:
+        return SEND_BACKWARD
     match = _COLLECTIVE.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} names no window")

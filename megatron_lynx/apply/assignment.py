@@ -108,7 +108,9 @@ def chunk_policies(plan: Plan, timetable: Timetable, stage: int) -> list[ChunkPo
             entry.ahead_depth,
             entry.whole or (),
             frozenset((half.layer, linear) for half in halves for linear in half.deferred),
+            frozenset((half.layer, linear) for half in halves for linear in half.deferred.keys() - half.delayed(drains=False)),
             0 if entry.weight_gradients is None else entry.weight_gradients.bytes,
+            read_after_send=stage > 0 and plan.schedule == "flush",
         )
         for entry, halves in zip(plan.chunks_of(stage), timetable.chunks, strict=True)
     ]

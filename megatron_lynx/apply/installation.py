@@ -144,7 +144,7 @@ def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) 
         guard=left_as_they_were,
         device=device,
         offloader=offloader_of(plan, run, order, device, limit),
-        reduced_in_backward=run.reduces_in_backward,
+        reduced_in_backward=lambda: run.reduces_in_backward,
         **extra,
     )
     claims = list(_claims(engine, plan, run, timetable))

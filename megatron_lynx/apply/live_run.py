@@ -89,8 +89,12 @@ class LiveRun:
 
     @property
     def reduces_in_backward(self) -> bool:
-        """Whether gradients are reduced over replicas during the last micro-batch's backward."""
+        """Whether gradients are reduced over replicas during the last micro-batch's backward. If stages reduce together
+        (--align-grad-reduce, which Megatron sets when training begins), only the first stage of 1F1B does."""
         configs = (getattr(wrapper, "ddp_config", None) for wrapper in self.wrappers)
+        together = self.pipeline > 1 and self.config.grad_sync_func is not None
+        if together and (self.stage > 0 or len(self.chunks) > 1):
+            return False
         return any(getattr(config, "overlap_grad_reduce", False) for config in configs)
 
     @property

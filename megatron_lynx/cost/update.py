@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.buckets import bucket_parameters, buckets
@@ -106,10 +106,23 @@ def update_s(job: Job, profile: Profile) -> float:
 
 def reduction_s(job: Job) -> float:
     """Return the exposed gradient reduction after the last backward; 0 if overlapped."""
-    if job.overlap.gradients:
-        return 0.0
+    return 0.0 if job.overlap.gradients else _reduction_s(job)
+
+
+def _reduction_s(job: Job) -> float:
     groups = _groups(job, of_every_stage(job, lambda stage: stage_parameters(job, stage)))
     return sum(_updated(job, group, group.count).reduce_s for group in groups)
+
+
+def late_reduction_s(job: Job, idle_at_end_s: Sequence[float]) -> float:
+    """Return the seconds by which overlapped reductions of stages after the first end after the step: those of their first chunk
+    begin when its last weight gradient is computed (--align-grad-reduce). `idle_at_end_s`: from then to the step's end, by stage.
+
+    `update_s` does not count it: it depends on the plan.
+    """
+    if not job.overlap.gradients:
+        return 0.0
+    return max(0.0, _reduction_s(job) / job.chunks - min(idle_at_end_s[1:], default=inf))
 
 
 @dataclass(frozen=True)

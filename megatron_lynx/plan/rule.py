@@ -22,6 +22,7 @@ from megatron_lynx.anatomy.address import (
     ON_DEMAND,
     PLACE_PATTERN,
     RECV_BACKWARD,
+    SEND_BACKWARD,
     WAIT_PATTERN,
     BackwardPhase,
     Stretch,
@@ -61,7 +62,7 @@ GatherName = Annotated[
 ]
 WaitName = Annotated[
     str,
-    _matching(WAIT_PATTERN, (RECV_BACKWARD, *examples("bwd"), *examples("fwd"))),
+    _matching(WAIT_PATTERN, (RECV_BACKWARD, SEND_BACKWARD, *examples("bwd"), *examples("fwd"))),
     WithJsonSchema({"type": "string", "pattern": f"^{WAIT_PATTERN}$"}),
 ]
 

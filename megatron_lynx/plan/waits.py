@@ -29,6 +29,7 @@ from megatron_lynx.anatomy.address import (
     BACKWARD_PHASES,
     ON_DEMAND,
     RECV_BACKWARD,
+    SEND_BACKWARD,
     BackwardPhase,
     FrameKey,
     Window,
@@ -167,6 +168,10 @@ def _never(plan: PlanContents, stage: Stage, timetable: Timetable, where: tuple[
         if stage.stage == plan.parallel.pipeline - 1 and stage.chunk == plan.parallel.chunks - 1:
             return "but the last stage receives no gradient"
         return None if another else "but with one micro-batch no gradient is received behind its backward"
+    if window == SEND_BACKWARD:
+        if plan.schedule == "double_buffered":
+            return "but with schedule double_buffered no wait follows the send of a gradient"
+        return "but the first stage sends no gradient" if stage.stage == stage.chunk == 0 else None
     assert isinstance(window, WindowAddress)
     if window.passing == "fwd":  # named by its layer's index in its chunk: the forward may be any chunk's of the stage
         place, chunks = window.layer - stage.layers.first, plan.chunks_of(stage.stage)

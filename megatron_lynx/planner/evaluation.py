@@ -7,7 +7,7 @@
 
 forward              layers during the forward and at its end, and between passes, when copies continue
 loss, head_backward  layers just before the backward of the model's last chunk
-backward             most bytes of the layers during the backward, or while its gradient is awaited
+backward             most bytes of the layers during the backward, or while its gradient is awaited or sent
 embedding_backward   layers after a backward of the model's first chunk
 reduction, updates   no layers; without flushes, the layers at the beginning of each update
 
@@ -137,7 +137,7 @@ def most_held(job: Job, simulation: Simulation, stage: int) -> Iterator[Held]:
     last = (stage, job.chunks - 1) if stage == job.parallel.pipeline - 1 else None
     passes = _Passes(simulation.holding(stage), simulation.memory(stage))
     for chunk in range(job.chunks):
-        layers: dict[Moment, int] = {"forward": passes.during("F", chunk), "backward": passes.during("BR", chunk)}
+        layers: dict[Moment, int] = {"forward": passes.during("F", chunk), "backward": passes.during("BRW", chunk)}
         if (stage, chunk) == last:
             layers |= dict.fromkeys(("loss", "head_backward"), passes.before_backward(chunk))
         if (stage, chunk) == (0, 0):

@@ -20,13 +20,17 @@ from megatron_lynx.simulator.simulation import Executed, Simulation
 class Slack:
     """Bytes left for one chunk, from one of its backwards to the end of the next forward, if there is one."""
 
-    def __init__(self, simulation: Simulation, entry: Stage, first_layers: Sequence[int], budget_bytes: int) -> None:
-        """`first_layers`: of all chunks of the stage. `budget_bytes`: of the stage's layers."""
-        backward, behind = next_forward(simulation, entry.stage, entry.chunk) or _alone(simulation, entry)
+    def __init__(
+        self, simulation: Simulation, entry: Stage, first_layers: Sequence[int], budget_bytes: int, *, drains: bool = False
+    ) -> None:
+        """`first_layers`: of all chunks of the stage. `budget_bytes`: of the stage's layers. `drains`: of its first backward in
+        cool-down, or else its last."""
+        followed = None if drains else next_forward(simulation, entry.stage, entry.chunk)
+        backward, behind = followed or _alone(simulation, entry, drains=drains)
         curve = simulation.memory(entry.stage)
         self._moved = first_layers[behind.action.chunk] - entry.layers.first
         first, end = bisect_right(curve.times_s, backward.start_s) - 1, bisect_right(curve.times_s, behind.end_s)
-        self.end_s = behind.end_s
+        self.sent_s, self.end_s = backward.end_s, behind.end_s
         self._times_s = list(curve.times_s[first:end])
         self._left = budget_bytes - np.array(curve.bytes[first:end], dtype=np.int64)
         self._taken = np.zeros_like(self._left)
@@ -84,11 +88,13 @@ def next_forward(simulation: Simulation, stage: int, chunk: int) -> tuple[Execut
     return pairs[len(pairs) // 2] if pairs else None
 
 
-def _alone(simulation: Simulation, entry: Stage) -> tuple[Executed, Executed]:
-    """The first backward of a chunk that no forward follows."""
-    backward = next(
+def _alone(simulation: Simulation, entry: Stage, *, drains: bool) -> tuple[Executed, Executed]:
+    """The first backward of a chunk that no forward follows. `drains`: in cool-down, or the last one."""
+    backwards = [
         execution
         for execution in simulation.holding(entry.stage)
         if execution.action.kind == "B" and execution.action.chunk == entry.chunk
-    )
+    ]
+    in_cooldown = (execution for execution in backwards if execution.phase == "cooldown")
+    backward = next(in_cooldown, backwards[-1]) if drains else backwards[0]
     return backward, backward

@@ -8,6 +8,7 @@
         a collective is issued      waits.window(): fwd.*                      waits; the timetable says what runs in it
     messages between stages         exchange_begins()                          offloader
     receive of a gradient           waits.receive(): pipe.recv_backward        waits
+    send of a gradient              gradient_sent(): pipe.send_backward        waits
     backward_step begins / ends     backward_pass(output)                      ledger
       backward reaches a half       _enter(): a checkpoint is recomputed       ledger, offloader, waits
         a collective is issued      waits.window(): bwd.*                      waits
@@ -28,6 +29,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from megatron_lynx.anatomy.address import SEND_BACKWARD
 from megatron_lynx.figures import InputSeen
 from megatron_lynx.nest import first_in, map_nest
 from megatron_lynx.runtime.device import Device, device_for
@@ -54,7 +56,7 @@ class Engine(Progress):
     Args:
         timetable: tasks of each moment.
         chunks: policy of each chunk of the stage.
-        reduced_in_backward: whether gradients are reduced during a chunk's last backward.
+        reduced_in_backward: returns whether gradients are reduced during a chunk's last backward.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class Engine(Progress):
         offloader: Offloader | None = None,
         as_recorded: AsRecorded = lambda micro_batch: nullcontext(),
         surroundings: Sequence[Context] = (Autocast(),),
-        reduced_in_backward: bool = False,
+        reduced_in_backward: Callable[[], bool] = lambda: False,
     ) -> None:
         device = device or device_for(torch.device("cpu"))
         offloader = offloader or Offloader({}, device=device, limit=HostLimit(0))
@@ -114,17 +116,20 @@ class Engine(Progress):
             yield lambda output: self.offloader.forward_ends(self.ledger.end_forward(output), output)
 
     @contextmanager
-    def backward_pass(self, output: Any) -> Iterator[None]:
-        """Run one micro-batch's backward, from the output of its forward."""
-        micro_batch = self.ledger.begin_backward(output)
+    def backward_pass(self, output: Any) -> Iterator[Callable[[Any], None]]:
+        """Run one micro-batch's backward, from the output of its forward. Call the yielded function with the gradient of its
+        input, if that is sent next."""
+        micro_batch, returned = self.ledger.begin_backward(output), list[Any]()
         with self.aborting(micro_batch):
             self.offloader.backward_begins(micro_batch, self.ledger)
-            yield
-            if (running := self.ledger.running) is not None and self.ledger.completes_gradients:
+            yield returned.append
+            running, sends = self.ledger.running, first_in(Tensor, returned) is not None
+            later = sends and running is not None and self._chunks[running.chunk].read_after_send
+            if running is not None and self.ledger.completes_gradients and not later:
                 self.weight_gradients.flush(running.chunk)
             self.offloader.settle()  # in cool-down no forward comes that would free originals whose copies are over
         self._close_backward_span()
-        self.ledger.end_backward(micro_batch)
+        self.ledger.end_backward(micro_batch, sends=sends)
 
     # --- hooks on layers -------------------------------------------------------------------------------
 
@@ -256,6 +261,16 @@ class Engine(Progress):
         """Report that messages between stages are about to be issued."""
         with self.aborting():
             self.offloader.exchange_begins()
+
+    def gradient_sent(self) -> None:
+        """Report that the gradient of a backward's input is in flight. Weight gradients left by a chunk's last backward run."""
+        if (sending := self.ledger.take_sending()) is None:
+            return
+        chunk, completes = sending
+        with self.aborting():
+            self.waits.reach(self.waits.timetable.sent(chunk), Reached("in", SEND_BACKWARD, None))
+            if completes:
+                self.weight_gradients.flush(chunk)
 
     def experts_got(self, rows: int, balanced: int) -> None:
         """Report that experts of this rank are about to run on `rows` rows. `balanced`: rows under uniform routing."""

@@ -75,6 +75,7 @@ class Ledger:
         """Backwards of this step that have begun."""
         self.running: Action | None = None
         """The backward that runs, if the order of the step is known."""
+        self._sending: tuple[int, bool] | None = None
         self._overlapping = False
         """Whether batches overlap, and begin by `begin_batch`."""
         self._in_flight: dict[VirtualMicroBatch, MicroBatch] = {}
@@ -144,11 +145,18 @@ class Ledger:
         self.leave()
         return self._of(output)
 
-    def end_backward(self, micro_batch: MicroBatch | None) -> None:
+    def end_backward(self, micro_batch: MicroBatch | None, *, sends: bool = False) -> None:
+        """End the backward. `sends`: the gradient of its input is sent next."""
         if micro_batch is not None:
             del self._in_flight[micro_batch.virtual]
+        self._sending = (self.running.chunk, self.completes_gradients) if sends and self.running is not None else None
         self.running = None
         self.leave()
+
+    def take_sending(self) -> tuple[int, bool] | None:
+        """Return (chunk, whether its gradients may be read then) of the backward whose input's gradient was just sent."""
+        sending, self._sending = self._sending, None
+        return sending
 
     def abort(self) -> None:
         """Forget a failed step."""
@@ -156,7 +164,7 @@ class Ledger:
         self.recording = None
         self.in_forward = False
         self._order = StageOrder(())
-        self.running = None
+        self.running = self._sending = None
         self.leave()
 
     def micro_batch_for(self, key: FrameKey, chunk: int = 0) -> MicroBatch:
@@ -210,6 +218,12 @@ class Ledger:
     def completes_gradients(self) -> bool:
         """Whether gradients may be read after the running backward."""
         return self.running is not None and self.running.virtual in self._order.completing
+
+    @property
+    def drains(self) -> bool:
+        """Whether the running backward is in cool-down, or its chunk's last."""
+        running = self._order.backwards[self._begun - 1 : self._begun] if self.running is not None else ()
+        return any(phase == "cooldown" for _, phase in running) or self.completes_gradients
 
     def own_backward_follows(self, micro_batch: MicroBatch) -> bool:
         """Return whether its backward begins when its forward is over."""

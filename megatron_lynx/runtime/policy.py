@@ -27,7 +27,11 @@ class ChunkPolicy:
     """Indices of micro-batches that keep everything."""
     delayed: frozenset[tuple[int, str]] = frozenset()
     """(layer, item) of each linear whose weight gradients are delayed."""
+    in_drain: frozenset[tuple[int, str]] = frozenset()
+    """Those of them that delay in cool-down and in the chunk's last backward only."""
     most_delayed_bytes: int = 0
+    read_after_send: bool = False
+    """Whether its weights' gradients are read only after that of its input is sent."""
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,13 @@
 
     backward of a half      puts_off? ──yes──> put_off: an entry is pending         ──no──> catch_up, then computed at once
     a wait                  run(linear): the oldest one of each linear that the plan has there            filled
+    its gradient is sent    the same (`pipe.send_backward`); the stage before need not wait for them      filled
     too many bytes          the oldest ones of the chunk run at once                                      flushed
-    the last backward       flush(chunk): all remaining ones run                                          flushed
+    the last backward       flush(chunk): all remaining ones run, after its gradient is sent              flushed
 
 The last backward is a chunk's last one before its gradients are reduced or read. If gradients are reduced during that backward
-(`overlap_grad_reduce`), hooks on parameters must find them complete: nothing is delayed in it, and pending ones of a linear run
-before the linear's last gradient.
+(`overlap_grad_reduce`, unless stages reduce together after it: `align_grad_reduce`), hooks on parameters must find them complete:
+nothing is delayed in it, and pending ones of a linear run before the linear's last gradient.
 
 Delays follow from the plan and the schedule's order only (rule R1). Outside of Megatron's schedules nothing is delayed.
 """
@@ -36,11 +37,16 @@ class WeightGradients:
         progress: of that engine.
         policies: by chunk.
         surroundings: restored while an entry is computed.
-        reduced_in_backward: whether gradients are reduced during a chunk's last backward.
+        reduced_in_backward: returns whether gradients are reduced during a chunk's last backward.
     """
 
     def __init__(
-        self, progress: Progress, policies: Sequence[ChunkPolicy], surroundings: Surroundings, *, reduced_in_backward: bool
+        self,
+        progress: Progress,
+        policies: Sequence[ChunkPolicy],
+        surroundings: Surroundings,
+        *,
+        reduced_in_backward: Callable[[], bool],
     ) -> None:
         self._progress = progress
         self._policies = policies
@@ -58,9 +64,10 @@ class WeightGradients:
         frame, ledger = self._progress.ledger.entered, self._progress.ledger
         if frame is None or self.backward_of is None or frame.policy.layer != linear[0]:
             return False
-        if linear not in self._policies[frame.policy.chunk].delayed or ledger.running is None:
+        policy = self._policies[frame.policy.chunk]
+        if linear not in policy.delayed or ledger.running is None or (linear in policy.in_drain and not ledger.drains):
             return False
-        return not (self._reduced_in_backward and ledger.completes_gradients)
+        return not (ledger.completes_gradients and self._reduced_in_backward())
 
     def put_off(self, linear: Linear, operands: Iterable[Tensor], compute: Callable[[], None]) -> None:
         """Delay a weight gradient; if it does not fit, compute the oldest ones first.

@@ -10,7 +10,8 @@ An action of a stage is a forward, recomputation or backward of one micro-batch 
     0F0 1F0 | 2F0 0R0 0B0 | 3F0 1R0 1B0 | 2R0 2B0 | 3R0 3B0          stage 0 of 3, four micro-batches
     │││
     ││└ chunk      model chunk of the stage (0 without interleaving)
-    │└─ kind       F forward, R recomputation while the gradient is awaited, B backward
+    │└─ kind       F forward, R recomputation while the gradient is awaited, B backward,
+    │               W weight gradients once the input's gradient is sent
     └── micro-batch
 
 The stage is not in the text. (torch.distributed.pipelining writes the stage first and the micro-batch last.)
@@ -22,7 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-ActionKind = Literal["F", "R", "B"]
+ActionKind = Literal["F", "R", "B", "W"]
 
 VirtualMicroBatch = tuple[int, int]
 """As in Megatron: (micro-batch of the step, chunk of the stage)."""
@@ -36,6 +37,11 @@ class Action(NamedTuple):
     @property
     def virtual(self) -> VirtualMicroBatch:
         return self.micro_batch, self.chunk
+
+    @property
+    def is_pass(self) -> bool:
+        """Whether it is a forward or a backward, not work during a message."""
+        return self.kind in ("F", "B")
 
     def __str__(self) -> str:
         return f"{self.micro_batch}{self.kind}{self.chunk}"

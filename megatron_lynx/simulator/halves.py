@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING
 
 from megatron_lynx.anatomy import PASSES, Collective, Section
 from megatron_lynx.anatomy import Pass as Passing
-from megatron_lynx.anatomy.address import RECV_BACKWARD, WindowAddress
+from megatron_lynx.anatomy.address import RECV_BACKWARD, SEND_BACKWARD, WindowAddress
 from megatron_lynx.cost.communication import window_lengths_s, windows_of
 from megatron_lynx.cost.ends import NO_BLOCK
 from megatron_lynx.cost.host import NO_HOST_TIME
 from megatron_lynx.cost.prices import weight_gradient
 from megatron_lynx.kinds.section import Exchange
+from megatron_lynx.schedule.schedule import Phase
 from megatron_lynx.simulator.passes import PHASES, ChunkPasses, Filled, PassKey, Queue, TimedPass
 from megatron_lynx.simulator.treated import HalfKind, Halves, Treated
 from megatron_lynx.simulator.walk import ComingBack, GoingOut, Walk, recomputed
@@ -66,6 +67,7 @@ def stage_passes(
     deferral: tuple[int, int] = (0, 0),
     *,
     reduced_in_backward: bool = False,
+    read_after_send: bool = False,
 ) -> ChunkPasses:
     """Return the passes of one chunk of a stage.
 
@@ -76,11 +78,11 @@ def stage_passes(
         deferral: this chunk's (index, most bytes of delayed weight gradients); its last backward computes the rest.
         reduced_in_backward: gradients are reduced during the chunk's last backward of a step (--overlap-grad-reduce), which then
             delays none.
+        read_after_send: weight gradients left by the chunk's last backward run once the gradient of its input is sent.
     """
     other_chunks = [other for other in range(len(timetable.chunks)) if other != chunk]
-    kinds = {half.kind for half in chunk_halves} | {
-        (half.section, frozenset[str]()) for half in chunk_halves if reduced_in_backward
-    }
+    kinds = {(half.section, half.planned.delayed(drains=drains)) for half in chunk_halves for drains in (False, True)}
+    kinds |= {(half.section, frozenset[str]()) for half in chunk_halves if reduced_in_backward}
     forward, backward = (
         {(section, off): segments(profile, passing, section, message_bytes, off) for section, off in kinds} for passing in PASSES
     )
@@ -97,11 +99,15 @@ def stage_passes(
         assert isinstance(which, str)
         if kind == "R":
             return _received(Walk(1.0, halves, queue), timetable.receive(chunk, which))
+        if kind == "W":
+            return _sent(Walk(1.0, halves, queue), timetable.sent(chunk), flushes=last and read_after_send)
         walk = Walk(profile.interference, halves, queue, head.backward_s)
-        defers = not (last and reduced_in_backward)
+        delays = None if last and reduced_in_backward else which == "cooldown" or last
         through = timetable.backward(chunk, which)
-        return _backward(walk, through, chunk_halves, backward, embedding.backward_s, last, defers).issued_in(host.backward_s)
+        flushes = last and not read_after_send
+        return _backward(walk, through, chunk_halves, backward, embedding.backward_s, flushes, delays).issued_in(host.backward_s)
 
+    drains_otherwise = any(half.planned.delayed(drains=False) != half.planned.delayed(drains=True) for half in chunk_halves)
     defers_any = any(half.deferred for half in timetable.all_halves)
 
     def plain(key: PassKey) -> PassKey:
@@ -110,10 +116,13 @@ def stage_passes(
         last = last and defers_any
         if isinstance(which, int):
             return key
+        if kind == "W":
+            return kind, "cooldown", last
         if kind == "F":
             return kind, which if which == "steady" and timetable.forward(chunk, chunk).hides else "warmup", last
         alike = timetable.backward if kind == "B" else timetable.receive
-        return kind, next(phase for phase in PHASES if alike(chunk, phase) == alike(chunk, which)), last
+        phases: tuple[Phase, ...] = ("cooldown",) if kind == "B" and which == "cooldown" and drains_otherwise else PHASES
+        return kind, next(phase for phase in phases if alike(chunk, phase) == alike(chunk, which)), last
 
     return ChunkPasses(Filled(walked, lambda pending: Queue(*deferral, pending), plain, frozenset(other_chunks)))
 
@@ -205,10 +214,10 @@ def _wait(planned: HalfPass, passing: Passing, ordinal: int) -> Wait:
 
 
 def _backward(
-    walk: Walk, through: Pass, treated: Sequence[Treated], halves: Parts, end_s: float, last: bool, defers: bool
+    walk: Walk, through: Pass, treated: Sequence[Treated], halves: Parts, end_s: float, flushes: bool, delays: bool | None
 ) -> TimedPass:
-    """Walk one backward. `treated`: halves in forward order. `last`: the chunk's last backward of a step, after which no weight
-    gradient is pending. `defers`: whether it delays weight gradients."""
+    """Walk one backward. `treated`: halves in forward order. `flushes`: no weight gradient is pending after it. `delays`: None if
+    it delays no weight gradient, else whether it also delays those of the drain."""
     coming = ComingBack(treated) if _leave(treated) else None
     numbered = reversed(list(enumerate(treated, start=1)))
     not_in_hand = [half.memory.less_in_hand for half in treated] or [0]
@@ -221,12 +230,12 @@ def _backward(
                 coming.needed(walk, walk.halves[task.half])
             walk.on_demand(task)
         start_s = walk.clock_s
-        kind = half.kind if defers else (half.section, frozenset())
+        delayed = frozenset[str]() if delays is None else half.planned.delayed(drains=delays)
         over_bytes = half.memory.less_in_hand - (not_in_hand[number - 2] if number > 1 else 0)
-        _back_through(walk, half, through, planned, halves[kind], defers, coming, over_bytes)
+        _back_through(walk, half, through, planned, halves[half.section, delayed], delayed, coming, over_bytes)
         walk.half("backward", start_s, half)
     walk.compute(end_s)
-    if last:
+    if flushes:
         walk.flush()
     return walk.over()
 
@@ -241,7 +250,7 @@ def _back_through(
     through: Pass,
     planned: HalfPass,
     parts: Segments,
-    defers: bool,
+    delayed: frozenset[str],
     coming: ComingBack | None,
     over_bytes: int,
 ) -> None:
@@ -250,7 +259,7 @@ def _back_through(
     for ordinal, compute_s in enumerate(parts.compute_s):
         begins, before_s = parts.core
         _compute(walk, compute_s, through.at("core", planned.half) if ordinal == begins else (), before_s)
-        ran_s = _defer(walk, half, ordinal, parts, defers)
+        ran_s = _defer(walk, half, ordinal, parts, delayed)
         if ordinal == last:  # in its last window a half frees all but the inputs of its last GEMM (`cost.memory`)
             first = max(0, min(regenerated, left - half.memory.tail))
             walk.hold(half.memory.tail - left, regenerated_bytes=-first)
@@ -291,8 +300,8 @@ def _hold_rest(walk: Walk, half: Treated, *linears: str) -> None:
             walk.holds(Linear(half.layer, half.half, linear), half.deferred[linear].bytes)
 
 
-def _defer(walk: Walk, half: Treated, ordinal: int, parts: Segments, defers: bool) -> float:
-    """Delay weight gradients of linears whose backward ends before window `ordinal`.
+def _defer(walk: Walk, half: Treated, ordinal: int, parts: Segments, delayed: frozenset[str]) -> float:
+    """Delay weight gradients of `delayed` linears whose backward ends before window `ordinal`.
 
     Returns the seconds of earlier weight gradients that run during that window's collective: those over the bound, or, in a
     backward that delays none, those left of the same linear.
@@ -301,7 +310,7 @@ def _defer(walk: Walk, half: Treated, ordinal: int, parts: Segments, defers: boo
     for linear, cost in half.deferred.items():
         if ordinal == parts.ends[linear]:
             of, reduces = Linear(half.layer, half.half, linear), not section.exchanges and linear != section.row_parallel
-            ran = walk.defer(of, cost) if defers else walk.catch_up(of)
+            ran = walk.defer(of, cost) if linear in delayed else walk.catch_up(of)
             if reduces:
                 ran_s += ran
             if not reduces or ordinal < len(parts.windows_s) - 1:
@@ -317,5 +326,13 @@ def _received(walk: Walk, through: Pass) -> TimedPass:
         part = half.part(task)
         walk.regenerate(part.bytes)
         walk.recompute(half, part.seconds, RECV_BACKWARD)
-    walk.received(during)
+    walk.message(during, RECV_BACKWARD)
+    return walk.over()
+
+
+def _sent(walk: Walk, through: Pass, *, flushes: bool) -> TimedPass:
+    """Walk the weight gradients that run once the input's gradient is sent. `flushes`: and all others that are pending."""
+    walk.message(through.at("in", SEND_BACKWARD), SEND_BACKWARD)
+    if flushes:
+        walk.flush(during_send=True)
     return walk.over()

@@ -15,10 +15,11 @@ Delayed weight gradients of a stage:
     backward reaches a linear ──put──> [ oldest ... newest ] ──due──> its oldest runs in a wait, as planned
                                           │ over its chunk's bound
                                           └──> the chunk's oldest run at once, exposed; the rest run in its last backward: at its
-                                               end, or, if gradients are reduced meanwhile, each before its linear's own
+                                               end, or once its gradient is sent (W); or, if gradients are reduced meanwhile, each
+                                               before its linear's own
 
 As in the runtime, a wait takes one entry of each planned linear, after recomputations. A forward takes entries of any chunk, the
-receive of a gradient those of its own chunk.
+receive of a gradient those of its own chunk, and so does the send of one.
 """
 
 from __future__ import annotations
@@ -143,8 +144,8 @@ class TimedPass:
 
 NOTHING = TimedPass()
 
-Kind = Literal["F", "R", "B"]
-KINDS: tuple[Kind, ...] = ("F", "R", "B")
+Kind = Literal["F", "R", "B", "W"]
+KINDS: tuple[Kind, ...] = ("F", "R", "B", "W")
 
 PassKey = tuple[Kind, Phase | int, bool]
 """(kind, phase, or for a forward the chunk whose recomputation it hides; whether it is the chunk's last in a step)."""

@@ -20,7 +20,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from megatron_lynx.schedule.schedule import Action, Phase, Schedule
+from megatron_lynx.schedule.schedule import Action, ActionKind, Phase, Schedule
 from megatron_lynx.simulator.copies import HostCopies
 from megatron_lynx.simulator.passes import NOTHING, ChunkPasses, PassKey, Pending, TimedPass
 from megatron_lynx.simulator.simulation import Executed, Simulation
@@ -176,7 +176,7 @@ class Run:
             ready, arrived = yield from self._exchange(stage, before, action, over)
             synchronised = max(arrived, self._copied_s(stage, before, action)) if stage.copying else arrived
             held_up_s, arrived = over - free + synchronised - arrived, synchronised
-            begin = self._recomputed(stage, action, phase, recompute, ready, arrived) if recompute.seconds else arrived
+            begin = self._during_message(stage, (action, "R", phase), recompute, ready, arrived)
             free = self._execute(stage, action, phase, behind, (arrived, begin, held_up_s)) + self._behind_each_s
             before, recompute = action, NOTHING
         yield from self._end(stage, before, free)
@@ -187,10 +187,12 @@ class Run:
         """Exchange a pass's output and the next one's input; return when the stage is free to wait, and when both are there."""
         sent, received = self._sent(stage, before), self._received(stage, action)
         blocking, known = self._schedule.blocking, self._arrivals
+        left = self._left(stage, before)
         if sent is not None and before is not None:
             self._post(sent, free)
             if blocking and before.kind == action.kind:  # else one exchange sends and receives
-                free = max(free, known[sent] if sent in known else (yield sent))
+                over = max(free, known[sent] if sent in known else (yield sent))
+                free, left = self._during_message(stage, (before, "W", "cooldown"), left, free, over), NOTHING
         arrived = free
         if received is not None:
             if blocking:
@@ -198,12 +200,24 @@ class Run:
             arrived = max(arrived, known[received] if received in known else (yield received))
         if sent is not None and blocking:
             arrived = max(arrived, known[sent] if sent in known else (yield sent))
+        if before is not None and left.seconds:
+            begun = free - self._behind_each_s
+            arrived = self._during_message(stage, (before, "W", "cooldown"), left, begun, arrived)
+            free = min(arrived, max(free, begun + left.seconds * self._interference))
         return free, arrived
 
     def _end(self, stage: RunningStage, before: Action | None, free: float) -> Generator[Message, float, None]:
-        if (sent := self._sent(stage, before)) is not None:
+        if before is not None and (sent := self._sent(stage, before)) is not None:
             self._post(sent, free)
+            left = self._left(stage, before)  # no pass waits for them
+            self._during_message(stage, (before, "W", "cooldown"), left, free, free + left.seconds * self._interference)
         yield from ()
+
+    def _left(self, stage: RunningStage, before: Action | None) -> TimedPass:
+        """Weight gradients that a backward leaves until the gradient of its input is sent."""
+        if before is None or before.kind != "B" or self._sent(stage, before) is None:
+            return NOTHING
+        return stage.timed(before, ("W", "cooldown", before in stage.last))
 
     def _copied_s(self, stage: RunningStage, before: Action | None, action: Action) -> float:
         """Time at which copies issued before a blocking exchange are complete; 0 if there is no exchange, or it does not
@@ -213,22 +227,25 @@ class Run:
         exchanges = self._sent(stage, before) is not None or self._received(stage, action) is not None
         return stage.copies.free_s if exchanges else 0.0
 
-    def _recomputed(
-        self, stage: RunningStage, action: Action, phase: Phase, recompute: TimedPass, free: float, arrived: float
+    def _during_message(
+        self, stage: RunningStage, of: tuple[Action, ActionKind, Phase], work: TimedPass, free: float, arrived: float
     ) -> float:
-        """Record the work done during a receive; return when the backward can begin."""
-        exposed_s = max(0.0, recompute.seconds - (arrived - free) / self._interference)
+        """Record the work done during a message between `free` and `arrived`; return when the next pass can begin."""
+        if not work.seconds:
+            return arrived
+        action, kind, phase = of
+        exposed_s = max(0.0, work.seconds - (arrived - free) / self._interference)
         begin = arrived + exposed_s
-        end = begin if exposed_s else free + recompute.seconds * self._interference
-        late_s = min(exposed_s, recompute.filled_s)  # weight gradients run after recomputations
+        end = begin if exposed_s else free + work.seconds * self._interference
+        late_s = min(exposed_s, work.filled_s)  # weight gradients run after recomputations
         shown = replace(
-            recompute,
-            hidden_s=recompute.seconds - recompute.filled_s - (exposed_s - late_s),
+            work,
+            hidden_s=work.seconds - work.filled_s - (exposed_s - late_s),
             exposed_s=exposed_s - late_s,
-            filled_s=recompute.filled_s - late_s,
+            filled_s=work.filled_s - late_s,
             unfilled_s=late_s,
         )
-        stage.executed.append(Executed(Action(action.micro_batch, "R", action.chunk), phase, free, free, end, shown))
+        stage.executed.append(Executed(Action(action.micro_batch, kind, action.chunk), phase, free, free, end, shown))
         return begin
 
     def _execute(
@@ -309,7 +326,7 @@ def _behind(order: Sequence[Action]) -> list[Action | None]:
     after: Action | None = None
     for action in reversed(order):
         behind.append(after if action.kind == "F" and after is not None and after.kind == "B" else None)
-        after = after if action.kind == "R" else action
+        after = action if action.is_pass else after
     behind.reverse()
     return behind
 
@@ -320,7 +337,7 @@ def _avoids_messages(passes: Sequence[ChunkPasses]) -> bool:
 
 def _asked_by(order: Sequence[Action]) -> dict[Action, Action]:
     """By pass, the backward whose reload it issues: the next one. The pass before the first backward issues the first reload."""
-    passes = [action for action in order if action.kind != "R"]
+    passes = [action for action in order if action.is_pass]
     backwards = [action for action in passes if action.kind == "B"]
     before_first = passes[max(0, passes.index(backwards[0]) - 1)]
     return {before_first: backwards[0], **dict(pairwise(backwards))}

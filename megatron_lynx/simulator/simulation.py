@@ -67,6 +67,12 @@ class Simulation:
     def _repeated_s(self) -> float:
         return 0.0 if self.repeated is None else self.repeated.times * self.repeated.period_s
 
+    @property
+    def idle_at_end_s(self) -> list[float]:
+        """By stage, seconds between its last action and the end of the step."""
+        ends_s = [stage[-1].end_s for stage in self.executed]
+        return [max(ends_s) - end_s for end_s in ends_s]
+
     def whole(self) -> Simulation:
         """Return the simulation with all actions and copies."""
         if self.repeated is None:
@@ -187,7 +193,7 @@ class Simulation:
     def turns(self, stage: int) -> Sequence[tuple[Executed, Executed]]:
         """Each backward followed by a forward, with that forward."""
         if stage not in self._turns:
-            passes = [execution for execution in self.executed[stage] if execution.action.kind != "R"]
+            passes = [execution for execution in self.executed[stage] if execution.action.is_pass]
             self._turns[stage] = [pair for pair in pairwise(passes) if (pair[0].action.kind, pair[1].action.kind) == ("B", "F")]
         return self._turns[stage]
 
@@ -222,7 +228,7 @@ def _spans(executed: Sequence[Executed], halts: Sequence[float]) -> Iterator[Spa
     free_s = 0.0
     for execution, whose in zip(executed, backward_actions, strict=True):
         free_s = max([free_s, *(end_s for end_s in halts if end_s <= execution.arrived_s)])
-        if execution.action.kind != "R":
+        if execution.action.is_pass:
             if execution.arrived_s > free_s:
                 name = f"pipe.recv_{'forward' if execution.action.kind == 'F' else 'backward'}"
                 yield Span("recv", free_s, execution.arrived_s, micro_batch=execution.action.micro_batch, window=name, name=name)
@@ -234,11 +240,11 @@ def _spans(executed: Sequence[Executed], halts: Sequence[float]) -> Iterator[Spa
             placed = span._replace(start_s=start_s, end_s=end_s, micro_batch=owner.micro_batch)
             if span.kind == "weight_gradient":  # an earlier backward's
                 placed = placed._replace(micro_batch=None)
-            yield from _parted(placed, execution.end_s - _delay_s(execution)) if execution.action.kind == "R" else (placed,)
+            yield from (placed,) if execution.action.is_pass else _parted(placed, execution.end_s - _delay_s(execution))
 
 
 def _busy_s(execution: Executed) -> float:
-    return _delay_s(execution) if execution.action.kind == "R" else execution.content.seconds - execution.content.copy_wait_s
+    return execution.content.seconds - execution.content.copy_wait_s if execution.action.is_pass else _delay_s(execution)
 
 
 def _delay_s(received: Executed) -> float:

@@ -56,10 +56,10 @@ def period_of(simulation: Simulation, group: int) -> float | None:
 def _shifts_s(simulation: Simulation, stage: int, group: int) -> list[float]:
     """Shifts of one stage's passes and copies; infinite if the group before has no such pass, or one with other content."""
     executed = simulation.executed[stage]
-    passes = {execution.action: execution for execution in executed if execution.action.kind != "R"}
+    passes = {execution.action: execution for execution in executed if execution.action.is_pass}
     copied_s = {copy.action: copy.end_s for copy in simulation.copied[stage]}
     place, shifts = _last_group(simulation, stage, group), list[float]()
-    for action in (execution.action for execution in executed[place.start : place.stop] if execution.action.kind != "R"):
+    for action in (execution.action for execution in executed[place.start : place.stop] if execution.action.is_pass):
         earlier = action._replace(micro_batch=action.micro_batch - group)
         now, before = passes[action], passes.get(earlier)
         alike = before is not None and before.content is now.content and (action in copied_s) == (earlier in copied_s)
@@ -72,7 +72,7 @@ def _shifts_s(simulation: Simulation, stage: int, group: int) -> list[float]:
 def _last_group(simulation: Simulation, stage: int, group: int) -> range:
     """Indices of the last full group of forward-backward pairs, with recomputation in receives."""
     counted = zip(simulation.executed[stage], simulation.times(stage), strict=True)
-    passes = [(at, execution.action) for at, (execution, times) in enumerate(counted) if times and execution.action.kind != "R"]
+    passes = [(at, execution.action) for at, (execution, times) in enumerate(counted) if times and execution.action.is_pass]
     last_forward = max(number for number, (_, action) in enumerate(passes) if action.kind == "F")
     chunks = len({action.chunk for _, action in passes})
     rest = len(passes) // (2 * chunks) % group

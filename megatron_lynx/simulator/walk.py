@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Literal
 
-from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, WindowAddress
+from megatron_lynx.anatomy.address import ON_DEMAND, SEND_BACKWARD, WindowAddress
 from megatron_lynx.cost.prices import WeightGradient
 from megatron_lynx.simulator.passes import Entry, Queue, TimedPass
 from megatron_lynx.simulator.treated import Halves, Treated
@@ -144,14 +144,14 @@ class Walk:
             self._unheld[of] -= size_bytes
             self.hold(size_bytes)
 
-    def received(self, during: Sequence[Task]) -> None:
-        """Run the delayed weight gradients planned for the receive of a gradient."""
+    def message(self, during: Sequence[Task], window: str) -> None:
+        """Run the delayed weight gradients planned for the receive or the send of a gradient."""
         for entry in self._queue.due(weight_gradients(during)):
-            self._weight_gradient(entry, entry.cost.seconds, RECV_BACKWARD)
+            self._weight_gradient(entry, entry.cost.seconds, window)
 
-    def flush(self) -> None:
+    def flush(self, *, during_send: bool = False) -> None:
         for entry in self._queue.flush():
-            self._weight_gradient(entry, 0.0, FLUSHED)
+            self._weight_gradient(entry, entry.cost.seconds if during_send else 0.0, SEND_BACKWARD if during_send else FLUSHED)
 
     def copy(self, kind: Literal["offload", "reload"], half: Treated, start_s: float, end_s: float) -> None:
         self._spans.append(Span(kind, start_s, end_s, half.layer, half.half, name=f"{kind} {half.half}({half.layer})"))

@@ -19,7 +19,7 @@ from itertools import combinations
 from typing import Any
 
 from megatron_lynx.anatomy import DENSE, HALVES, PASSES, Pass
-from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, window_name
+from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, SEND_BACKWARD, window_name
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Gather, Offload, Plan, Rule, Stage, WeightGradients, Windows
 from megatron_lynx.plan.timetables import timetable_of
@@ -155,3 +155,4 @@ def _waits(plan: Plan) -> Iterator[str]:
         for half in HALVES:
             for ordinal in range(len(plan.model.halves[half].collectives(passing, sliced))):
                 yield from (window_name(passing, half, ordinal, above) for above in (0, 1, -1))
+    yield SEND_BACKWARD

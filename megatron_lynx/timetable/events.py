@@ -43,7 +43,7 @@ from typing import Literal, NamedTuple
 
 from megatron_lynx.anatomy import HALVES, Half, Section
 from megatron_lynx.anatomy import Pass as Passing
-from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, BackwardPhase, FrameKey, Window, WindowAddress
+from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, SEND_BACKWARD, BackwardPhase, FrameKey, Window, WindowAddress
 
 At = Literal["enter", "demand", "core", "in", "after"]
 
@@ -216,6 +216,11 @@ class PlannedHalf:
     @cached_property
     def half(self) -> Half:
         return self.section.half
+
+    def delayed(self, *, drains: bool) -> frozenset[str]:
+        """Linears that delay their weight gradients in one backward. `drains`: it is in cool-down, or its chunk's last: only then
+        does a later stage's gradient reach the stage before sooner than it is needed there."""
+        return frozenset(linear for linear, waits in self.deferred.items() if drains or waits != (SEND_BACKWARD,))
 
     @cached_property
     def feeds(self) -> bool:

@@ -2,6 +2,7 @@
 
     plan ──> PlannedHalf of each layer ──Timetable──>  forward(chunk, serving)   a forward, with the recomputations that it hides
                                                        receive(chunk, phase)     the receive of a gradient
+                                                       sent(chunk)               the send of the input's gradient
                                                        backward(chunk, phase)    a backward
 
     readers          the validator         each recomputation finds its window, in time and within the ahead depth
@@ -29,6 +30,7 @@ from megatron_lynx.anatomy.address import (
     BACKWARD_PHASES,
     ON_DEMAND,
     RECV_BACKWARD,
+    SEND_BACKWARD,
     BackwardPhase,
     FrameKey,
     Window,
@@ -75,6 +77,10 @@ class Timetable:
 
     def receive(self, chunk: int, phase: Phase) -> Pass:
         return Pass((), _table([Moment("in", RECV_BACKWARD)], self._planned(chunk, phase), self._deferred[chunk]))
+
+    def sent(self, chunk: int) -> Pass:
+        """Weight gradients that run once the gradient of the chunk's input is sent."""
+        return Pass((), _table([Moment("in", SEND_BACKWARD)], {}, self._deferred[chunk]))
 
     def serving(self, chunk: int, phase: BackwardPhase) -> Iterator[tuple[Pass, FrameKey | None, Sequence[Wait]]]:
         """Yield the waits of all passes that may serve a backward, in order: in the steady phase a forward (assumed to be its own

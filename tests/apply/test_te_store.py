@@ -33,7 +33,7 @@ class Backward:
         self.progress = SimpleNamespace(pending=Pending(), trace=Trace(), counts=Figures(), scope=None, ledger=self._ledger)
         deferral = ChunkPolicy(delayed=frozenset([FC1.linear]), most_delayed_bytes=10**6)
         progress: Any = self.progress
-        self.gradients = WeightGradients(progress, [deferral], Surroundings(()), reduced_in_backward=True)
+        self.gradients = WeightGradients(progress, [deferral], Surroundings(()), reduced_in_backward=lambda: True)
         module = SimpleNamespace(apply_bias=False, gemm_bias_unfused_add=False)
         self.store = _Store(None, self.gradients, FC1, module)  # type: ignore[arg-type]
         self.order: list[int] = []

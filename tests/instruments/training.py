@@ -24,6 +24,7 @@ class Training(training.Training):
             Megatron's needs `ddp`, and is distributed if the job says so.
         ddp, buffers_of: as the testbed's.
         overlap_grad_reduce: reduce buckets during backward (needs `ddp`).
+        align_grad_reduce: with a pipeline, start the reductions of all stages together, as Megatron's pretraining.
         overlap_param_gather: gather parameters during forward (needs the distributed optimizer and `overlap_grad_reduce`).
         learning_rate: of either optimizer.
         settings: fields of Megatron's optimizer that replace those of `megatron_optimizer` (`optimizer="sgd"`, for example).
@@ -38,6 +39,7 @@ class Training(training.Training):
         ddp: bool = False,
         buffers_of: training.Training | None = None,
         overlap_grad_reduce: bool = False,
+        align_grad_reduce: bool = True,
         overlap_param_gather: bool = False,
         learning_rate: float = 0.1,
         settings: Mapping[str, Any] | None = None,
@@ -49,6 +51,8 @@ class Training(training.Training):
         if ddp and overlap_grad_reduce:
             functions = [chunk.no_sync for chunk in self.chunks]
             config.no_sync_func = functions if len(functions) > 1 else functions[0]
+            starts = [chunk.start_grad_sync for chunk in self.chunks] if align_grad_reduce else [None]
+            config.grad_sync_func = starts if len(starts) > 1 else starts[0]
         if optimizer == "megatron":
             self.optimizer = megatron_optimizer(job, self.chunks, learning_rate, overlap_param_gather, settings)
             config.grad_scale_func = self.optimizer.scale_loss

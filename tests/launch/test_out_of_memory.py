@@ -283,7 +283,7 @@ def test_a_weight_gradient_that_was_put_off():
     """It runs in some wait, or is flushed: the engine's half is not whose it is."""
     pending = Pending()
     progress = SimpleNamespace(pending=pending, trace=Trace(), counts=Figures())
-    gradients = WeightGradients(progress, (), Surroundings(()), reduced_in_backward=False)
+    gradients = WeightGradients(progress, (), Surroundings(()), reduced_in_backward=lambda: False)
 
     def compute() -> None:
         raise torch.OutOfMemoryError(out_of_memory(KIB, MIB, MIB))

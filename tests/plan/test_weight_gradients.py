@@ -40,6 +40,13 @@ def test_what_comes_behind_its_own_backward(linear: str, wait: str) -> None:
     Plan.model_validate(plan_of({linear: [wait]}))
 
 
+def test_the_send_of_a_gradient() -> None:
+    """Also of one micro-batch; without tensor-parallel collectives."""
+    text = dump_plan(Plan.model_validate(plan_of({"linear_fc1": ["pipe.send_backward"]}, at=1, **ONE)))
+    assert "linear_fc1: [pipe.send_backward]" in text
+    Plan.model_validate(plan_of({"linear_qkv": ["pipe.send_backward"]}, at=1, parallel={"tensor": 1, "pipeline": 2}))
+
+
 def test_layers_below_come_later() -> None:
     """Of layer 2 only: layer 1 of this stage has none below."""
     data = plan_of({"linear_fc1": ["bwd.attention.0", "bwd.mlp.0-1"]})
@@ -72,6 +79,8 @@ SEQUENCE_PARALLEL = {"parallel": {"tensor": 2, "pipeline": 2, "sequence_parallel
         (plan_of({"linear_fc1": ["bwd.mlp.0-1"]}), "layers 1-2: weight_gradients.linear_fc1 names bwd.mlp.0-1, which is no wait"),
         (plan_of({"linear_fc1": ["fwd.mlp.0+2"]}), "names fwd.mlp.0\\+2, which is no wait of this stage"),
         (plan_of({"linear_fc1": ["pipe.recv_backward"]}, at=1), "but the last stage receives no gradient"),
+        (plan_of({"linear_fc1": ["pipe.send_backward"]}), "names pipe.send_backward, but the first stage sends no gradient"),
+        (plan_of({"linear_fc1": ["pipe.send_backward"]}, at=1, schedule="double_buffered"), "no wait follows the send of a"),
         (plan_of({"linear_fc1": ["pipe.recv_backward"]}, **ONE), "but with one micro-batch no gradient is received behind its"),
         (plan_of({"linear_fc1": ["fwd.mlp.0"]}, **ONE), "but no forward runs behind a backward .batch.microbatches 1."),
         (plan_of({"linear_qkv": ["bwd.mlp.0"]}, **ONE), "which comes before its own backward, and there is only one micro-batch"),

@@ -83,7 +83,7 @@ def test_experts_share_the_block_of_their_rows() -> None:
 def test_a_wait_takes_those_of_one_micro_batch() -> None:
     """Of experts that run one by one all of them. What is left has later waits, as the plan counts on."""
     progress, ran = SimpleNamespace(pending=Pending(), trace=Trace(), counts=Figures()), []
-    gradients = WeightGradients(progress, (), Surroundings(()), reduced_in_backward=False)  # type: ignore[arg-type]
+    gradients = WeightGradients(progress, (), Surroundings(()), reduced_in_backward=lambda: False)  # type: ignore[arg-type]
     for number in range(6):
         computing = partial(ran.append, (number // 2, number % 2))
         progress.pending.add(Entry(FC1, "mlp", 0, number // 2, computing, {next(ADDRESSES): 10}))
@@ -100,7 +100,7 @@ def in_backward_of(layer: int, most_bytes: int) -> tuple[WeightGradients, Any]:
     ledger = SimpleNamespace(entered=frame, running=running, completes_gradients=False)
     progress: Any = SimpleNamespace(ledger=ledger, scope=None, pending=Pending(), trace=Trace(), counts=Figures())
     policies = [ChunkPolicy(delayed=frozenset({FC1, QKV}), most_delayed_bytes=most_bytes)]
-    return WeightGradients(progress, policies, Surroundings(()), reduced_in_backward=False), progress
+    return WeightGradients(progress, policies, Surroundings(()), reduced_in_backward=lambda: False), progress
 
 
 def test_one_that_is_larger_than_all_that_may_be_pending_is_computed_at_once() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_lynx.anatomy import ATTENTION, DENSE, MLP
-from megatron_lynx.anatomy.address import RECV_BACKWARD, WindowAddress
+from megatron_lynx.anatomy.address import RECV_BACKWARD, SEND_BACKWARD, WindowAddress
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.prices import WeightGradient, weight_gradient
 from megatron_lynx.cost.section import PricedSection
@@ -177,6 +177,36 @@ def test_cooldown_beside_zero_bubble(pipeline):
     assert ours.filled_s(0) > 0
     zero_bubble_s = zero_bubble_step_s(pipeline, microbatches, forward_s, backward_s, weight_s)
     assert zero_bubble_s == microbatches * each_s + others * (forward_s + backward_s - weight_s)
+
+
+def handed_on(pipeline, microbatches, stages, **more):
+    """A step in which these stages send their input's gradient before their weight gradients; and the stock step."""
+    stock, send = passes_of({}, tensor=1), {"read_after_send": True, **more}
+    everything = {name: (SEND_BACKWARD,) for section in (ATTENTION, MLP) for name in section.linears}
+    ours = passes_of(everything, tensor=1, **send)
+    schedule = with_flushes(pipeline, microbatches)
+    schedule = replace(schedule, orders=tuple(tuple(with_recomputations(order)) for order in schedule.orders))
+    return simulate(schedule, [[ours if stage in stages else stock] for stage in range(pipeline)]), simulate(
+        schedule, [[stock]] * pipeline
+    )
+
+
+@pytest.mark.parametrize("pipeline", [2, 4])
+def test_gradients_sent_before_weight_gradients(pipeline):
+    """Every stage but the first: the cool-down is shorter by p - 1 times W, so 1F1B's bubble is (p - 1)(F + B). ZB-H1 also fills
+    it, with the first stage's. Of one stage alone, once W. Where gradients are reduced in the last backward, nothing. Backwards
+    before cool-down delay none."""
+    forward_s, backward_s, weight_s, microbatches = 11.0, 18.0, 4.0, 2 * pipeline
+    ours, stock = handed_on(pipeline, microbatches, range(1, pipeline))
+    assert stock.step_s == (microbatches + pipeline - 1) * (forward_s + backward_s + weight_s)
+    assert ours.step_s == stock.step_s - (pipeline - 1) * weight_s
+    assert ours.step_s >= zero_bubble_step_s(pipeline, microbatches, forward_s, backward_s, weight_s)
+    assert handed_on(pipeline, microbatches, [1])[0].step_s == stock.step_s - weight_s
+    assert handed_on(pipeline, microbatches, range(1, pipeline), reduced_in_backward=True)[0].step_s == stock.step_s
+    assert sum(size for _, size in ours.executed[1][-1].content.memory) == -4 * A_SECOND.bytes, "one by one they are freed"
+    assert ours.memory(1).bytes[-1] == 0
+    left = [[each.action.micro_batch for each in stage if each.action.kind == "W"] for stage in ours.executed]
+    assert left == [[], *([*range(microbatches - max(1, pipeline - 1 - stage), microbatches)] for stage in range(1, pipeline))]
 
 
 def test_the_other_half_is_priced_where_a_profile_does_not_know_it():

@@ -99,6 +99,33 @@ def pending_when_reduced(rank: int, job: Job, plan: Plan, overlapped: bool) -> t
         return seen, installation.engine.take_counts().flushed
 
 
+def posted_and_computed(rank: int, job: Job, plan: Plan) -> list[str]:
+    """In one step: `posted` for each exchange of messages, `computed` for each delayed weight gradient, in order."""
+    from megatron_lynx.apply import install
+    from megatron_lynx.runtime.weight_gradients import WeightGradients
+    from megatron_lynx.testbed.training import synthetic_batches
+
+    seen: list[str] = []
+
+    def noting(original: Callable[..., Any], what: str) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            seen.append(what)
+            return result
+
+        return noted
+
+    with ExitStack() as stack:
+        training = stack.enter_context(_training(job))
+        stack.enter_context(install(training.chunks, plan))
+        posting = noting(torch.distributed.batch_isend_irecv, "posted")
+        stack.enter_context(mock.patch.object(torch.distributed, "batch_isend_irecv", posting))
+        computing = noting(WeightGradients._compute, "computed")
+        stack.enter_context(mock.patch.object(WeightGradients, "_compute", computing))
+        training.step(synthetic_batches(job, 0))
+    return seen
+
+
 def held_and_given_back(rank: int, job: Job, plan: Plan) -> tuple[list[str], list[str]]:
     """What an installation holds for weight gradients, and what is another object when it was removed."""
     from megatron_lynx.apply import install

@@ -76,7 +76,7 @@ def test_into_waits(pool_of: Pools, layout: str, like: Any) -> None:
 @pytest.mark.parametrize("layout", ["PP2", "PP2xVPP2"])
 def test_while_a_gradient_is_received(pool_of: Pools, layout: str) -> None:
     job = tiny_job("gpt", **LAYOUTS[layout])
-    plans = [deferring(nothing(job)), deferring(everything(job))]
+    plans = [deferring(plan, chosen=lambda wait: wait == RECV_BACKWARD) for plan in (nothing(job), everything(job))]
     for rank, both in enumerate(counts_of(pool_of, job, plans, Trial(training={"ddp": True}, model=FUSED))):
         receiving = per_step(job, 0) if rank == 0 else per_step(job, 1) * (job.chunks - 1) // job.chunks
         for counts in both:

@@ -1,7 +1,8 @@
-"""The pipeline window: receiving a gradient.
+"""The pipeline windows: receiving a gradient, and sending one.
 
 Replaces              `_p2p_ops` and `_batched_p2p_ops` of `megatron.core.pipeline_parallel.p2p_communication`.
 Why                   the stage idles while it waits for the next stage's gradient; its first frames can be recomputed there.
+                      Once its own gradient is in flight, weight gradients run that the stage before need not wait for.
                       If the plan keeps offload copies away from messages, they finish first.
                       NCCL runs all messages of two ranks in a group on one stream. With one hardware queue a recomputation
                       after the send of a forward would wait for the pending receive. So if a forward comes between
@@ -43,6 +44,8 @@ def claims(engine: Engine, *, waited_for_later: bool, gradients_apart: bool) -> 
         def exchange(**kwargs: Any) -> Any:
             engine.exchange_begins()
             works = _apart(original, kwargs) if apart else original(**kwargs)
+            if kwargs.get("tensor_send_prev") is not None:
+                engine.gradient_sent()
             if kwargs.get("tensor_recv_next") is None:
                 return works
             if isinstance(works, dict):

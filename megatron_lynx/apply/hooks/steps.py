@@ -48,8 +48,10 @@ def claims(engine: Engine, chunks: Container[int], *, combined: bool = False) ->
         def backward_step(input_tensor: Any, output_tensor: Any, *args: Any, **kwargs: Any) -> Any:
             if not engine.ledger.expects_backward:
                 return original(input_tensor, output_tensor, *args, **kwargs)
-            with engine.backward_pass(output_tensor):
-                return original(input_tensor, output_tensor, *args, **kwargs)
+            with engine.backward_pass(output_tensor) as returns:
+                gradient = original(input_tensor, output_tensor, *args, **kwargs)
+                returns(gradient)
+            return gradient
 
         return backward_step
 
