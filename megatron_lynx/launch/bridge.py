@@ -41,7 +41,7 @@ class Settings(BridgeSettings):
     def __init__(self, cfg: Any) -> None:
         super().__init__(cfg)
         self.state: Any = None
-        """Of the training loop, which counts the steps of this and earlier runs."""
+        """The training loop's state, which counts the steps of this and earlier runs."""
 
     @property
     def curr_iteration(self) -> int:

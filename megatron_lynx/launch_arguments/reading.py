@@ -145,8 +145,8 @@ class Reading:
 def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool = True, strict: bool = False) -> Reading:
     """Read a launch: `torchrun ... pretrain_gpt.py ...`, or the script's arguments alone.
 
-    `gpus` replaces the launcher's number. `planning`: for a plan, not for an estimate of its own recomputation. `strict`: unknown
-    flags are problems. Raises `ConfigError` only if there is no launch; other errors are in `problems`.
+    `gpus` replaces the launcher's number. `planning`: for a plan, not for an estimate of the launch's recomputation. `strict`:
+    unknown flags are problems. Raises `ConfigError` only if there is no launch; other errors are in `problems`.
     """
     command = command_line(words)
     container = None
