@@ -32,6 +32,8 @@ from megatron_lynx.planner.partitioning import partitioned
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.solver import ahead, chunks, offload, options, partition, stages
 from megatron_lynx.solver.options import StageProblems
+from megatron_lynx.solver.seats import Seats
+from megatron_lynx.solver.stage_seats import StageSeats
 from megatron_lynx.solver.stages import Stages
 from megatron_lynx.stock import priced
 from megatron_lynx.units import GIB
@@ -90,8 +92,18 @@ MECHANISMS = (
         ((decision, "_placed", _placed_with_forwards(decision._placed)),),
     ),
     Mechanism(
+        "recomputation in parts of several waits",
+        _of_class(Seats, "stops"),
+        ((Seats, "stops", lambda seats, kind, recompute, price: {}),),
+    ),
+    Mechanism(
+        "recomputation in receives of gradients",
+        (StageSeats,),
+        ((StageSeats, "of", lambda seats, *subset: iter(())), (StageSeats, "has_more", False)),
+    ),
+    Mechanism(
         "checkpoints begin ahead",
-        (ahead, *_of_class(StageProblems, "_begun", "_may_begin", "_late")),
+        (ahead, *_of_class(StageProblems, "_begun", "_may_begin", "_begun_at_top")),
         ((options, "begun_ahead", lambda prices, sections, layer, **how: layer),),
     ),
     Mechanism(
@@ -148,9 +160,10 @@ def of_experts() -> Iterator[Row]:
     for what, change in when_not_experts.CASES:
         job = when_not_experts.job_of(change)
         modules = priced(job, analytic_profile(job), when_not_experts.cheapest(job))
-        for own, _ in [(job, None), *when_not_experts.with_overlap(job)]:
-            overlapped = ", overlapped" if own is not job else ""
-            yield Row(f"{what}{overlapped}", when_not.on_devices_of(own, modules.most_bytes / GIB))
+        overlapping = [own for own, _ in when_not_experts.with_overlap(job)]
+        names = ("", ", overlapped", ", overlapped, weight gradients delayed")
+        for name, own in zip(names, (job, *overlapping), strict=False):
+            yield Row(f"{what}{name}", when_not.on_devices_of(own, modules.most_bytes / GIB))
 
 
 def of_never_less(folder: Path | None = None) -> Iterator[Row]:
@@ -162,6 +175,7 @@ def of_never_less(folder: Path | None = None) -> Iterator[Row]:
         job = job.model_copy(update={"policy": "planned"})
         if folder is None:
             job = when_not.on_devices_of(job, priced(job, analytic_profile(job), setting).most_bytes / GIB)
+            name = f"{name}, stock's bytes"
         yield Row(name, job)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.mechanisms import MECHANISMS, Row, line, of_when_not, step_s, worth
+from benchmarks.mechanisms import MECHANISMS, TABLES, Row, line, of_when_not, step_s, worth
 
 
 def test_a_mechanism_is_off_only_while_it_is_switched_off() -> None:
@@ -19,6 +19,11 @@ def test_without_weight_gradients_in_waits_the_first_row_is_slower() -> None:
     found = worth(MECHANISMS[0], [row], {row.name: step_s(row.job) or 0.0})
     assert found.losses[row.name] > 0.005
     assert f": {row.name} |" in line(MECHANISMS[0], found)
+
+
+def test_no_row_counts_as_lost_because_another_one_has_its_name() -> None:
+    names = [row.name for table in TABLES.values() for row in table()]
+    assert len(names) == len(set(names))
 
 
 def test_a_row_that_no_longer_fits_is_counted() -> None:
