@@ -80,7 +80,7 @@ def show_estimate(answer: Estimate, launch: LaunchEstimate | None = None) -> Non
 
     named = [memory.named for memory in answer.stages]
     parts = [part for part in named[0] if any(memory[part] for memory in named)]
-    columns = ("stage", "moment", *(part.replace("_", " ") for part in parts))
+    columns = ("stage", "moment", *(part.replace("in_hand", "transient").replace("_", " ") for part in parts))
     table = WrappedTable(columns, words=("moment",), keys=2, title="GiB of each device at its fullest moment")
     for stage, (memory, sizes) in enumerate(zip(answer.stages, named, strict=True)):
         table.add(str(stage), memory.moment.replace("_", " "), *(f"{sizes[part] / GIB:.2f}" for part in parts))
