@@ -7,8 +7,6 @@ events on the current CUDA stream, on a CPU of the host's clock; only reading se
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,14 +38,6 @@ class Trace:
         spans = [Span(kind, at.seconds_since(since), end.seconds_since(since), *of) for kind, of, at, end in self._spans]
         self._spans.clear()
         return sorted(spans, key=lambda span: (span.start_s, -span.end_s))
-
-    @contextmanager
-    def span(self, kind: SpanKind, *, micro_batch: int | None = None, window: str | None = None) -> Iterator[None]:
-        begin = self.now()
-        try:
-            yield
-        finally:
-            self.add(kind, begin, micro_batch=micro_batch, window=window)
 
     def now(self) -> Event | None:
         """Return the begin of a span, for `add` (None while disabled)."""

@@ -170,9 +170,12 @@ class Waits:
     def _window(self, through: Pass, window: Window, micro_batch: MicroBatch | None, proper: Callable[[], Any]) -> Any:
         """`proper`: the wait itself."""
         kind: SpanKind = "recv" if window == RECV_BACKWARD else "window"
-        with self._progress.trace.span(kind, window=str(window), micro_batch=micro_batch.number if micro_batch else None):
-            self.reach(through, Reached("in", window, micro_batch))
-            waited = proper()
+        begin = self._progress.trace.now()
+        self.reach(through, Reached("in", window, micro_batch))
+        waited = proper()
+        if begin is not None:
+            number = micro_batch.number if micro_batch else None
+            self._progress.trace.add(kind, begin, micro_batch=number, window=str(window))
         self.reach(through, Reached("after", window, micro_batch))
         return waited
 

@@ -102,9 +102,10 @@ class Copier:
         return self._holding[-1]
 
     def _move_all(self, pairs: Sequence[Pair], micro_batch: int) -> None:
-        with self._trace.span(self.direction, micro_batch=micro_batch):
-            for target, source in pairs:
-                self.move(target, source)
+        begin = self._trace.now()
+        for target, source in pairs:
+            self.move(target, source)
+        self._trace.add(self.direction, begin, micro_batch=micro_batch)
 
     def give_way(self) -> None:
         """Let work issued from now on, such as a message, wait for all copies issued so far."""  # [5]
@@ -114,9 +115,9 @@ class Copier:
     def wait(self, copy: Copy) -> None:
         """Let compute issued from now on wait for this copy."""
         if not copy.done:
-            begin = self._waits.begin()
-            with self._trace.span("copy_wait", micro_batch=copy.owner.micro_batch):
-                self._device.current.wait(copy.event)  # [4]
+            begin, traced = self._waits.begin(), self._trace.now()
+            self._device.current.wait(copy.event)  # [4]
+            self._trace.add("copy_wait", traced, micro_batch=copy.owner.micro_batch)
             self._waits.end("copy", begin)
             copy.release()
 
