@@ -155,9 +155,9 @@ def stocks_best(job: Job, costs: Profile, release: str | None) -> Stock | None:
     """Return the fastest setting that fits, of equals the one with fewer bytes. Returns None if none fits, or stock cannot place
     the layers. `release`: of megatron-core; None: the newest."""
     stock_job = as_stock(job)
-    found = [] if _undivided(job) else rivals(stock_job, costs, job.memory_budget_bytes, release or NEWEST)
-    best = fastest(found)
-    return None if best is None else Stock(best.setting, stock_row(stock_job, costs, best), rivals=tuple(found))
+    prices = [] if _undivided(job) else rivals(stock_job, costs, job.memory_budget_bytes, release or NEWEST)
+    best = fastest(prices)
+    return None if best is None else Stock(best.setting, stock_row(stock_job, costs, best), rivals=tuple(prices))
 
 
 def or_launch(best: Stock | None, launch: Launch, reading: Reading | None, budget_bytes: int) -> Stock | None:

@@ -114,13 +114,13 @@ class Variants:
 
         Variants with the most changed flags, the fastest if they fit, are planned first. Those that cannot win are not planned.
         """
-        found: dict[int, Planned] = {}
+        plans: dict[int, Planned] = {}
         for place in self._places:
-            if found and self._is_slower(place, found.values()):
+            if plans and self._is_slower(place, plans.values()):
                 continue
             with suppress(LynxError):
-                found[place] = planned(self._jobs[place].model_copy(update=changes), self.profile)
-        return fastest([found[place] for place in sorted(found)], rival_s)
+                plans[place] = planned(self._jobs[place].model_copy(update=changes), self.profile)
+        return fastest([plans[place] for place in sorted(plans)], rival_s)
 
     def may_take(self, seconds: float) -> bool:
         """Whether a plan may have a shorter step than this, however much memory there is."""
@@ -147,10 +147,10 @@ class Variants:
                 self._endless[place] = StepRange.known(inf)
         return self._endless[place]
 
-    def _is_slower(self, place: int, found: Collection[Planned]) -> bool:
-        """Whether a variant is slower than the best found, by longest steps and by middles of ranges."""
+    def _is_slower(self, place: int, plans: Collection[Planned]) -> bool:
+        """Whether a variant is slower than the best of these plans, by longest steps and by middles of ranges."""
         bound, slack = self._bound(place), 1 + EQUAL
-        expected_s, most_s = (min(plan.step.expected_s for plan in found), min(plan.step.most_s for plan in found))
+        expected_s, most_s = (min(plan.step.expected_s for plan in plans), min(plan.step.most_s for plan in plans))
         return bound.expected_s > slack * expected_s and bound.most_s > slack * most_s
 
 

@@ -357,16 +357,16 @@ def subject_of(plan: Plan) -> str:
 
 def verdict_of(points: Sequence[Point], job: Job | None) -> str:
     """Return the plan's step and bytes against those of the fastest stock setting that fits; empty without stock's points."""
-    shown = next((each for each in points if each["shown"]), None)
-    baselines = [each for each in points if each["by"] == "stock"]
+    shown = next((drawn for drawn in points if drawn["shown"]), None)
+    baselines = [setting for setting in points if setting["by"] == "stock"]
     if job is None or shown is None or not shown["step_s"] or not baselines:
         return ""
     budget_bytes = job.memory_budget_bytes
-    names = ", ".join(each["label"] for each in baselines)
-    fitting = [each for each in baselines if (each["memory_bytes"] or 0) <= budget_bytes]
+    names = ", ".join(setting["label"] for setting in baselines)
+    fitting = [setting for setting in baselines if (setting["memory_bytes"] or 0) <= budget_bytes]
     if not fitting:
         return f"Simulated: {_in_figures(shown)}; of {names} none fits {format_bytes(budget_bytes)}."
-    best = min(fitting, key=lambda each: each["step_s"])
+    best = min(fitting, key=lambda setting: setting["step_s"])
     saved = 1 - shown["step_s"] / best["step_s"]
     difference = f"{abs(saved):.1%} {'less' if saved > 0 else 'more'}".replace("%", " %")
     return (
