@@ -41,6 +41,12 @@ def test_a_plan_gains_within_its_budget(monkeypatch: pytest.MonkeyPatch) -> None
     assert "gradients sent before others" in decided.weight_gradients
 
 
+def test_a_plan_in_endless_memory_sends_first_too() -> None:
+    """Variants are planned only if the step of this plan may win."""
+    job = load_job(job_path("llama3-70b-a100-80g"))
+    assert any(sent(entry) for entry in decision.keeping_all(job, analytic_profile(job)).plan.stages)
+
+
 def test_the_lowest_layers_come_first() -> None:
     """With memory for a few operands only; with none, nothing."""
     job = load_job(job_path(JOB))

@@ -192,7 +192,8 @@ def keeping_all(job: Job, profile: Profile) -> Decision:
             answers = tuple(stages.keeping_all(stage) for stage in range(parted.parallel.pipeline))
             plan = written(parted, answers, job=job.digest, profile=profile.digest, note=profile.source.caution)
             simulation = rehearse(plan, profile, job=parted)
-            decisions.append(_filled(_rehearsed(parted, profile, answers, plan, simulation), profile))
+            filled = _filled(_rehearsed(parted, profile, answers, plan, simulation), profile)
+            decisions.append(_sending_first(filled, profile))
     return min(decisions, key=_step_s)
 
 
