@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,14 +169,26 @@ def plan_of(
 def inside_experts(plan: Plan) -> Plan:
     """The same plan, with everything of experts recomputed on demand, too."""
     attention, experts = sections_of(Facts(experts=True))
+    return _with_experts(plan, lambda items: [*(item for item in items if item in attention.names), *experts.recomputable])
+
+
+def keeping_rows(plan: Plan) -> Plan:
+    """The same plan, but experts keep what they save for each row."""
+    experts = sections_of(Facts(experts=True))[-1]
+    return _with_experts(plan, lambda items: [item for item in items if item not in experts.on_rows])
+
+
+def _with_experts(plan: Plan, recompute: Callable[[Sequence[str]], list[str]]) -> Plan:
+    """The same plan with other items recomputed in layers of experts."""
+    attention, experts = sections_of(Facts(experts=True))
     facts = plan.model_dump(mode="json")
     for stage, entry in zip(facts["stages"], plan.stages, strict=True):
         stage["rules"] = [entry.rule_for(layer).model_dump(mode="json") | {"layers": layer} for layer in entry.layers]
         for rule in stage["rules"]:
             if plan.model.has_experts(rule["layers"]):
-                recompute = [*(item for item in rule["recompute"] if item in attention.names), *experts.recomputable]
-                kept = (item for item in attention.names + experts.names if item not in recompute)
-                rule |= {"recompute": recompute, "keep": list(kept)}
+                recomputed = recompute(rule["recompute"])
+                kept = [item for item in attention.names + experts.names if item not in recomputed]
+                rule |= {"recompute": recomputed, "keep": kept}
     return Plan.model_validate(facts)
 
 

@@ -29,6 +29,7 @@ from .launched import (
     Launched,
     flags_of,
     inside_experts,
+    keeping_rows,
     launch,
     offloading,
     plan_of,
@@ -76,7 +77,7 @@ def test_overlapped_exchanges_on_one_stage_with_copies_to_the_host(script, tmp_p
 
 def test_experts_fall_back_when_more_rows_come_than_a_plan_holds_for(script, tmp_path):
     """It holds for a balanced load, to which routers do not keep; in checked steps, too."""
-    plan = plan_of("expert 2", experts=True)
+    plan = keeping_rows(plan_of("expert 2", experts=True))
     held = tuple(stage.model_copy(update={"experts_hold": 1.0}) for stage in plan.stages)
     plan = plan.model_copy(update={"stages": held})
     flags = [*MODEL, *EXPERTS, "--mock-data", "--tensorboard-dir", str(tmp_path)]
