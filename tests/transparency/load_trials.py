@@ -44,10 +44,10 @@ def held_in_backward(rank: int, job: Job, plans: list[Plan], model: dict[str, An
 
 def _noting(backward_pass: Any, begun: list[int], total: CpuTotal) -> Any:
     @contextmanager
-    def noted(output: Any) -> Iterator[None]:
+    def noted(output: Any) -> Iterator[Any]:
         wait_for_other_threads()
         begun.append(total.bytes)
-        with backward_pass(output):
-            yield
+        with backward_pass(output) as returns:
+            yield returns
 
     return noted
