@@ -49,7 +49,8 @@ def test_figures_and_trace(files: tuple[Path, Path], tmp_path: Path) -> None:
     assert max(held) == simulation.memory(0).peak_bytes
 
 
-def test_in_words(files: tuple[Path, Path]) -> None:
+def test_in_words(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     plan, profile = files
     result = lynx("simulate", plan, "--profile", profile)
     assert result.exit_code == 0, result.stderr

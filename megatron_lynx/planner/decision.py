@@ -417,7 +417,8 @@ def _sending_first(decision: Decision, profile: Profile) -> Decision:
                 later = late_s > late_reduction_s(job, decision.simulation.idle_at_end_s) + 10.0**-SECOND_DIGITS
                 if _faster(simulation, best) and not later:
                     gained = 1 - simulation.step_s / decision.simulation.step_s
-                    said = f"{decision.weight_gradients}; gradients sent before others: {100 * gained:.1f} % shorter"
+                    before = "deferred" if decision.weight_gradients == NONE_DEFERRED else decision.weight_gradients
+                    said = f"{before}; gradients sent before others: {100 * gained:.1f} % shorter"
                     best = _rehearsed(job, profile, decision.stages, plan, simulation, said)
                 break
             budgets = [budget - size for budget, size in zip(budgets, over, strict=True)]

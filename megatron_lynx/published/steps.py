@@ -100,7 +100,7 @@ def recipe_job(config: Mapping[str, Any], run: Run, fp8: Mapping[str, Any] | Non
         layout["layers_per_chunk"] = config["layers"] // config["pp"] // config["vp"]
     overlap = {"gradients": config["overlap_grad_reduce"], "parameters": config["overlap_param_gather"], "userbuffers": sliced}
     return job_on(
-        {**{name: config[name] for name in names}, **like, "activation": "swiglu", "cross_entropy": "native"},
+        dict({name: config[name] for name in names}, **like, activation="swiglu", cross_entropy="native"),
         "h100-80g",
         gpus=run["gpus"],
         parallel={**layout, "distributed_optimizer": config["do"]},
@@ -127,8 +127,8 @@ def zero_bubble_job(run: Run) -> Job:
 
 def _gpt(run: Run, vocab: int, seq: int) -> dict[str, Any]:
     sizes = {"layers": run["layers"], "hidden": run["hidden"], "ffn": 4 * run["hidden"], "vocab": vocab, "seq": seq}
-    heads = {"heads": run["heads"], "kv_groups": run["heads"], "attention": "unfused", "tied_embeddings": True}
-    return {**sizes, **heads, "attention_dropout": 0.1, "hidden_dropout": 0.1}
+    heads = {"heads": run["heads"], "kv_groups": run["heads"], "tied_embeddings": True}
+    return dict(sizes | heads, attention="unfused", attention_dropout=0.1, hidden_dropout=0.1)
 
 
 def _row(source: str, what: str, published_s: float, job: Job) -> Row:

@@ -74,7 +74,7 @@ def _train(job: Job, plan: Plan | None, steps: Sequence[Step], model: dict[str, 
                 seen.counts.append(installation.engine.take_counts())
                 met = installation.engine.met
                 seen.met.append((met.microbatches, met.tokens, float(met.squares)))
-                seen.graphs = installation.engine._graphs.cache_info().currsize
+                seen.graphs = installation.engine._graphs.cache_info().currsize // (2 * job.model.layers // job.parallel.pipeline)
             seen.live_bytes.append(live_bytes() - sum(tensor.nbytes for tensor in seen.tensors.values()))
     seen.said = said
     seen.frames_left = sum(type(thing).__name__ in ("Frame", "OffloadedStorage", "Block") for thing in gc.get_objects())
