@@ -15,6 +15,7 @@ from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
 from tests.advise.test_never_slower import OVERLAPPING
 from tests.advise.test_screen import LAUNCH
+from tests.test_filling import deferring
 
 RELEASE = "0.19.2"
 
@@ -40,8 +41,8 @@ def test_the_plan_is_the_fastest_of_all_variants(flags: str, memory_gib: float) 
 
 
 def test_a_variant_that_cannot_win_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With neither exchanges overlapped nor userbuffers the step is longer even in endless memory."""
-    job, tried = job_of(OVERLAPPING, 130.0, "a800-80g"), list[tuple[bool, bool]]()
+    """Without deferred weight gradients, overlapped exchanges and userbuffers the step is longer even in endless memory."""
+    job, tried = deferring(job_of(OVERLAPPING, 130.0, "a800-80g"), "none"), list[tuple[bool, bool]]()
 
     def noted(variant: Job, profile: Profile) -> Planned:
         tried.append((variant.model.moe_overlapped, variant.userbuffers))
