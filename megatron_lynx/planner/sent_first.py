@@ -64,10 +64,14 @@ class SendingFirst:
         return entry.model_copy(update={"rules": joined(rules), "weight_gradients": bound})
 
     def _of(self, layers: LayerRange, entry: Stage, rooms: Rooms, slack: Slack) -> Iterator[str]:
-        """Yield linears of a rule's layers whose operands fit in all of them, the last one of backward first."""
+        """Yield linears of a rule's layers whose operands fit in all of them, the last one of backward first.
+
+        Operands of experts' linears grow with a rank's rows, also where halves fall back: they are not held.
+        """
         delayed = entry.rule_for(layers.first).weight_gradients
+        of_experts = {item.name for half in self.plan.model.sections_of(layers.first) for item in half.items if item.of_experts}
         for linear in reversed(rooms.linears(layers.first)):
-            if linear.name in delayed or (linear.beside is not None and not self.hiding):
+            if linear.name in delayed or linear.name in of_experts or (linear.beside is not None and not self.hiding):
                 continue
             begins_s = [slack.begins_s((layer, rooms.half_of(linear.name))) for layer in layers]
             took = [begin_s for begin_s in begins_s if slack.takes(linear.bytes, begin_s, slack.sent_s)]
