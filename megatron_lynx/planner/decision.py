@@ -10,9 +10,10 @@ job, profile ──partitioned──> layers of each stage ──Stages──> a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import bounded_by_device, layers_budget_bytes
@@ -370,31 +371,20 @@ def _filled(decision: Decision, profile: Profile) -> Decision:
 
 
 def _placed(decision: Decision, profile: Profile, known: Known, *, forwards: bool) -> Decision:
-    """Defer weight gradients into waits, with or without those of forwards.
+    """Defer weight gradients into waits, with or without those of forwards."""
+    waiting = frozenset(range(len(decision.stages))) if forwards else frozenset()
+    filler_of = partial(Filler, decision.plan, decision.job, profile, decision.simulation, known)
+    filler = filler_of(forwards=waiting)
 
-    Bytes over the budget in the simulation are taken from the budget of weight gradients, and they are placed again. Stages that
-    still exceed it then defer none to forwards.
-    """
-    budgets = [_budget_bytes(decision, answer) for answer in decision.stages]
-    waiting = frozenset(range(len(budgets))) if forwards else frozenset()
-    filler = Filler(decision.plan, decision.job, profile, decision.simulation, known, forwards=waiting)
-    for again in range(PLACED_AGAIN):
-        plan = filler.filled(budgets)
-        if plan == decision.plan:
-            break
-        simulation = rehearse(plan, profile, reduced_in_backward=decision.job.overlap.gradients, job=decision.job)
-        over = [_too_much_bytes(decision, answer, simulation) for answer in decision.stages]
-        if not any(over):
-            if not _faster(simulation, decision):
-                break
-            gained = 1 - simulation.step_s / decision.simulation.step_s
-            said = f"deferred into waits: the step is {100 * gained:.1f} % shorter"
-            return _rehearsed(decision.job, profile, decision.stages, plan, simulation, said)
-        budgets = [budget - size for budget, size in zip(budgets, over, strict=True)]
-        if again:  # less memory alone did not help
-            waiting -= {stage for stage, size in enumerate(over) if size}
-            filler = Filler(decision.plan, decision.job, profile, decision.simulation, known, forwards=waiting)
-    return replace(decision, weight_gradients=NONE_DEFERRED)
+    def filled(budgets: Sequence[int], late: frozenset[int]) -> Plan:
+        """`late` stages defer none to forwards."""
+        return (filler_of(forwards=waiting - late) if late else filler).filled(budgets)
+
+    found = _first_that_fits(decision, profile, filled)
+    if found is None or not _faster(found[1], decision):
+        return replace(decision, weight_gradients=NONE_DEFERRED)
+    said = f"deferred into waits: the step is {_gained(found[1], decision)} shorter"
+    return _rehearsed(decision.job, profile, decision.stages, *found, said)
 
 
 def _sending_first(decision: Decision, profile: Profile) -> Decision:
@@ -402,27 +392,49 @@ def _sending_first(decision: Decision, profile: Profile) -> Decision:
     job = decision.job
     if why_none_deferred(job) is not None or job.parallel.pipeline == 1:
         return decision
-    best = decision
-    for hiding in (False, True):
-        placing = SendingFirst(decision.plan, job, profile, decision.simulation, hiding)
-        budgets = [_budget_bytes(decision, answer) for answer in decision.stages]
-        for _ in range(PLACED_AGAIN):
-            plan = placing.placed(budgets)
-            if plan == decision.plan:
-                break
-            simulation = rehearse(plan, profile, reduced_in_backward=job.overlap.gradients, job=job)
-            over = [_too_much_bytes(decision, answer, simulation) for answer in decision.stages]
-            if not any(over):
-                late_s = late_reduction_s(job, simulation.idle_at_end_s)
-                later = late_s > late_reduction_s(job, decision.simulation.idle_at_end_s) + 10.0**-SECOND_DIGITS
-                if _faster(simulation, best) and not later:
-                    gained = 1 - simulation.step_s / decision.simulation.step_s
-                    before = "deferred" if decision.weight_gradients == NONE_DEFERRED else decision.weight_gradients
-                    said = f"{before}; gradients sent before others: {100 * gained:.1f} % shorter"
-                    best = _rehearsed(job, profile, decision.stages, plan, simulation, said)
-                break
-            budgets = [budget - size for budget, size in zip(budgets, over, strict=True)]
+    best, said = decision, "deferred" if decision.weight_gradients == NONE_DEFERRED else decision.weight_gradients
+    latest_s = late_reduction_s(job, decision.simulation.idle_at_end_s) + 10.0**-SECOND_DIGITS
+    for placing in (SendingFirst(decision.plan, job, profile, decision.simulation, hiding) for hiding in (False, True)):
+        found = _first_that_fits(decision, profile, partial(_sent_first, placing))
+        if found is None or not _faster(found[1], best) or late_reduction_s(job, found[1].idle_at_end_s) > latest_s:
+            continue
+        gained = f"{said}; gradients sent before others: {_gained(found[1], decision)} shorter"
+        best = _rehearsed(job, profile, decision.stages, *found, gained)
     return best
+
+
+def _sent_first(placing: SendingFirst, budgets: Sequence[int], late: frozenset[int]) -> Plan:
+    return placing.placed(budgets)
+
+
+def _first_that_fits(
+    decision: Decision, profile: Profile, placed: Callable[[Sequence[int], frozenset[int]], Plan]
+) -> tuple[Plan, Simulation] | None:
+    """Place weight gradients until the plan fits; None if none is placed, or no plan fits.
+
+    Bytes over the budget in the simulation are taken from the budget of weight gradients, and they are placed again.
+
+    Args:
+        placed: makes a plan, from each stage's budget and the stages for which less memory alone did not help.
+    """
+    budgets = [_budget_bytes(decision, answer) for answer in decision.stages]
+    late = frozenset[int]()
+    for again in range(PLACED_AGAIN):
+        plan = placed(budgets, late)
+        if plan == decision.plan:
+            return None
+        simulation = rehearse(plan, profile, reduced_in_backward=decision.job.overlap.gradients, job=decision.job)
+        over = [_too_much_bytes(decision, answer, simulation) for answer in decision.stages]
+        if not any(over):
+            return plan, simulation
+        budgets = [budget - size for budget, size in zip(budgets, over, strict=True)]
+        if again:
+            late |= {stage for stage, size in enumerate(over) if size}
+    return None
+
+
+def _gained(simulation: Simulation, decision: Decision) -> str:
+    return f"{100 * (1 - simulation.step_s / decision.simulation.step_s):.1f} %"
 
 
 def _budget_bytes(decision: Decision, answer: StageAnswer) -> int:
