@@ -242,7 +242,7 @@ def megatron_on(checkout: Path, launches: list[Launch]) -> list[dict[str, Any]]:
         parts = command_line(launch.words)
         questions.append({"arguments": parts.arguments, "gpus": launch.gpus or parts.gpus or 1})
     code = "import sys; sys.path[:0] = sys.argv[1:]; import check_examples; check_examples.answer()"
-    paths = [str(checkout), str(Path(__file__).parent), str(ROOT)]
+    paths = [str(Path(__file__).parent), str(ROOT), str(checkout)]  # a checkout has `tests` of its own
     command = [sys.executable, "-W", "ignore", "-c", code, *paths]
     environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     done = subprocess.run(command, input=json.dumps(questions), capture_output=True, text=True, check=False, env=environment)
