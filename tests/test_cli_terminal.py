@@ -70,4 +70,4 @@ def test_a_shell_completes_names_of_clusters() -> None:
     }
     command = [sys.executable, "-m", "megatron_lynx"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
-    assert done.stdout.split() == ["h100-80g", "h200-141g", "h800-80g"], done.stderr
+    assert done.stdout.split() == ["h100-80g", "h20-96g", "h200-141g", "h800-80g", "h800-80g-400g"], done.stderr

@@ -123,3 +123,8 @@ def test_an_option_of_ours_in_a_launch_is_pointed_out(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "warning: --memory-gib is an option of megatron-lynx, and was not read: give it before --" in done.stderr
     assert "--own-flag is an option" not in done.stderr
+
+
+def test_a_gpu_whose_name_begins_anothers_is_found() -> None:
+    assert load_cluster("h20", "--cluster").name == "h20-96g"
+    assert load_cluster("h200", "--cluster").name == "h200-141g"

@@ -76,7 +76,7 @@ MAY_IMPORT = {
     "estimate": {"config", "profiler", "cost", "solver", "planner", "rehearsal", "search.simulated", "simulator", "stock"},
     "advise": {"config", "plan", "profiler", "cost", "launch_arguments", "planner", "search", "stock"},
     "from_run": {"config", "plan", "profiler", "cost", "rehearsal", "measure.run_outcome"},
-    "published": {"config", "plan", "profiler", "cost", "solver", "estimate", "stock", "planner", "rehearsal"},
+    "published": {"config", "launch_arguments", "plan", "profiler", "cost", "solver", "stock", "planner", "rehearsal"},
     "runtime": {"schedule.schedule", "timetable"},
     "apply": {"plan", "runtime", "schedule", "timetable"},
     "double_buffered": {"plan", "runtime", "schedule", "apply.hook", "apply.releases"},

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megatron_lynx.estimate import Estimate, LaunchEstimate
     from megatron_lynx.plan import Plan
     from megatron_lynx.profiler.profile import Profile
+    from megatron_lynx.published.left_out import LeftOut
     from megatron_lynx.published.row import Row
     from megatron_lynx.search.schedules import ScheduleRow
     from megatron_lynx.stock.side_by_side import SimulatedRow
@@ -120,6 +121,22 @@ def show_published(rows: list[Row]) -> None:
         figures = (f"{row.published:.6g}", f"{row.computed:.6g}", f"{row.error:+.3g}{unit}", bound, row.calibrates or "")
         table.add(row.source, row.what, *figures, style="bold red" if row.within is False else "")
     show(table)
+
+
+def show_left_out(answer: LeftOut) -> None:
+    """Print errors by series and in total, the worst ratios between settings, and those of the wrong order."""
+    from megatron_lynx.tables import WrappedTable
+
+    columns = ("series", "steps", "catalogue", "left out", "bias", "ratios", "wrong order")
+    table = WrappedTable(columns, words=("series",), title="mean errors in percent; left out: constants fitted to other series")
+    for name, family, grade, errors in answer.by_series:
+        label = f"{name} ({grade}, {family})"
+        ratios = "" if errors.ratio_error is None else f"{errors.ratio_error:.1f} of {errors.ratios}"
+        wrong = str(errors.reversed) if errors.ratios else ""
+        figures = (f"{errors.catalogued:.1f}", f"{errors.left_out:.1f}", f"{errors.bias:+.1f}", ratios, wrong)
+        table.add(label, str(errors.steps), *figures)
+    show(table)
+    show_lines(*answer.in_words)
 
 
 def show_schedules(rows: list[ScheduleRow]) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_lynx.cli.answers import show_estimate, show_published
+from megatron_lynx.cli.answers import show_estimate, show_left_out, show_published
 from megatron_lynx.cli.app import command
 from megatron_lynx.cli.inputs import named_in, whole_numbers_in
 from megatron_lynx.cli.launches import asked_about, job_or_launch, show_understood, understood_as_json
@@ -125,11 +125,26 @@ def search(
 
 
 @command
-def validate(as_json: AsJson = False) -> None:
+def validate(
+    leave_one_out: Annotated[
+        bool,
+        typer.Option("--leave-one-out", help="Predict each series of published steps with constants fitted to the others."),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
     """Recompute published results, and print the error of each."""
     from megatron_lynx.published import all_rows
+    from megatron_lynx.published.left_out import left_out
 
     rows = all_rows()
+    if leave_one_out:
+        with in_progress("steps predicted") as watch:
+            answer = left_out(rows, watch)
+        if as_json:
+            show_json(answer.as_json)
+        else:
+            show_left_out(answer)
+        return
     missed = [row for row in rows if row.within is False]
     if as_json:
         show_json({"rows": [row.as_json for row in rows]})

@@ -177,9 +177,22 @@ class Simulation(Answer):
 
 
 class RowsOfSettings(Answer):
-    """`compare --json` and `validate --json`: a row for each setting, or each published figure."""
+    """`compare --json` and `validate --json`: a row for each setting, published figure or step."""
 
     rows: Rows
+
+
+class Validation(RowsOfSettings):
+    """`validate --json`. The other keys are of `--leave-one-out`, whose rows are steps."""
+
+    totals: dict[str, dict[str, float | None]] | None = None
+    """By family and grade: means of the series' leave-one-out errors, in percent."""
+    byte_error_percent: float | None = None
+    ratio_error_percent: float | None = None
+    wrong_order: list[list[str]] | None = None
+    """Pairs of settings."""
+    constants: dict[str, dict[str, float]] | None = None
+    """By generation: factors of the free constants that fit all series."""
 
 
 class Findings(Answer):
@@ -205,7 +218,7 @@ ANSWERS: dict[str, type[Answer]] = {
     "plan": Planned,
     "search": Search,
     "simulate": Simulation,
-    "validate": RowsOfSettings,
+    "validate": Validation,
 }
 """By command. `explain` prints a plan (configs/plan.schema.json), `profile` the written profile."""
 

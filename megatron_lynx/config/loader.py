@@ -117,7 +117,8 @@ def _named(name: str, where: str, kind: str) -> Path:
         return _file_of(name, Path(), where, kind)
     bundled = {file.stem: file for file in sorted(bundled_configs().glob(f"{kind}/*.yaml"), key=lambda file: file.stem)}
     short = name.lower().removeprefix(f"{kind}/").removesuffix(".yaml")
-    alike = [short] if short in bundled else [stem for stem in bundled if short and stem.startswith(short)]
+    alike = [short] if short in bundled else [stem for stem in bundled if short and f"{stem}-".startswith(f"{short}-")]
+    alike = alike or [stem for stem in bundled if short and stem.startswith(short)]
     if len(alike) == 1:
         return bundled[alike[0]]
     finding = f"{name!r}, with which {len(alike)} names begin" if alike else f"no file {name!r}"

@@ -14,12 +14,12 @@ from megatron_lynx.config import Job
 from megatron_lynx.cost.communication import embedding_of, head_of
 from megatron_lynx.cost.parameters import gradient_bytes, mfu, optimizer_bytes, parameter_bytes, stage_parameters
 from megatron_lynx.cost.stage_memory import memory_of_stages, stage_parts
-from megatron_lynx.cost.step import recomputing_stage_s, step_seconds
+from megatron_lynx.cost.step import recomputing_stage_s
 from megatron_lynx.plan.stage import Stage, Whole
 from megatron_lynx.planner.uniform import uniform_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.published.row import Row, catalogued_job
+from megatron_lynx.published.row import Row, Step, analytic_step_s, catalogued_job
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.units import GIB
 
@@ -120,8 +120,8 @@ def _steps(config: Mapping[str, Any], published: Mapping[str, Any]) -> Iterator[
     name, peak = config["model"], 312e12 * config["gpus"]
     for key, technique in (("full_recompute_s", "full"), ("present_s", "seqsel")):
         job = job_of(config, technique)
-        computed = step_seconds(job, analytic_profile(job)).total_s
-        yield Row(SOURCE, f"table 5: step of {name}, {key.removesuffix('_s')}", published[key], computed, "s", bound=5.0)
+        step = Step(job, published[key], analytic_step_s, workload=f"{SOURCE} {name}")
+        yield Row.of_step(SOURCE, f"table 5: step of {name}, {key.removesuffix('_s')}", step, bound=5.0)
     tokens_per_s = config["global_batch"] * job.model.seq / published["present_s"]
     utilised = 100 * mfu(job.model, tokens_per_s, peak, "whole")
     what = f"table 5: MFU of {name}, from its seconds"

@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_lynx.config import Job
 from megatron_lynx.config.loader import bundled_configs, cluster_data
+from megatron_lynx.cost.step import step_seconds
+from megatron_lynx.cost.update import update_s
+from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.stock import StockSetting, priced
 from megatron_lynx.validation import validated
 from megatron_lynx.yaml_file import read_yaml
+
+Grade = Literal["A", "B", "C"]
+"""A: nearly all settings are stated; B: one is not; C: routing, host or layout are unknown."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A published step: its job, its seconds, and the function that prices it."""
+
+    job: Job
+    measured_s: float
+    price_s: Callable[[Job], float]
+    """Takes the job, so that a caller can change constants of its cluster."""
+    grade: Grade = "A"
+    workload: str = ""
+    """Equal for steps that differ in their settings only, so that their ratio is a prediction, too. Empty: compared with none."""
+    publication: str = ""
+    """Equal for series of one publisher and machine, which are left out together. Empty: the row's source."""
+
+    @property
+    def tokens(self) -> int:
+        return self.job.batch.global_ * self.job.model.seq
 
 
 @dataclass(frozen=True)
@@ -25,6 +52,12 @@ class Row:
     """Whether the error is relative, or the difference."""
     calibrates: str | None = None
     """The constant that this row calibrated, so that its error proves nothing."""
+    step: Step | None = None
+    """The step that the figure describes, if it does."""
+
+    @classmethod
+    def of_step(cls, source: str, what: str, step: Step, bound: float | None, calibrates: str | None = None) -> Row:
+        return cls(source, what, step.measured_s, step.price_s(step.job), "s", bound, calibrates=calibrates, step=step)
 
     @property
     def error(self) -> float:
@@ -51,6 +84,16 @@ class Row:
             "within": self.within,
             "calibrates": self.calibrates,
         }
+
+
+def analytic_step_s(job: Job, offload_ratio: float = 0.0) -> float:
+    return step_seconds(job, analytic_profile(job), offload_ratio).total_s
+
+
+def stock_step_s(job: Job, setting: StockSetting, *, graphs: bool = False) -> float:
+    """Return the longest step of stock Megatron's setting, simulated, with its update."""
+    costs = analytic_profile(job).issued(graphs=graphs)
+    return priced(job, costs, setting).step.most_s + update_s(job, costs)
 
 
 def catalogued_job(name: str, cluster: str, *, seq: int | None = None, model: dict[str, Any] | None = None, **fields: Any) -> Job:

@@ -19,14 +19,13 @@ nor HybridEP's exchange of counts is priced.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from megatron_lynx.config import Job
 from megatron_lynx.cost.stage_memory import memory_of_stages
-from megatron_lynx.cost.step import step_seconds
-from megatron_lynx.cost.update import update_s
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.published.row import Row, catalogued_job, job_on
+from megatron_lynx.published.row import Row, Step, analytic_step_s, catalogued_job, job_on, stock_step_s
 from megatron_lynx.stock import NONE, StockSetting, priced
 from megatron_lynx.units import GIB
 
@@ -52,7 +51,7 @@ def rows(series: Mapping[str, Any]) -> Iterator[Row]:
         for run in recipe["rows"]:
             what = f"Llama 3.1 {name.upper()}: step on {run['gpus']:,} GPUs"
             yield _row(RECIPES, what, run["step_s"], recipe_job(config, run))
-            yield _row(IN_FP8, what, run["fp8_s"], recipe_job(config, run, fp8=DELAYED))
+            yield _row(IN_FP8, what, run["fp8_s"], recipe_job(config, run, fp8=DELAYED), RECIPES)
     for run in series["zero_bubble_baselines"]["rows"]:
         what = f"tables 3, 4: 1F1B step of {run['model']}, {run['microbatches']} micro-batches"
         yield _row(ZERO_BUBBLE, what, run["step_s_d"], zero_bubble_job(run))
@@ -131,14 +130,13 @@ def _gpt(run: Run, vocab: int, seq: int) -> dict[str, Any]:
     return dict(sizes | heads, attention="unfused", attention_dropout=0.1, hidden_dropout=0.1)
 
 
-def _row(source: str, what: str, published_s: float, job: Job) -> Row:
-    computed_s = step_seconds(job, analytic_profile(job)).total_s
-    return Row(source, what, published_s, computed_s, "s", bound=ROW_PERCENT)
+def _row(source: str, what: str, published_s: float, job: Job, publication: str = "") -> Row:
+    return Row.of_step(source, what, Step(job, published_s, analytic_step_s, publication=publication), bound=ROW_PERCENT)
 
 
 STEP_BOUND, FASTER_BOUND, PEAK_BOUND = 10.0, 2.0, 8.0
 
-BRIDGE = "NVIDIA, Megatron-Bridge"
+BRIDGE, QWEN3_ON_16 = "NVIDIA, Megatron-Bridge", "Megatron-Bridge, Qwen3 30B on 16 H100"
 OVERLAPPED, OVERLAPPED_DELAYED = StockSetting(overlap=True), StockSetting(overlap=True, delayed=True)
 
 
@@ -150,18 +148,21 @@ def overlapped(series: Mapping[str, Any]) -> Iterator[Row]:
 
 def _of_run(run: Run) -> Iterator[Row]:
     job, what = overlapped_job(run), f"Qwen3 30B-A3B, {run['dispatcher']}"
-    costs = analytic_profile(job)
     measured = {NONE: run["step_s"], OVERLAPPED: run["overlapped_s"], OVERLAPPED_DELAYED: run.get("delayed_s")}
-    prices = {setting: priced(job, costs, setting) for setting, step_s in measured.items() if step_s is not None}
-    steps = {setting: price.step.most_s + update_s(job, costs) for setting, price in prices.items()}
-    for setting, step_s in steps.items():
-        yield Row(BRIDGE, f"{what}: step, {setting.name}", measured[setting], step_s, "s", bound=STEP_BOUND)
+    steps = {
+        setting: Step(job, step_s, partial(stock_step_s, setting=setting), workload=f"{BRIDGE} {what}", publication=QWEN3_ON_16)
+        for setting, step_s in measured.items()
+        if step_s is not None
+    }
+    rows = {setting: Row.of_step(BRIDGE, f"{what}: step, {setting.name}", step, STEP_BOUND) for setting, step in steps.items()}
+    for setting, row in rows.items():
+        yield row
         if setting != NONE:
-            faster = measured[NONE] / measured[setting], steps[NONE] / step_s
+            faster = measured[NONE] / measured[setting], rows[NONE].computed / row.computed
             name, chose = f"{what}: times as fast, {setting.name}", "cost.combined.MEASURED"
             yield Row(BRIDGE, name, *faster, "", bound=FASTER_BOUND, calibrates=chose)
     if "peak_gib" in run:
-        held_gib = prices[OVERLAPPED].most_bytes / GIB
+        held_gib = priced(job, analytic_profile(job), OVERLAPPED).most_bytes / GIB
         yield Row(BRIDGE, f"{what}: peak memory, {OVERLAPPED.name}", run["peak_gib"], held_gib, "GiB", bound=PEAK_BOUND)
 
 

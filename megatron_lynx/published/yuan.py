@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from megatron_lynx.config import Job
@@ -17,7 +18,7 @@ from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.cost.step import step_seconds
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.published.row import Row, catalogued_job
+from megatron_lynx.published.row import Row, Step, analytic_step_s, catalogued_job
 from megatron_lynx.solver.offload import smallest_ratio
 from megatron_lynx.units import GIB
 
@@ -125,9 +126,10 @@ def _throughput(runs: list[Mapping[str, Any]]) -> Iterator[Row]:
 
 def _throughput_row(what: str, run: Mapping[str, Any], cluster: str, published: float, calibrating: bool) -> Row:
     job = job_of(run, cluster)
-    step_s = step_seconds(job, analytic_profile(job), run["alpha"]).total_s
-    computed, chose = job.batch.global_ * job.model.seq / step_s, f"{cluster}: matmul.efficiency" if calibrating else None
-    return Row(SOURCE, what, published, computed, "tokens/s", bound=12.0, calibrates=chose)
+    tokens, chose = job.batch.global_ * job.model.seq, f"{cluster}: matmul.efficiency" if calibrating else None
+    price_s = partial(analytic_step_s, offload_ratio=run["alpha"])
+    step = Step(job, tokens / published, price_s, workload=run.get("workload", ""))
+    return Row(SOURCE, what, published, tokens / price_s(job), "tokens/s", bound=12.0, calibrates=chose, step=step)
 
 
 def _demo_throughput(demo: Mapping[str, Any]) -> Iterator[Row]:
@@ -135,7 +137,8 @@ def _demo_throughput(demo: Mapping[str, Any]) -> Iterator[Row]:
     gpus = demo["config"]["gpus"]
     for run, name, cluster in _demo_runs(demo):
         what = f"demo: throughput of {run['method']}, Llama-7B on {gpus} {name}"
-        stated = {**_of_demo(demo, run), "alpha": run.get("alpha", 0)}
+        workload = "" if run["method"] == "origin_megatron" else f"{SOURCE} demo {name}"  # its kernels differ, not its settings
+        stated = {**_of_demo(demo, run), "alpha": run.get("alpha", 0), "workload": workload}
         published, calibrating = gpus * run[name]["tok_s_gpu"], (run["method"], name) == CALIBRATING_DEMO
         yield _throughput_row(what, stated, cluster, published, calibrating)
 
