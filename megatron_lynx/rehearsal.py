@@ -30,15 +30,13 @@ from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.profiler.profile import BlockProfile, Profile
 from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.schedule.schedule import Schedule, with_recomputations
-from megatron_lynx.simulator.copies import HostCopy
 from megatron_lynx.simulator.double_buffered import simulate_without_flushes
 from megatron_lynx.simulator.halves import stage_passes
-from megatron_lynx.simulator.passes import ChunkPasses
+from megatron_lynx.simulator.passes import ChunkPasses, HostCopy
 from megatron_lynx.simulator.side_by_side import PairedChunk, SideBySide, most_beside, paired
 from megatron_lynx.simulator.simulate import simulate
-from megatron_lynx.simulator.simulation import Simulation
-from megatron_lynx.simulator.steady import in_steady_state
-from megatron_lynx.simulator.treated import Halves, Leaving, Treated
+from megatron_lynx.simulator.simulation import Simulation, in_steady_state
+from megatron_lynx.simulator.walk import Halves, Leaving, Treated
 from megatron_lynx.timetable import PlannedHalf, Timetable
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lynx.cli.launches import command_with
+from megatron_lynx.cli.inputs import command_with
 from megatron_lynx.cli.options import Subject
 from megatron_lynx.config import load_job
 from megatron_lynx.launch_arguments import read_launch

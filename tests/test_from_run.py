@@ -13,7 +13,7 @@ from megatron_lynx.cost.update import reduction_s
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.figures import Learned
 from megatron_lynx.from_run import Lesson, lesson
-from megatron_lynx.launch.rows import predicted_of, reserve_of
+from megatron_lynx.launch.reporter import predicted_of, reserve_of
 from megatron_lynx.measure.run_outcome import (
     HalfSeconds,
     Report,

@@ -9,7 +9,7 @@ import pytest
 from megatron_lynx.config import Job, load_job
 from megatron_lynx.config.job import Lengths
 from megatron_lynx.figures import InputSeen
-from megatron_lynx.launch.rows import step_input
+from megatron_lynx.launch.reporter import step_input
 from megatron_lynx.plan import Plan
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile

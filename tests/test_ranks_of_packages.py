@@ -45,7 +45,6 @@ FOUNDATION = {
 KINDS_PLANNING = {
     *("kinds.core_attention", "kinds.face", "kinds.planning", "kinds.saved"),
     *("kinds.dense.planning", "kinds.experts.planning", "kinds.latent.planning"),
-    "kinds.opaque.planning",
 }
 PLANNING = {
     *("config", "profiler", "cost", "simulator", "solver", "search", "rehearsal", "planner", "stock", "advise", "from_run"),

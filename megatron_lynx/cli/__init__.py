@@ -1,13 +1,13 @@
 """The command `megatron-lynx`: reads arguments, calls other packages, prints tables or JSON.
 
-    options, inputs, launches      read the request
-    planning, pricing, running     the commands
-    answers, terminal              print
+    options, inputs       read the request
+    planning, running     the commands
+    answers, terminal     print
 
 Commands import what they need when they run, so that `--help` does not import torch.
 """
 
-from megatron_lynx.cli import planning, pricing, running  # noqa: F401 (their commands register themselves)
+from megatron_lynx.cli import planning, running  # noqa: F401 (their commands register themselves)
 from megatron_lynx.cli.app import app, main
 
 __all__ = ["app", "main"]

@@ -10,8 +10,7 @@ import typer
 
 from megatron_lynx.cli.answers import make_folder, show_findings, show_held, show_schedules, show_simulated, write_comparison
 from megatron_lynx.cli.app import command
-from megatron_lynx.cli.inputs import host_time_here, hosts_of, plan_and_costs, plan_for
-from megatron_lynx.cli.launches import asked_about, job_or_launch
+from megatron_lynx.cli.inputs import asked_about, host_time_here, hosts_of, job_or_launch, plan_and_costs, plan_for
 from megatron_lynx.cli.options import AsJson, Budget, ClusterOption, LaunchFileOption, ProfileOption, Subject
 from megatron_lynx.cli.terminal import announced, page, quieten_megatron, say, show_json, show_lines
 from megatron_lynx.errors import ConfigError, Problem

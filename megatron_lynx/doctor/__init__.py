@@ -12,9 +12,18 @@ from collections.abc import Iterator, Sequence
 
 from megatron_lynx.config.cluster import HostTime
 from megatron_lynx.config.loader import load_cluster
-from megatron_lynx.doctor.environment import Software, beside_collectives, environment, hardware_queues
+from megatron_lynx.doctor.environment import (
+    Finding,
+    Software,
+    beside_collectives,
+    environment,
+    gpus,
+    hardware_queues,
+    machine,
+    software,
+    version_of,
+)
 from megatron_lynx.doctor.launch import Unmeasured, host_time, launch
-from megatron_lynx.doctor.machine import Finding, gpus, machine, software, version_of
 from megatron_lynx.launch_arguments import read_launch
 from megatron_lynx.plan import load_plan
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megatron_lynx.config.cluster import HostTime, Setting
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.host import HostReport
-from megatron_lynx.doctor.machine import Finding
+from megatron_lynx.doctor.environment import Finding
 from megatron_lynx.errors import LynxError
 from megatron_lynx.estimate import host_report
 from megatron_lynx.launch_arguments import Reading, job_of, read_launch

@@ -4,7 +4,7 @@
        │ parameters, gradients and optimizer alone do not fit ──> lost, for all policies
        v
     floor         seconds without copies and, for a plan, without exposed recomputation: a few additions
-    looked at     whether it fits, and its share on the host; closed form of the step                 `entry`
+    looked at     whether it fits, and its share on the host; closed form of the step
     simulated     the best micro-batch size and policy of each layout
     won
 
@@ -13,29 +13,213 @@ that is popped beats the rest of the queue, so the search ends after `top` of th
 the first policy wins.
 
 Python's garbage collector is disabled meanwhile: a search makes millions of small objects and hardly any cycles.
+
+Losers are counted by reason, with the best of each reason next to the winner:
+
+cannot run     no plan can express the layout
+not asked      plans with context parallelism, which need `--context` or a job that has it
+micro-batches  fewer than stages, too few for two versions of the weights
+no plan        everything fits, so a plan would equal policy `none`
+state          parameters, gradients and optimizer alone do not fit
+activations    does not fit with everything offloaded
+host memory    the host has too little memory for the offloaded tensors
+slower         by the part that exceeds the winner's most: compute, recompute, communication, bubble, copies
+
+Layouts without flushes are counted separately.
+
+Bounds of a candidate's step only grow from look to look, until it is simulated:
+
+    policies without a plan    floor ──> does it fit? closed form of the step ──> simulated
+    plans                      floor ──> first and last stage solved ──> all stages solved ──> rehearsed
+
+Solving all stages costs as much as a hundred floors, so it comes late. Of the first and the last stage one has most micro-batches
+in flight, the other the head.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from heapq import heapify, heappop, heappush
-from typing import Any
+from typing import Any, Literal
 
 from megatron_lynx.config.job import Job, Policy
+from megatron_lynx.cost.host_optimizer import least_left_bytes
 from megatron_lynx.cost.stage_memory import always_bytes
+from megatron_lynx.cost.step import step_seconds
 from megatron_lynx.cost.update import update_s
-from megatron_lynx.errors import ConfigError
-from megatron_lynx.planner import check_plannable
-from megatron_lynx.search.candidate import Candidate
-from megatron_lynx.search.entry import Entry, looks_at_plan, looks_at_stock
-from megatron_lynx.search.fit import Excess
+from megatron_lynx.errors import ConfigError, Infeasible
+from megatron_lynx.planner import check_plannable, fitting, least_memory
+from megatron_lynx.planner.evaluation import fullest_bytes
+from megatron_lynx.planner.writing import written
+from megatron_lynx.rehearsal import rehearse
+from megatron_lynx.search.candidate import Candidate, Excess, Fits, Spent, fit, in_words, sizes
 from megatron_lynx.search.floor import LayerCost
-from megatron_lynx.search.losers import Losers
+from megatron_lynx.search.simulated import pipeline_s
 from megatron_lynx.search.space import Layout, Space
-from megatron_lynx.units import SECOND_DIGITS
+from megatron_lynx.solver.answer import StageAnswer
+from megatron_lynx.solver.stages import Stages
+from megatron_lynx.units import GIB, SECOND_DIGITS, format_bytes, format_seconds
+
+Looks = Generator[Spent, None, Candidate | Excess | None]
+"""Yields larger and larger lower bounds; returns None if policy `none` fits and is a candidate, too."""
+
+
+@dataclass
+class Entry:
+    """`spent`: the lower bound known so far."""
+
+    job: Job
+    spent: Spent
+    looks: Looks
+
+    def closer(self) -> Entry | Candidate | Excess | None:
+        """Return the result of the next look."""
+        try:
+            self.spent = next(self.looks)
+        except StopIteration as end:
+            result: Candidate | Excess | None = end.value
+            return result
+        return self
+
+
+def looks_at_stock(job: Job, cost: LayerCost, floor: Spent, *, offload: bool) -> Looks:
+    """Look closer at a stock policy. `offload`: whether activations may go to the host."""
+    fits = fit(job, offload)
+    if isinstance(fits, Excess):
+        return fits
+    job = job.model_copy(update={"offload_ratio": fits.offload_ratio})
+    step = step_seconds(job, cost.profile, fits.offload_ratio)
+    messages_s = floor.communication_s + step.total_s - step.copies_s - floor.total_s  # messages that block a stage
+    spent = replace(floor, communication_s=messages_s, copies_s=step.copies_s)
+    yield spent
+    return _candidate(job, cost, spent, pipeline_s(job, cost.profile, fits.offload_ratio), fits.offload_ratio, fits.memory.total)
+
+
+def looks_at_plan(job: Job, cost: LayerCost, floor: Spent, *, offload: bool, besides_none: bool) -> Looks:
+    """Look closer at a plan. `besides_none`: whether policy `none` is a candidate, too."""
+    if besides_none and isinstance(fit(job.model_copy(update={"policy": "none"}), offload=False), Fits):
+        return None
+    job = _to_be_planned(job, offload)
+    stages, pipeline = Stages(job, cost.profile), job.parallel.pipeline
+    try:
+        yield _spent(floor, cost, job, [stages.answer(stage) for stage in {0, pipeline - 1}])
+        answers: Sequence[StageAnswer] = [stages.answer(stage) for stage in range(pipeline)]
+        spent = _spent(floor, cost, job, answers)
+        yield spent
+        plan = written(job, answers, job=job.digest, profile=cost.profile.digest)
+        simulation = rehearse(plan, cost.profile, job=job)
+        if fullest_bytes(job, simulation) > job.memory_budget_bytes:  # copies lag: plan without such shares
+            decision = fitting(stages)
+            answers, simulation = decision.stages, decision.simulation
+    except Infeasible:
+        return _excess(job, stages)
+    ratio = max(answer.offload_ratio for answer in answers)
+    return _candidate(job, cost, spent, simulation.step_s, ratio, fullest_bytes(job, simulation))
+
+
+def _candidate(job: Job, cost: LayerCost, spent: Spent, pipeline_s: float, ratio: float, memory_bytes: int) -> Candidate:
+    """The bound is kept if the simulated step is shorter: only the closed form knows that copies and messages alternate. Without
+    flushes, waits of stages for each other are added to the bubble."""
+    step_s = max(pipeline_s + update_s(job, cost.profile), spent.total_s)
+    parts = spent.up_to(step_s) if job.schedule == "double_buffered" else spent
+    return Candidate(job, step_s, parts, ratio, memory_bytes)
+
+
+def _to_be_planned(job: Job, offload: bool) -> Job:
+    """The job with the policy `planned`, and with a budget: by default the planner assumes the device's memory only on a GPU."""
+    budget = job.budget
+    if budget.memory_gib is None:
+        budget = budget.model_copy(update={"memory_gib": job.memory_budget_bytes / GIB})
+    return job.model_copy(update={"policy": "planned", "offload_ratio": "auto" if offload else 0.0, "budget": budget})
+
+
+def _spent(floor: Spent, cost: LayerCost, job: Job, answers: Sequence[StageAnswer]) -> Spent:
+    """Add the exposed recomputation and copies of these stages to a floor; the slowest stage counts."""
+    slowest_s = max(answer.stock.both_s + answer.longer_s for answer in answers)
+    recompute_s = job.microbatches * max(0.0, slowest_s - cost.slowest_s(job))
+    return replace(floor, recompute_s=recompute_s, copies_s=max(answer.exposed_copies_s for answer in answers))
+
+
+def _excess(job: Job, stages: Stages) -> Excess:
+    """The excess on the fullest stage with everything recomputed and offloaded that can be, or else on the host."""
+    memory = least_memory(stages.job, stages.profile)
+    stage = max(range(len(memory)), key=lambda number: memory[number].total)
+    if memory[stage].total > job.memory_budget_bytes or job.cluster.node is None:
+        return Excess(job, stage, memory[stage], memory[stage].total, job.memory_budget_bytes)
+    needed = job.host_sharers * max(stages.least(number).host_bytes for number in range(len(memory)))
+    return Excess(job, stage, memory[stage], needed, least_left_bytes(job), host=True)
+
+
+OF_BYTES = ("state", "activations", "host memory")
+WITHOUT_FLUSHES = ", double-buffered"
+NO_NUMBERS = ("cannot run", "not asked", "no plan")
+REASONS = (*NO_NUMBERS, "micro-batches", *OF_BYTES, "compute", "recompute", "communication", "bubble", "copies")
+
+
+@dataclass(frozen=True)
+class Lost:
+    """One reason with its best example: the fastest, or the one with the smallest excess.
+
+    `figure` and `limit`: seconds of a part of its step and of the winner's, bytes and the budget, or micro-batches and stages; 0
+    for reasons without figures.
+    """
+
+    reason: str
+    count: int
+    example: str
+    figure: float
+    limit: float
+    unit: Literal["bytes", "seconds", "micro-batches"]
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def numbers(self) -> str:
+        if self.reason.removesuffix(WITHOUT_FLUSHES) in NO_NUMBERS:
+            return ""
+        if self.unit == "micro-batches":
+            return f"{self.figure:g}, at least {self.limit:g}"
+        if self.unit == "bytes":
+            return f"{format_bytes(self.figure)}, at most {format_bytes(self.limit)}"
+        return f"{format_seconds(self.figure)}, the best spends {format_seconds(self.limit)}"
+
+
+@dataclass
+class Losers:
+    _counts: Counter[str] = field(default_factory=Counter)
+    _best: dict[str, tuple[float, Job, float, float]] = field(default_factory=dict)
+
+    def add(self, reason: str, job: Job, figure: float, limit: float, *, rank: float | None = None, count: int = 1) -> None:
+        """`rank`: the least is the example (default `figure`); the first of equals stays."""
+        reason += WITHOUT_FLUSHES if job.schedule == "double_buffered" else ""
+        self._counts[reason] += count
+        rank = figure if rank is None else rank
+        if reason not in self._best or rank < self._best[reason][0]:
+            self._best[reason] = rank, job, figure, limit
+
+    def slower(self, job: Job, spent: Spent, winner: Spent) -> None:
+        """Count a slower candidate, by the part with the most seconds over the winner's."""
+        spent_s, winner_s = vars(spent), vars(winner)
+        name = max(spent_s, key=lambda part: spent_s[part] - winner_s[part])
+        self.add(name.removesuffix("_s"), job, spent_s[name], winner_s[name], rank=spent.total_s)
+
+    def families(self) -> tuple[Lost, ...]:
+        reasons = (reason + suffix for reason in REASONS for suffix in ("", WITHOUT_FLUSHES))
+        return tuple(self._family(reason) for reason in reasons if reason in self._counts)
+
+    def _family(self, reason: str) -> Lost:
+        _, job, figure, limit = self._best[reason]
+        kind = reason.removesuffix(WITHOUT_FLUSHES)
+        example = sizes(job) if kind == "state" else in_words(job)
+        unit: Literal["bytes", "seconds", "micro-batches"] = "bytes" if kind in OF_BYTES else "seconds"
+        return Lost(reason, self._counts[reason], example, figure, limit, "micro-batches" if kind == "micro-batches" else unit)
+
 
 Watch = Callable[[int, int], None]
 """Called at every look with the number of winners known and wanted."""

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.stage_memory import always_bytes
 from megatron_lynx.errors import Infeasible, Problem
-from megatron_lynx.search.candidate import in_words
-from megatron_lynx.search.fit import Excess, Fits, fit
+from megatron_lynx.search.candidate import Excess, Fits, fit, in_words
 from megatron_lynx.search.space import Layout, Space
 from megatron_lynx.units import GIB, format_bytes
 

@@ -15,6 +15,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rich.console import Group, RenderableType
+from rich.text import Text
+
 from megatron_lynx.config.fit import needs_flushes
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.update import update_s
@@ -23,13 +26,22 @@ from megatron_lynx.planner import figures_of
 from megatron_lynx.planner.decision import drafted
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.roofline import Roofline
-from megatron_lynx.search.best_first import BestFirst, Watch, no_collections
-from megatron_lynx.search.candidate import EXACT_SCHEDULES, SCHEDULES, Candidate, ScheduleName, in_words, schedule_of
+from megatron_lynx.search.best_first import BestFirst, Lost, Watch, no_collections
+from megatron_lynx.search.candidate import (
+    EXACT_SCHEDULES,
+    OLD_GRADIENTS,
+    SCHEDULES,
+    Candidate,
+    ScheduleName,
+    in_words,
+    schedule_of,
+)
 from megatron_lynx.search.floor import STOCK
-from megatron_lynx.search.losers import Lost
 from megatron_lynx.search.nearest import Asked, nothing_fits
 from megatron_lynx.search.space import Space
 from megatron_lynx.stock import OF_POLICY, priced
+from megatron_lynx.tables import WrappedTable
+from megatron_lynx.units import format_bytes, format_seconds
 
 POLICIES: tuple[Policy, ...] = (*STOCK, "planned")
 
@@ -214,3 +226,64 @@ def _what_divides(space: Space) -> Problem:
     needed = f"tensor x context x pipeline x data, where data divides the batch ({batch}), pipeline the layers ({model.layers})"
     todo = f"the nearest that do: {', '.join(map(str, nearest_gpus))}" if nearest_gpus else ""
     return Problem("--gpus", str(space.gpus), f"{needed}, tensor the heads ({model.heads}) and context the sequence", todo)
+
+
+SIZES = ("t", "c", "p", "d")
+COLUMNS = (*SIZES, "layers per chunk", "schedule", "SP", "micro", "policy", "offload")
+EXPERTS = ("e",)
+
+FIGURES = ("step", "tokens/s", "MFU", "bubble", "memory", "budget")
+
+
+def table(ranking: Ranking) -> Group:
+    """Return a row for each candidate, fastest first, then one for each reason of losing."""
+    title = f"{ranking.job.model.layers} layers on {ranking.gpus} devices"
+    experts = EXPERTS if ranking.job.model.experts is not None else ()
+    columns = (*experts, *COLUMNS, *FIGURES)
+    best = WrappedTable(columns, words=("policy", "schedule"), keys=len(experts) + len(SIZES), title=title)
+    for candidate in ranking.candidates:
+        best.add(*_layout(candidate), *_figures(candidate))
+    parts: list[RenderableType] = [best]
+    if ranking.best_of:
+        parts += [Text(line) for line in _schedules(ranking.best_of)]
+    return Group(*parts, Text(""), _losers_table(ranking.losers)) if ranking.losers else Group(*parts)
+
+
+def _schedules(best_of: Sequence[Candidate]) -> Iterator[str]:
+    """Yield the fastest of each schedule, and a warning about old gradients."""
+    least_s = min(candidate.step_s for candidate in best_of)
+    for candidate in best_of:
+        slower = f", {candidate.step_s / least_s:.2f} times the fastest" if candidate.step_s > least_s else ""
+        what = f"{schedule_of(candidate.job)}: {in_words(candidate.job)}"
+        yield f"the best {what}: {format_seconds(candidate.step_s)}{slower}"
+    yield OLD_GRADIENTS
+
+
+def _layout(candidate: Candidate) -> tuple[str, ...]:
+    job, parallel = candidate.job, candidate.job.parallel
+    sizes = (parallel.tensor, parallel.context, parallel.pipeline, job.replicas)
+    slices = "yes" if parallel.sequence_parallel else "no"
+    layers = "-" if job.chunks == 1 else str(parallel.layers_per_chunk)
+    micro, ratio = str(job.batch.micro), f"{candidate.offload_ratio:g}"
+    experts = (str(parallel.expert),) if job.model.experts is not None else ()
+    return (*experts, *map(str, sizes), layers, schedule_of(job), slices, micro, job.policy, ratio)
+
+
+def _figures(candidate: Candidate) -> tuple[str, ...]:
+    return (
+        format_seconds(candidate.step_s),
+        f"{candidate.tokens_per_s:.0f}",
+        f"{candidate.mfu:.1%}",
+        f"{candidate.bubble_share:.1%}",
+        format_bytes(candidate.memory_bytes),
+        format_bytes(candidate.job.memory_budget_bytes),
+    )
+
+
+def _losers_table(losers: tuple[Lost, ...]) -> WrappedTable:
+    words = ("lost by", "best of them", "its figure and the limit")
+    columns = ("lost by", "how many", "best of them", "its figure and the limit")
+    losers_table = WrappedTable(columns, words=words, title="Why the others lost, and the best of each kind")
+    for lost in losers:
+        losers_table.add(lost.reason, str(lost.count), lost.example, lost.numbers)
+    return losers_table

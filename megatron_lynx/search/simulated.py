@@ -12,12 +12,10 @@ from megatron_lynx.cost.step import avoid_messages, recomputing_stage_s
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.flushes import with_flushes
-from megatron_lynx.simulator.copies import HostCopy
 from megatron_lynx.simulator.double_buffered import simulate_without_flushes
-from megatron_lynx.simulator.passes import ChunkPasses, plain_passes
+from megatron_lynx.simulator.passes import ChunkPasses, HostCopy, plain_passes
 from megatron_lynx.simulator.simulate import simulate
-from megatron_lynx.simulator.simulation import Simulation
-from megatron_lynx.simulator.steady import in_steady_state
+from megatron_lynx.simulator.simulation import Simulation, in_steady_state
 
 
 def pipeline_s(job: Job, profile: Profile, offload_ratio: float) -> float:

@@ -30,8 +30,7 @@ from megatron_lynx.cost.prices import weight_gradient
 from megatron_lynx.kinds.section import Exchange
 from megatron_lynx.schedule.schedule import Phase
 from megatron_lynx.simulator.passes import PHASES, ChunkPasses, Filled, PassKey, Queue, TimedPass
-from megatron_lynx.simulator.treated import HalfKind, Halves, Treated
-from megatron_lynx.simulator.walk import ComingBack, GoingOut, Walk, recomputed
+from megatron_lynx.simulator.walk import ComingBack, GoingOut, HalfKind, Halves, Treated, Walk, recomputed
 from megatron_lynx.timetable import HalfPass, Linear, Pass, Task, Timetable, Wait
 
 if TYPE_CHECKING:

@@ -21,8 +21,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from megatron_lynx.schedule.schedule import Action, ActionKind, Phase, Schedule
-from megatron_lynx.simulator.copies import HostCopies
-from megatron_lynx.simulator.passes import NOTHING, ChunkPasses, PassKey, Pending, TimedPass
+from megatron_lynx.simulator.passes import NOTHING, ChunkPasses, HostCopies, PassKey, Pending, TimedPass
 from megatron_lynx.simulator.simulation import Executed, Simulation
 
 

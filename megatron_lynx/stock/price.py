@@ -19,8 +19,7 @@ from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.schedule.schedule import Schedule
 from megatron_lynx.simulator.passes import ChunkPasses
 from megatron_lynx.simulator.simulate import simulate
-from megatron_lynx.simulator.simulation import Simulation
-from megatron_lynx.simulator.steady import in_steady_state
+from megatron_lynx.simulator.simulation import Simulation, in_steady_state
 from megatron_lynx.stock.setting import StockSetting
 from megatron_lynx.stock.stage import StockStage, TimedStage, deferred_heads
 

@@ -11,8 +11,7 @@ from typing import Any, get_args
 import pytest
 
 from megatron_lynx.doctor import findings
-from megatron_lynx.doctor.environment import ALL_STREAMS, beside_collectives
-from megatron_lynx.doctor.machine import Finding
+from megatron_lynx.doctor.environment import ALL_STREAMS, Finding, beside_collectives
 from megatron_lynx.environment import FORWARD_MARGIN, starts_as_one
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.launch_arguments import read_launch

@@ -11,9 +11,8 @@ import pytest
 from megatron_lynx import doctor
 from megatron_lynx.config.cluster import HostTime
 from megatron_lynx.config.loader import load_cluster
-from megatron_lynx.doctor.environment import Software, environment, hardware_queues
+from megatron_lynx.doctor.environment import Finding, Software, environment, hardware_queues, machine, software
 from megatron_lynx.doctor.launch import Unmeasured, host_time, launch
-from megatron_lynx.doctor.machine import Finding, machine, software
 from megatron_lynx.launch_arguments import job_of, read_launch
 from megatron_lynx.plan import load_plan, save_plan
 from megatron_lynx.planner import uniform_plan

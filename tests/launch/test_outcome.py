@@ -13,8 +13,7 @@ import torch
 
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.figures import Figures, InputSeen
-from megatron_lynx.launch.reporter import Peak, Reporter, StepClock, lines, path_of
-from megatron_lynx.launch.rows import largest_input, predicted_of, rows, step_input
+from megatron_lynx.launch.reporter import Peak, Reporter, StepClock, largest_input, lines, path_of, predicted_of, rows, step_input
 from megatron_lynx.measure.run_outcome import (
     FILE_NAME,
     PlannedReserve,

@@ -12,8 +12,7 @@ from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.search.floor import STOCK, LayerCost
 from megatron_lynx.search.simulated import pipeline_s
 from megatron_lynx.search.space import Space
-from megatron_lynx.simulator.simulation import Simulation
-from megatron_lynx.simulator.steady import period_of
+from megatron_lynx.simulator.simulation import Simulation, period_of
 from megatron_lynx.stock import NONE, priced
 from tests.config.jobs import catalogued_job
 from tests.search.jobs import small_job
@@ -62,7 +61,7 @@ def test_a_full_pipeline_goes_on_as_it_began(
     parallel = {"tensor": tensor, "pipeline": pipeline, "layers_per_chunk": chunk, "sequence_parallel": tensor > 1}
     job = catalogued_job("llama-7b", "a800-80g", gpus=8, batch=72, seq=4096, parallel=parallel, policy="none")
     profile, groups = analytic_profile(job), []
-    monkeypatch.setattr("megatron_lynx.simulator.steady.period_of", noting(period_of, groups))
+    monkeypatch.setattr("megatron_lynx.simulator.simulation.period_of", noting(period_of, groups))
     few_s = pipeline_s(job, profile, ratio)
     assert set(groups) == {pipeline}
     assert few_s == pytest.approx(in_full(monkeypatch, lambda: pipeline_s(job, profile, ratio)), rel=1e-9)
@@ -77,7 +76,7 @@ def test_chunks_that_differ_find_their_pace_later(monkeypatch: pytest.MonkeyPatc
     data["model"] |= {"layers": 29, "vocab": 128_000}
     job = Job.model_validate(data | {"parallel": parallel})
     profile, groups = analytic_profile(job), []
-    monkeypatch.setattr("megatron_lynx.simulator.steady.period_of", noting(period_of, groups))
+    monkeypatch.setattr("megatron_lynx.simulator.simulation.period_of", noting(period_of, groups))
     few_s = priced(job, profile, NONE).step_s
     assert len(groups) > 1
     assert few_s == pytest.approx(in_full(monkeypatch, lambda: priced(job, profile, NONE).step_s), rel=1e-9)
@@ -93,5 +92,5 @@ def noting(found: Callable[[Simulation, int], float | None], groups: list[int]) 
 
 def in_full(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[], float]) -> float:
     """What it is where all micro-batches are simulated."""
-    monkeypatch.setattr("megatron_lynx.simulator.steady.FEWEST_GROUPS", 10**6)
+    monkeypatch.setattr("megatron_lynx.simulator.simulation.FEWEST_GROUPS", 10**6)
     return seconds()

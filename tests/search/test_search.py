@@ -12,9 +12,8 @@ from megatron_lynx.estimate import estimate
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.search import POLICIES, Ranking, search
-from megatron_lynx.search.best_first import BestFirst
+from megatron_lynx.search.best_first import BestFirst, Entry
 from megatron_lynx.search.candidate import EXACT_SCHEDULES, SCHEDULES, Candidate, ScheduleName, schedule_of
-from megatron_lynx.search.entry import Entry
 from megatron_lynx.search.floor import STOCK
 from megatron_lynx.search.space import Space
 from tests.config.jobs import catalogued_job

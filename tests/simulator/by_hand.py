@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_lynx.simulator.halves import stage_passes
 from megatron_lynx.simulator.passes import KINDS, PHASES, ChunkPasses, Table, TimedPass
-from megatron_lynx.simulator.treated import Treated
+from megatron_lynx.simulator.walk import Treated
 from megatron_lynx.timetable import Layout, Timetable
 
 

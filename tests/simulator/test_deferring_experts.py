@@ -17,7 +17,7 @@ from megatron_lynx.cost.section import PricedSection
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import ExpertHalf, ItemProfile
 from megatron_lynx.simulator.halves import segments
-from megatron_lynx.simulator.treated import Treated
+from megatron_lynx.simulator.walk import Treated
 from megatron_lynx.timetable import PlannedHalf
 from tests.config.jobs import catalogued_job
 from tests.simulator.by_hand import passes_of_halves

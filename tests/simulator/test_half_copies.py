@@ -9,8 +9,7 @@ from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.section import PricedSection
 from megatron_lynx.pace import Turns
 from megatron_lynx.simulator.passes import Queue, TimedPass
-from megatron_lynx.simulator.treated import Leaving, Treated
-from megatron_lynx.simulator.walk import ComingBack, GoingOut, Walk
+from megatron_lynx.simulator.walk import ComingBack, GoingOut, Leaving, Treated, Walk
 from megatron_lynx.timeline import Span, curve_of_parts
 from megatron_lynx.timetable import PlannedHalf
 

@@ -12,7 +12,7 @@ from megatron_lynx.cost.section import PricedSection
 from megatron_lynx.profiler.profile import BlockProfile, LinkPoint
 from megatron_lynx.simulator.halves import segments
 from megatron_lynx.simulator.passes import PHASES
-from megatron_lynx.simulator.treated import Treated
+from megatron_lynx.simulator.walk import Treated
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.timetable import Place, PlannedHalf
 from tests.profiler.made_up import made_up_profile

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.schedule.schedule import Schedule, with_recomputations
-from megatron_lynx.simulator.copies import HostCopy
-from megatron_lynx.simulator.passes import TimedPass, plain_passes
+from megatron_lynx.simulator.passes import HostCopy, TimedPass, plain_passes
 from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.timeline import Span

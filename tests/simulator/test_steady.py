@@ -14,8 +14,7 @@ from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.simulator.passes import plain_passes
 from megatron_lynx.simulator.simulate import simulate
-from megatron_lynx.simulator.simulation import Simulation
-from megatron_lynx.simulator.steady import in_steady_state
+from megatron_lynx.simulator.simulation import Simulation, in_steady_state
 from tests.config.jobs import catalogued_job
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -33,7 +32,7 @@ def test_an_extended_step_is_the_step_with_all_micro_batches(layout: dict[str, A
     profile = analytic_profile(job)
     decision = decide(job, profile)
     extended = rehearse(decision.plan, profile, job=decision.job)
-    monkeypatch.setattr("megatron_lynx.simulator.steady.FEWEST_GROUPS", 10**6)
+    monkeypatch.setattr("megatron_lynx.simulator.simulation.FEWEST_GROUPS", 10**6)
     full = rehearse(decision.plan, profile, job=decision.job)
     assert extended.repeated is not None
     assert full.repeated is None

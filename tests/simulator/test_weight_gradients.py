@@ -17,7 +17,7 @@ from megatron_lynx.schedule.schedule import with_recomputations
 from megatron_lynx.simulator.halves import segments
 from megatron_lynx.simulator.passes import Entry, Queue
 from megatron_lynx.simulator.simulate import simulate
-from megatron_lynx.simulator.treated import Treated
+from megatron_lynx.simulator.walk import Treated
 from megatron_lynx.timetable import Linear, PlannedHalf
 from tests.simulator.by_hand import passes_of_halves
 from tests.simulator.test_halves import profile_of
