@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.table import Table
+from rich.text import Text
+
+from megatron_lynx.anatomy import HALVES
 from megatron_lynx.cli.terminal import say, show, show_lines
 from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.estimate import Estimate, LaunchEstimate
+from megatron_lynx.plan import Plan
+from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.published.left_out import LeftOut
+from megatron_lynx.published.row import Row
+from megatron_lynx.search.schedules import ScheduleRow
+from megatron_lynx.stock.side_by_side import SimulatedRow
+from megatron_lynx.tables import READABLE, WrappedTable
+from megatron_lynx.timeline import write_trace
+from megatron_lynx.units import GIB, format_bytes, format_seconds
 from megatron_lynx.whole_file import against_file, against_folder
 
 if TYPE_CHECKING:
     from megatron_lynx.apply.releases import Held
     from megatron_lynx.doctor import Finding
-    from megatron_lynx.estimate import Estimate, LaunchEstimate
-    from megatron_lynx.plan import Plan
-    from megatron_lynx.profiler.profile import Profile
-    from megatron_lynx.published.left_out import LeftOut
-    from megatron_lynx.published.row import Row
-    from megatron_lynx.search.schedules import ScheduleRow
-    from megatron_lynx.stock.side_by_side import SimulatedRow
     from megatron_lynx.testbed.comparison import Comparison
 
 
@@ -30,7 +38,6 @@ def write_comparison(comparison: Comparison, plan: Plan, folder: Path) -> list[P
     from megatron_lynx.report.contents import Asked, contents
     from megatron_lynx.report.given import Given, ReadTrace
     from megatron_lynx.report.island import write_page
-    from megatron_lynx.timeline import write_trace
 
     trace, drawn = folder / "trace.json", folder / "report.html"
     write_trace(comparison.timeline, trace)
@@ -41,9 +48,6 @@ def write_comparison(comparison: Comparison, plan: Plan, folder: Path) -> list[P
 
 
 def profile_in_words(measured: Profile, path: Path) -> str:
-    from megatron_lynx.anatomy import HALVES
-    from megatron_lynx.units import format_bytes, format_seconds
-
     halves = [
         f"{name:<10} forward {format_seconds(half.forward_s)}, backward {format_seconds(half.backward_s)}, "
         f"saves {format_bytes(half.saved_bytes)}"
@@ -56,8 +60,6 @@ def profile_in_words(measured: Profile, path: Path) -> str:
 
 
 def _host_time(measured: Profile) -> list[str]:
-    from megatron_lynx.units import format_seconds
-
     host_time, whose = measured.host_time, measured.shape.implementation
     if host_time is None:
         return ["host time  not known"]
@@ -74,11 +76,6 @@ def _host_time(measured: Profile) -> list[str]:
 
 def show_estimate(answer: Estimate, launch: LaunchEstimate | None = None) -> None:
     """Print the launch's step, then a table of stages by parts in GiB, without parts that are 0 everywhere."""
-    from dataclasses import asdict
-
-    from megatron_lynx.tables import WrappedTable
-    from megatron_lynx.units import GIB, format_bytes, format_seconds
-
     named = [memory.named for memory in answer.stages]
     parts = [part for part in named[0] if any(memory[part] for memory in named)]
     columns = ("stage", "moment", *(part.replace("in_hand", "transient").replace("_", " ") for part in parts))
@@ -111,8 +108,6 @@ def show_estimate(answer: Estimate, launch: LaunchEstimate | None = None) -> Non
 
 
 def show_published(rows: list[Row]) -> None:
-    from megatron_lynx.tables import WrappedTable
-
     columns = ("source", "row", "published", "computed", "error", "bound", "calibrates")
     table = WrappedTable(columns, words=("source", "row", "calibrates"), keys=2)
     for row in rows:
@@ -125,8 +120,6 @@ def show_published(rows: list[Row]) -> None:
 
 def show_left_out(answer: LeftOut) -> None:
     """Print errors by series and in total, the worst ratios between settings, and those of the wrong order."""
-    from megatron_lynx.tables import WrappedTable
-
     columns = ("series", "steps", "catalogue", "left out", "bias", "ratios", "wrong order")
     table = WrappedTable(columns, words=("series",), title="mean errors in percent; left out: constants fitted to other series")
     for name, family, grade, errors in answer.by_series:
@@ -140,9 +133,6 @@ def show_left_out(answer: LeftOut) -> None:
 
 
 def show_schedules(rows: list[ScheduleRow]) -> None:
-    from megatron_lynx.tables import WrappedTable
-    from megatron_lynx.units import format_bytes, format_seconds
-
     columns = ("setting", "step", "ratio to none", "fullest device", "gradients")
     table = WrappedTable(columns, words=("setting", "gradients"), title="one batch, its update included, simulated")
     for row in rows:
@@ -155,9 +145,6 @@ def show_schedules(rows: list[ScheduleRow]) -> None:
 
 
 def show_simulated(rows: list[SimulatedRow]) -> None:
-    from megatron_lynx.tables import WrappedTable
-    from megatron_lynx.units import format_bytes
-
     columns = ("setting", "step", "ratio to none", "fullest device", "on the host")
     table = WrappedTable(columns, words=("setting",), title="one step, the optimizer's update included, simulated")
     for row in rows:
@@ -168,8 +155,6 @@ def show_simulated(rows: list[SimulatedRow]) -> None:
 
 
 def show_held(held: list[Held], summary: str) -> None:
-    from megatron_lynx.tables import WrappedTable
-
     columns = ("hook", "site", "release", "as recorded")
     table = WrappedTable(columns, words=columns)
     for row in held:
@@ -180,11 +165,6 @@ def show_held(held: list[Held], summary: str) -> None:
 
 
 def show_findings(findings: list[Finding]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    from megatron_lynx.tables import READABLE
-
     styles = {"defeats": "bold red", "slows": "yellow"}
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column()

@@ -26,25 +26,39 @@ from typer.main import get_command
 from megatron_lynx.cli.app import app
 from megatron_lynx.cli.options import Subject
 from megatron_lynx.cli.terminal import announced, say, show, show_lines
+from megatron_lynx.config import Job, load_job
+from megatron_lynx.config.cluster import HostTime
+from megatron_lynx.config.loader import bundled_configs, lengths_in, load_cluster, load_model, override
+from megatron_lynx.cost.ends import log_probabilities_bytes, logits_at_loss_bytes
 from megatron_lynx.errors import ConfigError, LynxError, Problem
+from megatron_lynx.from_run import Lesson, lesson
+from megatron_lynx.launch_arguments import Reading, job_of, read_launch
+from megatron_lynx.launch_arguments.command_line import LAUNCHER, TESTBED, read_launch_file
+from megatron_lynx.launch_arguments.container import OPTION as CONTAINER
+from megatron_lynx.launch_arguments.expert_facts import EXPERTS, natural_routing, routes_naturally, without_experts
+from megatron_lynx.launch_arguments.given import Given
+from megatron_lynx.launch_arguments.parallel_facts import learns_from_rollouts
+from megatron_lynx.launch_arguments.reading import as_json, remarks, understood, unknown_in_words, unsaid
+from megatron_lynx.measure.run_outcome import RunOutcome, load_outcome
+from megatron_lynx.plan import Plan, load_plan, save_plan
+from megatron_lynx.plan.layout import layer_flags, schedule_flags
+from megatron_lynx.planner import as_planned, make_plan
+from megatron_lynx.planner.checks import check_plan
+from megatron_lynx.planner.summary import job_environment
+from megatron_lynx.profiler.analytic import analytic_profile, on_cluster
+from megatron_lynx.profiler.profile import Profile, as_learned, load_profile, save_profile
+from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.search.candidate import in_words
+from megatron_lynx.search.nearest import batch_of, smallest_layout
+from megatron_lynx.units import format_bytes
+from megatron_lynx.validation import validated
 
 if TYPE_CHECKING:
-    from megatron_lynx.config import Job
-    from megatron_lynx.config.cluster import HostTime
     from megatron_lynx.doctor import Unmeasured
-    from megatron_lynx.from_run import Lesson
-    from megatron_lynx.launch_arguments import Reading
-    from megatron_lynx.launch_arguments.given import Given
-    from megatron_lynx.measure.run_outcome import RunOutcome
-    from megatron_lynx.plan import Plan
-    from megatron_lynx.profiler.profile import Profile
     from megatron_lynx.testbed.ranks import Hosts
 
 
 def job_named(name: str, changes: Mapping[str, Any] | None = None) -> Job:
-    from megatron_lynx.config import load_job
-    from megatron_lynx.launch_arguments.expert_facts import EXPERTS, without_experts
-
     asked = changes or {}
     changes_without_experts = {place: value for place, value in asked.items() if not place.startswith(EXPERTS)}
     job = load_job(name, changes_without_experts)
@@ -58,8 +72,6 @@ def job_named(name: str, changes: Mapping[str, Any] | None = None) -> Job:
 
 def mention_experts(job: Job, given: Given | None = None) -> None:
     """Print the assumed load of experts. `given`: of a launch, whose router may not be balanced."""
-    from megatron_lynx.launch_arguments.expert_facts import natural_routing, routes_naturally
-
     experts = job.model.experts
     if experts is None:
         return
@@ -71,12 +83,6 @@ def mention_experts(job: Job, given: Given | None = None) -> None:
     say(f"experts in layers {layers}: {text}", err=True)
     if given is not None and routes_naturally(given):
         say("\n".join(natural_routing(experts)), err=True)
-
-
-def job_path(name: str) -> Path:
-    from megatron_lynx.config import loader
-
-    return loader.job_path(name)
 
 
 def named_in(text: str) -> list[str]:
@@ -95,15 +101,11 @@ def lengths_of(text: str) -> dict[str, float]:
     try:
         return {"mean": float(text)}
     except ValueError:
-        from megatron_lynx.config.loader import lengths_in
-
         return lengths_in(Path(text))
 
 
 def known_costs(job: Job | None, profile: Profile | None) -> Profile | None:
     """A profile, with the links of the job's cluster if that is described; else its figures. Measures nothing."""
-    from megatron_lynx.profiler.analytic import analytic_profile, on_cluster
-
     if profile is not None and profile.source.caution is not None:
         say(f"warning: {profile.source.caution}", err=True)
     if job is None or job.cluster.matmul is None:
@@ -116,8 +118,6 @@ def known_costs(job: Job | None, profile: Profile | None) -> Profile | None:
 
 def costs_of(job: Job, profile_file: Path | None) -> Profile:
     """Seconds and bytes of a job's layers and links, measured here if they are not known."""
-    from megatron_lynx.profiler.profile import load_profile
-
     if (known := known_costs(job, None if profile_file is None else load_profile(profile_file))) is not None:
         return known
     with hosts_of(job) as hosts:
@@ -126,8 +126,6 @@ def costs_of(job: Job, profile_file: Path | None) -> Profile:
 
 def figures_for(plan: Plan, profile_file: Path | None, job: Job | None) -> Profile:
     """Figures to simulate a plan with, from a profile or a described cluster, corrected by earlier runs. Measures nothing."""
-    from megatron_lynx.profiler.profile import as_learned, load_profile
-
     if (known := known_costs(job, None if profile_file is None else load_profile(profile_file))) is None:
         needed = "a profile of the plan's job, or --job, whose cluster has figures"
         raise ConfigError("there are no figures to simulate with", [Problem("--profile", "none", needed)])
@@ -158,7 +156,6 @@ def host_time_here(words: list[str]) -> HostTime | Unmeasured:
     Raises `ConfigError` for words that are no launch.
     """
     from megatron_lynx.doctor import Unmeasured
-    from megatron_lynx.launch_arguments import read_launch
 
     own_layers = bool(words) and read_launch(words).given["transformer_impl"] == "local"
 
@@ -177,10 +174,6 @@ def host_time_here(words: list[str]) -> HostTime | Unmeasured:
 
 
 def plan_for(job: Job, hosts: Hosts, plan_file: Path | None, profile_file: Path | None, folder: Path) -> Plan:
-    from megatron_lynx.plan import save_plan
-    from megatron_lynx.planner import make_plan
-    from megatron_lynx.profiler.profile import load_profile, save_profile
-
     if plan_file is not None:
         return _given(job, plan_file)
     costs = load_profile(profile_file) if profile_file is not None else measured_here(job, hosts)
@@ -199,10 +192,6 @@ def plan_and_costs(
     make: Callable[[Job, Profile], Plan] | None = None,
 ) -> tuple[Plan, Profile]:
     """The given plan, or a new one by `make`, and the costs with the plan's corrections. Both are saved."""
-    from megatron_lynx.plan import save_plan
-    from megatron_lynx.planner import make_plan
-    from megatron_lynx.profiler.profile import as_learned, save_profile
-
     given = None if plan_file is None else _given(job, plan_file)
     costs = costs_of(job, profile_file)
     save_profile(costs, folder / "profile.yaml")
@@ -213,10 +202,6 @@ def plan_and_costs(
 
 def _given(job: Job, plan_file: Path) -> Plan:
     """The plan of a file, refused if it was made for another job."""
-    from megatron_lynx.plan import load_plan
-    from megatron_lynx.planner import as_planned
-    from megatron_lynx.planner.checks import check_plan
-
     plan = load_plan(plan_file)
     check_plan(as_planned(job, plan) if job.cluster.device == "cuda" else job, plan)
     return plan
@@ -224,9 +209,6 @@ def _given(job: Job, plan_file: Path) -> Plan:
 
 def taught(job: Job, profile_file: Path | None, run_file: Path | None) -> tuple[Job, Profile, Lesson | None]:
     """The job and its costs, corrected by a run if one is given."""
-    from megatron_lynx.from_run import lesson
-    from megatron_lynx.measure.run_outcome import load_outcome
-
     if run_file is None:
         return job, costs_of(job, profile_file), None
     outcome = load_outcome(run_file)
@@ -240,8 +222,6 @@ def taught(job: Job, profile_file: Path | None, run_file: Path | None) -> tuple[
 
 def _plan_of(outcome: RunOutcome, run_file: Path) -> Plan | None:
     """The plan of a run, from its original path or next to the outcome; None if it is missing or has changed."""
-    from megatron_lynx.plan import load_plan
-
     for path in (Path(outcome.plan), run_file.with_name(Path(outcome.plan).name)):
         try:
             plan = load_plan(path)
@@ -254,9 +234,6 @@ def _plan_of(outcome: RunOutcome, run_file: Path) -> Plan | None:
 
 def asked_about(subject: Subject) -> Subject:
     """The subject with all its words, those of a file or a container included. Raises `ConfigError` if it is unclear."""
-    from megatron_lynx.launch_arguments.command_line import read_launch_file
-    from megatron_lynx.launch_arguments.container import OPTION as CONTAINER
-
     words, cluster, file = subject.words or [], subject.cluster, subject.launch_file
     if subject.bridge is not None:
         words = [CONTAINER, subject.bridge, *words]
@@ -277,9 +254,6 @@ def asked_about(subject: Subject) -> Subject:
 
 def _unclear(subject: Subject, words: Sequence[str]) -> Iterator[Problem]:
     """Problems of the subject; for a launch without a cluster also the launch's own."""
-    from megatron_lynx.config.loader import bundled_configs
-    from megatron_lynx.launch_arguments import read_launch
-
     if subject.model is not None:
         if words:
             yield Problem("--model", f"also {words[0]!r}", "a model, or a job or a launch, not both")
@@ -308,8 +282,6 @@ def _unclear(subject: Subject, words: Sequence[str]) -> Iterator[Problem]:
 
 def job_or_launch(asked: Subject, changes: Mapping[str, Any], *, planning: bool) -> tuple[Job, Reading | None]:
     """The job, and for a launch how it was read. Warns of unknown flags."""
-    from megatron_lynx.launch_arguments import job_of, read_launch
-
     words = asked.words or []
     if asked.model is not None:
         return job_of_model(asked, changes, planning=planning), None
@@ -323,12 +295,6 @@ def job_or_launch(asked: Subject, changes: Mapping[str, Any], *, planning: bool)
 
 def job_of_model(asked: Subject, changes: Mapping[str, Any], *, planning: bool) -> Job:
     """A job of a model. Chooses a layout and a batch, and prints them."""
-    from megatron_lynx.config import Job
-    from megatron_lynx.config.loader import load_cluster, load_model, override
-    from megatron_lynx.search.candidate import in_words
-    from megatron_lynx.search.nearest import batch_of, smallest_layout
-    from megatron_lynx.validation import validated
-
     model, cluster = load_model(str(asked.model), "--model"), load_cluster(str(asked.cluster), "--cluster")
     gpus = asked.gpus or 1
     model_fields = model.model_dump(mode="json", exclude_unset=True)
@@ -350,20 +316,12 @@ def job_of_model(asked: Subject, changes: Mapping[str, Any], *, planning: bool) 
 
 
 def show_understood(reading: Reading) -> None:
-    from megatron_lynx.launch_arguments.reading import remarks, understood
-
     show(understood(reading))
     show_lines(*remarks(reading))
 
 
 def warn_of_reading(reading: Reading, job: Job) -> None:
     """Warn of unknown flags, costly defaults, assumed loads of experts, and the loss of reinforcement learning."""
-    from megatron_lynx.cost.ends import log_probabilities_bytes, logits_at_loss_bytes
-    from megatron_lynx.launch_arguments.parallel_facts import learns_from_rollouts
-    from megatron_lynx.launch_arguments.reading import unknown_in_words, unsaid
-    from megatron_lynx.profiler.shape import LayerShape
-    from megatron_lynx.units import format_bytes
-
     for line in (unknown_in_words(reading), *unsaid(reading)):
         if line is not None:
             say(f"warning: {line}", err=True)
@@ -381,8 +339,6 @@ def warn_of_reading(reading: Reading, job: Job) -> None:
 
 
 def understood_as_json(reading: Reading | None) -> dict[str, object]:
-    from megatron_lynx.launch_arguments.reading import as_json
-
     return {} if reading is None else {"understood": as_json(reading)}
 
 
@@ -390,10 +346,6 @@ def command_with(
     reading: Reading, job: Job, made: Plan, path: Path, more: Sequence[str] = (), without: Collection[str] = ()
 ) -> str:
     """The launch under the plan, with the flags of `more` and without the names of `without`."""
-    from megatron_lynx.launch_arguments.command_line import LAUNCHER, TESTBED
-    from megatron_lynx.plan.layout import layer_flags, schedule_flags
-    from megatron_lynx.planner.summary import job_environment
-
     counted = reading.container is not None
     layers = layer_flags(made, chunks_counted=counted) if job.parallel.partition == "auto" else ()
     said = {word.partition("=")[0] for word in reading.command.arguments}

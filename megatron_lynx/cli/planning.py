@@ -15,28 +15,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from megatron_lynx.cli.answers import check_writable, profile_in_words, show_estimate, show_left_out, show_published
 from megatron_lynx.cli.app import app, command
-from megatron_lynx.cli.inputs import (
-    asked_about,
-    command_with,
-    costs_of,
-    figures_for,
-    hosts_of,
-    job_named,
-    job_or_launch,
-    job_path,
-    known_costs,
-    lengths_of,
-    measured_here,
-    mention_experts,
-    named_in,
-    show_understood,
-    taught,
-    understood_as_json,
-    warn_of_reading,
-    whole_numbers_in,
-)
 from megatron_lynx.cli.options import (
     AsJson,
     Budget,
@@ -67,6 +46,9 @@ def profile(
     as_json: AsJson = False,
 ) -> None:
     """Measure a job's layers and links on this machine."""
+    from megatron_lynx.cli.answers import check_writable, profile_in_words
+    from megatron_lynx.cli.inputs import hosts_of, job_named, measured_here
+    from megatron_lynx.config.loader import job_path
     from megatron_lynx.profiler.profile import save_profile
 
     job = job_named(job_file)
@@ -88,6 +70,7 @@ def advise(
     from megatron_lynx.advise import answered
     from megatron_lynx.advise import as_json as as_json_of
     from megatron_lynx.advise.today import asked_launch
+    from megatron_lynx.cli.inputs import asked_about, costs_of, job_or_launch, understood_as_json, warn_of_reading
 
     asked, refused = asked_about(subject), tuple[Problem, ...]()
     if not asked.is_launch or asked.cluster is None:
@@ -114,6 +97,7 @@ def advise(
 def _show_answer(answer: Answer, *, reasons: bool = True, learned: Sequence[str] = (), verbose: bool = False) -> None:
     """`verbose`: also how the launch was read, each stage's work, and the launch lines of neighbours."""
     from megatron_lynx.advise import screen
+    from megatron_lynx.cli.inputs import show_understood
     from megatron_lynx.plan.explanation import explanation
 
     show_screen(screen(answer, reasons=reasons))
@@ -159,6 +143,8 @@ class Request(Budget, Subject):
 
     @property
     def changes(self) -> dict[str, object]:
+        from megatron_lynx.cli.inputs import lengths_of
+
         share, lengths = self.optimizer_offload, self.lengths
         changes = super().changes
         changes |= {} if share is None else {"optimizer.offload": number_or_word(share)}
@@ -166,6 +152,8 @@ class Request(Budget, Subject):
         return changes | ({"head.pieces": "auto"} if self.inexact else {})
 
     def read(self) -> tuple[Subject, Job, Reading | None]:
+        from megatron_lynx.cli.inputs import asked_about, job_or_launch
+
         asked = asked_about(self)
         return asked, *job_or_launch(asked, self.changes, planning=True)
 
@@ -191,6 +179,8 @@ def plan(
     """Make the best plan for a job or a Megatron launch, and print the command to launch with it."""
     from megatron_lynx.advise import answered
     from megatron_lynx.advise import as_json as as_json_of
+    from megatron_lynx.cli.answers import check_writable
+    from megatron_lynx.cli.inputs import taught, understood_as_json
     from megatron_lynx.plan import save_plan
     from megatron_lynx.planner.summary import summary
     from megatron_lynx.profiler.profile import save_profile
@@ -256,6 +246,7 @@ def planned_from(plan: Plan) -> tuple[Job, Reading | None, Path | None] | None:
 
 def _launched(answer: Answer, output: Path, *, chosen: bool) -> str:
     """The command or flags to launch with. `chosen`: an option of `plan` decides the optimizer's share on the host."""
+    from megatron_lynx.cli.inputs import command_with
     from megatron_lynx.launch_arguments.model_facts import OF_THE_HOST, ON_HOST
     from megatron_lynx.plan.layout import launch_flags
     from megatron_lynx.planner.summary import host_optimizer_flags, job_environment, job_flags
@@ -295,6 +286,9 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     """Simulate one step under a plan: bubbles, exposed recomputations, memory of each stage. `report` draws it."""
+    from megatron_lynx.cli.answers import check_writable
+    from megatron_lynx.cli.inputs import figures_for, job_named
+    from megatron_lynx.config.loader import job_path
     from megatron_lynx.cost.host import HostReport
     from megatron_lynx.errors import LynxError
     from megatron_lynx.plan import load_plan
@@ -352,6 +346,8 @@ def report(
     ] = 12,
 ) -> None:
     """Write one HTML file that needs no network: schedule, waits, memory, plans over budgets; predicted and measured."""
+    from megatron_lynx.cli.answers import check_writable
+    from megatron_lynx.cli.inputs import job_named, known_costs, mention_experts
     from megatron_lynx.profiler.profile import as_learned, load_profile
     from megatron_lynx.report.contents import Asked, contents
     from megatron_lynx.report.given import given_in
@@ -386,6 +382,8 @@ def estimate(
     as_json: AsJson = False,
 ) -> None:
     """Estimate memory and time of a job or a Megatron launch with its own recomputation and offloading. Measures nothing."""
+    from megatron_lynx.cli.answers import show_estimate
+    from megatron_lynx.cli.inputs import asked_about, job_or_launch, show_understood, understood_as_json
     from megatron_lynx.cost.budget import if_it_runs
     from megatron_lynx.estimate import LaunchEstimate
     from megatron_lynx.estimate import estimate as estimated
@@ -450,6 +448,7 @@ def search(
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest layouts. Replaces the job's layout, micro-batch size, policy, offload ratio and number of devices."""
+    from megatron_lynx.cli.inputs import asked_about, job_or_launch, named_in, whole_numbers_in
     from megatron_lynx.launch_arguments.command_line import command_line
     from megatron_lynx.search import POLICIES
     from megatron_lynx.search import search as searched
@@ -491,6 +490,7 @@ def validate(
     as_json: AsJson = False,
 ) -> None:
     """Recompute published results, and print the error of each."""
+    from megatron_lynx.cli.answers import show_left_out, show_published
     from megatron_lynx.published import all_rows
     from megatron_lynx.published.left_out import left_out
 

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatron_lynx.cli.answers import make_folder, show_findings, show_held, show_schedules, show_simulated, write_comparison
 from megatron_lynx.cli.app import command
-from megatron_lynx.cli.inputs import asked_about, host_time_here, hosts_of, job_or_launch, plan_and_costs, plan_for
 from megatron_lynx.cli.options import AsJson, Budget, ClusterOption, LaunchFileOption, ProfileOption, Subject
 from megatron_lynx.cli.terminal import announced, page, quieten_megatron, say, show_json, show_lines
 from megatron_lynx.errors import ConfigError, Problem
@@ -44,6 +42,8 @@ def compare(
     With --simulate nothing is trained, and the GPUs of the job or launch need not be here. A job without flushes is always
     simulated, next to the same job with flushes.
     """
+    from megatron_lynx.cli.answers import make_folder, show_schedules, write_comparison
+    from megatron_lynx.cli.inputs import asked_about, hosts_of, job_or_launch, plan_and_costs, plan_for
     from megatron_lynx.compare import as_json as rows_as_json
     from megatron_lynx.compare import print_report
     from megatron_lynx.planner import as_planned
@@ -82,6 +82,8 @@ def _compare_simulated(
 ) -> None:
     from megatron_lynx.advise import answered
     from megatron_lynx.advise.today import as_stock, launch_today
+    from megatron_lynx.cli.answers import show_simulated
+    from megatron_lynx.cli.inputs import plan_and_costs
     from megatron_lynx.planner import as_planned
     from megatron_lynx.planner.evaluation import figures_of
     from megatron_lynx.planner.variants import range_of
@@ -130,6 +132,8 @@ def _show_rows(rows: list[Any], show: Callable[[list[Any]], None], as_json: bool
 @command
 def hooks(as_json: AsJson = False) -> None:
     """List the functions of the installed megatron-core that are hooked, and whether they are as recorded."""
+    from megatron_lynx.cli.answers import show_held
+
     with announced("reading megatron-core"):
         quieten_megatron()
         from megatron_lynx.apply.releases import held_here, installed_version
@@ -168,6 +172,8 @@ def doctor(
     """
     from dataclasses import asdict
 
+    from megatron_lynx.cli.answers import show_findings
+    from megatron_lynx.cli.inputs import asked_about, host_time_here
     from megatron_lynx.config.loader import load_cluster
     from megatron_lynx.doctor import findings
 
