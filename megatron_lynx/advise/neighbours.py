@@ -18,12 +18,13 @@ from pydantic import ValidationError
 
 from megatron_lynx.advise.today import Row, Stock, as_stock, row_of, stocks_best
 from megatron_lynx.config.job import Job
+from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.planner.variants import Planned, Variants
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.search.best_first import BestFirst, no_collections
-from megatron_lynx.search.space import Layout, Space
+from megatron_lynx.search.space import Space
 
 MOST = 2
 
@@ -59,24 +60,21 @@ class Near(Space):
     """The layouts around `job`'s, for a search. `gpus` is the job's."""
 
     @cached_property
-    def _jobs(self) -> Mapping[Layout, tuple[Job, ...]]:
-        by_layout: dict[Layout, list[Job]] = {}
+    def _jobs(self) -> Mapping[Parallel, tuple[Job, ...]]:
+        by_layout: dict[Parallel, list[Job]] = {}
         for parallel in _layouts(self.job):
             for step in MICRO_STEPS:
                 micro = self.job.batch.micro * step
                 near_job = None if micro != int(micro) else _valid(self.job, parallel, int(micro))
                 if near_job is not None and not _same(near_job, self.job):
-                    by_layout.setdefault(Layout(near_job.parallel, near_job.schedule), []).append(near_job)
+                    by_layout.setdefault(near_job.parallel, []).append(near_job)
         return {layout: tuple(jobs) for layout, jobs in by_layout.items()}
 
-    def layouts(self) -> Iterator[Layout]:
+    def layouts(self) -> Iterator[Parallel]:
         return iter(self._jobs)
 
-    def on(self, layout: Layout) -> Iterator[Job]:
+    def on(self, layout: Parallel) -> Iterator[Job]:
         return iter(self._jobs[layout])
-
-    def short_of_microbatches(self) -> Iterator[Job]:
-        return iter(())
 
     def takes_plans(self, layout: Any) -> bool:
         return True

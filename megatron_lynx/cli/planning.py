@@ -427,15 +427,6 @@ def search(
         bool, typer.Option("--offload/--no-offload", help="Whether activations may go to host memory, no more than needed.")
     ] = True,
     across_nodes: Annotated[bool, typer.Option("--tensor-across-nodes", help="Let tensor-parallel groups span nodes.")] = False,
-    schedules: Annotated[
-        str | None,
-        typer.Option(
-            "--schedules",
-            metavar="A,B",
-            help="flush, interleaved, double-buffered (gradients one update old). Default: the first two, and the job's.",
-            show_default=False,
-        ),
-    ] = None,
     context: Annotated[
         str | None,
         typer.Option(
@@ -455,7 +446,6 @@ def search(
     from megatron_lynx.search.search import table
 
     of_policies = POLICIES if policies is None else named_in(policies)
-    of_schedules = None if schedules is None else named_in(schedules)
     sizes = None if context is None else whole_numbers_in(context, "--context")
     gpus = subject.gpus
     asked = asked_about(Subject(**vars(subject) | {"gpus": gpus if subject.model is not None else None}))
@@ -470,7 +460,6 @@ def search(
             policies=of_policies,
             offload=offload,
             across_nodes=across_nodes,
-            schedules=of_schedules,
             contexts=sizes,
             watch=watch,
         )

@@ -18,14 +18,11 @@ Losers are counted by reason, with the best of each reason next to the winner:
 
 cannot run     no plan can express the layout
 not asked      plans with context parallelism, which need `--context` or a job that has it
-micro-batches  fewer than stages, too few for two versions of the weights
 no plan        everything fits, so a plan would equal policy `none`
 state          parameters, gradients and optimizer alone do not fit
 activations    does not fit with everything offloaded
 host memory    the host has too little memory for the offloaded tensors
 slower         by the part that exceeds the winner's most: compute, recompute, communication, bubble, copies
-
-Layouts without flushes are counted separately.
 
 Bounds of a candidate's step only grow from look to look, until it is simulated:
 
@@ -47,6 +44,7 @@ from heapq import heapify, heappop, heappush
 from typing import Any, Literal
 
 from megatron_lynx.config.job import Job, Policy
+from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.cost.host_optimizer import least_left_bytes
 from megatron_lynx.cost.stage_memory import always_bytes
 from megatron_lynx.cost.step import step_seconds
@@ -59,7 +57,7 @@ from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.search.candidate import Candidate, Excess, Fits, Spent, fit, in_words, sizes
 from megatron_lynx.search.floor import LayerCost
 from megatron_lynx.search.simulated import pipeline_s
-from megatron_lynx.search.space import Layout, Space
+from megatron_lynx.search.space import Space
 from megatron_lynx.solver.answer import StageAnswer
 from megatron_lynx.solver.stages import Stages
 from megatron_lynx.units import GIB, SECOND_DIGITS, format_bytes, format_seconds
@@ -122,11 +120,8 @@ def looks_at_plan(job: Job, cost: LayerCost, floor: Spent, *, offload: bool, bes
 
 
 def _candidate(job: Job, cost: LayerCost, spent: Spent, pipeline_s: float, ratio: float, memory_bytes: int) -> Candidate:
-    """The bound is kept if the simulated step is shorter: only the closed form knows that copies and messages alternate. Without
-    flushes, waits of stages for each other are added to the bubble."""
-    step_s = max(pipeline_s + update_s(job, cost.profile), spent.total_s)
-    parts = spent.up_to(step_s) if job.schedule == "double_buffered" else spent
-    return Candidate(job, step_s, parts, ratio, memory_bytes)
+    """The bound is kept if the simulated step is shorter: only the closed form knows that copies and messages alternate."""
+    return Candidate(job, max(pipeline_s + update_s(job, cost.profile), spent.total_s), spent, ratio, memory_bytes)
 
 
 def _to_be_planned(job: Job, offload: bool) -> Job:
@@ -155,17 +150,16 @@ def _excess(job: Job, stages: Stages) -> Excess:
 
 
 OF_BYTES = ("state", "activations", "host memory")
-WITHOUT_FLUSHES = ", double-buffered"
 NO_NUMBERS = ("cannot run", "not asked", "no plan")
-REASONS = (*NO_NUMBERS, "micro-batches", *OF_BYTES, "compute", "recompute", "communication", "bubble", "copies")
+REASONS = (*NO_NUMBERS, *OF_BYTES, "compute", "recompute", "communication", "bubble", "copies")
 
 
 @dataclass(frozen=True)
 class Lost:
     """One reason with its best example: the fastest, or the one with the smallest excess.
 
-    `figure` and `limit`: seconds of a part of its step and of the winner's, bytes and the budget, or micro-batches and stages; 0
-    for reasons without figures.
+    `figure` and `limit`: seconds of a part of its step and of the winner's, or bytes and the budget; 0 for reasons
+    without figures.
     """
 
     reason: str
@@ -173,7 +167,7 @@ class Lost:
     example: str
     figure: float
     limit: float
-    unit: Literal["bytes", "seconds", "micro-batches"]
+    unit: Literal["bytes", "seconds"]
 
     @property
     def as_json(self) -> dict[str, Any]:
@@ -181,10 +175,8 @@ class Lost:
 
     @property
     def numbers(self) -> str:
-        if self.reason.removesuffix(WITHOUT_FLUSHES) in NO_NUMBERS:
+        if self.reason in NO_NUMBERS:
             return ""
-        if self.unit == "micro-batches":
-            return f"{self.figure:g}, at least {self.limit:g}"
         if self.unit == "bytes":
             return f"{format_bytes(self.figure)}, at most {format_bytes(self.limit)}"
         return f"{format_seconds(self.figure)}, the best spends {format_seconds(self.limit)}"
@@ -197,7 +189,6 @@ class Losers:
 
     def add(self, reason: str, job: Job, figure: float, limit: float, *, rank: float | None = None, count: int = 1) -> None:
         """`rank`: the least is the example (default `figure`); the first of equals stays."""
-        reason += WITHOUT_FLUSHES if job.schedule == "double_buffered" else ""
         self._counts[reason] += count
         rank = figure if rank is None else rank
         if reason not in self._best or rank < self._best[reason][0]:
@@ -210,15 +201,12 @@ class Losers:
         self.add(name.removesuffix("_s"), job, spent_s[name], winner_s[name], rank=spent.total_s)
 
     def families(self) -> tuple[Lost, ...]:
-        reasons = (reason + suffix for reason in REASONS for suffix in ("", WITHOUT_FLUSHES))
-        return tuple(self._family(reason) for reason in reasons if reason in self._counts)
+        return tuple(self._family(reason) for reason in REASONS if reason in self._counts)
 
     def _family(self, reason: str) -> Lost:
         _, job, figure, limit = self._best[reason]
-        kind = reason.removesuffix(WITHOUT_FLUSHES)
-        example = sizes(job) if kind == "state" else in_words(job)
-        unit: Literal["bytes", "seconds", "micro-batches"] = "bytes" if kind in OF_BYTES else "seconds"
-        return Lost(reason, self._counts[reason], example, figure, limit, "micro-batches" if kind == "micro-batches" else unit)
+        example = sizes(job) if reason == "state" else in_words(job)
+        return Lost(reason, self._counts[reason], example, figure, limit, "bytes" if reason in OF_BYTES else "seconds")
 
 
 Watch = Callable[[int, int], None]
@@ -241,7 +229,7 @@ class BestFirst:
     _costs: dict[tuple[Any, ...], LayerCost] = field(default_factory=dict)
     _updates_s: dict[tuple[object, ...], float] = field(default_factory=dict)
     _queue: list[tuple[float, int, Entry | Candidate]] = field(default_factory=list)
-    _taken: set[Layout] = field(default_factory=set)
+    _taken: set[Parallel] = field(default_factory=set)
     """Layouts whose best is simulated."""
     _beaten: list[Entry] = field(default_factory=list)
 
@@ -249,10 +237,6 @@ class BestFirst:
         """Return the `top` fastest, or as many as fit."""
         for layout in self.space.layouts():
             self._open(list(self.space.on(layout)))
-        for job in self.space.short_of_microbatches():
-            self.considered += len(self.policies)
-            microbatches, needed = job.microbatches, job.parallel.pipeline
-            self.losers.add("micro-batches", job, microbatches, needed, rank=needed / microbatches, count=len(self.policies))
         heapify(self._queue)
         won: list[Candidate] = []
         while self._queue and len(won) < self.top:
@@ -261,7 +245,7 @@ class BestFirst:
             _, order, entry = heappop(self._queue)
             if isinstance(entry, Candidate):
                 won.append(entry)
-            elif _layout_of(entry.job) in self._taken:  # by one whose step is at most this one's bound
+            elif entry.job.parallel in self._taken:  # by one whose step is at most this one's bound
                 self._beaten.append(entry)
             else:
                 self._look(order, entry)
@@ -304,7 +288,7 @@ class BestFirst:
             self.losers.add("host memory" if result.host else "activations", entry.job, result.usage, result.limit)
         else:
             if isinstance(result, Candidate):
-                self._taken.add(_layout_of(entry.job))
+                self._taken.add(entry.job.parallel)
             heappush(self._queue, self._keyed(order, result))
 
     def _keyed(self, order: int, entry: Entry | Candidate) -> tuple[float, int, Entry | Candidate]:
@@ -327,10 +311,6 @@ class BestFirst:
         if key not in self._updates_s:
             self._updates_s[key] = update_s(job, self._cost(job).profile)
         return self._updates_s[key]
-
-
-def _layout_of(job: Job) -> Layout:
-    return Layout(job.parallel, job.schedule)
 
 
 def _is_plannable(job: Job) -> bool:

@@ -1,8 +1,4 @@
-"""A way to run a job that fits: its layout, schedule and policy, and the parts of its step.
-
-flush              1F1B: one chunk on each stage, the pipeline is drained before every update
-interleaved        the same with several chunks
-double-buffered    never drained: two versions of the weights, gradients one update old; searched only if requested
+"""A way to run a job that fits: its layout and policy, and the parts of its step.
 
 Decides whether a job fits its devices, and the share of its activations in host memory.
 
@@ -15,7 +11,7 @@ otherwise                                         the smallest share that fits, 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.host_optimizer import least_left_bytes
@@ -25,20 +21,6 @@ from megatron_lynx.cost.stage_memory import OffloadingStages, host_bytes
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.solver.offload import smallest_ratio
 from megatron_lynx.units import GIB, format_bytes
-
-ScheduleName = Literal["flush", "interleaved", "double-buffered"]
-SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
-EXACT_SCHEDULES: tuple[ScheduleName, ...] = ("flush", "interleaved")
-"""Schedules with stock's gradients."""
-
-GRADIENT_AGE_UPDATES: dict[ScheduleName, int] = {"flush": 0, "interleaved": 0, "double-buffered": 1}
-OLD_GRADIENTS = "double-buffered: every gradient is one update old, which changes what is learnt from step to step"
-
-
-def schedule_of(job: Job) -> ScheduleName:
-    if job.schedule == "double_buffered":
-        return "double-buffered"
-    return "flush" if job.chunks == 1 else "interleaved"
 
 
 @dataclass(frozen=True)
@@ -58,10 +40,6 @@ class Spent:
     @property
     def total_s(self) -> float:
         return self.compute_s + self.recompute_s + self.communication_s + self.bubble_s + self.copies_s
-
-    def up_to(self, step_s: float) -> Spent:
-        """Add the rest of `step_s` to the bubble."""
-        return replace(self, bubble_s=self.bubble_s + max(0.0, step_s - self.total_s))
 
     def with_update(self, update_s: float) -> Spent:
         return replace(self, communication_s=self.communication_s + update_s)
@@ -104,7 +82,7 @@ class Candidate:
             "replicas": self.job.replicas,
             "batch": self.job.batch.model_dump(mode="json", by_alias=True),
             "schedule": self.job.schedule,
-            "gradient_age_updates": GRADIENT_AGE_UPDATES[schedule_of(self.job)],
+            "gradient_age_updates": int(self.job.schedule != "flush"),
             "policy": self.job.policy,
             "offload_ratio": self.offload_ratio,
             "step_s": self.step_s,
@@ -123,9 +101,8 @@ def in_words(job: Job) -> str:
     parallel = job.parallel
     chunks = f"{parallel.layers_per_chunk} layers per chunk" if parallel.layers_per_chunk else ""
     slices = "SP" if parallel.sequence_parallel else ""
-    schedule = "without flushes" if job.schedule == "double_buffered" else ""
     experts = f"e{parallel.expert}" if job.model.experts is not None else ""
-    parts = (f"{sizes(job)} {experts}".strip(), chunks, schedule, slices, f"micro-batch {job.batch.micro}", job.policy)
+    parts = (f"{sizes(job)} {experts}".strip(), chunks, slices, f"micro-batch {job.batch.micro}", job.policy)
     return ", ".join(part for part in parts if part)
 
 

@@ -12,10 +12,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_lynx.config.job import Job, Policy
+from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.cost.stage_memory import always_bytes
 from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.search.candidate import Excess, Fits, fit, in_words
-from megatron_lynx.search.space import Layout, Space
+from megatron_lynx.search.space import Space
 from megatron_lynx.units import GIB, format_bytes
 
 TIMES_AS_MANY = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -111,8 +112,8 @@ def smallest_layout(job: Job) -> Job:
 
     Raises `Infeasible` if nothing fits.
     """
-    space = Space(job, job.gpus, schedules=("flush",), contexts=(1,))
-    jobs = [next(space.on(layout)) for layout in sorted(space.layouts(), key=_size)]
+    space = Space(job, job.gpus, contexts=(1,))
+    jobs = [next(space.on(layout)) for layout in sorted(space.layouts(), key=_size) if layout.layers_per_chunk is None]
     for policy in STOCK_POLICIES:
         for one in jobs:
             tried = one.model_copy(update={"policy": policy})
@@ -121,6 +122,5 @@ def smallest_layout(job: Job) -> Job:
     raise nothing_fits(Asked(space, STOCK_POLICIES, offload=False), (), STOCK_POLICIES)
 
 
-def _size(layout: Layout) -> tuple[int, ...]:
-    parallel = layout.parallel
-    return parallel.ranks, parallel.pipeline, parallel.expert, not parallel.sequence_parallel
+def _size(layout: Parallel) -> tuple[int, ...]:
+    return layout.ranks, layout.pipeline, layout.expert, not layout.sequence_parallel

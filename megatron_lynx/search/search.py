@@ -4,8 +4,7 @@ job, gpus ──Space──> every layout ──BestFirst──> the fastest tha
                                         └── none: the closest, and changes that help ──> Infeasible
 
 The job gives its model, cluster, batch, memory budget, and `parallel.distributed_optimizer` if stated. Layout, micro-batch size,
-policy and offload ratio are searched. Schedules without flushes are searched only if requested or stated by the job: they change
-training.
+policy and offload ratio are searched. All schedules have flushes.
 """
 
 from __future__ import annotations
@@ -15,10 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.text import Text
 
-from megatron_lynx.config.fit import needs_flushes
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, LynxError, Problem, suggestion
@@ -28,13 +26,7 @@ from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.roofline import Roofline
 from megatron_lynx.search.best_first import BestFirst, Lost, Watch, no_collections
 from megatron_lynx.search.candidate import (
-    EXACT_SCHEDULES,
-    OLD_GRADIENTS,
-    SCHEDULES,
     Candidate,
-    ScheduleName,
-    in_words,
-    schedule_of,
 )
 from megatron_lynx.search.floor import STOCK
 from megatron_lynx.search.nearest import Asked, nothing_fits
@@ -57,8 +49,7 @@ NEIGHBOURS = 4096
 class Ranking:
     """Result of a search.
 
-    `candidates`: fastest first, each the best of its layout. `losers`: all others, by reason. `best_of`: the fastest of each
-    requested schedule that fits, if schedules without flushes were requested.
+    `candidates`: fastest first, each the best of its layout. `losers`: all others, by reason.
     """
 
     job: Job
@@ -68,7 +59,6 @@ class Ranking:
     """Layouts times micro-batch sizes times policies."""
     losers: tuple[Lost, ...]
     seconds: float
-    best_of: tuple[Candidate, ...] = ()
 
     @property
     def as_json(self) -> dict[str, Any]:
@@ -76,7 +66,6 @@ class Ranking:
             "gpus": self.gpus,
             "budget_bytes": self.job.memory_budget_bytes,
             "candidates": [candidate.as_json for candidate in self.candidates],
-            **({"best_of_schedules": [candidate.as_json for candidate in self.best_of]} if self.best_of else {}),
             "considered": self.considered,
             "losers": [lost.as_json for lost in self.losers],
             "seconds": self.seconds,
@@ -91,7 +80,6 @@ def search(
     policies: Sequence[str] = POLICIES,
     offload: bool = True,
     across_nodes: bool = False,
-    schedules: Sequence[str] | None = None,
     contexts: Sequence[int] | None = None,
     watch: Watch | None = None,
 ) -> Ranking:
@@ -99,24 +87,21 @@ def search(
 
     Args:
         across_nodes: whether tensor-parallel groups may span nodes.
-        schedules: some of `SCHEDULES`; by default those with flushes, and the job's.
         contexts: context-parallel sizes, each also with plans; by default all, but plans only for the job's and for 1.
 
     Raises `ConfigError` if the request is invalid or nothing divides, and `Infeasible` (the binding limit and stage, and changes
     that help) if nothing fits.
     """
     began_s = time.perf_counter()
-    known, strange = _known_schedules(job, schedules)
-    space = Space(job, gpus, across_nodes, known, None if contexts is None else tuple(sorted(set(contexts))))
-    asked = Asked(space, _checked(space, top, policies, strange), offload)
+    space = Space(job, gpus, across_nodes, None if contexts is None else tuple(sorted(set(contexts))))
+    asked = Asked(space, _checked(space, top, policies), offload)
     running = BestFirst(space, asked.policies, top, offload, watch)
     with no_collections():
         candidates = _finalists(running.run())
         if not candidates:
             raise nothing_fits(asked, running.excesses, POLICIES)
-        best_of = tuple(_best_of_each(asked, candidates)) if "double-buffered" in known and len(known) > 1 else ()
     seconds = time.perf_counter() - began_s
-    return Ranking(job, gpus, candidates, running.considered, running.losers.families(), seconds, best_of)
+    return Ranking(job, gpus, candidates, running.considered, running.losers.families(), seconds)
 
 
 def _finalists(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
@@ -132,7 +117,7 @@ def _priced(candidate: Candidate) -> Candidate | None:
     job = candidate.job
     if job.policy == "planned":
         return _planned(candidate)
-    if job.policy not in OF_POLICY or job.schedule != "flush" or candidate.offload_ratio:
+    if job.policy not in OF_POLICY or candidate.offload_ratio:
         return candidate
     profile = analytic_profile(job)
     price = priced(job, profile, OF_POLICY[job.policy])
@@ -150,25 +135,9 @@ def _planned(candidate: Candidate) -> Candidate | None:
     return replace(candidate, step_s=figures.step_s, memory_bytes=figures.memory_bytes, offload_ratio=ratio)
 
 
-def _best_of_each(asked: Asked, candidates: Sequence[Candidate]) -> Iterator[Candidate]:
-    """Yield the fastest of each schedule that fits, even if it is not among the candidates."""
-    for name in asked.space.schedules:
-        schedule_candidates = [candidate for candidate in candidates if schedule_of(candidate.job) == name]
-        alone = replace(asked.space, schedules=(name,))
-        yield from schedule_candidates[:1] or _finalists(BestFirst(alone, asked.policies, 1, asked.offload).run())
-
-
-def _known_schedules(job: Job, schedules: Sequence[str] | None) -> tuple[tuple[ScheduleName, ...], list[Problem]]:
-    """Known schedules without duplicates, and problems of unknown names."""
-    if schedules is None:
-        return (SCHEDULES if job.schedule == "double_buffered" else EXACT_SCHEDULES), []
-    asked = [name.replace("_", "-") for name in schedules]
-    return tuple(name for name in SCHEDULES if name in asked), list(_of_names("--schedules", asked, SCHEDULES))
-
-
-def _checked(space: Space, top: int, policies: Sequence[str], strange: Sequence[Problem]) -> tuple[Policy, ...]:
+def _checked(space: Space, top: int, policies: Sequence[str]) -> tuple[Policy, ...]:
     """Policies without duplicates. Raises `ConfigError` with all problems of the request."""
-    problems = [*_of_numbers(space, top), *_of_names("--policies", policies, POLICIES), *strange]
+    problems = [*_of_numbers(space, top), *_of_names("--policies", policies, POLICIES)]
     activation_mib = space.job.budget.activation_mib
     if activation_mib is not None:
         needed = "none: a search goes by budget.memory_gib"
@@ -176,12 +145,13 @@ def _checked(space: Space, top: int, policies: Sequence[str], strange: Sequence[
     if space.job.optimizer.offload == "auto":
         todo = "state a share: the best one depends on the plan of each layout, and megatron-lynx plan finds it"
         problems.append(Problem("job: optimizer.offload", "auto", "a share in [0, 1]", todo))
+    if space.job.schedule != "flush":
+        needed = "flush: schedules that change what is learnt are not ranked against those that do not"
+        problems.append(Problem("job: schedule", space.job.schedule, needed))
     if problems:
         raise ConfigError("this search makes no sense", problems)
     Roofline.of(space.job)
     if next(space.layouts(), None) is None:
-        if (short := next(space.short_of_microbatches(), None)) is not None or "flush" not in space.schedules:
-            raise ConfigError("nothing can run under the schedules that are asked for", [_what_is_short(space, short)])
         raise ConfigError(f"nothing divides {space.gpus} devices", [_what_divides(space)])
     return tuple(policy for policy in POLICIES if policy in policies)
 
@@ -203,18 +173,6 @@ def _of_names(option: str, names: Sequence[str], known: Sequence[str]) -> Iterat
     for name in names:
         if name not in known:
             yield Problem(option, repr(name), f"one of {', '.join(known)}", suggestion(name, known))
-
-
-def _what_is_short(space: Space, first: Job | None) -> Problem:
-    """Problem if no layout can run under the schedules; without flushes, of the layout that lacks the fewest micro-batches."""
-    names = ", ".join(space.schedules)
-    if "double-buffered" in space.schedules and (reasons := needs_flushes(space.job.model)):
-        return Problem("--schedules", names, "flush or interleaved", "; ".join(reasons))
-    if first is None:
-        return Problem("--schedules", names, "layouts of several stages, or of several chunks", "add flush, or change --gpus")
-    closest = max(space.short_of_microbatches(), key=lambda job: job.microbatches / job.parallel.pipeline)
-    shortage = f"{closest.microbatches} micro-batches with {closest.parallel.pipeline} stages ({in_words(closest)})"
-    return Problem("--schedules double-buffered", shortage, "at least as many micro-batches as stages", "enlarge batch.global")
 
 
 def _what_divides(space: Space) -> Problem:
@@ -243,20 +201,7 @@ def table(ranking: Ranking) -> Group:
     best = WrappedTable(columns, words=("policy", "schedule"), keys=len(experts) + len(SIZES), title=title)
     for candidate in ranking.candidates:
         best.add(*_layout(candidate), *_figures(candidate))
-    parts: list[RenderableType] = [best]
-    if ranking.best_of:
-        parts += [Text(line) for line in _schedules(ranking.best_of)]
-    return Group(*parts, Text(""), _losers_table(ranking.losers)) if ranking.losers else Group(*parts)
-
-
-def _schedules(best_of: Sequence[Candidate]) -> Iterator[str]:
-    """Yield the fastest of each schedule, and a warning about old gradients."""
-    least_s = min(candidate.step_s for candidate in best_of)
-    for candidate in best_of:
-        slower = f", {candidate.step_s / least_s:.2f} times the fastest" if candidate.step_s > least_s else ""
-        what = f"{schedule_of(candidate.job)}: {in_words(candidate.job)}"
-        yield f"the best {what}: {format_seconds(candidate.step_s)}{slower}"
-    yield OLD_GRADIENTS
+    return Group(best, Text(""), _losers_table(ranking.losers)) if ranking.losers else Group(best)
 
 
 def _layout(candidate: Candidate) -> tuple[str, ...]:
@@ -266,7 +211,8 @@ def _layout(candidate: Candidate) -> tuple[str, ...]:
     layers = "-" if job.chunks == 1 else str(parallel.layers_per_chunk)
     micro, ratio = str(job.batch.micro), f"{candidate.offload_ratio:g}"
     experts = (str(parallel.expert),) if job.model.experts is not None else ()
-    return (*experts, *map(str, sizes), layers, schedule_of(job), slices, micro, job.policy, ratio)
+    schedule = "flush" if job.chunks == 1 else "interleaved"
+    return (*experts, *map(str, sizes), layers, schedule, slices, micro, job.policy, ratio)
 
 
 def _figures(candidate: Candidate) -> tuple[str, ...]:

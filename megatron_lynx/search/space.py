@@ -9,33 +9,23 @@
     context    two slices of each sequence per rank; needs fused attention, and divisible heads for all-to-all
     pipeline   divides the layers
     chunks     divides the layers of a stage; with several, the micro-batches of a pipeline are a multiple of its stages
-    schedule   with flushes, or without: then one chunk, at least two stages, and as many micro-batches; neither FP8 nor experts
     data       the rest; divides the batch
     micro      divides a replica's share of the batch; FP8 restricts the number of rows
 
-Order: tensor, context, pipeline, chunks, then micro-batch, smallest first; without sequence parallelism before with it, with
-flushes before without. All stages have the same number of layers.
+Order: tensor, context, pipeline, chunks, then micro-batch, smallest first; without sequence parallelism before with it.
+All stages have the same number of layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import NamedTuple
+from functools import lru_cache
 
 from megatron_lynx.config.experts import Experts
-from megatron_lynx.config.fit import fp8_problems, needs_flushes
-from megatron_lynx.config.job import MOST_MICROBATCHES, Batch, Job, Schedule
+from megatron_lynx.config.fit import fp8_problems
+from megatron_lynx.config.job import MOST_MICROBATCHES, Batch, Job
 from megatron_lynx.config.parallel import Parallel
-from megatron_lynx.search.candidate import EXACT_SCHEDULES, ScheduleName
-
-
-class Layout(NamedTuple):
-    """The parallelism of a job, and its schedule."""
-
-    parallel: Parallel
-    schedule: Schedule = "flush"
 
 
 @dataclass(frozen=True)
@@ -48,7 +38,6 @@ class Space:
     job: Job
     gpus: int
     across_nodes: bool = False
-    schedules: tuple[ScheduleName, ...] = EXACT_SCHEDULES
     contexts: tuple[int, ...] | None = None
     """Context-parallel sizes; None: all."""
 
@@ -62,49 +51,29 @@ class Space:
         for layout in self.layouts():
             yield from self.on(layout)
 
-    def layouts(self) -> Iterator[Layout]:
+    def layouts(self) -> Iterator[Parallel]:
         """Layouts with at least one micro-batch size."""
         return (layout for layout in self._layouts() if any(_runs(layout, count) for _, count in self._sizes(layout)))
 
-    def on(self, layout: Layout) -> Iterator[Job]:
+    def on(self, layout: Parallel) -> Iterator[Job]:
         return (self._job(layout, micro) for micro, count in self._sizes(layout) if _runs(layout, count))
 
-    def short_of_microbatches(self) -> Iterator[Job]:
-        """Jobs without flushes with fewer micro-batches than stages, too few for two versions of the weights."""
-        for layout in self._layouts():
-            if layout.schedule == "double_buffered":
-                yield from (self._job(layout, micro) for micro, count in self._sizes(layout) if not _runs(layout, count))
-
-    def _sizes(self, layout: Layout) -> Iterator[tuple[int, int]]:
+    def _sizes(self, layout: Parallel) -> Iterator[tuple[int, int]]:
         """(micro-batch size, micro-batches of a pipeline)."""
-        job, share = self.job, self._share(layout.parallel.ranks)
+        job, share = self.job, self._share(layout.ranks)
         sizes = ((micro, share // micro) for micro in divisors(share))
-        return (size for size in sizes if not fp8_problems(job.model, layout.parallel, size[0], job.cluster))
+        return (size for size in sizes if not fp8_problems(job.model, layout, size[0], job.cluster))
 
-    def _job(self, layout: Layout, micro: int) -> Job:
-        stated = {"gpus": self.gpus, "parallel": layout.parallel, "policy": "none", "offload_ratio": 0.0}
-        defers = layout.schedule == "flush" or self.job.defer_updates
+    def _job(self, layout: Parallel, micro: int) -> Job:
+        stated = {"gpus": self.gpus, "parallel": layout, "policy": "none", "offload_ratio": 0.0}
         batch = Batch.model_construct(micro=micro, global_=self.job.batch.global_)
-        return self.job.model_copy(update={**stated, "batch": batch, "schedule": layout.schedule, "defer_updates": defers})
+        return self.job.model_copy(update={**stated, "batch": batch})
 
-    def _layouts(self) -> Iterator[Layout]:
+    def _layouts(self) -> Iterator[Parallel]:
         for tensor in self._tensors():
             for context in self._contexts(tensor):
                 for pipeline in self._pipelines(tensor * context):
-                    for parallel in self._chunked(tensor, context, pipeline):
-                        yield from self._scheduled(parallel)
-
-    def _scheduled(self, parallel: Parallel) -> Iterator[Layout]:
-        flushes: ScheduleName = "flush" if parallel.layers_per_chunk is None else "interleaved"
-        if flushes in self.schedules:
-            yield Layout(parallel)
-        if "double-buffered" in self.schedules and flushes == "flush" and parallel.pipeline > 1 and not self._needs_flushes:
-            yield Layout(parallel, "double_buffered")
-
-    @cached_property
-    def _needs_flushes(self) -> bool:
-        """Whether the model excludes two versions of the weights."""
-        return bool(needs_flushes(self.job.model))
+                    yield from self._chunked(tensor, context, pipeline)
 
     @property
     def distributed_optimizer(self) -> bool:
@@ -182,14 +151,10 @@ class Space:
         return (True,) if self.job.overlap.userbuffers else (False, True)
 
 
-def _runs(layout: Layout, microbatches: int) -> bool:
+def _runs(layout: Parallel, microbatches: int) -> bool:
     """Whether a schedule and a plan can have this many micro-batches."""
-    pipeline = layout.parallel.pipeline
-    if microbatches > MOST_MICROBATCHES:
-        return False
-    if layout.schedule == "double_buffered":
-        return microbatches >= pipeline
-    return layout.parallel.layers_per_chunk is None or microbatches % pipeline == 0
+    interleaves = layout.layers_per_chunk is not None
+    return microbatches <= MOST_MICROBATCHES and not (interleaves and microbatches % layout.pipeline)
 
 
 @lru_cache(maxsize=1024)

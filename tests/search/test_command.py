@@ -50,18 +50,6 @@ def test_a_candidate_can_be_put_into_a_job(job_file: Path) -> None:
     assert Job.model_validate(data).replicas == best["replicas"]
 
 
-def test_the_age_of_gradients_is_said(job_file: Path) -> None:
-    asked = (job_file, "--gpus", 8, "--policies", "full", "--schedules", "flush,double-buffered")
-    shown = run(*asked).stdout
-    assert "every gradient is one update old" in shown
-    answer = json.loads(run(*asked, "--json").stdout)
-    assert [each["gradient_age_updates"] for each in answer["best_of_schedules"]] == [0, 1]
-    older = answer["best_of_schedules"][1]
-    keys = ("parallel", "batch", "policy", "schedule", "offload_ratio")
-    data = {**load_job(job_file).model_dump(by_alias=True), "gpus": 8, **{key: older[key] for key in keys}}
-    assert Job.model_validate(data).schedule == "double_buffered"
-
-
 def test_tables_are_for_people(job_file: Path) -> None:
     result = run(job_file, "--gpus", 8, "--top", 2)
     assert "Why the others lost" in result.stdout

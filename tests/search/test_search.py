@@ -13,7 +13,7 @@ from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.search import POLICIES, Ranking, search
 from megatron_lynx.search.best_first import BestFirst, Entry
-from megatron_lynx.search.candidate import EXACT_SCHEDULES, SCHEDULES, Candidate, ScheduleName, schedule_of
+from megatron_lynx.search.candidate import Candidate
 from megatron_lynx.search.floor import STOCK
 from megatron_lynx.search.space import Space
 from tests.config.jobs import catalogued_job
@@ -32,11 +32,9 @@ def looked_through(entry: Entry) -> Entry | None:
     return entry
 
 
-def everything(
-    job: Job, gpus: int, policies: tuple[str, ...], offload: bool, schedules: tuple[ScheduleName, ...] = EXACT_SCHEDULES
-) -> list[Candidate]:
+def everything(job: Job, gpus: int, policies: tuple[str, ...], offload: bool) -> list[Candidate]:
     """The best of each layout by its closed form, by simulated time: nothing pruned, nothing put off."""
-    space = Space(job, gpus, schedules=schedules)
+    space = Space(job, gpus)
     running = BestFirst(space, policies, 1, offload)
     best: dict[object, tuple[float, int, Entry]] = {}
     order = 0
@@ -48,8 +46,7 @@ def everything(
             order += 1
             if entry is not None:
                 key = (round(entry.spent.total_s, 12), order, entry)
-                layout = each.parallel, each.schedule
-                best[layout] = min(best.get(layout, key), key, key=lambda known: known[:2])
+                best[each.parallel] = min(best.get(each.parallel, key), key, key=lambda known: known[:2])
     candidates = [(order, entry.closer()) for _, order, entry in best.values()]
     found = [(round(each.step_s, 12), order, each) for order, each in candidates if isinstance(each, Candidate)]
     return [candidate for _, _, candidate in sorted(found, key=lambda each: each[:2])]
@@ -76,32 +73,6 @@ def test_nothing_that_wins_with_a_plan_is_left_out() -> None:
         assert shown.step_s <= ranked.step_s * (1 + 1e-6), "what is shown is decided as plan does, which is no slower"
 
 
-@pytest.mark.parametrize("memory_gib", long(TIGHT_GIB, 60.0))
-@pytest.mark.slow
-def test_nothing_that_wins_without_flushes_is_left_out(memory_gib: float) -> None:
-    job = with_budget(small_job(seq=4096, layers=16), memory_gib)
-    expected = everything(job, 8, STOCK, True, SCHEDULES)
-    found = search(job, 8, top=20, policies=STOCK, schedules=SCHEDULES)
-    assert [each.job for each in found.candidates] == [each.job for each in expected[:20]]
-    assert [each.step_s for each in found.candidates] == pytest.approx([each.step_s for each in expected[:20]])
-    assert {schedule_of(each.job) for each in found.best_of} == set(SCHEDULES)
-    for best in found.best_of:
-        name = schedule_of(best.job)
-        fastest_s = min(each.step_s for each in expected if schedule_of(each.job) == name)
-        assert best.step_s == pytest.approx(fastest_s)
-
-
-def test_without_flushes_everybody_is_accounted_for() -> None:
-    job = with_budget(small_job(seq=4096, layers=16), TIGHT_GIB)
-    found = search(job, 8, top=12, schedules=("double-buffered",))
-    assert found.considered == len(found.candidates) + sum(lost.count for lost in found.losers)
-    short = next(lost for lost in found.losers if lost.reason == "micro-batches, double-buffered")
-    assert (short.unit, short.figure < short.limit) == ("micro-batches", True)
-    assert all(each.job.microbatches >= each.job.parallel.pipeline > 1 for each in found.candidates)
-    for each in found.candidates:
-        assert Job.model_validate(each.job.model_dump(by_alias=True)).schedule == "double_buffered"
-
-
 def test_plans_for_cut_sequences_are_looked_at_where_they_are_asked_for() -> None:
     job = small_job(seq=4096, batch=4, layers=4)
     job = job.model_copy(update={"model": job.model.model_copy(update={"implementation": "transformer_engine"})})
@@ -115,38 +86,10 @@ def test_plans_for_cut_sequences_are_looked_at_where_they_are_asked_for() -> Non
         search(job, 4, contexts=(2, 0))
 
 
-def test_old_gradients_are_only_searched_on_request() -> None:
-    job = small_job(seq=4096, batch=8, layers=4)
-    assert all(each.job.schedule == "flush" for each in search(job, 4, top=50, policies=STOCK).candidates)
-
-
-@pytest.mark.slow
-def test_small_batches_on_long_pipelines_gain() -> None:
-    """Where nothing but a long pipeline fits, and there are few micro-batches, the flush is what a step loses most by."""
-    job = with_budget(catalogued_job("llama-65b", "a100-80g", gpus=1, batch=16, seq=4096, parallel={}, policy="none"), 70.0)
-    of = {schedule_of(each.job): each for each in search(job, 64, top=1, policies=STOCK, schedules=SCHEDULES).best_of}
-    assert of["double-buffered"].step_s < of["flush"].step_s
-
-
-def test_too_few_sequences_for_two_versions() -> None:
-    with pytest.raises(ConfigError) as caught:
-        search(small_job(batch=1, layers=4), 2, schedules=("double-buffered",))
-    assert "1 micro-batches with 2 stages" in str(caught.value)
-    with pytest.raises(ConfigError, match="layouts of several stages"):
-        search(small_job(batch=1, layers=4), 1, schedules=("double-buffered",))
-    in_fp8 = small_job("llama-65b", "h800-80g", fp8="delayed")
-    with pytest.raises(ConfigError, match="of one version"):
-        search(in_fp8, 8, schedules=("double-buffered",))
-    with pytest.raises(ConfigError, match="double-buffered"):
-        search(small_job(batch=1, layers=4), 2, schedules=("gpipe",))
-
-
-def test_an_estimate_says_the_same_without_flushes() -> None:
-    job = with_budget(small_job(seq=4096, layers=16), TIGHT_GIB)
-    for each in search(job, 8, top=5, policies=STOCK, schedules=("double-buffered",)).candidates:
-        said = estimate(Job.model_validate({**each.job.model_dump(by_alias=True), "offload_ratio": "auto"}))
-        assert max(memory.total for memory in said.stages) == each.memory_bytes
-        assert said.step.total_s == pytest.approx(each.step_s, rel=1e-9)
+def test_a_job_without_flushes_is_not_ranked() -> None:
+    job = small_job(seq=4096, batch=8, layers=4).model_copy(update={"schedule": "double_buffered"})
+    with pytest.raises(ConfigError, match="job: schedule: found double_buffered, needed flush"):
+        search(job, 4)
 
 
 @pytest.fixture(scope="module")
