@@ -66,12 +66,14 @@ def job_named(name: str, changes: Mapping[str, Any] | None = None) -> Job:
         if job.model.experts is None:
             raise ConfigError(f"{name} has no experts", [*without_experts(asked, "a job with model.experts")])
         job = load_job(name, changes)
-    mention_experts(job)
+    mention_assumed(job)
     return job
 
 
-def mention_experts(job: Job, given: Given | None = None) -> None:
-    """Print the assumed load of experts. `given`: of a launch, whose router may not be balanced."""
+def mention_assumed(job: Job, given: Given | None = None) -> None:
+    """Print the assumed links, and the load of experts. `given`: of a launch, whose router may not be balanced."""
+    if (links := job.cluster.links_in_words) is not None:
+        say(links, err=True)
     experts = job.model.experts
     if experts is None:
         return
@@ -246,7 +248,7 @@ def asked_about(subject: Subject) -> Subject:
                 say(f"cluster {read.cluster}, as {file} says", err=True)
             words, cluster = [*read.words], cluster or read.cluster
         subject = replace(subject, words=words, cluster=cluster, bridge=None)
-        problems = list(_unclear(subject, words))
+        problems = list(_unclear(subject, words)) or list(_without_link(subject, words))
     if problems:
         raise ConfigError("it is not clear what is asked", problems)
     return subject
@@ -280,9 +282,20 @@ def _unclear(subject: Subject, words: Sequence[str]) -> Iterator[Problem]:
             yield Problem("--gpus", str(subject.gpus), "a launch: with a job file, its own figure counts")
 
 
+def _without_link(subject: Subject, words: Sequence[str]) -> Iterator[Problem]:
+    """Problems of rates that are given for links that the cluster does not have."""
+    given = {"nic": ("--nic-gbit", subject.nic_gbit), "nvlink": ("--nvlink-gb-s", subject.nvlink_gb_s)}
+    if all(rate is None for _, rate in given.values()):
+        return
+    cluster = load_job(words[0]).cluster if subject.cluster is None else load_cluster(subject.cluster, "--cluster")
+    for link, (option, rate) in given.items():
+        if rate is not None and getattr(cluster, link) is None:
+            yield Problem(option, f"{rate:g}, and no {link} in cluster {cluster.name}", "a cluster with this link", "leave it out")
+
+
 def job_or_launch(asked: Subject, changes: Mapping[str, Any], *, planning: bool) -> tuple[Job, Reading | None]:
     """The job, and for a launch how it was read. Warns of unknown flags."""
-    words = asked.words or []
+    words, changes = asked.words or [], {**asked.machine_changes, **changes}
     if asked.model is not None:
         return job_of_model(asked, changes, planning=planning), None
     if asked.cluster is None:
@@ -311,7 +324,7 @@ def job_of_model(asked: Subject, changes: Mapping[str, Any], *, planning: bool) 
     job = smallest_layout(validated(Job, data, "--model"))
     batch = f"batches of {job.batch.global_} sequences of {model.seq} tokens"
     say(f"{in_words(job)}: the smallest layout that fits; {batch}. A job file or a launch says otherwise", err=True)
-    mention_experts(job)
+    mention_assumed(job)
     return job.model_copy(update={"policy": "planned"}) if planning else job
 
 
@@ -330,7 +343,7 @@ def warn_of_reading(reading: Reading, job: Job) -> None:
     for option in dict.fromkeys(words.split()[0].partition("=")[0] for words in reading.given.unknown):
         if option in our_options:
             say(f"warning: {option} is an option of megatron-lynx, and was not read: give it before --", err=True)
-    mention_experts(job, reading.given)
+    mention_assumed(job, reading.given)
     if learns_from_rollouts(reading.given):
         shape = LayerShape.of(job)
         held_in_words, counted = (format_bytes(count(shape)) for count in (log_probabilities_bytes, logits_at_loss_bytes))

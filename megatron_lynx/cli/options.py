@@ -56,7 +56,46 @@ AsJson = Annotated[bool, Option("--json", help="Print the answer as JSON, for pr
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class Machine:
+    """Links and CPU of the nodes, in place of the cluster's."""
+
+    nic_gbit: Annotated[
+        float | None,
+        Option(callback=finite, metavar="GBIT", help="Rate of each NIC of a node, in Gbit/s. Default: the cluster's."),
+    ] = None
+    nvlink_gb_s: Annotated[
+        float | None,
+        Option(callback=finite, metavar="GB/S", help="Rate of a GPU's NVLink in one direction. Default: the cluster's."),
+    ] = None
+    host_cpu: Annotated[
+        str | None,
+        Option(
+            metavar="CPU",
+            help="CPU whose host time counts: amd-epyc, intel-xeon-h100, or a file. Default: the cluster's.",
+            autocompletion=_names_of("hosts"),
+        ),
+    ] = None
+
+    @property
+    def machine_options(self) -> dict[str, object | None]:
+        return {"--nic-gbit": self.nic_gbit, "--nvlink-gb-s": self.nvlink_gb_s, "--host-cpu": self.host_cpu}
+
+    @property
+    def machine_changes(self) -> dict[str, object]:
+        """Values of a job, by their place. Raises `ConfigError` for an unknown CPU."""
+        from megatron_lynx.config.loader import load_host_time
+
+        host_time = None if self.host_cpu is None else load_host_time(self.host_cpu, "--host-cpu")
+        said = {
+            "cluster.nic.gb_per_s": None if self.nic_gbit is None else self.nic_gbit / 8,
+            "cluster.nvlink.gb_per_s": self.nvlink_gb_s,
+            "cluster.host_time": None if host_time is None else host_time.model_dump(mode="json", exclude_none=True),
+        }
+        return {place: value for place, value in said.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject(Machine):
     words: Annotated[
         list[str] | None,
         Argument(
@@ -103,7 +142,7 @@ class Subject:
 
     def again(self, more: Mapping[str, object | None]) -> str:
         """Shell words for the same subject. `more`: options with their values."""
-        given = {"--model": self.model, "--cluster": self.cluster, "--gpus": self.gpus, **more}
+        given = {"--model": self.model, "--cluster": self.cluster, "--gpus": self.gpus, **self.machine_options, **more}
         written = {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in given.items()}
         options = [word for name, value in given.items() if value is not None for word in (name, written[name])]
         return shlex.join([*options, *(["--"] if self.is_launch else []), *(self.words or [])])

@@ -76,7 +76,8 @@ def advise(
     if not asked.is_launch or asked.cluster is None:
         job, reading = job_or_launch(asked, budget.changes, planning=True)
     else:
-        launch = asked_launch(asked.words or [], asked.cluster, asked.gpus, budget.changes, strict=asked.strict)
+        changes = {**asked.machine_changes, **budget.changes}
+        launch = asked_launch(asked.words or [], asked.cluster, asked.gpus, changes, strict=asked.strict)
         job, reading, refused = launch.job, launch.reading, launch.refused
         warn_of_reading(launch.reading, job)
     costs = costs_of(job, profile_file)
@@ -347,7 +348,7 @@ def report(
 ) -> None:
     """Write one HTML file that needs no network: schedule, waits, memory, plans over budgets; predicted and measured."""
     from megatron_lynx.cli.answers import check_writable
-    from megatron_lynx.cli.inputs import job_named, known_costs, mention_experts
+    from megatron_lynx.cli.inputs import job_named, known_costs, mention_assumed
     from megatron_lynx.profiler.profile import as_learned, load_profile
     from megatron_lynx.report.contents import Asked, contents
     from megatron_lynx.report.given import given_in
@@ -356,7 +357,7 @@ def report(
     given = given_in([*what, *([] if profile_file is None else [str(profile_file)])])
     check_writable(output, read=map(Path, given.sources.values()))
     if given.job is not None:
-        mention_experts(given.job)
+        mention_assumed(given.job)
     job, reading, costs = given.job if job_file is None else job_named(job_file), None, given.profile
     if job is None and given.plan is not None and (origin := planned_from(given.plan)) is not None:
         job, reading, profile_path = origin

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megatron_lynx.cli.app import command
-from megatron_lynx.cli.options import AsJson, Budget, ClusterOption, LaunchFileOption, ProfileOption, Subject
+from megatron_lynx.cli.options import AsJson, Budget, ClusterOption, LaunchFileOption, Machine, ProfileOption, Subject
 from megatron_lynx.cli.terminal import announced, page, quieten_megatron, say, show_json, show_lines
 from megatron_lynx.errors import ConfigError, Problem
 
@@ -152,6 +152,7 @@ def hooks(as_json: AsJson = False) -> None:
 
 @command
 def doctor(
+    machine: Machine,
     words: Annotated[
         list[str] | None, typer.Argument(metavar="[-- LAUNCH]", help="A Megatron launch to look at, too.", show_default=False)
     ] = None,
@@ -177,14 +178,15 @@ def doctor(
     from megatron_lynx.config.loader import load_cluster
     from megatron_lynx.doctor import findings
 
-    asked = Subject(words=words or [], cluster=cluster, launch_file=launch_file)
+    asked = Subject(words=words or [], cluster=cluster, launch_file=launch_file, **vars(machine))
     asked = asked if launch_file is None else asked_about(asked)
     if asked.cluster is not None:
         load_cluster(asked.cluster, "--cluster")
+    changes = asked.machine_changes
     with announced("looking around"):
         quieten_megatron()
         measured = host_time_here(asked.words or []) if host_time else None
-        reported = list(findings(asked.words or [], measured=measured, cluster=asked.cluster, plan_file=plan_file))
+        reported = list(findings(asked.words or [], measured=measured, cluster=asked.cluster, changes=changes, plan_file=plan_file))
     if as_json:
         show_json({"findings": [asdict(finding) for finding in reported]})
     else:

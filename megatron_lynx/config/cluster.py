@@ -318,6 +318,15 @@ class Cluster(Part):
         return self.node is None or gpus <= self.node.gpus or self.node.gpus % ranks == 0
 
     @property
+    def links_in_words(self) -> str | None:
+        """Return the links and the CPU that seconds assume; None if the cluster has no figures."""
+        if self.nic is None or self.matmul is None:
+            return None
+        nvlink = "no NVLink" if self.nvlink is None else f"NVLink {self.nvlink.gb_per_s:g} GB/s"
+        cpu = "unknown" if self.host_time is None else self.host_time.cpu.replace("(R)", "")
+        return f"seconds assume {self.nic.per_node} NICs of {8 * self.nic.gb_per_s:g} Gbit/s, {nvlink}, CPU {cpu}"
+
+    @property
     def transposes_fp8(self) -> bool:
         """Whether FP8 tensors that are read columnwise have a transposed copy. The testbed emulates a Hopper."""
         return self.fp8 is None or self.fp8.transposes

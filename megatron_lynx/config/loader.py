@@ -104,6 +104,12 @@ def load_cluster(name: str, where: str) -> Cluster:
     return validated(Cluster, cluster_data(file), file)
 
 
+def load_host_time(name: str, where: str) -> HostTime:
+    """Load a CPU's host time by bundled name (`amd-epyc`) or by path. `where`: place of the name, for errors."""
+    file = _named(name, where, "hosts")
+    return validated(HostTime, read_yaml(file), file)
+
+
 def load_model(name: str, where: str) -> Model:
     """Load a model by bundled name (`llama3-70b`) or by path. `where`: place of the name, for errors."""
     file = _named(name, where, "models")

@@ -8,7 +8,8 @@ launch        flags that remove windows; host-bound passes
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from megatron_lynx.config.cluster import HostTime
 from megatron_lynx.config.loader import load_cluster
@@ -35,13 +36,14 @@ def findings(
     *,
     measured: HostTime | Unmeasured | None = None,
     cluster: str | None = None,
+    changes: Mapping[str, Any] | None = None,
     plan_file: str | os.PathLike[str] | None = None,
 ) -> Iterator[Finding]:
     """All findings about this machine and, if given, a launch. Raises `ConfigError` for words that are no launch, or a bad plan
     file.
 
-    `measured`: this machine's host time. `cluster`: of the launch, judged instead of a machine without GPUs. `plan_file`: its
-    plan.
+    `measured`: this machine's host time. `cluster`: of the launch, judged instead of a machine without GPUs. `changes`: of its
+    job. `plan_file`: its plan.
     """
     reading = read_launch(words) if words else None
     plan = None if plan_file is None else load_plan(plan_file)
@@ -59,4 +61,4 @@ def findings(
         yield from launch(reading, variables)
     yield from beside_collectives(reading, variables, plan)
     if measured is not None:
-        yield from host_time(measured, words, cluster, plan)
+        yield from host_time(measured, words, cluster, plan, changes)

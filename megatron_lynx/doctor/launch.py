@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_lynx.config.cluster import HostTime, Setting
 from megatron_lynx.config.job import Job
@@ -179,7 +180,11 @@ class Unmeasured:
 
 
 def host_time(
-    measured: HostTime | Unmeasured, words: Sequence[str] = (), cluster: str | None = None, plan: Plan | None = None
+    measured: HostTime | Unmeasured,
+    words: Sequence[str] = (),
+    cluster: str | None = None,
+    plan: Plan | None = None,
+    changes: Mapping[str, Any] | None = None,
 ) -> Iterator[Finding]:
     """Host time of a layer on this machine, and whether a launch on a cluster, and its plan, are host-bound."""
     if isinstance(measured, Unmeasured):
@@ -196,7 +201,7 @@ def host_time(
         yield Finding("host-bound", "note", "not judged", costs, "name the GPUs of a launch: --cluster C -- LAUNCH")
         return
     try:
-        yield from _judged(measured, words, cluster, plan)
+        yield from _judged(measured, words, cluster, plan, changes)
     except LynxError as error:
         problems = "; ".join(map(str, error.problems)) or str(error)
         yield Finding("host-bound", "note", f"not judged: {problems}", "whether the launch waits for Python is not known")
@@ -210,9 +215,11 @@ SHOWN: dict[Setting, str] = {
 }
 
 
-def _judged(measured: HostTime, words: Sequence[str], cluster: str, plan: Plan | None) -> Iterator[Finding]:
+def _judged(
+    measured: HostTime, words: Sequence[str], cluster: str, plan: Plan | None, changes: Mapping[str, Any] | None
+) -> Iterator[Finding]:
     """Judge the launch under stock's recomputation, then the plan. Raises `LynxError` if they cannot be priced."""
-    job = job_of(read_launch(words, planning=False), cluster)
+    job = job_of(read_launch(words, planning=False), cluster, changes)
     costs = analytic_profile(job).model_copy(update={"host_time": measured})
     yield _finding("host-bound launch", HostReport.of(costs, host_report(_as_stock(job), costs).bound))
     if plan is not None:
