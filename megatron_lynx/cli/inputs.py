@@ -290,7 +290,9 @@ def _without_link(subject: Subject, words: Sequence[str]) -> Iterator[Problem]:
     cluster = load_job(words[0]).cluster if subject.cluster is None else load_cluster(subject.cluster, "--cluster")
     for link, (option, rate) in given.items():
         if rate is not None and getattr(cluster, link) is None:
-            yield Problem(option, f"{rate:g}, and no {link} in cluster {cluster.name}", "a cluster with this link", "leave it out")
+            yield Problem(
+                option, f"{rate:g}, and no {link} in cluster {cluster.name}", "a cluster with this link", "leave it out"
+            )
 
 
 def job_or_launch(asked: Subject, changes: Mapping[str, Any], *, planning: bool) -> tuple[Job, Reading | None]:

@@ -186,7 +186,9 @@ def doctor(
     with announced("looking around"):
         quieten_megatron()
         measured = host_time_here(asked.words or []) if host_time else None
-        reported = list(findings(asked.words or [], measured=measured, cluster=asked.cluster, changes=changes, plan_file=plan_file))
+        reported = list(
+            findings(asked.words or [], measured=measured, cluster=asked.cluster, changes=changes, plan_file=plan_file)
+        )
     if as_json:
         show_json({"findings": [asdict(finding) for finding in reported]})
     else:
