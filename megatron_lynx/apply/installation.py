@@ -169,25 +169,13 @@ def _recorded(release: Release, plan: Plan, run: LiveRun) -> Iterator[tuple[str,
     if plan.head is not None:
         yield "megatron-core's head does", release.stale("head")
     if run.combined:
-        yield "megatron-core's overlapped exchanges do", _stale_combined(release)
-
-
-def _stale_combined(release: Release) -> list[Problem]:
-    if "overlapped" in release.only_with:
-        return release.stale("overlapped")
-    todo = "train with a later release, or drop --overlap-moe-expert-parallel-comm"
-    return [Problem("megatron-core", release.version, "0.16 or later, whose combined schedule has experts in a node alone", todo)]
+        yield "megatron-core's overlapped exchanges do", release.stale("overlapped")
 
 
 def _stale_te(release: Release, run: LiveRun) -> list[Problem]:
-    te, beside = present_te(), release.stale("te")
-    if "te" not in release.only_with:
-        engine, todo = f"Transformer Engine's, in {release.version}", "launch with --transformer-impl local"
-        if not all(face.always_local for face in kinds_of(run)):
-            todo = "train with a later release of megatron-core"
-        beside = [Problem("layers", engine, "a later release", todo)]
+    te = present_te()
     has = {"fp8": run.fp8, "fp4": run.fp8 and recipe_of(run.config) == "nvfp4", "grouped": run.groups_experts}
-    return [*beside, *te.stale(), *(problem for what in has if has[what] for problem in te.stale(what))]
+    return [*release.stale("te"), *te.stale(), *(problem for what in has if has[what] for problem in te.stale(what))]
 
 
 def _claims(engine: Engine, plan: Plan, run: LiveRun, timetable: Timetable) -> Iterator[Claim]:

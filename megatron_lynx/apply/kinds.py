@@ -66,8 +66,6 @@ class Running(ABC):
     """The kind in the message "megatron-core's ... not read as recorded"."""
     local = te = UNKNOWN
     """Allowed classes of its sites, in Megatron's own layers and in Transformer Engine's."""
-    always_local: bool = True
-    """Whether every release can build it from Megatron's own layers."""
 
     @abstractmethod
     def section_in(self, layer: Module) -> Section | None:
@@ -119,7 +117,6 @@ class HeldLatentAttention(Running):
     half, name = ANY_LATENT.half, ANY_LATENT.name
     recorded, recorded_as = "latent", "latent attention does"
     local, te = CLASSES["latent"]["local"], CLASSES["latent"]["te"]
-    always_local = False
 
     def section_in(self, layer: Module) -> Section | None:
         if name_of(module_at(layer, KV_DOWN.path.rpartition(".")[0])) != ATTENTION_CLASS:

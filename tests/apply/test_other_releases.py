@@ -25,7 +25,7 @@ from . import on_ranks
 from .head_on_ranks import How, compare
 from .test_head_in_pieces import SMALL, in_pieces
 
-RELEASES = ("0.15", "0.17", "0.18", "0.19")
+RELEASES = ("0.17", "0.18", "0.19")
 
 NEW = {
     "0.17": {"fused_residual_rmsnorm": True},

@@ -12,7 +12,7 @@ from megatron_lynx.testbed.tiny_jobs import tiny_job
 from ..te_releases import folder_of, python_path
 from . import on_ranks
 
-RELEASES = ("0.15", "0.17", "0.18", "0.19")
+RELEASES = ("0.17", "0.18", "0.19")
 SHARDED = {"distributed_optimizer": True, "dtype": "bf16"}
 
 
@@ -30,15 +30,6 @@ def pool_on(release) -> Iterator[Callable[[int], RankPool]]:
 
 @pytest.mark.parametrize("layout", [{}, SHARDED], ids=str)
 def test_the_version_rule_to_the_bit(pool_on, release, layout):
-    if release == "0.15":
-        pytest.skip("no release that can train without flushes")
     how = {"ddp": True, "optimizer": "megatron", "defer_updates": True, "overlap_grad_reduce": True}
     job = tiny_job("gpt", pipeline=2, microbatches=3, **layout)
     assert pool_on(2).run(on_ranks.differing, job, how) == [[], []]
-
-
-def test_an_older_release_is_refused(pool_on, release):
-    if release != "0.15":
-        pytest.skip("it can train without flushes")
-    for _, text in pool_on(2).run(on_ranks.refused, tiny_job("gpt", pipeline=2), {}, on_ranks.nothing):
-        assert "megatron.core: found 0.15" in text

@@ -251,20 +251,6 @@ def test_other_releases(te: str, core: str) -> None:
         pool.close()
 
 
-@pytest.mark.long
-def test_megatron_core_0_15() -> None:
-    """Which runs each path to its end before the other. Transformer Engine's layers have plans since 0.16 only."""
-    local, te = job_of("one rank, local"), job_of("one rank")
-    pool = pool_with("2.9", 1, "0.15")
-    try:
-        checked(lambda _: pool, local, candidates(local), Trial(counted=True, canaries=True))
-        [refusal] = pool.run(on_ranks.refused, te, latent_plan(te, HEADS), None)
-    finally:
-        pool.close()
-    assert "Transformer Engine's, in 0.15" in str(refusal.error)
-    assert "train with a later release of megatron-core" in str(refusal.error)
-
-
 def test_a_plan_for_other_sizes_is_refused(pool_of: Pools) -> None:
     job = job_of("one rank")
     narrow = job.model_copy(update={"model": job.model.model_copy(update={"latent": LatentSizes(**SIZES | {"kv_rank": 4})})})

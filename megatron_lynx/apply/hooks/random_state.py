@@ -23,7 +23,7 @@ from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.surroundings import RandomSource
 
 _NAME = "_current_state_name"
-"""The tracker's attribute that names the state in use. 0.15's has none, nor has Transformer Engine's tracker."""
+"""The tracker's attribute that names the state in use. Transformer Engine's tracker has none."""
 
 
 class Tracked(NamedTuple):

@@ -5,7 +5,7 @@ Replaces              `forward_step` and `backward_step` of `megatron.core.pipel
                       `combined_forward_backward_step` of `combined_1f1b`, which interleaves one micro-batch's forward with
                       another one's backward, or runs one of them.
 Why                   the order of these calls says which micro-batch runs, and whose backward comes next in which phase.
-Calls the original    once per call, with the arguments as they came (`backward_step` lost parameters in 0.15 and in 0.17).
+Calls the original    once per call, with the arguments as they came (`backward_step` lost parameters in 0.17).
 Holds                 nothing; the engine refers weakly to the output tensors of micro-batches in flight.
 Passes through when   gradients are off, or the pass is another model's (a critic's, say), which may have its own plan.
 """

@@ -3,7 +3,7 @@
     input_layernorm ─┬─> linear_q_down_proj ──> q_layernorm ──> linear_q_up_proj ──┬─(rotary)─> core_attention ─> linear_proj
                      └─> linear_kv_down_proj ─> kv_layernorm ─> linear_kv_up_proj ─┘
 
-Items are in Megatron's call order since 0.16; 0.15 runs one path after the other, which changes only where recomputation stops.
+Items are in Megatron's call order.
 Uncompressed queries come from `linear_q_proj` on the residual stream. `rotary` splits off and rotates the rotary parts, and
 assembles queries and keys. Inner norms exist only with `--qk-layernorm`; Transformer Engine fuses them into the next linears.
 
