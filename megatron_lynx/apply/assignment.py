@@ -18,12 +18,12 @@ from megatron_lynx.apply.live_run import LiveRun, of_all_ranks
 from megatron_lynx.free_memory import free_memory
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.runtime.device import Device
-from megatron_lynx.runtime.forward_hooks import NO_HOOKS, ForwardHooks
 from megatron_lynx.runtime.offload import HostFacts, HostLimit, Offloader, OffloadPolicy, limit_of
 from megatron_lynx.runtime.order import OrderOfStep, StageOrder
 from megatron_lynx.runtime.policy import ChunkPolicy, HalfPolicy
 from megatron_lynx.runtime.record import GATHERED
 from megatron_lynx.runtime.saved import memory_of
+from megatron_lynx.runtime.surroundings import NO_HOOKS, ForwardHooks
 from megatron_lynx.schedule.counts import most_in_flight, most_on_host
 from megatron_lynx.schedule.flushes import passes_of
 from megatron_lynx.timetable import PlannedHalf, Timetable

@@ -15,8 +15,8 @@ Fused losses, at most    native   4 + 4 + 2    in backward the compiler copies t
                          te       2 + 2        no fp32 copy; the gradient is written into the logits, or, as in release 2.20,
                                                into a copy
 
-With the head in pieces (`runtime.loss_in_pieces`) the logits are one piece's. Backward adds the gradient of all rows, the sum of
-the weight's gradient and, with sequence parallelism, the gathered rows.
+With the head in pieces (`apply.hooks.head_in_pieces`) the logits are one piece's. Backward adds the gradient of all rows, the
+sum of the weight's gradient and, with sequence parallelism, the gathered rows.
 
 Counted with the real loss, compiled and eager (`tests/cost/test_moments.py`); `te` from `cross_entropy_forward`.
 

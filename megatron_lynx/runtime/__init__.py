@@ -4,11 +4,10 @@ engine                   interface of the hooks; `order` has the passes in fligh
   progress               state that the parts share; a `Run` is one call of a half, to which sites and collectives report
   record                 runs a half, and replaces saved tensors by handles of its `frame`
     recorded_graph         which saved tensors of which autograd nodes (`saved`) are replaced; `site` is one submodule's call
-  recompute                 recomputes a half, under the `surroundings` of its record and without `forward_hooks`
+  recompute                 recomputes a half, under the `surroundings` of its record
   waits                  runs the planned work of each moment of a pass; windows are the waits for communication
   weight_gradients       delayed weight gradients; `pending` ones run in waits
   offload/               activations in host memory
 device, cuda             streams, events and memory; `trace` times them
 refusals                 errors for training steps that recomputation cannot support
-loss_in_pieces           a loss whose logits are computed for a part of the tokens at a time
 """

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_lynx.anatomy.address import FrameKey
-from megatron_lynx.runtime.forward_hooks import NO_HOOKS, ForwardHooks
+from megatron_lynx.runtime.surroundings import NO_HOOKS, ForwardHooks
 from megatron_lynx.timetable import PlannedHalf
 
 Gather = Callable[[Tensor], tuple[Tensor, Any]]

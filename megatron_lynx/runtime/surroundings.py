@@ -11,19 +11,30 @@ Random state advances with each draw, so a recomputation also restores it where 
 
 A half that cannot draw has no random state (`HalfPolicy.may_draw`). `RandomSource` has torch's default generators; `apply` adds
 Megatron's tracker.
+
+Users' forward hooks are called once per forward:
+
+    forward      modules call their hooks as without a plan
+    recompute    the same code calls the same modules, some on memos without values: no hook is called
+
+Otherwise a hook that counts tokens would count twice, and one that records activations would read uninitialised memory. A hook
+that changes arguments or results is refused by name in a recomputed half: without it the recomputation has other tensors. Hooks
+of whole layers and of the model are outside of halves and run as usual; gradient hooks are not touched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.modules import module as everywhere
 
 from megatron_lynx.runtime.device import Device, present_device
-from megatron_lynx.runtime.saved import without_default_hooks
+from megatron_lynx.runtime.refusals import HOOK_CHANGES
+from megatron_lynx.runtime.saved import tensors_in, without_default_hooks
 
 
 class Context(Protocol):
@@ -131,3 +142,77 @@ def drawing_from(source: RandomSource, state: Any) -> Iterator[None]:
         yield
     finally:
         source.restore(before)
+
+
+Hook = Callable[..., Any]
+Table = dict[int, Hook]
+"""A module's hooks of one kind, by id, in calling order."""
+
+
+class ForwardHooks:
+    """Forward hooks of one layer's modules, and global ones. `harmless`: whether a hook is known to change nothing."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module] = (), harmless: Callable[[Hook], bool] = lambda hook: False) -> None:
+        modules, tables = tuple(modules), list[tuple[Table, bool]]()
+        for name, after in (("forward_pre_hooks", False), ("forward_hooks", True)) if modules else ():
+            tables.append((getattr(everywhere, f"_global_{name}"), after))
+            tables += [(getattr(module, f"_{name}"), after) for module in modules]
+        self._after = {id(table): after for table, after in tables}
+        """By table, whether its hooks get the module's output."""
+        self._tables = [table for table, _ in tables]
+        self._is_harmless = harmless
+        self._harmless: set[int] = set()
+        """Ids of harmless hooks. torch gives each hook its own id."""
+
+    def watched(self, half: str) -> AbstractContextManager[None]:
+        """Refuse hooks that change tensors, inside the context. `half`: its name, for the error."""
+        if not any(self._tables):
+            return nullcontext()
+        new = [(number, hook) for table in self._tables for number, hook in table.items() if number not in self._harmless]
+        self._harmless.update(number for number, hook in new if self._is_harmless(hook))
+
+        def refusing(table: Table) -> Table:
+            after, known = self._after[id(table)], self._harmless
+            return {number: hook if number in known else _refusing(hook, half, after=after) for number, hook in table.items()}
+
+        return _replaced(self._tables, refusing) if any(number not in self._harmless for number, _ in new) else nullcontext()
+
+    def silent(self) -> AbstractContextManager[None]:
+        """Call no hooks inside the context."""
+        return _replaced(self._tables, lambda table: {}) if any(self._tables) else nullcontext()
+
+
+def _refusing(hook: Hook, half: str, *, after: bool) -> Hook:
+    """Wrap a hook that must not change tensors. `after`: the hook gets the module's output."""
+
+    def watched(module: torch.nn.Module, *given: Any) -> Any:
+        tensors = tensors_in(given)
+        versions = [tensor._version for tensor in tensors]
+        answer = hook(module, *given)
+        expected = tensors_in(given[-1] if after else given)
+        replaces = answer is not None and [*map(id, tensors_in(answer))] != [*map(id, expected)]
+        if replaces or versions != [tensor._version for tensor in tensors]:
+            raise HOOK_CHANGES.of(half, module=type(module).__name__, hook=getattr(hook, "__qualname__", repr(hook)))
+        return answer
+
+    return watched
+
+
+@contextmanager
+def _replaced(tables: Iterable[Table], others: Callable[[Table], Table]) -> Iterator[None]:
+    """Other hooks in these tables, in place: hook handles refer to them. A hook that removed itself inside stays removed."""
+    changed = [(table, dict(table), others(table)) for table in tables if table]
+    for table, _, instead in changed:
+        table.clear()
+        table.update(instead)
+    try:
+        yield
+    finally:
+        for table, before, instead in changed:
+            left = {number: hook for number, hook in before.items() if number not in instead or number in table}
+            left |= {number: hook for number, hook in table.items() if number not in before}
+            table.clear()
+            table.update(left)
+
+
+NO_HOOKS = ForwardHooks()
