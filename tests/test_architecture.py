@@ -67,7 +67,7 @@ def test_the_map_has_no_package_that_is_gone() -> None:
 
 
 def test_every_module_that_is_named_exists() -> None:
-    """`runtime/waits`, `plan/plan_file.py`, `runtime/frame.Handle`: in the walks, and where it says how to add something."""
+    """`runtime/engine`, `plan/plan_file.py`, `runtime/frame.Handle`: in the walks, and where it says how to add something."""
     tops = "|".join(sorted({folder.relative_to(PACKAGE).parts[0] for folder in packages()}))
     text = "\n".join([TEXT, *(path.read_text() for path in WALKS)])
     named = set(re.findall(rf"(?<!/)\b((?:{tops})/[a-z_/0-9]+)", text))

@@ -1,19 +1,28 @@
-"""The engine of one rank: hooks report Megatron's progress; it records and recomputes.
+"""The engine of one rank: hooks report Megatron's progress; it records, recomputes, and runs planned work.
 
     Megatron                        engine                                     state
     ------------------------------  -----------------------------------------  ------------------------
     forward_step begins / ends      forward_pass()                             ledger
       a half is called              half(): record                             frame, owned by the graph
         a submodule is called       reported(): it passes, or site()           recorder, recomputer
-        a collective is issued      waits.window(): fwd.*                      waits; the timetable says what runs in it
+        a collective is issued      window(): fwd.*, for the next backward     the timetable says what runs in it
     messages between stages         exchange_begins()                          offloader
-    receive of a gradient           waits.receive(): pipe.recv_backward        waits
-    send of a gradient              gradient_sent(): pipe.send_backward        waits
+    receive of a gradient           receive(): pipe.recv_backward, for its own micro-batch
+    send of a gradient              gradient_sent(): pipe.send_backward
     backward_step begins / ends     backward_pass(output)                      ledger
-      backward reaches a half       _enter(): a checkpoint is recomputed       ledger, offloader, waits
-        a collective is issued      waits.window(): bwd.*                      waits
+      backward reaches a half       _enter(): a checkpoint is recomputed       ledger, offloader
+        a collective is issued      window(): bwd.*, for its own micro-batch
         a saved tensor is needed    it was recomputed, or is on demand         recomputations, frame
         a weight gradient is due    weight_gradients.put_off(): delayed        weight_gradients
+
+A hook that returns a `Work` returns a `WindowedWork` instead:
+
+    issue ──> [ collective in flight .......................... ]
+    wait()    │ tasks in the window, on this stream              │ the wait proper │ tasks after it
+
+`Engine.reach` is the only place that runs planned work, the tasks of a moment (`timetable.events`). The table depends on the plan
+only (rule R1), and is equal on all ranks of a group. A task that finds nothing to do is skipped. Work that no moment did runs on
+demand (rule R5), or is flushed.
 
 An engine belongs to one installation; it stores nothing on modules (rule R13) and nothing per thread (rule R12).
 """
@@ -24,16 +33,16 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_lynx.anatomy.address import SEND_BACKWARD
+from megatron_lynx.anatomy.address import RECV_BACKWARD, SEND_BACKWARD, FrameKey, Window, WindowAddress
 from megatron_lynx.figures import InputSeen
 from megatron_lynx.nest import first_in, map_nest
 from megatron_lynx.runtime.device import Device, device_for
-from megatron_lynx.runtime.frame import Fed, Frame
+from megatron_lynx.runtime.frame import Fed, Frame, MicroBatch
 from megatron_lynx.runtime.offload import HostLimit, Offloader, OffloadGroup
 from megatron_lynx.runtime.order import Ledger, OrderOfStep, StageOrder
 from megatron_lynx.runtime.policy import ChunkPolicy, HalfPolicy
@@ -42,12 +51,39 @@ from megatron_lynx.runtime.recompute import AsRecorded, Guard, Recomputations
 from megatron_lynx.runtime.record import Observer, Recorder
 from megatron_lynx.runtime.recorded_graph import recorded_graphs, signature_of
 from megatron_lynx.runtime.refusals import OTHER_INPUT, PARTIAL_BACKWARD, refuse_foreign_hooks
-from megatron_lynx.runtime.saved import detached, tensors_in
+from megatron_lynx.runtime.saved import detached, storage_of, tensors_in
 from megatron_lynx.runtime.site import Site, SiteCall
 from megatron_lynx.runtime.surroundings import Autocast, Context, RandomSource, Surroundings
-from megatron_lynx.runtime.waits import Reached, Waits
 from megatron_lynx.runtime.weight_gradients import WeightGradients
-from megatron_lynx.timetable import Timetable
+from megatron_lynx.timeline import SpanKind
+from megatron_lynx.timetable import Pass, Task, Timetable
+from megatron_lynx.timetable.events import At
+
+
+class Reached(NamedTuple):
+    at: At
+    place: FrameKey | Window
+    micro_batch: MicroBatch | None
+    """The one whose backward is served; None if no backward follows."""
+    gradients: Any = None
+    """At `enter`: gradients of the half's output."""
+
+
+class WindowedWork:
+    """A `Work` whose first wait runs a window."""
+
+    def __init__(self, work: Any, window: Callable[[Callable[[], Any]], Any]) -> None:
+        self._work = work
+        self._window: Callable[[Callable[[], Any]], Any] | None = window
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        window, self._window = self._window, None
+        if window is None:
+            return self._work.wait(*args, **kwargs)
+        return window(lambda: self._work.wait(*args, **kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
 
 
 class Engine(Progress):
@@ -83,10 +119,7 @@ class Engine(Progress):
         self._graphs = recorded_graphs()
         self.weight_gradients = WeightGradients(self, self._chunks, self._surroundings, reduced_in_backward=reduced_in_backward)
         """Interface of the hooks on weight gradients."""
-        timetable = timetable or Timetable([()] * len(self._chunks))
-        depths = [chunk.ahead_depth for chunk in self._chunks]
-        self.waits = Waits(self, timetable, depths, self._recomputations, self.weight_gradients)
-        """Interface of the hooks on communication."""
+        self.timetable = timetable or Timetable([()] * len(self._chunks))
         self._entered_at: Any = None
         self.observer: Observer | None = None
         """Sees saved tensors and what backward gets instead; normally None."""
@@ -234,15 +267,11 @@ class Engine(Progress):
         self.ledger.enter(frame)
         self.offloader.backward_reaches(frame.micro_batch, frame.key)
         self._entered_at = self.trace.now()
-        self._reach("enter", frame, gradients)
+        self.reach(self.backward_of(frame.micro_batch), Reached("enter", frame.key, frame.micro_batch, gradients))
 
     def _midway(self, frame: Frame, _: Any) -> None:
         if self.ledger.entered is frame:
-            self._reach("core", frame)
-
-    def _reach(self, at: Literal["enter", "core"], frame: Frame, gradients: Any = None) -> None:
-        through = self.waits.backward_of(frame.micro_batch)
-        self.waits.reach(through, Reached(at, frame.key, frame.micro_batch, gradients))
+            self.reach(self.backward_of(frame.micro_batch), Reached("core", frame.key, frame.micro_batch))
 
     def _left(self, _: Tensor) -> None:
         self._close_backward_span()
@@ -255,7 +284,105 @@ class Engine(Progress):
             frame.gathering = None
             frame.take_gathered_gradient(None)
 
-    # --- further hooks on communication ------------------------------------------------------------
+    # --- hooks on communication ----------------------------------------------------------------------------------------
+
+    def window(self, *, exchange: bool = False) -> Callable[[Any], Any] | None:
+        """Return what makes a window of the `Work` of a collective, or of an `exchange` of tokens, that is about to be issued.
+
+        Returns None outside of halves, in halves without windows, and for windows without tasks.
+        """
+        scope = self.scope
+        if scope is not None and scope.recomputes:
+            return scope.window(exchange=exchange)
+        frame = scope.frame if scope is not None else self.ledger.entered
+        if frame is None or not (frame.policy.section.exchanges if exchange else frame.policy.section.has_windows):
+            return None
+        address, micro_batch, through = self._in_forward(scope) if scope is not None else self._in_backward(frame)
+        if address not in through.busy and not self.trace.enabled:
+            return None
+        return lambda work: WindowedWork(work, lambda proper: self._window(through, address, micro_batch, proper))
+
+    def gathered_gradient(self, gradient: Tensor) -> tuple[Tensor, Any] | None:
+        """Return (gathered gradient, its `Work`) if this gradient's gather was started before."""
+        frame = self.ledger.entered if self.scope is None else None
+        begun = None if frame is None else frame.take_gathered_gradient(gradient)
+        if begun is None:
+            return None
+        window = self.window()
+        return begun.whole.view(-1, *gradient.shape[1:]), begun.work if window is None else window(begun.work)
+
+    def receive(self, works: list[Any]) -> list[Any]:
+        """Wrap the works of a pipeline exchange that receives a gradient: the first wait runs the window.
+
+        The window's micro-batch is looked up then: interleaved schedules post receives ahead of time, and wait for each before
+        its backward.
+        """
+        pending = [True]
+
+        def window(proper: Callable[[], Any]) -> Any:
+            micro_batch = self.ledger.hidden_by_receive() if pending else None
+            pending.clear()
+            if micro_batch is None:
+                return proper()
+            with self.aborting():
+                self.offloader.gradient_awaited(self.ledger)
+                through = self.timetable.receive(micro_batch.chunk, micro_batch.phase)
+                return self._window(through, RECV_BACKWARD, micro_batch, proper)
+
+        return [WindowedWork(work, window) for work in works]
+
+    def gathered_input(self) -> Any:
+        """Return the buffer of the gathered input, if its gather was started."""
+        gathering = self._gathering
+        return gathering[0] if gathering is not None else None
+
+    def started_gather(self, output: Any) -> Any:
+        """Return the `Work` that gathers into `output`, if a frame started it. It counts as a collective of the half."""
+        gathering = self._gathering
+        if gathering is None:
+            return None
+        if gathering[0] is not output and storage_of(gathering[0]) != storage_of(output):
+            return None
+        if self.scope is not None:
+            return gathering[1]
+        frame = self.ledger.entered
+        self.ledger.ordinal += 1
+        return gathering[1] if frame is None or frame.on_gathered is None else _reporting_gathered(frame.on_gathered, *gathering)
+
+    @property
+    def _gathering(self) -> tuple[Any, Any] | None:
+        """The gathered input of the half whose backward runs; in a recomputation only at the site that reads it."""
+        if (scope := self.scope) is not None:
+            return scope.gathering
+        frame = self.ledger.entered
+        return frame.gathering if frame is not None else None
+
+    def _in_forward(self, scope: Run) -> tuple[WindowAddress, MicroBatch | None, Pass]:
+        """Address of a forward's collective, the micro-batch that its window serves, and the pass."""
+        address = WindowAddress("fwd", *scope.frame.key, scope.collectives)
+        scope.collectives += 1
+        needs_micro_batch = self.timetable.in_forwards or self.trace.enabled
+        micro_batch = self.ledger.hidden_by_forward() if needs_micro_batch else None
+        serving = None if micro_batch is None else micro_batch.chunk
+        return address, micro_batch, self.timetable.forward(scope.frame.policy.chunk, serving)
+
+    def _in_backward(self, entered: Frame) -> tuple[WindowAddress, MicroBatch, Pass]:
+        """Address of a backward's collective, its micro-batch and the pass."""
+        address = WindowAddress("bwd", *entered.key, self.ledger.ordinal)
+        self.ledger.ordinal += 1
+        return address, entered.micro_batch, self.backward_of(entered.micro_batch)
+
+    def _window(self, through: Pass, window: Window, micro_batch: MicroBatch | None, proper: Callable[[], Any]) -> Any:
+        """`proper`: the wait itself."""
+        kind: SpanKind = "recv" if window == RECV_BACKWARD else "window"
+        begin = self.trace.now()
+        self.reach(through, Reached("in", window, micro_batch))
+        waited = proper()
+        if begin is not None:
+            number = micro_batch.number if micro_batch else None
+            self.trace.add(kind, begin, micro_batch=number, window=str(window))
+        self.reach(through, Reached("after", window, micro_batch))
+        return waited
 
     def exchange_begins(self) -> None:
         """Report that messages between stages are about to be issued."""
@@ -268,7 +395,7 @@ class Engine(Progress):
             return
         chunk, completes = sending
         with self.aborting():
-            self.waits.reach(self.waits.timetable.sent(chunk), Reached("in", SEND_BACKWARD, None))
+            self.reach(self.timetable.sent(chunk), Reached("in", SEND_BACKWARD, None))
             if completes:
                 self.weight_gradients.flush(chunk)
 
@@ -288,6 +415,78 @@ class Engine(Progress):
     def owns_gathered(self) -> bool:
         """Whether the site's gathered input needs a buffer that is not shared, because it is kept for recomputation."""
         return self.scope is not None and self.scope.owns_gathered
+
+    # --- tasks ---------------------------------------------------------------------------------------------------------
+
+    def backward_of(self, micro_batch: MicroBatch) -> Pass:
+        return self.timetable.backward(micro_batch.chunk, micro_batch.phase)
+
+    def reach(self, through: Pass, reached: Reached) -> None:
+        """Run the tasks of a moment."""
+        for task in through.at(reached.at, reached.place):
+            if task.do == "weight_gradient":
+                layer, _, name = task.linear
+                self.weight_gradients.run((layer, name), str(reached.place))
+            elif (frame := self._frame_of(task, reached)) is None:
+                continue
+            elif task.do == "recompute":
+                self._recompute(frame, task, reached)
+            elif task.do == "begin":
+                self._begin(frame, task, reached)
+            elif frame.gathering is None:
+                self._gather(frame, task, reached)
+
+    def _frame_of(self, task: Task, reached: Reached) -> Frame | None:
+        """Return the frame of a task's half if it is still to be recomputed."""
+        frame = self.ledger.frame_of(reached.micro_batch, task.half) if reached.micro_batch is not None else None
+        return frame if frame is not None and frame.lets_go else None
+
+    def _recompute(self, frame: Frame, task: Task, reached: Reached) -> None:
+        """At `enter`, recompute a checkpoint; the half before that feeds it is recomputed with it. In a window, recompute if rule
+        R4 allows it and the gather of its input was not missed."""
+        if reached.at == "enter":
+            if not frame.policy.feeds:
+                self._recomputations.on_demand(frame)
+        elif not self._recomputations.would_gather(frame, task.item) and self._has_room_for(frame):
+            self._recomputations.recompute(frame, str(reached.place), task.item)
+            self.counts.in_windows += frame.recomputed
+
+    def _begin(self, frame: Frame, task: Task, reached: Reached) -> None:
+        """Start communication of a checkpoint. On entering its half, also gather the gradient, after the input."""
+        entered = frame.key == reached.place
+        if entered and not frame.policy.section.exchanges:
+            window = str(WindowAddress("bwd", *frame.key, 0))
+            self._recomputations.beside_gradient(frame, first_in(Tensor, reached.gradients), window)
+        else:
+            self._recomputations.begin(frame, str(task.item))
+            self.counts.ahead += not entered
+
+    def _gather(self, frame: Frame, task: Task, reached: Reached) -> None:
+        begin = self.trace.now()
+        self._recomputations.gather(frame)
+        self.add_span("gather", frame, str(reached.place), begin)
+
+    def _has_room_for(self, frame: Frame) -> bool:
+        """Return whether this half may be recomputed by now (rule R4). It counts as ahead until backward reaches it."""
+        ahead, counts = frame.micro_batch.ahead, self.counts
+        if frame is self.ledger.entered or frame.key in ahead:
+            return True
+        if len(ahead) >= self._chunks[frame.micro_batch.chunk].ahead_depth:
+            return False
+        ahead.add(frame.key)
+        counts.live_ahead = max(counts.live_ahead, len(ahead))
+        return True
+
+
+def _reporting_gathered(on_gathered: Callable[[Tensor], None], gathered: Tensor, work: Any) -> WindowedWork:
+    """Report the gathered input after the wait, before its use."""
+
+    def wait_and_report(wait: Callable[[], Any]) -> Any:
+        waited = wait()
+        on_gathered(gathered)
+        return waited
+
+    return WindowedWork(work, wait_and_report)
 
 
 class Overlapping(Protocol):

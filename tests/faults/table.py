@@ -23,7 +23,7 @@ class Fault(Part):
     fault: str
     """What is broken, in a few words: its name in the table."""
     place: str
-    """Where: a file of the package, or from `tests/` on, without `.py` and a name in it, `runtime/waits::Waits._window`."""
+    """Where: a file of the package, or from `tests/` on, without `.py` and a name in it, `runtime/engine::Engine._window`."""
     old: str
     """What that function says: a part of one line, or whole lines."""
     new: str

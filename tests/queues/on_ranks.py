@@ -63,27 +63,28 @@ def trained(rank: int, job: Job, setting: Setting) -> None:
 
 def named_recomputations(rank: int, job: Job, setting: Setting) -> Log:
     """As `recorded`; what runs while a gradient is received is named after its micro-batch, and whether that is steady."""
-    from megatron_lynx.runtime.waits import Reached, Waits
+    from megatron_lynx.runtime.engine import Engine, Reached
+    from megatron_lynx.runtime.frame import Frame
     from megatron_lynx.timetable import Task
     from tests.instruments.queues import recorder
 
-    original, recorders = Waits._recompute, []
+    original, recorders = Engine._recompute, []
 
     class Naming(recorder.Recorder):
         def __enter__(self) -> Any:
             recorders.append(self)
             return super().__enter__()
 
-    def run(tasks: Waits, task: Task, reached: Reached) -> None:
+    def run(engine: Engine, frame: Frame, task: Task, reached: Reached) -> None:
         if reached.place != RECV_BACKWARD:
-            original(tasks, task, reached)
+            original(engine, frame, task, reached)
             return
         assert reached.micro_batch is not None
         with recorders[0].part(f"recompute of {task.half} for {reached.micro_batch.number}, {reached.micro_batch.phase}"):
-            original(tasks, task, reached)
+            original(engine, frame, task, reached)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Waits, "_recompute", run)
+        patched.setattr(Engine, "_recompute", run)
         patched.setattr(recorder, "Recorder", Naming)
         return recorded(rank, job, setting)
 

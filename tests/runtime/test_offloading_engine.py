@@ -63,7 +63,7 @@ class Work:
 def test_gradients_and_counts(engine: Engine) -> None:
     passes = [forward(engine, number) for number in range(2)]
     for given, output in passes:
-        engine.waits.receive([Work()])[0].wait()
+        engine.receive([Work()])[0].wait()
         backward(engine, output)
         again = given.detach().requires_grad_()
         code(again * 1).sum().backward()
@@ -113,7 +113,7 @@ def test_weights_that_move_between_steps_stay_and_activations_go(overlapping: bo
 def test_the_first_reload_starts_when_its_gradient_is_waited_for(engine: Engine) -> None:
     passes = [forward(engine, number) for number in range(2)]
     engine.take_counts()
-    engine.waits.receive([Work()])[0].wait()
+    engine.receive([Work()])[0].wait()
     assert engine.take_counts().reloaded_bytes > 0
     with engine.backward_pass(passes[0][1]):
         engine.offloader.back.drain()
@@ -130,7 +130,7 @@ def test_a_device_without_room_to_reload_to_fails_the_step(engine: Engine, monke
     with monkeypatch.context() as patched:
         patched.setattr(torch, "empty", full)
         with pytest.raises(OffloadError, match="copying activations back from the host failed") as failed:
-            engine.waits.receive([Work()])[0].wait()
+            engine.receive([Work()])[0].wait()
     assert failed.value.problems[0].where.startswith("stage 0, micro-batch 0 of this run, ")
     assert "CUDA out of memory" in failed.value.problems[0].finding
     assert not engine.busy
@@ -161,7 +161,7 @@ def passes_of_a_step(engine: Engine, fails_at: tuple[str, int, int] | None = Non
                 ended_with(outputs[one.virtual])
         else:
             engine.exchange_begins()
-            engine.waits.receive([Work()])[0].wait()
+            engine.receive([Work()])[0].wait()
             with engine.backward_pass(outputs[one.virtual]):
                 outputs.pop(one.virtual).sum().backward()
                 if fails:

@@ -51,7 +51,7 @@ class Work:
 
 def issued(engine: Engine, work: Work) -> Any:
     """As the hooks on collectives do it."""
-    window = engine.waits.window()
+    window = engine.window()
     return work if window is None else window(work)
 
 
@@ -261,7 +261,7 @@ def test_a_receive_is_a_window_of_the_backward_that_comes_next() -> None:
     for micro_batch in (0, 1):
         stage.forward(micro_batch, 0)
     for micro_batch, hidden in ((0, 0), (1, 1)):
-        received = stage.engine.waits.receive([Work(stage.log, "first"), Work(stage.log, "second")])
+        received = stage.engine.receive([Work(stage.log, "first"), Work(stage.log, "second")])
         for work in received:
             work.wait()
         assert stage.log[-2:] == ["waited first", "waited second"]
@@ -307,7 +307,7 @@ def test_of_several_works_the_first_wait_alone_is_a_window() -> None:
         stage.forward(micro_batch, 0)
     stage.backward(0, 0)
     stage.log.clear()
-    for work in stage.engine.waits.receive([Work(stage.log, "first"), Work(stage.log, "second")]):
+    for work in stage.engine.receive([Work(stage.log, "first"), Work(stage.log, "second")]):
         work.wait()
     assert stage.log == [f"(3, '{FC1}') in pipe.recv_backward", "waited first", "waited second"]
     stage.backward(1, 0)  # nodes hold the stage that holds its graph: without a backward they would stay
@@ -332,7 +332,7 @@ def test_a_collective_without_a_task_is_no_window() -> None:
     seen = []
 
     def look(gradient: Tensor) -> None:
-        seen.extend(stage.engine.waits.window() is None for _ in range(3))
+        seen.extend(stage.engine.window() is None for _ in range(3))
 
     stage._outputs[0, 0].register_hook(lambda gradient: None)
     output = stage._outputs[0, 0]
@@ -354,7 +354,7 @@ def test_a_gathered_gradient_of_no_use_is_waited_for(gathered: bool) -> None:
         frame.gradient = torch.ones(3, WIDTH)
         frame.gather_gradient(DONE)
         if gathered:
-            assert engine.waits.gathered_gradient(torch.ones(3, WIDTH)) is None, "another gradient"
+            assert engine.gathered_gradient(torch.ones(3, WIDTH)) is None, "another gradient"
             assert log == ["waited gather"]
 
     def code(hidden: Tensor) -> Tensor:
@@ -376,8 +376,8 @@ def test_only_the_gather_that_fills_its_own_buffer_is_served() -> None:
     buffer = torch.empty(6, WIDTH)
     frame.gathering = buffer, Work(log, "input")
     engine.ledger.enter(frame)
-    assert engine.waits.started_gather(torch.empty(6, WIDTH)) is None
-    assert engine.waits.started_gather(buffer.view(-1)) is frame.gathering[1]
+    assert engine.started_gather(torch.empty(6, WIDTH)) is None
+    assert engine.started_gather(buffer.view(-1)) is frame.gathering[1]
 
 
 def test_outside_of_schedules_an_engine_is_busy_until_all_that_was_let_go_is_back() -> None:

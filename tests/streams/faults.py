@@ -150,7 +150,7 @@ def a_window_behind_its_wait() -> Iterator[None]:
 @contextmanager
 def _windows(opened: Callable[[Callable[[Any], Any], Callable[[], Any]], Any]) -> Iterator[None]:
     """`opened`: what happens in place of opening a window around the wait proper."""
-    from megatron_lynx.runtime.waits import WindowedWork
+    from megatron_lynx.runtime.engine import WindowedWork
 
     init = WindowedWork.__init__
 

@@ -52,8 +52,8 @@ def bytes_begun(rank: int, job: Job, plan: Plan, model: dict[str, Any]) -> list[
     batches = synthetic_batches(job)
     with install(training.chunks, plan) as installation:
         training.step(batches)
-        tasks = installation.engine.waits
-        tasks.reach = _measuring(tasks.reach, added, total)  # type: ignore[method-assign]
+        engine = installation.engine
+        engine.reach = _measuring(engine.reach, added, total)  # type: ignore[method-assign]
         training.step(batches)
     return added
 
@@ -77,8 +77,8 @@ def _measuring(reach: Callable[..., Any], added: list[int], total: Any) -> Calla
 
 @contextmanager
 def _counting(held: list[Held]) -> Iterator[None]:
+    from megatron_lynx.runtime.engine import Engine
     from megatron_lynx.runtime.recompute import Recomputations
-    from megatron_lynx.runtime.waits import Waits
 
     before: dict[int, tuple[Any, set[int]]] = {}
 
@@ -89,12 +89,10 @@ def _counting(held: list[Held]) -> Iterator[None]:
         held.append((*half, stopped, sum(size for at, size in _storages(frame).items() if at not in was_there(frame))))
 
     def counting(run: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(self: Any, task: Any, reached: Any) -> None:
-            frame = None if reached.at == "enter" else self._frame_of(task, reached)
-            if frame is not None:
-                was_there(frame)
-            run(self, task, reached)
-            if frame is not None:
+        def counted(self: Any, frame: Any, task: Any, reached: Any) -> None:
+            was_there(frame)
+            run(self, frame, task, reached)
+            if reached.at != "enter":
                 note(frame, task.half, "gather" if task.do == "gather" else task.item or "")
 
         return counted
@@ -107,7 +105,7 @@ def _counting(held: list[Held]) -> Iterator[None]:
         note(frame, frame.key, item)
 
     names = "_recompute", "_gather"
-    recompute, gather = (mock.patch.object(Waits, name, counting(getattr(Waits, name))) for name in names)
+    recompute, gather = (mock.patch.object(Engine, name, counting(getattr(Engine, name))) for name in names)
     with recompute, gather, mock.patch.object(Recomputations, "begin", begun):
         yield
     before.clear()

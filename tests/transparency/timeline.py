@@ -125,8 +125,8 @@ def noted(timeline: Timeline) -> Iterator[None]:
     """Inside, what happens on this rank is noted. A plan is to be in force: receives are told apart above its hooks."""
     from megatron.core.pipeline_parallel import p2p_communication
 
+    from megatron_lynx.runtime.engine import Engine
     from megatron_lynx.runtime.recompute import Recomputations, Recomputer
-    from megatron_lynx.runtime.waits import Waits
     from megatron_lynx.runtime.weight_gradients import WeightGradients
 
     notes = _Notes(timeline)
@@ -135,8 +135,8 @@ def noted(timeline: Timeline) -> Iterator[None]:
         for owner, name, note in (
             (Recomputations, "recompute", notes.recompute),
             (Recomputations, "gather", notes.gather),
-            (Waits, "_gather", notes.gather_task),
-            (Waits, "reach", notes.reached),
+            (Engine, "_gather", notes.gather_task),
+            (Engine, "reach", notes.reached),
             (Recomputer, "site", notes.site),
             (WeightGradients, "_compute", notes.weight_gradient),
             (p2p_communication, "_p2p_ops", notes.exchange),
@@ -179,10 +179,10 @@ class _Notes(WorkListener):
         self._gathers_for = ON_DEMAND
         self._events.append(Event("recompute", f"{frame.policy.half}({frame.policy.layer})", window))
 
-    def gather_task(self, tasks: Any, task: Any, reached: Any) -> None:
+    def gather_task(self, engine: Any, frame: Any, task: Any, reached: Any) -> None:
         self._gathers_for = str(reached.place)
 
-    def reached(self, tasks: Any, through: Any, reached: Any) -> None:
+    def reached(self, engine: Any, through: Any, reached: Any) -> None:
         if reached.at == "core":
             layer, half = reached.place
             self._events.append(Event("midway", f"{half}({layer})"))

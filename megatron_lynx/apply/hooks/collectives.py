@@ -49,7 +49,7 @@ def claims(engine: Engine, group: Any) -> Iterator[Claim]:
 
         @wraps(original)
         def gather(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            work = engine.waits.started_gather(output) if engine.in_half else None
+            work = engine.started_gather(output) if engine.in_half else None
             if work is None:
                 waited_for = windowed(output, *args, **kwargs)
                 if waited_for is None:
@@ -62,7 +62,7 @@ def claims(engine: Engine, group: Any) -> Iterator[Claim]:
     def served_gradient(original: Any) -> Any:
         @wraps(original)
         def gather(tensor: torch.Tensor, of_group: Any, *args: Any, **kwargs: Any) -> Any:
-            begun = engine.waits.gathered_gradient(tensor) if of_group is group and engine.in_half else None
+            begun = engine.gathered_gradient(tensor) if of_group is group and engine.in_half else None
             if begun is None:
                 return original(tensor, of_group, *args, **kwargs)
             whole, work = begun
@@ -85,7 +85,7 @@ def _in_window(engine: Engine, group: Any, original: Any, *, exchange: bool = Fa
     @wraps(original)
     def collective(*args: Any, **kwargs: Any) -> Any:
         of_half = kwargs.get("group") is group and engine.in_half and not _takes_largest(*args, **kwargs)
-        window = engine.waits.window(exchange=exchange) if of_half else None
+        window = engine.window(exchange=exchange) if of_half else None
         if window is None:
             return original(*args, **kwargs)
         return waited(window(original(*args, **{**kwargs, "async_op": True})), kwargs.get("async_op"))
@@ -111,7 +111,7 @@ def te_claims(engine: Engine, group: Any) -> Iterator[Claim]:
     def in_window(original: Any) -> Any:
         @wraps(original)
         def collective(tensor: Tensor, tp_group: Any = None, async_op: bool = False, **kwargs: Any) -> Any:
-            window = engine.waits.window() if tp_group is group and engine.in_half else None
+            window = engine.window() if tp_group is group and engine.in_half else None
             if window is None:
                 return original(tensor, tp_group, async_op, **kwargs)
             output, work = original(tensor, tp_group, True, **kwargs)
@@ -124,13 +124,13 @@ def te_claims(engine: Engine, group: Any) -> Iterator[Claim]:
 
         @wraps(original)
         def gather(tensor: Tensor, process_group: Any, async_op: bool = False, **kwargs: Any) -> Any:
-            gathered = engine.waits.gathered_input() if process_group is group and engine.in_half else None
+            gathered = engine.gathered_input() if process_group is group and engine.in_half else None
             if gathered is None:
                 whole, work = windowed(tensor, process_group, async_op, **kwargs)
                 if process_group is group and work is None and engine.owns_gathered:
                     engine.gathered(as_alias(whole) if is_wrapper(whole) else whole)
                 return whole, work
-            return _of_kind(tensor, gathered), waited(engine.waits.started_gather(gathered), async_op)
+            return _of_kind(tensor, gathered), waited(engine.started_gather(gathered), async_op)
 
         return gather
 
@@ -140,7 +140,7 @@ def te_claims(engine: Engine, group: Any) -> Iterator[Claim]:
         @wraps(original)
         def gather(tensor: Any, process_group: Any, async_op: bool = False, **kwargs: Any) -> Any:
             of_half = process_group is group and engine.in_half and not kwargs and isinstance(tensor, Tensor)
-            begun = engine.waits.gathered_gradient(tensor) if of_half else None
+            begun = engine.gathered_gradient(tensor) if of_half else None
             if begun is None:
                 return windowed(tensor, process_group, async_op, **kwargs)
             return begun[0], waited(begun[1], async_op)
@@ -201,7 +201,7 @@ def deepep_claims(engine: Engine) -> Iterator[Claim]:
     def in_window(original: Any) -> Any:
         @wraps(original)
         def exchange(*args: Any, **kwargs: Any) -> Any:
-            window = engine.waits.window(exchange=True) if kwargs.get("async_finish") and engine.in_half else None
+            window = engine.window(exchange=True) if kwargs.get("async_finish") and engine.in_half else None
             outputs = original(*args, **kwargs)
             return outputs if window is None else (*outputs[:-1], WindowedEvent(outputs[-1], window))
 

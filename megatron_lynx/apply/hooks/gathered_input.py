@@ -36,7 +36,7 @@ def claims(engine: Engine, linears: Iterable[LinearOf] = ()) -> Iterator[Claim]:
     def hooked(original: Any) -> Any:
         @wraps(original)
         def get_global_memory_buffer() -> Any:
-            gathered = engine.waits.gathered_input() if engine.in_half else None
+            gathered = engine.gathered_input() if engine.in_half else None
             if gathered is not None:
                 return SimpleNamespace(get_tensor=partial(_held, gathered))
             shared = original()

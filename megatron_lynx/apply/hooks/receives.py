@@ -50,9 +50,9 @@ def claims(engine: Engine, *, waited_for_later: bool, gradients_apart: bool) -> 
                 return works
             if isinstance(works, dict):
                 held = ["recv_next"] if waited_for_later else [*works]
-                windows = dict(zip(held, engine.waits.receive([works[name] for name in held]), strict=True))
+                windows = dict(zip(held, engine.receive([works[name] for name in held]), strict=True))
                 return windows | {name: work for name, work in works.items() if name not in windows}
-            return engine.waits.receive(list(works))
+            return engine.receive(list(works))
 
         return exchange
 
