@@ -96,7 +96,7 @@ TORCH = {
 MEGATRON = {
     *("apply.hooks", "apply.releases", "apply.live_run", "apply.refusals", "testbed", "launch"),
     "profiler.measured",
-    *("double_buffered.exchange", "double_buffered.interpreter", "double_buffered.pipeline"),
+    *("double_buffered.interpreter", "double_buffered.pipeline"),
 }
 """Where the two heavy libraries may be imported; everything else must work without them."""
 

@@ -146,7 +146,7 @@ class _UnflushedRun(Run):
         return frozenset(action for action in order if action.kind == "B" and (action.micro_batch + 1) % self._microbatches == 0)
 
     def _copied_s(self, stage: RunningStage, before: Action | None, action: Action) -> float:
-        """Messages are posted ahead (`double_buffered.exchange`) and never end in a synchronisation."""
+        """Messages are posted ahead (`double_buffered.interpreter`) and never end in a synchronisation."""
         return 0.0
 
     def unflushed(self) -> Unflushed:

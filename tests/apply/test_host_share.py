@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lynx.apply import assignment as host_share
+from megatron_lynx.apply import installation as host_share
 from megatron_lynx.free_memory import FreeMemory, Pot
 
 

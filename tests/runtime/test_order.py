@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_lynx.apply.assignment import order_of
+from megatron_lynx.apply.installation import order_of
 from megatron_lynx.runtime.order import StageOrder
 from megatron_lynx.schedule.schedule import Action
 

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_lynx.anatomy import DENSE, EXPERTS, LINEARS
 from megatron_lynx.anatomy.address import SEND_BACKWARD
-from megatron_lynx.apply.assignment import order_of
+from megatron_lynx.apply.installation import order_of
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.prices import weight_gradient
 from megatron_lynx.plan.plan import Plan
