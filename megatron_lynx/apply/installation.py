@@ -1,7 +1,7 @@
 """Installs a plan in three passes; a refusal in any of them leaves Megatron unchanged.
 
 resolve   the live run, the release's table, the plan's stage, every claim; policies of halves and chunks, the order of passes
-verify    fingerprints; `refusals`; the plan against the run (`match`); claims against each other and against Megatron
+verify    fingerprints; `refusals`; claims against each other and against Megatron
 change    all hooks, or none
 
 with install(model, plan) as installation:      # or installation.remove(), between steps
@@ -39,8 +39,7 @@ from megatron_lynx.apply.hooks.random_state import MegatronRandom, left_as_they_
 from megatron_lynx.apply.hooks.sites import marked_in, may_draw_in
 from megatron_lynx.apply.kinds import kinds_of, layers_by_kind, sections_in
 from megatron_lynx.apply.live_run import LiveRun, is_hybrid, live_run, of_all_ranks, recipe_of
-from megatron_lynx.apply.match import mismatches
-from megatron_lynx.apply.refusals import refusals
+from megatron_lynx.apply.refusals import mismatches, refusals
 from megatron_lynx.apply.releases import Release, present_release, present_te
 from megatron_lynx.apply.transformer_engine import Fp8Autocast
 from megatron_lynx.errors import HookRefused, PlanMismatch, Problem

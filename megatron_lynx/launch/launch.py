@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megatron_lynx.apply import install
 from megatron_lynx.apply.live_run import live_run, of_all_ranks
-from megatron_lynx.apply.match import launch_mismatches
+from megatron_lynx.apply.refusals import launch_mismatches
 from megatron_lynx.apply.releases import installed_version
 from megatron_lynx.errors import ConfigError, LynxError, Problem
 from megatron_lynx.figures import Figures

@@ -8,7 +8,7 @@
                               ├── gather             (sequence parallelism) where a recomputed GEMM's input is gathered
                               └── weight_gradients   which linears delay theirs, and in which waits they run
 
-Reading a plan checks each part by itself, and all of them together in `consistency`. `apply.match` compares it with a live run.
+Reading a plan checks each part by itself, and all of them together in `consistency`. `apply.refusals` compares it with a run.
 """
 
 from __future__ import annotations
