@@ -64,14 +64,15 @@ class Copies:
         of_runtime = device_for(device)
         self._out, self._back = copiers_for(of_runtime, Trace(of_runtime))
         self._here = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
-        self._there = HostMemory("a check", of_runtime, HostLimit(4 * self.bytes + 2**20)).lend("a check", sizes)
+        self._lease = HostMemory("a check", of_runtime, HostLimit(4 * self.bytes + 2**20)).lend("a check", sizes)
+        self._there = [self._lease.room.part(at, tensor) for at, tensor in enumerate(self._here)]
 
     def start(self, *, out: bool = True, back: bool = True) -> None:
-        for tensor, block in zip(self._here, self._there, strict=True):
+        for here, there in zip(self._here, self._there, strict=True):
             if out:
-                self._out.start([(block.tensor[: tensor.nbytes], tensor)], OWNER)
+                self._out.start([(there, here)], OWNER)
             if back:
-                self._back.start([(tensor, block.tensor[: tensor.nbytes])], OWNER)
+                self._back.start([(here, there)], OWNER)
 
     def finish(self) -> None:
         self._out.drain()

@@ -51,7 +51,7 @@ def _run(job: Job, plans: tuple[Plan | None, Plan | None]) -> tuple[dict[str, to
     gc.collect()
     left = {
         "changed": [name for name in before.changed() if not name.endswith(".current_microbatch")],  # Megatron counts there
-        "frames": sum(type(thing).__name__ in ("Frame", "OffloadedStorage", "Block") for thing in gc.get_objects()),
+        "frames": sum(type(thing).__name__ in ("Frame", "OffloadedStorage", "Lease") for thing in gc.get_objects()),
     }
     seen = {f"loss {at}": loss for at, loss in enumerate(losses)}
     for number, each in enumerate(models):

@@ -85,7 +85,7 @@ def expected() -> list[Tensor]:
 
 def left() -> list[str]:
     gc.collect()
-    return [type(thing).__name__ for thing in gc.get_objects() if type(thing).__name__ in ("Frame", "OffloadedStorage", "Block")]
+    return [type(thing).__name__ for thing in gc.get_objects() if type(thing).__name__ in ("Frame", "OffloadedStorage", "Lease")]
 
 
 @pytest.mark.parametrize("size_bytes", [1, 1000, 10**6])

@@ -1,4 +1,4 @@
-"""How much of its host one rank may hold, by what all ranks say of theirs; blocks of exact sizes, lent again and again."""
+"""How much of its host one rank may hold, by what all ranks say of theirs; rooms of exact sizes, lent again and again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_lynx.free_memory import FreeMemory, Pot
 from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.offload import HostFacts, Offloader, OffloadPolicy, limit_of
 from megatron_lynx.runtime.offload.copier import Copier, Owner
-from megatron_lynx.runtime.offload.host_memory import ALIGNMENT, Block, HostLimit, HostMemory, too_little
+from megatron_lynx.runtime.offload.host_memory import ALIGNMENT, HostLimit, HostMemory, Lease, too_little
 from megatron_lynx.runtime.trace import Trace
 from tests.runtime.devices import CPU
 
@@ -105,90 +105,100 @@ def memory(*, limit_bytes: int = 10**6) -> HostMemory:
     return HostMemory("stage 1", CPU, HostLimit(limit_bytes))
 
 
-def sizes_of(blocks: list[Block]) -> list[int]:
-    return [block.tensor.nbytes for block in blocks]
+def parts(lease: Lease) -> list[torch.Tensor]:
+    return list(lease.room._parts)
 
 
-def test_blocks_have_the_sizes_asked_for_and_do_not_overlap() -> None:
-    """Nothing is rounded up to powers of two, as PyTorch's own page-locked allocator does; blocks begin at multiples of 256."""
+def sizes_of(lease: Lease) -> list[int]:
+    return [part.nbytes for part in parts(lease)]
+
+
+def room_bytes(lease: Lease) -> int:
+    return lease.room.memory.nbytes
+
+
+def test_parts_have_the_sizes_asked_for_and_do_not_overlap() -> None:
+    """Nothing is rounded up to powers of two, as PyTorch's own page-locked allocator does; parts begin at multiples of 256."""
     lender, sizes = memory(), [3000, 100, 5000]
-    blocks = lender.lend(0, sizes)
-    for number, block in enumerate(blocks):
-        block.tensor.fill_(number)
-    assert sizes_of(blocks) == sizes
-    assert [set(block.tensor.tolist()) for block in blocks] == [{0}, {1}, {2}]
-    assert lender.bytes == sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
-    assert {block.tensor.data_ptr() % ALIGNMENT for block in blocks} == {blocks[0].tensor.data_ptr() % ALIGNMENT}
+    lease = lender.lend(0, sizes)
+    for number, part in enumerate(parts(lease)):
+        part.fill_(number)
+    assert sizes_of(lease) == sizes
+    assert [set(part.tolist()) for part in parts(lease)] == [{0}, {1}, {2}]
+    assert lender.bytes == room_bytes(lease) == sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+    assert {part.data_ptr() % ALIGNMENT for part in parts(lease)} == {parts(lease)[0].data_ptr() % ALIGNMENT}
 
 
-def test_best_fit() -> None:
+def test_a_room_serves_whatever_has_no_more_bytes() -> None:
+    """In whatever sizes: one half's storages are copied together."""
     lender = memory()
     lender.lend(0, [4096, 1024, 2048])
-    assert sizes_of(lender.lend(0, [2000, 900])) == [2048, 1024]
+    for sizes in ([2000, 900], [1024] * 7, [7168]):
+        lease = lender.lend(0, sizes)
+        assert (sizes_of(lease), room_bytes(lease)) == (sizes, 7168)
+        for number, part in enumerate(parts(lease)):
+            part.fill_(number)
+        assert [set(part.tolist()) for part in parts(lease)] == [{number} for number in range(len(sizes))]
+        del lease
+    assert lender.bytes == 7168, "one room, as each came back before the next was lent"
 
 
-def test_best_fit_where_a_size_is_asked_for_more_often_than_there_are_blocks_of_it() -> None:
-    lender = memory()
-    lender.lend(0, [4096, 1024, 1024])
-    assert sizes_of(lender.lend(0, [1024, 1024, 1000])) == [1024, 1024, 4096]
-    assert sizes_of(lender.lend(0, [1000, 1024, 1024])) == [1024, 1024, 4096]
-
-
-def test_a_block_keeps_the_shape_in_which_it_was_used() -> None:
+def test_a_part_keeps_the_shape_in_which_it_was_used() -> None:
     lender, like = memory(), torch.randn(4, 8)
-    (block,) = lender.lend(0, [128])
-    shaped = block.like(like)
-    assert (shaped.dtype, shaped.shape, shaped.data_ptr()) == (like.dtype, like.shape, block.tensor.data_ptr())
-    del block
-    (again,) = lender.lend(0, [128])
-    assert again.like(like) is shaped
-    other = again.like(torch.arange(10))
-    assert (other.dtype, other.shape, other.data_ptr()) == (torch.int64, (10,), again.tensor.data_ptr())
+    lease = lender.lend(0, [128])
+    address = parts(lease)[0].data_ptr()
+    shaped = lease.room.part(0, like)
+    assert (shaped.dtype, shaped.shape, shaped.data_ptr()) == (like.dtype, like.shape, address)
+    del lease
+    again = lender.lend(0, [128])
+    assert again.room.part(0, like) is shaped
+    other = again.room.part(0, torch.arange(16))
+    assert (other.dtype, other.shape, other.data_ptr()) == (torch.int64, (16,), address)
 
 
 def test_what_is_given_back_is_lent_again() -> None:
     lender = memory()
     addresses = set()
     for _ in range(50):
-        blocks = [*lender.lend(0, [512, 1024]), *lender.lend(0, [512, 1024])]
-        addresses |= {block.tensor.data_ptr() for block in blocks}
-        blocks.clear()
+        leases = [lender.lend(0, [512, 1024]), lender.lend(0, [512, 1024])]
+        addresses |= {part.data_ptr() for lease in leases for part in parts(lease)}
+        leases.clear()
     assert lender.bytes == 2 * (512 + 1024)
     assert len(addresses) == 4
 
 
-def test_a_block_comes_with_the_copy_that_may_still_read_it() -> None:
+def test_a_room_comes_with_the_copy_that_may_still_read_it() -> None:
     lender, copier = memory(), Copier("reload", CPU, Trace())
-    (block,) = lender.lend(0, [64])
-    copy = block.last = copier.start([(torch.empty(64, dtype=torch.uint8), block.tensor)], Owner("stage 1", 0))
-    del block
-    assert lender.lend(0, [64])[0].last is copy
+    lease = lender.lend(0, [64])
+    copy = lease.room.last = copier.start([(torch.empty(64, dtype=torch.uint8), parts(lease)[0])], Owner("stage 1", 0))
+    del lease
+    assert lender.lend(0, [64]).room.last is copy
     copier.close()
 
 
-def test_larger_sizes_make_other_blocks_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_more_bytes_make_other_rooms_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
     lender = memory()
     with caplog.at_level(logging.WARNING):
-        old = [*lender.lend(0, [1024, 512]), *lender.lend(0, [512, 256])]
+        old = [lender.lend(0, [1024, 512]), lender.lend(0, [512, 256])]
         assert caplog.messages == []
         old.clear()
-        assert sizes_of(lender.lend(0, [700, 600])) == [1024, 1024], "a larger block serves, if it is free"
-        old = lender.lend(0, [1024, 512])
+        assert room_bytes(lender.lend(0, [700, 600])) == 1536, "a larger room serves, if it is free"
+        old = [lender.lend(0, [1024, 512])]
         larger = lender.lend(0, [2048, 512])
-    assert sizes_of(larger) == [2304, 576], "an eighth more"
-    assert lender.bytes == 2304 + 768
+    assert room_bytes(larger) == 3072, "an eighth more, and up to a multiple of 256"
+    assert lender.bytes == 3072
     assert caplog.messages == ["stage 1: activations have other sizes than before"]
-    old[0].tensor.fill_(1)  # lent, so still there
+    parts(old[0])[0].fill_(1)  # lent, so still there
     old.clear()
-    larger.clear()
-    assert sizes_of(lender.lend(0, [1024, 512])) == [2304, 576], "old blocks are not lent again"
+    del larger
+    assert room_bytes(lender.lend(0, [1024, 512])) == 3072, "old rooms are not lent again"
 
 
 def test_sizes_that_differ_each_time_are_soon_served_without_more_memory(caplog: pytest.LogCaptureFixture) -> None:
-    """As experts' are. By rank the largest that was asked for counts."""
+    """As experts' are. The most bytes that were asked for count."""
     lender = memory()
     with caplog.at_level(logging.WARNING):
-        for sizes in ([4000, 1000], [3000, 1100], [4400, 600], [4300, 1150], [100, 1200, 4450]):
+        for sizes in ([4000, 1000], [3000, 1100], [4400, 1200], [100, 1200, 4450]):
             lender.lend(0, sizes, changing=True)
             held_bytes = lender.bytes
         for sizes in ([4400, 1200], [1237, 4500, 112], [900]):
@@ -197,10 +207,10 @@ def test_sizes_that_differ_each_time_are_soon_served_without_more_memory(caplog:
     assert caplog.messages == []
 
 
-def test_blocks_as_large_as_asked_where_an_eighth_more_is_too_much() -> None:
+def test_rooms_as_large_as_asked_where_an_eighth_more_is_too_much() -> None:
     lender = memory(limit_bytes=4096)
     lender.lend(0, [1024])
-    assert sizes_of(lender.lend(0, [4000])) == [4000]
+    assert room_bytes(lender.lend(0, [4000])) == 4096
 
 
 def test_memory_is_locked_for_one_micro_batch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +241,7 @@ def test_more_micro_batches_than_planned_make_room_and_the_log_says_so(caplog: p
 
 def test_too_little_memory_is_refused_with_both_numbers() -> None:
     lender = memory(limit_bytes=5000)
-    lent = lender.lend(0, [1024, 2048])
+    lent = [lender.lend(0, [1024, 2048])]
     with pytest.raises(OffloadError) as refused:
         lender.lend(0, [1024, 2048])
     (problem,) = refused.value.problems
@@ -257,12 +267,12 @@ def test_stages_of_one_rank_share_what_it_may_hold() -> None:
     second.lend(0, [3072])
 
 
-def test_what_lent_blocks_keep_pinned_was_forgotten() -> None:
-    """Blocks that were replaced by larger ones, and were still lent, counted as given back: the host ran out of memory."""
+def test_what_lent_rooms_keep_pinned_was_forgotten() -> None:
+    """Rooms that were replaced by larger ones, and were still lent, counted as given back: the host ran out of memory."""
     limit = HostLimit(10_000)
     lender = HostMemory("stage 1", CPU, limit)
-    old = lender.lend(0, [4096])
-    new = lender.lend(0, [5120])
+    old = [lender.lend(0, [4096])]
+    new = [lender.lend(0, [5120])]
     assert (limit.held_bytes, lender.bytes) == (4096 + 5888, 5888)
     with pytest.raises(OffloadError, match="needed 14080 bytes"):
         lender.lend(1, [4096])
@@ -273,8 +283,8 @@ def test_what_lent_blocks_keep_pinned_was_forgotten() -> None:
     assert limit.held_bytes == 0
 
 
-def test_what_was_locked_ahead_is_cut_into_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One slab serves one micro-batch, one half and one chunk after another; sets for which it has no room are locked later."""
+def test_what_was_locked_ahead_is_cut_into_rooms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One slab serves one micro-batch, one half and one chunk after another; rooms for which it has no space are locked later."""
     locked = list[int]()
     monkeypatch.setattr(Device, "lock", lambda device, memory: locked.append(memory.nbytes))
     limit = HostLimit(10**6)
@@ -283,9 +293,9 @@ def test_what_was_locked_ahead_is_cut_into_blocks(monkeypatch: pytest.MonkeyPatc
     held = [lender.lend(key, [1024, 500]) for key in (0, 1, 1)]
     assert locked == [3072, 1536]
     assert limit.held_bytes == sum(locked)
-    assert len({block.tensor.data_ptr() for blocks in held for block in blocks}) == 6
+    assert len({part.data_ptr() for lease in held for part in parts(lease)}) == 6
     held.clear()
     lender.lend(0, [4096])
-    assert limit.held_bytes == 3072 + 1536 + 4608 + 512, "the smaller block stays"
+    assert limit.held_bytes == 3072 + 1536 + 4608
     lender.lend(1, [4096])
-    assert limit.held_bytes == 2 * (4608 + 512), "the slab went with the last of its blocks"
+    assert limit.held_bytes == 2 * 4608, "the slab went with the last of its rooms"

@@ -198,7 +198,7 @@ def test_a_step_of_two_chunks_that_fails_in_the_middle(where: Any, avoids_messag
     copier.move = usual
     assert not engine.busy
     gc.collect()
-    assert [thing for thing in gc.get_objects() if type(thing).__name__ in ("Frame", "OffloadedStorage", "Block")] == []
+    assert [thing for thing in gc.get_objects() if type(thing).__name__ in ("Frame", "OffloadedStorage", "Lease")] == []
     again = passes_of_a_step(engine)
     assert len(again) == len(expected) == 4
     assert all(torch.equal(one, other) for one, other in zip(again, expected, strict=True))

@@ -89,16 +89,15 @@ def a_copy_back_into_memory_let_go() -> Iterator[None]:
 
 @contextmanager
 def host_memory_lent_too_early() -> Iterator[None]:
-    """A copy out does not come behind the copy back that still reads its block."""
+    """A copy out does not come behind the copy back that still reads its room."""
     from megatron_lynx.runtime.offload.host_memory import HostMemory
 
     lend = HostMemory.lend
 
     def lending(memory: Any, key: Any, sizes: Any, *, changing: bool = False) -> Any:
-        blocks = lend(memory, key, sizes, changing=changing)
-        for block in blocks:
-            block.last = None
-        return blocks
+        lease = lend(memory, key, sizes, changing=changing)
+        lease.room.last = None
+        return lease
 
     with ExitStack() as undo:
         replace_function(undo, HostMemory, "lend", lending)

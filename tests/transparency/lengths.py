@@ -77,7 +77,7 @@ def _train(job: Job, plan: Plan | None, steps: Sequence[Step], model: dict[str, 
                 seen.graphs = installation.engine._graphs.cache_info().currsize // (2 * job.model.layers // job.parallel.pipeline)
             seen.live_bytes.append(live_bytes() - sum(tensor.nbytes for tensor in seen.tensors.values()))
     seen.said = said
-    seen.frames_left = sum(type(thing).__name__ in ("Frame", "OffloadedStorage", "Block") for thing in gc.get_objects())
+    seen.frames_left = sum(type(thing).__name__ in ("Frame", "OffloadedStorage", "Lease") for thing in gc.get_objects())
     return seen
 
 

@@ -89,7 +89,7 @@ def left_over(within_s: float = 0) -> list[str]:
     while True:
         gc.collect()
         kinds = (type(thing).__name__ for thing in gc.get_objects())
-        found = [kind for kind in kinds if kind in ("Frame", "OffloadedStorage", "Block")]
+        found = [kind for kind in kinds if kind in ("Frame", "OffloadedStorage", "Lease")]
         if not found or time.monotonic() >= until_s:
             return found
         time.sleep(0.1)

@@ -151,7 +151,7 @@ def train(job: Job, plan: Plan | None, trial: Trial) -> Seen:
             buffers = ((name, buffer) for name, buffer in chunk.named_buffers() if buffer is not None)
             seen.tensors.update({f"buffer {number}.{name}": buffer.detach().clone() for name, buffer in buffers})
         seen.graph_replays = graphs.replays if graphs is not None else 0
-    seen.frames_left = sum(type(thing).__name__ in ("Frame", "OffloadedStorage", "Block") for thing in gc.get_objects())
+    seen.frames_left = sum(type(thing).__name__ in ("Frame", "OffloadedStorage", "Lease") for thing in gc.get_objects())
     return seen
 
 

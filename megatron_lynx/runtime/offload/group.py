@@ -2,7 +2,7 @@
 
     tensor ──push──> OffloadedTensor: a view of an OffloadedStorage, which autograd and frames store instead of the tensor
 
-    original ──send──> block on the host ──fetch──> fresh tensor          a part of it, if the plan's bytes end inside it:
+    original ──send──> a room on the host ──fetch──> fresh tensor         a part of it, if the plan's bytes end inside it:
         └── freed when that copy is over              └── waited for      the rest stays in its own tensor
 
 Half by half (`pace` has the picture), a half's storages leave when it ends, in one copy. The last half stays, and so do storages
@@ -32,7 +32,7 @@ from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.nest import map_nest
 from megatron_lynx.pace import AFTERWARDS, Pace, Turns
 from megatron_lynx.runtime.offload.copier import Copier, Copy, Owner, Pair, naming
-from megatron_lynx.runtime.offload.host_memory import Block, HostMemory
+from megatron_lynx.runtime.offload.host_memory import HostMemory, Lease
 from megatron_lynx.runtime.saved import View, is_wrapper, parts_of, storage_of, tensors_in, without_parts
 
 
@@ -74,9 +74,9 @@ class OffloadedStorage:
         self._dtype, self._shape = self._original.dtype, self._original.shape
         self._owner = owner
         self._rest: Tensor | None = None
-        self._block: Block | None = None
+        self._lease: Lease | None = None
         self._hosted: Tensor | None = None
-        """The part of the block that it fills."""
+        """Its part of the room."""
         self._out: Copy | None = None
         self._back: Copy | None = None
         self._copier = back
@@ -110,16 +110,14 @@ class OffloadedStorage:
             self._out.release()
         self._original = None
 
-    def _copy_to_host(self, block: Block, size_bytes: int) -> Pair:
-        """Return the copy of the first `size_bytes` to the host; the rest, if any, is cloned."""
+    def _copy_to_host(self, lease: Lease, at: int, size_bytes: int) -> Pair:
+        """Return the copy of the first `size_bytes` to part `at` of a room; the rest, if any, is cloned."""
         original = self._original
         assert original is not None
-        self._block = block
-        if size_bytes == self.size_bytes:
-            self._hosted = block.like(original)
-        else:
+        if size_bytes < self.size_bytes:
             all_bytes = _bytes_of(original.untyped_storage())
-            self._hosted, original, self._rest = block.tensor[:size_bytes], all_bytes[:size_bytes], all_bytes[size_bytes:].clone()
+            original, self._rest = all_bytes[:size_bytes], all_bytes[size_bytes:].clone()
+        self._lease, self._hosted = lease, lease.room.part(at, original)
         return self._hosted, original
 
     def _copy_to_device(self) -> Pair:
@@ -302,14 +300,11 @@ class OffloadGroup:
             if storages := leaving.alive():
                 sizes = [*storages.values()]
                 with naming("offload", self.owner, sum(sizes)):
-                    blocks = self.memory.lend((self.owner.where, leaving.half), sizes, changing=self.policy.ragged)
-                    pairs = [
-                        storage._copy_to_host(block, size)
-                        for (storage, size), block in zip(storages.items(), blocks, strict=True)
-                    ]
-                copy = self.out.start(pairs, self.owner, [block.last for block in blocks])
-                for storage, block in zip(storages, blocks, strict=True):
-                    storage._out = block.last = copy
+                    lease = self.memory.lend((self.owner.where, leaving.half), sizes, changing=self.policy.ragged)
+                    pairs = [storage._copy_to_host(lease, at, size) for at, (storage, size) in enumerate(storages.items())]
+                copy = lease.room.last = self.out.start(pairs, self.owner, [lease.room.last])
+                for storage in storages:
+                    storage._out = copy
                 self._leaving.append((leaving, copy))
                 self._away.append(leaving)
 
@@ -359,15 +354,15 @@ class OffloadGroup:
 
 
 def fetch(storages: Iterable[OffloadedStorage]) -> None:
-    """Start one copy back of those storages that are on the host, the last one first."""
-    coming = [storage for storage in reversed(list(storages)) if storage._block is not None]
+    """Start one copy back of those storages of a half that are on the host, the last one first."""
+    coming = [storage for storage in reversed(list(storages)) if storage._lease is not None]
     if not coming:
         return
     copier, owner = coming[0]._copier, coming[0]._owner
     with naming("reload", owner, sum(storage.size_bytes for storage in coming)):
         pairs = [storage._copy_to_device() for storage in coming]
-    back = copier.start(pairs, owner, [storage._out for storage in coming])
+    back = copier.start(pairs, owner, [coming[0]._out])
     for storage in coming:
-        assert storage._block is not None
-        storage._back = storage._block.last = back
-        storage._block = None
+        assert storage._lease is not None
+        storage._back = storage._lease.room.last = back
+        storage._lease = None

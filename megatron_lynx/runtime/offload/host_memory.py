@@ -1,4 +1,4 @@
-"""Host memory for offloaded activations: a rank's limit, and reused page-locked blocks.
+"""Host memory for offloaded activations: a rank's limit, and reused page-locked rooms.
 
     a rank's limit     the least, over the pots of memory that it uses, of  (free - reserve) / ranks that use the pot
                        (`free_memory`)
@@ -6,13 +6,12 @@
                        asynchronous checkpoint copies them to the host, and a CPU optimizer keeps them there
 
     before step 1      bytes are known, sizes are not: a slab of the plan's bytes is page-locked ┌──────────────────────────┐
-    lend               the smallest free block of the same shelf that fits; otherwise a set      ├────┬──┬───┬────┬──┬───┐  │
-                       of blocks for all requested sizes is cut from the slab                    └────┴──┴───┴────┴──┴───┴──┘
-    slab used up       another slab, as large as the set
-    block dropped      it is free; the next copy into it waits for the one that still reads it
-    larger sizes       the shelf is replaced; its slab is freed with the last of its blocks. From then on, and for experts from
-    the
-                       first change, blocks are an eighth larger than requested, to fit later sizes
+    lend               a free room of the same shelf; otherwise one is cut from the slab,        ├──────────┬──────────┐    │
+                       with a part for each storage of the half                                  └────┴──┴──┴────┴──┴──┴────┘
+    slab used up       another slab, as large as the room
+    last storage gone  the room is free; the next copy into it waits for the one that still reads it
+    more bytes         the shelf is replaced; its slab is freed with the last of its rooms. From then on rooms are an eighth
+                       larger than requested, to fit later sizes
 
 A shelf belongs to one half of a chunk, whose sizes repeat. Page-locking takes the host seconds for tens of GB. PyTorch's
 page-locked allocator rounds up to powers of two; a slab has the requested size, up to pages, and is not counted as activations.
@@ -25,9 +24,8 @@ import mmap
 import weakref
 from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -44,7 +42,7 @@ RESERVE = 10
 """Divisor: this part of the free memory is left alone."""
 
 ALIGNMENT = 256
-"""Bytes; blocks begin at multiples."""
+"""Bytes; parts of rooms begin at multiples."""
 
 MANY = 256
 """Least average size of offloaded tensors that is assumed, in units of `ALIGNMENT`."""
@@ -102,7 +100,7 @@ def too_little(where: str, needed_bytes: int, limit: HostLimit) -> OffloadError:
 
 
 class Slab:
-    """Page-locked host memory, freed with the last reference to it or its blocks. Raises `OffloadError`."""
+    """Page-locked host memory, freed with the last reference to it or its rooms. Raises `OffloadError`."""
 
     def __init__(self, where: str, size_bytes: int, device: Device, limit: HostLimit) -> None:
         if size_bytes > limit.free_bytes:
@@ -119,72 +117,57 @@ class Slab:
         self.left_bytes = size_bytes
 
     def cut(self, size_bytes: int) -> Tensor:
-        """Return the next `size_bytes`; the block after it begins at a multiple of `ALIGNMENT`."""
+        """Return the next `size_bytes`, a multiple of `ALIGNMENT`."""
         start = self.tensor.nbytes - self.left_bytes
-        self.left_bytes -= _aligned(size_bytes)
+        self.left_bytes -= size_bytes
         return self.tensor[start : start + size_bytes]
 
 
-class _Shelved(NamedTuple):
-    tensor: Tensor
+@dataclass(eq=False)
+class Room:
+    """Memory for the storages of one half of one micro-batch."""
+
+    memory: Tensor
     slab: Slab
-    reader: Copy | None
-    shaped: Tensor
-    """The same memory with dtype and shape of its last tensor."""
+    last: Copy | None = None
+    """The last copy that uses it; the next one is ordered after it."""
+    _sizes: Sequence[int] = ()
+    _parts: list[Tensor] = field(default_factory=list)
+    """One after another, each with dtype and shape of its last tensor."""
+
+    def divide(self, sizes: Sequence[int]) -> None:
+        """Make a part of each size, at multiples of `ALIGNMENT`."""
+        if sizes != self._sizes:
+            starts = accumulate(map(_aligned, sizes), initial=0)
+            self._sizes = sizes
+            self._parts = [self.memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+
+    def part(self, at: int, tensor: Tensor) -> Tensor:
+        """Return part `at` with dtype and shape of this contiguous tensor of its size."""
+        part = self._parts[at]
+        if part.dtype is not tensor.dtype or part.shape != tensor.shape:
+            part = self._parts[at] = part.flatten().view(torch.uint8).view(tensor.dtype).view(tensor.shape)
+        return part
 
 
-class Block:
-    """Host memory of one storage. It returns to its shelf when it is dropped."""
+class Lease:
+    """A room in use. It is free again when the lease is dropped."""
 
-    def __init__(self, shelved: _Shelved, free: deque[_Shelved]) -> None:
-        self.tensor = shelved.tensor
-        self.last: Copy | None = shelved.reader
-        """The last copy that uses it; the next one is ordered after it."""
-        self._slab = shelved.slab
-        self._shaped = shelved.shaped
+    def __init__(self, room: Room, free: deque[Room]) -> None:
+        self.room = room
         self._free = free
 
-    def like(self, tensor: Tensor) -> Tensor:
-        """Return the start of the block with dtype and shape of this contiguous tensor."""
-        if self._shaped.dtype is not tensor.dtype or self._shaped.shape != tensor.shape:
-            self._shaped = self.tensor[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        return self._shaped
-
     def __del__(self) -> None:
-        self._free.append(_Shelved(self.tensor, self._slab, self.last, self._shaped))
+        self._free.append(self.room)
 
 
+@dataclass
 class _Shelf:
-    """Blocks for sets of the same `sizes`, largest first."""
+    """Rooms of one size. A room returns at any time."""
 
-    def __init__(self, sizes: list[int]) -> None:
-        self.sizes = sizes
-        self.set_bytes = sum(map(_aligned, sizes))
-        self.bytes = 0
-        """Bytes of all its blocks."""
-        self._free: dict[int, deque[_Shelved]] = {size: deque() for size in reversed(sizes)}
-        """By size, smallest first. A block returns to its deque at any time."""
-
-    def fits(self, sizes: Sequence[int]) -> bool:
-        """Return whether a set has a block for each size."""
-        ordered = sorted(sizes, reverse=True)
-        return len(ordered) <= len(self.sizes) and all(a <= b for a, b in zip(ordered, self.sizes, strict=False))
-
-    def add_set(self, slab: Slab) -> None:
-        self.bytes += self.set_bytes
-        for size in self.sizes:
-            piece = slab.cut(size)
-            self._free[size].append(_Shelved(piece, slab, None, piece))
-
-    def take(self, sizes: Sequence[int]) -> list[Block] | None:
-        """Return the smallest block that fits each size; takes none and returns None if a size finds none."""
-        blocks = list[Block]()
-        for size in sizes:
-            free = self._free.get(size) or next((of for larger, of in self._free.items() if larger >= size and of), None)
-            if free is None:
-                return None  # blocks found before return to the shelf
-            blocks.append(Block(free.popleft(), free))
-        return blocks
+    room_bytes: int
+    rooms: int = 0
+    free: deque[Room] = field(default_factory=deque)
 
 
 class HostMemory:
@@ -193,46 +176,54 @@ class HostMemory:
         self._locked: Slab | None = None
         """Locked before sizes were known, while it has space left."""
         self._planned_bytes: int | None = None
-        """Is None once the blocks have exceeded them."""
+        """Is None once the rooms have exceeded them."""
         self._sizes_change = False
         """Whether that was logged."""
         self._shelves: dict[Hashable, _Shelf] = {}
 
     @property
     def bytes(self) -> int:
-        """Bytes of all blocks, without those of replaced shelves."""
-        return sum(shelf.bytes for shelf in self._shelves.values())
+        """Bytes of all rooms, without those of replaced shelves."""
+        return sum(shelf.rooms * shelf.room_bytes for shelf in self._shelves.values())
 
     def lock(self, size_bytes: int) -> None:
-        """Page-lock memory from which blocks are cut later. Raises `OffloadError` if the host has too little."""
+        """Page-lock memory from which rooms are cut later. Raises `OffloadError` if the host has too little."""
         self._locked, self._planned_bytes = Slab(self._where, size_bytes, self._device, self._limit), size_bytes
 
-    def lend(self, key: Hashable, sizes: Sequence[int], *, changing: bool = False) -> list[Block]:
-        """Return a block of at least each size from the shelf `key`. `changing`: sizes differ. Raises `OffloadError`."""
-        if key not in self._shelves or (blocks := self._shelves[key].take(sizes)) is None:
-            self._grow(key, sizes, changing)
-            blocks = self._shelves[key].take(sizes)
-            assert blocks is not None, f"{self._where}: no blocks for {sizes} after they were made"
-        return blocks
+    def lend(self, key: Hashable, sizes: Sequence[int], *, changing: bool = False) -> Lease:
+        """Return a room with a part of each size from the shelf `key`. `changing`: sizes differ. Raises `OffloadError`."""
+        needed_bytes = sum(map(_aligned, sizes))
+        if key not in self._shelves or self._shelves[key].room_bytes < needed_bytes:
+            self._replace(key, needed_bytes, changing)
+        shelf = self._shelves[key]
+        if not shelf.free:
+            self._grow(shelf)
+        room = shelf.free.popleft()
+        room.divide(sizes)
+        return Lease(room, shelf.free)
 
     def clear(self) -> None:
-        """Free all memory that is not lent. A slab with lent blocks counts until they return."""
+        """Free all memory that is not lent. A slab with lent rooms counts until they return."""
         self._shelves, self._locked = {}, None
 
-    def _grow(self, key: Hashable, sizes: Sequence[int], changing: bool) -> None:
+    def _replace(self, key: Hashable, needed_bytes: int, changing: bool) -> None:
+        """Begin a shelf of larger rooms: of an eighth more than needed, if there was one before and the limit allows as many."""
+        rooms = self._shelves.pop(key).rooms if key in self._shelves else 0
+        locked_bytes = self._locked.left_bytes if self._locked is not None else 0
+        roomy_bytes = _aligned(needed_bytes + needed_bytes // 8)
+        fits = 0 < rooms * roomy_bytes <= self._limit.free_bytes + locked_bytes
+        self._shelves[key] = _Shelf(roomy_bytes if fits else needed_bytes)
+        if rooms and not changing and not self._sizes_change:
+            log.warning("%s: activations have other sizes than before", self._where)
+            self._sizes_change, self._planned_bytes = True, None
+
+    def _grow(self, shelf: _Shelf) -> None:
         before = self.bytes
-        if key not in self._shelves:
-            self._shelves[key] = _Shelf(sorted(sizes, reverse=True))
-        elif not self._shelves[key].fits(sizes):
-            old = self._shelves.pop(key)
-            known, sets = old.sizes, old.bytes // old.set_bytes
-            del old  # its memory may be needed for the next one
-            self._shelves[key] = _Shelf(self._roomier(known, sorted(sizes, reverse=True), sets))
-            if not changing and not self._sizes_change:
-                log.warning("%s: activations have other sizes than before", self._where)
-                self._sizes_change, self._planned_bytes = True, None
-        shelf = self._shelves[key]
-        shelf.add_set(self._room(shelf.set_bytes))
+        if self._locked is None or self._locked.left_bytes < shelf.room_bytes:
+            self._locked = None  # it is freed with its rooms
+        slab = self._locked or Slab(self._where, shelf.room_bytes, self._device, self._limit)
+        shelf.free.append(Room(slab.cut(shelf.room_bytes), slab))
+        shelf.rooms += 1
         said = "host memory for offloaded activations", format_bytes(before), format_bytes(self.bytes)
         if self._planned_bytes is not None and self.bytes > self._planned_bytes:
             log.warning("%s: more micro-batches on the host than planned; %s: %s before, %s now", self._where, *said)
@@ -240,26 +231,12 @@ class HostMemory:
         else:
             log.info("%s: %s: %s before, %s now", self._where, *said)
 
-    def _roomier(self, known: Sequence[int], sizes: Sequence[int], sets: int) -> list[int]:
-        """Return by rank the largest size plus an eighth; the requested sizes if that exceeds the limit for `sets` sets."""
-        enlarged_sizes = [max(one, other) for one, other in zip_longest(known, (size + size // 8 for size in sizes), fillvalue=0)]
-        locked_bytes = self._locked.left_bytes if self._locked is not None else 0
-        return (
-            enlarged_sizes if sets * sum(map(_aligned, enlarged_sizes)) <= self._limit.free_bytes + locked_bytes else list(sizes)
-        )
-
-    def _room(self, set_bytes: int) -> Slab:
-        if self._locked is not None and self._locked.left_bytes >= set_bytes:
-            return self._locked
-        self._locked = None  # it is freed with its blocks
-        return Slab(self._where, set_bytes, self._device, self._limit)
-
 
 def _aligned(size_bytes: int) -> int:
     return -(-size_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def bytes_ahead(policy_bytes: int, smallest_tensor_bytes: int) -> int:
-    """Return the most bytes of blocks for this policy: each tensor may waste a part of its last unit."""
+    """Return the most bytes of rooms for this policy: each tensor may waste a part of its last unit."""
     tensors = policy_bytes // max(smallest_tensor_bytes, MANY * ALIGNMENT) + 2
     return _aligned(policy_bytes) + tensors * ALIGNMENT

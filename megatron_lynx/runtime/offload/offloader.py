@@ -11,7 +11,7 @@
 
 If its backward follows its forward, a micro-batch stays on the device, or moves half by half if there is a pace. Storages made
 first live longest and are needed last, so they are offloaded. Handles in autograd's graph and frames own them: they are freed
-with the graph, and so are their host blocks (rule R8).
+with the graph, and so are their rooms on the host (rule R8).
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class Offloader:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of this stage's host blocks, without the margin that was locked ahead (`bytes_ahead`)."""
+        """Bytes of this stage's rooms on the host, without the margin that was locked ahead (`bytes_ahead`)."""
         return self._memory.bytes
 
     def take_bytes(self) -> tuple[int, int]:
@@ -202,7 +202,7 @@ class Offloader:
         self._departing = None
 
     def close(self) -> None:
-        """Free host memory; blocks in use return when their micro-batch is freed."""
+        """Free host memory; rooms in use return when their micro-batch is freed."""
         self.out.close()
         self.back.close()
         self._memory.clear()
