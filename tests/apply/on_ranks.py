@@ -305,7 +305,7 @@ def other_halves(training: Any, undo: ExitStack) -> None:
 
 def shares_of_hosts(rank: int, job: Job, plan: Plan, machines: list[str]) -> tuple[int, int]:
     """(what this rank may hold of its host, what its part of the training state takes), where each rank is on such a machine."""
-    from megatron_lynx.apply import assignment as host_share
+    from megatron_lynx.apply import installation as host_share
     from megatron_lynx.apply import install
 
     training = trained(job)
@@ -316,7 +316,7 @@ def shares_of_hosts(rank: int, job: Job, plan: Plan, machines: list[str]) -> tup
 
 
 def without_host_memory(training: Any, undo: ExitStack, unread: tuple[str, ...] = ()) -> None:
-    from megatron_lynx.apply import assignment as host_share
+    from megatron_lynx.apply import installation as host_share
 
     free = FreeMemory((Pot("the machine", "a", 0),), unread)
     undo.enter_context(patch.object(host_share, "free_memory", lambda: free))
