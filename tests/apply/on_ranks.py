@@ -305,8 +305,8 @@ def other_halves(training: Any, undo: ExitStack) -> None:
 
 def shares_of_hosts(rank: int, job: Job, plan: Plan, machines: list[str]) -> tuple[int, int]:
     """(what this rank may hold of its host, what its part of the training state takes), where each rank is on such a machine."""
-    from megatron_lynx.apply import installation as host_share
     from megatron_lynx.apply import install
+    from megatron_lynx.apply import installation as host_share
 
     training = trained(job)
     free = FreeMemory((Pot("the machine", machines[rank], 10**9),))
