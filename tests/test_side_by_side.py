@@ -179,22 +179,38 @@ def test_a_trace_without_kernels_shows_nothing() -> None:
 
 
 class Given:
-    """In a setting's place: a model whose gradient is what it is told."""
+    """In a setting's place: a model whose steps have these gradients, the last one again and again."""
 
-    def __init__(self, name: str, gradient: float) -> None:
+    def __init__(self, name: str, *gradients: float) -> None:
         self.candidate = SimpleNamespace(name=name)
-        self._gradient = gradient
+        self._gradients = list(gradients)
 
     def in_force(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def repeatable_step(self) -> dict[str, torch.Tensor]:
-        return {"gradient": torch.tensor(self._gradient)}
+        gradient = self._gradients.pop(0) if len(self._gradients) > 1 else self._gradients[0]
+        return {"gradient": torch.tensor([0.0, gradient])}
+
+
+DIFFERS = (
+    "1 of 1 losses and gradients are not equal in every bit, first gradient: 1 of 2 elements, by 0.5 at most (the largest is 1)"
+)
 
 
 def test_a_setting_with_another_gradient_is_named() -> None:
-    said = "ours: losses or gradients are not stock none's in every bit"
-    assert list(differing({"none": Given("none", 1.0), "full": Given("full", 1.0), "ours": Given("ours", 1.5)})) == [said]
+    given = {"none": Given("none", 1.0), "full": Given("full", 1.0), "ours": Given("ours", 1.5)}
+    assert differing(given) == ([f"ours: {DIFFERS}"], [])
+
+
+def test_the_first_step_of_a_setting_chooses_kernels_and_is_not_judged() -> None:
+    assert differing({"none": Given("none", 7.0, 1.0), "ours": Given("ours", 2.0, 1.0)}) == ([], [])
+
+
+def test_where_stock_does_not_repeat_its_bits_nothing_is_judged_and_the_note_says_so() -> None:
+    wrong, notes = differing({"none": Given("none", 1.0, 1.0, 1.5), "ours": Given("ours", 1.5)})
+    assert wrong == []
+    assert notes == [f"bits are not judged: none differs from itself: {DIFFERS}", f"ours: {DIFFERS}"]
 
 
 HERE, THERE = ((0.0, 1.0),), ((2.0, 3.0),)

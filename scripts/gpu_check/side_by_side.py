@@ -48,7 +48,7 @@ def side_by_side(rank: int, setting: SideBySide) -> Answer:
 
     subjects = subjects_of(setting.job, [NONE, FULL, *ours(setting.plan)])
     with repeatable():
-        wrong = list(differing(subjects))
+        wrong, notes = differing(subjects)
     with repeatable(timed=True):
         laps = laps_of(subjects, setting.rounds, warmups=1)
         profiled = {name: _profiled(subject) for name, subject in subjects.items() if subject.candidate.ours}
@@ -58,7 +58,7 @@ def side_by_side(rank: int, setting: SideBySide) -> Answer:
         wrong += unseen(profiled)
     return Answer(
         wrong=tuple(wrong),
-        notes=tuple(in_words(step_s, profiled) if on_gpu else ["without a GPU: bits only"]) if rank == 0 else (),
+        notes=(*notes, *(in_words(step_s, profiled) if on_gpu else ["without a GPU: bits only"])) if rank == 0 else (),
         figures={
             "step, s": {name: lap.step_s for name, lap in laps.items()},
             "NCCL kernels": {name: len(found.collectives) for name, found in profiled.items()},
@@ -68,17 +68,40 @@ def side_by_side(rank: int, setting: SideBySide) -> Answer:
     )
 
 
-def differing(subjects: Mapping[str, Any]) -> Iterator[str]:
-    """The settings whose losses and gradients are not those of the first one, in words."""
-    from megatron_lynx.testbed.comparison import same_bits
+def differing(subjects: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Name settings whose losses or gradients are not the first one's in every bit.
 
+    Return what is wrong, and notes: only notes where the first setting does not repeat its own bits.
+    """
     first, *others = subjects.values()
-    first.repeatable_step()  # kernels may be chosen in the first call
-    reference = first.repeatable_step()
-    for other in others:
-        with other.in_force():
-            if not same_bits(other.repeatable_step(), reference):
-                yield f"{other.candidate.name}: losses or gradients are not stock none's in every bit"
+    reference = _second_step(first)
+    restless = _first_difference(reference, first.repeatable_step())
+    found = [
+        f"{other.candidate.name}: {difference}"
+        for other in others
+        if (difference := _first_difference(reference, _second_step(other))) is not None
+    ]
+    if restless is None:
+        return found, []
+    return [], [f"bits are not judged: {first.candidate.name} differs from itself: {restless}", *found]
+
+
+def _second_step(subject: Any) -> dict[str, torch.Tensor]:
+    """Return losses and gradients of a setting's second step: kernels may be chosen in the first."""
+    with subject.in_force():
+        subject.repeatable_step()
+        return subject.repeatable_step()  # type: ignore[no-any-return]
+
+
+def _first_difference(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> str | None:
+    """Return how many of the tensors differ, and where the first does. None if all bits are equal."""
+    names = [name for name, tensor in one.items() if not torch.equal(tensor, other[name])]
+    if not names:
+        return None
+    here, there = one[names[0]].double(), other[names[0]].double()
+    parts, most = int((here != there).sum()), float((here - there).abs().max())
+    said = f"{parts} of {here.numel()} elements, by {most:.3g} at most (the largest is {float(here.abs().max()):.3g})"
+    return f"{len(names)} of {len(one)} losses and gradients are not equal in every bit, first {names[0]}: {said}"
 
 
 def _profiled(subject: Any) -> Beside:
