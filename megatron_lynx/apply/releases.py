@@ -5,8 +5,8 @@ releases.json: {"0.16": {"recorded_from": "0.16.1", "fingerprints": {FUNCTION: H
 
 The first release lists every function; each later one those that changed, were added, or are `gone`. A fingerprint is a hash of
 the function's unwrapped source text, comments included. If one differs, the plan is refused (rule R6). `also` has fingerprints of
-other patch releases of the same minor one that were found to be equivalent. `scripts/record_release.py` writes the entry of a
-release.
+other patch releases of the same minor one, and of frameworks that replace the function, that were found to be equivalent.
+`scripts/record_release.py` writes the entry of a release.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Release:
     `overlapped` exchanges of experts, layers of Transformer Engine (`te`: importable only if it is installed); of Transformer
     Engine itself `fp8`, `fp4` and `grouped` experts."""
     also: Fingerprints = field(default_factory=dict)
-    """Equivalent fingerprints of other patch releases."""
+    """Equivalent fingerprints of other patch releases, and of frameworks."""
 
     def then(self, version: str, fingerprints: Fingerprints, only_with: Mapping[str, Fingerprints]) -> Release:
         """The next release, given its differences."""

@@ -37,7 +37,7 @@ from megatron_lynx.launch_arguments.command_line import LAUNCHER, TESTBED, read_
 from megatron_lynx.launch_arguments.container import OPTION as CONTAINER
 from megatron_lynx.launch_arguments.expert_facts import EXPERTS, natural_routing, routes_naturally, without_experts
 from megatron_lynx.launch_arguments.given import Given
-from megatron_lynx.launch_arguments.parallel_facts import learns_from_rollouts
+from megatron_lynx.launch_arguments.hf_config import OPTION as SHAPES
 from megatron_lynx.launch_arguments.reading import as_json, remarks, understood, unknown_in_words, unsaid
 from megatron_lynx.measure.run_outcome import RunOutcome, load_outcome
 from megatron_lynx.plan import Plan, load_plan, save_plan
@@ -247,7 +247,9 @@ def asked_about(subject: Subject) -> Subject:
             if cluster is None and read.cluster is not None:
                 say(f"cluster {read.cluster}, as {file} says", err=True)
             words, cluster = [*read.words], cluster or read.cluster
-        subject = replace(subject, words=words, cluster=cluster, bridge=None)
+        if subject.hf_config is not None:
+            words = [SHAPES, os.fspath(subject.hf_config), *words]
+        subject = replace(subject, words=words, cluster=cluster, bridge=None, hf_config=None)
         problems = list(_unclear(subject, words)) or list(_without_link(subject, words))
     if problems:
         raise ConfigError("it is not clear what is asked", problems)
@@ -346,7 +348,7 @@ def warn_of_reading(reading: Reading, job: Job) -> None:
         if option in our_options:
             say(f"warning: {option} is an option of megatron-lynx, and was not read: give it before --", err=True)
     mention_assumed(job, reading.given)
-    if learns_from_rollouts(reading.given):
+    if reading.learns:
         shape = LayerShape.of(job)
         held_in_words, counted = (format_bytes(count(shape)) for count in (log_probabilities_bytes, logits_at_loss_bytes))
         say("warning: log-probabilities and entropy in fp32 are not counted: the last stage", err=True)

@@ -126,6 +126,14 @@ class Subject(Machine):
             show_default=False,
         ),
     ] = None
+    hf_config: Annotated[
+        Path | None,
+        Option(
+            metavar="PATH",
+            help="The model's config.json of Hugging Face, or its folder: shapes that no flag gives.",
+            show_default=False,
+        ),
+    ] = None
     launch_file: LaunchFileOption = None
     strict: Annotated[bool, Option("--strict", help="Refuse flags that Megatron does not know, instead of a warning.")] = False
 

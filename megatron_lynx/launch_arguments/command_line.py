@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from types import MappingProxyType
@@ -112,6 +112,16 @@ def command_line(words: Sequence[str]) -> CommandLine:
     return CommandLine(tuple(environment), tuple(rest[:at]), rest[at], tuple(rest[at + 1 :]))
 
 
+def without_option(words: Sequence[str], option: str) -> tuple[list[str], str | None]:
+    """The words without an option of ours and its value, and the last value; None without the option."""
+    kept, value = list(words), None
+    for index in reversed([index for index, word in enumerate(kept) if word.partition("=")[0] == option]):
+        said = kept.pop(index).partition("=")
+        given = said[2] if said[1] else kept.pop(index) if index < len(kept) else ""
+        value = given if value is None else value
+    return kept, value
+
+
 def without_plan(arguments: Sequence[str]) -> list[str]:
     kept = list(arguments)
     while "--lynx-plan" in kept:
@@ -176,15 +186,29 @@ def given_file(path: Path, arguments: Given, problems: list[Problem]) -> tuple[G
         needed = "no flag beside it: Megatron reads only the file"
         problems = [*problems, Problem("--yaml-cfg", f"also {', '.join(beside)}", needed)]
     all_problems = list(problems)
-    for key, name, value in _entries(read_yaml(path)):
-        flag = next((flag for flag in table.of_name.get(name, ()) if arguments.release in flag.releases), None)
-        flag = flag or next(iter(table.of_name.get(name, ())), None)
-        if flag is None:
-            if name not in table.no_flag and not (value is None or value is False):
-                all_problems.append(_unknown(f"{path}: {key}", name, table))
-        elif value is not None:
-            values[name] = Value(flag, key, checked(flag, f"{path}: {key}", value, all_problems))
-    return Given(values, arguments.releases, table, arguments.unknown), all_problems
+    stated, others = values_of(_entries(read_yaml(path)), table, arguments.release, all_problems, f"{path}: ")
+    all_problems += [_unknown(f"{path}: {key}", name, table) for key, name, value in others if value not in (None, False)]
+    return Given(values | stated, arguments.releases, table, arguments.unknown), all_problems
+
+
+Entry = tuple[str, str, Any]
+"""(place as the user wrote it, Megatron's name, value)."""
+
+
+def values_of(
+    entries: Iterable[Entry], table: FlagTable, release: str, problems: list[Problem], where: str = ""
+) -> tuple[dict[str, Value], list[Entry]]:
+    """The values of flags, the last of several, and the entries that no flag sets. `where`: in front of a problem's place."""
+    values: dict[str, Value] = {}
+    others = []
+    for place, name, value in entries:
+        flags = table.of_name.get(name, ())
+        flag = next((flag for flag in flags if release in flag.releases), None) or next(iter(flags), None)
+        if flag is None and name not in table.no_flag:
+            others.append((place, name, value))
+        elif flag is not None and value is not None:
+            values[name] = Value(flag, place, checked(flag, f"{where}{place}", value, problems))
+    return values, others
 
 
 def _entries(data: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ast
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -52,6 +53,11 @@ class Container(BridgeSettings):
     def __init__(self, cfg: Any, is_resolved: bool) -> None:
         super().__init__(cfg)
         self.is_resolved = is_resolved
+
+    def under_plan(self, plan: str, flags: Sequence[str], environment: Mapping[str, str]) -> str:
+        variables = "".join(f"{name}={value} " for name, value in environment.items())
+        text = f"{variables}torchrun ... -m megatron_lynx.launch --lynx-host bridge SCRIPT --lynx-plan {shlex.quote(plan)}"
+        return f"{text}, set {' '.join(map(self.setting, flags))}" if flags else text
 
     def get(self, place: str, otherwise: Any = None) -> Any:
         part, _, field = place.partition(".")

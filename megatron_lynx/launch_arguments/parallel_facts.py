@@ -222,6 +222,8 @@ def overlap_facts(given: Given) -> Iterator[Fact]:
 
 
 TOKENS, DYNAMIC = "--max-tokens-per-gpu", "--use-dynamic-batch-size"
+PACKED = "so many tokens of each rank into one micro-batch"
+GPUS = ("--actor-num-nodes", "--actor-num-gpus-per-node")
 STEPS = "--num-steps-per-rollout"
 SAMPLES = ("--rollout-batch-size", "--n-samples-per-prompt")
 
@@ -232,8 +234,15 @@ def learns_from_rollouts(given: Given) -> bool:
     return bool(given["perform_rl_step"]) or not said.isdisjoint((TOKENS, STEPS, *SAMPLES))
 
 
+def gpus_of_actor(given: Given) -> int | None:
+    """The GPUs that slime trains on, if its flags say so."""
+    nodes, each = (_number(given, option) for option in GPUS)
+    return nodes * each if nodes and each else None
+
+
 def packs(given: Given) -> bool:
-    return "seq_length" in given.values and given.origin("seq_length").startswith(TOKENS)
+    """Whether micro-batches have a number of tokens (`PACKED`)."""
+    return "seq_length" in given.values and PACKED in given.origin("seq_length")
 
 
 def with_packing(given: Given) -> Given:
@@ -241,7 +250,7 @@ def with_packing(given: Given) -> Given:
     tokens = _number(given, TOKENS)
     if tokens is None or given["seq_length"] is not None:
         return given
-    said = f"{TOKENS} {tokens}: slime packs so many tokens of each rank into one micro-batch, and sets this"
+    said = f"{TOKENS} {tokens}: slime packs {PACKED}, and sets this"
     values = {
         "seq_length": (tokens * (given["context_parallel_size"] or 1), said),
         "micro_batch_size": (1, said),
@@ -257,7 +266,7 @@ def with_packing(given: Given) -> Given:
     if given["moe_token_dispatcher_type"] == "allgather":
         flag = given.table.of_name["moe_token_dispatcher_type"][-1]
         added[flag.sets] = Value(flag, "alltoall, by slime in place of allgather", "alltoall")
-    read = {TOKENS, DYNAMIC, *((STEPS, *SAMPLES) if batch and "global_batch_size" in added else ())}
+    read = {TOKENS, DYNAMIC, *GPUS, *((STEPS, *SAMPLES) if batch and "global_batch_size" in added else ())}
     unknown = tuple(words for words in given.unknown if words.split()[0] not in read)
     return replace(given, values={**given.values, **added}, unknown=unknown)
 

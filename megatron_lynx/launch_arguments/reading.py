@@ -14,7 +14,6 @@ priced as bf16 ... ; no matter: learning rate (--lr --min-lr), ...
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,10 +26,11 @@ from megatron_lynx.config.loader import load_cluster
 from megatron_lynx.config.opaque import MARGIN
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.launch.flags import flags_in
-from megatron_lynx.launch_arguments.command_line import HEADLINE, LAUNCHER, CommandLine, command_line, given_file
+from megatron_lynx.launch_arguments.command_line import HEADLINE, LAUNCHER, CommandLine, command_line, given_file, without_option
 from megatron_lynx.launch_arguments.container import OPTION as BRIDGE
 from megatron_lynx.launch_arguments.container import Container, given_container, read_container
 from megatron_lynx.launch_arguments.expert_facts import DISPATCHER, expert_facts, has_experts, without_experts
+from megatron_lynx.launch_arguments.frontend import Frontend, frontend_of, given_frontend
 from megatron_lynx.launch_arguments.given import (
     Fact,
     FlagKind,
@@ -44,14 +44,18 @@ from megatron_lynx.launch_arguments.given import (
     mistyped,
     unknown_problem,
 )
+from megatron_lynx.launch_arguments.hf_config import OPTION as SHAPES
+from megatron_lynx.launch_arguments.hf_config import shapes_in, with_shapes
 from megatron_lynx.launch_arguments.layers import in_words_of_a_gpt, opaque_facts, window_facts, without_known
 from megatron_lynx.launch_arguments.model_facts import fp8_facts, latent_facts, model_facts, of_a_fork, optimizer_facts
 from megatron_lynx.launch_arguments.parallel_facts import (
     USERBUFFERS,
     batch_facts,
     context_facts,
+    gpus_of_actor,
     group_facts,
     layer_facts,
+    learns_from_rollouts,
     overlap_facts,
     with_packing,
 )
@@ -87,8 +91,8 @@ class Reading:
     """Everything that prevents a job: bad values, missing flags, unmodelled features."""
     today: Today
     """Its own activation memory settings."""
-    container: Container | None = None
-    """Megatron-Bridge's, if one was read; then there are no flags."""
+    container: Container | Frontend | None = None
+    """Megatron-Bridge's, or a frontend's launch, if one was read; then there are no flags of Megatron."""
 
     def spoken(self, problem: Problem) -> Problem:
         """A problem in flags, or in Bridge's settings."""
@@ -97,6 +101,11 @@ class Reading:
     def said(self, flags: Sequence[str]) -> str:
         """Flags with their values (quoted for a shell) as flags, or as Bridge's settings."""
         return " ".join(flags if self.container is None else map(self.container.setting, flags))
+
+    @property
+    def learns(self) -> bool:
+        """Whether it is reinforcement learning, whose loss keeps log-probabilities."""
+        return learns_from_rollouts(self.given) or (isinstance(self.container, Frontend) and self.container.learns)
 
     @property
     def job_data(self) -> dict[str, Any]:
@@ -133,12 +142,10 @@ class Reading:
         if self.container is None:
             text = self.changed({}, without).under_plan(plan, flags, environment, runner)
         else:
-            variables = "".join(f"{name}={value} " for name, value in environment.items())
-            text = f"{variables}torchrun ... -m megatron_lynx.launch --lynx-host bridge SCRIPT --lynx-plan {shlex.quote(plan)}"
-            text += f", set {self.said(flags)}" if flags else ""
+            text = self.container.under_plan(plan, flags, environment)
         names = [name for name in without if name in self.given.values]
         dropped = list(dict.fromkeys([*self.today.flags, *map(self.given.origin, names)]))
-        dropped = [said for said in dropped if f" {said}=" not in text]  # it is set to another value
+        dropped = [said for said in dropped if f" {said}=" not in text and f" {said} " not in text]  # set to another value
         return f"{text}, and drop {' '.join(dropped)}" if self.command.script is None and dropped else text
 
 
@@ -148,18 +155,27 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     `gpus` replaces the launcher's number. `planning`: for a plan, not for an estimate of the launch's recomputation. `strict`:
     unknown flags are problems. Raises `ConfigError` only if there is no launch; other errors are in `problems`.
     """
-    command = command_line(words)
-    container = None
-    if command.arguments[:1] == (BRIDGE,):
+    words, shapes = without_option(words, SHAPES)
+    table, own = flag_table(), dict[str, tuple[str, ...]]()
+    container: Container | Frontend | None = None
+    if (frontend := frontend_of(words)) is not None:
+        container, command = frontend
+        path = None if shapes is None else Path(shapes)
+        given, problems, own = given_frontend(container, path, gpus or command.gpus or container.gpus, table)
+    elif (command := command_line(words)).arguments[:1] == (BRIDGE,):
         container = read_container(command.arguments[1:], gpus)
-        given, problems = given_container(container, flag_table())
+        given, problems = given_container(container, table)
     else:
-        given, problems = given_arguments(command.arguments, flag_table())
+        given, problems = given_arguments(command.arguments, table)
+        if shapes is not None:
+            given = with_shapes(given, shapes_in(Path(shapes)), problems)
     if (file := given["yaml_cfg"]) is not None:
         given, problems = given_file(Path(file), given, problems)
+    of_launch = container.gpus if isinstance(container, Frontend) else gpus_of_actor(given)
+    counts = {"--gpus": gpus, "the launcher": command.gpus, "the launch": of_launch}
+    counted_by, gpus = next(((origin, count) for origin, count in counts.items() if count is not None), ("", None))
     given = in_words_of_a_gpt(with_packing(given), problems)
     problems += conflicts(given)
-    gpus = command.gpus if gpus is None else gpus
     facts = [*model_facts(given, problems), *fp8_facts(given, problems), *group_facts(given)]
     facts += [*context_facts(given, problems), *latent_facts(given, problems)]
     facts += [*expert_facts(given, problems, planning=planning), *layer_facts(given, problems, left_open=planning)]
@@ -180,7 +196,9 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
         needed = "the number of GPUs: --gpus N, or a launcher that says it (torchrun --nproc-per-node N --nnodes M)"
         problems.append(Problem("launch", "no number of processes", needed))
     else:
-        facts.insert(0, Fact("gpus", gpus, "the launcher" if command.gpus == gpus else "--gpus"))
+        facts.insert(0, Fact("gpus", gpus, counted_by))
+    if isinstance(container, Frontend):
+        facts.append(Fact("unavailable", container.row["unavailable"], container.name))
     facts = [fact for fact in facts if fact.value is not None]
     effective = [value for value in given.values.values() if value.value != given.table.default(value.flag.sets, given.release)]
     kinds = [(value, _judged(given, value)) for value in effective]
@@ -198,7 +216,7 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
         ]
     silent = _silent(given, [*today.flags, *(fact.origin for fact in facts), *map(str, problems), *(said for said, _ in priced)])
     silent = silent if container is None else ()  # a container has a value for everything
-    no_matter = _without_matter(given) | ({"read, and nothing follows from it here": silent} if silent else {})
+    no_matter = _without_matter(given) | own | ({"read, and nothing follows from it here": silent} if silent else {})
     reading = Reading(command, given, tuple(facts), tuple(priced), no_matter, tuple(problems), today)
     if container is None:
         return reading
@@ -349,6 +367,8 @@ def unknown_in_words(reading: Reading) -> str | None:
     given = reading.given
     if not given.unknown:
         return None
+    if isinstance(reading.container, Frontend):
+        return f"not read, and not counted: {', '.join(given.unknown)}"
     names = []
     for words in given.unknown:
         close = mistyped(words.split()[0], given.table)

@@ -62,6 +62,8 @@ class Facts:
     """`--moe-token-dispatcher-type allgather`."""
     tensor: int = 1
     sequence_parallel: bool = False
+    unavailable: frozenset[str] = frozenset()
+    """Settings that the launch's training loop has no code for."""
 
     @classmethod
     def of(cls, job: Job, release: str = NEWEST) -> Facts:
@@ -91,6 +93,7 @@ class Facts:
             gathers=model.moe_dispatcher == "allgather",
             tensor=job.parallel.tensor,
             sequence_parallel=job.parallel.sequence_parallel,
+            unavailable=frozenset(job.unavailable),
         )
 
 
@@ -175,6 +178,8 @@ def _userbuffers_refused(setting: StockSetting, facts: Facts) -> Iterator[str]:
 
 def not_launched(setting: StockSetting, facts: Facts) -> str | None:
     """Return why a launch with this setting ends before training although its configuration is accepted, or None."""
+    if lacking := next((name for name in sorted(facts.unavailable) if getattr(setting, name)), None):
+        return f"the launch's training loop has no code for it ({lacking})"
     if setting.offload and not facts.transformer_engine:
         return "stock Megatron offloads from Transformer Engine's layers alone"
     if setting.userbuffers and not facts.transformer_engine:

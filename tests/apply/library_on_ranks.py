@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -89,6 +90,55 @@ def as_verl_calls(rank: int, job: Job, path: str) -> list[str]:
         assert number or not hasattr(engine, "lynx"), "log-probabilities install nothing"
         engine.forward_backward_batch(None, None)
         assert engine.lynx.hooks
+
+    return _differing(job, path, before)
+
+
+def as_swift_calls(rank: int, job: Job, path: str) -> list[str]:
+    """The same through a callback of ms-swift, which sends between stages in the group of all ranks."""
+    from unittest.mock import patch
+
+    from megatron.core.pipeline_parallel import p2p_communication
+
+    from megatron_lynx.apply.releases import fingerprint, present_release
+
+    page, original = _block(PAGE, 3), p2p_communication._batched_p2p_ops
+    site = "megatron.core.pipeline_parallel.p2p_communication:_batched_p2p_ops"
+    trainers: list[Any] = []
+
+    class Callback:
+        def __init__(self, trainer: Any) -> None:
+            self.trainer = trainer
+
+    def before(training: Any, number: int) -> None:
+        if not trainers:
+            trainers.append(page["under_a_plan"](Callback)(SimpleNamespace(wrapped_models=training.chunks)))
+            trainers[0].on_train_begin()
+
+    def in_the_group_of_all(**arguments: Any) -> Any:
+        return original(**{**arguments, "group": None})
+
+    known = patch.dict(present_release().also)
+    with patch.object(p2p_communication, "_batched_p2p_ops", in_the_group_of_all), known as also:
+        also[site] = fingerprint(site)  # as that of ms-swift's own is recorded
+        return _differing(job, path, before)
+
+
+def as_nemo_calls(rank: int, job: Job, path: str) -> list[str]:
+    """The same through a worker of NeMo-RL, which trains in `train`."""
+    page = _block(PAGE, 4)
+    workers: dict[int, Any] = {}
+
+    class Worker:
+        def __init__(self, model: Any) -> None:
+            self.model = model
+
+        def train(self, data: Any, loss_fn: Any, *, eval_mode: bool = False) -> str:
+            return "trained"
+
+    def before(training: Any, number: int) -> None:
+        worker = workers.setdefault(0, page["under_a_plan"](Worker)(training.chunks))
+        assert worker.train(None, None, eval_mode=False) == "trained"
 
     return _differing(job, path, before)
 

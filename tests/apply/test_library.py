@@ -44,10 +44,18 @@ def test_one_model_has_one_plan(pool_of):
     assert "another replacement on top of ours" in out_of_order
 
 
-@pytest.mark.parametrize("calls", [library_on_ranks.as_slime_calls, library_on_ranks.as_verl_calls], ids=["slime", "verl"])
-def test_the_lines_of_the_page_of_hosts(pool_of, tmp_path, calls):
+CALLED = {
+    "slime": (library_on_ranks.as_slime_calls, {"tensor": 2, "sequence_parallel": True}),
+    "verl": (library_on_ranks.as_verl_calls, {"tensor": 2, "sequence_parallel": True}),
+    "ms-swift": (library_on_ranks.as_swift_calls, {"pipeline": 2, "microbatches": 4}),
+    "NeMo-RL": (library_on_ranks.as_nemo_calls, {"tensor": 2, "sequence_parallel": True}),
+}
+
+
+@pytest.mark.parametrize(("calls", "layout"), CALLED.values(), ids=CALLED)
+def test_the_lines_of_the_page_of_hosts(pool_of, tmp_path, calls, layout):
     """Our side, called with their arguments."""
-    job = tiny_job(tensor=2, sequence_parallel=True)
+    job = tiny_job(**layout)
     save_plan(uniform_plan(job, gather="once"), tmp_path / "plan.yaml")
     assert pool_of(2).run(calls, job, str(tmp_path / "plan.yaml")) == [[], []]
 
