@@ -19,7 +19,7 @@ from rich.console import Console
 
 from megatron_lynx.measure.measurement import Measurement, Setting, save_measurement
 from megatron_lynx.tables import WrappedTable
-from megatron_lynx.units import format_bytes, format_seconds
+from megatron_lynx.units import format_bytes, format_seconds, speed_in_words
 from megatron_lynx.whole_file import write_whole
 
 Bytes = Literal["resident_bytes", "peak_bytes"]
@@ -58,8 +58,7 @@ def verdict(settings: Iterable[Setting], by: Bytes = "resident_bytes") -> str | 
     small = (setting for setting in stock if getattr(setting.figures, by) <= getattr(ours.figures, by))
     if (opponent := min(small, key=_step_s, default=None)) is None:
         return f"No stock setting that was measured needs as few {IN_WORDS[by]} as {_in_words(ours, by)}."
-    speedup = _step_s(opponent) / _step_s(ours)
-    won = f"is {speedup:.2f} times as fast as" if speedup >= 1 else f"is slower, by a factor of {1 / speedup:.2f}, than"
+    won = f"is {speed_in_words(_step_s(ours), _step_s(opponent))}"
     opposed = f"{_in_words(opponent, by)}, the fastest stock setting of no more {IN_WORDS[by]}"
     return f"{_in_words(ours, by)} {won} {opposed}."
 

@@ -25,3 +25,11 @@ def format_seconds(seconds: float) -> str:
         if abs(seconds) >= size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds / 1e-6:.3g} us" if seconds else "0 s"
+
+
+def speed_in_words(ours_s: float, other_s: float) -> str:
+    """`1.39 times as fast as`, for steps of ours and of another setting."""
+    ratio = other_s / ours_s
+    if abs(ratio - 1) < 0.005:
+        return "as fast as"
+    return f"{ratio:.2f} times as fast as" if ratio > 1 else f"slower, by a factor of {1 / ratio:.2f}, than"

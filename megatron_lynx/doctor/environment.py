@@ -323,7 +323,7 @@ def _planned_rows(plan: Plan) -> str | None:
 def _stream_priority(reading: Reading, variables: Mapping[str, str], plan: Plan | None) -> Iterator[Finding]:
     """With one hardware queue kernels start in the order of their issue, and priorities have no effect."""
     topic, given = "priority of collectives", reading.given
-    groups = _groups_of(reading) if plan is None else groups_waited_for(plan)
+    groups = groups_of(reading) if plan is None else groups_waited_for(plan)
     if variables.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" or not groups:
         return
     if switched_on(variables, ALL_STREAMS):
@@ -349,7 +349,8 @@ def _stream_priority(reading: Reading, variables: Mapping[str, str], plan: Plan 
     yield Finding(topic, "slows", f"normal; {whose} {' '.join(missing)}", costs, todo)
 
 
-def _groups_of(reading: Reading) -> tuple[Group, ...]:
+def groups_of(reading: Reading) -> tuple[Group, ...]:
+    """Groups that the launch waits for in a pass: a plan may put work there."""
     given = reading.given
     sizes: dict[Group, int] = {
         "tp": 1 if given["tp_comm_overlap"] else given["tensor_model_parallel_size"] or 1,

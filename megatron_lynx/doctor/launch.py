@@ -14,7 +14,7 @@ from typing import Any
 from megatron_lynx.config.cluster import HostTime, Setting
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.host import HostReport
-from megatron_lynx.doctor.environment import Finding
+from megatron_lynx.doctor.environment import Finding, groups_of
 from megatron_lynx.errors import LynxError
 from megatron_lynx.estimate import host_report
 from megatron_lynx.launch_arguments import Reading, job_of, read_launch
@@ -56,15 +56,14 @@ def launch(reading: Reading, variables: Mapping[str, str]) -> Iterator[Finding]:
     if userbuffers:
         costs = "exchanges lie inside GEMMs: no tensor-parallel windows, linears do not run again; `plan` says whether that pays"
         yield Finding("userbuffers", "note", given.origin("tp_comm_overlap"), costs)
-    if userbuffers and pipeline == 1:
-        costs = "nothing but tensor-parallel ranks is waited for: recomputation would be exposed, only copies to the host overlap"
-        yield Finding("windows", "defeats", "userbuffers, pipeline 1", costs, "compare with a plan without --tp-comm-overlap")
-    elif tensor == pipeline == 1:
-        costs = "nothing is waited for, so nothing can be hidden: recomputation would be exposed, only copies to the host overlap"
-        yield Finding("windows", "defeats", "tensor 1, pipeline 1", costs, "stock recomputation does as well here")
-    else:
-        yield Finding("windows", "good", f"tensor {tensor}, pipeline {pipeline}")
+    if groups := groups_of(reading):
+        yield Finding("windows", "good", f"waits for {', '.join(groups)}")
         yield _weight_gradients(reading)
+    else:
+        state = f"{'userbuffers' if userbuffers else f'tensor {tensor}'}, pipeline {pipeline}, no exchange of experts"
+        costs = "nothing can be hidden: recomputation would be exposed, only copies to the host overlap"
+        todo = "compare with a plan without --tp-comm-overlap" if userbuffers else "stock recomputation does as well here"
+        yield Finding("windows", "defeats", state, costs, todo)
     if given["num_experts"]:
         costs = "routers and exchanges of tokens are kept, and run once: items between them may be recomputed"
         yield Finding("experts", "note", given.origin("num_experts"), costs)

@@ -16,7 +16,7 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.stock.price import Priced, priced
 from megatron_lynx.stock.rival import by_speed
 from megatron_lynx.stock.setting import FULL, NONE
-from megatron_lynx.units import format_bytes
+from megatron_lynx.units import format_bytes, speed_in_words
 
 STRONGEST = 5
 
@@ -74,7 +74,6 @@ def verdict(rows: list[SimulatedRow], budget_bytes: int) -> str:
     best = min(small, key=lambda row: row.step.expected_s, default=None)
     if best is None:
         return f"No stock setting fits into {format_bytes(budget_bytes)}."
-    gain = best.step.expected_s / ours.step.expected_s
-    how = f"{gain:.2f} times as fast as" if gain >= 1 else f"slower, by a factor of {1 / gain:.2f}, than"
+    how = speed_in_words(ours.step.expected_s, best.step.expected_s)
     flags = " ".join(best.flags) or "no flags"
     return f"ours is {how} {best.setting}, the fastest stock setting that fits into {format_bytes(budget_bytes)} ({flags})."

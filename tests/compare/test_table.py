@@ -39,6 +39,12 @@ def test_a_lost_comparison_is_said_so():
     assert "is slower, by a factor of 1.25, than stock none" in lost
 
 
+@pytest.mark.parametrize("ours_s", [0.997, 1.003])
+def test_steps_that_are_equal_to_two_digits_are_not_called_slower(ours_s: float) -> None:
+    """It was said: slower, by a factor of 1.00."""
+    assert "is as fast as stock none" in verdict((setting("stock none", 1.0, 5, 5), setting("ours", ours_s, 5, 5, ours=True)))
+
+
 def test_without_a_stock_setting_as_small_nobody_wins():
     alone = verdict((setting("stock none", 1.0, 9, 9), setting("ours", 1.0, 5, 5, ours=True)))
     assert alone.startswith("No stock setting that was measured needs as few activation bytes as ours")

@@ -186,6 +186,12 @@ def test_userbuffers_leave_the_windows_of_a_pipeline() -> None:
     assert (found["userbuffers"], found["windows"]) == ("note", "good")
 
 
+@pytest.mark.parametrize("flags", ["", "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap"])
+def test_exchanges_of_experts_are_windows_too(flags: str) -> None:
+    """It was said that nothing can be hidden, of launches whose plans hide recomputation in `bwd.mlp.0`."""
+    assert of_launch(f"--num-layers 8 --num-experts 8 --expert-model-parallel-size 4 {flags}")["windows"] == "good"
+
+
 def test_a_sound_launch_has_nothing_that_defeats_overlap() -> None:
     assert "defeats" not in of_launch("--tensor-model-parallel-size 2 --sequence-parallel --cuda-graph-impl none").values()
 
