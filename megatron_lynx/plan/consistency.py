@@ -15,9 +15,8 @@ from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKW
 from megatron_lynx.anatomy.in_time import amax_reducing, resumes_in_wait
 from megatron_lynx.fp8_recipes import gathers_once
 from megatron_lynx.plan import features, waits
-from megatron_lynx.plan.contents import PlanContents
 from megatron_lynx.plan.rule import ByPhase, Rule
-from megatron_lynx.plan.stage import Stage
+from megatron_lynx.plan.stage import PlanContents, Stage
 from megatron_lynx.plan.timetables import layout_of, planned_halves, timetable_of
 from megatron_lynx.schedule.flushes import groups_needed
 from megatron_lynx.timetable import Layout

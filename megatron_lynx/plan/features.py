@@ -38,10 +38,9 @@ from megatron_lynx.anatomy import EXPERTS, EXPERTS_WITH_SHARED, HALVES, MLP, SHA
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKWARD, WindowAddress, is_forward, window_at
 from megatron_lynx.kinds.captured import ROUTER
 from megatron_lynx.kinds.opaque.section import IN_NODES, OPAQUE
-from megatron_lynx.plan.contents import PlanContents
 from megatron_lynx.plan.facts import LayerRange
 from megatron_lynx.plan.rule import Rule
-from megatron_lynx.plan.stage import Stage
+from megatron_lynx.plan.stage import PlanContents, Stage
 
 IN_GRAPH = "runs as a captured graph (model.captured)"
 BESIDE = "beside overlapped exchanges of experts (model.moe_overlapped)"

@@ -16,10 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megatron_lynx.plan import consistency
-from megatron_lynx.plan.contents import Head, PlanContents
 from megatron_lynx.plan.facts import BatchFacts, LayerRange, ModelFacts, ParallelFacts, Provenance
 from megatron_lynx.plan.rule import ByPhase, CheckpointGroups, Gather, GatherByPhase, Rule, Windows
-from megatron_lynx.plan.stage import Offload, Predicted, Stage, WeightGradients, Whole
+from megatron_lynx.plan.stage import Head, Offload, PlanContents, Predicted, Stage, WeightGradients, Whole
 from megatron_lynx.validation import digest_of
 
 __all__ = [

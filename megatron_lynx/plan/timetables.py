@@ -17,9 +17,8 @@ from typing import Literal, get_args
 
 from megatron_lynx.anatomy import Half, Section
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, BackwardPhase, Window, window_at
-from megatron_lynx.plan.contents import PlanContents
 from megatron_lynx.plan.rule import Rule
-from megatron_lynx.plan.stage import Stage
+from megatron_lynx.plan.stage import PlanContents, Stage
 from megatron_lynx.timetable import ON_DEMAND_PLACE, Layout, Place, PlannedHalf, Timetable, ahead_to, may_gather_ahead
 
 SectionsOf = Callable[[int], Iterable[Section]]

@@ -37,9 +37,8 @@ from megatron_lynx.anatomy.address import (
     window_at,
 )
 from megatron_lynx.anatomy.in_time import own_exchanges_in_time, own_windows_in_time
-from megatron_lynx.plan.contents import PlanContents
 from megatron_lynx.plan.rule import Rule
-from megatron_lynx.plan.stage import Stage
+from megatron_lynx.plan.stage import PlanContents, Stage
 from megatron_lynx.schedule.flushes import warmup
 from megatron_lynx.timetable import Pass as Backward
 from megatron_lynx.timetable import PlannedHalf, Timetable

@@ -9,8 +9,8 @@ from megatron_lynx.errors import ConfigError, PlanMismatch, Problem
 from megatron_lynx.fp8_recipes import lacking_here
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.plan.consistency import of_launch
-from megatron_lynx.plan.contents import PlanContents
 from megatron_lynx.plan.plan import Plan
+from megatron_lynx.plan.stage import PlanContents
 from megatron_lynx.planner.writing import contents_of, model_facts, parallel_facts
 from megatron_lynx.profiler.profile import Profile, shape_of
 
