@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from megatron_lynx.errors import ConfigError, Problem, suggestion
 
@@ -20,20 +21,69 @@ FRAMES = "frames:"
 FRAME_STEPS = 5
 
 
+def _step(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"found {text}, needed a step of this run, from 1")
+    return int(text)
+
+
+def _check(text: str) -> int | str:
+    frames = text.startswith(FRAMES.rstrip(":"))
+    count = str(FRAME_STEPS) if f"{text}:" == FRAMES else text.removeprefix(FRAMES)
+    if not count.isdecimal() or int(count) < 1:
+        raise argparse.ArgumentTypeError(f"found {text}, needed how many steps, from 1, or frames, or frames:N")
+    return f"{FRAMES}{int(count)}" if frames else int(count)
+
+
+def _flag(default: Any, help_: str, **argument: Any) -> Any:
+    """A field with the keywords of argparse's `add_argument`."""
+    return field(default=default, metadata={"help": help_, **argument})
+
+
 @dataclass(frozen=True)
 class Flags:
-    """Values of our flags. Fields are named as in Megatron's `args`."""
+    """Our flags and their values. Fields are named as in Megatron's `args`."""
 
-    lynx_plan: str | None = None
-    lynx_trace: str | None = None
-    lynx_trace_step: int = 3
-    lynx_log: str = "warning"
-    lynx_check: int | str | None = None
+    lynx_plan: str | None = _flag(None, "Train under this plan. Without it nothing is changed.", metavar="PLAN")
+    lynx_trace: str | None = _flag(
+        None, "Write a timeline of one step, all ranks, for ui.perfetto.dev. Needs --lynx-plan.", metavar="PATH"
+    )
+    lynx_trace_step: int = _flag(3, "Which step of this run. Default: 3.", metavar="N", type=_step)
+    lynx_outcome: str | None = _flag(
+        None,
+        "Write what was predicted and measured of every stage, as JSON. Default: lynx_outcome.json beside the trace, else in "
+        "--tensorboard-dir, else nowhere. Needs --lynx-plan.",
+        metavar="PATH",
+    )
+    lynx_check: int | str | None = _flag(
+        None,
+        "N, for deterministic runs: in the first N steps of this run, run stock on the same batch, too, and compare losses and "
+        "gradients bit for bit. frames, for any run, also where backward is not deterministic (flash attention): in the first N "
+        "steps (5, if not said) keep what some layer halves save, and compare it with what is recomputed and reloaded. Both stop "
+        "at the first difference. Needs --lynx-plan.",
+        metavar="N|frames[:N]",
+        type=_check,
+    )
     """A number of steps, or `frames:N`. A plain type, because Megatron stores it in checkpoints."""
-    lynx_check_against: str = "fitting"
-    lynx_schedule: str = "flush"
-    lynx_outcome: str | None = None
-    lynx_host: str = "megatron-lm"
+    lynx_check_against: str = _flag(
+        "fitting",
+        "Stock without recomputation (none), with full recomputation (full), or the first of them that fits in memory (the "
+        "default).",
+        choices=REFERENCES,
+    )
+    lynx_schedule: str = _flag(
+        "flush",
+        "double-buffered: do not empty the pipeline before each update. Keeps two versions of the weights, and changes how the "
+        "model learns: gradients are one update old. Default: flush, as ever.",
+        choices=SCHEDULES,
+    )
+    lynx_host: str = _flag(
+        "megatron-lm",
+        "Whose training the script calls: Megatron-LM's (the default), or Megatron-Bridge's, whose `pretrain` takes a "
+        "configuration. May stand before the script.",
+        choices=HOSTS,
+    )
+    lynx_log: str = _flag("warning", "What megatron-lynx says on rank 0 beside its summary.", choices=LEVELS)
 
     @property
     def plan(self) -> Path | None:
@@ -68,67 +118,9 @@ class _Parser(argparse.ArgumentParser):
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group = parser.add_argument_group(GROUP)
-    group.add_argument("--lynx-plan", metavar="PLAN", help="Train under this plan. Without it nothing is changed.")
-    group.add_argument(
-        "--lynx-trace", metavar="PATH", help="Write a timeline of one step, all ranks, for ui.perfetto.dev. Needs --lynx-plan."
-    )
-    group.add_argument(
-        "--lynx-trace-step", metavar="N", type=_step, default=Flags.lynx_trace_step, help="Which step of this run. Default: 3."
-    )
-    group.add_argument(
-        "--lynx-outcome",
-        metavar="PATH",
-        help="Write what was predicted and measured of every stage, as JSON. Default: lynx_outcome.json beside the trace, else "
-        "in --tensorboard-dir, else nowhere. Needs --lynx-plan.",
-    )
-    group.add_argument(
-        "--lynx-check",
-        metavar="N|frames[:N]",
-        type=_check,
-        help="N, for deterministic runs: in the first N steps of this run, run stock on the same batch, too, and compare losses "
-        "and gradients bit for bit. frames, for any run, also where backward is not deterministic (flash attention): in the "
-        "first N steps (5, if not said) keep what some layer halves save, and compare it with what is recomputed and reloaded. "
-        "Both stop at the first difference. Needs --lynx-plan.",
-    )
-    group.add_argument(
-        "--lynx-check-against",
-        choices=REFERENCES,
-        default=Flags.lynx_check_against,
-        help="Stock without recomputation (none), with full recomputation (full), or the first of them that fits in memory (the "
-        "default).",
-    )
-    group.add_argument(
-        "--lynx-schedule",
-        choices=SCHEDULES,
-        default=Flags.lynx_schedule,
-        help="double-buffered: do not empty the pipeline before each update. Keeps two versions of the weights, and changes how "
-        "the model learns: gradients are one update old. Default: flush, as ever.",
-    )
-    group.add_argument(
-        "--lynx-host",
-        choices=HOSTS,
-        default=Flags.lynx_host,
-        help="Whose training the script calls: Megatron-LM's (the default), or Megatron-Bridge's, whose `pretrain` takes a "
-        "configuration. May stand before the script.",
-    )
-    group.add_argument(
-        "--lynx-log", choices=LEVELS, default=Flags.lynx_log, help="What megatron-lynx says on rank 0 beside its summary."
-    )
+    for flag in fields(Flags):
+        group.add_argument(f"--{flag.name.replace('_', '-')}", default=flag.default, **flag.metadata)
     return parser
-
-
-def _step(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"found {text}, needed a step of this run, from 1")
-    return int(text)
-
-
-def _check(text: str) -> int | str:
-    frames = text.startswith(FRAMES.rstrip(":"))
-    count = str(FRAME_STEPS) if f"{text}:" == FRAMES else text.removeprefix(FRAMES)
-    if not count.isdecimal() or int(count) < 1:
-        raise argparse.ArgumentTypeError(f"found {text}, needed how many steps, from 1, or frames, or frames:N")
-    return f"{FRAMES}{int(count)}" if frames else int(count)
 
 
 def flags_in(arguments: Sequence[str]) -> tuple[Flags, list[Problem]]:

@@ -15,7 +15,7 @@ from megatron_lynx.launch.script import main, read
 
 def test_our_flags_among_those_of_the_script():
     flags = read_flags(["--lr", "1e-3", "--lynx-plan", "plan.yaml", "--lynx-trace=out.json", "--bf16", "--lynx-trace-step", "7"])
-    assert flags == Flags("plan.yaml", "out.json", 7, "warning")
+    assert flags == Flags("plan.yaml", "out.json", 7, lynx_log="warning")
     assert flags.plan == Path("plan.yaml")
 
 
