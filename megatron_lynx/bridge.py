@@ -37,21 +37,13 @@ def training_under(
         HookRefused: a Bridge without the functions of a launch. An invalid plan or configuration ends all ranks with one message,
             before the model is built. A rank that is out of device memory explains it, and ends.
     """
-    from megatron_lynx.apply import hook as holding
-    from megatron_lynx.launch.ending import named_ending
     from megatron_lynx.launch.flags import BRIDGE, read_flags
     from megatron_lynx.launch.hosts import host_named
-    from megatron_lynx.launch.launch import Launch
-    from megatron_lynx.launch.script import held
+    from megatron_lynx.launch.launch import Launch, in_force
 
     given = {"--lynx-plan": plan, "--lynx-check": check, "--lynx-outcome": outcome, "--lynx-trace": trace}
     words = [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
-    host = host_named(BRIDGE)
-    host.find("training_under")
-    launch = Launch(read_flags([*words, "--lynx-host", BRIDGE]), host)
-    hooks = held(launch)
-    try:
-        with named_ending(lambda: launch.how_far), launch.memory.watching():
-            yield
-    finally:
-        holding.give_back(hooks)
+    launch = Launch(read_flags([*words, "--lynx-host", BRIDGE]), host_named(BRIDGE))
+    launch.host.find("training_under")
+    with in_force(launch):
+        yield

@@ -10,6 +10,7 @@ the training loop ends normally          the last table and figures; then, howev
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
@@ -19,17 +20,18 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_lynx.apply import install
+from megatron_lynx.apply import hook, install
+from megatron_lynx.apply.hook import Hook
 from megatron_lynx.apply.live_run import live_run, of_all_ranks
 from megatron_lynx.apply.refusals import launch_mismatches
 from megatron_lynx.apply.releases import installed_version
-from megatron_lynx.errors import ConfigError, LynxError, Problem
+from megatron_lynx.errors import ConfigError, HookRefused, LynxError, Problem
 from megatron_lynx.figures import Figures
 from megatron_lynx.launch.check import Check
-from megatron_lynx.launch.ending import agree, concluded, gathered_on_rank_0, on_rank_0
+from megatron_lynx.launch.ending import agree, concluded, gathered_on_rank_0, named_ending, on_rank_0
 from megatron_lynx.launch.flags import Flags
 from megatron_lynx.launch.frames import FrameCheck
-from megatron_lynx.launch.hosts import Host
+from megatron_lynx.launch.hosts import Host, host_named
 from megatron_lynx.launch.metrics import Metrics
 from megatron_lynx.launch.out_of_memory import MemoryWatch
 from megatron_lynx.launch.reporter import DevicePeak, Reporter, path_of
@@ -229,6 +231,30 @@ class Launch:
         if counts.deferred:
             done += f"; deferred {counts.deferred} weight gradients: {counts.filled} ran in waits, {counts.flushed} were flushed"
         on_rank_0(f"megatron-lynx: rank 0 {done}")
+
+
+def launch_of(flags: Flags) -> Launch:
+    logging.getLogger("megatron_lynx").setLevel(flags.lynx_log.upper())
+    return Launch(flags, host_named(flags.lynx_host))
+
+
+def held(launch: Launch) -> list[Hook]:
+    """Place the hooks of a launch. Raises `HookRefused` for a host without the functions that they replace."""
+    claims = [*launch.host.claims(launch)]
+    if problems := hook.verify(claims):
+        raise HookRefused(f"this {launch.host.name} cannot be launched under a plan", problems)
+    return hook.put_in_place(claims)
+
+
+@contextmanager
+def in_force(launch: Launch) -> Iterator[None]:
+    """Run the block under the hooks of a launch, and say how it ended if it fails."""
+    hooks = held(launch)
+    try:
+        with named_ending(lambda: launch.how_far), launch.memory.watching():
+            yield
+    finally:
+        hook.give_back(hooks)
 
 
 def arguments_against(plan: Plan, args: Any) -> Iterator[Problem]:

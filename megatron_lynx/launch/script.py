@@ -9,24 +9,20 @@ Flags are read before torch and Megatron are imported.
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_lynx.errors import ConfigError, HookRefused, LynxError, Problem
+from megatron_lynx.errors import ConfigError, LynxError, Problem
 from megatron_lynx.launch.flags import Flags, add_flags, read_flags
 from megatron_lynx.launch.message import say, stop
 
 if TYPE_CHECKING:
-    from megatron_lynx.apply import hook as holding
-    from megatron_lynx.launch.hosts import Host
-    from megatron_lynx.launch.launch import Launch
+    pass
 
 USAGE = """\
 {flags}
@@ -76,18 +72,18 @@ def read(arguments: Sequence[str]) -> Command:
 
 def run_script(command: Command) -> None:
     """Run the script under the launch's hooks. Raises its errors, and `ConfigError` or `HookRefused` for a missing host."""
-    from megatron_lynx.apply import hook as holding
-    from megatron_lynx.launch.ending import named_ending
+    from megatron_lynx.launch.launch import in_force, launch_of
 
     launch = launch_of(command.flags)
-    with _as_its_own_process(command, launch.host):
+    argv, first = sys.argv, sys.path[0]
+    sys.argv = [str(command.script), *launch.host.arguments_of(command.arguments)]
+    sys.path[0] = str(command.script.resolve().parent)
+    try:
         launch.host.find(str(command.script))
-        hooks = held(launch)
-        try:
-            with named_ending(lambda: launch.how_far), launch.memory.watching():
-                runpy.run_path(str(command.script), run_name="__main__")
-        finally:
-            holding.give_back(hooks)
+        with in_force(launch):
+            runpy.run_path(str(command.script), run_name="__main__")
+    finally:
+        sys.argv, sys.path[0] = argv, first
 
 
 def hold(script_arguments: Sequence[str] | None = None) -> None:
@@ -98,6 +94,7 @@ def hold(script_arguments: Sequence[str] | None = None) -> None:
     from megatron.training import arguments
 
     from megatron_lynx.apply import hook as holding
+    from megatron_lynx.launch.launch import held, launch_of
 
     if getattr(arguments.add_megatron_arguments, holding.MARK, False):
         return
@@ -107,30 +104,3 @@ def hold(script_arguments: Sequence[str] | None = None) -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             say(f"megatron-lynx: {error}")
         sys.exit(error.exit_status)
-
-
-def launch_of(flags: Flags) -> Launch:
-    from megatron_lynx.launch.hosts import host_named
-    from megatron_lynx.launch.launch import Launch
-
-    logging.getLogger("megatron_lynx").setLevel(flags.lynx_log.upper())
-    return Launch(flags, host_named(flags.lynx_host))
-
-
-def held(launch: Launch) -> list[holding.Hook]:
-    from megatron_lynx.apply import hook as holding
-
-    claims = [*launch.host.claims(launch)]
-    if refused := holding.verify(claims):
-        raise HookRefused(f"this {launch.host.name} cannot be launched under a plan", refused)
-    return holding.put_in_place(claims)
-
-
-@contextmanager
-def _as_its_own_process(command: Command, host: Host) -> Iterator[None]:
-    argv, first = sys.argv, sys.path[0]
-    sys.argv, sys.path[0] = [str(command.script), *host.arguments_of(command.arguments)], str(command.script.resolve().parent)
-    try:
-        yield
-    finally:
-        sys.argv, sys.path[0] = argv, first
