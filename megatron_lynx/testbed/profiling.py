@@ -27,13 +27,23 @@ from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.kinds.planning import flops_of
 from megatron_lynx.measure.measurement import this_machine
-from megatron_lynx.profiler.measured import TeLayer
+from megatron_lynx.profiler.measured import (
+    TeLayer,
+    held_bytes,
+    measure_interference,
+    measure_layer,
+    measure_links,
+    messages_of,
+    recompute_like,
+    shard_arguments,
+    slowest,
+)
 from megatron_lynx.profiler.profile import BlockProfile, HalfProfile, LinkPoint, Profile, Source, shape_of
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.profiler.timing import InnerNorm
+from megatron_lynx.profiler.timing import InnerNorm, measure_block
 from megatron_lynx.runtime.device import device_for, present_device
 from megatron_lynx.runtime.saved import nodes_between
-from megatron_lynx.testbed.fusions import fusions_of
+from megatron_lynx.testbed.fusions import fused_gradient_fields, fused_gradients, fusions_of, give_main_gradients
 from megatron_lynx.testbed.host_time import asked_by, measure_alone
 from megatron_lynx.testbed.ranks import Hosts
 from megatron_lynx.testbed.stand_in import stood_in_for, transformer_engine_can_run
@@ -92,7 +102,6 @@ def measure_profile(job: Job, hosts: Hosts, announce: Callable[[str], AbstractCo
 
 
 def measure_rank(rank: int, job: Job, repetitions: int) -> RankFigures:
-    from megatron_lynx.testbed.fusions import fused_gradients
     from megatron_lynx.testbed.groups import initialise
 
     with fused_gradients(job):
@@ -106,8 +115,6 @@ def measure_rank(rank: int, job: Job, repetitions: int) -> RankFigures:
 
 def _of_one_layer(job: Job, repetitions: int) -> tuple[dict[Half, HalfProfile], BlockProfile, BlockProfile, torch.device]:
     """Measure both halves of a layer, embedding and output layer without a group; also return their device."""
-    from megatron_lynx.profiler.measured import measure_layer, shard_arguments
-    from megatron_lynx.testbed.fusions import fused_gradient_fields, give_main_gradients
     from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import synthetic_batches
@@ -165,9 +172,6 @@ def _arguments(job: Job) -> dict[str, Any]:
 
 def _end(job: Job, repetitions: int, *, timed: Callable[[], torch.Tensor], counted: Callable[[], torch.Tensor]) -> BlockProfile:
     """Measure the embedding or output layer: bytes with a fresh input, which counts, and seconds without making one."""
-    from megatron_lynx.profiler.measured import held_bytes
-    from megatron_lynx.profiler.timing import measure_block
-
     shards = job.parallel.tensor if job.parallel.sequence_parallel else 1
     saved = held_bytes(counted, job.model.hidden, shards)
     return measure_block(timed, present_device(), repetitions).model_copy(update={"saved_bytes": saved})
@@ -176,8 +180,6 @@ def _end(job: Job, repetitions: int, *, timed: Callable[[], torch.Tensor], count
 def _messages(job: Job, device: torch.device, repetitions: int) -> tuple[LinkPoint, ...]:
     """Measure a quarter, half and all of each message size, over the group that sends it."""
     from megatron.core import parallel_state
-
-    from megatron_lynx.profiler.measured import measure_links, messages_of
 
     points: list[LinkPoint] = []
     for kind, size in messages_of(job).items():
@@ -192,8 +194,6 @@ def _messages(job: Job, device: torch.device, repetitions: int) -> tuple[LinkPoi
 def _interference(job: Job, links: tuple[LinkPoint, ...], device: torch.device, repetitions: int) -> float:
     """Return the slowdown of computation during a collective; 1 without tensor parallelism, which has no windows."""
     from megatron.core import parallel_state
-
-    from megatron_lynx.profiler.measured import measure_interference, recompute_like
 
     longest = max((point for point in links if point.kind != "p2p"), key=lambda point: point.seconds, default=None)
     if longest is None:
@@ -258,8 +258,6 @@ STEPS = 4
 
 def measure_adam(rank: int, device: torch.device) -> HostAdam:
     """Return the slowest rank's rate while all step, since an update waits for it, and rank 0's alone. `device`: of the group."""
-    from megatron_lynx.profiler.measured import slowest
-
     parameter = torch.nn.Parameter(torch.zeros(ELEMENTS, device="cpu"))
     parameter.grad = torch.ones(ELEMENTS, device="cpu")
     optimizer = torch.optim.AdamW([parameter], lr=1e-3, fused=True)
