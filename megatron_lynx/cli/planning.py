@@ -427,7 +427,6 @@ def search(
     offload: Annotated[
         bool, typer.Option("--offload/--no-offload", help="Whether activations may go to host memory, no more than needed.")
     ] = True,
-    across_nodes: Annotated[bool, typer.Option("--tensor-across-nodes", help="Let tensor-parallel groups span nodes.")] = False,
     context: Annotated[
         str | None,
         typer.Option(
@@ -460,7 +459,6 @@ def search(
             top=top,
             policies=of_policies,
             offload=offload,
-            across_nodes=across_nodes,
             contexts=sizes,
             watch=watch,
         )

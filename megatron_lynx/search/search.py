@@ -89,21 +89,19 @@ def search(
     top: int = 10,
     policies: Sequence[str] = POLICIES,
     offload: bool = True,
-    across_nodes: bool = False,
     contexts: Sequence[int] | None = None,
     watch: Watch | None = None,
 ) -> Ranking:
     """Return the `top` fastest layouts of a job on `gpus` devices, each with its best micro-batch size, policy and offload ratio.
 
     Args:
-        across_nodes: whether tensor-parallel groups may span nodes.
         contexts: context-parallel sizes, each also with plans; by default all, but plans only for the job's and for 1.
 
     Raises `ConfigError` if the request is invalid or nothing divides, and `Infeasible` (the binding limit and stage, and changes
     that help) if nothing fits.
     """
     began_s = time.perf_counter()
-    space = Space(job, gpus, across_nodes, None if contexts is None else tuple(sorted(set(contexts))))
+    space = Space(job, gpus, None if contexts is None else tuple(sorted(set(contexts))))
     asked = Asked(space, _checked(space, top, policies), offload)
     running = BestFirst(space, asked.policies, top, offload, watch)
     with no_collections():
@@ -189,7 +187,7 @@ def _what_divides(space: Space) -> Problem:
     """tensor x context x pipeline x data must be the number of devices; each factor divides something of the job."""
     model, batch = space.job.model, space.job.batch.global_
     near = sorted(range(max(1, space.gpus - NEIGHBOURS), space.gpus + NEIGHBOURS + 1), key=lambda gpus: abs(gpus - space.gpus))
-    some = (gpus for gpus in near if next(Space(space.job, gpus, space.across_nodes).layouts(), None) is not None)
+    some = (gpus for gpus in near if next(Space(space.job, gpus).layouts(), None) is not None)
     nearest_gpus = sorted(gpus for gpus, _ in zip(some, range(4), strict=False))
     needed = f"tensor x context x pipeline x data, where data divides the batch ({batch}), pipeline the layers ({model.layers})"
     todo = f"the nearest that do: {', '.join(map(str, nearest_gpus))}" if nearest_gpus else ""

@@ -2,7 +2,7 @@
 
     gpus = tensor x context x pipeline x data
 
-    tensor     divides heads, key/value groups and FFN; within a node by default
+    tensor     divides heads, key/value groups and FFN; within a node
     expert     divides the experts, if the model has any; each expert is split as in the job, by default not; tensor parallelism
     then
                needs sequence parallelism
@@ -37,7 +37,6 @@ class Space:
 
     job: Job
     gpus: int
-    across_nodes: bool = False
     contexts: tuple[int, ...] | None = None
     """Context-parallel sizes; None: all."""
 
@@ -87,11 +86,8 @@ class Space:
     def _tensors(self) -> Iterator[int]:
         model = self.job.model
         cut = (model.heads, model.kv_groups, model.ffn)
-        return (tensor for tensor in divisors(self.gpus) if self._together(tensor) and not any(size % tensor for size in cut))
-
-    def _together(self, tensor: int) -> bool:
-        """Whether these consecutive ranks are always on one node, or need not be."""
-        return self.across_nodes or self.job.cluster.keeps_together(tensor, self.gpus)
+        together = (tensor for tensor in divisors(self.gpus) if self.job.cluster.keeps_together(tensor, self.gpus))
+        return (tensor for tensor in together if not any(size % tensor for size in cut))
 
     def _contexts(self, tensor: int) -> Iterator[int]:
         seq, fused = self.job.model.seq, self.job.model.attention == "flash"

@@ -75,26 +75,25 @@ def test_it_is_what_a_job_accepts(shape: dict[str, Any], gpus: int, batch: int) 
 
 
 @settings(max_examples=25, deadline=None)
-@given(SHAPES, st.integers(1, 64), st.integers(1, 48), st.booleans())
-def test_each_is_valid_and_there_once(shape: dict[str, Any], gpus: int, batch: int, across_nodes: bool) -> None:
-    jobs = list(Space(job_with(shape, batch), gpus, across_nodes))
+@given(SHAPES, st.integers(1, 64), st.integers(1, 48))
+def test_each_is_valid_and_there_once(shape: dict[str, Any], gpus: int, batch: int) -> None:
+    jobs = list(Space(job_with(shape, batch), gpus))
     assert len({facts(job) for job in jobs}) == len(jobs)
     for job in jobs:
         assert Job.model_validate(job.model_dump(by_alias=True)) == job
         assert job.gpus == gpus
-        assert across_nodes or job.parallel.tensor <= 2
+        assert job.parallel.tensor <= 2
 
 
 def test_tensor_parallel_groups_do_not_straddle_nodes() -> None:
     """Three of six ranks on nodes of four: the second group would be on both. On one node they may be as many as they are."""
     shape = {"layers": 6, "heads": 6, "kv_groups": 6, "seq": 12}
 
-    def sizes(gpus: int, *, across_nodes: bool = False) -> set[int]:
-        return {each.parallel.tensor for each in Space(job_with(shape, 6, node_gpus=4), gpus, across_nodes)}
+    def sizes(gpus: int) -> set[int]:
+        return {each.parallel.tensor for each in Space(job_with(shape, 6, node_gpus=4), gpus)}
 
     assert sizes(6) == {1, 2}
     assert sizes(3) == {1, 3}
-    assert sizes(6, across_nodes=True) == {1, 2, 3, 6}
 
 
 def test_the_optimizer_is_distributed_unless_the_job_says_otherwise() -> None:
