@@ -51,9 +51,9 @@ def main() -> None:
 
 
 def _kept(path: Path) -> dict[str, Any]:
-    """What the file has that is not measured here: Adam's figures, for which all ranks of a node are needed."""
-    adam = read_yaml(path).get("adam") if path.exists() else None
-    return {} if adam is None else {"adam": adam}
+    """What the file has that is not measured here: figures for which all ranks of a node, or experts, are needed."""
+    known = read_yaml(path) if path.exists() else {}
+    return {name: known[name] for name in ("counts_us", "adam") if name in known}
 
 
 def _as_lines(layer: dict[str, Any], note: str | None) -> dict[str, object]:

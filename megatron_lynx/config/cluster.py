@@ -117,6 +117,9 @@ class HostTime(Part):
     """Processor name, as reported by the CPU."""
     local: LayerHostTime | None = None
     transformer_engine: LayerHostTime | None = None
+    counts_us: float = Field(default=0.0, ge=0)
+    """Microseconds in which a device waits, once per pass of experts: the host reads how many rows each expert gets, and only
+    then issues the exchange and the experts."""
     adam: HostAdam | None = None
     """If None: unknown."""
 

@@ -207,14 +207,14 @@ class Planning(ABC):
 
     def _casts_s(self, shape: LayerShape, item: Item, linear: Linear, roof: Roofline) -> tuple[float, float]:
         """Return forward and backward seconds of a linear's FP8 casts: its input, unless a norm makes it, and its output's
-        gradient.
+        gradient. The rows of each expert are cast by kernels of their own (Transformer Engine's `split_quantize`).
 
         Sequence parallelism gathers FP8 bytes, and copies by columns afterwards.
         """
         casts, sliced = roof.casts, shape.parallel.sequence_parallel
         if casts is None:
             return 0.0, 0.0
-        taken, made = (linear.times * linear.rows * columns for columns in (linear.taken, linear.made))
+        taken, made = (linear.rows * columns for columns in (linear.taken, linear.made))
         gathers, scatters = sliced and item.role in GATHERING, sliced and item.role == "row_parallel"
         forward_s = backward_s = 0.0
         if not self.norm_casts(shape, item):
@@ -224,7 +224,8 @@ class Planning(ABC):
         if scatters:
             backward_s += roof.cast_s(casts.transposed(made))
         gradient_numbers = made // (shape.parallel.tensor if scatters else 1)
-        return forward_s, roof.cast_s(casts.of(gradient_numbers, columnwise=not scatters)) + backward_s
+        backward_s += roof.cast_s(casts.of(gradient_numbers, columnwise=not scatters))
+        return linear.times * forward_s, linear.times * backward_s
 
     def norm_casts(self, shape: LayerShape, item: Item) -> bool:
         """Whether the norm inside a linear makes its FP8 input."""

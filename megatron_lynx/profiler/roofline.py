@@ -168,6 +168,8 @@ class Roofline:
     """Speedup of linears' GEMMs over the model's type. FP4 reaches the same share of its peak as FP8."""
     beside_s: tuple[float, float]
     """Seconds of the collectives that stock overlaps with a column-parallel linear's dgrad and wgrad."""
+    counts_s: float = 0.0
+    """Seconds in which a device waits for the host in each pass of experts."""
 
     @classmethod
     def of(cls, job: Job) -> Roofline:
@@ -180,10 +182,11 @@ class Roofline:
         traders = link_among(job.cluster, job.parallel.tensor * job.parallel.context_groups[0])
         units, recipe = job.cluster.fp8, job.model.fp8_recipe
         casts, speed = None, 1.0
+        counts_s = 0.0 if job.cluster.host_time is None else 1e-6 * job.cluster.host_time.counts_us
         if recipe is not None and units is not None:
             achieved = units.peak_of(recipe) * (units.efficiency or matmul.efficiency)
             casts, speed = Casts(recipe, units.transposes), achieved / (matmul.bf16_tflop_per_s * matmul.efficiency)
-        return cls(matmul, hbm, job.model.dtype, ring, traders, casts, speed, _beside_s(job))
+        return cls(matmul, hbm, job.model.dtype, ring, traders, casts, speed, _beside_s(job), counts_s)
 
     def seconds(self, flops: float, moved_bytes: float) -> float:
         return self._seconds(self.matmul.gemm_s(flops, self.dtype), moved_bytes)

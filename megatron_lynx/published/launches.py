@@ -28,6 +28,10 @@ class Launch(Part):
     """One published run."""
 
     what: str
+    model: str | None = None
+    cluster: str | None = None
+    gpus: int | None = Field(default=None, ge=1)
+    """Of this row, if not its series'."""
     add: str = ""
     """Words after those of its series."""
     step_s: float | None = Field(default=None, gt=0)
@@ -70,9 +74,10 @@ class Launches(Part):
     series: tuple[Series, ...]
 
     def _problems(self) -> Iterator[str]:
-        for series in self.series:
-            if series.model not in self.models:
-                yield f"{series.id}: model {series.model!r}, needed one of {', '.join(self.models)}"
+        named = {(series.id, row.model or series.model) for series in self.series for row in series.rows}
+        for series_id, model in sorted(named):
+            if model not in self.models:
+                yield f"{series_id}: model {model!r}, needed one of {', '.join(self.models)}"
 
 
 def rows() -> Iterator[Row]:
@@ -80,14 +85,14 @@ def rows() -> Iterator[Row]:
     file = bundled_configs() / "published_launches.yaml"
     launches = validated(Launches, read_yaml(file), file)
     for series in launches.series:
-        before = f"{launches.common} {launches.models[series.model]} {series.launch}"
         for launch in series.rows:
-            yield from _of_launch(series, launch, f"{before} {launch.add}")
+            model = launches.models[launch.model or series.model]
+            yield from _of_launch(series, launch, f"{launches.common} {model} {series.launch} {launch.add}")
 
 
 def _of_launch(series: Series, launch: Launch, words: str) -> Iterator[Row]:
-    reading = read_launch(shlex.split(words), gpus=series.gpus, planning=False)
-    job = job_of(reading, series.cluster, {} if launch.load is None else {"model.experts.load": launch.load})
+    reading = read_launch(shlex.split(words), gpus=launch.gpus or series.gpus, planning=False)
+    job = job_of(reading, launch.cluster or series.cluster, {} if launch.load is None else {"model.experts.load": launch.load})
     tokens = job.batch.global_ * job.model.seq
     measured_s = launch.step_s or tokens / (job.gpus * (launch.tokens_per_s or 1.0))
     price_s = partial(stock_step_s, setting=reading.today.setting, graphs=reading.today.graphs)

@@ -47,6 +47,8 @@ class Constant(NamedTuple):
 FREE = (
     Constant("matmul", "efficiency", 0.4, 0.95, 0.1, "share of the peak that very large GEMMs reach"),
     Constant("matmul", "half_size", 200, 4000, 0.5, "size at which a GEMM reaches half of that"),
+    Constant("fp8", "efficiency", 0.4, 0.9, 0.15, "share of the FP8 peak that very large GEMMs reach"),
+    Constant("host_time", "counts_us", 50, 3000, 0.5, "wait of a device for the host between routing and exchange"),
     Constant("hbm", "efficiency", 0.5, 0.95, 0.15, "share of memory bandwidth that kernels between GEMMs reach"),
     Constant("nvlink", "efficiency", 0.4, 0.95, 0.2, "share of NVLink that collectives reach"),
     Constant("nic", "efficiency", 0.3, 0.95, 0.3, "share of the NIC that messages reach"),
@@ -54,7 +56,8 @@ FREE = (
 GENERATIONS = {
     "Ampere": ("a100", "a800"),
     "Hopper": ("h100", "h800", "h200", "h20", "gh200"),
-    "Blackwell": ("b200", "gb", "b300"),
+    "Blackwell": ("b200", "gb200"),
+    "Blackwell Ultra": ("b300", "gb300"),
 }
 FAMILIES = ("dense", "with experts")
 WEIGHTS: dict[Grade, float] = {"A": 1.0, "B": 0.25, "C": 0.0}

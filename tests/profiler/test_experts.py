@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from megatron_lynx.config import Experts, Job
 from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.cost.stage_memory import memory_of_stages
+from megatron_lynx.fp8_recipes import STORED
 from megatron_lynx.kinds.experts.planning import all_to_all_s, expected_parts, routed_rows
 from megatron_lynx.kinds.experts.section import DISPATCHERS, SHARED_EXPERTS, Dispatcher
 from megatron_lynx.launch_arguments import read_launch
@@ -128,8 +129,34 @@ def test_experts_take_the_time_of_their_gemms_and_exchanges() -> None:
     assert half is not None
     flops = 3 * 2 * 8192 * 4096 * 14336
     gemms_s = flops / (job.cluster.matmul.efficiency * job.cluster.matmul.peak_flop_per_s("bf16"))
-    assert gemms_s < half.forward_s < 1.3 * gemms_s
+    assert gemms_s < half.forward_s - 1e-6 * job.cluster.host_time.counts_us < 1.3 * gemms_s
     assert 4 * job.cluster.nvlink.seconds(2 * 8192 * 4096 * 7 / 8) == pytest.approx(half.communication_s)
+
+
+def test_a_pass_of_experts_waits_once_for_the_counts_that_the_host_reads() -> None:
+    """A step of Qwen3 30B, 3,072 micro-batches of layers, was 1.9 s too short: time that is no kernel's."""
+    job = mixtral()
+    host_time = job.cluster.host_time.model_copy(update={"counts_us": 0.0})
+    without = job.model_copy(update={"cluster": job.cluster.model_copy(update={"host_time": host_time})})
+    waiting, half = (analytic_profile(one).experts for one in (job, without))
+    counts_s = 1e-6 * job.cluster.host_time.counts_us
+    assert counts_s > 0
+    assert waiting.forward_s - half.forward_s == pytest.approx(counts_s)
+    assert waiting.backward_s - half.backward_s == pytest.approx(counts_s)
+    assert waiting.communication_s == half.communication_s
+
+
+def test_each_expert_casts_its_rows_to_fp8_by_kernels_of_its_own() -> None:
+    """All experts of a rank were cast by one kernel."""
+    layout = {"tensor": 1, "pipeline": 1, "layers_per_chunk": None, "sequence_parallel": False}
+    jobs = [
+        catalogued_job("qwen3-30b-a3b", "h100-80g", gpus=16, fp8="tensorwise", parallel={**layout, "expert": expert})
+        for expert in (16, 8)
+    ]
+    fc2 = [analytic_profile(job).experts.items["experts_fc2"] for job in jobs]
+    casts_s = [item.backward_s - item.dgrad_s - item.wgrad_s for item in fc2]
+    more_kernels = 8 * (STORED["tensorwise"].searched + 1)
+    assert casts_s[1] - casts_s[0] == pytest.approx(more_kernels * 1e-6 * jobs[0].cluster.hbm.latency_us, rel=0.01)
 
 
 def test_few_rows_for_each_of_many_experts_take_longer_than_as_many_for_one() -> None:

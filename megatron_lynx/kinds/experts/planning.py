@@ -107,7 +107,7 @@ class MixtureOfExperts(Planning):
 
     def seconds(self, shape: LayerShape, item: Item, roof: Roofline) -> Passes:
         if item.name == ROUTER:
-            return _router(shape, roof)
+            return _router(shape, roof) + Passes(roof.counts_s, roof.counts_s)
         return _moved_rows(shape, roof) if item.exchanges else super().seconds(shape, item, roof)
 
     def listed(self) -> Iterable[Item]:
