@@ -221,7 +221,7 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun, timetable: Timetable) -> I
     if plan.head is not None and (chunk := head_chunk(run)) is not None:
         yield from head_in_pieces.claims(chunk, plan.head.pieces)
     if linears:
-        yield from (weight_gradients.te_claims if run.uses_te else weight_gradients.claims)(engine, linears)
+        yield from (weight_gradients.te_claims if run.uses_te else weight_gradients.claims)(engine, plan, run, linears)
 
 
 def _recomputes_in_receives(plan: Plan) -> bool:

@@ -147,8 +147,7 @@ def _window(rule: Rule, half: Half) -> Text:
 
 def _deferred(rule: Rule, half: Half) -> Text:
     """The linears that delay their weight gradients, and their waits."""
-    waits = rule.weight_gradients
-    return _listed([f"{linear}: {', '.join(waits[linear])}" for linear in rule.filling(half).linears if linear in waits])
+    return _listed([rule.delayed_said(linear) for linear in rule.filling(half).linears if linear in rule.weight_gradients])
 
 
 WHERE_AT_ONCE = "where a micro-batch's own backward follows at once"

@@ -50,6 +50,10 @@ DEFERRED = f"""\
 #                 {_WAITS}; of a stage: the most bytes that they may hold meanwhile
 """
 """Added to the header of plans that delay weight gradients."""
+IN_PIECES = """\
+#   weight_gradient_pieces  of a rule: their weight gradients run in so many pieces, one where a wait is named
+"""
+"""Added if any is cut into pieces."""
 PACED = """\
 #   pace_bytes    of offload: micro-batches go whose own backward follows at once, too, so many bytes beside one half's forward;
 #                 with half_by_half: all every micro-batch goes so, and comes back within its own backward
@@ -95,6 +99,8 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 def dump_plan(plan: Plan) -> str:
     """The text of a plan file, with an explanatory header."""
     header = HEADER.replace(_END, DEFERRED + _END) if any(stage.defers for stage in plan.stages) else HEADER
+    if any(rule.weight_gradient_pieces for stage in plan.stages for rule in stage.rules):
+        header = header.replace(_END, IN_PIECES + _END)
     if any(stage.offload is not None and stage.offload.pace_bytes is not None for stage in plan.stages):
         header = header.replace(_END, PACED + _END)
     if any(rule.checkpoint is not None for stage in plan.stages for rule in stage.rules):
@@ -131,7 +137,7 @@ def _in_lines(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rule(rule: dict[str, Any]) -> dict[str, Any]:
-    lines = _flow(rule, "checkpoint", "keep", "recompute", "windows", "gather")
+    lines = _flow(rule, "checkpoint", "keep", "recompute", "windows", "gather", "weight_gradient_pieces")
     if any(isinstance(window, dict) for window in rule.get("windows", {}).values()):
         lines["windows"] = _flow(rule["windows"], *HALVES)  # a line for each half, or they would be long
     if deferred := rule.get("weight_gradients"):

@@ -153,11 +153,20 @@ class Rule(Part):
     gather: Gather = Gather()
     weight_gradients: dict[str, tuple[WaitName, ...]] = Field(default_factory=dict)
     """Linears that delay their weight gradients, and the waits in which these may run; the first wait runs the oldest one."""
+    weight_gradient_pieces: dict[str, Annotated[int, Field(ge=2, le=8)]] = Field(default_factory=dict)
+    """Linears whose delayed weight gradients are cut into so many blocks of rows, or experts' into groups of experts. Each wait
+    that is named runs one piece, as often as it is named."""
+
+    def delayed_said(self, linear: str) -> str:
+        """Return a linear with the waits of its delayed weight gradient, in words."""
+        pieces = self.weight_gradient_pieces.get(linear)
+        return f"{linear}{f' in {pieces} pieces' if pieces else ''}: {', '.join(self.weight_gradients[linear])}"
 
     @property
     def treatment(self) -> object:
         """The rule without its layers. Window names are relative, so it is equal for layers with equal treatment."""
-        return self.checkpoint, self.ahead, self.keep, self.recompute, self.windows, self.gather, self.weight_gradients
+        recomputed = self.checkpoint, self.ahead, self.keep, self.recompute, self.windows, self.gather
+        return *recomputed, self.weight_gradients, self.weight_gradient_pieces
 
     def checkpoints(self, half: Half) -> bool:
         return self.checkpoint is not None and self.checkpoint != HALVES[half == HALVES[0]]
@@ -298,8 +307,14 @@ class Rule(Part):
                 yield f"weight_gradients.{linear} is no linear of a layer: there are {', '.join(linears)}"
             elif not waits:
                 yield f"weight_gradients.{linear} names no wait: leave it out, and it is computed where stock computes it"
-            for wait in dict.fromkeys(wait for wait in waits if waits.count(wait) > 1):
-                yield f"weight_gradients.{linear} names {wait} twice"
+            pieces = self.weight_gradient_pieces.get(linear, 1)
+            for wait in dict.fromkeys(wait for wait in waits if waits.count(wait) > pieces):
+                often = "twice" if pieces == 1 else f"{waits.count(wait)} times, but has {pieces} pieces"
+                yield f"weight_gradients.{linear} names {wait} {often}"
+        for linear, pieces in self.weight_gradient_pieces.items():
+            if (named := len(self.weight_gradients.get(linear, ()))) < pieces:
+                todo = f"name {pieces}, or one of them several times"
+                yield f"weight_gradient_pieces.{linear} is {pieces}, but weight_gradients.{linear} names {named} waits: {todo}"
 
     def _stops(self, half: Half) -> Iterator[str]:
         section = self.filling(half)

@@ -49,18 +49,19 @@ def _planned(rule: Rule, layer: int, section: Section, experts: bool) -> Planned
         for linear in (reversed(section.linears) if rule.weight_gradients else ())
         if linear in rule.weight_gradients
     }
+    pieces = {linear: rule.weight_gradient_pieces[linear] for linear in deferred if linear in rule.weight_gradient_pieces}
     if rule.checkpoints(half):
         behind = rule.fed_behind(layer, half)
         again = section.run_again(whole=behind > 0)
         ahead = ahead_to(section, experts=experts, feeds=behind > 0) if rule.ahead else None
         gathers = rule.gathers_ahead and may_gather_ahead(section, experts=experts, feeds=behind > 0)
-        planned = PlannedHalf(layer, section, again, checkpoint=True, fed_behind=behind, deferred=deferred)
+        planned = PlannedHalf(layer, section, again, checkpoint=True, fed_behind=behind, deferred=deferred, pieces=pieces)
         place = ON_DEMAND_PLACE if behind else _place(rule, layer, half, "steady")
         return replace(planned, steady=place, cooldown=place, ahead_to=ahead, gathers_ahead=gathers)
     if not (recompute := rule.recomputed_in(half)):
-        return PlannedHalf(layer, section, deferred=deferred)
+        return PlannedHalf(layer, section, deferred=deferred, pieces=pieces)
     steady, cooldown = (_place(rule, layer, half, phase) for phase in BACKWARD_PHASES)
-    return PlannedHalf(layer, section, recompute, steady, cooldown, deferred=deferred)
+    return PlannedHalf(layer, section, recompute, steady, cooldown, deferred=deferred, pieces=pieces)
 
 
 def _place(rule: Rule, layer: int, half: Half, phase: BackwardPhase) -> Place:

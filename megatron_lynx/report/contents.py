@@ -133,11 +133,7 @@ def _treatment(plan: Plan, entry: Stage, rule: Rule, half: Half) -> Treatment:
         half=half,
         items=[(item, "recompute" if item in recomputed else "keep") for item in section.names],
         window=_place(plan, entry, rule, half) if recomputed else "",
-        deferred=[
-            f"{linear}: {', '.join(rule.weight_gradients[linear])}"
-            for linear in section.linears
-            if linear in rule.weight_gradients
-        ],
+        deferred=[rule.delayed_said(linear) for linear in section.linears if linear in rule.weight_gradients],
         gather=" / ".join(_by_phase(rule.gather.of(half, "steady"), rule.gather.of(half, "cooldown"))),
     )
 

@@ -4,6 +4,7 @@
                                                                  ▼
     linear_fc1(3)   [micro-batch 0] [micro-batch 1]          a wait, or a flush ──> the oldest of a linear, or of a chunk
     experts_fc1(3)  [0, expert 0] [0, expert 1] [1, ...      a wait takes those of all experts of a micro-batch
+    linear_fc2(3)   [0, piece 0] [0, piece 1] [1, piece 0]   a wait takes one piece; the operands stay until the last one
 
 Additions to a parameter's gradient keep their order, so that each sum equals stock's in every bit. An entry owns its operands,
 and their bytes count until it is computed.
@@ -34,11 +35,17 @@ class Entry:
     chunk: int
     micro_batch: int
     """Number over the whole run."""
-    compute: Callable[[], None]
+    compute: Callable[[], object]
     """Adds the weight gradient to where it belongs."""
     blocks: Mapping[int, int]
     """Bytes of each block of memory that its operands hold, by address. Entries of experts may share blocks."""
     surroundings: Any = ()
+    piece: int = 0
+    """Which of the pieces of its weight gradient; for experts, which group of them."""
+
+    def joins(self, other: Entry) -> bool:
+        """Return whether it runs in the same wait as an earlier entry of its linear."""
+        return (self.micro_batch, self.piece) == (other.micro_batch, other.piece)
 
 
 class Pending:
@@ -71,10 +78,10 @@ class Pending:
         self._bytes[entry.chunk] = self.bytes_with(entry.chunk, entry.blocks)
         self._holders.update((entry.chunk, block) for block in entry.blocks)
 
-    def take(self, linear: Linear, micro_batch: int | None = None) -> Entry | None:
-        """Remove and return the oldest entry of a linear; None if there is none or it is not of `micro_batch` (when given)."""
+    def take(self, linear: Linear, taken: Entry | None = None) -> Entry | None:
+        """Remove and return the oldest entry of a linear; None if there is none or it does not join the one `taken` before."""
         queue = self._of.get(linear)
-        if not queue or micro_batch not in (None, queue[0].micro_batch):
+        if not queue or not (taken is None or queue[0].joins(taken)):
             return None
         entry = queue.popleft()
         del self._in_order[entry.chunk][entry]

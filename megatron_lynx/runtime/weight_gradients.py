@@ -1,7 +1,7 @@
 """Delays weight gradients: which ones backward leaves, and when they are computed.
 
     backward of a half      puts_off? ──yes──> put_off: an entry is pending         ──no──> catch_up, then computed at once
-    a wait                  run(linear): the oldest one of each linear that the plan has there            filled
+    a wait                  run(linear): the oldest one, or piece, of each linear that the plan has there filled
     its gradient is sent    the same (`pipe.send_backward`); the stage before need not wait for them      filled
     too many bytes          the oldest ones of the chunk run at once                                      flushed
     the last backward       flush(chunk): all remaining ones run, after its gradient is sent              flushed
@@ -15,7 +15,7 @@ Delays follow from the plan and the schedule's order only (rule R1). Outside of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -69,13 +69,13 @@ class WeightGradients:
             return False
         return not (ledger.completes_gradients and self._reduced_in_backward())
 
-    def put_off(self, linear: Linear, operands: Iterable[Tensor], compute: Callable[[], None]) -> None:
+    def put_off(self, linear: Linear, operands: Iterable[Tensor], pieces: Mapping[int, Callable[[], object]]) -> None:
         """Delay a weight gradient; if it does not fit, compute the oldest ones first.
 
         Args:
             linear: for which `puts_off` returned True.
             operands: every tensor whose memory the computation holds.
-            compute: adds the gradient to where it belongs.
+            pieces: each adds a part of the gradient to where it belongs, by its index; one if it is not cut.
         """
         frame = self._progress.ledger.entered
         assert frame is not None, "a weight gradient is put off in its half's backward"
@@ -83,12 +83,14 @@ class WeightGradients:
         blocks, limit_bytes = blocks_of(operands), self._policies[chunk].most_delayed_bytes
         while pending.bytes_with(chunk, blocks) > limit_bytes and (oldest := pending.take_oldest(chunk)) is not None:
             self._compute(oldest, FLUSHED)
-        entry = Entry(linear, frame.policy.half, chunk, frame.micro_batch.number, compute, blocks, self._surroundings.capture())
-        counts.deferred += 1
-        if sum(blocks.values()) > limit_bytes:
-            self._compute(entry, FLUSHED)
-            return
-        pending.add(entry)
+        half, number, surroundings = frame.policy.half, frame.micro_batch.number, self._surroundings.capture()
+        counts.deferred += len(pieces)
+        for piece, compute in pieces.items():
+            entry = Entry(linear, half, chunk, number, compute, blocks, surroundings, piece)
+            if sum(blocks.values()) > limit_bytes:
+                self._compute(entry, FLUSHED)
+            else:
+                pending.add(entry)
         counts.deferred_bytes = max(counts.deferred_bytes, pending.bytes)
 
     def catch_up(self, linear: Linear) -> None:
@@ -97,11 +99,10 @@ class WeightGradients:
             self._compute(entry, FLUSHED)
 
     def run(self, linear: Linear, window: str) -> None:
-        """Compute a linear's oldest weight gradient in a wait, if any; for experts, those of all experts of one micro-batch."""
-        micro_batch = None
-        while (entry := self._progress.pending.take(linear, micro_batch)) is not None:
-            self._compute(entry, window)
-            micro_batch = entry.micro_batch
+        """Compute a linear's oldest weight gradient or piece in a wait, if any; for experts, of all or a group of them."""
+        taken = None
+        while (taken := self._progress.pending.take(linear, taken)) is not None:
+            self._compute(taken, window)
 
     def flush(self, chunk: int) -> None:
         """Compute all pending ones of a chunk, the oldest first."""

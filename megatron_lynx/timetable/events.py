@@ -14,7 +14,7 @@ Moments and tasks of a pass:
     recompute         a half, or the part of it between two items
     begin             a checkpointed half up to an item, whose communication is left in flight
     gather            the input of a half, once for its recomputation and its backward (sequence parallelism)
-    weight_gradient   the oldest pending one of a linear, of any micro-batch
+    weight_gradient   the oldest pending one of a linear, or piece of one, of any micro-batch
 
 A checkpoint communicates as its forward did, so it is recomputed where backward enters it, after the halves before it that return
 its input. It may begin ahead; its communication is then in flight while the layer above runs backward:
@@ -201,6 +201,8 @@ class PlannedHalf:
     cooldown: Place = ON_DEMAND_PLACE
     deferred: Mapping[str, tuple[Window, ...]] = field(default_factory=dict)
     """By linear in backward order, the waits of its delayed weight gradient: each takes the oldest pending one."""
+    pieces: Mapping[str, int] = field(default_factory=dict)
+    """By linear whose delayed weight gradient is cut, the number of its pieces: each wait takes the oldest pending piece."""
     checkpoint: bool = False
     """Whether it keeps at most its input: all of `recompute` is recomputed on demand, including communication. If its place is
     the first wait of its own backward, the part after its last communication runs there."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_lynx.apply.hooks.pieces import Cutter
 from megatron_lynx.apply.hooks.weight_gradients import LinearOf, _Store
 from megatron_lynx.figures import Figures
 from megatron_lynx.runtime.pending import Pending
@@ -35,7 +36,7 @@ class Backward:
         progress: Any = self.progress
         self.gradients = WeightGradients(progress, [deferral], Surroundings(()), reduced_in_backward=lambda: True)
         module = SimpleNamespace(apply_bias=False, gemm_bias_unfused_add=False)
-        self.store = _Store(None, self.gradients, FC1, module)  # type: ignore[arg-type]
+        self.store = _Store(None, self.gradients, FC1, module, Cutter())  # type: ignore[arg-type]
         self.order: list[int] = []
 
     def of(self, micro_batch: int, *, last: bool = False) -> None:

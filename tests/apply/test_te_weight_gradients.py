@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_lynx.anatomy import ATTENTION, EXPERTS, EXPERTS_LINEARS
+from megatron_lynx.anatomy import LINEARS as DENSE_LINEARS
 from megatron_lynx.anatomy.address import is_forward
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
@@ -23,6 +24,7 @@ from ..transparency.offloaded import offloading
 from ..transparency.plans import plan_for, recomputable
 from ..transparency.test_deferring_experts import LINEARS, into_exchanges, plans
 from ..transparency.test_experts import STATEFUL
+from ..transparency.test_pieces import in_pieces
 from ..transparency.test_weight_gradients import counts_of
 from ..transparency.trials import Trial
 from . import on_ranks
@@ -103,6 +105,26 @@ def test_other_releases(release, core):
                 assert all(counts.filled == counts.deferred > 0 for counts in both)
 
 
+def check_pieces(pool: RankPool) -> None:
+    """Of BF16, with gradients reduced in backward."""
+    job = te_job(None, "llama", "TP2+SP")
+    cut = [in_pieces(plan, dict.fromkeys(DENSE_LINEARS, 2)) for plan in plans_of(job)]
+    trial = Trial(training=OVERLAPPED, model=FUSED)
+    for both in counts_of(lambda ranks: pool, job, [*plans_of(job), *cut], trial):
+        assert [counts.deferred for counts in both[2:]] == [2 * counts.deferred for counts in both[:2]]
+        assert all(counts.filled > 0 for counts in both)
+
+
+def test_in_pieces(pool_of):
+    check_pieces(pool_of(2))
+
+
+@pytest.mark.parametrize(("release", "core"), long(("2.20", "0.18"), ("2.14", "0.17"), ("2.17", "0.19")))
+def test_in_pieces_of_other_releases(release, core):
+    with pool_with(release, 2, core) as pool:
+        check_pieces(pool)
+
+
 def experts_job() -> Job:
     experts = {"count": 4, "per_token": 2, "ffn": 32, "shared_ffn": 32}
     fields = {"layers": 2, "replicas": 2, "expert": 2, "experts": experts, "bias": False, "dtype": "bf16"}
@@ -121,6 +143,18 @@ def check_experts(pool_of: Callable[[int], RankPool], *, grouped: bool) -> None:
         assert whole.deferred == entries * job.model.layers * (job.microbatches - 1), "a grouped GEMM is one entry"
         assert whole.filled > bounded.filled > 0
         assert bounded.deferred_bytes <= 9_000
+
+
+def test_experts_in_groups(pool_of):
+    """The GEMMs of one of a rank's two experts, then those of the other one."""
+    job = experts_job()
+    plan = deferring(plans(job)[0], EXPERTS.linears, into_exchanges)
+    cut = in_pieces(plan, dict.fromkeys(EXPERTS.linears, 2))
+    model = FUSED | STATEFUL | {"moe_grouped_gemm": True}
+    trial = Trial(training=OVERLAPPED | {"optimizer": "megatron"}, model=model, steps=3)
+    for whole, pieces in counts_of(pool_of, job, [plan, cut], trial):
+        assert pieces.deferred == 2 * whole.deferred > 0
+        assert pieces.filled > whole.filled
 
 
 @pytest.mark.parametrize("grouped", [True, *long(False)])

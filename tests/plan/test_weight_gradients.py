@@ -13,13 +13,20 @@ ALL = {"layers": "1-2", "keep": [*KEPT, *RECOMPUTED]}
 
 
 def plan_of(
-    waits: dict[str, list[str]] | None = None, *, at: int = 0, bound: int | None = 1 << 20, **facts: Any
+    waits: dict[str, list[str]] | None = None,
+    *,
+    pieces: dict[str, int] | None = None,
+    at: int = 0,
+    bound: int | None = 1 << 20,
+    **facts: Any,
 ) -> dict[str, Any]:
     """Two stages of two layers; those of stage `at` defer."""
     data = small_plan() | {"parallel": {"tensor": 2, "pipeline": 2}} | facts
     for stage, layers in zip(data["stages"], ("1-2", "3-4"), strict=True):
         stage |= {"ahead_depth": 0, "rules": [ALL | {"layers": layers}]}
     stage = data["stages"][at]
+    if pieces is not None:
+        stage["rules"][0]["weight_gradient_pieces"] = pieces
     if waits is not None:
         stage["rules"][0]["weight_gradients"] = waits
     if bound is not None:
@@ -47,6 +54,16 @@ def test_the_send_of_a_gradient() -> None:
     Plan.model_validate(plan_of({"linear_qkv": ["pipe.send_backward"]}, at=1, parallel={"tensor": 1, "pipeline": 2}))
 
 
+def test_pieces_have_a_wait_each() -> None:
+    plan = Plan.model_validate(
+        plan_of({"linear_fc1": ["bwd.mlp.0", "bwd.attention.0", "bwd.attention.0"]}, pieces={"linear_fc1": 3})
+    )
+    assert "weight_gradient_pieces: {linear_fc1: 3}\n" in (text := dump_plan(plan))
+    assert "linear_fc1: [bwd.mlp.0, bwd.attention.0, bwd.attention.0]" in text
+    assert "#   weight_gradient_pieces" in text
+    assert Plan.model_validate(plan.model_dump()) == plan
+
+
 def test_layers_below_come_later() -> None:
     """Of layer 2 only: layer 1 of this stage has none below."""
     data = plan_of({"linear_fc1": ["bwd.attention.0", "bwd.mlp.0-1"]})
@@ -71,6 +88,10 @@ SEQUENCE_PARALLEL = {"parallel": {"tensor": 2, "pipeline": 2, "sequence_parallel
         (plan_of({"linear_fc3": ["bwd.mlp.0"]}), "weight_gradients.linear_fc3 is no linear of a layer: there are linear_qkv, "),
         (plan_of({"linear_fc1": []}), "weight_gradients.linear_fc1 names no wait"),
         (plan_of({"linear_fc1": ["bwd.mlp.0", "bwd.mlp.0"]}), "weight_gradients.linear_fc1 names bwd.mlp.0 twice"),
+        (plan_of({"linear_fc1": 3 * ["bwd.mlp.0"]}, pieces={"linear_fc1": 2}), "names bwd.mlp.0 3 times, but has 2 pieces"),
+        (plan_of({"linear_fc1": ["bwd.mlp.0"]}, pieces={"linear_fc1": 2}), "is 2, but weight_gradients.linear_fc1 names 1 waits"),
+        (plan_of({"linear_fc1": ["bwd.mlp.0"]}, pieces={"linear_fc2": 2}), "is 2, but weight_gradients.linear_fc2 names 0 waits"),
+        (plan_of({"linear_fc1": ["bwd.mlp.0"]}, pieces={"linear_fc1": 1}), "greater than or equal to 2"),
         (plan_of({"linear_fc1": ["on_demand"]}), "no such name"),
         (plan_of({"linear_fc1": ["bwd.mlp.0"]}, bound=None), "rules defer weight gradients, so weight_gradients.bytes must say"),
         (plan_of(None), "weight_gradients.bytes is 1048576, but no rule defers weight gradients"),

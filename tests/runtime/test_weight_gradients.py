@@ -73,8 +73,8 @@ def test_experts_share_the_block_of_their_rows() -> None:
     for number, one in enumerate(experts):
         assert pending.bytes_with(0, one.blocks) == 110 + 10 * number
         pending.add(one)
-    assert pending.take(experts[0].linear, 1) is None, "the oldest is of another micro-batch"
-    assert [pending.take(one.linear, 0) for one in experts[:3]] == [*experts[:2], None]
+    assert pending.take(experts[0].linear, experts[2]) is None, "the oldest is of another micro-batch"
+    assert [pending.take(one.linear, experts[0]) for one in experts[:3]] == [*experts[:2], None]
     assert pending.bytes_of(0) == 120
     assert pending.take_oldest(0) is experts[2]
     assert (pending.bytes_of(0), pending.take_oldest(0), pending.bytes) == (110, experts[3], 0)
@@ -107,9 +107,9 @@ def test_one_that_is_larger_than_all_that_may_be_pending_is_computed_at_once() -
     """Behind those before it: each sum is stock's in every bit."""
     gradients, progress = in_backward_of(3, most_bytes=100)
     ran: list[str] = []
-    gradients.put_off(FC1, [torch.empty(20)], lambda: ran.append("small"))
+    gradients.put_off(FC1, [torch.empty(20)], {0: lambda: ran.append("small")})
     assert (ran, progress.pending.bytes) == ([], 80)
-    gradients.put_off(FC1, [torch.empty(30)], lambda: ran.append("large"))
+    gradients.put_off(FC1, [torch.empty(30)], {0: lambda: ran.append("large")})
     assert (ran, progress.pending.bytes) == (["small", "large"], 0)
     assert (progress.counts.deferred, progress.counts.flushed, progress.counts.deferred_bytes) == (2, 2, 80)
 

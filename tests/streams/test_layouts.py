@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_lynx.anatomy import LINEARS
 from megatron_lynx.anatomy.address import is_forward
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
@@ -19,6 +20,7 @@ from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, recomputable
 from tests.transparency.test_every_bit import OVERLAPPED
 from tests.transparency.test_offload import chunk_bytes
+from tests.transparency.test_pieces import in_pieces
 from tests.transparency.trials import Trial
 
 from . import on_ranks
@@ -88,6 +90,10 @@ def filling_later(job: Job) -> Plan:
     return deferring(offloading(recomputing(job), chunk_bytes(job) // 2), chosen=is_forward)
 
 
+def filling_in_pieces(job: Job) -> Plan:
+    return in_pieces(filling(job), dict.fromkeys(LINEARS, 2))
+
+
 DEFERRED: dict[str, Any] = {"training": {"ddp": True}, "model": {"gradient_accumulation_fusion": True}}
 
 CASES: dict[str, tuple[dict[str, Any], list[Any], Trial, bool]] = {
@@ -97,7 +103,12 @@ CASES: dict[str, tuple[dict[str, Any], list[Any], Trial, bool]] = {
     "sequence parallel, gone on in waits": ({**SP, "hidden_dropout": 0.0}, [gone_on], Trial(steps=2), False),
     "sequence parallel, gathered once": (SP, [recomputing], Trial(steps=2), False),
     "sequence parallel, gathered on demand": (SP, [lambda job: recomputing(job, windows=False)], Trial(steps=2), False),
-    "weight gradients in waits, sequence parallel": (SP, [filling, filling_later], Trial(steps=2, **DEFERRED), False),
+    "weight gradients in waits, sequence parallel": (
+        SP,
+        [filling, filling_later, filling_in_pieces],
+        Trial(steps=2, **DEFERRED),
+        False,
+    ),
     "weight gradients in waits, TP2xPP2xVPP2": (ALL_FOUR, [filling_later], Trial(steps=1, **DEFERRED), False),
     "PP4": (PP4, [recomputing], Trial(steps=1), False),
     "PP4, offloaded": (PP4, [leaving], Trial(steps=1, model=NO_SYNC), False),

@@ -18,9 +18,9 @@ Passes through when   the call is not the backward of such a linear (recognised 
 from __future__ import annotations
 
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from megatron_lynx.anatomy import EXPERTS_LINEARS, Half, Role
 from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.apply.hook import Claim
+from megatron_lynx.apply.hooks.pieces import Cutter, Gemm, parts, refused_pieces, te_gemm, te_gemm_alone
 from megatron_lynx.apply.hooks.sites import modules_named
 from megatron_lynx.apply.kinds import sections_in
 from megatron_lynx.apply.live_run import LiveRun, layers_in, recipe_of
@@ -52,6 +53,10 @@ class LinearOf(NamedTuple):
     role: Role
     expert: int | None = None
     """Index of the rank's expert, if several run one by one."""
+    pieces: int = 1
+    """Number of pieces into which its weight gradient is cut (`hooks.pieces`)."""
+    piece: int = 0
+    """Which of these its expert is in, if experts run one by one."""
 
     @property
     def frame(self) -> FrameKey:
@@ -82,10 +87,14 @@ def deferring_linears(plan: Plan, run: LiveRun) -> dict[LinearOf, Module]:
     linears: dict[LinearOf, Module] = {}
     for entry in plan.chunks_of(run.stage):
         for layer in entry.layers:
-            names = entry.rule_for(layer).weight_gradients
-            for section in sections_in(run.layers[layer]) if names else ():
-                for item, expert, module in modules_named(section, run.layers[layer], names):
-                    linears[LinearOf(layer, section.half, item.name, item.role, expert)] = module
+            rule = entry.rule_for(layer)
+            for section in sections_in(run.layers[layer]) if rule.weight_gradients else ():
+                named = list(modules_named(section, run.layers[layer], rule.weight_gradients))
+                numbers = Counter(item.name for item, _, _ in named)
+                for item, expert, module in named:
+                    pieces = rule.weight_gradient_pieces.get(item.name, 1)
+                    piece = 0 if expert is None else expert * pieces // numbers[item.name]
+                    linears[LinearOf(layer, section.half, item.name, item.role, expert, pieces, piece)] = module
     return linears
 
 
@@ -106,6 +115,12 @@ def refused_deferrals(plan: Plan, run: LiveRun) -> Iterator[Problem]:
         problems = (unfit(linear, module, run) for linear, module in linears.items())
         yield from islice(filter(None, problems), 1)  # the first stands for all
     yield from _too_small(plan, run, linears)
+    numbers = Counter(linear.linear for linear in linears)
+    for linear, module in linears.items():
+        experts = numbers[linear.linear] * len(weights_of(module)) if linear.of_experts else 0
+        if refused_here := list(refused_pieces(linear.place, module, experts, linear.pieces, fp8=run.fp8)):
+            yield from refused_here
+            return  # the first stands for all
 
 
 def _ungraded(linear: LinearOf, module: Module, run: LiveRun) -> Problem | None:
@@ -163,9 +178,24 @@ def _least_bytes(plan: Plan, run: LiveRun, linear: LinearOf, module: Module) -> 
     return int(tokens * (inputs + outputs) * bits // 8)
 
 
-def claims(engine: Engine, linears: Mapping[LinearOf, Module]) -> Iterator[Claim]:
+def _cutter(plan: Plan, run: LiveRun, linears: Mapping[LinearOf, Module], gemm_of: Callable[[Any], Gemm]) -> Cutter:
+    """Compare all shapes that are planned in pieces. `gemm_of`: by type of the `main_grad`."""
+    cutter = Cutter()
+    for linear, module in linears.items():
+        if linear.pieces > 1 and not linear.of_experts:
+            (weight,) = weights_of(module)
+            tokens = plan.model.seq // run.context * plan.batch.micro
+            cutter.prove(gemm_of(weight.main_grad.dtype), weight, tokens, linear.pieces)  # type: ignore[attr-defined]
+    cutter.say_whole()
+    return cutter
+
+
+def claims(engine: Engine, plan: Plan, run: LiveRun, linears: Mapping[LinearOf, Module]) -> Iterator[Claim]:
     from megatron.core.tensor_parallel import layers
 
+    extension = layers.fused_weight_gradient_mlp_cuda
+    gemms = {torch.float32: extension.wgrad_gemm_accum_fp32}
+    cutter = _cutter(plan, run, linears, lambda dtype: gemms.get(dtype, extension.wgrad_gemm_accum_fp16))
     of_half: dict[FrameKey, dict[LinearOf, Module]] = defaultdict(dict)
     for linear, module in linears.items():
         of_half[linear.frame][linear] = module
@@ -179,17 +209,19 @@ def claims(engine: Engine, linears: Mapping[LinearOf, Module]) -> Iterator[Claim
             linear = owners[half].of(main_grad) if half in owners else None
             if linear is None:
                 original(total_input, grad_output, main_grad)
-            elif gradients.puts_off(linear):
+            elif gradients.puts_off(linear.linear):
                 operands = total_input.detach(), grad_output.detach()
-                gradients.put_off(linear, operands, lambda: original(*operands, main_grad))
+                pieces = None if linear.of_experts else cutter.cut(original, operands, main_grad, linear.pieces)
+                whole = {linear.piece: partial(original, *operands, main_grad)}
+                gradients.put_off(linear.linear, operands, pieces or whole)
             else:
-                gradients.catch_up(linear)
+                gradients.catch_up(linear.linear)
                 original(total_input, grad_output, main_grad)
 
         return accumulate
 
     for name in ("wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16"):
-        yield Claim(layers.fused_weight_gradient_mlp_cuda, name, hooked, "adds a weight gradient to where it lies")
+        yield Claim(extension, name, hooked, "adds a weight gradient to where it lies")
 
 
 class _Owners:
@@ -199,19 +231,20 @@ class _Owners:
         self._linears = linears
         self._known = WeakIdKeyDictionary()
 
-    def of(self, main_grad: Tensor) -> Linear | None:
+    def of(self, main_grad: Tensor) -> LinearOf | None:
         if main_grad not in self._known:
             having = (of for of, module in self._linears.items() if getattr(module.weight, "main_grad", None) is main_grad)
-            self._known[main_grad] = next((of.linear for of in having), None)
-        linear: Linear | None = self._known[main_grad]
+            self._known[main_grad] = next(having, None)
+        linear: LinearOf | None = self._known[main_grad]
         return linear
 
 
-def te_claims(engine: Engine, linears: Mapping[LinearOf, Module]) -> Iterator[Claim]:
+def te_claims(engine: Engine, plan: Plan, run: LiveRun, linears: Mapping[LinearOf, Module]) -> Iterator[Claim]:
+    cutter = _cutter(plan, run, linears, lambda dtype: te_gemm_alone())
     for linear, module in linears.items():
 
         def hooked(original: Any, linear: LinearOf = linear, module: Module = module) -> Any:
-            return _Store(original, engine.weight_gradients, linear, module)
+            return _Store(original, engine.weight_gradients, linear, module, cutter)
 
         yield Claim(module, "wgrad_store", hooked, "is asked whether to compute a weight gradient now", linear.place)
 
@@ -219,10 +252,11 @@ def te_claims(engine: Engine, linears: Mapping[LinearOf, Module]) -> Iterator[Cl
 class _Store:
     """Replaces one linear's `WeightGradStore`."""
 
-    def __init__(self, original: Any, gradients: WeightGradients, linear: LinearOf, module: Any) -> None:
+    def __init__(self, original: Any, gradients: WeightGradients, linear: LinearOf, module: Any, cutter: Cutter) -> None:
         self._original = original
         self._gradients = gradients
         self._half, self._linear = linear.frame, linear.linear
+        self._of, self._cutter = linear, cutter
         self._module = module
 
     def delay_wgrad_compute(self) -> bool:
@@ -244,12 +278,23 @@ class _Store:
                 self._add_to_bias(made[1])
 
         if self._gradients.puts_off(self._linear):
-            self._gradients.put_off(self._linear, memory_of(operands[:2]), compute)
+            pieces = self._pieces(operands, func) if self._of.pieces > 1 else None
+            self._gradients.put_off(self._linear, memory_of(operands[:2]), pieces or {self._of.piece: compute})
         else:
             self._gradients.catch_up(self._linear)
             compute()
         if self._makes_bias_gradient and type(operands[1]) is Tensor:
             self._module.bias.grad = torch.zeros_like(self._module.bias)  # DDP's hook needs one; adding zeros changes nothing
+
+    def _pieces(self, operands: Sequence[Any], func: Callable[..., Any]) -> dict[int, Callable[[], object]] | None:
+        """Pieces of a weight gradient that is cut; None if it stays whole. A grouped linear has lists of all experts."""
+        if not self._of.of_experts:
+            gemm, out = te_gemm(func)
+            return self._cutter.cut(gemm, (operands[0], operands[1]), out, self._of.pieces)
+        if self._of.expert is not None:
+            return None
+        groups = enumerate(parts(len(operands[0]), self._of.pieces))
+        return {piece: partial(func, *(operand[group] for operand in operands)) for piece, group in groups}
 
     @property
     def _makes_bias_gradient(self) -> bool:
