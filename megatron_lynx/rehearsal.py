@@ -282,7 +282,7 @@ def treated_halves(stage: Stage, planned: Iterable[PlannedHalf], prices: Prices)
 
 
 def _host_s(half: PlannedHalf, prices: Prices, *, offloads: bool) -> HostSeconds:
-    deferred = len(half.deferred)
+    deferred = sum(half.pieces.get(linear, 1) for linear in half.deferred)
     return prices.host(half.section, half.recompute, checkpointed=half.checkpoint, offloads=offloads, deferred=deferred)
 
 

@@ -65,7 +65,7 @@ def half_host_s(
     offloads: bool = False,
     deferred: int = 0,
 ) -> HostSeconds:
-    """Return the host time of one half under a plan. `deferred`: number of linears with delayed weight gradients.
+    """Return the host time of one half under a plan. `deferred`: number of delayed weight gradients and pieces.
 
     A checkpoint counts as a half recomputed whole; it gathers its input as in forward.
     """

@@ -67,18 +67,35 @@ class Prices:
         return self.profile.message_bytes
 
 
+PIECES_SLOWER = 0.06
+"""k pieces take k ** PIECES_SLOWER times as long as the whole: 1.04 and 1.09 for 2 and 4, as `Matmul.gemm_s` says for `linear_fc1`
+of Llama 3 405B on an H100."""
+
+
 class WeightGradient(NamedTuple):
-    """One linear's, for one micro-batch."""
+    """One linear's, or a piece of it, for one micro-batch."""
 
     seconds: float
     input_bytes: int
     """Its input, all rows."""
     gradient_bytes: int
     """Gradient of its output, all rows."""
+    in_rows: bool = True
+    """Whether its pieces are rows of the weight, not experts."""
+    copied_bytes: int = 0
+    """Its rows of the gradient, copied while it runs."""
 
     @property
     def bytes(self) -> int:
         return self.input_bytes + self.gradient_bytes
+
+    def cut(self, pieces: int) -> tuple[WeightGradient, ...]:
+        """Return its pieces in order. The operands are the last one's."""
+        if pieces == 1:
+            return (self,)
+        seconds = self.seconds / pieces * (pieces**PIECES_SLOWER if self.in_rows else 1)
+        last = self._replace(seconds=seconds, copied_bytes=self.gradient_bytes // pieces if self.in_rows else 0)
+        return (*[last._replace(input_bytes=0, gradient_bytes=0)] * (pieces - 1), last)
 
 
 def weight_gradient(profile: Profile, section: Section, linear: str) -> WeightGradient:
@@ -86,4 +103,5 @@ def weight_gradient(profile: Profile, section: Section, linear: str) -> WeightGr
     input_bytes, gradient_bytes = planning_of(section).operands_bytes(profile, linear)
     if (recipe := profile.shape.fp8) is not None:
         input_bytes, gradient_bytes = 2 * input_bytes, 2 * cast_bytes(recipe, gradient_bytes // BF16_BYTES)
-    return WeightGradient(item.wgrad_s or item.backward_s / 2, input_bytes, gradient_bytes)
+    in_rows = not section.items[section.index(linear)].of_experts
+    return WeightGradient(item.wgrad_s or item.backward_s / 2, input_bytes, gradient_bytes, in_rows)

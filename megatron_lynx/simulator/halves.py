@@ -309,7 +309,8 @@ def _defer(walk: Walk, half: Treated, ordinal: int, parts: Segments, delayed: fr
     for linear, cost in half.deferred.items():
         if ordinal == parts.ends[linear]:
             of, reduces = Linear(half.layer, half.half, linear), not section.exchanges and linear != section.row_parallel
-            ran = walk.defer(of, cost) if linear in delayed else walk.catch_up(of)
+            pieces = cost.cut(half.planned.pieces.get(linear, 1))
+            ran = walk.defer(of, pieces) if linear in delayed else walk.catch_up(of)
             if reduces:
                 ran_s += ran
             if not reduces or ordinal < len(parts.windows_s) - 1:

@@ -218,12 +218,13 @@ class Walk:
             if task.do != "gather":
                 self.on_demand(task)
 
-    def defer(self, of: Linear, cost: WeightGradient) -> float:
+    def defer(self, of: Linear, pieces: Sequence[WeightGradient]) -> float:
         """Delay a weight gradient; return the seconds of those that must run at once to make room."""
-        start_s, entry = self.clock_s, Entry(of, self._queue.chunk, cost)
-        self._unheld[of] = cost.bytes
-        for oldest in self._queue.put(entry):
-            self._weight_gradient(oldest, 0.0, FLUSHED)
+        start_s = self.clock_s
+        self._unheld[of] = pieces[-1].bytes
+        for cost in pieces:
+            for oldest in self._queue.put(Entry(of, self._queue.chunk, cost)):
+                self._weight_gradient(oldest, 0.0, FLUSHED)
         return self.clock_s - start_s
 
     def catch_up(self, of: Linear) -> float:
@@ -277,6 +278,7 @@ class Walk:
     def _weight_gradient(self, entry: Entry, fits_s: float, window: str, interference: float = 1.0) -> None:
         """Run a weight gradient, of which `fits_s` seconds fit into the wait."""
         name = f"weight gradient {entry.of.name}({entry.of.layer})"
+        self.hold(entry.cost.copied_bytes)
         parts = ((fits_s, fits_s * interference, window), (rest_s := entry.cost.seconds - fits_s, rest_s, FLUSHED))
         for seconds, takes_s, where in parts:
             if seconds:
@@ -285,7 +287,7 @@ class Walk:
         self._filled_s += fits_s
         self._unfilled_s += rest_s
         newest = not any(queued_entry.of == entry.of for queued_entry in self._queue.pending)
-        self.hold((self._unheld.pop(entry.of, 0) if newest else 0) - entry.cost.bytes)
+        self.hold((self._unheld.pop(entry.of, 0) if newest else 0) - entry.cost.bytes - entry.cost.copied_bytes)
 
     def _span(
         self,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lynx.anatomy import DENSE
+from megatron_lynx.anatomy import DENSE, LINEARS
 from megatron_lynx.anatomy.address import is_forward
 from megatron_lynx.cost.prices import weight_gradient
 from megatron_lynx.rehearsal import rehearse
@@ -16,6 +16,7 @@ from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.profiler.made_up import made_up_profile
 from tests.transparency.test_every_bit import LAYOUTS
+from tests.transparency.test_pieces import in_pieces
 from tests.transparency.test_weight_gradients import FUSED, counts_of, nothing
 from tests.transparency.trials import Trial
 
@@ -33,10 +34,11 @@ def test_bytes_are_those_that_are_priced(pool_of: Callable[[int], RankPool], lay
 
 
 def test_counts_are_those_that_are_simulated(pool_of: Callable[[int], RankPool]) -> None:
-    """How many run in waits and how many are flushed, with room for all and with room for a few."""
+    """How many run in waits and how many are flushed, with room for all and with room for a few; whole and in pieces."""
     job = tiny_job("gpt", **LAYOUTS["TP2"])
     profile = made_up_profile(job)
     plans = [deferring(nothing(job), chosen=is_forward), deferring(nothing(job), chosen=is_forward, most_bytes=40_000)]
+    plans += [in_pieces(plan, dict.fromkeys(LINEARS, 3)) for plan in plans]
     for found in counts_of(pool_of, job, plans, Trial(training={"ddp": True}, model=FUSED)):
         for plan, counts in zip(plans, found, strict=True):
             spans = [span for span in rehearse(plan, profile).timeline().ranks[0] if span.kind == "weight_gradient"]
