@@ -200,6 +200,9 @@ class Budget(ExpertLoad):
         str | None,
         Option(metavar="RATIO", help="Share of activations that go to the host: in [0, 1], or auto. Default: the job's."),
     ] = None
+    weight_gradient_pieces: Annotated[
+        bool, Option("--weight-gradient-pieces", help="Plans may cut delayed weight gradients that are longer than a wait.")
+    ] = False
 
     @property
     def changes(self) -> dict[str, object]:
@@ -210,5 +213,6 @@ class Budget(ExpertLoad):
             "budget.share": self.share,
             "offload_ratio": None if self.offload_ratio is None else number_or_word(self.offload_ratio),
             "cluster.node.host_memory_gib": self.host_memory_gib,
+            "overlap.weight_gradient_pieces": self.weight_gradient_pieces or None,
         }
         return {place: value for place, value in said.items() if value is not None} | super().changes

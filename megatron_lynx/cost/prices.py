@@ -11,12 +11,13 @@ together, under the assumed load.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
-from megatron_lynx.anatomy import Half, Pass, Section
+from megatron_lynx.anatomy import HALVES, Half, Pass, Section
 from megatron_lynx.cost.communication import gather_lost_and_spared_s, window_lengths_s
 from megatron_lynx.cost.host import HostSeconds, half_host_s
 from megatron_lynx.cost.recompute import Checkpoint
@@ -67,9 +68,12 @@ class Prices:
         return self.profile.message_bytes
 
 
-PIECES_SLOWER = 0.06
-"""k pieces take k ** PIECES_SLOWER times as long as the whole: 1.04 and 1.09 for 2 and 4, as `Matmul.gemm_s` says for `linear_fc1`
-of Llama 3 405B on an H100."""
+PIECES_SLOWER = 0.07
+"""k pieces take k ** PIECES_SLOWER times as long as the whole GEMM: 1.05 and 1.10 for 2 and 4, the medians of 20 shapes on an
+H100 with Transformer Engine 2.17."""
+COPIED_FLOPS = 800
+"""FLOPs of a GEMM in the time in which a byte of its gradient is copied, because kernels want contiguous operands: 730 to 860 for
+the larger of these shapes."""
 
 
 class WeightGradient(NamedTuple):
@@ -80,10 +84,12 @@ class WeightGradient(NamedTuple):
     """Its input, all rows."""
     gradient_bytes: int
     """Gradient of its output, all rows."""
-    in_rows: bool = True
-    """Whether its pieces are rows of the weight, not experts."""
+    most_pieces: int = 1
+    """Into how many it may be cut."""
+    copy_s: float = 0.0
+    """Seconds to copy its gradient once; 0 for pieces that are experts, which copy nothing."""
     copied_bytes: int = 0
-    """Its rows of the gradient, copied while it runs."""
+    """Rows of the gradient that a piece copies while it runs."""
 
     @property
     def bytes(self) -> int:
@@ -93,8 +99,8 @@ class WeightGradient(NamedTuple):
         """Return its pieces in order. The operands are the last one's."""
         if pieces == 1:
             return (self,)
-        seconds = self.seconds / pieces * (pieces**PIECES_SLOWER if self.in_rows else 1)
-        last = self._replace(seconds=seconds, copied_bytes=self.gradient_bytes // pieces if self.in_rows else 0)
+        slower, copied_bytes = (pieces**PIECES_SLOWER, self.gradient_bytes // pieces) if self.copy_s else (1.0, 0)
+        last = self._replace(seconds=(slower * self.seconds + self.copy_s) / pieces, copied_bytes=copied_bytes)
         return (*[last._replace(input_bytes=0, gradient_bytes=0)] * (pieces - 1), last)
 
 
@@ -103,5 +109,11 @@ def weight_gradient(profile: Profile, section: Section, linear: str) -> WeightGr
     input_bytes, gradient_bytes = planning_of(section).operands_bytes(profile, linear)
     if (recipe := profile.shape.fp8) is not None:
         input_bytes, gradient_bytes = 2 * input_bytes, 2 * cast_bytes(recipe, gradient_bytes // BF16_BYTES)
-    in_rows = not section.items[section.index(linear)].of_experts
-    return WeightGradient(item.wgrad_s or item.backward_s / 2, input_bytes, gradient_bytes, in_rows)
+    seconds, shape = item.wgrad_s or item.backward_s / 2, profile.shape
+    if section.of_name[linear].of_experts:
+        experts = 1 if shape.experts is None else shape.experts.count // shape.expert
+        return WeightGradient(seconds, input_bytes, gradient_bytes, experts)
+    with_bias = section.half == HALVES[0] and linear != section.row_parallel  # its GEMM may make the bias gradient, too
+    in_pieces = shape.fp8 is None and not with_bias and item.flops > 0
+    copy_s = COPIED_FLOPS * gradient_bytes * seconds / item.flops if in_pieces else 0.0
+    return WeightGradient(seconds, input_bytes, gradient_bytes, sys.maxsize if in_pieces else 1, copy_s)

@@ -365,15 +365,15 @@ def _filled(decision: Decision, profile: Profile) -> Decision:
         return replace(decision, weight_gradients=f"none deferred: {why}")
     known = Known()
     ways = (True, False) if decision.job.chunks > 1 else (True,)  # several chunks: see `planner.filling`
-    return min(
-        (_placed(decision, profile, known, forwards=way) for way in ways), key=lambda candidate: candidate.simulation.step_s
-    )
+    cut = (False, True) if decision.job.overlap.weight_gradient_pieces else (False,)
+    candidates = (_placed(decision, profile, known, forwards=way, pieces=pieces) for way in ways for pieces in cut)
+    return min(candidates, key=_step_s)
 
 
-def _placed(decision: Decision, profile: Profile, known: Known, *, forwards: bool) -> Decision:
-    """Defer weight gradients into waits, with or without those of forwards."""
+def _placed(decision: Decision, profile: Profile, known: Known, *, forwards: bool, pieces: bool) -> Decision:
+    """Defer weight gradients into waits, with or without those of forwards, whole or in pieces."""
     waiting = frozenset(range(len(decision.stages))) if forwards else frozenset()
-    filler_of = partial(Filler, decision.plan, decision.job, profile, decision.simulation, known)
+    filler_of = partial(Filler, decision.plan, decision.job, profile, decision.simulation, known, pieces=pieces)
     filler = filler_of(forwards=waiting)
 
     def filled(budgets: Sequence[int], late: frozenset[int]) -> Plan:
@@ -383,7 +383,7 @@ def _placed(decision: Decision, profile: Profile, known: Known, *, forwards: boo
     found = _first_that_fits(decision, profile, filled)
     if found is None or not _faster(found[1], decision):
         return replace(decision, weight_gradients=NONE_DEFERRED)
-    said = f"deferred into waits: the step is {_gained(found[1], decision)} shorter"
+    said = f"deferred {'in pieces ' if pieces else ''}into waits: the step is {_gained(found[1], decision)} shorter"
     return _rehearsed(decision.job, profile, decision.stages, *found, said)
 
 

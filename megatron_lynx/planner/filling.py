@@ -24,7 +24,8 @@ from megatron_lynx.cost.prices import Prices
 from megatron_lynx.cost.stage import phases_of
 from megatron_lynx.plan.plan import LayerRange, Plan, Stage, WeightGradients
 from megatron_lynx.plan.rule import joined
-from megatron_lynx.planner.packing import NOWHERE, InTurns, Packed, Ways, ways_of
+from megatron_lynx.planner.packing import NOWHERE, InTurns, Linear, Packed, Wait, Ways, ways_of
+from megatron_lynx.planner.pieces import Placed, best_of, cut, placed
 from megatron_lynx.planner.rooms import Rooms
 from megatron_lynx.planner.slack import Slack, next_forward
 from megatron_lynx.profiler.profile import Profile
@@ -39,17 +40,26 @@ class Filler:
         simulation: of the plan.
         known: shared with fillers of other plans for the job.
         forwards: stages on which waits of forwards are filled, too.
+        pieces: whether weight gradients may be cut.
     """
 
     def __init__(
-        self, plan: Plan, job: Job, profile: Profile, simulation: Simulation, known: Known, *, forwards: Collection[int]
+        self,
+        plan: Plan,
+        job: Job,
+        profile: Profile,
+        simulation: Simulation,
+        known: Known,
+        *,
+        forwards: Collection[int],
+        pieces: bool = False,
     ) -> None:
         self._plan = plan
         self._job = job
         self._simulation = simulation
         prices = Prices(profile, less_in_hand_bytes(job))
         rooms = (_rooms(plan, entry, job, prices, simulation, forwards=entry.stage in forwards) for entry in plan.stages)
-        self._ways = [_WaysOfLayers(chunk_rooms, known) for chunk_rooms in rooms]
+        self._ways = [_WaysOfLayers(chunk_rooms, known, pieces) for chunk_rooms in rooms]
 
     def filled(self, budgets: Sequence[int]) -> Plan:
         """Return the plan with weight gradients in its waits; unchanged if nothing is gained or fits.
@@ -90,16 +100,21 @@ class _WaysOfLayers:
 
     rooms: Rooms
     known: Known
-    by_layer: dict[int, list[Packed]] = field(default_factory=dict)
+    pieces: bool
+    by_layer: dict[int, list[Placed]] = field(default_factory=dict)
 
-    def of(self, layer: int) -> list[Packed]:
+    def of(self, layer: int) -> list[Placed]:
         """Return the layer's ways; the first one uses no forward."""
         if layer not in self.by_layer:
-            self.by_layer[layer] = self._ways_of(layer) if self.rooms.waits(layer) else [NOWHERE]
+            waits, linears = self.rooms.waits(layer), self.rooms.linears(layer)
+            longest_s = max((wait.seconds for wait in waits), default=0.0) if self.pieces else 0.0
+            ways = ((units, self._ways_of(waits, units)) for units in cut(linears, self.rooms.cost, longest_s))
+            self.by_layer[layer] = best_of([placed(packed, units, waits) for packed in packings] for units, packings in ways)
         return self.by_layer[layer]
 
-    def _ways_of(self, layer: int) -> list[Packed]:
-        waits, linears = self.rooms.waits(layer), self.rooms.linears(layer)
+    def _ways_of(self, waits: Sequence[Wait], linears: tuple[Linear, ...]) -> list[Packed]:
+        if not waits:
+            return [NOWHERE]
         lengths_s, filled_s = (tuple(wait.seconds for wait in waits), tuple(wait.filled_s for wait in waits))
         key = lengths_s, linears
         if key not in self.known.ways:
@@ -114,7 +129,7 @@ class _Filling:
     rooms: Rooms
     slack: Slack
     ways: _WaysOfLayers
-    chosen: dict[int, Packed] = field(default_factory=dict)
+    chosen: dict[int, Placed] = field(default_factory=dict)
 
     def filled(self, *, receives: bool) -> Stage:
         layers = {layer: self.ways.of(layer) for layer in self.rooms.entry.layers}
@@ -131,47 +146,49 @@ class _Filling:
                 self._choose(-layer, other)
         return self._entry(receives)
 
-    def _choose(self, layer: int, packed: Packed) -> bool:
+    def _choose(self, layer: int, placed: Placed) -> bool:
         """Replace the layer's way by this one, if there is memory."""
         before = self.chosen.get(layer)
         if before is not None:
             self._give_back(layer, before, len(before.waits))
-        for number, (linear, wait) in enumerate(packed.waits.items()):
-            if not self.slack.takes(*self._held(layer, linear, wait)):
-                self._give_back(layer, packed, number)
+        for number, (linear, waits) in enumerate(placed.waits.items()):
+            if not self.slack.takes(*self._held(layer, linear, waits)):
+                self._give_back(layer, placed, number)
                 break
         else:
-            self.chosen[layer] = packed
+            self.chosen[layer] = placed
             return True
-        for linear, wait in [] if before is None else before.waits.items():
-            self.slack.takes(*self._held(layer, linear, wait))
+        for linear, waits in [] if before is None else before.waits.items():
+            self.slack.takes(*self._held(layer, linear, waits))
         return False
 
-    def _give_back(self, layer: int, packed: Packed, count: int) -> None:
-        for linear, wait in list(packed.waits.items())[:count]:
-            self.slack.gives_back(*self._held(layer, linear, wait))
+    def _give_back(self, layer: int, placed: Placed, count: int) -> None:
+        for linear, waits in list(placed.waits.items())[:count]:
+            self.slack.gives_back(*self._held(layer, linear, waits))
 
-    def _held(self, layer: int, linear: str, wait: str) -> tuple[int, float, float]:
+    def _held(self, layer: int, linear: str, waits: Sequence[str]) -> tuple[int, float, float]:
         """Bytes, and the times between which they are held."""
         begins_s = self.slack.begins_s((layer, self.rooms.half_of(linear)))
-        return self.rooms.cost(linear).bytes, begins_s, self.slack.opens_s(window_at(wait, layer))
+        return self.rooms.cost(linear).bytes, begins_s, max(self.slack.opens_s(window_at(wait, layer)) for wait in waits)
 
-    def _parts(self, layer: int, packed: Packed) -> Iterator[Packed]:
+    def _parts(self, layer: int, placed: Placed) -> Iterator[Placed]:
         """Yield ways with only one of the weight gradients, if each gains something alone: not if one of them hides a wait."""
         hiding = {linear.name for linear in self.rooms.linears(layer) if linear.beside is not None}
-        if len(packed.waits) > 1 and not packed.waits.keys() & hiding:
-            yield from (Packed(packed.seconds, {linear: wait}) for linear, wait in packed.waits.items())
+        if len(placed.waits) > 1 and not placed.waits.keys() & hiding:
+            yield from (Placed(placed.seconds, {linear: waits}) for linear, waits in placed.waits.items())
 
-    def _in_forwards_bytes(self, packed: Packed) -> int:
-        return sum(self.rooms.cost(linear).bytes for linear, wait in packed.waits.items() if is_forward(wait)) or 1
+    def _in_forwards_bytes(self, placed: Placed) -> int:
+        return sum(self.rooms.cost(linear).bytes for linear, waits in placed.waits.items() if any(map(is_forward, waits))) or 1
 
     def _entry(self, receives: bool) -> Stage:
         entry, rules = self.rooms.entry, []
         for rule in entry.rules:
             for layers in rule.parts:
                 waits = self._waits_of(layers)
-                deferred = {linear: _waits(wait, receives) for linear, wait in waits.items()}
-                rules.append(rule.model_copy(update={"layers": layers, "weight_gradients": deferred}))
+                pieces = {linear: len(each) for linear, each in waits.items() if len(each) > 1}
+                deferred = {linear: _waits(each, receives) for linear, each in waits.items()}
+                changes = {"layers": layers, "weight_gradients": deferred, "weight_gradient_pieces": pieces}
+                rules.append(rule.model_copy(update=changes))
         linears = {linear for rule in rules for linear in rule.weight_gradients}
         if not linears:
             return entry
@@ -179,11 +196,11 @@ class _Filling:
         bound = WeightGradients(bytes=-(-size_bytes // MIB) * MIB)
         return entry.model_copy(update={"rules": joined(rules), "weight_gradients": bound})
 
-    def _waits_of(self, layers: LayerRange) -> dict[str, str]:
-        """Weight gradients deferred by all layers of a rule, to the same wait."""
+    def _waits_of(self, layers: LayerRange) -> dict[str, tuple[str, ...]]:
+        """Weight gradients deferred by all layers of a rule, to the same waits."""
         chosen = [self.chosen[layer].waits if layer in self.chosen else {} for layer in layers]
-        return {linear: wait for linear, wait in chosen[0].items() if all(waits.get(linear) == wait for waits in chosen)}
+        return {linear: waits for linear, waits in chosen[0].items() if all(other.get(linear) == waits for other in chosen)}
 
 
-def _waits(wait: str, receives: bool) -> tuple[str, ...]:
-    return (wait, RECV_BACKWARD) if receives and is_forward(wait) else (wait,)
+def _waits(waits: tuple[str, ...], receives: bool) -> tuple[str, ...]:
+    return (*waits, *[RECV_BACKWARD] * (sum(map(is_forward, waits)) if receives else 0))

@@ -12,7 +12,7 @@ from megatron_lynx.anatomy import ATTENTION, EXPERTS_WITH_SHARED
 from megatron_lynx.anatomy.address import WindowAddress
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.cost.memory import HalfMemory
-from megatron_lynx.cost.prices import WeightGradient, weight_gradient
+from megatron_lynx.cost.prices import weight_gradient
 from megatron_lynx.cost.section import PricedSection
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import ExpertHalf, ItemProfile
@@ -103,4 +103,4 @@ def test_what_they_take_and_hold():
     widths |= {"experts_fc1": (rows * model.hidden, rows * 2 * ffn), "experts_fc2": (rows * ffn, rows * model.hidden)}
     for linear, (taken, made) in widths.items():
         wgrad_s, element = profile.of(SECTION).items[linear].wgrad_s, tokens * model.element_bytes
-        assert weight_gradient(profile, SECTION, linear) [:3] == (wgrad_s, element * taken, element * made), linear
+        assert weight_gradient(profile, SECTION, linear)[:3] == (wgrad_s, element * taken, element * made), linear

@@ -13,12 +13,16 @@ from torch import Tensor
 from megatron_lynx.anatomy import EXPERTS, LINEARS
 from megatron_lynx.anatomy.address import RECV_BACKWARD, is_forward
 from megatron_lynx.apply.hooks.pieces import Cutter, refused_pieces
+from megatron_lynx.config.job import Budget
+from megatron_lynx.cost import prices
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.rule import Rule
+from megatron_lynx.planner import decide
 from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import with_models
+from tests.profiler.made_up import made_up_profile
 from tests.transparency.queued import held_bytes
 from tests.transparency.test_deferring_experts import into_exchanges, plans, trial_of
 from tests.transparency.test_every_bit import LAYOUTS, checked
@@ -151,3 +155,19 @@ def test_one_kernel_for_all_experts_is_not_cut(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "1")
     (problem,) = refused_pieces("layer 1.experts_fc1", object(), 4, 2, fp8=False)
     assert "NVTE_USE_CUTLASS_GROUPED_GEMM unset" in problem.needed
+
+
+@pytest.mark.parametrize("layout", ["TP2", "TP2+SP", "TP2xPP2"])
+def test_a_planned_plan(pool_of: Pools, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits are two thirds of the longest weight gradient. Copies of so few columns would cost more than their GEMMs."""
+    monkeypatch.setattr(prices, "COPIED_FLOPS", 1)
+    layouts: dict[str, Any] = LAYOUTS | {"TP2xPP2": {"tensor": 2, "pipeline": 2}}
+    job = tiny_job("llama", **layouts[layout])
+    overlap = job.overlap.model_copy(update={"weight_gradients": "deferred", "weight_gradient_pieces": True})
+    job = job.model_copy(update={"overlap": overlap, "budget": Budget(memory_gib=10)})
+    longest_s = made_up_profile(job).mlp.items["linear_fc1"].wgrad_s
+    plan = decide(job, made_up_profile(job, longest_s / 1.5)).plan
+    pieces = [rule.weight_gradient_pieces for stage in plan.stages for rule in stage.rules]
+    assert any(pieces)
+    for (counts,) in counts_of(pool_of, job, [plan], DDP):
+        assert counts.filled > 0

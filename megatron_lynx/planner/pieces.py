@@ -1,0 +1,70 @@
+"""Cuts weight gradients that are longer than a layer's waits, so that each piece may have a wait of its own.
+
+    linear_fc1, 1.2 ms    waits of 0.3 ms    ──cut──> four units      packed like four linears
+                                             ──placed──> [bwd.mlp.2, bwd.attention.0, bwd.attention.2, bwd.mlp.0-1]
+
+A unit that gets no wait runs in the one which its linear would hide, or else in the next one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, product
+from math import ceil, gcd
+from typing import NamedTuple
+
+from megatron_lynx.cost.prices import WeightGradient
+from megatron_lynx.planner.packing import Linear, Packed, Wait
+
+MOST_PIECES = 4
+"""More of them gain nothing (`design/value.md`: four fill every wait), and are GEMMs of less efficiency."""
+
+
+class Placed(NamedTuple):
+    """As `Packed`, with a wait for each piece."""
+
+    seconds: float
+    waits: dict[str, tuple[str, ...]]
+
+
+def cut(linears: Sequence[Linear], cost_of: Callable[[str], WeightGradient], longest_s: float) -> Iterator[tuple[Linear, ...]]:
+    """Yield the linears whole, then with those in every number of pieces that are longer than the longest wait."""
+    choices = []
+    for linear in linears:
+        cost = cost_of(linear.name)
+        most = min(MOST_PIECES, cost.most_pieces, ceil(linear.seconds / longest_s)) if longest_s else 1
+        choices.append([(linear,), *(_units(linear, cost, pieces) for pieces in range(2, most + 1))])
+    for chosen in product(*choices):
+        yield tuple(unit for units in chosen for unit in units)
+
+
+def _units(linear: Linear, cost: WeightGradient, pieces: int) -> tuple[Linear, ...]:
+    numbered = enumerate(cost.cut(pieces))
+    return tuple(replace(linear, name=f"{linear.name} {piece}", seconds=of_piece.seconds) for piece, of_piece in numbered)
+
+
+def best_of(ways: Iterable[Sequence[Placed]]) -> list[Placed]:
+    """Return the best way without forwards, and the best one of all if it is another. `ways`: first of each those without."""
+    ways = list(ways)
+    if len(ways) == 1:
+        return list(ways[0])
+    within, anywhere = (min(some, key=lambda way: way.seconds) for some in ([first for first, *_ in ways], [*chain(*ways)]))
+    return [within] if anywhere == within else [within, anywhere]
+
+
+def placed(packed: Packed, units: Sequence[Linear], waits: Sequence[Wait]) -> Placed:
+    """Return the waits by linear."""
+    chosen: dict[str, Counter[str]] = {}
+    for unit in units:
+        home = waits[unit.beside].name if unit.beside is not None else unit.places[0].name if unit.places else ""
+        chosen.setdefault(unit.name.partition(" ")[0], Counter())[packed.waits.get(unit.name, home)] += 1
+    delayed = {unit.partition(" ")[0] for unit in packed.waits}
+    return Placed(packed.seconds, {linear: _fewest(numbers) for linear, numbers in chosen.items() if linear in delayed})
+
+
+def _fewest(numbers: Counter[str]) -> tuple[str, ...]:
+    """The waits of the fewest equal pieces with these shares."""
+    pieces = gcd(*numbers.values())
+    return tuple(wait for wait, number in numbers.items() for _ in range(number // pieces))
