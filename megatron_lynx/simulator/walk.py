@@ -287,7 +287,7 @@ class Walk:
         self._filled_s += fits_s
         self._unfilled_s += rest_s
         newest = not any(queued_entry.of == entry.of for queued_entry in self._queue.pending)
-        self.hold((self._unheld.pop(entry.of, 0) if newest else 0) - entry.cost.bytes - entry.cost.copied_bytes)
+        self.hold((self._unheld.pop(entry.of, 0) if newest else 0) - entry.cost.copied_bytes - entry.cost.bytes)
 
     def _span(
         self,
