@@ -152,7 +152,9 @@ class Subject(Machine):
         """Shell words for the same subject. `more`: options with their values."""
         given = {"--model": self.model, "--cluster": self.cluster, "--gpus": self.gpus, **self.machine_options, **more}
         written = {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in given.items()}
-        options = [word for name, value in given.items() if value is not None for word in (name, written[name])]
+        options = [
+            word for name, value in given.items() if value is not None for word in (name, written[name])[: 2 - (value is True)]
+        ]
         return shlex.join([*options, *(["--"] if self.is_launch else []), *(self.words or [])])
 
 

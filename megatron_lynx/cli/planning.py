@@ -228,7 +228,7 @@ def _options(context: typer.Context) -> dict[str, object]:
     for parameter in context.command.params:
         value = context.params.get(parameter.name or "")
         value = next(iter(value), None) if isinstance(value, list | tuple) else value
-        if value is not None and parameter.name not in left_out:
+        if value not in (None, False) and parameter.name not in left_out:
             given[parameter.opts[0]] = value
     return given
 
