@@ -231,8 +231,9 @@ def _beside_the_user() -> Iterator[None]:
             del os.environ[OFFLINE]
 
 
-HYBRID = ("HybridModelProvider", "MambaModelProvider")
-MODELS = ("GPTModelProvider", "MLAModelProvider", "GPTModelConfig", *HYBRID)
+HYBRID = ("HybridModelProvider", "MambaModelProvider", "HybridModelConfig", "MambaModelConfig")
+MODELS = ("GPTModelProvider", "MLAModelProvider", "GPTModelConfig", "BridgeGPTModelConfig", *HYBRID)
+"""Providers, and 0.7's configurations, whose builders build the model."""
 
 LAYERS_OF_TE = ("default_layer_spec", "transformer_engine_layer_spec", "get_gpt_decoder_block_spec", "None")
 LAYERS_OF_MEGATRON = "local_layer_spec"
@@ -249,7 +250,7 @@ def refused_model(container: Container, table: FlagTable) -> Iterator[Problem]:
     """Yield settings of the model that no flag sets and that are not modelled, such as fields of a user's own class."""
     model = container.cfg.model
     if (kind := _other_class(model)) is not None:
-        needed = f"{' or '.join(MODELS[:2])}, which build a GPT, or {' or '.join(HYBRID)}"
+        needed = f"{' or '.join(MODELS[:2])}, which build a GPT, or {' or '.join(HYBRID[:2])}"
         yield Problem("cfg.model", kind, needed, "other models are not planned for")
     if activation(container) not in ACTIVATIONS:
         name, gated = activation(container)

@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -205,6 +206,42 @@ def test_a_hybrid_stack_that_is_a_gpt_is_the_same_job(tmp_path: Path) -> None:
     """As `HybridModelProvider` says it: two symbols are a layer, and stages are alike."""
     same = read(tmp_path, "model.pipeline_model_parallel_layout='Etttt|ttttL'")
     assert job_of(stack(tmp_path, "*-" * 8), "h100-80g") == job_of(same, "h100-80g")
+
+
+OUTER = ("seq_length", "share_embeddings_and_output_weights", "position_embedding_type", "transformer_layer_spec", "vocab_size")
+
+
+def as_builders_have_it(model: dict[str, Any], config: str) -> dict[str, Any]:
+    """A provider's fields as 0.7 writes its model configurations: layers in a part of their own, with a builder's name."""
+    inner = {name: value for name, value in model.items() if name not in OUTER and not name.startswith(("_", "hybrid"))}
+    activation = {"activation_func": "silu", "_target_": "megatron.bridge.models.transformer_config.TransformerConfig"}
+    outer = {name: value for name, value in model.items() if name not in inner}
+    module, _, name = config.rpartition(".")
+    builder = f"{module}.{name.replace('Config', 'Builder')}"
+    return {**outer, "transformer": {**inner, **activation}, "_target_": config, "_builder_": builder, "logit_dtype": None}
+
+
+@pytest.mark.parametrize("name", ["gpt.gpt_builder.GPTModelConfig", "gpt.model_config.BridgeGPTModelConfig"])
+def test_a_configuration_of_0_7_is_the_same_job(name: str, tmp_path: Path) -> None:
+    model = as_builders_have_it(MODEL, f"megatron.bridge.models.{name}")
+    (tmp_path / "cfg.yaml").write_text(write_yaml({**CONTAINER, "model": model}))
+    newer = read_launch(["--bridge", str(tmp_path / "cfg.yaml"), "model.num_layers=4"], gpus=8)
+    assert newer.problems == ()
+    assert job_of(newer, "h100-80g") == job_of(read(tmp_path, "model.num_layers=4"), "h100-80g")
+
+
+def test_a_hybrid_configuration_of_0_7_is_the_same_job(tmp_path: Path) -> None:
+    pattern = "M-M-M*-M-M-M*-M-"
+    older = job_of(stack(tmp_path, pattern, **OF_MAMBA), "h100-80g")
+    provider = {name: value for name, value in MODEL.items() if name != "transformer_layer_spec"}
+    model = as_builders_have_it(
+        {**provider, **STACK, **OF_MAMBA, "num_layers": None, "hybrid_layer_pattern": pattern},
+        "megatron.bridge.models.hybrid.hybrid_builder.HybridModelConfig",
+    )
+    (tmp_path / "cfg.yaml").write_text(write_yaml({**CONTAINER, "model": model}))
+    newer = read_launch(["--bridge", str(tmp_path / "cfg.yaml")], gpus=8)
+    assert newer.problems == ()
+    assert job_of(newer, "h100-80g") == older
 
 
 @pytest.mark.parametrize("name", ["hybrid_layer_pattern", "hybrid_override_pattern"])
