@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from megatron_lynx.anatomy.stack import pattern_of
 from megatron_lynx.config.job import Job
 from megatron_lynx.launch_arguments import Reading
-from megatron_lynx.launch_arguments.layers import PATTERN_FLAG, is_hybrid, stack_of
+from megatron_lynx.launch_arguments.layers import PATTERN_FLAG, is_hybrid, predicting_of, stack_of
 from megatron_lynx.launch_arguments.parallel_facts import CHUNKS, EACH, EMBEDDING, FIRST, GROUP, LAST, LAYOUT, LOSS, TOKENS, packs
 from megatron_lynx.launch_arguments.today import REPLACED
 from megatron_lynx.plan.layout import layer_flags
@@ -136,7 +136,8 @@ def _placing(made: Plan, reading: Reading | None) -> Iterator[tuple[str, tuple[s
         return
     if reading is not None and is_hybrid(reading.given):
         virtual_stages = sorted(made.stages, key=lambda stage: min(stage.layers, default=0))
-        yield PATTERN_FLAG, (pattern_of(stack_of(reading.given), [len(stage.layers) for stage in virtual_stages]),)
+        counts = [len(stage.layers) for stage in virtual_stages]
+        yield PATTERN_FLAG, (pattern_of(stack_of(reading.given), counts, predicting_of(reading.given)),)
         return
     for text in layer_flags(made, chunks_counted=counted):
         flag, *values = shlex.split(text)

@@ -1,7 +1,8 @@
 """Patterns of hybrid stacks, in which Megatron's HybridModel has an attention, an MLP, experts or a Mamba layer as a layer each,
 and their layers in a plan.
 
-    M-M*-|M*E        a symbol is a layer of Megatron's, a bar ends a stage, or a chunk of one
+    M-M*-|M*E/*E     a symbol is a layer of Megatron's, a bar ends a stage, or a chunk of one; a slash begins a part for
+                     multi-token prediction, one for each depth
 
     *-   *E          an attention and the MLP or experts after it: one layer of a plan, as in a GPT
     M-   GE          the same with a Mamba layer, or a gated delta net, in place of the attention
@@ -20,7 +21,7 @@ from typing import NamedTuple
 
 from megatron_lynx.kinds.opaque.section import NOTHING, OpaqueName
 
-BAR, ATTENTION, EXPERTS, MAMBA, DELTA_NET = "|", "*", "E", "M", "G"
+BAR, SLASH, ATTENTION, EXPERTS, MAMBA, DELTA_NET = "|", "/", "*", "E", "M", "G"
 KNOWN = f"{ATTENTION}{MAMBA}{DELTA_NET}-{EXPERTS}"
 LAYER = re.compile(rf"([{re.escape(ATTENTION + MAMBA + DELTA_NET)}]?)([-{EXPERTS}]?)")
 NEEDED = "attention (*), MLP (-), experts (E), Mamba (M) and gated delta nets (G), with bars between stages"
@@ -46,7 +47,13 @@ class StackLayer(NamedTuple):
 
 def unknown_in(pattern: str) -> str:
     """The unknown symbols of a pattern, each once."""
-    return "".join(dict.fromkeys(symbol for symbol in pattern if symbol not in KNOWN + BAR))
+    return "".join(dict.fromkeys(symbol for symbol in pattern if symbol not in KNOWN + BAR + SLASH))
+
+
+def parts_of(pattern: str) -> tuple[str, tuple[str, ...]]:
+    """The decoder's part of a pattern, and those of multi-token prediction."""
+    decoder, *predicting = pattern.split(SLASH)
+    return decoder, tuple(filter(None, predicting))
 
 
 def segments_of(pattern: str, stages: int) -> list[str]:
@@ -62,7 +69,7 @@ def layers_of(segment: str) -> list[StackLayer]:
     return [StackLayer(*match.groups()) for match in LAYER.finditer(segment) if match[0]]
 
 
-def pattern_of(layers: Sequence[StackLayer], counts: Iterable[int]) -> str:
-    """The pattern of these layers, with `counts` of them in the segments."""
+def pattern_of(layers: Sequence[StackLayer], counts: Iterable[int], predicting: Sequence[str] = ()) -> str:
+    """The pattern of these layers, with `counts` of them in the segments, and of parts for multi-token prediction."""
     symbols = (layer.symbols for layer in layers)
-    return BAR.join("".join(islice(symbols, count)) for count in counts)
+    return SLASH.join([BAR.join("".join(islice(symbols, count)) for count in counts), *predicting])

@@ -7,6 +7,7 @@
 
 --hybrid-layer-pattern "*-*-|*-*-"                      ──> --num-layers 4, a stage or a chunk between two bars
 --hybrid-layer-pattern "M-M*-M*E"                       ──> the layers of a plan (`anatomy.stack`), opaque halves, experts
+--hybrid-layer-pattern "M*E/*E"                         ──> --mtp-num-layers 1, a layer like the decoder's last one
 
 --experimental-attention-variant gated_delta_net        ──> model.opaque gated_delta_net (`config.opaque`)
     --linear-attention-freq 4, or '([1]*3+[0]*1)*12'        its layers: all but every fourth; those with a 1
@@ -22,7 +23,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from megatron_lynx.anatomy.stack import BAR, EXPERTS, NEEDED, StackLayer, layers_of, segments_of, unknown_in
+from megatron_lynx.anatomy.stack import ATTENTION, BAR, EXPERTS, NEEDED, StackLayer, layers_of, parts_of, segments_of, unknown_in
 from megatron_lynx.config.experts import as_spans
 from megatron_lynx.config.opaque import gated_attention, gated_delta_net, mamba
 from megatron_lynx.errors import Problem
@@ -112,32 +113,61 @@ def window_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
 
 PATTERN, SPEC = "hybrid_layer_pattern", "spec"
 PATTERN_FLAG = "--hybrid-layer-pattern"
-STOCK_SPEC = "hybrid_stack_spec"
+STOCK_SPECS = ("hybrid_stack_spec", "mamba_stack_spec")
+"""Megatron's own, of `megatron.core.models`."""
+HYBRID_ALONE = "is_hybrid_model"
 
 
 def in_words_of_a_gpt(given: Given, problems: list[Problem]) -> Given:
     """The launch with its hybrid pattern, if it has one, expressed in layers of a GPT."""
     if not (pattern := str(given[PATTERN] or "")):
         return given
-    segments = _segments(given)
+    kept = {name: value for name, value in given.values.items() if name != HYBRID_ALONE and not _is_stock(name, value)}
+    given = replace(given, values=kept)
+    segments, predicting = _segments(given), parts_of(pattern)[1]
+    finding = ""
     if unknown_in(pattern) or not segments or not all(segments):
+        finding = f"{unknown_in(pattern) or 'layers'} in {pattern}"
         needed = NEEDED if unknown_in(pattern) else f"some for each of {given['pipeline_model_parallel_size']} stages, or as many"
-        problems.append(Problem(PATTERN_FLAG, f"{unknown_in(pattern) or 'layers'} in {pattern}", needed))
-        return given
+    elif len(set(predicting)) > 1 or not all(map(_is_layer, predicting)):
+        finding = f"/{'/'.join(predicting)}"
+        needed = "the same *E or *- in each part for multi-token prediction: others are not modelled"
+    if finding:
+        problems.append(Problem(PATTERN_FLAG, finding, needed))
+        unread = Value(given.table.of_name["num_layers"][-1], PATTERN_FLAG, None)
+        return replace(given, values={"num_layers": unread, **kept})
     if given["qk_layernorm"]:
         problems.append(Problem(given.origin("qk_layernorm"), "given", "none: a hybrid stack's attention has no such norms"))
     stack, counts = stack_of(given), [len(layers_of(segment)) for segment in segments]
     having = [int(layer.second == EXPERTS) for layer in stack]
     values = {"num_layers": sum(counts), "transformer_impl": "transformer_engine"}
     if len(counts) > 1:
-        values[LAYOUT] = f"E{BAR.join('t' * count for count in counts)}L"
+        values[LAYOUT] = f"E{BAR.join('t' * count for count in counts)}{'m' * len(predicting)}L"
+    if predicting:
+        values["mtp_num_layers"] = len(predicting)
     if any(having) and given["num_experts"]:
         values["moe_layer_freq"] = f"[{','.join(map(str, having))}]"
     elif any(having) or given["num_experts"]:
         problems.append(Problem(PATTERN_FLAG, pattern, "--num-experts beside it where it has experts (E), and only there"))
     pattern_values = {name: Value(given.table.of_name[name][-1], PATTERN_FLAG, value) for name, value in values.items()}
-    kept = {name: value for name, value in given.values.items() if not (name == SPEC and STOCK_SPEC in str(value.value))}
     return replace(given, values={**kept, **pattern_values})
+
+
+def _is_layer(part: str) -> bool:
+    """Whether a part is one layer of a GPT: an attention, and an MLP or experts."""
+    [*layers] = layers_of(part)
+    return len(layers) == 1 and layers[0].first == ATTENTION and bool(layers[0].second)
+
+
+def _is_stock(name: str, value: Value) -> bool:
+    """Whether it is the layer specification of a hybrid stack that Megatron takes itself."""
+    words = value.value if isinstance(value.value, list) else str(value.value).split()
+    return name == SPEC and str(words[0]).startswith("megatron.core.models.") and words[-1] in STOCK_SPECS
+
+
+def predicting_of(given: Given) -> tuple[str, ...]:
+    """The parts of a hybrid pattern for multi-token prediction."""
+    return parts_of(str(given[PATTERN] or ""))[1]
 
 
 def is_hybrid(given: Given) -> bool:
@@ -150,7 +180,7 @@ def stack_of(given: Given) -> list[StackLayer]:
 
 
 def _segments(given: Given) -> list[str]:
-    pattern = str(given[PATTERN] or "")
+    pattern = parts_of(str(given[PATTERN] or ""))[0]
     return segments_of(pattern, int(given["pipeline_model_parallel_size"] or 1)) if pattern and not unknown_in(pattern) else []
 
 

@@ -46,7 +46,15 @@ from megatron_lynx.launch_arguments.given import (
 )
 from megatron_lynx.launch_arguments.hf_config import OPTION as SHAPES
 from megatron_lynx.launch_arguments.hf_config import shapes_in, with_shapes
-from megatron_lynx.launch_arguments.layers import in_words_of_a_gpt, opaque_facts, window_facts, without_known
+from megatron_lynx.launch_arguments.layers import (
+    PATTERN_FLAG,
+    in_words_of_a_gpt,
+    opaque_facts,
+    predicting_of,
+    stack_of,
+    window_facts,
+    without_known,
+)
 from megatron_lynx.launch_arguments.model_facts import fp8_facts, latent_facts, model_facts, of_a_fork, optimizer_facts
 from megatron_lynx.launch_arguments.parallel_facts import (
     USERBUFFERS,
@@ -294,6 +302,8 @@ def _substitutes(given: Given, facts: Sequence[Fact]) -> Iterator[tuple[str, str
             if "kept_bytes" in layer_kind:
                 kept = f"{MARGIN:g} times {layer_kind['kept_bytes']} bytes a token, read in code and not measured"
                 yield fact.origin, f"{layer_kind['kind']}, kept whole, {kept}: leave room, or put a profile in place of it"
+    if (predicting := predicting_of(given)) and predicting[0] != (last := stack_of(given)[-1].symbols):
+        yield PATTERN_FLAG, f"{last}, the decoder's last layer, in place of {predicting[0]} for multi-token prediction"
     if (fork := of_a_fork(given)) is not None:
         yield fork, "a squared ReLU: it keeps and moves as much, its own parameters apart"
     # Eager operators of Megatron's own layers save scores in fp32 and a copy in 16 bits (`FusedScaleMaskSoftmax`).

@@ -883,10 +883,35 @@ def test_a_hybrid_stack_of_pairs_is_read_as_its_gpt(pattern: str, layout: str) -
     assert job_of(hybrid, "h100-80g") == job_of(gpt, "h100-80g")
 
 
-@pytest.mark.parametrize("pattern", ["D-D-", "*E*E", "*-*", "*-*-||*-"])
+@pytest.mark.parametrize("pattern", ["D-D-", "*E*E", "*-*", "*-*-||*-", "*-*-/MM", "*-*-/*-/*E"])
 def test_other_hybrid_stacks_are_refused_by_name(pattern: str) -> None:
     problems = read_launch([*words_of_hybrid(), *HYBRID, pattern]).problems
-    assert "--hybrid-layer-pattern" in {problem.where for problem in problems}
+    assert {problem.where for problem in problems} == {"--hybrid-layer-pattern"}
+
+
+def test_parts_after_a_slash_predict_more_tokens() -> None:
+    """As --mtp-num-layers says for a GPT; a layer that differs from the decoder's last one is counted as that one."""
+    common = words_of_hybrid()
+    layout = ["--num-layers", "8", "--pipeline-model-parallel-layout", "Et*4|t*4mL", "--mtp-num-layers", "1"]
+    pattern = "*-*-*-*-|*-*-*-*-/*-"
+    assert job_of(read_launch([*common, *HYBRID, pattern]), "h100-80g") == job_of(read_launch([*common, *layout]), "h100-80g")
+    other = read_launch([*common, *HYBRID, "M-M-|*-M-/*-/*-"])
+    assert (other.problems, other.job_data["model"]["mtp"]) == ((), 2)
+    assert any("M-, the decoder's last layer, in place of *-" in said for _, said in other.priced_as)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "known"),
+    [
+        ("megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec", True),
+        ("megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec", True),
+        ("my.layer_specs", "mamba_stack_spec", False),
+        ("megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_inference_stack_spec", False),
+    ],
+)
+def test_specifications_of_hybrid_stacks(module: str, name: str, known: bool) -> None:
+    words = [*words_of_hybrid(), "--is-hybrid-model", "--spec", module, name, "--hybrid-layer-pattern", "*-*-|*-*-"]
+    assert [problem.where for problem in read_launch(words).problems] == ([] if known else ["--spec"])
 
 
 def test_a_hybrid_stack_has_opaque_halves_and_experts() -> None:
