@@ -154,7 +154,7 @@ class Job(Part):
     head: Head | None = None
     """If None: the output layer is computed whole, as in stock."""
     unavailable: tuple[Literal["offload", "overlap", "userbuffers"], ...] = ()
-    """Stock's settings that the launch's own training loop has no code for; they are not recommended."""
+    """Stock's settings that the launch's training loop has no code for, or refuses; they are not recommended."""
     learned: Learned = Learned()
     """Corrections learned from a run (`from_run`). They are in neither job files nor the digest: the job is the same."""
 

@@ -205,8 +205,11 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
         problems.append(Problem("launch", "no number of processes", needed))
     else:
         facts.insert(0, Fact("gpus", gpus, counted_by))
-    if isinstance(container, Frontend):
-        facts.append(Fact("unavailable", container.row["unavailable"], container.name))
+    lacks = dict.fromkeys(container.row["unavailable"], container.name) if isinstance(container, Frontend) else {}
+    if given["deterministic_mode"]:  # refused from 0.19 on
+        lacks["userbuffers"] = given.origin("deterministic_mode")
+    if lacks:
+        facts.append(Fact("unavailable", [*lacks], ", ".join(dict.fromkeys(lacks.values()))))
     facts = [fact for fact in facts if fact.value is not None]
     effective = [value for value in given.values.values() if value.value != given.table.default(value.flag.sets, given.release)]
     kinds = [(value, _judged(given, value)) for value in effective]

@@ -63,7 +63,7 @@ class Facts:
     tensor: int = 1
     sequence_parallel: bool = False
     unavailable: frozenset[str] = frozenset()
-    """Settings that the launch's training loop has no code for."""
+    """Settings that the launch's training loop has no code for, or refuses."""
 
     @classmethod
     def of(cls, job: Job, release: str = NEWEST) -> Facts:
@@ -179,7 +179,7 @@ def _userbuffers_refused(setting: StockSetting, facts: Facts) -> Iterator[str]:
 def not_launched(setting: StockSetting, facts: Facts) -> str | None:
     """Return why a launch with this setting ends before training although its configuration is accepted, or None."""
     if lacking := next((name for name in sorted(facts.unavailable) if getattr(setting, name)), None):
-        return f"the launch's training loop has no code for it ({lacking})"
+        return f"the launch's training loop does not take it ({lacking})"
     if setting.offload and not facts.transformer_engine:
         return "stock Megatron offloads from Transformer Engine's layers alone"
     if setting.userbuffers and not facts.transformer_engine:

@@ -19,6 +19,8 @@ from megatron_lynx.launch_arguments.reading import unsaid
 from megatron_lynx.plan.layout import layout_text
 from megatron_lynx.planner.summary import job_flags
 from megatron_lynx.search.space import Space
+from megatron_lynx.stock.legality import Facts, offered
+from megatron_lynx.stock.setting import StockSetting
 
 SMALL = (
     "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --max-position-embeddings 512 "
@@ -855,6 +857,15 @@ def test_deterministic_kernels_are_read_and_have_no_fused_loss() -> None:
     assert problems(f"{SMALL} --deterministic-mode") == ""
     both = problems(f"{SMALL} --deterministic-mode --cross-entropy-loss-fusion")
     assert "--deterministic-mode: found also --cross-entropy-loss-fusion, needed one of them" in both
+
+
+def test_userbuffers_are_not_recommended_to_deterministic_launches() -> None:
+    """Megatron refuses them from 0.19 on: their sums have no fixed order."""
+    flags = f"{SMALL} --tensor-model-parallel-size 2 --sequence-parallel"
+    ours, others = (job_of(read(f"{flags} {more}"), "h100-80g") for more in ("--deterministic-mode", ""))
+    assert offered(StockSetting(userbuffers=True), Facts.of(others))
+    assert not offered(StockSetting(userbuffers=True), Facts.of(ours))
+    assert "--tp-comm-overlap: found also --deterministic-mode" in problems(f"{flags} --deterministic-mode --tp-comm-overlap")
 
 
 def test_flash_attention_is_another_kernel_than_transformer_engines_own() -> None:

@@ -48,6 +48,8 @@ class Trial:
     """Whether the first two experts get all tokens (routers with an expert bias only)."""
     recompile_limit: int | None = None
     """How many times one function is compiled until the compiler gives up and runs it as plain code; none: torch's own number."""
+    deterministic: bool = False
+    """Whether Megatron and torch run as with --deterministic-mode."""
     alive: bool = False
     """Whether the bytes of all tensors are counted after each step."""
     captured: Captured | None = None
@@ -120,12 +122,16 @@ def train(job: Job, plan: Plan | None, trial: Trial) -> Seen:
         stack.enter_context(stand_in_for_fused_gradient())
         if trial.recompile_limit is not None:
             stack.enter_context(torch._dynamo.config.patch(recompile_limit=trial.recompile_limit))
+        fields = trial.model
+        if trial.deterministic:
+            stack.enter_context(_deterministic_algorithms())
+            fields = {**fields, "deterministic_mode": True}
         reset_fp8()
         routing = _routers_figures()
         routing.clear()
         graphs = stack.enter_context(capturing(job, trial.captured)) if trial.captured is not None else None
         seed_random_numbers(7)  # Transformer Engine asks at its building whether there are random states to fork
-        training = Training(job, build_model(job, **trial.model), **trial.training)
+        training = Training(job, build_model(job, **fields), **trial.training)
         if trial.starved:
             starve(training.chunks)
         seed_random_numbers(7)
@@ -153,6 +159,16 @@ def train(job: Job, plan: Plan | None, trial: Trial) -> Seen:
         seen.graph_replays = graphs.replays if graphs is not None else 0
     seen.frames_left = sum(type(thing).__name__ in ("Frame", "OffloadedStorage", "Lease") for thing in gc.get_objects())
     return seen
+
+
+@contextmanager
+def _deterministic_algorithms() -> Iterator[None]:
+    """What `--deterministic-mode` asks torch for; uninitialised memory is filled with NaN meanwhile."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def _routers_figures() -> dict[str, dict[str, Any]]:
