@@ -98,19 +98,17 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
 def dump_plan(plan: Plan) -> str:
     """The text of a plan file, with an explanatory header."""
-    header = HEADER.replace(_END, DEFERRED + _END) if any(stage.defers for stage in plan.stages) else HEADER
-    if any(rule.weight_gradient_pieces for stage in plan.stages for rule in stage.rules):
-        header = header.replace(_END, IN_PIECES + _END)
-    if any(stage.offload is not None and stage.offload.pace_bytes is not None for stage in plan.stages):
-        header = header.replace(_END, PACED + _END)
-    if any(rule.checkpoint is not None for stage in plan.stages for rule in stage.rules):
-        header = header.replace(_END, CHECKPOINTED + _END)
-    if any(rule.rest_in_wait for stage in plan.stages for rule in stage.rules):
-        header = header.replace(_END, REST_IN_WAIT + _END)
-    if any(rule.ahead for stage in plan.stages for rule in stage.rules):
-        header = header.replace(_END, AHEAD + _END)
-    if plan.head is not None:
-        header = header.replace(_END, PIECES + _END)
+    rules = [rule for stage in plan.stages for rule in stage.rules]
+    paragraphs = {
+        DEFERRED: any(stage.defers for stage in plan.stages),
+        IN_PIECES: any(rule.weight_gradient_pieces for rule in rules),
+        PACED: any(stage.offload is not None and stage.offload.pace_bytes is not None for stage in plan.stages),
+        CHECKPOINTED: any(rule.checkpoint is not None for rule in rules),
+        REST_IN_WAIT: any(rule.rest_in_wait for rule in rules),
+        AHEAD: any(rule.ahead for rule in rules),
+        PIECES: plan.head is not None,
+    }
+    header = HEADER.replace(_END, "".join(text for text, applies in paragraphs.items() if applies) + _END)
     if plan.model.halves != DENSE:
         header = header.replace(_ITEMS, _listed(plan.model.halves))
     return header + write_yaml(_in_lines(plan.model_dump(mode="json", exclude_defaults=True)))

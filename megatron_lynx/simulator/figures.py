@@ -25,13 +25,14 @@ def as_json(simulation: Simulation, update_s: float | None) -> dict[str, Any]:
 def table(simulation: Simulation, update_s: float | None) -> WrappedTable:
     recomputations = ("recompute hidden", "recompute exposed")
     deferred = ("weight gradients hidden", "exposed") if _defers(simulation) else ()
-    columns = ("stage", "busy", "bubble", *recomputations, *deferred, *_of_copies(simulation), "activations at most")
+    waits = ("waits for copies",) if any(map(simulation.copies, range(len(simulation.executed)))) else ()
+    columns = ("stage", "busy", "bubble", *recomputations, *deferred, *waits, "activations at most")
     result = WrappedTable(columns, title=headline(simulation, update_s))
     for row in as_json(simulation, update_s)["stages"]:
         seconds = (row["busy_s"], row["hidden_recompute_s"], row["exposed_recompute_s"])
         busy, hidden, exposed = map(format_seconds, seconds)
-        copies = [format_seconds(row["exposed_copy_s"])] if _of_copies(simulation) else []
-        bubble = f"{format_seconds(row['bubble_s'])} ({_share(simulation, row['bubble_s'])})"
+        copies = [format_seconds(row["exposed_copy_s"])] if waits else []
+        bubble = f"{format_seconds(row['bubble_s'])} ({100 * row['bubble_s'] / (simulation.step_s or 1.0):.0f} %)"
         weight_gradients = [format_seconds(row[key]) for key in DEFERRED if deferred]
         peak = format_bytes(row["peak_activation_bytes"])
         result.add(str(row["stage"]), busy, bubble, hidden, exposed, *weight_gradients, *copies, peak)
@@ -67,11 +68,10 @@ def _defers(simulation: Simulation) -> bool:
     return any(simulation.filled_s(stage) + simulation.unfilled_s(stage) for stage in range(len(simulation.executed)))
 
 
-def _of_copies(simulation: Simulation) -> list[str]:
-    return ["waits for copies"] if any(map(simulation.copies, range(len(simulation.executed)))) else []
-
-
 def _stage(simulation: Simulation, stage: int) -> dict[str, Any]:
+    """Weight gradients are left out if none are delayed, the host's seconds if they are unknown."""
+    deferred = dict(zip(DEFERRED, (simulation.filled_s(stage), simulation.unfilled_s(stage)), strict=True))
+    host = {"host_s": simulation.host_s(stage), "host_late_s": simulation.host_late_s(stage)}
     actions = [
         {"action": str(execution.action), "phase": execution.phase, "start_s": execution.start_s, "end_s": execution.end_s}
         for execution in simulation.executed[stage]
@@ -82,25 +82,9 @@ def _stage(simulation: Simulation, stage: int) -> dict[str, Any]:
         "bubble_s": simulation.bubble_s(stage),
         "hidden_recompute_s": simulation.hidden_recompute_s(stage),
         "exposed_recompute_s": simulation.exposed_recompute_s(stage),
-        **_of_weight_gradients(simulation, stage),
+        **(deferred if _defers(simulation) else {}),
         "exposed_copy_s": simulation.exposed_copy_s(stage),
-        **_of_host(simulation, stage),
+        **(host if host["host_s"] else {}),
         "peak_activation_bytes": simulation.memory(stage).peak_bytes,
         "actions": actions,
     }
-
-
-def _of_weight_gradients(simulation: Simulation, stage: int) -> dict[str, float]:
-    seconds = simulation.filled_s(stage), simulation.unfilled_s(stage)
-    return dict(zip(DEFERRED, seconds, strict=True)) if _defers(simulation) else {}
-
-
-def _of_host(simulation: Simulation, stage: int) -> dict[str, float]:
-    """Host seconds if known; `host_late_s` is above 0 if passes are host-bound."""
-    if not simulation.host_s(stage):
-        return {}
-    return {"host_s": simulation.host_s(stage), "host_late_s": simulation.host_late_s(stage)}
-
-
-def _share(simulation: Simulation, seconds: float) -> str:
-    return f"{100 * seconds / (simulation.step_s or 1.0):.0f} %"
