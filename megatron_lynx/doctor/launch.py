@@ -26,9 +26,7 @@ from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.units import format_seconds
 
-DEFEATS = {"use_ring_exchange_p2p": ("ring exchange", "it returns nothing to wait for: no pipeline windows, plans are refused")}
-"""Topic and cost of flags that every plan refuses."""
-
+RING = "use_ring_exchange_p2p"
 TODAY = {
     "overlap_moe_expert_parallel_comm": "expert-parallel overlap",
     "delay_wgrad_compute": "delayed weight gradients",
@@ -46,9 +44,9 @@ TODAY = {
 
 def launch(reading: Reading, variables: Mapping[str, str]) -> Iterator[Finding]:
     given = reading.given
-    for name, (topic, costs) in DEFEATS.items():
-        if given.is_on(name):
-            yield Finding(topic, "defeats", given.origin(name), costs, "drop it")
+    if given.is_on(RING):
+        costs = "it returns nothing to wait for: no pipeline windows, plans are refused"
+        yield Finding("ring exchange", "defeats", given.origin(RING), costs, "drop it")
     yield from _replaced(reading)
     yield from _wrong_in_stock(reading)
     tensor, pipeline = given["tensor_model_parallel_size"] or 1, given["pipeline_model_parallel_size"] or 1
