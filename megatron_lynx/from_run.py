@@ -166,7 +166,7 @@ def lesson(outcome: RunOutcome, job: Job, profile: Profile, where: str, plan: Pl
     apart = before.model_copy(update={NAMES[price.part]: getattr(before, NAMES[price.part]) * price.times for price in prices})
     at_these_s = was_s
     if prices and plan is not None:
-        full_s = rehearse(plan, as_learned(profile, apart), reduced_in_backward=job.overlap.gradients, job=job).step_s
+        full_s = rehearse(plan, as_learned(profile, apart), job=job).step_s
         at_these_s = full_s if last.met is None else full_s * last.met.passes
     bytes_ = {"beside_bytes": tuple(before.beside(stage) + more for stage, more in enumerate(off)), "device_bytes": device_bytes}
     learned = apart.model_copy(update={"seconds": before.seconds * is_s / at_these_s, **bytes_})

@@ -8,7 +8,7 @@ plan ──schedule.flushes──> order of every stage          ─┐
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from types import MappingProxyType
 
@@ -44,14 +44,13 @@ def rehearse(
     plan: Plan,
     profile: Profile,
     *,
-    reduced_in_backward: bool = False,
     job: Job | None = None,
     loaded: Mapping[int, Profile] = MappingProxyType({}),
 ) -> Simulation:
     """Simulate one step under a plan, with the seconds and bytes of a profile; without the optimizer.
 
-    `reduced_in_backward`: with --overlap-grad-reduce (`Overlap.gradients`) the last backward of a step delays nothing.
-    `job`: the plan's, for the transient memory of each half's backward (`cost.in_hand`); without it all halves count as equal.
+    `job`: the plan's. Without it the transient memory (`cost.in_hand`) of all halves counts as equal, and gradients are reduced
+    after the last backward of a step; with --overlap-grad-reduce (`Overlap.gradients`) that backward delays nothing.
     `loaded`: profiles of stages whose experts have another load than the plan's. Without flushes a whole run is simulated, and a
     step is one batch of its steady state. Raises `PlanMismatch` with every difference between profile and plan.
     """
@@ -59,8 +58,10 @@ def rehearse(
     less_in_hand = {} if job is None else less_in_hand_bytes(job)
     usual = Prices(profile, less_in_hand)
     prices = [Prices(loaded[stage], less_in_hand) if stage in loaded else usual for stage in range(plan.parallel.pipeline)]
+    reduced = job is not None and job.overlap.gradients
+    facts = plan.model_dump_json(exclude={"stages", "provenance", "device"})
     chunks = [
-        passes_of_chunks(plan, plan.chunks_of(stage), stage_prices, reduced_in_backward=reduced_in_backward)
+        _passes_of_stage(_PlannedStage.of(plan, facts, stage, stage_prices, reduced_in_backward=reduced))
         for stage, stage_prices in enumerate(prices)
     ]
     if plan.schedule == "double_buffered":
@@ -135,6 +136,30 @@ def _schedule(pipeline: int, microbatches: int, chunks: int, group: int, more: i
     """
     stock = with_flushes(pipeline, microbatches, chunks, group, more)
     return replace(stock, orders=tuple(tuple(with_recomputations(actions)) for actions in stock.orders))
+
+
+@dataclass(frozen=True)
+class _PlannedStage:
+    """One stage of a plan, with its prices; `text` has all that its passes depend on."""
+
+    text: tuple[str, ...]
+    plan: Plan = field(compare=False)
+    stage: int
+    prices: Prices = field(compare=False)
+    reduced_in_backward: bool
+
+    @classmethod
+    def of(cls, plan: Plan, facts: str, stage: int, prices: Prices, *, reduced_in_backward: bool) -> _PlannedStage:
+        """`facts`: text of the plan without its stages."""
+        entries = (entry.model_dump_json(exclude={"predicted"}) for entry in plan.chunks_of(stage))
+        return cls((facts, prices.text, *entries), plan, stage, prices, reduced_in_backward)
+
+
+@lru_cache(maxsize=256)
+def _passes_of_stage(planned: _PlannedStage) -> list[ChunkPasses]:
+    """Cached: the plans that a planner rehearses differ in few stages."""
+    entries = planned.plan.chunks_of(planned.stage)
+    return passes_of_chunks(planned.plan, entries, planned.prices, reduced_in_backward=planned.reduced_in_backward)
 
 
 def passes_of_chunks(

@@ -37,7 +37,7 @@ def rehearsed_s(plan: Plan, job: Job, seq: int = SEQ, squares: float = SQUARES, 
     facts = {"model": plan.model.model_copy(update={"seq": seq})}
     facts |= {"batch": plan.batch.model_copy(update={"microbatches": microbatches})}
     profile = analytic_profile(with_lengths(job, seq, squares))
-    return rehearse(plan.model_copy(update=facts), profile, reduced_in_backward=job.overlap.gradients).step_s
+    return rehearse(plan.model_copy(update=facts), profile, job=job).step_s
 
 
 def test_a_plan_for_packed_sequences_says_for_which() -> None:

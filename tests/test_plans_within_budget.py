@@ -103,7 +103,7 @@ def keeps_budget(job: Job, of: str, share: float) -> None:
         decided = decide(job, profile)
     except Infeasible:
         assume(False)
-    simulation = rehearse(decided.plan, profile, reduced_in_backward=job.overlap.gradients, job=decided.job)
+    simulation = rehearse(decided.plan, profile, job=decided.job)
     check_budget_kept(decided.job, simulation)
     for stage, memory in enumerate(decided.memory):
         assert simulation.memory(stage) == decided.simulation.memory(stage), "what was checked is the plan's own rehearsal"

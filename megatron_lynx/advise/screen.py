@@ -199,10 +199,10 @@ def _near_as_json(answer: Answer, near: Neighbour) -> dict[str, Any]:
 
 def _rotary(answer: Answer) -> Iterator[str]:
     """Treatment of RoPE of packed sequences, whose recomputation syncs the host."""
-    if answer.decision is None or not answer.job.rotary_asks_host:
+    if answer.planned is None or not answer.job.rotary_asks_host:
         return
     fuse = "--no-rope-fusion" if answer.reading is None else answer.reading.said(["--no-rope-fusion"])
-    if answer.decision.job.rotary_asks_host:
+    if answer.planned.draft.job.rotary_asks_host:
         yield f"rotary is kept: of packed sequences it would make the host wait in each recomputation; not so without {fuse}"
     else:
         yield f"rotary recomputes, as no plan fits with it kept: of packed sequences it makes the host wait, not without {fuse}"

@@ -105,7 +105,7 @@ def _compare_simulated(
 
     made, costs = plan_and_costs(job, plan_file, profile_file, output, make=as_advised)
     parted = as_planned(job, made)
-    simulation = rehearse(made, costs, reduced_in_backward=job.overlap.gradients, job=parted)
+    simulation = rehearse(made, costs, job=parted)
     figures = figures_of(parted, costs, simulation)
     step = range_of(made, parted, costs, simulation).plus(figures.update_s)
     budget_bytes = allowed_bytes(parted, figures.memory_bytes)

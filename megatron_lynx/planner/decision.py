@@ -423,7 +423,7 @@ def _first_that_fits(
         plan = placed(budgets, late)
         if plan == decision.plan:
             return None
-        simulation = rehearse(plan, profile, reduced_in_backward=decision.job.overlap.gradients, job=decision.job)
+        simulation = rehearse(plan, profile, job=decision.job)
         over = [_too_much_bytes(decision, answer, simulation) for answer in decision.stages]
         if not any(over):
             return plan, simulation

@@ -289,8 +289,7 @@ def _predicted(asked: Asked) -> tuple[Plan | None, Simulation | None, list[Point
     if given.plan is not None:
         job, simulation, figures = None if asked.job is None else as_planned(asked.job, given.plan), None, None
         if costs is not None:
-            reduced = job is not None and job.overlap.gradients
-            simulation = rehearse(given.plan, costs, reduced_in_backward=reduced, job=job)
+            simulation = rehearse(given.plan, costs, job=job)
             figures = None if job is None else figures_of(job, costs, simulation)
         measured_bytes = {} if given.outcome is None else allocated_bytes(given.outcome)
         return given.plan, simulation, [_point_of(given.plan, simulation, figures, measured_bytes)]

@@ -24,6 +24,7 @@ A dense layer's MLP offloads nothing. Tensors below 1 Mi elements (`min_offloade
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from megatron_lynx.anatomy import ATTENTION, EXPERTS, EXPERTS_WITH_SHARED, LATENT, MLP, SHARED_EXPERTS, Role, Section
@@ -80,8 +81,9 @@ RECOMPUTED = (
 )
 
 
+@cache
 def recompute_module(name: str) -> RecomputeModule:
-    return {module.name: module for module in RECOMPUTED}[name]
+    return next(module for module in RECOMPUTED if module.name == name)
 
 
 LEAST_ELEMENTS = 1024 * 1024
@@ -120,5 +122,6 @@ OFFLOADED = (
 )
 
 
+@cache
 def offload_module(name: str) -> OffloadModule:
-    return {module.name: module for module in OFFLOADED}[name]
+    return next(module for module in OFFLOADED if module.name == name)

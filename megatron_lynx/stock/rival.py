@@ -80,20 +80,21 @@ class _Rivals:
         if self._least(last) > self.budget_bytes:
             self._too_large.add(replace(last, delayed=False))
             return
+        pricing = self._first_that_fits(family)
+        if pricing is None:
+            self._too_large.add(replace(last, delayed=False))
+            return
         if last.method is None and self._is_slower(without_copies):
             return
-        price = self._first_that_fits(family)
-        if price is None:
-            self._too_large.add(replace(last, delayed=False))
-        elif host_shortage(self.job, price.host_bytes) is None:
-            self.priced.append(price)
+        if host_shortage(self.job, pricing.price.host_bytes) is None:
+            self.priced.append(pricing.price)
 
-    def _first_that_fits(self, family: Family) -> Priced | None:
-        """Search by least bytes, then by bytes with copies in flight; price only the member that fits."""
+    def _first_that_fits(self, family: Family) -> Pricing | None:
+        """Search by least bytes, then by bytes with copies in flight."""
         start = bisect_left(family, True, key=lambda setting: self._least(setting) <= self.budget_bytes)
         pricings = {number: Pricing(self.job, self.profile, family[number]) for number in range(start, len(family))}
         number = bisect_left(range(len(family)), True, lo=start, key=lambda number: pricings[number].fits(self.budget_bytes))
-        return None if number == len(family) else pricings[number].price
+        return None if number == len(family) else pricings[number]
 
     def _is_too_large(self, setting: StockSetting) -> bool:
         delayed = replace(setting, delayed=False)
@@ -139,7 +140,7 @@ class _Rivals:
         """Whether no setting with these modules fits or is faster than the best found."""
         ways = [StockSetting(recompute), *(setting for (setting,) in _overlapped(StockSetting(recompute), self.facts))]
         hopeless = all(map(self._is_known_slower, ways)) or not self._fits(recompute, self._offloaded)
-        return hopeless or all(map(self._is_slower, ways))
+        return hopeless or all(self._is_bound_slower(Pricing(self.job, self.profile, way)) for way in ways)
 
     @property
     def _least_s(self) -> float:
@@ -158,13 +159,14 @@ class _Rivals:
         """Whether a setting without copies is not faster than the best that fits. Prices it if nothing else tells."""
         if self._is_known_slower(setting):
             return True
-        least_s = self._least_s
         if setting not in self._known_s:
             pricing = Pricing(self.job, self.profile, setting)
-            # the middle of a range with userbuffers may be below the busiest stage's seconds
-            is_bound = not self.job.userbuffers and pricing.busy_s >= least_s
-            self._known_s[setting] = pricing.busy_s if is_bound else pricing.price.step_s
-        return self._known_s[setting] >= least_s
+            self._known_s[setting] = pricing.busy_s if self._is_bound_slower(pricing) else pricing.price.step_s
+        return self._known_s[setting] >= self._least_s
+
+    def _is_bound_slower(self, pricing: Pricing) -> bool:
+        """Whether the busiest stage alone is too slow. The middle of a range with userbuffers may be below its seconds."""
+        return not self.job.userbuffers and pricing.busy_s >= self._least_s
 
     @property
     def _has_link(self) -> bool:

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import chain, islice
 
 from megatron_lynx.anatomy import LayerKind
 from megatron_lynx.config.job import Job
@@ -62,14 +63,21 @@ class StockStage:
 
     @cached_property
     def chunks(self) -> tuple[tuple[StockLayer, ...], ...]:
-        return tuple(chunk_layers(self.job, self.setting, self.stage, chunk) for chunk in range(self.job.chunks))
+        shape, numbers = LayerShape.of(self.job), [self.job.layers_of(self.stage, chunk) for chunk in range(self.job.chunks)]
+        kinds = iter(self.job.model.each_kind(chain(*numbers)))
+        return tuple(
+            chunk_layers(shape, self.setting, tuple(islice(kinds, len(layers))), first=(self.stage, chunk) == (0, 0))
+            for chunk, layers in enumerate(numbers)
+        )
 
     def memory(self, staging_bytes: int = 0) -> StageMemory:
         """Its fullest moment. `staging_bytes`: of copies in flight."""
         return self.parts(staging_bytes).fullest
 
     def parts(self, staging_bytes: int = 0) -> Parts:
-        job, stage = self.job.model_copy(update={"policy": "none", "head": None}), self.stage
+        job, stage = self.job, self.stage
+        if (job.policy, job.head) != ("none", None):
+            job = job.model_copy(update={"policy": "none", "head": None})
         parts = parts_beside_layers(job.with_captured(self.captured), stage, layer_whole=not self.setting.recompute)
         if self.setting.overlap:
             kept = loss_kept_bytes(LayerShape.of(job)) if job.parallel.pipeline == 1 else 0
@@ -243,9 +251,11 @@ class StockLayer:
         return 0 if self.whole else sum(half.copied for half in self.halves)
 
 
-def chunk_layers(job: Job, setting: StockSetting, stage: int, chunk: int = 0) -> tuple[StockLayer, ...]:
-    """The layers of one chunk of a stage."""
-    shape, of_layers = LayerShape.of(job), job.model.each_kind(job.layers_of(stage, chunk))
+@lru_cache(maxsize=4096)
+def chunk_layers(
+    shape: LayerShape, setting: StockSetting, of_layers: tuple[LayerKind, ...], *, first: bool
+) -> tuple[StockLayer, ...]:
+    """The layers of one chunk. `first`: whether it is the model's first chunk. Cached: most chunks are alike."""
     kinds = [(kind, *_in_checkpoint(setting, at)) for at, kind in enumerate(of_layers)]
     known = {kind: _layer(shape, setting, *kind) for kind in set(kinds)}
     layers = [known[kind] for kind in kinds]
@@ -253,7 +263,7 @@ def chunk_layers(job: Job, setting: StockSetting, stage: int, chunk: int = 0) ->
         count = offloading_layers(setting, len(layers))
         kept = (replace(layer, halves=tuple(half.kept_whole for half in layer.halves)) for layer in layers[count:])
         layers = [*layers[:count], *kept]
-        if (stage, chunk) != (0, 0) and layers:
+        if not first and layers:
             layers[0] = replace(layers[0], halves=(layers[0].halves[0].received, *layers[0].halves[1:]))
     return tuple(layers)
 

@@ -14,7 +14,7 @@ from megatron_lynx.cost.layer import kept_bytes
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.stock.layer_bytes import layer_bytes
 from megatron_lynx.stock.setting import FULL, NONE, SELECTIVE, StockSetting, block
-from megatron_lynx.stock.stage import chunk_layers
+from megatron_lynx.stock.stage import StockStage
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.stock.on_ranks import copies, hold
@@ -124,7 +124,7 @@ def test_blocks_hold_what_is_priced(pool_of):
     job = tiny_job("llama", **SIZE)
     settings = [NONE, *(block(layers) for layers in (1, 2, 3)), FULL]
     (held,) = pool_of(1).run(hold, [job], [setting.fields for setting in settings])[0]
-    layers = [chunk_layers(job, setting, 0) for setting in settings]
+    layers = [StockStage(job, setting, 0).chunks[0] for setting in settings]
     stays = [sum(layer.stays for layer in each) for each in layers]
     for each, counted, priced in zip(layers, held, stays, strict=True):
         whole = sum(layer.whole for layer in each)
