@@ -58,10 +58,9 @@ def rehearse(
     less_in_hand = {} if job is None else less_in_hand_bytes(job)
     usual = Prices(profile, less_in_hand)
     prices = [Prices(loaded[stage], less_in_hand) if stage in loaded else usual for stage in range(plan.parallel.pipeline)]
-    reduced = job is not None and job.overlap.gradients
     facts = plan.model_dump_json(exclude={"stages", "provenance", "device"})
     chunks = [
-        _passes_of_stage(_PlannedStage.of(plan, facts, stage, stage_prices, reduced_in_backward=reduced))
+        _passes_of_stage(_PlannedStage.of(plan, facts, stage, stage_prices, reduced_in_backward=_reduces_in_backward(job, stage)))
         for stage, stage_prices in enumerate(prices)
     ]
     if plan.schedule == "double_buffered":
@@ -85,6 +84,13 @@ def rehearse(
     layers_bytes = (_most_of_a_layer(plan, stage, stage_prices.profile) for stage, stage_prices in enumerate(prices))
     more_bytes = tuple(map(most_beside, chunks, layers_bytes))
     return SideBySide(together.executed, together.copied, apart, more_bytes, repeated=together.repeated)
+
+
+def _reduces_in_backward(job: Job | None, stage: int) -> bool:
+    """Whether a stage reduces gradients during the last micro-batch's backward, as `apply.live_run` finds it."""
+    if job is None or not job.overlap.gradients:
+        return False
+    return not job.overlap.aligned or job.parallel.pipeline == 1 or (stage == 0 and job.chunks == 1)
 
 
 def _simulated(plan: Plan, profile: Profile, chunks: Sequence[Sequence[ChunkPasses]], more: int = 0) -> Simulation:
@@ -187,12 +193,11 @@ def _chunk_passes(
         deferral=deferral,
     )
     chunk_halves = [halves[planned.key] for planned in timetable.chunks[entry.chunk]]
-    together = plan.parallel.pipeline > 1 and (entry.stage > 0 or plan.parallel.chunks > 1)  # --align-grad-reduce
     usual = partial(
         made,
         timetable,
         entry.chunk,
-        reduced_in_backward=reduced_in_backward and not together,
+        reduced_in_backward=reduced_in_backward,
         read_after_send=entry.stage > 0 and plan.schedule == "flush",
     )
     passes = replace(usual(chunk_halves), copy=_copy(plan, entry, prices.profile))

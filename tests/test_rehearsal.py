@@ -6,6 +6,8 @@ import pytest
 from pydantic import ValidationError
 
 from megatron_lynx.config.job import Budget
+from megatron_lynx.config.loader import job_path, load_job
+from megatron_lynx.config.parallel import Overlap
 from megatron_lynx.cost.prices import Prices
 from megatron_lynx.cost.stage import StageSeconds, stage_seconds, step_s
 from megatron_lynx.errors import PlanMismatch
@@ -289,3 +291,23 @@ def test_an_input_that_was_gathered_before_is_not_waited_for_again():
     (span,) = (span for span in kept.executed[0][1].content.spans if span.name == "bwd.attention.1@3")
     assert spared_s > 0
     assert spared_s == pytest.approx(span.end_s - span.start_s)
+
+
+def test_a_plan_takes_as_long_in_every_command_if_gradients_are_reduced_in_backward() -> None:
+    """The last backward of the first stage then delays no weight gradient: the job tells, no caller."""
+    job = load_job(job_path("llama3-70b-h800-80g")).model_copy(update={"overlap": Overlap(gradients=True)})
+    profile = analytic_profile(job)
+    decided = decide(job, profile)
+    step_s = rehearse(decided.plan, profile, job=decided.job).step_s
+    assert step_s == decided.simulation.step_s
+    assert step_s > 1.0001 * rehearse(decided.plan, profile, job=decided.job.model_copy(update={"overlap": Overlap()})).step_s
+
+
+def test_stages_that_reduce_by_themselves_delay_nothing_in_their_last_backward() -> None:
+    """--no-align-grad-reduce: it was not read, and later stages were simulated as if they reduced after it."""
+    job = load_job(job_path("llama3-70b-h800-80g")).model_copy(update={"overlap": Overlap(gradients=True)})
+    profile = analytic_profile(job)
+    decided = decide(job, profile)
+    alone = decided.job.model_copy(update={"overlap": Overlap(gradients=True, aligned=False)})
+    delayed_s = [rehearse(decided.plan, profile, job=one).executed[-1][-1].content.unfilled_s for one in (decided.job, alone)]
+    assert delayed_s[0] > delayed_s[1] == 0

@@ -113,7 +113,8 @@ class Overlap(Part):
 
                                 overlapped with                        flag
     gradient reductions         last micro-batch's backward            --overlap-grad-reduce, --ddp-bucket-size,
-                                                                       --ddp-num-buckets, --ddp-pad-buckets-for-high-nccl-busbw
+                                                                       --ddp-num-buckets, --no-align-grad-reduce,
+                                                                       --ddp-pad-buckets-for-high-nccl-busbw
     parameter gathers           first forward                          --overlap-param-gather
     a linear's input gradient   its weight gradient                    unless --no-async-tensor-model-parallel-allreduce
     messages between chunks     passes                                 unless --no-overlap-p2p-communication
@@ -124,6 +125,9 @@ class Overlap(Part):
 
     gradients: bool = False
     """Whether gradients are reduced by bucket during the last micro-batch's backward."""
+    aligned: bool = True
+    """Whether stages begin their reductions together (--no-align-grad-reduce: they do not): after the last backward, except on
+    the first stage of 1F1B. Unused without overlapped reductions."""
     bucket_parameters: int | None = Field(default=None, ge=1)
     """Minimum parameters per bucket; None: Megatron's default, the larger of 40 million and a million per rank that shares them.
     Unused without overlapped reductions."""

@@ -201,6 +201,7 @@ def _levels(given: Given, problems: list[Problem]) -> Iterator[Fact]:
 IN_PLACE, USERBUFFERS = "gradient_accumulation_fusion", "tp_comm_overlap"
 OVERLAP = {
     "gradients": "overlap_grad_reduce",
+    "aligned": "align_grad_reduce",
     "parameters": "overlap_param_gather",
     "bucket_parameters": "ddp_bucket_size",
     "buckets": "ddp_num_buckets",

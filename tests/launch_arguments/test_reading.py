@@ -827,6 +827,7 @@ def test_what_overlaps_is_read() -> None:
     chunks = "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1 --no-overlap-p2p-communication"
     assert facts(f"{SMALL} {chunks}")["overlap.messages"] is False
     assert not [place for place in facts(SMALL) if place.startswith("overlap")]
+    assert facts(f"{SMALL} --overlap-grad-reduce --no-align-grad-reduce")["overlap.aligned"] is False
     assert facts(f"{SMALL} --overlap-grad-reduce --ddp-bucket-size 20000000")["overlap.bucket_parameters"] == 20_000_000
     assert "--ddp-bucket-size: found 0" in problems(f"{SMALL} --ddp-bucket-size 0")
     buckets = facts(f"{SMALL} --overlap-grad-reduce --ddp-num-buckets 8 --ddp-pad-buckets-for-high-nccl-busbw")
