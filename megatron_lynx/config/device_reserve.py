@@ -277,9 +277,9 @@ class FusedDispatch(NamedTuple):
         if ranks % within:
             yield f"hybridep over {ranks} ranks", f"a multiple of the {within} ranks of a node"
         of_node = experts.count // self.parallel.expert * within
-        if of_node % HYBRID_EXPERTS or self.model.hidden % HYBRID_COLUMNS:
+        if of_node % HYBRID_EXPERTS or self.model.routed_hidden % HYBRID_COLUMNS:
             needed = f"multiples of {HYBRID_EXPERTS} experts in a node and of {HYBRID_COLUMNS} columns"
-            yield f"hybridep with {of_node} experts in a node and {self.model.hidden} columns", needed
+            yield f"hybridep with {of_node} experts in a node and {self.model.routed_hidden} columns", needed
         if ranks > within and self._own_tokens > HYBRID_TOKENS:
             needed = f"at most {HYBRID_TOKENS} on each rank between nodes, which its queues have room for"
             yield f"hybridep with {self._own_tokens} tokens", needed
@@ -287,7 +287,7 @@ class FusedDispatch(NamedTuple):
     @property
     def _deep_ep_bytes(self) -> int:
         ranks, channels = self._ranks, self.multiprocessors // 2
-        token_bytes = self.model.hidden * max(2, self.model.element_bytes) + META_BYTES + TOPK_AND_SCALES_BYTES
+        token_bytes = self.model.routed_hidden * max(2, self.model.element_bytes) + META_BYTES + TOPK_AND_SCALES_BYTES
         size = channels * min(ranks, NVLINK_PEERS) * _chunk(NVLINK_CHUNK, ranks) * token_bytes
         if ranks > NVLINK_PEERS:
             sent_and_received_bytes = 2 * (token_bytes + FLAGS_BYTES)
@@ -298,7 +298,7 @@ class FusedDispatch(NamedTuple):
         within = self._ranks_within
         other_domains, local_experts = -(-self._ranks // within) - 1, experts.count // self.parallel.expert
         tokens = -(-self._own_tokens // HYBRID_CHUNK) * HYBRID_CHUNK
-        token, scales = 2 * self.model.hidden, FP32_BYTES * (self.model.hidden // SCALED)
+        token, scales = 2 * self.model.routed_hidden, FP32_BYTES * (self.model.routed_hidden // SCALED)
         of_node, of_all = FP32_BYTES * local_experts * within, local_experts * self._ranks
         worst = tokens * self._ranks * (token + scales + of_node + of_all)
         if not other_domains:

@@ -45,6 +45,9 @@ class Experts(Part):
     """Experts per token (k)."""
     ffn: int = Field(ge=1)
     """Intermediate width of one expert; with SwiGLU, of each of the two halves."""
+    latent: int | None = Field(default=None, ge=1)
+    """Width of tokens on their way to experts and in them (`--moe-latent-size`), between two projections; None: the layer's own.
+    Plans keep such experts whole."""
     shared_ffn: int = Field(default=0, ge=0)
     """Total intermediate width of the shared experts; 0: none."""
     shared_gate: bool = False
@@ -89,6 +92,8 @@ class Experts(Part):
             yield f"per_token ({self.per_token}) must be at most count ({self.count})"
         if self.shared_gate and not self.shared_ffn:
             yield "shared_gate true needs shared_ffn, found 0"
+        if self.latent is not None and not self.whole:
+            yield f"latent ({self.latent}) needs whole: true, found false"
         if self.shared_beside and not (self.shared_ffn and self.whole and not self.overlapped):
             finding = f"found {self.shared_ffn}, {str(self.whole).lower()} and {str(self.overlapped).lower()}"
             yield f"shared_beside true needs shared_ffn, whole: true and overlapped: false, {finding}"

@@ -258,6 +258,12 @@ class Model(Part):
         return self.experts is not None and self.experts.overlapped
 
     @property
+    def routed_hidden(self) -> int:
+        """Columns of the rows that experts take and return."""
+        latent = None if self.experts is None else self.experts.latent
+        return self.hidden if latent is None else latent
+
+    @property
     def experts_whole(self) -> bool:
         return self.experts is not None and self.experts.whole
 

@@ -92,7 +92,7 @@ def global_buffer_bytes(shape: LayerShape) -> int:
     """
     tokens = 0
     if shape.model.moe_dispatcher == "allgather":
-        tokens = gathered_tokens(shape) * shape.model.hidden * shape.model.element_bytes
+        tokens = gathered_tokens(shape) * shape.model.routed_hidden * shape.model.element_bytes
     if shape.model.uses_te:
         return tokens
     gathered = shape.gathered_input_bytes if shape.parallel.sequence_parallel else 0

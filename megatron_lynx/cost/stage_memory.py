@@ -293,7 +293,7 @@ def without_overlap(job: Job) -> Job:
 def dispatched_bytes(shape: LayerShape) -> int:
     """Return the tokens sent and received while a half of experts runs."""
     rows, gathered = routed_rows(as_held(shape)), shape.model.moe_dispatcher == "allgather"
-    return (rows + (gathered_tokens(shape) if gathered else rows)) * shape.model.hidden * shape.model.element_bytes
+    return (rows + (gathered_tokens(shape) if gathered else rows)) * shape.model.routed_hidden * shape.model.element_bytes
 
 
 OUTPUTS_OF_ROUTER = 3

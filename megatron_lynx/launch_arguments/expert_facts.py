@@ -34,7 +34,8 @@ AUXILIARY = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
 SCORES, PRE_SOFTMAX, Z_LOSS = "moe_router_score_function", "moe_router_pre_softmax", "moe_z_loss_coeff"
 GROUPS = "moe_router_num_groups"
 SCORE_BYTES, INDEX_BYTES = 4, 8
-KEPT_WHOLE = (BESIDE, "moe_use_legacy_grouped_gemm")
+LATENT = "moe_latent_size"
+KEPT_WHOLE = (BESIDE, LATENT, "moe_use_legacy_grouped_gemm")
 """With one of these, or with local layers and any grouped GEMM, experts can neither be recomputed nor offloaded in parts."""
 MULTIPROCESSORS = {
     "deepep": ("moe_flex_dispatcher_num_sms", "moe_deepep_num_sms"),
@@ -187,6 +188,8 @@ def _widths(given: Given) -> Iterator[Fact]:
         yield Fact("model.experts.ffn", given["moe_ffn_hidden_size"], given.origin("moe_ffn_hidden_size"))
     elif (ffn := ffn_of(given)) is not None:
         yield Fact("model.experts.ffn", ffn[0], f"{ffn[1]}: no --moe-ffn-hidden-size")
+    if given[LATENT]:
+        yield Fact("model.experts.latent", given[LATENT], given.origin(LATENT))
     shared = given["moe_shared_expert_intermediate_size"]
     if shared is not None:
         yield Fact("model.experts.shared_ffn", shared, given.origin("moe_shared_expert_intermediate_size"))

@@ -12,12 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lynx.config import Experts
+from megatron_lynx.cost.parameters import stage_parameters
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.launch_arguments import Reading, job_of, read_launch
 from megatron_lynx.launch_arguments.parallel_facts import layers_of_layout
 from megatron_lynx.launch_arguments.reading import unsaid
 from megatron_lynx.plan.layout import layout_text
 from megatron_lynx.planner.summary import job_flags
+from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.search.space import Space
 from megatron_lynx.stock.legality import Facts, offered
 from megatron_lynx.stock.setting import StockSetting
@@ -949,6 +951,19 @@ def test_a_hybrid_stack_has_opaque_halves_and_experts() -> None:
     assert mamba.kept_bytes == 2 * (made + 2 * inner)
     assert mamba.parameters == 4096 * (made + inner) + 5 * (inner + 2 * 8 * 128) + 3 * 128 + inner
     assert any("1.15 times" in said for _, said in reading.priced_as)
+
+
+def test_experts_of_a_latent_width() -> None:
+    """As Nemotron 3 Super has them: experts and exchanges of that width, between two projections on every rank."""
+    flags = f"{SMALL} --disable-bias-linear --num-experts 8 --moe-ffn-hidden-size 512 --moe-token-dispatcher-type alltoall"
+    flags += " --expert-model-parallel-size 8"
+    usual, narrow = (job_of(read(f"{flags} {more}"), "h100-80g") for more in ("", "--moe-latent-size 256"))
+    assert (narrow.model.experts.latent, narrow.model.experts.whole) == (256, True)
+    more, fewer = 2 * 1024 * 256, 2 * 512 * (1024 - 256)
+    counted = [parameters.matrices + parameters.experts for parameters in (stage_parameters(job, 0) for job in (usual, narrow))]
+    assert counted[1] - counted[0] == 8 * (more - fewer)
+    exchanges = [analytic_profile(job).of(job.model.sections(1)[1]).exchange_s for job in (usual, narrow)]
+    assert 0 < exchanges[1] < exchanges[0]
 
 
 LINEAR = "--experimental-attention-variant gated_delta_net --linear-attention-freq 4"

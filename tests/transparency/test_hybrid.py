@@ -51,6 +51,19 @@ def test_every_bit(pool_of: Pools, layout: str) -> None:
         assert outcomes[1].planned.counts[-1].in_windows > 0 or job.parallel.tensor * job.chunks == 1
 
 
+def test_experts_of_a_latent_width_are_kept_whole(pool_of: Pools) -> None:
+    """As Nemotron 3 Super has them: everything around them is recomputed."""
+    experts = {"count": 4, "per_token": 2, "ffn": 32, "shared_ffn": 32, "latent": 16, "whole": True, "layers": 2}
+    job = hybrid_job(**LAYOUTS["TP2+SP"], experts=experts, bias=False)
+    dense = recomputable(job)
+    around = [item for item in dense if not item.startswith(("pre_mlp", "mlp", "shared", "experts"))]
+    candidates = [plan_for(job, lambda layer: around if layer in job.model.expert_layers else dense)]
+    candidates += [plan_for(job, lambda layer: ()), offloading(candidates[0], 8_000)]
+    for outcomes in pool_of(2).run(compare_hybrid, job, candidates, Trial(canaries=True, model={"moe_latent_size": 16})):
+        assert [outcome.differing for outcome in outcomes] == [[]] * len(candidates)
+        assert outcomes[0].planned.counts[-1].recomputed > 0
+
+
 def test_weight_gradients_in_waits(pool_of: Pools) -> None:
     job = hybrid_job(**LAYOUTS["TP2+SP"])
     plan = deferring(plan_for(job, lambda layer: recomputable(job, gather=True)))

@@ -140,15 +140,16 @@ class MixtureOfExperts(Planning):
         """Each of `expert` ranks holds its part of the experts, split among `expert_tensor` ranks; every rank has the router;
         shared experts are an MLP split among `tensor` ranks (`SequentialMLP`, `TopKRouter`, `SharedExpertMLP`)."""
         experts, local = mixture(model), mixture(model).count // layout.expert
-        one, shared, router = expert_matrices(model), _mlp(model, experts.shared_ffn), model.hidden * experts.count
+        one, shared, router = expert_matrices(model), _mlp(model, experts.shared_ffn, model.hidden), model.hidden * experts.count
         linears, gate = 2 * local + (2 if experts.shared_ffn else 0), model.hidden * experts.shared_gate
+        projections = _projections(model)
         return HalfParameters(
             cut=shared,
-            passed=experts.per_token * one + shared + router + gate,
+            passed=experts.per_token * one + shared + router + gate + projections,
             vectors=model.norm_parameters() + gate,
-            weights=linears + 1 + experts.shared_gate,
+            weights=linears + 1 + experts.shared_gate + 2 * bool(projections),
             biased=linears,
-            whole=router,
+            whole=router + projections,
             router=router,
             apart=local * (one // layout.expert_tensor_size + _biases(model, layout.expert_tensor_size)),
         )
@@ -180,18 +181,23 @@ def expert_sharers(job: Job) -> int:
 
 
 def expert_matrices(model: Model) -> int:
-    return _mlp(model, mixture(model).ffn)
+    return _mlp(model, mixture(model).ffn, model.routed_hidden)
 
 
-def _mlp(model: Model, ffn: int) -> int:
-    return model.hidden * ffn * (3 if model.gated else 2)
+def _mlp(model: Model, ffn: int, hidden: int) -> int:
+    return hidden * ffn * (3 if model.gated else 2)
+
+
+def _projections(model: Model) -> int:
+    """Return the weights of the projections to a latent width and back, which every tensor-parallel rank has (`MoELayer`)."""
+    return 0 if mixture(model).latent is None else 2 * model.hidden * model.routed_hidden
 
 
 def _biases(model: Model, tensor: int) -> int:
     if not model.bias:
         return 0
     ffn = mixture(model).ffn
-    return (2 * ffn if model.gated else ffn) // tensor + model.hidden
+    return (2 * ffn if model.gated else ffn) // tensor + model.routed_hidden
 
 
 def all_to_all_s(cluster: Cluster, gpus: int, ranks: int, stride: int, size_bytes: float) -> float:
@@ -212,7 +218,7 @@ def all_to_all_s(cluster: Cluster, gpus: int, ranks: int, stride: int, size_byte
 
 def _exchange_s(job: Job, shape: LayerShape) -> float:
     """Return one exchange of tokens; each pass has two."""
-    tensor, row_bytes = shape.parallel.expert_tensor_size, shape.model.hidden * shape.model.element_bytes
+    tensor, row_bytes = shape.parallel.expert_tensor_size, shape.model.routed_hidden * shape.model.element_bytes
     if experts_of(shape).dispatcher in FUSED:
         return _fused_exchange_s(job.cluster, shape, row_bytes)
     if experts_of(shape).dispatcher == "allgather":
@@ -249,7 +255,7 @@ def _cut_s(job: Job, shape: LayerShape) -> float:
     """Return one gather of rows to split experts, or scatter of sums; other dispatchers include it."""
     if experts_of(shape).dispatcher != "alltoall":
         return 0.0
-    tensor, row_bytes = shape.parallel.expert_tensor_size, shape.model.hidden * shape.model.element_bytes
+    tensor, row_bytes = shape.parallel.expert_tensor_size, shape.model.routed_hidden * shape.model.element_bytes
     gathered = routed_rows(shape) * row_bytes * (tensor - 1) / tensor
     return collective_s(job.cluster, tensor, gathered)
 
@@ -261,9 +267,11 @@ def _shared_collective_s(job: Job, shape: LayerShape) -> float:
 
 
 def _router(shape: LayerShape, roof: Roofline) -> Passes:
-    """A GEMM of every token with every expert's row, and top-k in fp32."""
+    """A GEMM of every token with every expert's row, and top-k in fp32; with them the projections to a latent width and back."""
     count, tokens, element = experts_of(shape).count, shape.own_tokens, shape.model.element_bytes
     gemm_s = roof.seconds(2 * tokens * shape.model.hidden * count, element * tokens * (shape.model.hidden + count))
+    if latent := experts_of(shape).latent:
+        gemm_s += 2 * roof.seconds(2 * tokens * shape.model.hidden * latent, element * tokens * (shape.model.hidden + latent))
     chosen_s = roof.seconds(0, 4 * FP32_BYTES * tokens * count)
     return Passes(gemm_s + chosen_s, 2 * gemm_s + chosen_s)
 
@@ -271,7 +279,7 @@ def _router(shape: LayerShape, roof: Roofline) -> Passes:
 def _moved_rows(shape: LayerShape, roof: Roofline) -> Passes:
     """Return one permutation of rows, and the sorting by expert if a rank has several: each row is read and written. Flex
     dispatchers only sort."""
-    row_bytes = 2 * shape.model.hidden * shape.model.element_bytes
+    row_bytes = 2 * shape.model.routed_hidden * shape.model.element_bytes
     sent_s = roof.seconds(0, row_bytes * routed_rows(shape) / shape.parallel.expert_tensor_size)
     if experts_of(shape).dispatcher == "allgather":  # one copy, from all tokens to the rows of this rank's experts
         return Passes(*2 * (roof.seconds(0, row_bytes * max(padded_rows(shape), gathered_tokens(shape))),))
@@ -297,7 +305,7 @@ def expert_tensors(shape: LayerShape) -> tuple[SavedTensor, ...]:
     if shape.model.fp8_recipe == "delayed" or _gathers_apart(shape):  # the norm's output is not the linear's saved input
         readers = (ROUTER,)
     norm, dropout = norm_tensors(shape, section, readers), dropout_tensor(shape, section)
-    blocks = (*norm, *_shared(shape), *_router_tensors(shape), *_dispatch(shape), *_expert_rows(shape), dropout)
+    blocks = (*norm, *_shared(shape), *_router_tensors(shape), *_dispatch(shape), *_expert_rows(shape), *_latent(shape), dropout)
     return tuple(block for block in blocks if block.bytes)
 
 
@@ -315,9 +323,15 @@ def _dispatch(shape: LayerShape) -> Iterator[SavedTensor]:
     yield SavedTensor(bytes=kept, made_by=DISPATCH if fused else ROUTER, saved_by=(DISPATCH,), output=not fused)
     yield SavedTensor(bytes=sorted_by, made_by=DISPATCH, saved_by=(DISPATCH, COMBINE))
     readers = (EXPERTS_FC1,) if shape.model.fp8_recipe is None else ()
-    yield SavedTensor(bytes=rows * shape.model.hidden * element, made_by=DISPATCH, saved_by=readers, output=True)
+    yield SavedTensor(bytes=rows * shape.model.routed_hidden * element, made_by=DISPATCH, saved_by=readers, output=True)
     of_row = FP32_BYTES if fused else element
     yield SavedTensor(bytes=padded_rows(shape) * of_row, made_by=DISPATCH, saved_by=(EXPERTS_ACTIVATION,), output=True)
+
+
+def _latent(shape: LayerShape) -> list[SavedTensor]:
+    """The input of the projection back from a latent width. The other one's is the router's, too."""
+    columns = experts_of(shape).latent or 0
+    return own_tensors(COMBINE, shape.own_tokens * columns * shape.model.element_bytes)
 
 
 def _maps(shape: LayerShape) -> tuple[int, int]:
@@ -444,13 +458,13 @@ def shared_width(shape: LayerShape) -> int:
 
 def expert_linears(shape: LayerShape) -> dict[str, Linear]:
     count, rows = local_experts(shape), padded_rows(shape)
-    linears = _pair(shape, (EXPERTS_FC1, EXPERTS_FC2), -(-rows // count), expert_width(shape), count)
+    linears = _pair(shape, (EXPERTS_FC1, EXPERTS_FC2), -(-rows // count), expert_width(shape), count, shape.model.routed_hidden)
     if width := shared_width(shape):
-        linears |= _pair(shape, (SHARED_FC1, SHARED_FC2), shape.tokens, width)
+        linears |= _pair(shape, (SHARED_FC1, SHARED_FC2), shape.tokens, width, 1, shape.model.hidden)
     return linears
 
 
-def _pair(shape: LayerShape, names: tuple[str, str], rows: int, width: int, count: int = 1) -> dict[str, Linear]:
-    """Return `count` equal pairs of linears around an activation of `width` columns."""
-    hidden, outer = shape.model.hidden, 2 * width if shape.model.gated else width
+def _pair(shape: LayerShape, names: tuple[str, str], rows: int, width: int, count: int, hidden: int) -> dict[str, Linear]:
+    """Return `count` equal pairs of linears around an activation of `width` columns, from rows of `hidden` and back."""
+    outer = 2 * width if shape.model.gated else width
     return {names[0]: Linear(rows, hidden, outer, count), names[1]: Linear(rows, width, hidden, count)}
