@@ -4,10 +4,9 @@ The host waits in `synchronize` only. A copy may still read memory that is to be
 on all streams are reached; they are polled whenever memory is locked or unlocked.
 
 Copies do not run on torch's streams: torch hands out a pool of 32 in turns, also to NCCL's communicators, and a copy on a stream
-shared with NCCL would queue behind a receive. The driver creates streams on the device's primary context, which is torch's.
-CUDA's runtime is no alternative: torch may have linked it statically, and torch's binding (`cudart().cudaStreamCreate`) creates
-streams that synchronize with the default stream, where torch computes. A stream lives as long as the process, because torch's
-allocator and events may refer to it at any time.
+shared with NCCL would queue behind a receive. The driver creates streams on the device's primary context, which is torch's; those
+of torch's binding of the runtime synchronize with the default stream, where torch computes. A stream lives as long as the
+process, because torch's allocator and events may refer to it at any time.
 """
 
 from __future__ import annotations

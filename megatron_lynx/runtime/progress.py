@@ -1,20 +1,13 @@
 """State that the parts of one engine share.
 
-ledger     passes in flight, and the half whose backward runs
-pending    delayed weight gradients
-scope      the running call of a half
-counts     figures since the last report
-trace      spans
-clock      seconds of recomputations
-
-If a step fails, the innermost call notes on the error where the engine was (`whereabouts_of`), because the engine forgets failed
-steps.
-
 One call of a half's code is a `Run`, to which sites and collectives report:
 
 Run          keeps all saved tensors, and counts collectives
 Recorder     replaces saved tensors by handles (`runtime.record`)
-Recomputer     recomputes dropped tensors (`runtime.recompute`)
+Recomputer   recomputes dropped tensors (`runtime.recompute`)
+
+If a step fails, the innermost call notes on the error where the engine was (`whereabouts_of`), because the engine forgets failed
+steps.
 """
 
 from __future__ import annotations
@@ -126,9 +119,12 @@ class Progress:
         self.offloader = offloader
         self.trace: Trace = offloader.trace
         self.clock = Clock(device)
+        """Seconds of recomputations."""
         self.counts = Figures()
+        """Since the last report."""
         self.pending = Pending()
         self.scope: Run | None = None
+        """The running call of a half."""
 
     @property
     def in_half(self) -> bool:

@@ -10,10 +10,8 @@ made after the plan's bytes are reached: they are needed first. As a whole, all 
 when originals are freed and copies back begin.
 
 A tensor stays on the device if its storage lasts (parameters, buffers), or if something else references it: masks and rotary
-tables, which are arguments of a half, and the stage's input and output.
-
-Reloads go into fresh tensors of the original's size: each is freed once backward has passed its node. Two alternating buffers
-would occupy two micro-batches' bytes all the time (`benchmarks/reload_targets.py`).
+tables, which are arguments of a half, and the stage's input and output. Reloads go into fresh tensors: each is freed once
+backward has passed its node.
 """
 
 from __future__ import annotations

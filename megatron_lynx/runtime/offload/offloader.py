@@ -1,17 +1,14 @@
 """When the activations of a stage move to the host and back: fixed by the order of passes (rule R1).
 
-    half of k              saved tensors are pushed to the micro-batch's group (`group`), which has each storage once
-    end of forward         a whole micro-batch is copied out in the order in which it was made, up to the plan's bytes. Originals
-                           are freed after their copy: at the end of the next such forward at the latest
+    end of forward         a whole micro-batch is copied out, up to the plan's bytes. Originals are freed after their copy: at
+                           the end of the next such forward at the latest
     backward before        begins, or the gradient of k is awaited, or the forward before it begins: storages of k are copied
     that of k              back, last one first
-    backward of k          a node requests its tensor and waits for its storage
     exchanges              if copies avoid messages, a copy out waits for the pass after the exchange, and the exchange for all
                            copies
 
-If its backward follows its forward, a micro-batch stays on the device, or moves half by half if there is a pace. Storages made
-first live longest and are needed last, so they are offloaded. Handles in autograd's graph and frames own them: they are freed
-with the graph, and so are their rooms on the host (rule R8).
+If its backward follows its forward, a micro-batch stays on the device, or moves half by half if there is a pace. Handles in
+autograd's graph and frames own storages: they are freed with the graph, and so are their rooms on the host (rule R8).
 """
 
 from __future__ import annotations
