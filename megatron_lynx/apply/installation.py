@@ -15,7 +15,6 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import lru_cache
-from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
@@ -50,7 +49,7 @@ from megatron_lynx.runtime.device import Device, device_for
 from megatron_lynx.runtime.engine import Engine, Overlapping
 from megatron_lynx.runtime.offload import HostFacts, HostLimit, Offloader, OffloadPolicy, limit_of
 from megatron_lynx.runtime.order import OrderOfStep, StageOrder
-from megatron_lynx.runtime.policy import ChunkPolicy, HalfPolicy
+from megatron_lynx.runtime.policy import ChunkPolicy, Gather, HalfPolicy
 from megatron_lynx.runtime.record import GATHERED
 from megatron_lynx.runtime.saved import memory_of
 from megatron_lynx.runtime.surroundings import NO_HOOKS, Autocast, ForwardHooks
@@ -193,15 +192,12 @@ def _stale_te(release: Release, run: LiveRun) -> list[Problem]:
 def _claims(engine: Engine, plan: Plan, run: LiveRun, timetable: Timetable) -> Iterator[Claim]:
     shards = run.shards_of(plan.parallel.sequence_parallel)
     capacity = halves.Capacity(-(-plan.model.seq // shards) * plan.batch.micro, shards)
-    gather = gathered_input.start_gather(run.tensor_group)
-    chunks = plan.chunks_of(run.stage)
-    of_layer = {number: of for entry in chunks for number, of in policies(plan, entry, timetable, gather, run.layers).items()}
-    of_layer = passing_over(of_layer, timetable, engine.offloader.chunks)
+    gather, offloading = gathered_input.start_gather(run.tensor_group), engine.offloader.chunks
+    of_layer = policies(plan, run.stage, timetable, gather, run.layers, offloading)
     attention = (policy for of in of_layer.values() for policy in of.values() if policy.section.half == HALVES[0])
     telling = next((policy for policy in attention if not policy.section.kept_whole), None)  # of the stage's first chunk
     for number, layer in run.layers.items():
         yield from halves.claims(engine, layer, of_layer[number], capacity, telling)  # type: ignore[arg-type]
-        offloading = engine.offloader.chunks
         met = [of.section for of in of_layer[number].values() if of.may_recompute or of.midway or of.goes_out(offloading)]
         yield from sites.claims(engine, layer, number, met, te=run.uses_te, fp8=run.fp8)
     yield from steps.claims(engine, frozenset(map(id, run.chunks)), combined=run.combined)
@@ -231,26 +227,29 @@ def _recomputes_in_receives(plan: Plan) -> bool:
 
 
 def policies(
-    plan: Plan, stage: Stage, timetable: Timetable, gather: Callable[[Any], Any], modules: Mapping[int, Module]
+    plan: Plan, stage: int, timetable: Timetable, gather: Gather, modules: Mapping[int, Module], offloading: Container[int]
 ) -> dict[int, dict[Half, HalfPolicy]]:
-    """The policy of every half of a chunk, by layer number. `modules`: the layers that Megatron built."""
-    halves = timetable.chunks[stage.chunk]
-    planned = {half.key: half for half in halves}
-    fed_by = {half.key: before.key for before, half in pairwise(halves) if before.feeds}
-    policies_by_layer: dict[int, dict[Half, HalfPolicy]] = {}
-    for layer in stage.layers:
-        policies_by_layer[layer] = {}
-        for section in sections_in(modules[layer]):
-            half = planned[layer, section.half]
-            policy = _policy(plan, stage, half, section, gather, modules[layer])
-            midway = section.core if half.key in timetable.core_halves else None
-            policies_by_layer[layer][section.half] = replace(policy, fed_by=fed_by.get(half.key), midway=midway)
-    return policies_by_layer
+    """The policy of every half of a stage, by layer number. `modules`: the layers that Megatron built. `offloading`: chunks that
+    offload."""
+    of_layer: dict[int, dict[Half, HalfPolicy]] = {number: {} for number in modules}
+    for entry, halves_of_chunk, busy_halves in zip(plan.chunks_of(stage), timetable.chunks, timetable.busy_halves, strict=True):
+        below: HalfPolicy | None = None
+        for planned in halves_of_chunk:
+            module = modules[planned.layer]
+            section = next(section for section in sections_in(module) if section.half == planned.half)
+            policy = _policy(plan, entry, planned, section, gather, module)
+            busy = policy.goes_out(offloading) or policy.deferred or policy.may_recompute or policy.key in busy_halves
+            below = of_layer[planned.layer][planned.half] = replace(
+                policy,
+                fed_by=below.key if below is not None and below.feeds else None,
+                midway=section.core if policy.key in timetable.core_halves else None,
+                passed_over=not busy,
+                below_passed_over=below is not None and below.passed_over,
+            )
+    return of_layer
 
 
-def _policy(
-    plan: Plan, stage: Stage, planned: PlannedHalf, section: Section, gather: Callable[[Any], Any], module: Module
-) -> HalfPolicy:
+def _policy(plan: Plan, stage: Stage, planned: PlannedHalf, section: Section, gather: Gather, module: Module) -> HalfPolicy:
     recomputed = frozenset(planned.recompute)
     if planned.checkpoint:
         recomputed |= {GATHERED.name}
@@ -279,26 +278,6 @@ def _policy(
 def _waits_for_weights(hook: Callable[..., Any]) -> bool:
     """Megatron's own hook on every module, with --overlap-param-gather. In a recomputation the weights are already gathered."""
     return getattr(hook, "__module__", "") == "megatron.core.distributed.distributed_data_parallel"
-
-
-def passing_over(
-    of_layer: Mapping[int, Mapping[Half, HalfPolicy]], timetable: Timetable, offloading: Container[int]
-) -> dict[int, dict[Half, HalfPolicy]]:
-    """The same policies, with halves marked that have no work, and halves above these.
-
-    `offloading`: chunks that offload.
-    """
-    marked: dict[int, dict[Half, HalfPolicy]] = {}
-    below: HalfPolicy | None = None
-    for layer, of_half in of_layer.items():
-        marked[layer] = {}
-        for half, policy in of_half.items():
-            serves = policy.key in timetable.busy_halves[policy.chunk]
-            busy = policy.goes_out(offloading) or policy.deferred or policy.may_recompute or serves
-            of_chunk = below is not None and below.chunk == policy.chunk
-            below = replace(policy, passed_over=not busy, below_passed_over=of_chunk and below.passed_over)  # type: ignore[union-attr]
-            marked[layer][half] = below
-    return marked
 
 
 def chunk_policies(plan: Plan, timetable: Timetable, stage: int) -> list[ChunkPolicy]:
