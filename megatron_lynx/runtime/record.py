@@ -297,13 +297,14 @@ class Recorder(Run):
             self._drop_memos()
 
     def _remember(self, call: SiteCall, outputs: Any, random: Any) -> None:
-        every = self._first is not None or self._undecided
-        if not every and self._segment not in self._graph.memos:
-            return
-        ends = self._ends_values(call.site)
-        if self._first is not None:
-            self._first.kept(self._segment, outputs, ends_values=ends)
-        with_values = not ends and (every or self._graph.memos[self._segment])
+        if self._first is None and not self._undecided:
+            if self._segment not in self._graph.memos:
+                return
+            with_values = self._graph.memos[self._segment]
+        else:
+            with_values = not self._ends_values(call.site)
+            if self._first is not None:
+                self._first.kept(self._segment, outputs, ends_values=not with_values)
         self.frame.memos[self._segment] = Memo(map_nest(Tensor, detached if with_values else absent, outputs), random)
 
     def _ends_values(self, site: Site) -> bool:

@@ -111,8 +111,8 @@ class FirstCall:
         """Storages that are held until backward."""
         self.normed: dict[int, Tensor] = {}
         """Outputs of a recomputed norm, by storage. The recorder clears it: its graph refers back to the recorder."""
-        self._ends_at: int | None = None
-        """Last segment after which no recomputation reads values; None if there is none."""
+        self._ends: list[int] = []
+        """Segments of kept sites whose values no recomputation reads, nor any from before them after them."""
         self.untouched: list[int] = []
         """Sites after which the code drops nothing, and of which no state is captured."""
 
@@ -135,7 +135,7 @@ class FirstCall:
     def kept(self, segment: int, outputs: Any, *, ends_values: bool) -> None:
         """Report the outputs of a kept site. `ends_values`: no recomputation after it reads values from before it."""
         if ends_values:
-            self._ends_at = segment
+            self._ends.append(segment)
         else:
             self._resident.update(map(storage_of, tensors_in(outputs)))
 
@@ -180,10 +180,10 @@ class FirstCall:
     def ends(self, lets_go: Collection[int], memos: Iterable[int]) -> None:
         """End the call: choose the memos that a recomputation passes, and those of which it reads values."""
         last = max(lets_go, default=-1)
-        read = [segment for segment in lets_go if self._ends_at is None or segment <= self._ends_at]
+        read = [segment for segment in lets_go if not self._ends or segment <= self._ends[-1]]
         last_with_values = max(read, default=-1)
         self.graph.lets_go = frozenset(lets_go)
-        self.graph.memos = {segment: segment < last_with_values for segment in memos if segment < last}
+        self.graph.memos = {at: at < last_with_values and at not in self._ends for at in memos if at < last}
         nothing = (at for at, site in self.graph.sites.items() if at not in self.graph.memos and not site.replaced)
         self.graph.inert = frozenset(self.untouched).intersection(nothing)
 
