@@ -108,7 +108,7 @@ class TrainedModel:
 
     def _in_force(self) -> AbstractContextManager[object]:
         """The way's plan is in force inside. Hooks are on Megatron's functions, so only one model's plan may be installed."""
-        from megatron_lynx.apply import install
+        from megatron_lynx.apply.installation import install
 
         if self.way.plan is None:
             return nullcontext()

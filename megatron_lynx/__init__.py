@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from megatron_lynx.version import __version__
 
 if TYPE_CHECKING:
-    from megatron_lynx.apply import Installation, install
+    from megatron_lynx.apply.installation import Installation, install
     from megatron_lynx.plan import Plan, load_plan
 
 __all__ = ["load_plan", "install", "Plan", "Installation", "__version__"]
 
-_HOMES = {"load_plan": "plan", "Plan": "plan", "install": "apply", "Installation": "apply"}
+_HOMES = {"load_plan": "plan", "Plan": "plan", "install": "apply.installation", "Installation": "apply.installation"}
 
 
 def __getattr__(name: str) -> Any:

@@ -48,7 +48,7 @@ class Trained:
     @contextmanager
     def under(self, candidate: Candidate) -> Iterator[Any]:
         """The setting is in force; its plan's installation, None for stock."""
-        from megatron_lynx.apply import install
+        from megatron_lynx.apply.installation import install
 
         with ExitStack() as undo:
             if candidate.plan is not None:

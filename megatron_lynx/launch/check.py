@@ -24,8 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import Module, Parameter
 
-from megatron_lynx.apply import Installation
-from megatron_lynx.apply.installation import order_of
+from megatron_lynx.apply.installation import Installation, order_of
 from megatron_lynx.apply.live_run import LiveRun, live_run, of_all_ranks
 from megatron_lynx.errors import LynxError, Problem
 from megatron_lynx.launch.differences import Difference, Outcome, differences, gradient_of, named_parameters

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, FrameKey
-from megatron_lynx.apply import Installation
+from megatron_lynx.apply.installation import Installation
 from megatron_lynx.apply.live_run import LiveRun, live_run, of_all_ranks
 from megatron_lynx.errors import LynxError
 from megatron_lynx.launch.check import Schedule, first_call, frames_differ

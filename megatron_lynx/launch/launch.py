@@ -20,8 +20,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_lynx.apply import hook, install
+from megatron_lynx.apply import hook
 from megatron_lynx.apply.hook import Hook
+from megatron_lynx.apply.installation import install
 from megatron_lynx.apply.live_run import live_run, of_all_ranks
 from megatron_lynx.apply.refusals import launch_mismatches
 from megatron_lynx.apply.releases import installed_version

@@ -77,7 +77,7 @@ class Subject:
     @contextmanager
     def in_force(self) -> Iterator[Any]:
         """Install its plan during the block; yield the installation, or None for stock Megatron."""
-        from megatron_lynx.apply import install
+        from megatron_lynx.apply.installation import install
 
         if self.candidate.plan is None:
             yield None

@@ -151,7 +151,7 @@ def _trained(setting: Setting, plan: Plan | None, *, late: bool) -> _Run:
     """A training from the same weights and seeds, under a plan or without."""
     from megatron.core import parallel_state
 
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
     from megatron_lynx.testbed.fusions import stand_in_for_fused_gradient
     from megatron_lynx.testbed.groups import seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model

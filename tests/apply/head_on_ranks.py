@@ -53,7 +53,7 @@ class _Seen:
 
 
 def compare(rank: int, job: Job, plan: Plan, how: How) -> Compared:
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
     from megatron_lynx.testbed.fusions import stand_in_for_fused_gradient
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
@@ -150,7 +150,7 @@ def refused(
 ) -> list[str]:
     """Places and advice of what `install` says to a spoilt model, or the first call of it, if `called` with these. `later`: what
     spoils it under the plan."""
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
     from tests.apply.on_ranks import Attributes, trained
 
     training = trained(job)
@@ -171,7 +171,7 @@ def refused(
 
 def logits_without_labels(rank: int, job: Job, plan: Plan) -> bool:
     """Whether a call without labels returns what stock's does."""
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
     from tests.apply.on_ranks import trained
 
     training = trained(job)

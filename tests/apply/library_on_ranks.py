@@ -186,7 +186,7 @@ def _block(page: Path, number: int) -> dict[str, Any]:
 
 def twice(rank: int, job: Job, plan: Plan) -> list[str]:
     """What is said where one model is to have two plans, and where installations end in the order in which they began."""
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
     from megatron_lynx.errors import HookRefused
 
     from .on_ranks import trained
@@ -203,7 +203,7 @@ def twice(rank: int, job: Job, plan: Plan) -> list[str]:
 
 
 def _out_of_order(outer: Any, second: Any, plan: Plan) -> None:
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
 
     with install(second.chunks, plan):
         outer.remove()
@@ -211,7 +211,7 @@ def _out_of_order(outer: Any, second: Any, plan: Plan) -> None:
 
 def beside_another(rank: int, job: Job, plan: Plan, **model: Any) -> list[list[bool]]:
     """Whether the engine of a model under a plan is busy in each forward of a step: of that model, and of one without a plan."""
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
     from megatron_lynx.apply.live_run import unwrapped
 
     from .on_ranks import one_step, trained

@@ -67,7 +67,7 @@ def trained(job: Job, **model: Any) -> Any:
 def install_and_remove(rank: int, job: Job, plan: Plan) -> dict[str, list[str]]:
     """What differs from before: while installed, while lifted and behind it, after `remove()`, after the context, after an
     exception in the context."""
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
 
     training = trained(job)
     one_step(training)  # of stock, which itself leaves traces the first time
@@ -116,7 +116,7 @@ def changed_by_import(rank: int) -> list[str]:
         for name in [name for name in sys.modules if name.startswith(("megatron_lynx.apply", "megatron_lynx.runtime"))]:
             del sys.modules[name]
         attributes = Attributes()
-        import megatron_lynx.apply
+        import megatron_lynx.apply.installation
         import megatron_lynx.runtime.engine
 
         return attributes.changed()
@@ -143,7 +143,7 @@ Spoil = Callable[[Any, ExitStack], Any]
 
 
 def refused(rank: int, job: Job, plan: Plan, spoil: Spoil | None = None) -> Refusal:
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
 
     training = trained(job)
     with ExitStack() as undo:
@@ -305,8 +305,8 @@ def other_halves(training: Any, undo: ExitStack) -> None:
 
 def shares_of_hosts(rank: int, job: Job, plan: Plan, machines: list[str]) -> tuple[int, int]:
     """(what this rank may hold of its host, what its part of the training state takes), where each rank is on such a machine."""
-    from megatron_lynx.apply import install
     from megatron_lynx.apply import installation as host_share
+    from megatron_lynx.apply.installation import install
 
     training = trained(job)
     free = FreeMemory((Pot("the machine", machines[rank], 10**9),))
@@ -327,7 +327,7 @@ def without_host_memory(training: Any, undo: ExitStack, unread: tuple[str, ...] 
 
 def second_installation(rank: int, job: Job, plan: Plan) -> Refusal:
     """Refused, and the first one still holds everything."""
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
 
     training = trained(job)
     with install(training.chunks, plan):
@@ -338,7 +338,7 @@ def replaced_on_top(rank: int, job: Job, plan: Plan) -> Refusal:
     """Somebody wrapped what we hold: removal touches nothing, and works when they are gone."""
     from megatron.core.pipeline_parallel import schedules
 
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
 
     training = trained(job)
     clean = Attributes(training.chunks[0])
@@ -352,7 +352,7 @@ def replaced_on_top(rank: int, job: Job, plan: Plan) -> Refusal:
 
 def removal_mid_step(rank: int, job: Job, plan: Plan) -> list[Refusal]:
     """Removing within each micro-batch's forward step, before and behind the model, and within a layer; then between steps."""
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
     from megatron_lynx.testbed import training as loop
 
     training = trained(job)
@@ -397,7 +397,7 @@ def compare_with_stock_of_release(rank: int, job: Job, plans: list[Plan], trial:
 
 def tensors_left_on_layers(rank: int, job: Job, plan: Plan) -> list[str]:
     """What layers hold after a planned step beside their parameters, as an attribute or on an object that is one."""
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
 
     training = trained(job)
     with install(training.chunks, plan):

@@ -22,7 +22,7 @@ Seen = dict[str, Any]
 
 def stock_and_planned(rank: int, job: Job, plan: Plan, trains: Callable[[Any], Seen]) -> dict[str, Any]:
     """`trains(training)` without and with the plan: what differs, and what the engine holds and counted at the end."""
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
 
     stock = trains(trained(job))
     training = trained(job)
@@ -136,7 +136,7 @@ def with_nvtx(training: Any) -> Seen:
 
 def asked_for_too_much(rank: int, job: Job, plan: Plan, asks: Callable[[Any], Any]) -> dict[str, Any]:
     """The error of `asks(training)` under the plan, and what of the step behind it differs from stock's."""
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
 
     stock = step_seen(trained(job))
     training = trained(job)

@@ -30,7 +30,7 @@ class Seen:
 
 
 def held(rank: int, job: Job, plan: Plan) -> Seen:
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
     from megatron_lynx.apply.releases import present_te
 
     training = trained(job)
@@ -48,7 +48,7 @@ def drawn_without_dropout(rank: int, job: Job, plan: Plan) -> tuple[list[list[in
     Transformer Engine's fused attention does on a GPU: what each took, and whether the generators end where stock's do."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
     from megatron_lynx.testbed.groups import seed_random_numbers
 
     training = trained(job)
@@ -185,7 +185,7 @@ def exchanges_of(rank: int, job: Job, plan: Plan) -> tuple[dict[str, int], dict[
     """How many exchanges each userbuffer saw in one step of stock, and in one under a plan."""
     from transformer_engine.pytorch.module import base
 
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
 
     def exchanges() -> dict[str, int]:
         made = base._ub_communicators or {}

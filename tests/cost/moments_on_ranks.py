@@ -27,7 +27,7 @@ def count(rank: int, job: Job, fields: dict[str, Any], plan: Plan | None = None)
     """
     from megatron.core import parallel_state
 
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
     from megatron_lynx.measure.memory import activation_meter, remember_blocks
     from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.tiny_models import build_model

@@ -44,7 +44,7 @@ def _count(job: Job, plan: Plan | None) -> Counted:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
     from megatron_lynx.figures import Figures
     from megatron_lynx.measure.memory import count_step, marked
     from megatron_lynx.testbed.tiny_models import build_model

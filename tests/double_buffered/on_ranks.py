@@ -451,7 +451,7 @@ class Planned:
 def planned(rank: int, job: Job, how: dict[str, Any], plans: list[Any], batches: int = 4) -> list[Planned]:
     """The reference, without a plan, and each plan. The retired buffer is NaN before it is filled again: recomputations read
     neither."""
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
 
     initialise(job)
@@ -488,7 +488,7 @@ def spoil_retired(versions: Any) -> None:
 
 def installed_differently(rank: int, job: Job, plans: dict[str, Any]) -> dict[str, str]:
     """How plans are refused: of another schedule, on either; while micro-batches are in flight."""
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
     from megatron_lynx.errors import LynxError
     from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.training import forward_step, synthetic_batches

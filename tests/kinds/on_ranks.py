@@ -33,7 +33,7 @@ def compare(rank: int, job: Job, plans: list[Plan], trial: Trial) -> list[Outcom
 
 def refused(rank: int, job: Job, plan: Plan) -> str:
     """Why a plan for the usual attention is not installed on gated layers."""
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
     from tests.apply.on_ranks import trained
 
     with gated_layers():

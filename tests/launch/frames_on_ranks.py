@@ -56,7 +56,7 @@ def check_frames(rank: int, job: Job, trials: list[Trial]) -> list[Checked]:
 def _checked(job: Job, trial: Trial) -> Checked:
     import gc
 
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
     from megatron_lynx.errors import LynxError
     from megatron_lynx.launch.frames import FrameCheck
     from megatron_lynx.testbed.groups import seed_random_numbers

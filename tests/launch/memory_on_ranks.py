@@ -24,7 +24,7 @@ def said_at(rank: int, job: Job, plan: Plan, limits: list[int], steps: int = 1) 
 def _trained(job: Job, plan: Plan, limit_bytes: int, steps: int) -> Said:
     import gc
 
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
     from megatron_lynx.apply.live_run import live_run
     from megatron_lynx.launch.out_of_memory import Rank, explained, moment_of
     from megatron_lynx.testbed.tiny_models import build_model

@@ -161,7 +161,7 @@ class Loop:
     @contextmanager
     def in_force(self) -> Iterator[None]:
         """The setting's plan is installed inside."""
-        from megatron_lynx.apply import install
+        from megatron_lynx.apply.installation import install
 
         with ExitStack() as undo:
             if self._setting.plan is not None:

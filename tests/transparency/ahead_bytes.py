@@ -18,7 +18,7 @@ there before)."""
 
 def held_after_tasks(rank: int, job: Job, plan: Plan) -> list[Held]:
     """In the order in which the tasks of one step ran."""
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import synthetic_batches
@@ -36,7 +36,7 @@ def held_after_tasks(rank: int, job: Job, plan: Plan) -> list[Held]:
 def bytes_begun(rank: int, job: Job, plan: Plan, model: dict[str, Any]) -> list[int]:
     """What every beginning ahead of the second step adds to the bytes that are there, in the order of the step. The first two
     experts get all tokens."""
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import synthetic_batches

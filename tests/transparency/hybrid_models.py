@@ -103,7 +103,7 @@ def compare_hybrid(rank: int, job: Job, plans: list[Plan], trial: Trial) -> list
 
 def refused(rank: int, job: Job, plan: Plan, pattern: str, spoil: Any = None) -> str:
     """What installing says of a stack with this pattern, in a run that `spoil` has changed."""
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
     from megatron_lynx.errors import LynxError
     from megatron_lynx.testbed.groups import initialise
 

@@ -50,7 +50,7 @@ def changing_lengths(rank: int, job: Job, plan: Plan, steps: Sequence[Step], mod
 def _train(job: Job, plan: Plan | None, steps: Sequence[Step], model: dict[str, Any]) -> Seen:
     from contextlib import ExitStack
 
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
     from megatron_lynx.figures import InputSeen
     from megatron_lynx.testbed.groups import seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model

@@ -35,7 +35,7 @@ def heard(rank: int, job: Job, plans: list[Plan | None]) -> list[list[Heard]]:
 
 
 def _heard(job: Job, plan: Plan | None) -> list[Heard]:
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
 
     training, calls = trained(job), list[Heard]()
     names = {module: name for name, module in training.chunks[0].decoder.layers.named_modules()}
@@ -78,7 +78,7 @@ def fails(module: Any, given: Any, output: Any) -> None:
 
 def step_with(rank: int, job: Job, plan: Plan, place: str, kind: str, hook: Callable[..., Any]) -> tuple[Any, list[str]]:
     """How a step ends under a plan with a hook at a place of the second layer, and what is not as before afterwards."""
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
 
     training, ended = trained(job), None
     one_step(training)
@@ -105,7 +105,7 @@ def _attributes(training: Any) -> Any:
 
 def once(rank: int, job: Job, plan: Plan) -> int:
     """How often a hook is called that removes itself in its first call."""
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
 
     training, calls = trained(job), []
 
@@ -124,7 +124,7 @@ def traced_routes(rank: int, job: Job, plans: list[Plan | None], folder: Path) -
     is chance: a record, or none."""
     from megatron.core.transformer.moe.router_trace import RouterTracer
 
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
 
     records = []
     for number, plan in enumerate(plans):

@@ -17,7 +17,7 @@ from tests.transparency.trials import starve
 def held_in_backward(rank: int, job: Job, plans: list[Plan], model: dict[str, Any]) -> list[tuple[int, int]]:
     """For each plan the most bytes that are there when a backward of the second step begins, beyond what was there before the
     step, and how many halves of it fell back. The first two experts get all tokens."""
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import synthetic_batches

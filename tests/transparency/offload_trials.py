@@ -36,7 +36,7 @@ class Failed:
 
 def fail_and_recover(rank: int, job: Job, plan: Plan, direction: Literal["offload", "reload"]) -> Failed:
     """The copies of the last micro-batch fail on one stage of one."""
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
     from megatron_lynx.errors import OffloadError
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
@@ -108,7 +108,7 @@ def fail_mid_step(rank: int, job: Job, plan: Plan, where: Literal["backward", "o
     until its group says that somebody left. The groups are of no use afterwards."""
     from megatron.core import parallel_state
 
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
     from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import forward_step, run_schedule, synthetic_batches
@@ -183,7 +183,7 @@ class Reshaped:
 
 def reshape(rank: int, jobs: list[Job], plan: Plan) -> Reshaped:
     """One step of each job, with the model of the first: stock, then all of them under the plan, an evaluation behind each."""
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import gradients, run_schedule, synthetic_batches
@@ -280,7 +280,7 @@ def _counted(job: Job, plans: list[Plan], step: Callable[[Any, Any, Any, Any], N
 
 
 def _counted_under(job: Job, plan: Plan, step: Callable[[Any, Any, Any, Any], None]) -> list[int]:
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
     from megatron_lynx.measure.memory import count_step
     from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import synthetic_batches

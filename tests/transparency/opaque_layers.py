@@ -79,7 +79,7 @@ def compare(rank: int, job: Job, plans: list[Plan], trial: Trial) -> list[Outcom
 
 def refused(rank: int, job: Job, plan: Plan) -> str:
     """What installing says of a model as the job has it."""
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
     from tests.apply.on_ranks import trained
 
     with delta_nets(job):
@@ -93,7 +93,7 @@ def refused(rank: int, job: Job, plan: Plan) -> str:
 
 def held_and_parameters(rank: int, job: Job, plan: Plan) -> tuple[list[str], int]:
     """What hooks hold, and how many parameters the model has."""
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
     from tests.apply.on_ranks import trained
 
     with delta_nets(job):

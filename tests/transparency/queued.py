@@ -32,7 +32,7 @@ class Held:
 
 def held_bytes(rank: int, job: Job, plan: Plan) -> Held:
     """In one step."""
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
     from megatron_lynx.testbed.training import synthetic_batches
 
     held = Held()
@@ -76,8 +76,8 @@ def pending_when_reduced(rank: int, job: Job, plan: Plan, overlapped: bool) -> t
     """In one step: how many weight gradients of a bucket were pending whenever its reduction began, and how many were flushed."""
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
-    from megatron_lynx.apply import install
     from megatron_lynx.apply.hooks.weight_gradients import deferring_linears
+    from megatron_lynx.apply.installation import install
     from megatron_lynx.apply.live_run import live_run
     from megatron_lynx.testbed.training import synthetic_batches
 
@@ -101,7 +101,7 @@ def pending_when_reduced(rank: int, job: Job, plan: Plan, overlapped: bool) -> t
 
 def posted_and_computed(rank: int, job: Job, plan: Plan) -> list[str]:
     """In one step: `posted` for each exchange of messages, `computed` for each delayed weight gradient, in order."""
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
     from megatron_lynx.runtime.weight_gradients import WeightGradients
     from megatron_lynx.testbed.training import synthetic_batches
 
@@ -128,7 +128,7 @@ def posted_and_computed(rank: int, job: Job, plan: Plan) -> list[str]:
 
 def held_and_given_back(rank: int, job: Job, plan: Plan) -> tuple[list[str], list[str]]:
     """What an installation holds for weight gradients, and what is another object when it was removed."""
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
     from megatron_lynx.testbed.training import synthetic_batches
     from tests.apply.on_ranks import Attributes
 
@@ -167,7 +167,7 @@ class Failed:
 
 def failing(rank: int, job: Job, plan: Plan) -> Failed:
     """A step that fails in a backward with weight gradients pending, and one behind it; an evaluation between."""
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
     from megatron_lynx.testbed.groups import seed_random_numbers
 
     with _training(job) as training:

@@ -190,7 +190,7 @@ def called_as_graphs(rank: int, job: Job, captured: tuple[str, ...]) -> list[str
 
 def held_by(rank: int, job: Job, plan: Plan) -> list[str]:
     """The functions that an installation holds."""
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
     from tests.instruments.training import Training

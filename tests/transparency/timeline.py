@@ -100,7 +100,7 @@ def _is_of(event: Event, window: str) -> bool:
 
 def timelines(rank: int, job: Job, plans: list[Plan], training: dict[str, Any], model: dict[str, Any]) -> list[Timeline]:
     """One step under each plan."""
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
     from megatron_lynx.testbed.fusions import stand_in_for_fused_gradient
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model

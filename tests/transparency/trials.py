@@ -111,7 +111,7 @@ def stock_seen(rank: int, job: Job, trial: Trial) -> Seen:
 
 def train(job: Job, plan: Plan | None, trial: Trial) -> Seen:
     """A training from the same weights and seeds, under a plan or without."""
-    from megatron_lynx.apply import install
+    from megatron_lynx.apply.installation import install
     from megatron_lynx.testbed.fusions import stand_in_for_fused_gradient
     from megatron_lynx.testbed.groups import seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
