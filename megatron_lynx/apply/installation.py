@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, replace
 from functools import lru_cache
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from torch.nn import Module
 
@@ -46,7 +46,7 @@ from megatron_lynx.free_memory import free_memory
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.runtime.device import Device, device_for
-from megatron_lynx.runtime.engine import Engine, Overlapping
+from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.offload import HostFacts, HostLimit, Offloader, OffloadPolicy, limit_of
 from megatron_lynx.runtime.order import OrderOfStep, StageOrder
 from megatron_lynx.runtime.policy import ChunkPolicy, Gather, HalfPolicy
@@ -58,6 +58,22 @@ from megatron_lynx.schedule.flushes import passes_of
 from megatron_lynx.timetable import PlannedHalf, Timetable
 
 log = logging.getLogger(__name__)
+
+
+class Overlapping(Protocol):
+    """Runs the batches of one stage without draining the pipeline between them (`double_buffered`)."""
+
+    def few_batches(self, microbatches: int) -> StageOrder:
+        """Return the passes from filling to draining, over enough batches to show all cases."""
+
+    def as_recorded(self, micro_batch: int) -> AbstractContextManager[None]:
+        """Context in which parameters have the values that this micro-batch's forward saw."""
+
+    def check_drained(self, what: str) -> None:
+        """Raise `HookRefused` if micro-batches are in flight."""
+
+    def under(self, engine: Engine | None) -> None:
+        """Report batches to this engine (or none) from now on."""
 
 
 class Installation:

@@ -31,9 +31,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -487,19 +487,3 @@ def _reporting_gathered(on_gathered: Callable[[Tensor], None], gathered: Tensor,
         return waited
 
     return WindowedWork(work, wait_and_report)
-
-
-class Overlapping(Protocol):
-    """Runs the batches of one stage without draining the pipeline between them (`double_buffered`)."""
-
-    def few_batches(self, microbatches: int) -> StageOrder:
-        """Return the passes from filling to draining, over enough batches to show all cases."""
-
-    def as_recorded(self, micro_batch: int) -> AbstractContextManager[None]:
-        """Context in which parameters have the values that this micro-batch's forward saw."""
-
-    def check_drained(self, what: str) -> None:
-        """Raise `HookRefused` if micro-batches are in flight."""
-
-    def under(self, engine: Engine | None) -> None:
-        """Report batches to this engine (or none) from now on."""
