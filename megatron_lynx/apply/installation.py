@@ -25,7 +25,6 @@ from megatron_lynx.apply import hook as holding
 from megatron_lynx.apply.hook import Claim, Hook
 from megatron_lynx.apply.hooks import (
     collectives,
-    gathered_input,
     halves,
     head_in_pieces,
     receives,
@@ -208,7 +207,7 @@ def _stale_te(release: Release, run: LiveRun) -> list[Problem]:
 def _claims(engine: Engine, plan: Plan, run: LiveRun, timetable: Timetable) -> Iterator[Claim]:
     shards = run.shards_of(plan.parallel.sequence_parallel)
     capacity = halves.Capacity(-(-plan.model.seq // shards) * plan.batch.micro, shards)
-    gather, offloading = gathered_input.start_gather(run.tensor_group), engine.offloader.chunks
+    gather, offloading = collectives.start_gather(run.tensor_group), engine.offloader.chunks
     of_layer = policies(plan, run.stage, timetable, gather, run.layers, offloading)
     attention = (policy for of in of_layer.values() for policy in of.values() if policy.section.half == HALVES[0])
     telling = next((policy for policy in attention if not policy.section.kept_whole), None)  # of the stage's first chunk
@@ -229,7 +228,7 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun, timetable: Timetable) -> I
             yield from collectives.te_claims(engine, run.tensor_group)
         gathers = any(policy.gather_site or policy.keeps_gathered for halves_ in of_layer.values() for policy in halves_.values())
         if gathers or (linears and plan.parallel.sequence_parallel and not run.uses_te):
-            yield from gathered_input.claims(engine, linears)
+            yield from collectives.buffer_claims(engine, weight_gradients.puts_off_gathered(engine, linears))
     if plan.head is not None and (chunk := head_chunk(run)) is not None:
         yield from head_in_pieces.claims(chunk, plan.head.pieces)
     if linears:

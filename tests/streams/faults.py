@@ -109,7 +109,7 @@ def a_gather_buffer_reused() -> Iterator[None]:
     """All halves gather their inputs into one buffer, as Megatron does, though one is read while the next is gathered."""
     import torch
 
-    from megatron_lynx.apply.hooks import gathered_input
+    from megatron_lynx.apply.hooks import collectives
 
     buffers: dict[Any, Any] = {}
 
@@ -123,7 +123,7 @@ def a_gather_buffer_reused() -> Iterator[None]:
         return gather
 
     with ExitStack() as undo:
-        replace_function(undo, gathered_input, "start_gather", start_gather)
+        replace_function(undo, collectives, "start_gather", start_gather)
         yield
 
 

@@ -2,7 +2,8 @@
 
 Replaces              local layers     `dist_all_gather_func` and `dist_reduce_scatter_func` in `mappings` and `layers` of
                                        `megatron.core.tensor_parallel` (bound there at import), `_gather_along_first_dim` of
-                                       `mappings`, and `torch.distributed.all_reduce`
+                                       `mappings`, and `torch.distributed.all_reduce`; if an input is gathered once, kept or
+                                       read by a delayed weight gradient, also `get_global_memory_buffer` in `layers`
                       TE's layers      `gather_along_first_dim` and `reduce_scatter_along_first_dim` as bound in `module.base`,
                                        `module.linear` and `module.layernorm_linear` of `transformer_engine.pytorch`; its
                                        `allreduce` ends in `torch.distributed.all_reduce`
@@ -13,9 +14,11 @@ Replaces              local layers     `dist_all_gather_func` and `dist_reduce_s
 Why                   compute waits in each of them. TE overlaps the gather of an input and the scatter of its gradient with
                       GEMMs; there the window is the rest. A recomputation runs latent attention's code between two sites, and
                       must not communicate (rule R2): its gather is a site that is always kept. Compute waits for tokens, or for
-                      the event of DeepEP's own stream.
+                      the event of DeepEP's own stream. Megatron gathers into one global buffer: an input that is gathered once
+                      for a recomputation and its weight gradient must outlive that, and one that is kept, or that a delayed
+                      weight gradient reads, must not be overwritten.
 Calls the original    once per call; in a window asynchronously, then waits if the call was synchronous. Latent attention's never
-                      in a recomputation.
+                      in a recomputation. The buffer's unless a frame has the gathered input.
 Holds                 the groups.
 Passes through when   the window has no task, the group is another one, the call is outside of a half and its backward (LM
                       head, loss, data parallel), or takes a maximum (FP8's amaxes). A gather that is already in flight is only
@@ -26,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -77,6 +81,43 @@ def claims(engine: Engine, group: Any) -> Iterator[Claim]:
     yield Claim(mappings, "dist_all_gather_func", in_window, "gathers a gradient")
     yield Claim(layers, "dist_all_gather_func", served_or_in_window, "gathers a half's input")
     yield Claim(torch.distributed, "all_reduce", in_window, "reduces a half's output or gradient")
+
+
+def buffer_claims(engine: Engine, puts_off: Callable[[], bool]) -> Iterator[Claim]:
+    """`puts_off`: whether the present gather may feed a delayed weight gradient."""
+    from megatron.core.tensor_parallel import layers
+
+    def hooked(original: Any) -> Any:
+        @wraps(original)
+        def get_global_memory_buffer() -> Any:
+            gathered = engine.gathered_input() if engine.in_half else None
+            if gathered is not None:
+                return SimpleNamespace(get_tensor=partial(_held, gathered))
+            shared = original()
+            if puts_off() or engine.owns_gathered:
+                return SimpleNamespace(get_tensor=lambda *args, **kwargs: torch.empty_like(shared.get_tensor(*args, **kwargs)))
+            return shared
+
+        return get_global_memory_buffer
+
+    yield Claim(layers, "get_global_memory_buffer", hooked, "lends the buffer for a gathered input")
+
+
+def _held(gathered: Tensor, tensor_shape: Any, dtype: torch.dtype, name: str, *args: Any, **kwargs: Any) -> Tensor:
+    asked, held = (tuple(tensor_shape), dtype), (tuple(gathered.shape), gathered.dtype)
+    assert asked == held, f"{name}: {asked} asked, {held} held"
+    return gathered
+
+
+def start_gather(group: Any) -> Any:
+    """Make an asynchronous all-gather along the first dimension: `tensor [s/t, b, h] -> (buffer [s, b, h], Work)`."""
+
+    def gather(tensor: Tensor) -> tuple[Tensor, Any]:
+        source = tensor.contiguous()
+        buffer = source.new_empty((source.size(0) * group.size(), *source.shape[1:]))
+        return buffer, torch.distributed.all_gather_into_tensor(buffer, source, group=group, async_op=True)
+
+    return gather
 
 
 def _in_window(engine: Engine, group: Any, original: Any, *, exchange: bool = False) -> Any:

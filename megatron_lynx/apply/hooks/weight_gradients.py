@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial, wraps
 from itertools import islice
 from typing import Any, NamedTuple
@@ -312,3 +312,19 @@ class _Store:
 
 def _detached(operand: Tensor) -> Tensor:
     return operand.detach() if type(operand) is Tensor else operand
+
+
+def puts_off_gathered(engine: Engine, linears: Iterable[LinearOf]) -> Callable[[], bool]:
+    """Whether the present gather may feed a delayed weight gradient. In backward only linears that are not row-parallel gather
+    their input. Latent attention has several, which cannot be distinguished here: if one of them delays, none uses the global
+    buffer."""
+    of_half: dict[FrameKey, list[Linear]] = defaultdict(list)
+    for linear in linears:
+        if linear.role != "row_parallel":
+            of_half[linear.frame].append(linear.linear)
+
+    def puts_off() -> bool:
+        half = engine.weight_gradients.backward_of
+        return half is not None and any(map(engine.weight_gradients.puts_off, of_half.get(half, ())))
+
+    return puts_off
