@@ -168,7 +168,6 @@ def test_layers_that_do_not_come_out_even_are_named(flags: str) -> None:
             "--multi-latent-attention --position-embedding-type rope --rope-type rope",
             "--rope-type: found rope, needed --rope-type",
         ),
-        ("--mtp-num-layers 1 --mtp-use-repeated-layer", "one layer that is called several times"),
         (f"{MTP} Ettt|tttttL", "0 times m in 'Ettt|tttttL': needed 1, as --mtp-num-layers says"),
         (f"{MTP} Etttm|tttttL", "before its last stage: needed all beside L"),
         ("--multi-latent-attention --tp-comm-overlap", "userbuffers are not shown with latent attention"),
@@ -912,6 +911,8 @@ def test_parts_after_a_slash_predict_more_tokens() -> None:
     other = read_launch([*common, *HYBRID, "M-M-|*-M-/*-/*-"])
     assert (other.problems, other.job_data["model"]["mtp"]) == ((), 2)
     assert any("M-, the decoder's last layer, in place of *-" in said for _, said in other.priced_as)
+    repeated = read_launch([*common, *HYBRID, "*-*-|*-*-/*-/*-", "--mtp-use-repeated-layer"])
+    assert (repeated.problems, dict(repeated.priced_as).keys() >= {"--mtp-use-repeated-layer"}) == ((), True)
 
 
 @pytest.mark.parametrize(

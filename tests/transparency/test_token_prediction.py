@@ -61,6 +61,17 @@ def test_other_releases(te: str, core: str) -> None:
         pool.close()
 
 
+@pytest.mark.long
+def test_one_layer_that_predicts_all_tokens() -> None:
+    """`--mtp-use-repeated-layer`, from 0.17 on: the layer is called for each of them."""
+    job = job_of("TP2+SP", implementation="transformer_engine", mtp=2)
+    pool = pool_with("2.17", job.gpus, "0.19")
+    try:
+        checked(lambda _: pool, job, [uniform_plan(job)], Trial(model={"mtp_use_repeated_layer": True}))
+    finally:
+        pool.close()
+
+
 @pytest.mark.parametrize(("planned", "live"), [(0, 1), (1, 0)])
 def test_a_plan_made_without_is_refused_with_it_and_the_other_way_round(pool_of: Pools, planned: int, live: int) -> None:
     [refusal] = pool_of(1).run(
