@@ -115,7 +115,7 @@ def test_the_working_folder_was_deleted(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines()[1:] == ["the working folder cannot be used: it was deleted; change to another one"]
+    assert done.stderr.splitlines()[2:] == ["the working folder cannot be used: it was deleted; change to another one"]
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("plan", "--help")])

@@ -34,6 +34,7 @@ FOUNDATION = {
     "units",
     "nest",
     "pace",
+    "prediction",
     "silence",
     "tables",
     "timeline",

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from megatron_lynx.advise.answer import WORTH, Answer
 from megatron_lynx.advise.neighbours import Neighbour
 from megatron_lynx.advise.today import Row, gain, gains, row_of
+from megatron_lynx.prediction import precision
 from megatron_lynx.units import format_bytes
 
 Run = Literal["launch", "stock", "plan", "neighbour"]
@@ -130,7 +131,11 @@ def _run(answer: Answer, what: str, row: Row) -> str:
     if before is None:
         unknown = f"What your launch takes is not known ({answer.launch.unknown})"
         return f"{what}: {row.step.in_words}, {format_bytes(row.memory_bytes)}. {unknown}."
-    return f"{what}: {_compared(row, before)} {_today(answer)}, {_room(row, before)}."
+    compared = f"{what}: {_compared(row, before)} {_today(answer)}, {_room(row, before)}."
+    off = precision(experts=answer.job.model.experts is not None).ratios
+    if not EVEN < gain(row, before) < off:
+        return compared
+    return f"{compared} That is within the error of such ratios, {100 * off:.0f} %: measure both."
 
 
 def _parts(answer: Answer) -> Iterator[str]:

@@ -35,7 +35,7 @@ from megatron_lynx.from_run import Lesson, lesson
 from megatron_lynx.launch_arguments import Reading, job_of, read_launch
 from megatron_lynx.launch_arguments.command_line import LAUNCHER, TESTBED, read_launch_file
 from megatron_lynx.launch_arguments.container import OPTION as CONTAINER
-from megatron_lynx.launch_arguments.expert_facts import EXPERTS, natural_routing, routes_naturally, without_experts
+from megatron_lynx.launch_arguments.expert_facts import EXPERTS, balances, natural_routing, routes_naturally, without_experts
 from megatron_lynx.launch_arguments.given import Given
 from megatron_lynx.launch_arguments.hf_config import OPTION as SHAPES
 from megatron_lynx.launch_arguments.reading import as_json, remarks, understood, unknown_in_words, unsaid
@@ -45,6 +45,7 @@ from megatron_lynx.plan.layout import layer_flags, schedule_flags
 from megatron_lynx.planner import as_planned, make_plan
 from megatron_lynx.planner.checks import check_plan
 from megatron_lynx.planner.summary import job_environment
+from megatron_lynx.prediction import precision
 from megatron_lynx.profiler.analytic import analytic_profile, on_cluster
 from megatron_lynx.profiler.profile import Profile, as_learned, load_profile, save_profile
 from megatron_lynx.profiler.shape import LayerShape
@@ -71,9 +72,10 @@ def job_named(name: str, changes: Mapping[str, Any] | None = None) -> Job:
 
 
 def mention_assumed(job: Job, given: Given | None = None) -> None:
-    """Print the assumed links, and the load of experts. `given`: of a launch, whose router may not be balanced."""
+    """Print the assumed links, how far such steps are off, and the load of experts. `given`: of a launch, whose router may not be
+    balanced."""
     if (links := job.cluster.links_in_words) is not None:
-        say(links, err=True)
+        say(f"{links}\n{precision(experts=job.model.experts is not None).in_words}", err=True)
     experts = job.model.experts
     if experts is None:
         return
@@ -84,7 +86,7 @@ def mention_assumed(job: Job, given: Given | None = None) -> None:
     text = f"{brought}the fullest rank's get {load:g} times a balanced share of the tokens (model.experts.load){bytes_for}"
     say(f"experts in layers {layers}: {text}", err=True)
     if given is not None and routes_naturally(given):
-        say("\n".join(natural_routing(experts)), err=True)
+        say("\n".join(natural_routing(experts, balancing=balances(given))), err=True)
 
 
 def named_in(text: str) -> list[str]:

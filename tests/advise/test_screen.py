@@ -7,13 +7,15 @@ import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from megatron_lynx.advise import Answer, answered, screen, verdict
 from megatron_lynx.advise.neighbours import Neighbour
-from megatron_lynx.advise.today import as_stock, asked_launch
+from megatron_lynx.advise.today import Row, as_stock, asked_launch
+from megatron_lynx.advise.verdict import _run
 from megatron_lynx.cost.step import StepRange
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import Infeasible, Problem
@@ -344,3 +346,13 @@ def test_one_percent_of_todays_step_decides(share: float, run: str) -> None:
     slower = Neighbour(found.job, None, replace(plan, step=StepRange(1.01 * today.least_s, 1.01 * today.most_s)))
     said = verdict(replace(found, stock=None, without_copies=plan, in_todays_bytes=None, copies=None, near=(slower,)))
     assert said.run == run
+
+
+@pytest.mark.parametrize(
+    ("experts", "step_s", "said"), [(None, 0.985, True), (None, 0.95, False), ("some", 0.975, True), ("some", 0.93, False)]
+)
+def test_a_gain_within_the_error_of_ratios_says_so(experts: str | None, step_s: float, said: bool) -> None:
+    before, row = (Row(StepRange.known(seconds), 1) for seconds in (1.0, step_s))
+    launch, job = SimpleNamespace(row=before, written=True), SimpleNamespace(model=SimpleNamespace(experts=experts))
+    text = _run(SimpleNamespace(launch=launch, job=job), "Run the plan", row)  # type: ignore[arg-type]
+    assert ("within the error of such ratios" in text) is said

@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 from megatron_lynx.cli import app
 from megatron_lynx.cli.schema import ANSWERS
 from megatron_lynx.errors import ConfigError
-from megatron_lynx.published import launches
-from megatron_lynx.published.left_out import FREE, Ratio, left_out, with_factors
+from megatron_lynx.prediction import DENSE, WITH_EXPERTS
+from megatron_lynx.published import all_rows, launches
+from megatron_lynx.published.left_out import FREE, Ratio, left_out, mean_error, with_factors
 from megatron_lynx.published.row import Row, Step, analytic_step_s, catalogued_job
 from megatron_lynx.yaml_file import read_yaml, write_yaml
 
@@ -111,3 +112,14 @@ def test_a_published_launch_of_an_unknown_model_is_refused(monkeypatch: pytest.M
     monkeypatch.setattr(launches, "bundled_configs", lambda: tmp_path)
     with pytest.raises(ConfigError, match="qwen4"):
         list(launches.rows())
+
+
+@pytest.mark.slow
+def test_the_errors_that_answers_state_are_those_of_grade_a() -> None:
+    answer = left_out(all_rows(), ignored)
+    for stated, family in ((DENSE, "dense"), (WITH_EXPERTS, "with experts")):
+        total = answer.total(family, "A")
+        ratios = [ratio for ratio in answer.ratios if ratio.first.family == family and ratio.first.step.grade == "A"]
+        assert total is not None
+        assert round(total) == round(100 * stated.steps)
+        assert mean_error(ratio.error for ratio in ratios) <= 100 * stated.ratios

@@ -31,7 +31,7 @@ def test_json_has_the_form_of_the_design(job_file: Path) -> None:
     result = run(job_file, "--gpus", 8, "--top", 4, "--json")
     answer = json.loads(result.stdout)
     assert result.exit_code == 0
-    assert [line.split(" of ")[0] for line in result.stderr.splitlines()] == ["seconds assume 8 NICs"]
+    assert [line.split(" of ")[0] for line in result.stderr.splitlines()] == ["seconds assume 8 NICs", "published steps"]
     assert {"candidates", "considered", "seconds", "losers"} <= answer.keys()
     assert len(answer["candidates"]) == 4
     asked = {"parallel", "policy", "offload_ratio", "step_s", "tokens_per_s", "memory_bytes"}
@@ -54,7 +54,7 @@ def test_tables_are_for_people(job_file: Path) -> None:
     result = run(job_file, "--gpus", 8, "--top", 2)
     assert "Why the others lost" in result.stdout
     assert "bubble" in result.stdout
-    assert [line.split(" of ")[0] for line in result.stderr.splitlines()] == ["seconds assume 8 NICs"]
+    assert [line.split(" of ")[0] for line in result.stderr.splitlines()] == ["seconds assume 8 NICs", "published steps"]
 
 
 def test_without_offloading_nothing_is_offloaded(job_file: Path) -> None:
