@@ -191,13 +191,22 @@ class _Passes:
         return int(self._bytes[np.cumsum(running) == 0].max())
 
     def behind_backward(self, chunk: int) -> int:
-        return int(self._bytes[self._last[self._which("B", chunk)]].max())
+        """Without recomputed bytes of a receive that starts when the backward ends."""
+        which = self._which("B", chunk)
+        return int((self._bytes[self._last[which]] - [self._taken_by_receive(number + 1) for number in which]).max())
 
     def before_backward(self, chunk: int) -> int:
         """Without bytes that the backward allocates at its start."""
         which = self._which("B", chunk)
         taken = [_taken_at_once(self._executed[number].content) for number in which]
         return int((self._bytes[self._first[which]] - taken).max())
+
+    def _taken_by_receive(self, number: int) -> int:
+        """Bytes that an action allocates at its start, if it is a receive and starts when the one before ends; else 0."""
+        if number == len(self._executed) or self._executed[number].action.kind != "R":
+            return 0
+        at_once = self._first[number] == self._last[number - 1]
+        return _taken_at_once(self._executed[number].content) if at_once else 0
 
     def _which(self, kinds: str, chunk: int) -> list[int]:
         return [number for number, (action, *_) in enumerate(self._executed) if action.chunk == chunk and action.kind in kinds]
