@@ -17,7 +17,8 @@ Call = Callable[[], Any]
 """A partial of a function that the second process can import."""
 
 CALLED = """
-import pickle, sys
+import gc, pickle, sys
+gc.disable()
 sys.path[:] = {path!r}
 for call in pickle.load(sys.stdin.buffer):
     pickle.dump(call(), sys.stdout.buffer)

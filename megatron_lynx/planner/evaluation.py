@@ -176,6 +176,9 @@ class _Passes:
     def __init__(self, executed: tuple[Executed, ...], curve: MemoryCurve) -> None:
         times_s, self._bytes = np.array(curve.times_s), np.array([*curve.bytes, 0])
         self._executed = executed
+        self._numbers: dict[tuple[str, int], list[int]] = {}
+        for number, execution in enumerate(executed):
+            self._numbers.setdefault((execution.action.kind, execution.action.chunk), []).append(number)
         self._first = np.searchsorted(times_s, [execution.start_s for execution in executed], "right") - 1
         self._last = np.searchsorted(times_s, [execution.end_s for execution in executed], "right") - 1
 
@@ -209,7 +212,7 @@ class _Passes:
         return _taken_at_once(self._executed[number].content) if at_once else 0
 
     def _which(self, kinds: str, chunk: int) -> list[int]:
-        return [number for number, (action, *_) in enumerate(self._executed) if action.chunk == chunk and action.kind in kinds]
+        return [number for kind in kinds for number in self._numbers.get((kind, chunk), ())]
 
 
 def _taken_at_once(content: TimedPass) -> int:
