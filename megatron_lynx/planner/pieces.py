@@ -30,12 +30,12 @@ class Placed(NamedTuple):
 
 
 def cut(linears: Sequence[Linear], cost_of: Callable[[str], WeightGradient], longest_s: float) -> Iterator[tuple[Linear, ...]]:
-    """Yield the linears whole, then with those in every number of pieces that are longer than the longest wait."""
+    """Yield the linears whole, then with those in 2 or in most pieces that are longer than the longest wait."""
     choices = []
     for linear in linears:
         cost = cost_of(linear.name)
         most = min(MOST_PIECES, cost.most_pieces, ceil(linear.seconds / longest_s)) if longest_s else 1
-        choices.append([(linear,), *(_units(linear, cost, pieces) for pieces in range(2, most + 1))])
+        choices.append([(linear,), *(_units(linear, cost, pieces) for pieces in sorted({2, most}) if most > 1)])
     for chosen in product(*choices):
         yield tuple(unit for units in chosen for unit in units)
 
