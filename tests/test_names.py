@@ -78,7 +78,7 @@ def test_a_model_needs_a_place() -> None:
 def test_a_plan_knows_what_it_was_made_of(of: tuple[str, ...], tmp_path: Path) -> None:
     """`simulate` and `report` wanted its job again, which a launch has not."""
     plan = tmp_path / "plan.yaml"
-    made = lynx("plan", "-o", plan, "--memory-share", 0.9, "--weight-gradient-pieces", "--json", *of)
+    made = lynx("plan", "-o", plan, "--memory-share", 0.9, "--whole-weight-gradients", "--json", *of)
     assert made.exit_code == 0, made.output
     simulated = lynx("simulate", plan, "--json")
     assert simulated.exit_code == 0, simulated.output

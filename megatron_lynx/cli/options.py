@@ -202,8 +202,8 @@ class Budget(ExpertLoad):
         str | None,
         Option(metavar="RATIO", help="Share of activations that go to the host: in [0, 1], or auto. Default: the job's."),
     ] = None
-    weight_gradient_pieces: Annotated[
-        bool, Option("--weight-gradient-pieces", help="Plans may cut delayed weight gradients that are longer than a wait.")
+    whole_weight_gradients: Annotated[
+        bool, Option("--whole-weight-gradients", help="Plans cut no delayed weight gradients that are longer than a wait.")
     ] = False
 
     @property
@@ -215,6 +215,6 @@ class Budget(ExpertLoad):
             "budget.share": self.share,
             "offload_ratio": None if self.offload_ratio is None else number_or_word(self.offload_ratio),
             "cluster.node.host_memory_gib": self.host_memory_gib,
-            "overlap.weight_gradient_pieces": self.weight_gradient_pieces or None,
+            "overlap.weight_gradient_pieces": False if self.whole_weight_gradients else None,
         }
         return {place: value for place, value in said.items() if value is not None} | super().changes

@@ -148,8 +148,8 @@ class Overlap(Part):
     weight_gradients: Literal["auto", "none", "deferred"] = "auto"
     """Whether a plan may delay weight gradients into waits. Needs Megatron's fused weight gradients (default on GPUs) or
     Transformer Engine's store. auto: on GPUs, not on the testbed; deferred: everywhere."""
-    weight_gradient_pieces: bool = False
-    """Whether a plan may cut delayed weight gradients into pieces (`--weight-gradient-pieces`). Bits are compared before
+    weight_gradient_pieces: bool = True
+    """Whether a plan may cut delayed weight gradients into pieces (not with `--whole-weight-gradients`). Bits are compared before
     training: a shape that differs stays whole, and the plan gains less."""
 
     def _problems(self) -> Iterator[str]:
