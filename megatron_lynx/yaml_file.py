@@ -127,20 +127,20 @@ _Loader.add_constructor(_OCTAL, _Loader.refuse_octal)
 _Loader.add_constructor(None, yaml.SafeLoader.construct_undefined)  # type: ignore[type-var]
 
 
-def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The mapping in a YAML file, keys as text.
+def read_yaml(path: str | os.PathLike[str], needed: str = "") -> dict[str, Any]:
+    """The mapping in a YAML file, keys as text. `needed`: what the file has to be, for errors.
 
     Raises `ConfigError` with every problem and its line: a file that cannot be read, is empty, ends early or has something else
     than one mapping, a key given twice, a number with a leading zero.
     """
-    text, where = text_in(path, "a readable YAML file"), os.fspath(path)
+    text, where = text_in(path, needed or "a readable YAML file"), os.fspath(path)
     try:
         data, problems = _data_of(text, where)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         data, problems = None, [_syntax_problem(where, error)]
     if not problems and not isinstance(data, dict):
         content = "an empty file" if data is None else f"a {'list' if isinstance(data, list) else 'single value'} at the top"
-        problems = [Problem(where, content, "a mapping (lines of `key: value`)")]
+        problems = [Problem(where, content, needed or "a mapping (lines of `key: value`)")]
     if problems:
         raise ConfigError(f"{where} cannot be used", problems)
     return data  # type: ignore[no-any-return]

@@ -91,7 +91,7 @@ def test_the_share_of_an_estimate_can_be_asked_for() -> None:
     assert sizes[1] < sizes[2] <= sizes[0]
     wrong = lynx("estimate", "jobs/llama-65b", "--offload-ratio", "1.5")
     assert wrong.exit_code == 2
-    assert "offload_ratio" in wrong.stderr
+    assert "--offload-ratio" in wrong.stderr
 
 
 def test_a_plan_of_a_launch_may_offload(tmp_path: Path) -> None:

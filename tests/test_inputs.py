@@ -157,3 +157,31 @@ def test_a_launch_is_read_from_standard_input(tmp_path: Path) -> None:
     ]
     assert answers[0] == answers[1]
     assert json.loads(answers[0])["fits"]
+
+
+JOB_PLANNED = ("plan", "jobs/llama-7b-a100-80g", "-o", "out.yaml")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((*JOB_PLANNED, "--offload-ratio", "2"), ("--offload-ratio", "'2'", "a number in [0, 1], or auto")),
+        ((*JOB_PLANNED, "--offload-ratio", "much"), ("--offload-ratio", "'much'", "a number in [0, 1], or auto")),
+        ((*JOB_PLANNED, "--optimizer-offload", "nan"), ("--optimizer-offload", "'nan'", "a number in [0, 1], or auto")),
+        ((*JOB_PLANNED, "--lengths", "nosuch"), ("--lengths", "'nosuch'", "the mean length in tokens, above 0, or a file")),
+        ((*JOB_PLANNED, "--lengths", "-1"), ("--lengths", "'-1'", "the mean length in tokens, above 0, or a file")),
+        (("explain", "nosuch.yaml"), ("nosuch.yaml", "no such file", "a plan, which `megatron-lynx plan -o FILE` writes")),
+        (("explain", "words"), ("words", "a single value at the top", "a plan, which `megatron-lynx plan -o FILE` writes")),
+        (("report", "words"), ("words", "a single value at the top", "a plan, a job, a profile, a trace")),
+    ],
+)
+def test_a_refusal_names_the_option_what_was_given_and_what_is_needed(
+    words: tuple[str, ...], told: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job's key was named instead of the option, and a file that is no plan was said to lack `key: value`."""
+    monkeypatch.chdir(tmp_path)
+    Path("words").write_text("word")
+    result = lynx(*words)
+    output = " ".join(result.output.replace("\u2502", " ").split())
+    assert result.exit_code == 2
+    assert all(part in output for part in told), output

@@ -103,9 +103,15 @@ def whole_numbers_in(text: str, option: str) -> list[int]:
 def lengths_of(text: str) -> dict[str, float]:
     """The value of `--lengths`: a mean, or a file of lengths. Raises `ConfigError` for an unreadable file."""
     try:
-        return {"mean": float(text)}
+        mean = float(text)
     except ValueError:
-        return lengths_in(Path(text))
+        if Path(text).exists():
+            return lengths_in(Path(text))
+        mean = 0.0
+    if not 0 < mean < float("inf"):
+        needed = "the mean length in tokens, above 0, or a file of lengths"
+        raise ConfigError("the lengths cannot be read", [Problem("--lengths", repr(text), needed)])
+    return {"mean": mean}
 
 
 def known_costs(job: Job | None, profile: Profile | None) -> Profile | None:
@@ -247,7 +253,7 @@ def asked_about(subject: Subject) -> Subject:
         if file is not None:
             read = read_launch_file(file)
             if cluster is None and read.cluster is not None:
-                say(f"cluster {read.cluster}, as {file} says", err=True)
+                say(f"cluster {read.cluster}, as {'standard input' if str(file) == '-' else file} says", err=True)
             words, cluster = [*read.words], cluster or read.cluster
         if subject.hf_config is not None:
             words = [SHAPES, os.fspath(subject.hf_config), *words]

@@ -29,6 +29,13 @@ def number_or_word(text: str) -> float | str:
         return text
 
 
+def part_or_auto(text: str | None) -> str | None:
+    figure = None if text is None else number_or_word(text)
+    if figure not in (None, "auto") and not (isinstance(figure, float) and 0 <= figure <= 1):
+        raise BadParameter(f"found {text!r}, needed a number in [0, 1], or auto")
+    return text
+
+
 def finite(figure: float | None) -> float | None:
     if figure is not None and not 0 < figure < float("inf"):
         raise BadParameter(f"found {figure}, needed a number above 0")
@@ -200,7 +207,11 @@ class Budget(ExpertLoad):
     ] = None
     offload_ratio: Annotated[
         str | None,
-        Option(metavar="RATIO", help="Share of activations that go to the host: in [0, 1], or auto. Default: the job's."),
+        Option(
+            callback=part_or_auto,
+            metavar="RATIO",
+            help="Share of activations that go to the host: in [0, 1], or auto. Default: the job's.",
+        ),
     ] = None
     whole_weight_gradients: Annotated[
         bool, Option("--whole-weight-gradients", help="Plans cut no delayed weight gradients that are longer than a wait.")

@@ -28,6 +28,7 @@ from megatron_lynx.cli.options import (
     Subject,
     VerboseOption,
     number_or_word,
+    part_or_auto,
 )
 from megatron_lynx.cli.terminal import in_progress, say, show, show_json, show_lines, show_screen
 from megatron_lynx.errors import ConfigError, Problem
@@ -123,7 +124,10 @@ class Inexact(StrEnum):
 @dataclass(frozen=True, kw_only=True)
 class Request(Budget, Subject):
     optimizer_offload: Annotated[
-        str | None, typer.Option(metavar="SHARE", help="Share of the optimizer that goes to the host: in [0, 1], or auto.")
+        str | None,
+        typer.Option(
+            callback=part_or_auto, metavar="SHARE", help="Share of the optimizer that goes to the host: in [0, 1], or auto."
+        ),
     ] = None
     lengths: Annotated[
         str | None,

@@ -88,7 +88,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     Raises `ConfigError` with every problem and its place: invalid YAML, unknown keys, misspelt items, stages or layers that are
     missing or out of range, an unknown version.
     """
-    data, where = read_yaml(path), os.fspath(path)
+    data, where = read_yaml(path, "a plan, which `megatron-lynx plan -o FILE` writes"), os.fspath(path)
     version = data.get("version")
     if isinstance(version, int) and version > PLAN_VERSION:
         todo = f"upgrade megatron-lynx (this is {__version__}), or make the plan anew"

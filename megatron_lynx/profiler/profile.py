@@ -353,7 +353,7 @@ def hiding_of(job: Job) -> Hiding:
 
 def load_profile(path: str | os.PathLike[str]) -> Profile:
     """Read a profile, YAML or JSON. Raises `ConfigError` with every problem and its place."""
-    return validated(Profile, read_yaml(path), os.fspath(path))
+    return validated(Profile, read_yaml(path, "a profile, which `megatron-lynx profile -o FILE` writes"), os.fspath(path))
 
 
 def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:

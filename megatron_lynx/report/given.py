@@ -207,7 +207,7 @@ def _add(given: Given, file: str, *, required: bool) -> None:
     if file.endswith(".json"):
         data: Mapping[str, Any] = json_in(file, NEEDED, todo=ABOUT_TRACES, most_bytes=MOST_TRACED_BYTES)
     else:
-        data = read_yaml(file if Path(file).is_file() else job_path(file))
+        data = read_yaml(file if Path(file).is_file() else job_path(file), NEEDED)
     kind = next((kind for kind, keys in KEYS.items() if keys <= data.keys()), None)
     if kind is None:
         if required:
