@@ -136,6 +136,7 @@ LITTLE_ROOM = job_of({"pipeline": 4, "partition": (1, 2, 1, 0, 1, 2, 1, 0)}, ove
 @settings(max_examples=150, deadline=None)
 @given(jobs(), BUDGETS)
 @example(LITTLE_ROOM, ("device", 0.02))
+@example(job_of({"pipeline": 4, "partition": (4, 1, 2, 1)}, microbatches=16, offload_ratio=0.4), ("device", 0.02))
 def test_many_plans_keep_their_budgets(job, budget) -> None:
     keeps_budget(job, *budget)
 
