@@ -32,7 +32,7 @@ from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.stock.price import Pricing
 from megatron_lynx.stock.seconds import layer_seconds
 from megatron_lynx.stock.setting import StockSetting
-from megatron_lynx.stock.stage import chunk_layers
+from megatron_lynx.stock.stage import StockStage
 
 COLUMNS = ("rest", "wgrad", "recompute", "TP", "exchanges", "bubble", "update")
 
@@ -75,7 +75,7 @@ def parts_of(job: Job, profile: Profile, setting: StockSetting) -> Parts:
     shape, passes = LayerShape.of(job), dict.fromkeys(("fwd", "bwd"))
     seconds = dict.fromkeys(("wgrad", "recompute", "TP", "exchanges"), 0.0)
     stage = fullest_stage(job)
-    layers = [layer for chunk in range(job.chunks) for layer in chunk_layers(job, setting, stage, chunk)]
+    layers = [layer for chunk in StockStage(job, setting, stage).chunks for layer in chunk]
     for layer in layers:
         for half, section in zip(layer_seconds(shape, profile, setting, layer.kind), layer.kind, strict=True):
             seconds["recompute"] += (half.recomputed_whole if layer.whole else half).again_s

@@ -109,7 +109,7 @@ def test_the_host_steps_as_much_as_the_launch_says_or_as_is_asked_for(tmp_path: 
     assert "--optimizer-offload 0.5" in load_plan(tmp_path / "plan.yaml").provenance.asked  # type: ignore[operator]
     none = lynx("plan", *words, "--optimizer-offload", 0, "--", *shlex.split(f"{LAUNCH} {aware}"))
     assert none.exit_code == 0, none.output
-    assert "--use-precision-aware-optimizer --tp-comm-overlap --lynx-plan" in none.stdout
+    assert "--use-precision-aware-optimizer --lynx-plan" in none.stdout
     assert "--optimizer-cpu-offload" not in none.stdout, "all of the optimizer is on the device"
     assert "--optimizer-offload-fraction" not in none.stdout
     refused = lynx("plan", *words, "--optimizer-offload", "auto", "--", *shlex.split(LAUNCH))

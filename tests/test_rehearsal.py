@@ -305,9 +305,11 @@ def test_a_plan_takes_as_long_in_every_command_if_gradients_are_reduced_in_backw
 
 def test_stages_that_reduce_by_themselves_delay_nothing_in_their_last_backward() -> None:
     """--no-align-grad-reduce: it was not read, and later stages were simulated as if they reduced after it."""
-    job = load_job(job_path("llama3-70b-h800-80g")).model_copy(update={"overlap": Overlap(gradients=True)})
+    job = load_job(job_path("llama3-70b-h800-80g")).model_copy(
+        update={"overlap": Overlap(gradients=True, weight_gradient_pieces=False)}
+    )
     profile = analytic_profile(job)
     decided = decide(job, profile)
-    alone = decided.job.model_copy(update={"overlap": Overlap(gradients=True, aligned=False)})
+    alone = decided.job.model_copy(update={"overlap": decided.job.overlap.model_copy(update={"aligned": False})})
     delayed_s = [rehearse(decided.plan, profile, job=one).executed[-1][-1].content.unfilled_s for one in (decided.job, alone)]
     assert delayed_s[0] > delayed_s[1] == 0

@@ -36,7 +36,7 @@ def test_bytes_are_those_that_are_priced(pool_of: Callable[[int], RankPool], lay
 def test_counts_are_those_that_are_simulated(pool_of: Callable[[int], RankPool]) -> None:
     """How many run in waits and how many are flushed, with room for all and with room for a few; whole and in pieces."""
     job = tiny_job("gpt", **LAYOUTS["TP2"])
-    profile = made_up_profile(job)
+    profile = made_up_profile(job, link_s=0.1)  # longer than a piece takes, copies of its gradient included
     plans = [deferring(nothing(job), chosen=is_forward), deferring(nothing(job), chosen=is_forward, most_bytes=40_000)]
     plans += [in_pieces(plan, dict.fromkeys(LINEARS, 3)) for plan in plans]
     for found in counts_of(pool_of, job, plans, Trial(training={"ddp": True}, model=FUSED)):
