@@ -10,6 +10,7 @@ nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -253,18 +254,17 @@ def left_out(rows: Sequence[Row], watch: Callable[[int, int], None]) -> LeftOut:
     for done, (_, step) in enumerate(steps):
         effects.append(_effects(step))
         watch(done, total)
-    residuals = np.array([log(step.measured_s / step.price_s(step.job)) for _, step in steps])
+    catalogued_s = [step.price_s(step.job) for _, step in steps]
+    residuals = np.array([log(step.measured_s / priced_s) for (_, step), priced_s in zip(steps, catalogued_s, strict=True)])
     slopes, predicted = np.array(effects), []
     for done, (row, step) in enumerate(steps):
-        others = [_weight(steps, at, step, publication_of(row, step)) for at in range(len(steps))]
-        factors = fitted(slopes, residuals, np.array(others))
-        predicted.append(Predicted(row, step, step.price_s(step.job), with_factors(step, factors)))
+        factors = fitted(slopes, residuals, _weights(steps, generation_of(step.job.cluster), publication_of(row, step)))
+        predicted.append(Predicted(row, step, catalogued_s[done], with_factors(step, factors)))
         watch(len(steps) + done, total)
     constants = {}
     for name in dict.fromkeys(generation_of(step.job.cluster) for _, step in steps):
-        first = next(step for _, step in steps if generation_of(step.job.cluster) == name)
-        weights = np.array([_weight(steps, at, first, "") for at in range(len(steps))])
-        constants[name] = dict(zip((one.name for one in FREE), fitted(slopes, residuals, weights), strict=True))
+        factors = fitted(slopes, residuals, _weights(steps, name, without=None))
+        constants[name] = dict(zip((one.name for one in FREE), factors, strict=True))
     peaks = tuple(row.error for row in rows if "peak memory" in row.what)
     return LeftOut(tuple(predicted), constants, peaks)
 
@@ -280,12 +280,17 @@ def _effects(step: Step) -> list[float]:
     return effects
 
 
-def _weight(steps: Sequence[tuple[Row, Step]], at: int, of: Step, without: str) -> float:
-    """Return the weight of a step in the fit of `of`'s generation without one publication: each series counts once."""
-    row, step = steps[at]
-    if publication_of(row, step) == without or generation_of(step.job.cluster) != generation_of(of.job.cluster):
-        return 0.0
-    return WEIGHTS[step.grade] / sum(other.source == row.source for other, _ in steps)
+def _weights(steps: Sequence[tuple[Row, Step]], generation: str, without: str | None) -> Floats:
+    """Return the weights of steps in the fit of a generation without one publication: each series counts once."""
+    counts = Counter(row.source for row, _ in steps)
+    return np.array(
+        [
+            WEIGHTS[step.grade] / counts[row.source]
+            if generation_of(step.job.cluster) == generation and publication_of(row, step) != without
+            else 0.0
+            for row, step in steps
+        ]
+    )
 
 
 def publication_of(row: Row, step: Step) -> str:
