@@ -2,17 +2,15 @@
 schedule.
 
     1. the state that the pass will change is saved
-    2. once, if device memory is counted: a pass under the plan, to estimate what stock needs
-    3. hooks lifted: stock; its losses and gradients are copied to the host
-    4. a pass under the plan, from which training continues
-    5. all ranks compare bits; at a difference stock runs again, to tell whether stock differs from itself
+    2. hooks lifted: stock; its losses and gradients are copied to the host
+    3. a pass under the plan, from which training continues
+    4. all ranks compare bits; at a difference stock runs again, to tell whether stock differs from itself
 
-A rank that runs out of memory in 2 to 5 says so and exits, and torchrun ends the others.
+A rank that runs out of memory in 2 to 4 says so and exits, and torchrun ends the others.
 """
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,11 +22,11 @@ import torch
 import torch.distributed as dist
 from torch.nn import Module, Parameter
 
-from megatron_lynx.apply.installation import Installation, order_of
+from megatron_lynx.apply.installation import Installation
 from megatron_lynx.apply.live_run import LiveRun, live_run, of_all_ranks
 from megatron_lynx.errors import LynxError, Problem
 from megatron_lynx.launch.differences import Difference, Outcome, differences, gradient_of, named_parameters
-from megatron_lynx.launch.ending import agree, on_rank_0
+from megatron_lynx.launch.ending import agree
 from megatron_lynx.launch.training_state import DataIterators, TrainingState
 from megatron_lynx.units import format_bytes
 
@@ -44,15 +42,13 @@ class _Found:
 
 
 class Check:
-    """`against`: fitting, none or full. `head_in_pieces`: the gradient of the head's weight need only be near stock's."""
+    """`head_in_pieces`: the gradient of the head's weight need only be near stock's."""
 
-    def __init__(self, steps: int, against: str, *, head_in_pieces: bool = False) -> None:
+    def __init__(self, steps: int, against: ReferenceSetting, *, head_in_pieces: bool = False) -> None:
         self._left = steps
         self._against = against
         self._head_in_pieces = head_in_pieces
-        self._need: Need | None = None
         self._compared: list[_Found] = []
-        self._settings: set[str] = set()
         self.steps = 0
 
     def around(self, schedule: Schedule, optimizer: Any, installation: Installation) -> Schedule:
@@ -67,50 +63,22 @@ class Check:
         return first_call(forward_backward, schedule)
 
     def _run(self, step: Step) -> Any:
-        setting, reference = self._reference(step, self._setting(step))
+        with enough_memory(self.steps + 1, IN_WORDS[self._against]):
+            reference = step.stock(self._against)
         with enough_memory(self.steps + 1, "the plan"):
             losses = step.planned()
-        self._settle(step, setting, reference, Outcome.of(losses, step.run.chunks))
+        self._settle(step, reference, Outcome.of(losses, step.run.chunks))
         return losses
 
-    def _setting(self, step: Step) -> ReferenceSetting:
-        if self._against != "fitting":
-            return "full" if self._against == "full" else "none"
-        device = next(step.run.chunks[0].parameters()).device
-        if room_bytes(device) is not None and self._need is None:
-            with enough_memory(self.steps + 1, "the plan"):
-                self._need = step.measured()  # step 2
-        room = room_bytes(device)  # after that pass, whose communication allocated buffers outside of torch's allocator
-        lacking = None if room is None or self._need is None else self._need.lacking(room)
-        short = [(rank, said) for rank, said in enumerate(of_all_ranks(lacking)) if said is not None]
-        if short and "full" not in self._settings:
-            _say_full(f"does not fit in memory ({', '.join(f'rank {rank} {said}' for rank, said in short[:3])})")
-        return "full" if short else "none"
-
-    def _reference(self, step: Step, setting: ReferenceSetting) -> tuple[ReferenceSetting, Outcome]:
-        """Return stock's losses and gradients, and the setting that was used. Step 3."""
-        try:
-            with enough_memory(self.steps + 1, IN_WORDS[setting]):
-                return setting, step.stock(setting)
-        except OutOfMemory:
-            if setting == "full" or self._against == "none" or not _alone():
-                raise
-        gc.collect()  # frees the failed pass, which the error's traceback held
-        torch.cuda.empty_cache()
-        _say_full("ran out of memory")
-        self._against = "full"
-        with enough_memory(self.steps + 1, IN_WORDS["full"]):
-            return "full", step.stock("full")
-
-    def _settle(self, step: Step, setting: ReferenceSetting, reference: Outcome, planned: Outcome) -> None:
-        """Compare the two passes: returns on all ranks, or exits on all of them. Step 5."""
+    def _settle(self, step: Step, reference: Outcome, planned: Outcome) -> None:
+        """Compare the two passes: returns on all ranks, or exits on all of them."""
+        setting = self._against
         near = head_tolerances(step.run.chunks) if self._head_in_pieces else {}
         differences = step.differences(reference, planned, (IN_WORDS[setting], "the plan"), near)
         self._compared = of_all_ranks(
             _Found(len(reference.gradients), len(reference.losses), reference.size_bytes, tuple(differences[:1]), near)
         )
         self.steps += 1
-        self._settings.add(setting)
         if not (first := [difference for rank in self._compared for difference in rank.differences]):
             return
         count = sum(of_all_ranks(len(differences)))
@@ -127,12 +95,11 @@ class Check:
         parameters, losses, size_bytes = (
             sum(getattr(rank, name) for rank in self._compared) for name in ("parameters", "losses", "size_bytes")
         )
-        against = " and ".join(IN_WORDS[setting] for setting in ("none", "full") if setting in self._settings)
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
         where = "" if len(self._compared) == 1 else f" on {len(self._compared)} ranks"
         return (
-            f"checked {steps} against {against}: in each, {losses} losses and the gradients of {parameters} parameters "
-            f"({format_bytes(size_bytes)}{where}) are equal in every bit{self._but_for()}"
+            f"checked {steps} against {IN_WORDS[self._against]}: in each, {losses} losses and the gradients of {parameters} "
+            f"parameters ({format_bytes(size_bytes)}{where}) are equal in every bit{self._but_for()}"
         )
 
     def _but_for(self) -> str:
@@ -153,19 +120,9 @@ def first_call(checked: Schedule, schedule: Schedule) -> Schedule:
     return lambda **arguments: next(calls, schedule)(**arguments)
 
 
-def _say_full(why: str) -> None:
-    on_rank_0(f"megatron-lynx: --lynx-check: {IN_WORDS['none']} {why}, so the plan is compared with {IN_WORDS['full']}")
-
-
-def _alone() -> bool:
-    return not dist.is_initialized() or dist.get_world_size() == 1
-
-
 ReferenceSetting = Literal["none", "full"]
 
 IN_WORDS = {"none": "stock without recomputation", "full": "stock with full recomputation"}
-
-USABLE = 0.95
 
 
 @contextmanager
@@ -194,30 +151,6 @@ def stock(setting: ReferenceSetting, chunks: Sequence[Module]) -> Iterator[None]
                 setattr(config, name, value)
 
 
-def room_bytes(device: torch.device) -> int | None:
-    """Free memory of the device; None for a CPU."""
-    if device.type != "cuda":
-        return None
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
-@dataclass(frozen=True)
-class Need:
-    planned_bytes: int
-    let_go_bytes: int
-    """Activations that the plan frees, of all passes in flight at the peak."""
-
-    @property
-    def of_none_bytes(self) -> int:
-        return self.planned_bytes + self.let_go_bytes
-
-    def lacking(self, room: int) -> str | None:
-        if self.of_none_bytes <= USABLE * room:
-            return None
-        return f"may need {format_bytes(self.of_none_bytes)} and has {format_bytes(USABLE * room)} to give"
-
-
 Schedule = Callable[..., Any]
 """Megatron's `forward_backward_func`, called with keywords."""
 
@@ -243,7 +176,7 @@ class Step:
         self._installation = installation
         self._iterators = DataIterators(data_iterator)
         self._arguments = arguments
-        self._state = TrainingState(run.chunks)  # step 1
+        self._state = TrainingState(run.chunks)
         self._fresh = True
 
     def planned(self) -> Any:
@@ -256,17 +189,6 @@ class Step:
     def stock(self, setting: ReferenceSetting) -> Outcome:
         with self._once_more(), self._installation.lifted(), stock(setting, self.run.chunks):
             return Outcome.of(self._pass(), self.run.chunks).on_host()
-
-    def measured(self) -> Need:
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        with self._once_more():
-            self._pass()
-        counts = self._installation.engine.take_counts()
-        run, microbatches = self.run, self._arguments["num_microbatches"]
-        passes = microbatches * len(run.chunks)
-        let_go = (counts.let_go_bytes + counts.offloaded_bytes) // passes
-        return Need(torch.cuda.max_memory_allocated() - before, let_go * _most_in_flight(run, microbatches))
 
     def differences(
         self, one: Outcome, other: Outcome, names: tuple[str, str], tolerances: Mapping[str, float] = MappingProxyType({})
@@ -289,14 +211,6 @@ class Step:
             torch.cuda.empty_cache()  # blocks of one pass would fragment the memory of the next
         self._fresh = False
         yield
-
-
-def _most_in_flight(run: LiveRun, microbatches: int) -> int:
-    count = peak = 0
-    for turn, _ in order_of(run.pipeline, run.stage, len(run.chunks), run.group_size)(microbatches).all:
-        count += 1 if turn.kind == "F" else -1
-        peak = max(peak, count)
-    return peak
 
 
 IN_FP32 = 2.0**-16
@@ -361,10 +275,6 @@ def not_repeatable(step: int, setting: ReferenceSetting, first: Difference) -> L
     return LynxError(f"--lynx-check: in step {step} {IN_WORDS[setting]} differs from itself when it runs twice", [problem])
 
 
-class OutOfMemory(LynxError):
-    """A pass did not fit on this rank's device."""
-
-
 INSTEAD = {
     IN_WORDS["none"]: "give --lynx-check-against full: its bits are the same",
     IN_WORDS["full"]: "check with fewer layers or shorter sequences",
@@ -374,13 +284,13 @@ WITHOUT_CHECK = "launch without --lynx-check; where that runs out of memory, too
 
 @contextmanager
 def enough_memory(step: int, what: str) -> Iterator[None]:
-    """Raise `OutOfMemory` if the block runs out of device memory. `what`: the block in words."""
+    """Raise our error if the block runs out of device memory. `what`: the block in words."""
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:
         reason = f"{what} ran out of device memory in step {step} ({_how_much(error)})"
         problem = Problem("--lynx-check", reason, "", INSTEAD.get(what, WITHOUT_CHECK))
-        raise OutOfMemory("the plan cannot be checked like this", [problem]) from None
+        raise LynxError("the plan cannot be checked like this", [problem]) from None
 
 
 def _how_much(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from megatron_lynx.errors import ConfigError, Problem, suggestion
 
 PREFIX = "--lynx-"
 LEVELS = ("debug", "info", "warning", "error")
-REFERENCES = ("fitting", "none", "full")
+REFERENCES = ("none", "full")
 SCHEDULES = ("flush", "double-buffered")
 BRIDGE = "bridge"
 HOSTS = ("megatron-lm", BRIDGE)
@@ -66,9 +66,8 @@ class Flags:
     )
     """A number of steps, or `frames:N`. A plain type, because Megatron stores it in checkpoints."""
     lynx_check_against: str = _flag(
-        "fitting",
-        "Stock without recomputation (none), with full recomputation (full), or the first of them that fits in memory (the "
-        "default).",
+        "none",
+        "Stock without recomputation (none, the default), or with full recomputation (full), which needs less memory.",
         choices=REFERENCES,
     )
     lynx_schedule: str = _flag(

@@ -2,7 +2,6 @@
 
 recompute   recomputations of layer 3 feed its core attention other numbers than its forward did
 oom      stock without recomputation runs out of memory, on rank RANK_OF_FAULT
-room     the device of rank RANK_OF_FAULT has no room that is not in use
 stock    stock differs from itself from one run to the next
 signal   rank RANK_OF_FAULT is asked to stop, by SIGTERM, during its first step
 raise    behind the last evaluation, rank RANK_OF_FAULT fails
@@ -22,7 +21,6 @@ from pathlib import Path
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_lynx.launch import check
 from megatron_lynx.runtime.recompute import Recomputer
 from megatron_lynx.runtime.site import SiteCall
 from megatron_lynx.testbed.fusions import stand_in_for_fused_gradient
@@ -62,10 +60,6 @@ def run_out_of_memory():
         return forward(self, *args, **kwargs)
 
     TransformerLayer.forward = failing
-
-
-def have_no_room():
-    check.room_bytes = lambda device: 1024 if os.environ["RANK"] == os.environ["RANK_OF_FAULT"] else 2**40
 
 
 def differ_from_run_to_run():
@@ -108,7 +102,6 @@ if __name__ == "__main__":
     faults = {
         "recompute": perturb_recomputations,
         "oom": run_out_of_memory,
-        "room": have_no_room,
         "stock": differ_from_run_to_run,
         "signal": be_asked_to_stop,
         "none": stand_in_for_fused_gradient,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_lynx.launch.check import Need, stock
+from megatron_lynx.launch.check import stock
 from megatron_lynx.launch.differences import Outcome, backward_position, differences, named_parameters
 from megatron_lynx.launch.launch import arguments_against
 from megatron_lynx.launch.training_state import DataIterators, TrainingState
@@ -208,12 +208,6 @@ def test_full_recomputation_is_lent_to_a_pass():
     assert vars(config) == before
     with stock("none", [model]):
         assert vars(config) == {**before, "timers": None}
-
-
-def test_room_is_what_the_plan_needs_and_what_it_lets_go():
-    need = Need(planned_bytes=600, let_go_bytes=300)
-    assert need.lacking(1000) is None
-    assert need.lacking(940) == "may need 900 B and has 893 B to give"
 
 
 def test_a_plan_without_flushes_is_not_checked():
