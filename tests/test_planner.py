@@ -130,7 +130,7 @@ def test_sequence_parallelism_keeps_or_gathers_once_as_the_budget_allows():
     assert gathering.rules[0].gather.mlp == "bwd.attention.0+1"
     assert set(COLUMN_PARALLEL) <= set(gathering.rules[0].recompute)
     roomy = planned(link_s=1e-5, budget_mib=8, **layout).stages[0]
-    assert all(rule.gather.of(half, "steady") is None for rule in roomy.rules for half in HALVES)
+    assert all(rule.gather.of(half) is None for rule in roomy.rules for half in HALVES)
     assert roomy.predicted.resident_activation_bytes > gathering.predicted.resident_activation_bytes
 
 

@@ -10,8 +10,8 @@ A window is a stretch in which the compute stream would wait for communication.
     text                   names
     bwd.mlp.0              the first collective that the backward of the *same* layer's MLP half waits for
     bwd.attention.0+1      the first one of the attention half of the layer above (layer l+1)
-    fwd.mlp.0              the first one of the same layer's MLP half in the forward that runs just before this backward; with
-                           several chunks on a stage that may be another chunk's: then of the layer with the same index in it
+    fwd.mlp.0              for weight gradients only: the first one of the same layer's MLP half in the next forward; with several
+                           chunks on a stage that may be another chunk's: then of the layer with the same index in it
     pipe.recv_backward     receiving the gradient of this micro-batch from the next stage
     pipe.send_backward     for weight gradients only: sending the gradient of this chunk's input, when its backward is over
     on_demand              no window: recomputed, exposed, when backward needs the first tensor
@@ -25,7 +25,7 @@ A recomputation may be cut into stretches, each in one window:
 
     bwd.mlp.0                                              all of it in that window
     bwd.mlp.0 until rotary then bwd.mlp.2                  the part before the code `rotary` in the first one, then the rest
-    fwd.attention.1 until linear_qkv then on_demand        the norm in a forward, the rest when backward needs it
+    bwd.mlp.0 until rotary then on_demand                  the rest when backward needs it
 
 It stops between two items after sites only (`Section.stops`), so that no code runs twice. A part that outlasts its window is
 finished in it, and a missed part runs in the next window, or on demand: slow, never wrong.
@@ -42,7 +42,7 @@ from megatron_lynx.kinds.section import HALVES, PASSES, Half, Pass
 
 BackwardPhase = Literal["steady", "cooldown"]
 BACKWARD_PHASES: tuple[BackwardPhase, BackwardPhase] = ("steady", "cooldown")
-"""A backward is steady if it follows a forward, whose collectives hide its recomputation; in cool-down it follows a backward."""
+"""A backward is steady if it follows a forward; in cool-down it follows a backward."""
 
 FrameKey = tuple[int, Half]
 """(layer, half): one frame of a micro-batch."""
@@ -52,11 +52,11 @@ RECV_BACKWARD: Literal["pipe.recv_backward"] = "pipe.recv_backward"
 SEND_BACKWARD: Literal["pipe.send_backward"] = "pipe.send_backward"
 
 _HALF = f"({'|'.join(HALVES)})"
-PATTERN = rf"({ON_DEMAND}|{re.escape(RECV_BACKWARD)}|({'|'.join(PASSES)})\.{_HALF}\.\d\d?(\+\d+)?)"
+PATTERN = rf"({ON_DEMAND}|{re.escape(RECV_BACKWARD)}|bwd\.{_HALF}\.\d\d?(\+\d+)?)"
 """Regular expression of a window's name (also used by the plan's JSON schema)."""
 WAIT_PATTERN = rf"({re.escape(RECV_BACKWARD)}|{re.escape(SEND_BACKWARD)}|({'|'.join(PASSES)})\.{_HALF}\.\d\d?([+-]\d+)?)"
 """The same for waits of delayed weight gradients: of any layer of the stage."""
-GATHER_PATTERN = rf"({ON_DEMAND}|({'|'.join(PASSES)})\.{_HALF}\.\d\d?(\+\d+)?)"
+GATHER_PATTERN = rf"({ON_DEMAND}|bwd\.{_HALF}\.\d\d?(\+\d+)?)"
 """The same for the collective after which an input is gathered."""
 _COLLECTIVE = re.compile(rf"({'|'.join(PASSES)})\.{_HALF}\.(\d\d?)([+-]\d+)?")
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,7 @@ class _Found:
 class Check:
     """`head_in_pieces`: the gradient of the head's weight need only be near stock's."""
 
-    def __init__(self, steps: int, against: ReferenceSetting, *, head_in_pieces: bool = False) -> None:
+    def __init__(self, steps: int, against: str, *, head_in_pieces: bool = False) -> None:
         self._left = steps
         self._against = against
         self._head_in_pieces = head_in_pieces
@@ -120,13 +120,11 @@ def first_call(checked: Schedule, schedule: Schedule) -> Schedule:
     return lambda **arguments: next(calls, schedule)(**arguments)
 
 
-ReferenceSetting = Literal["none", "full"]
-
 IN_WORDS = {"none": "stock without recomputation", "full": "stock with full recomputation"}
 
 
 @contextmanager
-def stock(setting: ReferenceSetting, chunks: Sequence[Module]) -> Iterator[None]:
+def stock(setting: str, chunks: Sequence[Module]) -> Iterator[None]:
     """Run with Megatron's own settings inside: its layers read them at each call. Megatron's timers are off."""
     settings: dict[str, Any] = {"timers": None}
     if setting == "full":
@@ -186,7 +184,7 @@ class Step:
                 trace.start()  # drops the spans of the other passes
             return self._pass()
 
-    def stock(self, setting: ReferenceSetting) -> Outcome:
+    def stock(self, setting: str) -> Outcome:
         with self._once_more(), self._installation.lifted(), stock(setting, self.run.chunks):
             return Outcome.of(self._pass(), self.run.chunks).on_host()
 
@@ -246,9 +244,7 @@ IN_PIECES = "its head is in pieces, whose GEMMs have fewer rows, and a device ma
 """Why a correct plan may differ from stock on a GPU, which chooses a kernel by the shape of a GEMM."""
 
 
-def plan_differs(
-    step: int, setting: ReferenceSetting, first: Difference, count: int, *, head_in_pieces: bool = False
-) -> LynxError:
+def plan_differs(step: int, setting: str, first: Difference, count: int, *, head_in_pieces: bool = False) -> LynxError:
     places = "one place" if count == 1 else f"{count} places, the first of them here"
     todo = "train without this plan, and report it with the plan and this launch's arguments"
     if head_in_pieces:
@@ -268,7 +264,7 @@ DETERMINISTIC = {"NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVT
 """What `--deterministic-mode` of Megatron 0.19 sets in the environment; before 0.19 the user has to."""
 
 
-def not_repeatable(step: int, setting: ReferenceSetting, first: Difference) -> LynxError:
+def not_repeatable(step: int, setting: str, first: Difference) -> LynxError:
     wanted = ", ".join(f"{name}={value} (here {os.environ.get(name, 'not set')})" for name, value in DETERMINISTIC.items())
     todo = f"launch with --deterministic-mode, without flash attention and --cross-entropy-loss-fusion, and set {wanted}"
     problem = Problem(first.place, first.values, "the same bits: nothing can be compared with what differs from itself", todo)

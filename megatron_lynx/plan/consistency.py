@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_lynx.anatomy import EXPERTS, HALVES, Half, Section
-from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKWARD, WindowAddress, is_forward, window_at
+from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKWARD, WindowAddress, window_at
 from megatron_lynx.anatomy.in_time import amax_reducing, resumes_in_wait
 from megatron_lynx.fp8_recipes import gathers_once
 from megatron_lynx.plan import features, waits
-from megatron_lynx.plan.rule import ByPhase, Rule
+from megatron_lynx.plan.rule import Rule
 from megatron_lynx.plan.stage import PlanContents, Stage
 from megatron_lynx.plan.timetables import layout_of, planned_halves, timetable_of
 from megatron_lynx.schedule.flushes import groups_needed
@@ -107,12 +107,6 @@ def _unhonoured(plan: PlanContents, stage: Stage, rule: Rule) -> Iterator[str]:
             yield f"windows.{half} asks for a recomputation ahead of time, but ahead_depth is 0"
         for key, name in places:
             yield from (f"{key}.{half} is {name}, {why}" for why in _no_window(plan, stage, rule, name))
-        cooldown_windows = [("gather", rule.gather.of(half, "cooldown"))]
-        if isinstance(getattr(rule.windows, half), ByPhase):
-            cooldown_windows += [("windows", stretch.window) for stretch in rule.windows.stretches(half, "cooldown")]
-        for key, cooldown in cooldown_windows:
-            if cooldown is not None and is_forward(cooldown):
-                yield f"{key}.{half}.cooldown is {cooldown}, but no forward runs in cool-down"
 
 
 def _rest_without_wait(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
@@ -192,7 +186,7 @@ def _reduced_amaxes(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]
     if not reducing:
         return
     windows = {rule.windows.of(half, phase) for phase in BACKWARD_PHASES}
-    for place, names in (("windows", windows), ("gather", {rule.gather.of(half, phase) for phase in BACKWARD_PHASES})):
+    for place, names in (("windows", windows), ("gather", {rule.gather.of(half)})):
         if reducing_windows := names - {ON_DEMAND, None}:
             todo = f"plan it on demand, or keep it, with fp8 {plan.model.fp8} and sequence_parallel"
             why = f"but {reducing[0]} reduces an amax in every call"
@@ -205,15 +199,6 @@ def _no_window(plan: PlanContents, stage: Stage, rule: Rule, name: str) -> Itera
     last = stage.stage == layout.pipeline - 1 and stage.chunk == layout.chunks - 1
     if name == RECV_BACKWARD and last:
         yield "but the last stage receives no gradient"
-    if is_forward(name) and plan.schedule == "double_buffered":
-        yield (
-            "but with schedule double_buffered the forward before a backward may be the next batch's, with other weights: "
-            "only windows of backwards and pipe.recv_backward hide recomputations"
-        )
-    elif is_forward(name) and last:
-        yield "but on the last stage a micro-batch's own forward runs just before its backward"
-    elif is_forward(name) and layout.chunks > 1:
-        yield from _no_such_place(plan, stage, rule, name)
     if name not in (ON_DEMAND, RECV_BACKWARD) and layout.tensor == 1 and not _exchanged(plan, rule, name):
         yield "but tensor 1 has no collectives"
 
@@ -222,13 +207,3 @@ def _exchanged(plan: PlanContents, rule: Rule, name: str) -> bool:
     """Whether a window of this name is an exchange of tokens, in every layer of a rule."""
     windows = [window_at(name, layer) for layer in rule.layers]
     return all(isinstance(one, WindowAddress) and one.half == EXPERTS.half and one.layer in plan.exchanging for one in windows)
-
-
-def _no_such_place(plan: PlanContents, stage: Stage, rule: Rule, name: str) -> Iterator[str]:
-    """The forward before a backward may be another chunk's, and that chunk may have fewer layers."""
-    window = window_at(name, rule.layers.last)
-    assert isinstance(window, WindowAddress)
-    place, least = window.layer - stage.layers.first + 1, min(len(entry.layers) for entry in plan.chunks_of(stage.stage))
-    if place > least:
-        finding = f"in layer {place} of the chunk whose forward runs just before"
-        yield f"{finding}, but stage {stage.stage} has a chunk of {least} layers"

@@ -139,10 +139,9 @@ def _window(rule: Rule, half: Half) -> Text:
         return Text("-")
     steady, cooldown = rule.windows.of(half, "steady"), rule.windows.of(half, "cooldown")
     text = steady if steady == cooldown else f"{steady}\nin cool-down {cooldown}"
-    gather, cooldown_gather = rule.gather.of(half, "steady"), rule.gather.of(half, "cooldown")
+    gather = rule.gather.of(half)
     gathered = f"\ninput gathered {gather}" if gather else ""
-    differs = f", in cool-down {cooldown_gather}" if cooldown_gather != gather else ""
-    return Text(f"{text}{gathered}{differs}".replace(THEN, f"\n{THEN.lstrip()}"))
+    return Text(f"{text}{gathered}".replace(THEN, f"\n{THEN.lstrip()}"))
 
 
 def _deferred(rule: Rule, half: Half) -> Text:

@@ -35,7 +35,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from megatron_lynx.anatomy import EXPERTS, EXPERTS_WITH_SHARED, HALVES, MLP, SHARED_EXPERTS, Half, Section
-from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKWARD, WindowAddress, is_forward, window_at
+from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKWARD, WindowAddress, window_at
 from megatron_lynx.kinds.captured import ROUTER
 from megatron_lynx.kinds.opaque.section import IN_NODES, OPAQUE
 from megatron_lynx.plan.facts import LayerRange
@@ -71,7 +71,7 @@ def of_rule(plan: PlanContents, rule: Rule) -> Iterator[str]:
 def places(rule: Rule, half: Half) -> list[tuple[str, str]]:
     """(key, name) of every window and gather of a rule's half, each once."""
     windows = [("windows", stretch.window) for phase in BACKWARD_PHASES for stretch in rule.windows.stretches(half, phase)]
-    gathers = [("gather", name) for phase in BACKWARD_PHASES if (name := rule.gather.of(half, phase))]
+    gathers = [("gather", name)] if (name := rule.gather.of(half)) else []
     return list(dict.fromkeys(windows + gathers))
 
 
@@ -212,9 +212,6 @@ def experts_rule(plan: PlanContents, rule: Rule) -> Iterator[str]:
         if inside and not plan.exchanging:
             finding = f"{name} of {spans(inside)}, which lies in a mixture of experts (model.moe_layers)"
             yield f"found {finding}, needed on_demand or a wait outside experts: give these layers a rule of their own"
-        elif inside and plan.parallel.chunks > 1 and is_forward(name) and len(plan.exchanging) < plan.model.layers:
-            finding = f"{name} of {spans(inside)}, where other layers have no experts (model.moe_layers)"
-            yield f"found {finding}, needed a wait of a backward: the forward may be another chunk's"
 
 
 def _latent(plan: PlanContents) -> Iterator[str]:

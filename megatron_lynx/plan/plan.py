@@ -17,7 +17,7 @@ from collections.abc import Iterable
 
 from megatron_lynx.plan import consistency
 from megatron_lynx.plan.facts import BatchFacts, LayerRange, ModelFacts, ParallelFacts, Provenance
-from megatron_lynx.plan.rule import ByPhase, CheckpointGroups, Gather, GatherByPhase, Rule, Windows
+from megatron_lynx.plan.rule import ByPhase, CheckpointGroups, Gather, Rule, Windows
 from megatron_lynx.plan.stage import Head, Offload, PlanContents, Predicted, Stage, WeightGradients, Whole
 from megatron_lynx.validation import digest_of
 
@@ -26,7 +26,6 @@ __all__ = [
     "ByPhase",
     "CheckpointGroups",
     "Gather",
-    "GatherByPhase",
     "Head",
     "LayerRange",
     "ModelFacts",

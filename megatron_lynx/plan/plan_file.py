@@ -29,7 +29,7 @@ def _listed(halves: Mapping[Half, Section]) -> str:
 
 _ITEMS = _listed(DENSE)
 _STRETCHES = f"{window_name('bwd', HALVES[1], 0)}{UNTIL}{DENSE[HALVES[0]].stops[-1]}{THEN}{window_name('bwd', HALVES[1], 2)}"
-_WINDOWS = f"{window_name('bwd', HALVES[1], 0)}, {window_name('bwd', HALVES[0], 0, 1)}, {window_name('fwd', HALVES[1], 0)}"
+_WINDOWS = f"{window_name('bwd', HALVES[1], 0)}, {window_name('bwd', HALVES[0], 0, 1)}"
 HEADER = f"""\
 # A plan of megatron-lynx {__version__}. `megatron-lynx explain` shows what it does; it may be edited:
 #   keep, recompute  each item of a layer is in exactly one. {" and ".join(ROW_PARALLEL)} are always kept.

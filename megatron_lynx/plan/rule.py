@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from megatron_lynx.anatomy import DENSE, HALVES, Half, Section, filling, names_in
@@ -27,6 +27,7 @@ from megatron_lynx.anatomy.address import (
     BackwardPhase,
     Stretch,
     examples,
+    is_forward,
     stretches_in,
 )
 from megatron_lynx.anatomy.in_time import own_window
@@ -38,11 +39,22 @@ from megatron_lynx.validation import Part, formerly
 __all__ = ["GatherName", "ItemName", "PlaceName", "WaitName"]
 
 
+LAST_READ = "which megatron-lynx 0.2.0 was the last to read: make the plan again with `megatron-lynx plan`"
+
+
+def _of_all_phases(value: Any) -> Any:
+    if isinstance(value, dict):
+        raise ValueError(f"a gather by phase, {LAST_READ}")
+    return value
+
+
 def _matching(pattern: str, examples: tuple[str, ...]) -> AfterValidator:
     """Validate text by `pattern`. The error lists examples instead of the pattern."""
     expected = ", ".join(repr(name) for name in examples)
 
     def check(text: str) -> str:
+        if pattern != WAIT_PATTERN and is_forward(text):
+            raise ValueError(f"{text} recomputes in a forward, {LAST_READ}")
         if re.fullmatch(pattern, text) is None:
             raise PydanticCustomError("literal_error", "no such name", {"expected": expected})
         return text
@@ -52,12 +64,13 @@ def _matching(pattern: str, examples: tuple[str, ...]) -> AfterValidator:
 
 PlaceName = Annotated[
     str,
-    _matching(PLACE_PATTERN, (ON_DEMAND, RECV_BACKWARD, *examples("bwd"), *examples("fwd"))),
+    _matching(PLACE_PATTERN, (ON_DEMAND, RECV_BACKWARD, *examples("bwd"))),
     WithJsonSchema({"type": "string", "pattern": f"^{PLACE_PATTERN}$"}),
 ]
 GatherName = Annotated[
     str,
-    _matching(GATHER_PATTERN, (ON_DEMAND, *examples("bwd"), *examples("fwd"))),
+    BeforeValidator(_of_all_phases),
+    _matching(GATHER_PATTERN, (ON_DEMAND, *examples("bwd"))),
     WithJsonSchema({"type": "string", "pattern": f"^{GATHER_PATTERN}$"}),
 ]
 WaitName = Annotated[
@@ -70,8 +83,8 @@ WaitName = Annotated[
 class ByPhase(Part):
     """Windows of one half that differ by phase (docs/architecture.md, "Words").
 
-    steady:   the backward follows a forward, whose collectives can hide this half's recomputation.
-    cooldown: the backward follows another backward; only receiving its gradient can hide it.
+    steady:   the backward follows a forward.
+    cooldown: the backward follows another backward, and waits longer for its gradient.
     """
 
     steady: PlaceName
@@ -96,23 +109,16 @@ class Windows(Part):
         return stretches_in(self.of(half, phase))
 
 
-class GatherByPhase(Part):
-    """Gathers of an input that differ by phase: only in the steady phase a forward precedes the backward."""
-
-    steady: GatherName
-    cooldown: GatherName
-
-
 class Gather(Part):
     """The collective after which the input of a recomputed `linear_qkv` / `linear_fc1` is gathered, with sequence parallelism.
     The recomputation and then the weight gradient use it, for which stock Megatron would gather it anyway."""
 
-    attention: GatherName | GatherByPhase | None = None
-    mlp: GatherName | GatherByPhase | None = None
+    attention: GatherName | None = None
+    mlp: GatherName | None = None
 
-    def of(self, half: Half, phase: BackwardPhase) -> str | None:
-        gather: GatherName | GatherByPhase | None = getattr(self, half)
-        return getattr(gather, phase) if isinstance(gather, GatherByPhase) else gather
+    def of(self, half: Half) -> str | None:
+        gather: GatherName | None = getattr(self, half)
+        return gather
 
 
 CheckpointName = Literal["layer", "halves", Half]

@@ -67,7 +67,7 @@ def _planned(rule: Rule, layer: int, section: Section, experts: bool) -> Planned
 def _place(rule: Rule, layer: int, half: Half, phase: BackwardPhase) -> Place:
     return Place(
         tuple((window_at(stretch.window, layer), stretch.until) for stretch in rule.windows.stretches(half, phase)),
-        None if (gather := rule.gather.of(half, phase)) is None else window_at(gather, layer),
+        None if (gather := rule.gather.of(half)) is None else window_at(gather, layer),
     )
 
 

@@ -2,8 +2,7 @@
 
 Every recomputation has its window in time and within the ahead depth:
 
-    before   [forward of a later micro-batch: fwd.* windows]  [pipe.recv_backward]        (steady: both; cool-down: the receive)
-             (with chunks it may be another chunk's: then layers count by their index in the chunk)
+    before   [pipe.recv_backward]
     then     mlp(L)  attention(L)  mlp(L-1)  attention(L-1) ...                           each with its bwd.* windows in order
 
 A frame is *ahead* from the first stretch of its recomputation until backward enters its half. Each stretch needs a window after
@@ -96,12 +95,8 @@ def _misplaced(stage: Stage, half: PlannedHalf, phase: BackwardPhase, windows: P
     """`in_time`: index of the last window that can hide this frame's recomputation."""
     (layer, name), place, before = half.key, half.place(phase), -1
     gather = place.gather
-    inside = None if gather is None else WindowAddress("fwd", layer, name, 0)  # the gather of the recomputed linear's own forward
     if gather is not None and gather != ON_DEMAND and gather not in windows:
         yield f"gather.{name} of layer {layer} ({gather}) is no collective of this stage"
-        return
-    if gather is not None and gather == inside:
-        yield f"gather.{name} of layer {layer} ({gather}) lies in the very linear whose input it gathers"
         return
     as_named = stage.rule_for(layer).windows.stretches(name, phase)
     for (window, _), stretch in zip(place.stretches, as_named, strict=True):
@@ -112,8 +107,6 @@ def _misplaced(stage: Stage, half: PlannedHalf, phase: BackwardPhase, windows: P
             yield f"{where} is no window of this stage in this phase"
         elif windows[window] > in_time:
             yield f"{where} comes after backward needs the half"
-        elif window == inside:
-            yield f"{where} lies in the very linear that is recomputed"
         elif windows[window] <= before:
             yield f"{where} does not come after the window of the stretch before it"
         elif gather == ON_DEMAND:

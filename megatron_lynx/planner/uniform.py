@@ -12,7 +12,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.layer import recomputed_flops
 from megatron_lynx.plan.plan import ByPhase, Plan, Predicted, Provenance, Rule, Stage
 from megatron_lynx.planner.checks import check_plannable
-from megatron_lynx.planner.writing import exchanging_layers, made_by, plan_of, rule_of, stage_of, window_of
+from megatron_lynx.planner.writing import exchanging_layers, made_by, plan_of, rule_of, stage_of
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.solver.options import stays_whole
 
@@ -110,7 +110,4 @@ def _usual_window(
     if last_stage and chunk == job.chunks - 1:
         return ON_DEMAND
     lies_there = last_stage and job.microbatch_group > parallel.pipeline
-    received, layers = ON_DEMAND if lies_there else RECV_BACKWARD, job.chunk_layers(stage)
-    collective = parallel.tensor > 1 and not job.userbuffers
-    precedes = has_windows and collective and layers[chunk] == min(layers) and job.schedule == "flush"
-    return window_of(window_name("fwd", section.half, 0) if precedes else received, received)
+    return ON_DEMAND if lies_there else RECV_BACKWARD

@@ -134,7 +134,7 @@ def _treatment(plan: Plan, entry: Stage, rule: Rule, half: Half) -> Treatment:
         items=[(item, "recompute" if item in recomputed else "keep") for item in section.names],
         window=_place(plan, entry, rule, half) if recomputed else "",
         deferred=[rule.delayed_said(linear) for linear in section.linears if linear in rule.weight_gradients],
-        gather=" / ".join(_by_phase(rule.gather.of(half, "steady"), rule.gather.of(half, "cooldown"))),
+        gather=rule.gather.of(half) or "",
     )
 
 

@@ -5,7 +5,7 @@
     forward_step begins / ends      forward_pass()                             ledger
       a half is called              half(): record                             frame, owned by the graph
         a submodule is called       reported(): it passes, or site()           recorder, recomputer
-        a collective is issued      window(): fwd.*, for the next backward     the timetable says what runs in it
+        a collective is issued      window(): fwd.*                            the timetable says what runs in it
     messages between stages         exchange_begins()                          offloader
     receive of a gradient           receive(): pipe.recv_backward, for its own micro-batch
     send of a gradient              gradient_sent(): pipe.send_backward
@@ -64,7 +64,7 @@ class Reached(NamedTuple):
     at: At
     place: FrameKey | Window
     micro_batch: MicroBatch | None
-    """The one whose backward is served; None if no backward follows."""
+    """The one that passes; None while a gradient is sent."""
     gradients: Any = None
     """At `enter`: gradients of the half's output."""
 
@@ -297,10 +297,10 @@ class Engine(Progress):
         frame = scope.frame if scope is not None else self.ledger.entered
         if frame is None or not (frame.policy.section.exchanges if exchange else frame.policy.section.has_windows):
             return None
-        address, micro_batch, through = self._in_forward(scope) if scope is not None else self._in_backward(frame)
+        address, through = self._in_forward(scope) if scope is not None else self._in_backward(frame)
         if address not in through.busy and not self.trace.enabled:
             return None
-        return lambda work: WindowedWork(work, lambda proper: self._window(through, address, micro_batch, proper))
+        return lambda work: WindowedWork(work, lambda proper: self._window(through, address, frame.micro_batch, proper))
 
     def gathered_gradient(self, gradient: Tensor) -> tuple[Tensor, Any] | None:
         """Return (gathered gradient, its `Work`) if this gradient's gather was started before."""
@@ -357,30 +357,26 @@ class Engine(Progress):
         frame = self.ledger.entered
         return frame.gathering if frame is not None else None
 
-    def _in_forward(self, scope: Run) -> tuple[WindowAddress, MicroBatch | None, Pass]:
-        """Address of a forward's collective, the micro-batch that its window serves, and the pass."""
+    def _in_forward(self, scope: Run) -> tuple[WindowAddress, Pass]:
+        """Address of a forward's collective, and the pass."""
         address = WindowAddress("fwd", *scope.frame.key, scope.collectives)
         scope.collectives += 1
-        needs_micro_batch = self.timetable.in_forwards or self.trace.enabled
-        micro_batch = self.ledger.hidden_by_forward() if needs_micro_batch else None
-        serving = None if micro_batch is None else micro_batch.chunk
-        return address, micro_batch, self.timetable.forward(scope.frame.policy.chunk, serving)
+        return address, self.timetable.forward(scope.frame.policy.chunk)
 
-    def _in_backward(self, entered: Frame) -> tuple[WindowAddress, MicroBatch, Pass]:
-        """Address of a backward's collective, its micro-batch and the pass."""
+    def _in_backward(self, entered: Frame) -> tuple[WindowAddress, Pass]:
+        """Address of a backward's collective, and the pass."""
         address = WindowAddress("bwd", *entered.key, self.ledger.ordinal)
         self.ledger.ordinal += 1
-        return address, entered.micro_batch, self.backward_of(entered.micro_batch)
+        return address, self.backward_of(entered.micro_batch)
 
-    def _window(self, through: Pass, window: Window, micro_batch: MicroBatch | None, proper: Callable[[], Any]) -> Any:
+    def _window(self, through: Pass, window: Window, micro_batch: MicroBatch, proper: Callable[[], Any]) -> Any:
         """`proper`: the wait itself."""
         kind: SpanKind = "recv" if window == RECV_BACKWARD else "window"
         begin = self.trace.now()
         self.reach(through, Reached("in", window, micro_batch))
         waited = proper()
         if begin is not None:
-            number = micro_batch.number if micro_batch else None
-            self.trace.add(kind, begin, micro_batch=number, window=str(window))
+            self.trace.add(kind, begin, micro_batch=micro_batch.number, window=str(window))
         self.reach(through, Reached("after", window, micro_batch))
         return waited
 

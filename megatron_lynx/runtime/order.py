@@ -9,9 +9,7 @@ micro-batch it is for. The ledger follows the passes by the schedule's order for
 
     1F1B, stage s of p (w = p-1-s)    F0 .. F(w-1) | F(w) B0   F(w+1) B1  ...            | B .. B
     interleaved, stage 0 of 2         0F0 1F0 0F1 1F1 | 2F0 0B1   3F0 1B1   2F1 0B0  ... | 2B1 3B1 2B0 3B0
-                                       warm-up          steady: a forward's collectives   cool-down: only the
-                                                        hide recomputations of the        receive hides
-                                                        backward that follows             recomputations
+                                       warm-up          steady                            cool-down
 
 With overlapping batches, micro-batches of the next batch run before this one is over. Such a schedule (`double_buffered`) reports
 each batch's begin and says which weights a recomputation needs:
@@ -50,17 +48,12 @@ class StageOrder:
         self.backwards = tuple((action, phase) for action, phase in passes if action.kind == "B")
         self.completing = {one.chunk: one.virtual for one, _ in self.backwards}.values() if completing is None else completing
         """Backwards after which gradients may be read: the last ones that add to them."""
-        pairs = ((one, phase, after) for (one, phase), (after, _) in pairwise(passes))
-        forward_first = [(one, phase, after) for one, phase, after in pairs if (one.kind, after.kind) == ("F", "B")]
-        at_once = {one.virtual for one, _, after in forward_first if one.virtual == after.virtual}
+        forwards = [(one, phase, after) for (one, phase), (after, _) in pairwise(passes) if one.kind + after.kind == "FB"]
+        at_once = {one.virtual for one, _, after in forwards if one.virtual == after.virtual}
         self.at_once = {one.virtual for one, _ in passes} if in_turns else at_once
         """Forwards whose own backward follows them."""
-        self.hidden_by = {
-            one.virtual: after.virtual
-            for one, phase, after in forward_first
-            if phase == "steady" and one.virtual != after.virtual
-        }
-        """By forward, the micro-batch whose recomputations its collectives hide: that of the backward that follows."""
+        self.before_other = {one.virtual for one, phase, _ in forwards if phase == "steady"} - at_once
+        """Steady forwards that another micro-batch's backward follows."""
 
 
 OrderOfStep = Callable[[int], StageOrder]
@@ -197,11 +190,10 @@ class Ledger:
             self._entered = None
         self.ordinal = 0
 
-    def hidden_by_forward(self) -> MicroBatch | None:
-        """Return the micro-batch whose recomputations the running forward's collectives hide."""
-        if not self.in_forward or self.recording is None:
-            return None
-        return self._living(self._order.hidden_by.get(self.recording.virtual))
+    @property
+    def before_other(self) -> bool:
+        """Whether the running forward is a steady one that another micro-batch's backward follows."""
+        return self.recording is not None and self.recording.virtual in self._order.before_other
 
     def hidden_by_receive(self) -> MicroBatch | None:
         """Return the micro-batch of the next backward, with its phase set: recomputations hide in the wait for its gradient."""

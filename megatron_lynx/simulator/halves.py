@@ -72,14 +72,13 @@ def stage_passes(
 
     Args:
         chunk_halves: the chunk's halves in forward order.
-        halves: those of all chunks, whose recomputations it may hide.
+        halves: those of all chunks.
         embedding, head: without seconds on stages that do not have them.
         deferral: this chunk's (index, most bytes of delayed weight gradients); its last backward computes the rest.
         reduced_in_backward: gradients are reduced during the chunk's last backward of a step (--overlap-grad-reduce), which then
             delays none.
         read_after_send: weight gradients left by the chunk's last backward run once the gradient of its input is sent.
     """
-    other_chunks = [other for other in range(len(timetable.chunks)) if other != chunk]
     kinds = {(half.section, half.planned.delayed(drains=drains)) for half in chunk_halves for drains in (False, True)}
     kinds |= {(half.section, frozenset[str]()) for half in chunk_halves if reduced_in_backward}
     forward, backward = (
@@ -90,12 +89,8 @@ def stage_passes(
     def walked(key: PassKey, queue: Queue) -> TimedPass:
         kind, which, last = key
         if kind == "F":
-            serving = which if isinstance(which, int) else chunk if which == "steady" else None
             walk = Walk(profile.interference, halves, queue, embedding.forward_s)
-            return _forward(walk, timetable.forward(chunk, serving), chunk_halves, forward, head.forward_s).issued_in(
-                host.forward_s
-            )
-        assert isinstance(which, str)
+            return _forward(walk, timetable.forward(chunk), chunk_halves, forward, head.forward_s).issued_in(host.forward_s)
         if kind == "R":
             return _received(Walk(1.0, halves, queue), timetable.receive(chunk, which))
         if kind == "W":
@@ -113,17 +108,15 @@ def stage_passes(
         """Return the first key whose pass is equal to this one's, so that each is walked once."""
         kind, which, last = key
         last = last and defers_any
-        if isinstance(which, int):
-            return key
         if kind == "W":
             return kind, "cooldown", last
         if kind == "F":
-            return kind, which if which == "steady" and timetable.forward(chunk, chunk).hides else "warmup", last
+            return kind, "warmup", last
         alike = timetable.backward if kind == "B" else timetable.receive
         phases: tuple[Phase, ...] = ("cooldown",) if kind == "B" and which == "cooldown" and drains_otherwise else PHASES
         return kind, next(phase for phase in phases if alike(chunk, phase) == alike(chunk, which)), last
 
-    return ChunkPasses(Filled(walked, lambda pending: Queue(*deferral, pending), plain, frozenset(other_chunks)))
+    return ChunkPasses(Filled(walked, lambda pending: Queue(*deferral, pending), plain))
 
 
 def segments(
@@ -198,7 +191,7 @@ def _forward(walk: Walk, through: Pass, treated: Sequence[Treated], halves: Part
             walk.compute(compute_s)
             if ordinal < len(parts.windows_s):
                 wait = _wait(planned, "fwd", ordinal)
-                walk.window(wait, parts.windows_s[ordinal], through.at("in", wait.window), through.at("after", wait.window))
+                walk.window(wait, parts.windows_s[ordinal], through.at("in", wait.window))
         walk.hold(half.memory.resident)
         walk.half("forward", start_s, half)
         if copies is not None:

@@ -1,11 +1,5 @@
 """Seconds of a stage's passes, their waits and recomputations, and their changes of memory.
 
-    phase        forward                           R: while the gradient is awaited     backward
-    warm-up      hides nothing                     as in steady                         all of `fwd.*` windows on demand
-    steady       recomputes for the next backward  its windows' recomputations          its windows' recomputations
-    cool-down                                      its windows' recomputations          its windows' recomputations
-
-The next backward may be another chunk's. A forward hides nothing if that backward is its own, or of a micro-batch kept whole.
 Times of a pass start at 0; the simulator places it. A pass is at least as long as its host time:
 
     device    ├F─┤├F─┤├──B──┤         host    ├─F─┤├─F─┤├───────B───────┤         result          ├─F─┤├─F─┤├───────B───────┤
@@ -36,7 +30,7 @@ A micro-batch whose backward follows its forward at once is offloaded only withi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
@@ -229,20 +223,19 @@ NOTHING = TimedPass()
 Kind = Literal["F", "R", "B", "W"]
 KINDS: tuple[Kind, ...] = ("F", "R", "B", "W")
 
-PassKey = tuple[Kind, Phase | int, bool]
-"""(kind, phase, or for a forward the chunk whose recomputation it hides; whether it is the chunk's last in a step)."""
+PassKey = tuple[Kind, Phase, bool]
+"""(kind, phase, whether it is the chunk's last in a step)."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Passes of a chunk by kind and phase, of which none hides another chunk's recomputation; none if not listed."""
+    """Passes of a chunk by kind and phase; without work if not listed."""
 
     passes: Mapping[tuple[Kind, Phase], TimedPass]
-    other_chunks: Collection[int] = ()
 
     def of(self, key: PassKey, pending: Pending) -> tuple[TimedPass, Pending]:
         """As `Filled.of`."""
-        return self.passes.get(key[:2], NOTHING), pending  # type: ignore[arg-type]
+        return self.passes.get(key[:2], NOTHING), pending
 
 
 @dataclass(frozen=True)
@@ -254,7 +247,6 @@ class Filled:
     queue: Callable[[Pending], Queue]
     plain: Callable[[PassKey], PassKey]
     """Maps keys of equal passes to one key."""
-    other_chunks: Collection[int] = ()
     known: dict[tuple[PassKey, int], tuple[Pending, TimedPass, Pending]] = field(default_factory=dict)
     """Walked passes, by key and identity of the pending entries, which are kept alive: comparing long equal tuples is slow."""
     left: dict[Pending, Pending] = field(default_factory=dict)

@@ -76,13 +76,9 @@ class RunningStage:
         return passes
 
     def forward(self, action: Action, phase: Phase, behind: Action | None) -> TimedPass:
-        """The forward, with the recomputations that it hides."""
-        hides = (
-            behind is not None and not _same_pass(action, behind) and behind.micro_batch not in self.passes[behind.chunk].whole
-        )
-        if behind is None or not hides or phase != "steady":
-            return self.timed(action, ("F", "warmup", False))
-        return self.timed(action, ("F", behind.chunk if behind.chunk in self.of(action).walks.other_chunks else "steady", False))
+        """The forward; in the steady phase the combined schedule pairs it with the backward that follows."""
+        paired = phase == "steady" and behind is not None and not _same_pass(action, behind)
+        return self.timed(action, ("F", "steady" if paired else "warmup", False))
 
     def timed(self, action: Action, key: PassKey) -> TimedPass:
         """A pass of the action's micro-batch, with the weight gradients that it runs."""

@@ -1,6 +1,6 @@
 """A plan's treatment of each half, and one pass of a stage as data: its halves, and a table from moments to tasks.
 
-    windows.mlp: {steady: fwd.mlp.0 until rotary then bwd.mlp.0, ...}  ──>  steady    Place(stretches, gather)
+    windows.mlp: {steady: bwd.mlp.0 until rotary then bwd.mlp.2, ...}  ──>  steady    Place(stretches, gather)
     weight_gradients: {linear_fc2: [bwd.attention.0, ...]}             ──>  deferred  linear_fc2: its windows
 
 Moments and tasks of a pass:
@@ -43,7 +43,8 @@ from typing import Literal, NamedTuple
 
 from megatron_lynx.anatomy import HALVES, Half, Section
 from megatron_lynx.anatomy import Pass as Passing
-from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, SEND_BACKWARD, BackwardPhase, FrameKey, Window, WindowAddress
+from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, SEND_BACKWARD, FrameKey, Window, WindowAddress
+from megatron_lynx.schedule.schedule import Phase
 
 At = Literal["enter", "demand", "core", "in", "after"]
 
@@ -243,7 +244,7 @@ class PlannedHalf:
         None: all of it is recomputed when backward enters it."""
         return self.section.last_communicating if self.checkpoint and self.steady != ON_DEMAND_PLACE else None
 
-    def place(self, phase: BackwardPhase) -> Place:
+    def place(self, phase: Phase) -> Place:
         return self.cooldown if phase == "cooldown" else self.steady
 
     @property
@@ -255,18 +256,18 @@ class PlannedHalf:
     @cached_property
     def ahead(self) -> int:
         """Number of halves before its own backward at which its recomputation or gather may begin: at least 1, and more if halves
-        after it begin with its output. Windows in a forward or in the receive of a gradient do not count: no recomputation of a
-        micro-batch runs between its forward and its backward."""
+        after it begin with its output. The receive of a gradient does not count: no recomputation of a micro-batch runs between
+        its forward and its backward."""
         place = _place_in_stage(self.key)
-        window_frames = [at.frame for at in self._windows() if isinstance(at, WindowAddress) and at.passing == "bwd"]
+        window_frames = [at.frame for at in self._windows() if isinstance(at, WindowAddress)]
         if self.ahead_to is not None:
             window_frames.append((self.layer + 1, HALVES[0]))
         return max((_place_in_stage(frame) + 1 - place for frame in window_frames), default=1 + self.fed_behind)
 
     @property
     def begins_early(self) -> bool:
-        """Whether any of its recomputation runs before its own backward begins: in a forward, or in the receive of a gradient."""
-        return any(at == RECV_BACKWARD or (isinstance(at, WindowAddress) and at.passing == "fwd") for at in self._windows())
+        """Whether any of its recomputation runs before its own backward begins: in the receive of a gradient."""
+        return RECV_BACKWARD in self._windows()
 
     def _windows(self) -> Iterator[Window | None]:
         """Windows in which it is recomputed, or after which its input is gathered."""

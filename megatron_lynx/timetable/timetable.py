@@ -1,23 +1,18 @@
 """The timetable of a pipeline stage: a plan and a schedule's passes as tables of tasks, computed once for all readers.
 
-    plan ──> PlannedHalf of each layer ──Timetable──>  forward(chunk, serving)   a forward, with the recomputations that it hides
-                                                       receive(chunk, phase)     the receive of a gradient
-                                                       sent(chunk)               the send of the input's gradient
-                                                       backward(chunk, phase)    a backward
+    plan ──> PlannedHalf of each layer ──Timetable──>  forward(chunk)          a forward
+                                                       receive(chunk, phase)   the receive of a gradient
+                                                       sent(chunk)             the send of the input's gradient
+                                                       backward(chunk, phase)  a backward
 
     readers          the validator         each recomputation finds its window, in time and within the ahead depth
                      the runtime           tasks to run at a moment
                      the simulator         seconds and bytes of each task
                      the filler            time left in waits
 
-The plan alone decides which task runs in which wait (rule R1): by pass, phase, and for a forward by the chunk of the next
-backward. If that is another chunk, a window of the forward is named by its layer's index in the chunk, and serves the half at the
-same index of the other chunk.
-
-    phase        forward                            receive                       backward
-    warm-up      hides nothing                      as in steady                  `fwd.*` windows are on demand
-    steady       recomputes for the next backward   its windows' recomputations   its windows' recomputations
-    cool-down                                       its windows' recomputations   its windows' recomputations
+The plan alone decides which task runs in which wait (rule R1), by pass and phase. A forward runs delayed weight gradients only,
+of any chunk: those of another chunk at the same index of the chunk. A receive and a backward run recomputations, too, which in
+cool-down may be others.
 """
 
 from __future__ import annotations
@@ -37,7 +32,7 @@ from megatron_lynx.anatomy.address import (
     WindowAddress,
 )
 from megatron_lynx.schedule.schedule import Phase
-from megatron_lynx.timetable.events import At, HalfPass, Layout, Moment, Pass, Place, PlannedHalf, Task, Tasks, Wait
+from megatron_lynx.timetable.events import At, HalfPass, Layout, Moment, Pass, PlannedHalf, Task, Tasks, Wait
 
 AT_HALVES: tuple[At, ...] = ("enter", "demand", "core")
 IN_WAITS: tuple[At, ...] = ("in", "after")
@@ -49,25 +44,22 @@ class Timetable:
     def __init__(self, chunks: Sequence[Sequence[PlannedHalf]] = ((),), layout: Layout = Layout()) -> None:  # noqa: B008
         self.chunks = tuple(map(tuple, chunks))
         self.layout = layout
-        self._forwards: dict[tuple[int, int | None], Pass] = {}
+        self._forwards: dict[int, Pass] = {}
         self._backwards: dict[tuple[int, Phase], Pass] = {}
         self._known: dict[tuple[int, Phase], Tasks] = {}
 
-    def forward(self, chunk: int, serving: int | None = None) -> Pass:
-        """A forward. `serving`: chunk of the next backward, if the forward's collectives hide its recomputations."""
-        if (chunk, serving) not in self._forwards:
-            shift = None if serving is None else self._shift(chunk, serving)
-            planned = {} if serving is None or shift is None else _moved(self._planned(serving, "steady"), shift)
+    def forward(self, chunk: int) -> Pass:
+        if chunk not in self._forwards:
             halves = tuple(HalfPass(half.key, tuple(self._waits("fwd", half))) for half in self.chunks[chunk])
-            moments = (Moment(at, wait.window) for half in halves for wait in half.waits for at in IN_WAITS)
-            self._forwards[chunk, serving] = Pass(halves, _table(moments, planned, self._weight_gradients[chunk]))
-        return self._forwards[chunk, serving]
+            moments = (Moment("in", wait.window) for half in halves for wait in half.waits)
+            self._forwards[chunk] = Pass(halves, _table(moments, {}, self._weight_gradients[chunk]))
+        return self._forwards[chunk]
 
     def backward(self, chunk: int, phase: Phase) -> Pass:
         if (chunk, phase) not in self._backwards:
             planned = self._planned(chunk, phase)
             halves = tuple(
-                HalfPass(half.key, tuple(self._waits("bwd", half, _gathered(half, phase) or ON_DEMAND)))
+                HalfPass(half.key, tuple(self._waits("bwd", half, half.place(phase).gather or ON_DEMAND)))
                 for half in reversed(self.chunks[chunk])
             )
             at_halves = [Moment(at, half.half) for half in halves for at in AT_HALVES]
@@ -83,11 +75,8 @@ class Timetable:
         return Pass((), _table([Moment("in", SEND_BACKWARD)], {}, self._deferred[chunk]))
 
     def serving(self, chunk: int, phase: BackwardPhase) -> Iterator[tuple[Pass, FrameKey | None, Sequence[Wait]]]:
-        """Yield the waits of all passes that may serve a backward, in order: in the steady phase a forward (assumed to be its own
-        chunk's), the receive of its gradient, and the backward itself, half by half."""
-        if phase == "steady":
-            forward = self.forward(chunk, chunk)
-            yield from ((forward, None, half.waits) for half in forward.halves)
+        """Yield the waits of all passes that may serve a backward, in order: the receive of its gradient, and the backward
+        itself, half by half."""
         yield self.receive(chunk, phase), None, (Wait(RECV_BACKWARD),)
         backward = self.backward(chunk, phase)
         yield from ((backward, half.half, half.waits) for half in backward.halves)
@@ -100,11 +89,6 @@ class Timetable:
     @property
     def all_halves(self) -> Iterator[PlannedHalf]:
         return (half for chunk in self.chunks for half in chunk)
-
-    @cached_property
-    def in_forwards(self) -> bool:
-        """Whether anything runs in a wait of a forward."""
-        return any(forward.busy for chunk in range(len(self.chunks)) for forward in self._forwards_of(chunk))
 
     @cached_property
     def in_collectives(self) -> bool:
@@ -121,14 +105,9 @@ class Timetable:
     def busy_halves(self) -> tuple[frozenset[FrameKey], ...]:
         """By chunk, the halves with a wait in which anything runs, for any chunk."""
         return tuple(
-            frozenset[FrameKey]().union(
-                *(one_pass.busy_halves for one_pass in (*self._forwards_of(chunk), *self._backwards_of(chunk)))
-            )
+            frozenset[FrameKey]().union(*(one_pass.busy_halves for one_pass in (self.forward(chunk), *self._backwards_of(chunk))))
             for chunk in range(len(self.chunks))
         )
-
-    def _forwards_of(self, chunk: int) -> Iterator[Pass]:
-        return (self.forward(chunk, serving) for serving in (None, *range(len(self.chunks))))
 
     def _backwards_of(self, chunk: int) -> Iterator[Pass]:
         return (self.backward(chunk, phase) for phase in BACKWARD_PHASES)
@@ -145,12 +124,6 @@ class Timetable:
             self._known[chunk, phase] = _planned(self.chunks[chunk], phase, self.layout)
         return self._known[chunk, phase]
 
-    def _shift(self, running: int, other: int) -> int | None:
-        """Layers between the first ones of two chunks; None if one of them is empty."""
-        if not self.chunks[running] or not self.chunks[other]:
-            return None
-        return self.chunks[running][0].layer - self.chunks[other][0].layer
-
     @cached_property
     def _deferred(self) -> tuple[Tasks, ...]:
         """By chunk, its weight gradients in their planned waits."""
@@ -163,8 +136,10 @@ class Timetable:
         for running, deferred in enumerate(self._deferred):
             tasks = dict(deferred)
             for other, of_other in enumerate(self._deferred):
-                shift = self._shift(running, other) if other != running and of_other else None
-                for moment, more in _moved(of_other, shift).items() if shift is not None else ():
+                if other == running or not of_other or not self.chunks[running]:
+                    continue
+                above = self.chunks[running][0].layer - self.chunks[other][0].layer
+                for moment, more in _moved(of_other, above).items():
                     tasks[moment] = (*tasks.get(moment, ()), *more)
             tables.append(tasks)
         return tuple(tables)
@@ -192,17 +167,16 @@ def _planned(halves: Sequence[PlannedHalf], phase: Phase, layout: Layout) -> Tas
 
 
 def _recomputed(half: PlannedHalf, phase: Phase) -> Iterator[tuple[Moment, Task]]:
-    """Yield the parts of a half's recomputation, and its gather. Windows of forwards that hide nothing are left out."""
+    """Yield the parts of a half's recomputation, and its gather."""
     since: str | None = None
-    place, gather = _place(half, phase), _gathered(half, phase)
+    place = half.place(phase)
+    gather = place.gather
     if gather == ON_DEMAND:
         yield Moment("demand", half.key), Task("recompute", half.key, gathered=ON_DEMAND)  # no window may communicate (rule R2)
         return
     if gather is not None:
         yield Moment("after", gather), Task("gather", half.key)
     for window, until in (*place.stretches, (ON_DEMAND, None)):
-        if _missed(window, phase):
-            continue
         moment = Moment("demand", half.key) if window == ON_DEMAND else Moment("in", window)
         yield moment, Task("recompute", half.key, until, since, gather)
         if until is None:
@@ -266,21 +240,6 @@ def _place_ahead(above: PlannedHalf, layout: Layout) -> Moment:
     first, *_ = above.section.collectives("bwd", layout.sequence_parallel)
     gathers = first.carries == "gradient"
     return Moment("after", WindowAddress("bwd", *above.key, 0)) if gathers else Moment("enter", above.key)
-
-
-def _place(half: PlannedHalf, phase: Phase) -> Place:
-    return half.place("cooldown" if phase == "cooldown" else "steady")
-
-
-def _gathered(half: PlannedHalf, phase: Phase) -> Window | None:
-    """Window after which a half's input is gathered, if it is; `on_demand` if that window hides nothing."""
-    gather = _place(half, phase).gather
-    return ON_DEMAND if gather is not None and _missed(gather, phase) else gather
-
-
-def _missed(window: Window, phase: Phase) -> bool:
-    """Whether it lies in a forward that hides nothing."""
-    return phase == "warmup" and isinstance(window, WindowAddress) and window.passing == "fwd"
 
 
 def _deferred(halves: Sequence[PlannedHalf]) -> Tasks:

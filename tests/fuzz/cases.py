@@ -7,12 +7,10 @@ seed ──> release, job, trial ──┬──> plans drawn by tests/plan/stra
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.loader import bundled_configs, cluster_data
@@ -194,27 +192,9 @@ def _trials(draw: st.DrawFn, job: Job, kind: str, fused: bool) -> Trial:
 @st.composite
 def _drawn_plans(draw: st.DrawFn, job: Job, fused: bool) -> Plan:
     plan = draw(plans_for(job, whole=True, defers=fused, checkpoints=draw(st.booleans())))
-    if job.parallel.expert > 1 and job.parallel.pipeline > 1 and draw(st.booleans()):
-        plan = draw(_beside_forwards(plan))
     if draw(st.sampled_from([False, False, True])):
         plan = offloading(plan, draw(st.integers(1, 40_000)), experts=draw(st.booleans()))
     return draw(_holding(plan)) if job.model.experts is not None and draw(st.sampled_from([True, True, False])) else plan
-
-
-@st.composite
-def _beside_forwards(draw: st.DrawFn, plan: Plan) -> Plan:
-    """The same plan, whose attention halves are recomputed while a forward's tokens travel, on the stages where they may be."""
-    for stage in range(len(plan.stages)):
-        raw = plan.model_dump(mode="json")
-        for rule in raw["stages"][stage]["rules"]:
-            if (before := rule["windows"]["attention"]) is not None:
-                cooldown = before["cooldown"] if isinstance(before, dict) else "on_demand"
-                steady = f"fwd.mlp.{draw(st.integers(0, 2))}{draw(st.sampled_from(['', ' until rotary then on_demand']))}"
-                rule["windows"]["attention"] = {"steady": steady, "cooldown": cooldown}
-        raw["stages"][stage]["ahead_depth"] = 2 * plan.model.layers
-        with suppress(ValidationError):
-            plan = Plan.model_validate(raw)
-    return plan
 
 
 _LOADS = st.floats(1.0, 1.1) | st.floats(1.0, 2.0)

@@ -29,7 +29,6 @@ from megatron_lynx.plan.plan import (
     BatchFacts,
     ByPhase,
     Gather,
-    GatherByPhase,
     Head,
     LayerRange,
     ModelFacts,
@@ -102,11 +101,7 @@ def plans(
     batch = batch or draw(st.builds(BatchFacts, micro=st.integers(1, 4), microbatches=st.integers(1, 8)))
     owned = cut(partition) if partition else draw(splits(model.layers, parallel.pipeline * parallel.chunks))
     te = model.implementation == "transformer_engine"
-    least = [min(len(layers) for layers in owned[at :: parallel.pipeline]) for at in range(parallel.pipeline)]
-    stages = [
-        draw(stages_of(number, layers, parallel, least[number % parallel.pipeline], te, model, checkpoints))
-        for number, layers in enumerate(owned)
-    ]
+    stages = [draw(stages_of(number, layers, parallel, te, model, checkpoints)) for number, layers in enumerate(owned)]
     if whole:
         stages = [stage.model_copy(update={"whole": draw(st.none() | st.just(Whole(of_every=2, first=1)))}) for stage in stages]
     provenance = st.builds(Provenance, made_by=TEXT, job=st.none() | DIGESTS, profile=st.none() | DIGESTS, note=st.none() | TEXT)
@@ -194,12 +189,11 @@ def stages_of(
     number: int,
     layers: LayerRange,
     parallel: ParallelFacts,
-    least: int,
     te: bool = False,
     model: ModelFacts | None = None,
     checkpoints: bool = False,
 ) -> Stage:
-    """`number`: of the virtual stage. `least`: layers of its stage's smallest chunk. `te`: of Transformer Engine's layers.
+    """`number`: of the virtual stage. `te`: of Transformer Engine's layers.
     `model`: says which layers have experts."""
     last = number == parallel.pipeline * parallel.chunks - 1
     ranges = draw(splits(len(layers), draw(st.integers(1, min(3, len(layers)))), first=layers.first))
@@ -215,7 +209,7 @@ def stages_of(
     for index in range(len(ranges)):
         for half in HALVES:
             if stage.rules[index].recomputed_in(half):
-                stage = draw(with_windows(stage, index, half, 0 if last else least, parallel, te, model))
+                stage = draw(with_windows(stage, index, half, last, parallel, te, model))
     needed = next(depth for depth in range(2 * len(layers) + 1) if not _problems(stage, parallel, depth, te, model))
     return stage.model_copy(update={"ahead_depth": needed + (needed > 0) * draw(st.integers(0, 2))})
 
@@ -269,20 +263,19 @@ def with_windows(
     stage: Stage,
     index: int,
     half: Half,
-    least: int,
+    last: bool,
     parallel: ParallelFacts,
     te: bool,
     model: ModelFacts | None = None,
 ) -> Stage:
     """The stage with a window for one half and a place for its gather, out of those that come in time for every layer.
 
-    `least`: layers of the forward that runs just before a backward; 0 on the last virtual stage, where none does.
+    `last`: whether it is the last virtual stage, which receives no gradient.
     """
 
-    def in_time(windows: str | ByPhase, gather: str | GatherByPhase | None) -> bool:
-        gathers = (gather.steady, gather.cooldown) if isinstance(gather, GatherByPhase) else (gather or ON_DEMAND,)
+    def in_time(windows: str | ByPhase, gather: str | None) -> bool:
         places = (windows.steady, windows.cooldown) if isinstance(windows, ByPhase) else (windows,)
-        names = [*gathers, *(stretch.window for place in places for stretch in stretches_in(place))]
+        names = [gather or ON_DEMAND, *(stretch.window for place in places for stretch in stretches_in(place))]
         if any(_in_experts(name, stage.rules[index].layers, experts, parallel) for name in names):
             return False
         changed = _with(stage, index, half, windows, gather)
@@ -293,17 +286,12 @@ def with_windows(
         return not _problems(changed, parallel, 2 * len(stage.layers), te, model)
 
     experts = () if model is None else model.moe_layers
-    reach = stage.rules[index].layers.last - stage.layers.first + 1
-    forward = _forward(parallel, model, above=reach < least) if reach <= least else []
-    gather: str | GatherByPhase | None = None
-    if stage.rules[index].gather.of(half, "steady") is not None:
-        late = [name for name in [ON_DEMAND, *_backward(parallel, model)] if in_time(ON_DEMAND, name)]
-        early = [name for name in forward if in_time(ON_DEMAND, GatherByPhase(steady=name, cooldown=ON_DEMAND))]
-        by_phase_of = st.builds(GatherByPhase, steady=st.sampled_from(early or late), cooldown=st.sampled_from(late))
-        gather = draw(st.sampled_from(late) | by_phase_of)
-    any_phase = [ON_DEMAND, *([RECV_BACKWARD] if least else []), *_backward(parallel, model)]
+    gather: str | None = None
+    if stage.rules[index].gather.of(half) is not None:
+        gather = draw(st.sampled_from([name for name in [ON_DEMAND, *_backward(parallel, model)] if in_time(ON_DEMAND, name)]))
+    any_phase = [ON_DEMAND, *([] if last else [RECV_BACKWARD]), *_backward(parallel, model)]
     cooldown = [name for name in any_phase if in_time(ByPhase(steady=ON_DEMAND, cooldown=name), gather)]
-    steady = [name for name in [*any_phase, *forward] if in_time(ByPhase(steady=name, cooldown=ON_DEMAND), gather)]
+    steady = [name for name in any_phase if in_time(ByPhase(steady=name, cooldown=ON_DEMAND), gather)]
     both = [name for name in cooldown if in_time(name, gather)]
     section = stage.rules[index].filling(half)
     by_phase = st.builds(ByPhase, steady=places(section, steady), cooldown=places(section, cooldown))
@@ -331,18 +319,7 @@ def _moment(window: str) -> tuple[int, ...]:
     at = window_at(window, 0)
     if not isinstance(at, WindowAddress):
         return (2 if at == ON_DEMAND else 0, 0)
-    forward = at.passing == "fwd"
-    return (
-        -1 if forward else 1,
-        0,
-        at.layer if forward else -at.layer,
-        HALVES.index(at.half) * (1 if forward else -1),
-        at.ordinal,
-    )
-
-
-def _forward(parallel: ParallelFacts, model: ModelFacts | None, *, above: bool) -> list[str]:
-    return [f"{name}{layer}" for layer in ("", "+1")[: 1 + above] for name in _collectives("fwd", parallel, model)]
+    return 1, 0, -at.layer, -HALVES.index(at.half), at.ordinal
 
 
 def _backward(parallel: ParallelFacts, model: ModelFacts | None) -> list[str]:
@@ -384,7 +361,7 @@ def _with_experts(draw: st.DrawFn, rule: Rule, model: ModelFacts | None) -> Rule
 
 def _in_experts(name: str, layers: LayerRange, experts: Sequence[LayerRange], parallel: ParallelFacts) -> bool:
     """Whether a window lies in experts, for some of these layers, and is none there."""
-    if parallel.expert > 1 and not (parallel.chunks > 1 and name.startswith("fwd")):
+    if parallel.expert > 1:
         return False
     windows = [window_at(name, layer) for layer in layers]
     return any(
@@ -400,7 +377,7 @@ def _on_demand(rule: Rule, parallel: ParallelFacts) -> Rule:
     return rule.model_copy(update={"gather": Gather(**needed)})
 
 
-def _with(stage: Stage, index: int, half: Half, windows: str | ByPhase, gather: str | GatherByPhase | None) -> Stage:
+def _with(stage: Stage, index: int, half: Half, windows: str | ByPhase, gather: str | None) -> Stage:
     rule, rules = stage.rules[index], list(stage.rules)
     changes = {
         "windows": rule.windows.model_copy(update={half: windows}),

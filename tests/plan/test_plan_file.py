@@ -256,12 +256,15 @@ def test_a_pace_is_written_and_read(tmp_path: Path) -> None:
     assert "half_by_half is all, so pace_bytes must say how many bytes are copied beside one half's forward" in found
 
 
-def test_forward_windows_are_another_versions(tmp_path: Path) -> None:
+def test_a_plan_that_recomputes_in_forwards_says_who_reads_it(tmp_path: Path) -> None:
     plan = small_plan()
-    plan["stages"][0]["ahead_depth"] = 2
-    plan["stages"][0]["rules"][0]["windows"] = {"mlp": {"steady": "fwd.mlp.0", "cooldown": "bwd.attention.0+1"}}
-    found = "\n".join(problems_of(tmp_path, write_yaml({**plan, "schedule": "double_buffered"})))
-    assert "windows.mlp is fwd.mlp.0, but with schedule double_buffered the forward before a backward" in found
+    rule = plan["stages"][0]["rules"][0]
+    rule["windows"] = {"mlp": {"steady": "fwd.mlp.0", "cooldown": "bwd.attention.0+1"}}
+    rule["gather"] = {"attention": {"steady": "fwd.mlp.0", "cooldown": "on_demand"}}
+    windows, gather = problems_of(tmp_path, write_yaml(plan))
+    todo = "which megatron-lynx 0.2.0 was the last to read: make the plan again with `megatron-lynx plan`"
+    assert f"windows.mlp.steady: fwd.mlp.0 recomputes in a forward, {todo}" in windows
+    assert f"gather.attention: a gather by phase, {todo}" in gather
 
 
 def test_a_plan_that_flushes_does_not_say_so(tmp_path: Path) -> None:

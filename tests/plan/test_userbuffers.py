@@ -55,7 +55,6 @@ def test_a_plan_says_so_and_asks_for_the_flag() -> None:
             "linear_fc1 is recomputed, but with parallel.userbuffers .* it owns a userbuffer",
         ),
         ({"windows": {"mlp": "bwd.attention.2+1"}}, "windows.mlp is bwd.attention.2.1, but .* no tensor-parallel collective"),
-        ({"windows": {"mlp": "fwd.mlp.0"}}, "windows.mlp is fwd.mlp.0, but .* plan it on_demand, or in pipe.recv_backward"),
         ({"gather": {"mlp": "bwd.attention.0+1"}, "recompute": "linear_fc1"}, "gather.mlp is bwd.attention.0.1, but"),
         ({"sequence_parallel": False}, "parallel.userbuffers needs parallel.sequence_parallel: true, found false"),
         (

@@ -69,5 +69,5 @@ def test_where_halves_are_recomputed_by_phase() -> None:
         "bwd.mlp.0",
         "bwd.attention.0+1",
         "bwd.mlp.0",
-        "fwd.mlp.0 / in cool-down pipe.recv_backward",
+        "pipe.recv_backward",
     ]

@@ -92,12 +92,12 @@ def test_phases() -> None:
     assert seen.hidden_by_receive() is None
 
 
-def test_whom_a_forward_serves() -> None:
+def test_whose_backward_follows_a_forward() -> None:
     seen = ledger()
     first, _first_output = forward(seen, 0)
-    assert seen.hidden_by_forward() is None, "no forward runs"
+    assert not seen.before_other, "no forward runs"
     seen.begin_forward(1, 0, 2)
-    assert seen.hidden_by_forward() is first
+    assert seen.before_other
     assert not seen.own_backward_follows(first)
     assert seen.coming is first
 
@@ -111,7 +111,8 @@ def test_overlapping_batches() -> None:
     behind = StageOrder([(Action(2, "F", 0), "steady"), (Action(1, "B", 0), "steady")])
     seen.begin_batch(behind, fills=False)
     seen.begin_forward(0, 0, 2)
-    assert seen.hidden_by_forward() is passes[1][0]
+    assert seen.before_other
+    assert seen.coming is passes[1][0]
     third = seen.end_forward(made := output())
     assert third is not None
     assert (third.number, third.index) == (2, 2)

@@ -36,10 +36,6 @@ def backward_of(layer: int) -> WindowAddress:
     return WindowAddress("bwd", layer, "mlp", 0)
 
 
-def forward_of(layer: int) -> WindowAddress:
-    return WindowAddress("fwd", layer, "mlp", 0)
-
-
 class Work:
     def __init__(self, log: list[str], name: str) -> None:
         self._log, self._name = log, name
@@ -229,16 +225,14 @@ PHASES = StageOrder(
 
 
 def test_tasks_by_phase() -> None:
-    """Steady: the forward that runs just before hides the first recomputation, then a backward's own windows do. Cool-down: other
-    tasks in the same windows."""
+    """Other tasks in the same windows in cool-down."""
     places = {
-        3: (within(forward_of(2)), ON_DEMAND_PLACE),
         2: (within(backward_of(3)), ON_DEMAND_PLACE),
         1: (ON_DEMAND_PLACE, within(backward_of(3))),
     }
     assert Stage(places, ahead_depth=1, order=PHASES).run() == [
-        (0, 3, "fwd.mlp.0@2"),
         (0, 2, "bwd.mlp.0@3"),
+        (0, 3, "on_demand"),
         (0, 1, "on_demand"),
         (1, 1, "bwd.mlp.0@3"),
         (1, 3, "on_demand"),
@@ -247,12 +241,12 @@ def test_tasks_by_phase() -> None:
 
 
 def test_hooks_of_the_half_that_waits_do_not_see_what_is_recomputed_in_its_window() -> None:
-    """They took what layer 3 saves for tensors of layer 2, which was recorded and waited."""
+    """They took what layer 2 saves for tensors of layer 3, which waited."""
     packed: list[Tensor] = []
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed.append(tensor), lambda _: packed[0])
-    stage = Stage({3: within(forward_of(2))}, 1, order=PHASES, around_collectives=hooks)
+    stage = Stage({2: within(backward_of(3))}, 1, order=PHASES, around_collectives=hooks)
     packed.append(torch.zeros(()))
-    assert stage.run()[0] == (0, 3, "fwd.mlp.0@2")
+    assert stage.run()[0] == (0, 2, "bwd.mlp.0@3")
     assert len(packed) == 1
 
 
@@ -267,24 +261,6 @@ def test_a_receive_is_a_window_of_the_backward_that_comes_next() -> None:
         assert stage.log[-2:] == ["waited first", "waited second"]
         assert stage.engine.take_counts().in_windows == hidden, "in cool-down only, and in the first wait only"
         stage.backward(micro_batch, 0)
-
-
-def test_a_forward_of_another_chunk() -> None:
-    """It is known by where its layer stands in its chunk: layer 2 of chunk 0 serves what layer 5 of chunk 1 is named in."""
-    order = StageOrder(
-        [
-            (Action(0, "F", 0), "warmup"),
-            (Action(0, "F", 1), "warmup"),
-            (Action(1, "F", 0), "steady"),
-            (Action(0, "B", 1), "steady"),
-            (Action(0, "B", 0), "cooldown"),
-            (Action(1, "B", 0), "cooldown"),
-        ]
-    )
-    stage = Stage({6: within(forward_of(5))}, ahead_depth=1, order=order, chunks=(range(1, 4), range(4, 7)))
-    recomputations = [(layer, window) for _, layer, window in stage.run()]
-    assert recomputations[0] == (6, "fwd.mlp.0@2")
-    assert {window for _, window in recomputations[1:]} == {"on_demand"}
 
 
 def test_what_has_no_room_keeps_nothing_else_from_running() -> None:

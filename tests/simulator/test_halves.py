@@ -14,7 +14,7 @@ from megatron_lynx.simulator.halves import segments
 from megatron_lynx.simulator.passes import PHASES
 from megatron_lynx.simulator.walk import Treated
 from megatron_lynx.testbed.tiny_jobs import tiny_job
-from megatron_lynx.timetable import Place, PlannedHalf
+from megatron_lynx.timetable import ON_DEMAND_PLACE, Place, PlannedHalf
 from tests.profiler.made_up import made_up_profile
 from tests.simulator.by_hand import passes_of_halves
 
@@ -106,22 +106,16 @@ def test_memory_of_a_backward_step_by_step():
     assert passes.one("B", "steady").regenerated == ((8.0, 30), (24.0, -28), (30.0, -2)), "let go before what was kept"
 
 
-def test_a_forward_hides_recomputations_only_when_a_backward_follows():
-    """5 s of window hide the recomputation of the MLP half of the micro-batch that comes next; in warm-up there is none."""
+def test_a_receive_hides_recomputations_of_its_phase():
     attention = Treated(PlannedHalf(1, ATTENTION), PricedSection(HalfMemory(10, 0, 10)))
-    place, received = Place(((WindowAddress("fwd", 1, "mlp", 0), None),)), Place((("pipe.recv_backward", None),))
-    mlp = Treated(PlannedHalf(1, MLP, MLP.names, place, received), PricedSection(HalfMemory(10, 30, 12), 7.0))
+    received = Place((("pipe.recv_backward", None),))
+    mlp = Treated(PlannedHalf(1, MLP, MLP.names, ON_DEMAND_PLACE, received), PricedSection(HalfMemory(10, 30, 12), 7.0))
     passes = passes_of_halves((attention, mlp), profile_of(tensor=2))
     assert passes.one("F", "warmup").seconds == 21.0
-    assert (passes.one("F", "steady").seconds, passes.one("F", "steady").hidden_s) == (23.0, 5.0)
-    assert passes.one("B", "steady").seconds == 30.0
-    assert passes.one("B", "warmup").seconds == 37.0, "its forward hid nothing, so the recomputation is on demand"
+    assert passes.one("B", "cooldown").seconds == 30.0
+    assert passes.one("B", "steady").seconds == passes.one("B", "warmup").seconds == 37.0
     assert passes.one("R", "cooldown").seconds == 7.0
     assert passes.one("R", "steady").seconds == 0.0
-    assert [(span.kind, span.window) for span in passes.one("F", "steady").spans if span.kind == "recompute"] == [
-        ("recompute", "fwd.mlp.0@1"),
-        ("recompute", "on_demand"),
-    ]
 
 
 def test_embedding_and_head_are_outside_of_the_layers():

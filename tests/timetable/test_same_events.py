@@ -42,20 +42,12 @@ Event = tuple[Task, str]
 def passes(
     plan: Plan, job: Job, stage: int, timetable: Timetable
 ) -> Iterator[tuple[Action, int | None, list[Event], list[Event]]]:
-    """The passes of a stage in a step; whose recomputations each runs (None: its own are all that it could), what it runs, and
-    what runs while its gradient is received."""
-    order = list(schedule_of(job).phases(stage))
-    for at, (action, phase) in enumerate(order):
+    """The passes of a stage in a step; whose recomputations each runs, what it runs, and what runs while its gradient is
+    received."""
+    for action, phase in schedule_of(job).phases(stage):
         if action.kind == "F":
-            after = order[at + 1][0] if at + 1 < len(order) else action
-            serves = phase == "steady" and after.kind == "B" and after[::2] != action[::2]
-            through = timetable.forward(action.chunk, after.chunk if serves else None)
-            yield (
-                action,
-                after.micro_batch if serves else None,
-                [one for half in through.halves for one in run_in(through, half)],
-                [],
-            )
+            through = timetable.forward(action.chunk)
+            yield action, None, [one for half in through.halves for one in run_in(through, half)], []
             continue
         through, ran = timetable.backward(action.chunk, phase), []
         for half in through.halves:

@@ -12,7 +12,7 @@ from megatron_lynx.kinds.captured import in_graph
 from megatron_lynx.kinds.opaque.section import OPAQUE
 from megatron_lynx.kinds.sections import filling
 from megatron_lynx.plan.stage import Offload
-from megatron_lynx.timetable import Layout, Moment, Pass, Place, PlannedHalf, Task, Timetable
+from megatron_lynx.timetable import Layout, Pass, Place, PlannedHalf, Task, Timetable
 
 
 def at(passing: Any, layer: int, half: Any = "mlp", ordinal: int = 0) -> WindowAddress:
@@ -29,28 +29,15 @@ def recompute(layer: int, until: str | None = None, since: str | None = None, ga
     return Task("recompute", (layer, "mlp"), until, since, gathered)
 
 
-def test_a_recomputation_over_a_forward_and_a_backward() -> None:
-    """Behind a forward that hides nothing, the part in the backward is the first one. What no window does is on demand."""
-    begun, then = at("fwd", 1), at("bwd", 2)
-    stage = Timetable([[mlp(1, (begun, "linear_fc1"), (then, "activation")), mlp(2)]])
-    assert stage.forward(0, 0).tasks == {("in", begun): (recompute(1, "linear_fc1"),)}
-    left = {Moment("demand", (1, "mlp")): (recompute(1, since="activation"),)}
-    assert stage.backward(0, "steady").tasks == {**left, ("in", then): (recompute(1, "activation", "linear_fc1"),)}
-    assert stage.backward(0, "warmup").tasks == {**left, ("in", then): (recompute(1, "activation"),)}
-    assert not stage.forward(0).tasks
-
-
 def test_only_the_first_part_of_a_recomputation_is_the_one_whose_input_is_gathered() -> None:
-    gather, first, second = at("fwd", 2), at("bwd", 3, ordinal=2), at("bwd", 2, ordinal=2)
+    gather, first, second = at("bwd", 3), at("bwd", 3, ordinal=2), at("bwd", 2, ordinal=2)
     halves = [mlp(1, (first, "activation"), (second, None), gather=gather), mlp(2), mlp(3)]
     stage = Timetable([halves], Layout(sequence_parallel=True))
     found = [stage.backward(0, "steady").at("in", window) for window in (first, second)]
     assert found == [(recompute(1, "activation", gathered=gather),), (recompute(1, since="activation"),)]
 
 
-@pytest.mark.parametrize(
-    ("window", "early"), [(at("fwd", 1), True), (RECV_BACKWARD, True), (at("bwd", 2), False), (ON_DEMAND, False)], ids=str
-)
+@pytest.mark.parametrize(("window", "early"), [(RECV_BACKWARD, True), (at("bwd", 2), False), (ON_DEMAND, False)], ids=str)
 def test_what_is_recomputed_before_its_own_backward_stays_where_all_goes_half_by_half(window: Window, early: bool) -> None:
     half = mlp(1, (window, None))
     assert half.begins_early == early
@@ -60,22 +47,23 @@ def test_what_is_recomputed_before_its_own_backward_stays_where_all_goes_half_by
 
 
 def test_phases_in_which_the_same_runs_have_equal_backwards() -> None:
-    stage = Timetable([[mlp(1, (at("bwd", 2), None)), mlp(2, (at("fwd", 1), None))]])
-    assert stage.backward(0, "steady") == stage.backward(0, "cooldown")
-    assert stage.backward(0, "steady") != stage.backward(0, "warmup"), "what its forward should have done is on demand"
+    stage = Timetable([[mlp(1, (at("bwd", 2), None)), mlp(2)]])
+    assert stage.backward(0, "warmup") == stage.backward(0, "steady") == stage.backward(0, "cooldown")
 
 
 def test_an_input_that_is_gathered() -> None:
-    """Behind a wait; the recomputation knows it, and the backward does not wait for it again. A gather that was missed is on
-    demand, and so is its recomputation, because no window may communicate (rule R2)."""
-    gather, window = at("fwd", 2), at("bwd", 2, ordinal=2)
-    stage = Timetable([[mlp(1, (window, None), gather=gather), mlp(2)]], Layout(sequence_parallel=True))
-    assert stage.forward(0, 0).tasks == {("after", gather): (Task("gather", (1, "mlp")),)}
-    assert stage.backward(0, "steady").tasks == {("in", window): (recompute(1, gathered=gather),)}
-    for phase, place in (("steady", gather), ("warmup", ON_DEMAND)):
-        upper, lower = stage.backward(0, phase).halves  # type: ignore[arg-type]
+    """After a wait; the recomputation knows it, and the backward does not wait for it again. What is gathered on demand is
+    recomputed on demand, because no window may communicate (rule R2)."""
+    gather, window = at("bwd", 2), at("bwd", 2, ordinal=2)
+    tasks = {
+        gather: {("after", gather): (Task("gather", (1, "mlp")),), ("in", window): (recompute(1, gathered=gather),)},
+        ON_DEMAND: {("demand", (1, "mlp")): (recompute(1, gathered=ON_DEMAND),)},
+    }
+    for place, expected in tasks.items():
+        stage = Timetable([[mlp(1, (window, None), gather=place), mlp(2)]], Layout(sequence_parallel=True))
+        assert stage.backward(0, "steady").tasks == expected
+        upper, lower = stage.backward(0, "steady").halves
         assert [[wait.gathered for wait in half.waits] for half in (upper, lower)] == [[None] * 3, [None, place, None]]
-    assert stage.backward(0, "warmup").tasks == {("demand", (1, "mlp")): (recompute(1, gathered=ON_DEMAND),)}
 
 
 GATED, CAPTURED = OPAQUE["gated_attention"], in_graph(ATTENTION, ["attn"])
@@ -119,22 +107,10 @@ def test_waits_that_a_half_has() -> None:
         assert [len(half.waits) for half in Timetable([halves], layout).backward(0, "steady").halves] == numbers
 
 
-def test_a_forward_of_another_chunk_serves_the_same_place() -> None:
-    """Layer 2 of the first chunk hides what is named in layer 5 of the second; a chunk of one layer has no such wait."""
-    first, second, third = [mlp(1), mlp(2)], [mlp(4), mlp(5), mlp(6, (at("fwd", 5), None))], [mlp(9)]
-    stage = Timetable([first, second, third, []])
-    assert stage.forward(0, 1).tasks == {("in", at("fwd", 2)): (recompute(6),)}
-    assert stage.forward(1, 1).tasks == {("in", at("fwd", 5)): (recompute(6),)}
-    assert [stage.forward(chunk, 1).tasks for chunk in (2, 3)] == [{}, {}]
-    assert [stage.forward(chunk, 0).tasks for chunk in range(4)] == [{}] * 4
-    assert [stage.forward(chunk, 3).tasks for chunk in range(4)] == [{}] * 4, "a chunk without layers needs nothing"
-    assert stage.in_forwards
-
-
 @pytest.mark.parametrize(("passing", "layer", "busy"), [("bwd", 3, (3,)), ("fwd", 5, (1, 5)), ("fwd", 2, (2, 6))])
 def test_halves_in_which_a_chunk_is_served(passing: str, layer: int, busy: tuple[int, ...]) -> None:
     """In a backward its own, in a forward those at the same place in each chunk."""
-    halves = [mlp(each, (at(passing, layer), None)) if each == layer else mlp(each) for each in range(1, 9)]
+    halves = [mlp(each, linear_fc1=(at(passing, layer),)) if each == layer else mlp(each) for each in range(1, 9)]
     stage = Timetable([halves[:4], halves[4:]])
     assert sorted(number for chunk in stage.busy_halves for number, _ in chunk) == list(busy)
 
@@ -153,10 +129,15 @@ def test_weight_gradients_run_in_forwards_of_any_chunk() -> None:
     assert [stage.receive(chunk, "steady").at("in", RECV_BACKWARD) for chunk in range(3)] == [of_fc1, (), ()]
 
 
+def test_a_chunk_without_layers_has_no_forward_to_wait_in() -> None:
+    stage = Timetable([[mlp(1, linear_fc1=(at("fwd", 1),))], []])
+    assert not stage.forward(1).tasks
+
+
 def test_a_chunk_that_keeps_everything_hides_what_others_do() -> None:
     window = at("fwd", 1)
-    stage = Timetable([[mlp(1), mlp(2, (window, None))]]).beside_kept(0)
-    assert stage.forward(1, 0).at("in", window) == (recompute(2),)
+    stage = Timetable([[mlp(1), mlp(2, (at("bwd", 2), None), linear_fc1=(window,))]]).beside_kept(0)
+    assert stage.forward(1).at("in", window) == (Task("weight_gradient", (2, "mlp"), "linear_fc1"),)
     assert not stage.backward(1, "steady").tasks
     second = Timetable([[mlp(1)], [mlp(5), mlp(6)]]).beside_kept(1)
     assert [half.layer for half in second.chunks[-1]] == [5, 6], "its layers are that chunk's"

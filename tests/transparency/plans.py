@@ -132,10 +132,7 @@ def _first_window(job: Job, place: tuple[int, int], layer: int, half: Half, reco
         gathers_first = half == "mlp" and job.parallel.sequence_parallel and not in_experts
         in_time = gathers_first and "mlp_bda" not in recomputed and not job.model.uses_te
         return "bwd.mlp.0" if in_time else "on_demand"
-    in_every_chunk = len(job.layers_of(*place)) == min(job.chunk_layers(place[0]))
-    windowed = job.parallel.tensor > 1 and in_every_chunk and not in_experts
-    steady = f"fwd.{half}.0" if windowed else "pipe.recv_backward"
-    return {"steady": steady, "cooldown": "pipe.recv_backward"}
+    return {"steady": "pipe.recv_backward", "cooldown": "pipe.recv_backward"}
 
 
 def _gather(job: Job, place: tuple[int, int], layer: int, half: Half) -> str:

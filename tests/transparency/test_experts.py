@@ -163,16 +163,6 @@ def test_shared_experts_gather_once_beside_exchanges_that_are_windows(pool_of: P
         assert outcome.planned.counts[-1].gathered == 2 * job.model.layers * job.microbatches
 
 
-def test_exchanges_of_a_forward_are_windows_of_the_backward_behind_it(pool_of: Pools) -> None:
-    job = job_of("PP2, EP2", layers=2)
-    steady = {"steady": "fwd.mlp.1", "cooldown": "pipe.recv_backward"}
-    plan = plan_for(job, lambda layer: recomputable(job) if layer == 1 else (), windows=False)
-    candidate = exchanging(plan, {"mlp": steady, "attention": "on_demand"}, layers=(1,))
-    for rank, [outcome] in enumerate(checked(pool_of, job, [candidate], trial_of())):
-        assert outcome.planned.collectives == outcome.stock.collectives, "in kind and order"
-        assert (outcome.planned.counts[-1].in_windows > 0) == (rank < 2)
-
-
 def exchanging(plan: Plan, windows: dict[str, Any], layers: Sequence[int] = (1, 2)) -> Plan:
     """The same plan for ranks whose tokens travel by all-to-all, with these windows in some layers."""
     raw = plan.model_dump(mode="json")

@@ -49,14 +49,6 @@ def test_exchanges_of_deepep_are_windows(pool_of: Pools) -> None:
         assert window_names(outcome) == {f"{way}.mlp.{n}@{layer}" for way in ("fwd", "bwd") for layer in (1, 2) for n in (0, 1)}
 
 
-def test_exchanges_of_a_forward_serve_the_backward_behind_it(pool_of: Pools) -> None:
-    job = job_of("PP2 x EP2", "deepep")
-    plan = in_windows(job, {"mlp": {"steady": "fwd.mlp.0", "cooldown": "pipe.recv_backward"}, "attention": "on_demand"}, (1,))
-    for rank, [outcome] in enumerate(checked(pool_of, job, [plan], trial_of())):
-        assert outcome.planned.collectives == outcome.stock.collectives, "in kind and order"
-        assert (outcome.planned.counts[-1].in_windows > 0) == (rank < 2)
-
-
 @pytest.mark.parametrize(
     ("layout", "dispatcher"),
     [("TP2+SP x EP2", "deepep"), ("EP2", "hybridep"), *long(("experts cut", "deepep"), ("TP2+SP x EP2", "hybridep"))],

@@ -15,7 +15,6 @@ from tests.cost.on_ranks import count
 from tests.long import long
 from tests.transparency.plans import plan_for, recomputable
 from tests.transparency.test_every_bit import checked
-from tests.transparency.test_order import recomputations_seen
 from tests.transparency.trials import Trial
 
 Pools = Callable[[int], RankPool]
@@ -64,26 +63,6 @@ def test_gradients_that_lie_there_are_no_window(pool_of: Pools) -> None:
     raw = plan_for(job, lambda layer: recomputable(job)).model_dump(mode="json")
     raw["stages"][1]["rules"][0]["windows"]["mlp"]["cooldown"] = "on_demand"
     checked(pool_of, job, [Plan.model_validate(raw)])
-
-
-def test_windows_of_another_chunks_forward(pool_of: Pools) -> None:
-    """Stage 0 has layers 1 and 4-5. Forwards of chunk 0 hide recomputations of chunk 1, and the other way about: a window is
-    known by where its layer stands in its chunk. Cool-down: one micro-batch ahead, while its gradient is awaited."""
-    job = tiny_job("llama", tensor=2, pipeline=2, layers=6, partition=(1, 2, 2, 1), microbatches=4)
-    raw = plan_for(job, lambda layer: recomputable(job)).model_dump(mode="json")
-    first_frames = {"steady": "fwd.attention.0", "cooldown": "pipe.recv_backward"}
-    raw["stages"][0]["rules"][0]["windows"]["mlp"] = first_frames
-    raw["stages"][2]["rules"][0]["windows"]["mlp"] = first_frames  # layer 4
-    raw["stages"][2]["ahead_depth"] = 2
-    timelines = recomputations_seen(pool_of, job, Plan.model_validate(raw))
-    assert [recompute for recompute in timelines[0] if not recompute[3].startswith("bwd")] == [
-        *((i, *at) for i in (0, 1) for at in ((4, "mlp", "fwd.attention.0@1"), (5, "mlp", "pipe.recv_backward"))),
-        *((i, 1, "mlp", "fwd.attention.0@4") for i in (0, 1)),
-        *((i, layer, "mlp", "pipe.recv_backward") for i in (2, 3) for layer in (5, 4)),
-        *((i, 1, "mlp", "pipe.recv_backward") for i in (2, 3)),
-    ]
-    assert timelines[0] == timelines[1]
-    assert timelines[2] == timelines[3]
 
 
 @pytest.mark.parametrize("like", ["gpt", *long("llama")])

@@ -93,7 +93,7 @@ class Offloader:
         if not self._policies:
             return
         self._send()
-        if ledger.hidden_by_forward() is not None:
+        if ledger.before_other:
             self._fetch(ledger.coming)
 
     def group_for(self, micro_batch: MicroBatch, key: FrameKey, arguments: Any, ledger: Ledger) -> OffloadGroup | None:
