@@ -10,24 +10,17 @@ too few bytes         a plan for less memory: what PyTorch     megatron-lynx pla
 
 The first rank that fails explains. Others that run out of memory print one line, and those that fail because it is gone nothing.
 
-The moment of a step in which an error was raised. A plan's predictions name theirs.
+The moment of a step in which an error was raised, as the engine noted it, and what it may be in the plan's predictions:
 
-    noted by the engine              the traceback passes through  moment                         in the plan's predictions
-    -------------------------------  ----------------------------  -----------------------------  -------------------------
-    anything                         a delayed weight gradient     a weight gradient              backward
-    a backward, or nothing           Megatron's distributed        the reduction of gradients     reduction
-    nothing                          the optimizer                 an update                      first_update, update
-    nothing                          messages between stages       a message                      -
-    nothing                          anything else                 the run's progress alone       -
-    a recomputation                                                of the half that runs again    backward
-    a forward, in a half                                           the forward of the half        forward
-    a forward, in no half            neither layers nor embedding  the loss, on the last chunk    loss
-    a backward, in a half                                          the backward of the half       backward
-    a backward, in no half yet       the loss's own backward       its backward                   loss
-                                     anything else                 the head's, on the last chunk  head_backward, loss
+    noted                        in words                                    in the predictions
+    a recomputation              a recomputation                             backward
+    a pass, in a half            the forward or backward of the half         forward, backward
+    a forward, in no half        on the last chunk also the loss             forward, loss
+    a backward, in no half yet   on the last chunk also loss and head        backward, head_backward, loss
+    nothing                      an update, if the optimizer runs            first_update, update
 
-Backward runs in C++, so the engine only knows which half it has reached: the embedding's backward follows the first layer's
-attention half, and the head's comes before the last layer's MLP half.
+Backward runs in C++, so the engine only knows which half it has reached, of those with planned work: the embedding's backward
+follows the first layer's attention half, and the head's comes before the last layer's MLP half.
 """
 
 from __future__ import annotations
@@ -39,7 +32,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from traceback import walk_tb
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +40,6 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron_lynx.anatomy import HALVES
-from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.apply.live_run import LiveRun, live_run
 from megatron_lynx.apply.releases import installed_version
 from megatron_lynx.environment import ALLOCATOR, GROWING, nccl_ub_stands_alone
@@ -58,16 +49,11 @@ from megatron_lynx.launch.message import stop
 from megatron_lynx.plan import Plan
 from megatron_lynx.plan.facts import PlannedDevice, without_options
 from megatron_lynx.plan.stage import Predicted
-from megatron_lynx.runtime.pending import Entry
-from megatron_lynx.runtime.policy import HalfPolicy
 from megatron_lynx.runtime.progress import Whereabouts, whereabouts_of
 from megatron_lynx.runtime.saved import memory_of
 from megatron_lynx.units import GIB, KIB, MIB, format_bytes
 
-DISTRIBUTED = "megatron.core.distributed"
-MESSAGES = "megatron.core.pipeline_parallel.p2p_communication"
-WEIGHT_GRADIENTS = "megatron_lynx.runtime.weight_gradients"
-ATTENTION, MLP = HALVES
+ATTENTION = HALVES[0]
 
 
 class Moment(NamedTuple):
@@ -93,72 +79,38 @@ class Rank:
     def is_last(self, chunk: int) -> bool:
         return (self.stage, chunk) == (self.plan.parallel.pipeline - 1, self.plan.parallel.chunks - 1)
 
-    def top_half_is_seen(self, chunk: int) -> bool:
-        """Whether the engine notices when backward reaches a chunk's last half: it hooks only halves with planned work."""
-        entry = self.plan.chunks_of(self.stage)[chunk]
-        rule = entry.rule_for(entry.layers.last)
-        return entry.offload is not None or rule.checkpoints(MLP) or bool(rule.recomputed_in(MLP))
-
 
 def moment_of(error: BaseException, rank: Rank) -> Moment | None:
-    """The moment; None for an error outside of passes, updates and messages."""
+    """The moment; None for an error outside of passes and updates."""
     causes = [*causes_of(error)]
     where = next(filter(None, map(whereabouts_of, causes)), None)
-    passed = [frame for cause in causes for frame, _ in walk_tb(cause.__traceback__)]
-    if (entry := _put_off(passed)) is not None:
-        layer, linear = entry.linear
-        return Moment(f"a weight gradient that was put off, of layer {layer}, {linear}", ("backward",))
-    if (where is None or where.passing == "backward") and _in(passed, DISTRIBUTED):
-        beside = f", beside the backward of micro-batch {where.micro_batch}" if where and where.micro_batch is not None else ""
-        return Moment(f"the reduction of gradients{beside}", ("reduction",))
     if where is None:
-        if _is_in(passed, rank.optimizer):
-            words = "an update" if rank.stepped else "the first update, which makes the optimizer's state"
-            return Moment(words, ("update" if rank.stepped else "first_update",))
-        return Moment("a message between stages") if _in(passed, MESSAGES) else None
-    half = where.half or (_half_called(passed) if where.passing == "forward" else None)
-    what, *planned = _in_pass(where, half, passed, rank)
+        frames = (frame for cause in causes for frame, _ in walk_tb(cause.__traceback__))
+        if rank.optimizer is None or not any(frame.f_locals.get("self") is rank.optimizer for frame in frames):
+            return None
+        words = "an update" if rank.stepped else "the first update, which makes the optimizer's state"
+        return Moment(words, ("update" if rank.stepped else "first_update",))
+    what, *planned = _in_pass(where, rank)
     place = [] if where.micro_batch is None else [f"micro-batch {where.micro_batch}"]
     place += [f"chunk {where.chunk}"] if where.chunk else []
-    place += [] if half is None else [f"layer {half[0]}", f"{half[1]} half"]
-    behind = ", or of the embedding behind it" if "embedding_backward" in planned else ""
-    return Moment(f"{what} of {', '.join(place) or 'a micro-batch'}{behind}", tuple(planned))
+    place += [] if where.half is None else [f"layer {where.half[0]}", f"{where.half[1]} half"]
+    after = ", or of the embedding after it" if "embedding_backward" in planned else ""
+    return Moment(f"{what} of {', '.join(place) or 'a micro-batch'}{after}", tuple(planned))
 
 
-def _in_pass(where: Whereabouts, half: FrameKey | None, passed: Sequence[FrameType], rank: Rank) -> tuple[str, ...]:
+def _in_pass(where: Whereabouts, rank: Rank) -> tuple[str, ...]:
     """Work in a forward or backward, in words, and its moments in a plan's predictions."""
     if where.recomputes:
         return "a recomputation", "backward"
-    last = rank.is_last(where.chunk)
-    if where.passing == "forward":
-        model = rank.chunks[where.chunk] if where.chunk < len(rank.chunks) else None
-        if half is None and _is_in(passed, getattr(model, "embedding", None)):
-            return "the embedding's forward", "forward"
-        in_layers = half is not None or _is_in(passed, getattr(model, "decoder", None))
-        return ("the forward", "forward") if in_layers or not last else ("the loss", "loss")
-    if half is not None:
+    if where.half is not None:
         first = rank.plan.chunks_of(rank.stage)[where.chunk].layers.first
-        if (rank.stage, where.chunk, half) == (0, 0, (first, ATTENTION)):
-            return "the backward", "backward", "embedding_backward"
-    if half is not None or not last:
-        return "the backward", "backward"
-    if any(frame.f_code.co_name == "backward" and "cross_entropy" in _module(frame) for frame in passed):
-        return "the loss's backward", "loss"
-    if rank.top_half_is_seen(where.chunk):
-        return "the head's backward", "head_backward", "loss"
-    return "the backward of the head, or of halves that the plan leaves alone,", "backward"
-
-
-def _half_called(passed: Sequence[FrameType]) -> FrameKey | None:
-    """The half that the engine was called with, if it has no planned work."""
-    policies = [frame.f_locals.get("policy") for frame in passed]
-    return next((policy.key for policy in reversed(policies) if isinstance(policy, HalfPolicy)), None)
-
-
-def _put_off(passed: Sequence[FrameType]) -> Entry | None:
-    """The delayed weight gradient that is being computed, if any."""
-    entries = (frame.f_locals.get("entry") for frame in reversed(passed) if _module(frame) == WEIGHT_GRADIENTS)
-    return next((entry for entry in entries if isinstance(entry, Entry)), None)
+        of_all = where.passing == "backward" and (rank.stage, where.chunk, where.half) == (0, 0, (first, ATTENTION))
+        return f"the {where.passing}", where.passing, *(["embedding_backward"] if of_all else [])
+    if not rank.is_last(where.chunk):
+        return f"the {where.passing}", where.passing
+    if where.passing == "forward":
+        return "the forward or the loss", "forward", "loss"
+    return "the backward of the loss, the head or layers that the plan leaves alone,", "backward", "head_backward", "loss"
 
 
 def causes_of(error: BaseException) -> Iterator[BaseException]:
@@ -166,19 +118,6 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
     while cause is not None:
         yield cause
         cause = cause.__cause__
-
-
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
-
-
-def _is_in(passed: Sequence[FrameType], module: Any) -> bool:
-    return module is not None and any(frame.f_locals.get("self") is module for frame in passed)
-
-
-def _in(passed: Sequence[FrameType], package: str) -> bool:
-    """Whether a function of a package runs, other than a module's forward."""
-    return any(_module(frame).startswith(package) and frame.f_code.co_name != "forward" for frame in passed)
 
 
 LARGEST = 5

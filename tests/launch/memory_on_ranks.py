@@ -52,19 +52,3 @@ def _trained(job: Job, plan: Plan, limit_bytes: int, steps: int) -> Said:
             return "nowhere" if moment is None else moment.words, str(explanation)
     installation.remove()
     return None, ""
-
-
-def said_in(rank: int, job: Job, plan: Plan, module: str, owner: str, function: str) -> Said:
-    """What is said of a training in which memory runs out in a function of Megatron's."""
-    from importlib import import_module
-    from unittest.mock import patch
-
-    from megatron_lynx.testbed.groups import initialise
-    from tests.instruments.script_device import out_of_memory
-
-    def failing(*args: Any, **kwargs: Any) -> None:
-        raise torch.OutOfMemoryError(out_of_memory(2**20, 2**30, 2**30))
-
-    initialise(job)
-    with patch.object(getattr(import_module(module), owner), function, failing):
-        return _trained(job, plan, 2**40, 1)

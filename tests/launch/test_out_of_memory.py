@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_lynx.figures import Figures
 from megatron_lynx.launch import out_of_memory as explanation
 from megatron_lynx.launch.out_of_memory import (
     Allocator,
@@ -22,20 +21,17 @@ from megatron_lynx.launch.out_of_memory import (
 )
 from megatron_lynx.plan.facts import PlannedDevice
 from megatron_lynx.planner import decide, uniform_plan
-from megatron_lynx.runtime.pending import Entry, Pending
 from megatron_lynx.runtime.progress import Whereabouts, note
-from megatron_lynx.runtime.surroundings import Surroundings
-from megatron_lynx.runtime.trace import Trace
-from megatron_lynx.runtime.weight_gradients import WeightGradients
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.units import GIB, KIB, MIB, format_bytes
 from tests.instruments.script_device import MEMORY_BYTES, LimitedMemory, out_of_memory
 
 from ..profiler.made_up import made_up_profile
 from .launched import MODEL, SIZE, flags_of, saved
-from .memory_on_ranks import said_at, said_in
+from .memory_on_ranks import said_at
 
 MUCH_VOCABULARY = tiny_job("gpt", layers=2, hidden=32, ffn=64, seq=32, vocab=2048, tied_embeddings=False)
+OR_LOSS, OR_HEAD = "the forward or the loss", "the backward of the loss, the head or layers that the plan leaves alone,"
 UPDATE = "the first update, which makes the optimizer's state"
 LONG_SEQUENCES = tiny_job("gpt", hidden=64, ffn=256, seq=64, vocab=64)
 
@@ -51,7 +47,7 @@ ON_CUDA = (
 @pytest.mark.parametrize(
     ("job", "limits"),
     [
-        (MUCH_VOCABULARY, {140_000: "the forward", 320_000: "the loss", 740_000: "the head's backward", 1_200_000: UPDATE}),
+        (MUCH_VOCABULARY, {140_000: "the forward", 320_000: OR_LOSS, 740_000: OR_HEAD, 1_200_000: UPDATE}),
         (LONG_SEQUENCES, {900_000: "the forward", 1_060_000: "a recomputation", 1_500_000: UPDATE, 2_100_000: None}),
     ],
     ids=["much vocabulary", "long sequences"],
@@ -59,7 +55,7 @@ ON_CUDA = (
 def test_the_moment_at_which_a_limit_is_met_is_named(own_pool_of, job, limits):
     """The more memory there is, the later in the step."""
     (said,) = own_pool_of(1).run(said_at, job, uniform_plan(job), list(limits))
-    assert [words and words.partition(" of ")[0] for words, _ in said] == list(limits.values())
+    assert [words and words.partition(" of micro-batch")[0] for words, _ in said] == list(limits.values())
     for name, (_, text) in zip(limits.values(), said, strict=True):
         where = text.partition("\n")[2]
         if name not in (None, UPDATE):
@@ -72,21 +68,6 @@ def test_the_moment_at_which_a_limit_is_met_is_named(own_pool_of, job, limits):
             assert "held: " in text
             assert "parameters " in text
             assert "nearest change that fits: megatron-lynx plan --memory-gib 0.00" in text
-
-
-BUCKETS = ("megatron.core.distributed.param_and_grad_buffer", "_ParamAndGradBucketGroup", "start_grad_sync")
-EMBEDDING = ("megatron.core.models.common.embeddings.language_model_embedding", "LanguageModelEmbedding", "forward")
-
-
-@pytest.mark.parametrize(
-    ("place", "words"),
-    [(BUCKETS, "the reduction of gradients"), (EMBEDDING, "the embedding's forward of micro-batch 0")],
-    ids=["reduction", "embedding"],
-)
-def test_what_no_half_does_is_told_by_who_ran(pool_of, place, words):
-    ((found, text),) = pool_of(1).run(said_in, LONG_SEQUENCES, uniform_plan(LONG_SEQUENCES), *place)
-    assert found == words
-    assert f"stage 0, {words}: found " in text
 
 
 def test_what_the_allocator_says_is_read():
@@ -200,20 +181,9 @@ def moment_at(where, rank):
 @pytest.mark.parametrize(("stage", "chunk", "name"), [(0, 0, "forward"), (0, 1, "forward"), (1, 0, "forward"), (1, 1, "loss")])
 def test_the_loss_is_behind_the_last_chunk_of_the_last_stage(stage, chunk, name):
     rank = Rank(uniform_plan(IN_CHUNKS), stage)
-    assert moment_at(Whereabouts("forward", 0, chunk), rank).planned == (name,)
-    behind = ("backward",) if name == "forward" else ("head_backward", "loss")
-    assert moment_at(Whereabouts("backward", 0, chunk), rank).planned == behind
-
-
-def test_gradients_may_be_reduced_while_a_backward_runs():
-    """With --overlap-grad-reduce: what ran out of memory is the reduction, not the half."""
-    namespace = {"__name__": "megatron.core.distributed.param_and_grad_buffer", "raised": torch.OutOfMemoryError("CUDA")}
-    exec("def start_grad_sync():\n    raise raised", namespace)
-    with pytest.raises(torch.OutOfMemoryError) as failed:
-        namespace["start_grad_sync"]()
-    note(failed.value, Whereabouts("backward", 3, half=(2, "mlp")))
-    moment = moment_of(failed.value, Rank(uniform_plan(LONG_SEQUENCES), 0))
-    assert moment == ("the reduction of gradients, beside the backward of micro-batch 3", ("reduction",))
+    assert moment_at(Whereabouts("forward", 0, chunk), rank).planned[-1] == name
+    backward = ("backward",) if name == "forward" else ("backward", "head_backward", "loss")
+    assert moment_at(Whereabouts("backward", 0, chunk), rank).planned == backward
 
 
 @pytest.mark.parametrize(
@@ -277,22 +247,6 @@ def test_an_error_that_was_raised_from_one_of_memory():
         found = explained(error, Rank(plan, 0), "in step 2 of this run", "plan.yaml")
     assert found is not None
     assert found.headline == "out of device memory in step 2 of this run"
-
-
-def test_a_weight_gradient_that_was_put_off():
-    """It runs in some wait, or is flushed: the engine's half is not whose it is."""
-    pending = Pending()
-    progress = SimpleNamespace(pending=pending, trace=Trace(), counts=Figures())
-    gradients = WeightGradients(progress, (), Surroundings(()), reduced_in_backward=lambda: False)
-
-    def compute() -> None:
-        raise torch.OutOfMemoryError(out_of_memory(KIB, MIB, MIB))
-
-    pending.add(Entry((3, "linear_fc1"), "mlp", 0, 7, compute, {}))
-    with pytest.raises(torch.OutOfMemoryError) as failed:
-        gradients.run((3, "linear_fc1"), "pipe.recv_backward")
-    moment = moment_of(failed.value, Rank(uniform_plan(LONG_SEQUENCES), 0))
-    assert moment == ("a weight gradient that was put off, of layer 3, linear_fc1", ("backward",))
 
 
 def test_a_limit_holds_in_backward_too():
