@@ -35,7 +35,7 @@ def _rows() -> Iterator[str]:
 
 def _stock(job: Job, policy: Policy) -> str:
     even = job.model_copy(update={"policy": policy, "parallel": job.parallel.model_copy(update={"partition": None})})
-    seconds = pipeline_s(even, analytic_profile(even), 0.0)
+    seconds = pipeline_s(even, analytic_profile(even))
     return _cell(seconds, max(stage.total for stage in memory_of_stages(even)))
 
 

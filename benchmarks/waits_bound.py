@@ -202,7 +202,7 @@ if __name__ == "__main__":
     for what, change in CASES:
         if all(asked in what for asked in sys.argv[1:]):
             stock, profile = under(job_of(change), "none"), analytic_profile(job_of(change))
-            allowed, none_s = within(job_of(change)), pipeline_s(stock, profile, 0.0)
+            allowed, none_s = within(job_of(change)), pipeline_s(stock, profile)
             steps_s = [
                 decide(allowed, profile).simulation.step_s,
                 *(bound_s(allowed, profile, receives=some) for some in (True, False)),

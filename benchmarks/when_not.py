@@ -234,7 +234,7 @@ def stock_within(job: Job, budget_gib: float) -> tuple[float, Priced, Priced]:
     found = list(rivals(job, profile, int(budget_gib * GIB)))
     blocks = [each for each in found if each.setting.method is not None and not each.setting.offload]
     block, best = (min(each, key=lambda price: price.step_s) for each in (blocks, found))
-    return pipeline_s(under(job, "none"), profile, 0.0), block, best
+    return pipeline_s(under(job, "none"), profile), block, best
 
 
 def under(job: Job, policy: Policy) -> Job:

@@ -231,7 +231,7 @@ def _step(job: Job, costs: Profile, ratio: float) -> StepSeconds:
     step = step_seconds(job, costs, ratio)
     if job.schedule == "flush":
         return step
-    waited_s = pipeline_s(job, costs, ratio) - step.pipeline_s - step.copies_s
+    waited_s = pipeline_s(job, costs) - step.pipeline_s
     return replace(step, bubble_s=max(0.0, waited_s))
 
 

@@ -86,7 +86,7 @@ def test_where_memory_does_not_bind_a_plan_is_faster_than_stock_without_recomput
     job = job_of({"cluster": "h800-80g", "tensor": 8, "pipeline": 1})
     roomy = job.model_copy(update={"budget": Budget(memory_gib=70.0)})
     profile = analytic_profile(job)
-    found, stock_none_s = decide(roomy, profile), pipeline_s(under(job, "none"), profile, 0.0)
+    found, stock_none_s = decide(roomy, profile), pipeline_s(under(job, "none"), profile)
     without = decide(deferring(roomy, "none"), profile)
     assert all(rule.recomputed_in("attention") for rule in without.plan.stages[0].rules[:-1]), (
         "inputs gathered for recomputations spare waits"

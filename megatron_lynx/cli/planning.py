@@ -428,7 +428,7 @@ def search(
         str | None, typer.Option("--policies", metavar="A,B", help="Policies to try. Default: all.", show_default=False)
     ] = None,
     offload: Annotated[
-        bool, typer.Option("--offload/--no-offload", help="Whether activations may go to host memory, no more than needed.")
+        bool, typer.Option("--offload/--no-offload", help="Whether plans may copy activations to host memory.")
     ] = True,
     context: Annotated[
         str | None,

@@ -4,7 +4,7 @@
        │ parameters, gradients and optimizer alone do not fit ──> lost, for all policies
        v
     floor         seconds without copies and, for a plan, without exposed recomputation: a few additions
-    looked at     whether it fits, and its share on the host; closed form of the step
+    looked at     whether it fits; closed form of the step
     simulated     the best micro-batch size and policy of each layout
     won
 
@@ -20,8 +20,8 @@ cannot run     no plan can express the layout
 not asked      plans with context parallelism, which need `--context` or a job that has it
 no plan        everything fits, so a plan would equal policy `none`
 state          parameters, gradients and optimizer alone do not fit
-activations    does not fit with everything offloaded
-host memory    the host has too little memory for the offloaded tensors
+activations    does not fit; a plan, with everything offloaded
+host memory    the host has too little memory for what is offloaded
 slower         by the part that exceeds the winner's most: compute, recompute, communication, bubble, copies
 
 Bounds of a candidate's step only grow from look to look, until it is simulated:
@@ -54,7 +54,7 @@ from megatron_lynx.planner import check_plannable, fitting, least_memory
 from megatron_lynx.planner.evaluation import fullest_bytes
 from megatron_lynx.planner.writing import written
 from megatron_lynx.rehearsal import rehearse
-from megatron_lynx.search.candidate import Candidate, Excess, Fits, Spent, fit, in_words, sizes
+from megatron_lynx.search.candidate import Candidate, Excess, Spent, fit, in_words, sizes
 from megatron_lynx.search.floor import LayerCost
 from megatron_lynx.search.simulated import pipeline_s
 from megatron_lynx.search.space import Space
@@ -84,22 +84,20 @@ class Entry:
         return self
 
 
-def looks_at_stock(job: Job, cost: LayerCost, floor: Spent, *, offload: bool) -> Looks:
-    """Look closer at a stock policy. `offload`: whether activations may go to the host."""
-    fits = fit(job, offload)
-    if isinstance(fits, Excess):
-        return fits
-    job = job.model_copy(update={"offload_ratio": fits.offload_ratio})
-    step = step_seconds(job, cost.profile, fits.offload_ratio)
-    messages_s = floor.communication_s + step.total_s - step.copies_s - floor.total_s  # messages that block a stage
-    spent = replace(floor, communication_s=messages_s, copies_s=step.copies_s)
+def looks_at_stock(job: Job, cost: LayerCost, floor: Spent) -> Looks:
+    """Look closer at a stock policy."""
+    memory = fit(job)
+    if isinstance(memory, Excess):
+        return memory
+    messages_s = step_seconds(job, cost.profile).total_s - floor.total_s  # messages that block a stage
+    spent = replace(floor, communication_s=floor.communication_s + messages_s)
     yield spent
-    return _candidate(job, cost, spent, pipeline_s(job, cost.profile, fits.offload_ratio), fits.offload_ratio, fits.memory.total)
+    return _candidate(job, cost, spent, pipeline_s(job, cost.profile), 0.0, memory.total)
 
 
 def looks_at_plan(job: Job, cost: LayerCost, floor: Spent, *, offload: bool, besides_none: bool) -> Looks:
     """Look closer at a plan. `besides_none`: whether policy `none` is a candidate, too."""
-    if besides_none and isinstance(fit(job.model_copy(update={"policy": "none"}), offload=False), Fits):
+    if besides_none and not isinstance(fit(job.model_copy(update={"policy": "none"})), Excess):
         return None
     job = _to_be_planned(job, offload)
     stages, pipeline = Stages(job, cost.profile), job.parallel.pipeline
@@ -276,7 +274,7 @@ class BestFirst:
         if job.policy == "planned":
             looks = looks_at_plan(job, cost, spent, offload=self.offload, besides_none="none" in self.policies)
         else:
-            looks = looks_at_stock(job, cost, spent, offload=self.offload)
+            looks = looks_at_stock(job, cost, spent)
         return Entry(job, spent, looks)
 
     def _look(self, order: int, entry: Entry) -> None:

@@ -1,11 +1,6 @@
 """A way to run a job that fits: its layout and policy, and the parts of its step.
 
-Decides whether a job fits its devices, and the share of its activations in host memory.
-
-parameters, gradients, optimizer and the rest     too much: no policy and no micro-batch size of this layout fits
-+ activations, nothing offloaded                  fits: nothing is offloaded
-+ activations, everything offloaded               too much: does not fit
-otherwise                                         the smallest share that fits, if the host has memory for it
+Also decides whether a job fits its devices under a policy of stock's.
 """
 
 from __future__ import annotations
@@ -17,9 +12,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.host_optimizer import least_left_bytes
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.parameters import mfu
-from megatron_lynx.cost.stage_memory import OffloadingStages, host_bytes
-from megatron_lynx.errors import Infeasible
-from megatron_lynx.solver.offload import smallest_ratio
+from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.units import GIB, format_bytes
 
 
@@ -97,7 +90,7 @@ class Candidate:
 
 
 def in_words(job: Job) -> str:
-    """`t4 c1 p8 d8, 2 layers per chunk, SP, micro-batch 2, balanced`."""
+    """`t4 c1 p8 d8, 2 layers per chunk, SP, micro-batch 2, full`."""
     parallel = job.parallel
     chunks = f"{parallel.layers_per_chunk} layers per chunk" if parallel.layers_per_chunk else ""
     slices = "SP" if parallel.sequence_parallel else ""
@@ -119,7 +112,7 @@ class Excess:
     job: Job
     stage: int
     memory: StageMemory
-    """Memory of the stage with as much offloaded as possible."""
+    """Memory of the stage; of a plan's with as much offloaded as possible."""
     usage: float
     limit: float
     host: bool = False
@@ -136,46 +129,12 @@ class Excess:
         return f"{name} {format_bytes(kinds[name])}"
 
 
-@dataclass(frozen=True)
-class Fits:
-    offload_ratio: float
-    memory: StageMemory
-
-
-def fit(job: Job, offload: bool) -> Fits | Excess:
-    """Fit a job whose policy is not `planned`. `offload`: whether activations may go to the host."""
-    budget, stages = job.memory_budget_bytes, OffloadingStages.of(job)
-    stage, kept = fullest(stages, 0.0)
+def fit(job: Job) -> StageMemory | Excess:
+    """Return the memory of the fullest stage under a policy of stock's, for a plan that of full recomputation; or its excess."""
+    budget = job.memory_budget_bytes
+    stages = memory_of_stages(job.model_copy(update={"policy": "full"}) if job.policy == "planned" else job)
+    stage = max(range(len(stages)), key=lambda number: stages[number].total)
     if job.cluster.node is not None and (left := least_left_bytes(job)) < 0:
         limit = job.cluster.node.host_memory_gib * GIB
-        return Excess(job, stage, kept, limit - left, limit, host=True)
-    if kept.total <= budget:
-        return Fits(0.0, kept)
-    if not offload or job.model.experts is not None:  # activations of experts stay, so no single share applies
-        return Excess(job, stage, kept, kept.total, budget)
-    stage, least = fullest(stages, 1.0)
-    if least.total > budget:
-        return Excess(job, stage, least, least.total, budget)
-    try:
-        ratio = smallest_ratio(job)
-    except Infeasible:
-        return _host_excess(job, stage, least)
-    return Fits(ratio, fullest(stages, ratio)[1])
-
-
-def fullest(stages: OffloadingStages, ratio: float) -> tuple[int, StageMemory]:
-    """The fullest stage and its memory; of equals the first."""
-    parts = stages.parts(ratio)
-    peaks = [part.peak_bytes for part in parts]
-    stage = max(range(len(peaks)), key=lambda number: peaks[number])
-    return stage, parts[stage].fullest
-
-
-def _host_excess(job: Job, stage: int, least: StageMemory) -> Excess:
-    """The excess of a job that would fit with more host memory."""
-    node = job.cluster.node
-    assert node is not None, "who offloads says where to"
-    roomy = job.cluster.model_copy(update={"node": node.model_copy(update={"host_memory_gib": float("inf")})})
-    ratio = smallest_ratio(job.model_copy(update={"cluster": roomy}))
-    needed = job.host_sharers * max(host_bytes(job, number, ratio) for number in range(job.parallel.pipeline))
-    return Excess(job, stage, least, needed, least_left_bytes(job), host=True)
+        return Excess(job, stage, stages[stage], limit - left, limit, host=True)
+    return stages[stage] if stages[stage].total <= budget else Excess(job, stage, stages[stage], stages[stage].total, budget)

@@ -23,7 +23,7 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.search.candidate import Spent
 
-STOCK: tuple[Policy, ...] = ("none", "selective", "balanced", "full")
+STOCK: tuple[Policy, ...] = ("none", "selective", "full")
 """Policies that need no plan."""
 
 

@@ -65,7 +65,7 @@ def _rows(job: Job, plan: Plan, profile: Profile) -> Iterator[ScheduleRow]:
 def _of_policy(job: Job, profile: Profile, policy: Policy, name: str) -> ScheduleRow:
     policy_job = job.model_copy(update={"policy": policy, "offload_ratio": 0.0})
     memory_bytes = max(memory.total for memory in memory_of_stages(policy_job))
-    return _row(name, job, pipeline_s(policy_job, profile, 0.0), update_s(policy_job, profile), memory_bytes)
+    return _row(name, job, pipeline_s(policy_job, profile), update_s(policy_job, profile), memory_bytes)
 
 
 def _of_plan(job: Job, profile: Profile, plan: Plan, name: str) -> ScheduleRow:

@@ -4,10 +4,10 @@ job, gpus ──Space──> every layout ──BestFirst──> the fastest tha
                                         └── none: the closest, and changes that help ──> Infeasible
 
 The job gives its model, cluster, batch, memory budget, and `parallel.distributed_optimizer` if stated. Layout, micro-batch size,
-policy and offload ratio are searched. All schedules have flushes.
+and policy are searched: stock's and plans, which may offload. All schedules have flushes.
 
 closest      if nothing fits: of all layouts and policies, the stage that is least over its budget
-changes      one line for each that alone is enough: other policies, offloading, a larger budget, more devices
+changes      one line for each that alone is enough: other policies, a larger budget, more devices
 smallest     for a job that states only model, cluster and devices: the fewest ranks per replica under the first policy that fits,
              without context parallelism, one chunk, micro-batch 1
 """
@@ -24,6 +24,7 @@ from rich.text import Text
 
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.config.parallel import Parallel
+from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.stage_memory import always_bytes
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, Infeasible, LynxError, Problem, suggestion
@@ -32,13 +33,7 @@ from megatron_lynx.planner.decision import drafted
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.roofline import Roofline
 from megatron_lynx.search.best_first import BestFirst, Lost, Watch, no_collections
-from megatron_lynx.search.candidate import (
-    Candidate,
-    Excess,
-    Fits,
-    fit,
-    in_words,
-)
+from megatron_lynx.search.candidate import Candidate, Excess, fit, in_words
 from megatron_lynx.search.floor import STOCK
 from megatron_lynx.search.space import Space
 from megatron_lynx.stock import OF_POLICY, priced
@@ -92,9 +87,10 @@ def search(
     contexts: Sequence[int] | None = None,
     watch: Watch | None = None,
 ) -> Ranking:
-    """Return the `top` fastest layouts of a job on `gpus` devices, each with its best micro-batch size, policy and offload ratio.
+    """Return the `top` fastest layouts of a job on `gpus` devices, each with its best micro-batch size and policy.
 
     Args:
+        offload: whether plans may offload activations.
         contexts: context-parallel sizes, each also with plans; by default all, but plans only for the job's and for 1.
 
     Raises `ConfigError` if the request is invalid or nothing divides, and `Infeasible` (the binding limit and stage, and changes
@@ -102,7 +98,7 @@ def search(
     """
     began_s = time.perf_counter()
     space = Space(job, gpus, None if contexts is None else tuple(sorted(set(contexts))))
-    asked = Asked(space, _checked(space, top, policies), offload)
+    asked = Asked(space, _checked(space, top, policies))
     running = BestFirst(space, asked.policies, top, offload, watch)
     with no_collections():
         candidates = _finalists(running.run())
@@ -115,7 +111,7 @@ def search(
 def _finalists(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
     """Return candidates with the figures of `plan` and `estimate`, fastest first, without those that cannot be planned after all.
 
-    A search ranks plans without weight gradients in waits. A stock policy without copies is priced as in all commands.
+    A search ranks plans without weight gradients in waits.
     """
     priced = map(_priced, candidates)
     return tuple(sorted((candidate for candidate in priced if candidate is not None), key=lambda candidate: candidate.step_s))
@@ -125,8 +121,6 @@ def _priced(candidate: Candidate) -> Candidate | None:
     job = candidate.job
     if job.policy == "planned":
         return _planned(candidate)
-    if job.policy not in OF_POLICY or candidate.offload_ratio:
-        return candidate
     profile = analytic_profile(job)
     price = priced(job, profile, OF_POLICY[job.policy])
     return replace(candidate, step_s=price.step_s + update_s(job, profile), memory_bytes=price.most_bytes)
@@ -253,7 +247,6 @@ STATES_TRIED = 32
 class Asked:
     space: Space
     policies: Sequence[Policy]
-    offload: bool
 
 
 def nothing_fits(asked: Asked, excesses: Sequence[Excess], known: Sequence[Policy]) -> Infeasible:
@@ -261,20 +254,20 @@ def nothing_fits(asked: Asked, excesses: Sequence[Excess], known: Sequence[Polic
     closest = min(excesses or _of_small_states(asked), key=lambda excess: (excess.bytes <= 0, excess.bytes))
     devices = "1 device" if asked.space.gpus == 1 else f"{asked.space.gpus} devices"
     headline = f"nothing fits on {devices}: the closest is {in_words(closest.job)}"
-    return Infeasible(headline, [_binding(closest, asked.offload), *_changes(asked, closest, known)])
+    return Infeasible(headline, [_binding(closest), *_changes(asked, closest, known)])
 
 
 def _of_small_states(asked: Asked) -> list[Excess]:
     jobs = _by_state(asked.space)[:STATES_TRIED]
-    tried = (fit(_under(job, policy), asked.offload) for job in jobs for policy in asked.policies)
+    tried = (fit(_under(job, policy)) for job in jobs for policy in asked.policies)
     return [result for result in tried if isinstance(result, Excess)]
 
 
-def _binding(closest: Excess, offload: bool) -> Problem:
+def _binding(closest: Excess) -> Problem:
     limit = f"at most {format_bytes(closest.limit)}"
     if closest.host:
         return Problem("host memory of a node", f"{format_bytes(closest.usage)} to be offloaded", limit)
-    offloaded = ", with all activations offloaded that may be" if offload else ""
+    offloaded = ", with all activations offloaded that may be" if closest.job.offload_ratio == "auto" else ""
     usage = f"{format_bytes(closest.usage)}, most of it {closest.largest_part}{offloaded}"
     return Problem(f"stage {closest.stage}", usage, limit, f"{format_bytes(closest.bytes)} too much")
 
@@ -283,8 +276,6 @@ def _changes(asked: Asked, closest: Excess, known: Sequence[Policy]) -> Iterator
     other_policies = tuple(policy for policy in known if policy not in asked.policies)
     if other_policies and (solution := first_that_fits(replace(asked, policies=other_policies))) is not None:
         yield Problem("--policies", ", ".join(asked.policies), solution[0].policy, _then(*solution))
-    if not asked.offload and (solution := first_that_fits(replace(asked, offload=True))) is not None:
-        yield Problem("--no-offload", "no offloading", f"offload ratio {solution[1].offload_ratio:g}", _then(*solution))
     if not closest.host and closest.usage < closest.job.cluster.memory_gib * GIB:
         needed = f"{closest.usage / GIB:.2f}"
         yield Problem("budget.memory_gib", f"{closest.limit / GIB:.2f}", needed, f"then {in_words(closest.job)} fits")
@@ -295,19 +286,18 @@ def _changes(asked: Asked, closest: Excess, known: Sequence[Policy]) -> Iterator
             return
 
 
-def _then(job: Job, fits: Fits) -> str:
-    offloaded = f", offload ratio {fits.offload_ratio:g}" if fits.offload_ratio else ""
-    return f"then {in_words(job)} fits{offloaded}: {format_bytes(fits.memory.total)}"
+def _then(job: Job, memory: StageMemory) -> str:
+    return f"then {in_words(job)} fits: {format_bytes(memory.total)}"
 
 
-def first_that_fits(asked: Asked) -> tuple[Job, Fits] | None:
+def first_that_fits(asked: Asked) -> tuple[Job, StageMemory] | None:
     """Return the fitting layout with the smallest state and micro-batch. It need not be the fastest."""
     for job in _by_state(asked.space):
         if always_bytes(job) > job.memory_budget_bytes:
             return None
         for policy_job in (_under(job, policy) for policy in asked.policies):
-            if isinstance(fits := fit(policy_job, asked.offload), Fits):
-                return policy_job, fits
+            if not isinstance(memory := fit(policy_job), Excess):
+                return policy_job, memory
     return None
 
 
@@ -321,7 +311,6 @@ def _under(job: Job, policy: Policy) -> Job:
     return job.model_copy(update={"policy": policy})
 
 
-STOCK_POLICIES: tuple[Policy, ...] = ("none", "selective", "full")
 TOKENS_OF_A_BATCH = 4 * 2**20
 """4 million tokens, as for large models."""
 
@@ -338,12 +327,12 @@ def smallest_layout(job: Job) -> Job:
     """
     space = Space(job, job.gpus, contexts=(1,))
     jobs = [next(space.on(layout)) for layout in sorted(space.layouts(), key=_size) if layout.layers_per_chunk is None]
-    for policy in STOCK_POLICIES:
+    for policy in STOCK:
         for one in jobs:
             tried = one.model_copy(update={"policy": policy})
-            if isinstance(fit(tried, offload=False), Fits):
+            if not isinstance(fit(tried), Excess):
                 return tried
-    raise nothing_fits(Asked(space, STOCK_POLICIES, offload=False), (), STOCK_POLICIES)
+    raise nothing_fits(Asked(space, STOCK), (), STOCK)
 
 
 def _size(layout: Parallel) -> tuple[int, ...]:

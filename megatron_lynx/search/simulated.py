@@ -1,27 +1,24 @@
-"""Simulates a step under a stock policy, with copies to the host."""
+"""Simulates a step under a stock policy."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.ends import ends_of
 from megatron_lynx.cost.host import issued
-from megatron_lynx.cost.stage_memory import chunk_bytes, offloads
-from megatron_lynx.cost.step import avoid_messages, recomputing_stage_s
+from megatron_lynx.cost.step import recomputing_stage_s
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.simulator.double_buffered import simulate_without_flushes
-from megatron_lynx.simulator.passes import ChunkPasses, HostCopy, plain_passes
+from megatron_lynx.simulator.passes import ChunkPasses, plain_passes
 from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.simulator.simulation import Simulation, in_steady_state
 
 
-def pipeline_s(job: Job, profile: Profile, offload_ratio: float) -> float:
+def pipeline_s(job: Job, profile: Profile) -> float:
     """Seconds of forwards and backwards of a whole step, without gradients and optimizer."""
     pipeline = job.parallel.pipeline
-    chunks = [_chunks(job, profile, stage, offload_ratio) for stage in range(pipeline)]
+    chunks = [_chunks(job, profile, stage) for stage in range(pipeline)]
     message_s = profile.link_s("p2p", LayerShape.of(job).input_bytes) if pipeline > 1 else 0.0
     group = max(pipeline, job.microbatch_group)
     return in_steady_state(group, job.microbatches, lambda few: _simulated(job, chunks, few, message_s)).step_s
@@ -36,7 +33,7 @@ def _simulated(job: Job, chunks: list[list[ChunkPasses]], microbatches: int, mes
     return simulate(schedule, chunks, message_s, between_passes=not job.overlap.messages)
 
 
-def _chunks(job: Job, profile: Profile, stage: int, ratio: float) -> list[ChunkPasses]:
+def _chunks(job: Job, profile: Profile, stage: int) -> list[ChunkPasses]:
     """The first chunk of the first stage has the embedding, the last one of the last stage the head."""
     message_bytes = LayerShape.of(job).gathered_bytes
     whole = issued(recomputing_stage_s(job, profile, stage), job, profile, stage)
@@ -47,14 +44,4 @@ def _chunks(job: Job, profile: Profile, stage: int, ratio: float) -> list[ChunkP
     forwards, backwards = [forward_s] * job.chunks, [backward_s] * job.chunks
     forwards[0], backwards[0] = forwards[0] + first.forward_s, backwards[0] + first.backward_s
     forwards[-1], backwards[-1] = forwards[-1] + last.forward_s, backwards[-1] + last.backward_s
-    copy = _copy(job, stage, ratio)
-    return [replace(plain_passes(*seconds), copy=copy) for seconds in zip(forwards, backwards, strict=True)]
-
-
-def _copy(job: Job, stage: int, ratio: float) -> HostCopy | None:
-    pcie = job.cluster.pcie
-    if pcie is None or ratio == 0 or not offloads(job, stage):
-        return None
-    size = ratio * chunk_bytes(job, stage)
-    seconds = pcie.shared_s(size)
-    return HostCopy(seconds, seconds, round(size), avoid_messages(job))
+    return [plain_passes(*seconds) for seconds in zip(forwards, backwards, strict=True)]

@@ -44,7 +44,7 @@ def test_json_has_the_form_of_the_design(job_file: Path) -> None:
 
 
 def test_a_candidate_can_be_put_into_a_job(job_file: Path) -> None:
-    best = json.loads(run(job_file, "--gpus", 8, "--policies", "balanced,full", "--json").stdout)["candidates"][0]
+    best = json.loads(run(job_file, "--gpus", 8, "--policies", "selective,full", "--json").stdout)["candidates"][0]
     keys = ("parallel", "batch", "policy", "offload_ratio")
     data = {**load_job(job_file).model_dump(by_alias=True), "gpus": 8, **{key: best[key] for key in keys}}
     assert Job.model_validate(data).replicas == best["replicas"]

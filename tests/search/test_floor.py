@@ -52,19 +52,15 @@ def test_a_floor_of_stages_that_differ_is_no_more_than_the_closed_form(partition
 
 
 @pytest.mark.parametrize("layout", [(2, 4, None), (2, 4, 2), (1, 8, 1), (8, 1, None)], ids=["1F1B", "v4", "v2", "one stage"])
-@pytest.mark.parametrize("ratio", [0.0, 0.9])
-def test_a_full_pipeline_goes_on_as_it_began(
-    layout: tuple[int, int, int | None], ratio: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Copies that nothing hides pile up from the start, too."""
+def test_a_full_pipeline_goes_on_as_it_began(layout: tuple[int, int, int | None], monkeypatch: pytest.MonkeyPatch) -> None:
     tensor, pipeline, chunk = layout
     parallel = {"tensor": tensor, "pipeline": pipeline, "layers_per_chunk": chunk, "sequence_parallel": tensor > 1}
     job = catalogued_job("llama-7b", "a800-80g", gpus=8, batch=72, seq=4096, parallel=parallel, policy="none")
     profile, groups = analytic_profile(job), []
     monkeypatch.setattr("megatron_lynx.simulator.simulation.period_of", noting(period_of, groups))
-    few_s = pipeline_s(job, profile, ratio)
+    few_s = pipeline_s(job, profile)
     assert set(groups) == {pipeline}
-    assert few_s == pytest.approx(in_full(monkeypatch, lambda: pipeline_s(job, profile, ratio)), rel=1e-9)
+    assert few_s == pytest.approx(in_full(monkeypatch, lambda: pipeline_s(job, profile)), rel=1e-9)
 
 
 def test_chunks_that_differ_find_their_pace_later(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,10 +32,10 @@ def looked_through(entry: Entry) -> Entry | None:
     return entry
 
 
-def everything(job: Job, gpus: int, policies: tuple[str, ...], offload: bool) -> list[Candidate]:
+def everything(job: Job, gpus: int, policies: tuple[str, ...]) -> list[Candidate]:
     """The best of each layout by its closed form, by simulated time: nothing pruned, nothing put off."""
     space = Space(job, gpus)
-    running = BestFirst(space, policies, 1, offload)
+    running = BestFirst(space, policies, 1)
     best: dict[object, tuple[float, int, Entry]] = {}
     order = 0
     for each in space:
@@ -52,13 +52,13 @@ def everything(job: Job, gpus: int, policies: tuple[str, ...], offload: bool) ->
     return [candidate for _, _, candidate in sorted(found, key=lambda each: each[:2])]
 
 
-@pytest.mark.parametrize(("memory_gib", "offload"), [(TIGHT_GIB, True), *long((60.0, True), (TIGHT_GIB, False), (60.0, False))])
+@pytest.mark.parametrize("memory_gib", [TIGHT_GIB, *long(60.0)])
 @pytest.mark.slow
-def test_nothing_that_wins_is_left_out(memory_gib: float, offload: bool) -> None:
+def test_nothing_that_wins_is_left_out(memory_gib: float) -> None:
     job = with_budget(small_job(seq=4096, layers=16), memory_gib)
-    expected = everything(job, 8, STOCK, offload)
+    expected = everything(job, 8, STOCK)
     for top in (1, 5, 1000):
-        found = search(job, 8, top=top, policies=STOCK, offload=offload).candidates
+        found = search(job, 8, top=top, policies=STOCK).candidates
         assert [each.job for each in found] == [each.job for each in expected[:top]]
         assert [each.step_s for each in found] == pytest.approx([each.step_s for each in expected[:top]])
 
@@ -66,7 +66,7 @@ def test_nothing_that_wins_is_left_out(memory_gib: float, offload: bool) -> None
 @pytest.mark.slow
 def test_nothing_that_wins_with_a_plan_is_left_out() -> None:
     job = with_budget(small_job(seq=4096, batch=4, layers=4), 8.0)
-    expected = everything(job, 4, ("full", "planned"), offload=True)
+    expected = everything(job, 4, ("full", "planned"))
     found = search(job, 4, top=12, policies=("full", "planned")).candidates
     assert {each.job.policy for each in found} == {"full", "planned"}
     for shown, ranked in zip(found, expected, strict=False):
@@ -126,13 +126,12 @@ def test_fewer_are_the_first_of_more(tight: Ranking) -> None:
 
 
 def test_what_it_says_is_what_an_estimate_says(tight: Ranking) -> None:
-    """Of stock policies: memory and offload ratio exactly, seconds no less than the closed form."""
+    """Of stock policies, which a launch can have: bytes and seconds, and it offloads nothing."""
     for each in search(tight.job, 8, policies=STOCK).candidates:
-        said = estimate(Job.model_validate({**each.job.model_dump(by_alias=True), "offload_ratio": "auto"}))
-        assert said.offload_ratio == each.offload_ratio
+        said = estimate(Job.model_validate(each.job.model_dump(by_alias=True)))
+        assert said.offload_ratio == each.offload_ratio == 0
         assert max(memory.total for memory in said.stages) == each.memory_bytes
-        assert said.step.total_s == pytest.approx(each.spent.total_s, rel=1e-9)
-        assert said.step.total_s <= each.step_s * (1 + 1e-9) <= 1.1 * said.step.total_s
+        assert said.step.total_s == pytest.approx(each.step_s, rel=1e-9)
 
 
 def test_what_it_says_of_a_plan_is_what_the_planner_says(tight: Ranking) -> None:
@@ -162,9 +161,7 @@ def test_more_memory_and_more_choice_cost_no_time() -> None:
     job = small_job(seq=4096, layers=16)
     steps = [search(with_budget(job, gib), 8, top=1, policies=STOCK).candidates[0].step_s for gib in (16.0, 24.0, 60.0)]
     assert steps == sorted(steps, reverse=True)
-    within = search(job, 8, top=1, offload=False, policies=["full"]).candidates[0]
-    assert within.offload_ratio == 0
-    assert within.step_s >= steps[-1]
+    assert search(job, 8, top=1, policies=["full"]).candidates[0].step_s >= steps[-1]
 
 
 def test_nothing_fits_names_what_binds_and_what_would_help() -> None:
@@ -180,15 +177,14 @@ def test_nothing_fits_names_what_binds_and_what_would_help() -> None:
 
 
 @pytest.mark.slow
-def test_other_policies_and_offloading_are_changes_that_help() -> None:
+def test_other_policies_are_changes_that_help() -> None:
     job = catalogued_job("gpt-175b", "a100-80g", gpus=1, batch=64, parallel={}, policy="none")
     job = job.model_copy(update={"cluster": job.cluster.model_copy(update={"memory_gib": 80.0})})
     with pytest.raises(Infeasible) as refusal:
-        search(job, 64, policies=["none"], offload=False)
+        search(job, 64, policies=["none"])
     changes = {problem.where: problem for problem in refusal.value.problems[1:]}
-    assert set(changes) == {"--policies", "--no-offload", "budget.memory_gib", "--gpus"}
-    assert search(job, 64, policies=[changes["--policies"].needed], offload=False, top=1).candidates
-    assert search(job, 64, policies=["none"], top=1).candidates
+    assert set(changes) == {"--policies", "budget.memory_gib", "--gpus"}
+    assert search(job, 64, policies=[changes["--policies"].needed], top=1).candidates
 
 
 def test_the_budget_that_would_do_does() -> None:
@@ -202,10 +198,10 @@ def test_the_budget_that_would_do_does() -> None:
 def test_nonsense_is_refused_all_at_once() -> None:
     job = small_job(budget={"activation_mib": 100})
     with pytest.raises(ConfigError) as refusal:
-        search(job, 0, top=0, policies=["balancd", "none"])
+        search(job, 0, top=0, policies=["selectiv", "none"])
     found = {problem.where: problem for problem in refusal.value.problems}
     assert set(found) == {"--gpus", "--top", "--policies", "job: budget.activation_mib"}
-    assert found["--policies"].todo == "did you mean balanced?"
+    assert found["--policies"].todo == "did you mean selective?"
 
 
 @pytest.mark.parametrize("gpus", [-8, 2**40])
@@ -222,22 +218,3 @@ def test_what_does_not_divide_lists_what_does() -> None:
     assert 1024 in nearest
     for gpus in nearest:
         assert next(iter(Space(small_job(), gpus)), None) is not None
-
-
-@pytest.mark.parametrize("index", [1, 6, 11])
-@pytest.mark.slow
-def test_published_winners_are_among_the_best(index: int) -> None:
-    """Yuan et al., figure 9. Without context parallelism their layout is the best or among the best four; with it we find up to
-    13 more that are up to 6 % faster, because at 4096 tokens cutting the sequence costs us little but the keys and values."""
-    from megatron_lynx.published.row import published_figures
-    from megatron_lynx.published.yuan import POLICIES as THEIRS
-    from megatron_lynx.published.yuan import job_of
-
-    run = published_figures()["yuan_atc24"]["figure9"][index]
-    found = search(job_of(run), run["n_gpus"], top=20, policies=tuple(THEIRS.values())).candidates
-    layouts = [each.job.parallel for each in found]
-    place = layouts.index(job_of(run).parallel)
-    assert found[place].job.policy == THEIRS[run["ckpt"]]
-    assert found[place].step_s < 1.07 * found[0].step_s
-    alike = [layout for layout in layouts if layout.context == 1 and (layout.sequence_parallel or layout.tensor == 1)]
-    assert alike.index(layouts[place]) < 4

@@ -44,7 +44,7 @@ def job(request) -> Job:
 def test_what_has_a_policy_is_priced_as_the_policy_is(job, setting, policy):
     profile, own = analytic_profile(job), job.model_copy(update={"policy": policy})
     price = priced(job, profile, setting)
-    assert price.step_s == pytest.approx(pipeline_s(own, profile, 0.0), rel=1e-12)
+    assert price.step_s == pytest.approx(pipeline_s(own, profile), rel=1e-12)
     if policy == "selective":  # halves are made again one by one
         return
     assert [stage.total for stage in price.stages] == [stage.total for stage in memory_of_stages(own)]
