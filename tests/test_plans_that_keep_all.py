@@ -6,6 +6,8 @@ The host is left out: hooks add to its time, which stock's price rightly has non
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 
@@ -90,10 +92,12 @@ def test_dense_halves_wait_for_their_collectives_beside_overlapped_exchanges() -
 @pytest.mark.parametrize("kind", IN_NODES)
 def test_opaque_attention_beside_overlapped_exchanges(kind: OpaqueName) -> None:
     """A story: no plan could go with them, and Qwen3-Next's was slower than stock's best, which overlapped them."""
-    figures = Opaque(kind=kind, layers=(1, 3), kept_bytes=95_232, in_hand_bytes=73_728, flops=71_000_000, parameters=33_554_432)
+    figures: dict[str, Any] = {"kept_bytes": 95_232, "in_hand_bytes": 73_728, "flops": 71_000_000, "parameters": 33_554_432}
+    sizes = {"key_heads": 16, "key_size": 128, "value_heads": 32, "value_size": 128, "convolved": 4}
+    opaque = Opaque(kind=kind, layers=(1, 3), **({"delta": sizes} if kind == "gated_delta_net" else figures))
     layout = {"tensor": 2, "expert": 4, "expert_tensor": 1, "sequence_parallel": True}
     job = job_of("qwen3-30b-a3b", "h100-80g", experts={"overlapped": True}, parallel=layout)
-    job = job.model_copy(update={"model": job.model.model_copy(update={"opaque": (figures,)})})
+    job = job.model_copy(update={"model": job.model.model_copy(update={"opaque": (opaque,)})})
     assert takes_stocks_seconds(overlapping(job, overlapped=True))
 
 

@@ -21,6 +21,7 @@ FOUNDATION = {
     "kinds.dense.section",
     "kinds.experts.section",
     "kinds.latent.section",
+    "kinds.delta.section",
     "kinds.opaque.section",
     "kinds.section",
     "kinds.sections",
@@ -45,7 +46,7 @@ FOUNDATION = {
 }
 KINDS_PLANNING = {
     *("kinds.core_attention", "kinds.face", "kinds.planning", "kinds.saved"),
-    *("kinds.dense.planning", "kinds.experts.planning", "kinds.latent.planning"),
+    *("kinds.dense.planning", "kinds.experts.planning", "kinds.latent.planning", "kinds.delta.planning"),
 }
 PLANNING = {
     *("config", "profiler", "cost", "simulator", "solver", "search", "rehearsal", "planner", "stock", "advise", "from_run"),

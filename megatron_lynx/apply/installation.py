@@ -274,7 +274,7 @@ def _policy(plan: Plan, stage: Stage, planned: PlannedHalf, section: Section, ga
     gathers = plan.parallel.sequence_parallel and (planned.gathers or planned.gathers_ahead or rest_in_wait)
     kept = plan.parallel.sequence_parallel and not planned.checkpoint
     stays = stage.offload is None or stage.offload.stays(planned)
-    stays |= section.kept_whole or (section.in_some_layers and not (stage.offload and stage.offload.experts))
+    stays |= section.kept_whole or (section.exchanges and not (stage.offload and stage.offload.experts))
     as_planned = {one.name: getattr(planned, one.name) for one in fields(planned)}
     return HalfPolicy(
         **as_planned | {"section": section, "recompute": recomputed},

@@ -33,8 +33,10 @@ from megatron_lynx.apply.live_run import (
     name_of,
     overlapped,
 )
+from megatron_lynx.apply.releases import installed_version
 from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.captured import ROUTER, in_graph
+from megatron_lynx.kinds.delta.section import DELTA_NET
 from megatron_lynx.kinds.dense.section import ATTENTION, MLP
 from megatron_lynx.kinds.experts.section import DISPATCHERS, EXPERTS, IN_NODES, MIXTURE, MIXTURES
 from megatron_lynx.kinds.latent.section import KV_DOWN, LATENT, Q_DOWN, LatentSizes
@@ -105,6 +107,22 @@ class HeldHalf(Running):
 
     def section_in(self, layer: Module) -> Section | None:
         return self._section if self._recognised is None or self._recognised(layer) else None
+
+
+class HeldDeltaNet(HeldHalf):
+    recorded, recorded_as = "delta", "gated delta net does"
+
+    def __init__(self) -> None:
+        super().__init__(DELTA_NET, lambda layer: _class_in(layer, IN_ATTENTION) == "GatedDeltaNet")
+        self.local, self.te = LOCAL, CLASSES["dense"]["te"]
+
+    def refusals(self, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Problem]:
+        """Before 0.18 Megatron's code has no name for the rule that a hook could replace."""
+        places = ((entry, layer) for entry in plan.chunks_of(run.stage) for layer in entry.layers if layer in layers)
+        touched = (layer for entry, layer in places if entry.offload or entry.rule_for(layer).recomputed(DELTA_NET))
+        if (layer := next(touched, None)) and not hasattr(module_at(layers[layer], IN_ATTENTION), "gated_delta_rule"):
+            needed = "0.18 or later where a plan recomputes or offloads inside of gated delta nets"
+            yield Problem("megatron.core", installed_version(), needed, "keep the items of these layers' attention halves")
 
 
 ATTENTION_CLASS = "megatron.core.transformer.multi_latent_attention.MLASelfAttention"
@@ -263,7 +281,6 @@ IS: dict[OpaqueName, Callable[[Any], bool]] = {
     "gated_attention": lambda layer: (
         bool(getattr(layer.config, "attention_output_gate", False)) and not _lacks(layer, IN_ATTENTION, "linear_qkv")
     ),
-    "gated_delta_net": lambda layer: _class_in(layer, IN_ATTENTION) == "GatedDeltaNet",
     "mamba": lambda layer: _class_in(layer, "mixer") != "",
     "no_attention": lambda layer: _class_in(layer, IN_ATTENTION) in NOTHING and _class_in(layer, "mixer") == "",
     "own_mlp": lambda layer: _lacks(layer, IN_MLP, "linear_fc1", "router"),
@@ -274,6 +291,7 @@ IS: dict[OpaqueName, Callable[[Any], bool]] = {
 
 FACES: list[Running] = [HeldHalf(ATTENTION), HeldHalf(MLP), HeldLatentAttention(), HeldExperts()]
 FACES += [HeldHalf(OPAQUE[name], recognised) for name, recognised in IS.items()]
+FACES += [HeldDeltaNet()]
 """The usual content of each half first: it accepts every layer."""
 
 

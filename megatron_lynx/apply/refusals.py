@@ -226,7 +226,7 @@ def refused_layers(run: LiveRun) -> Iterator[Problem]:
             yield from problems
             continue
         try:
-            sections = [section for section in sections_in(layer) if not (section.in_some_layers or section.captured)]
+            sections = [section for section in sections_in(layer) if not (section.exchanges or section.kept_whole)]
             sites = {place.item: place.owner for section in sections for place in places_of(section, layer)}
         except AttributeError as missing:
             yield Problem(f"layer {number}", str(missing), "the sites of a layer", _OTHER_KINDS)

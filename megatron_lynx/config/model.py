@@ -16,7 +16,7 @@ from megatron_lynx.fp8_recipes import Recipe
 from megatron_lynx.kinds.captured import CapturedModule
 from megatron_lynx.kinds.experts.section import Dispatcher
 from megatron_lynx.kinds.latent.section import LatentSizes
-from megatron_lynx.kinds.opaque.section import OpaqueName
+from megatron_lynx.kinds.opaque.section import OPAQUE, OpaqueName
 from megatron_lynx.kinds.sections import KindName
 from megatron_lynx.validation import Part
 
@@ -197,7 +197,8 @@ class Model(Part):
     def every_section(self) -> tuple[Section, ...]:
         """All sections of the model, those of a layer without experts first, even if no layer has them."""
         mixture = () if self.experts is None else (self.kind_sections(experts=True)[1],)
-        return (*self.halves.values(), *mixture, *dict.fromkeys(opaque.section for opaque in self.opaque))
+        named = (section for opaque in self.opaque for section in self.kind_sections(experts=False, opaque=(opaque.kind,)))
+        return (*self.halves.values(), *mixture, *dict.fromkeys(section for section in named if section.name in OPAQUE))
 
     @property
     def element_bytes(self) -> int:
@@ -298,7 +299,7 @@ class Model(Part):
         return Counter(self.each_kind(layers))
 
     def opaque_in(self, section: Section) -> Opaque:
-        return next(opaque for opaque in self.opaque if opaque.section is section)
+        return next(opaque for opaque in self.opaque if opaque.kind == section.name)
 
     @property
     def alike(self) -> bool:
@@ -310,7 +311,7 @@ class Model(Part):
         having: dict[OpaqueName, list[int]] = {}
         for layer in range(1, self.layers + 1) if self.opaque else ():
             for section in self.sections(layer):
-                if section.opaque:
+                if section.name in OPAQUE:
                     having.setdefault(cast("OpaqueName", section.name), []).append(layer)
         return {name: as_spans(numbers) for name, numbers in having.items()}
 

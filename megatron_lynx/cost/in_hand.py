@@ -30,7 +30,9 @@ def layer_in_hand_bytes(shape: LayerShape) -> int:
     kinds = {tuple(shape.model.halves.values())}
     if shape.model.opaque:
         opaque = (
-            kind for kind in shape.model.kinds_of(range(1, shape.model.layers + 1)) if any(section.opaque for section in kind)
+            kind
+            for kind in shape.model.kinds_of(range(1, shape.model.layers + 1))
+            if any(section.in_some_layers and not section.exchanges for section in kind)
         )
         kinds |= {tuple(section for section in kind if not section.exchanges) for kind in opaque}
     return max(transient_bytes(shape, *kind) for kind in kinds)
@@ -72,7 +74,7 @@ def less_in_hand_bytes(job: Job) -> Mapping[Half, int]:
 
 def walked(model: Model) -> Iterator[Section]:
     """Yield all sections but experts."""
-    return (section for section in model.every_section if section.opaque or not section.in_some_layers)
+    return (section for section in model.every_section if not section.exchanges)
 
 
 def kept_blocks_bytes(shape: LayerShape) -> int:

@@ -309,7 +309,7 @@ def flops_per_token(model: Model, convention: Convention = "causal") -> int:
     matrices = sum(layers * passed_weights(model, kind) for kind, layers in kinds.items()) + model.hidden * model.vocab
     matrices += model.mtp * (passed_weights(model, last) + projection_weights(model) + model.hidden * model.vocab)
     kinds[last] += model.mtp
-    attending = sum(layers for (first, _), layers in kinds.items() if not first.opaque)
+    attending = sum(layers for (first, _), layers in kinds.items() if first.core)
     attention = (6 if convention == "causal" else 12) * attending * model.query_width * model.seq
     return 6 * matrices + round(attention * model.seen)
 

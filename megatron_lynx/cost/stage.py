@@ -79,7 +79,7 @@ class HalfSeconds:
 def half_seconds(profile: Profile, section: Section) -> HalfSeconds:
     """Return a half without recomputation, with its exposed collectives; profiles of experts include them."""
     half = profile.of(section)
-    if section.in_some_layers:
+    if section.exchanges:
         return HalfSeconds(half.forward_s, half.backward_s)
     forward_s, backward_s = (sum(window_lengths_s(profile, passing, section, profile.message_bytes)) for passing in PASSES)
     return HalfSeconds(half.forward_s + forward_s, half.backward_s + backward_s)

@@ -19,6 +19,8 @@ from megatron_lynx.config.model import Model
 from megatron_lynx.config.opaque import Opaque
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.errors import Problem
+from megatron_lynx.kinds.delta.planning import DeltaNet
+from megatron_lynx.kinds.delta.section import DELTA_NET
 from megatron_lynx.kinds.dense.planning import DenseAttention, DenseMlp
 from megatron_lynx.kinds.dense.section import ATTENTION, MLP
 from megatron_lynx.kinds.experts.planning import MixtureOfExperts
@@ -114,6 +116,7 @@ FACES: dict[str, type[Planning]] = {
     LATENT[True, True, False].name: LatentAttention,
     EXPERTS.name: MixtureOfExperts,
     **dict.fromkeys(OPAQUE, OpaqueHalf),
+    DELTA_NET.name: DeltaNet,
 }
 """By section name."""
 

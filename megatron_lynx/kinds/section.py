@@ -31,6 +31,7 @@ Role = Literal[
     "query_projection",
     "code",
     "core",
+    "kernel",
     "row_parallel",
     "router",
     "dispatch",
@@ -50,6 +51,7 @@ inner_norm       a normalisation of compressed tokens
 up_projection    a linear that makes heads from compressed tokens, split by columns; sequence parallelism gathers its input
 query_projection the same for uncompressed queries: it reads the residual stream
 core             an attention kernel
+kernel           a scan, or a norm with a gate: a method of the module that calls it
 row_parallel     a linear whose output is reduced over the tensor-parallel group. Always kept: recomputation captures its input
 and
                  stops, so neither its GEMM nor its reduction is repeated

@@ -9,7 +9,7 @@ Names of items and kinds in files are validated here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Annotated, NamedTuple
@@ -101,6 +101,13 @@ def names_in(half: Half) -> tuple[str, ...]:
     sections = filling(half)
     inner = [name for section in sections for name in section.names if name not in (section.norm, section.residual)]
     return (sections[0].norm, *dict.fromkeys(inner), sections[0].residual)
+
+
+def spelled_out(items: Iterable[str]) -> Iterator[str]:
+    """Yield items of a plan file; the name of a section that only some layers have stands for all between norm and residual."""
+    known = {section.name: section for half in HALVES for section in filling(half) if section.in_some_layers}
+    for item in items:
+        yield from known[item].names[1:-1] if item in known else (item,)
 
 
 def all_items() -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from typing import Any
 
 from megatron_lynx.anatomy.stack import ATTENTION, BAR, EXPERTS, NEEDED, StackLayer, layers_of, parts_of, segments_of, unknown_in
 from megatron_lynx.config.experts import as_spans
-from megatron_lynx.config.opaque import gated_attention, gated_delta_net, mamba
+from megatron_lynx.config.opaque import gated_attention, mamba
 from megatron_lynx.errors import Problem
 from megatron_lynx.launch_arguments.given import Fact, Given, Value
 from megatron_lynx.launch_arguments.model_facts import FORKS, STATES_ON_HOST
@@ -244,7 +244,7 @@ def _mamba(given: Given) -> dict[str, Any]:
 
 
 def _delta_net(given: Given) -> dict[str, Any]:
-    return gated_delta_net(given["hidden_size"], element_of(given), **{name: given[flag] for name, flag in SIZES.items()})
+    return {"kind": KNOWN, "delta": {name: given[flag] for name, flag in SIZES.items()}}
 
 
 def element_of(given: Given) -> int:

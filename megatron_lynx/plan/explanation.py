@@ -10,7 +10,7 @@ from rich.text import Text
 
 from megatron_lynx.anatomy import HALVES, Half, names_in
 from megatron_lynx.anatomy.address import THEN
-from megatron_lynx.kinds.opaque.section import NOTHING
+from megatron_lynx.kinds.opaque.section import NOTHING, OPAQUE
 from megatron_lynx.plan.layout import in_words
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.rule import Rule
@@ -60,7 +60,9 @@ def _heading(plan: Plan) -> Iterator[Text]:
         heads += ", turned in place" if sizes.fused_rotary else ""
         yield Text(f"latent attention: {queries}keys and values to {sizes.kv_rank}; {heads}")
     for name, spans in model.opaque_layers.items():
-        if name not in NOTHING:
+        if not OPAQUE[name].opaque:
+            yield Text(f"{name} in layers {', '.join(map(str, spans))}: of these halves what the table does not name is kept")
+        elif name not in NOTHING:
             bytes_said = "nobody looks into it; unless a profile measured its bytes, they are a formula's with a margin"
             yield Text(f"kept whole: {name} in layers {', '.join(map(str, spans))}: {bytes_said}")
     if model.moe_layers:

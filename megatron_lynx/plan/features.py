@@ -226,7 +226,7 @@ def _latent(plan: PlanContents) -> Iterator[str]:
 
 def _latent_rule(plan: PlanContents, rule: Rule) -> Iterator[str]:
     half, section = HALVES[0], plan.model.halves[HALVES[0]]
-    if rule.checkpoints(half) or rule.filling(half).opaque:  # checked by `_opaque_rule`
+    if rule.checkpoints(half) or rule.filling(half).in_some_layers:  # checked by `_opaque_rule`
         return
     names = rule.filling(half).names
     if names != section.names:
@@ -253,8 +253,8 @@ def _opaque(plan: PlanContents) -> Iterator[str]:
             if span.last > plan.model.layers:
                 yield f"model.opaque_layers.{name} has {span}, but the model has layers 1-{plan.model.layers}"
             for layer in span if span.last <= plan.model.layers else ():
-                if OPAQUE[name] not in (sections := plan.model.sections_of(layer)):
-                    filled = next(section.name for section in sections if section.half == OPAQUE[name].half)
+                filled = next(section.name for section in plan.model.sections_of(layer) if section.half == OPAQUE[name].half)
+                if filled != name:
                     yield f"model.opaque_layers.{name} has layer {layer}, where the {OPAQUE[name].half} half is {filled} already"
 
 

@@ -32,7 +32,7 @@ from megatron_lynx.anatomy.address import (
 )
 from megatron_lynx.anatomy.in_time import own_window
 from megatron_lynx.kinds.section import WHY_KEPT
-from megatron_lynx.kinds.sections import ItemName
+from megatron_lynx.kinds.sections import ItemName, spelled_out
 from megatron_lynx.plan.facts import LayerRange, Layers
 from megatron_lynx.validation import Part, formerly
 
@@ -78,6 +78,11 @@ WaitName = Annotated[
     _matching(WAIT_PATTERN, (RECV_BACKWARD, SEND_BACKWARD, *examples("bwd"), *examples("fwd"))),
     WithJsonSchema({"type": "string", "pattern": f"^{WAIT_PATTERN}$"}),
 ]
+
+
+def _spelled_out(items: object) -> object:
+    names = isinstance(items, list | tuple) and all(isinstance(item, str) for item in items)
+    return tuple(spelled_out(items)) if names else items  # type: ignore[arg-type]
 
 
 class ByPhase(Part):
@@ -153,7 +158,7 @@ class Rule(Part):
     """Whether the communication of a checkpointed layer's recomputation begins when backward enters the attention half of the
     layer above, and overlaps with it: the dispatch of its tokens, or without experts the reduction after its attention. `gather`:
     with sequence parallelism the input of its attention is gathered there first."""
-    keep: tuple[ItemName, ...] = ()
+    keep: Annotated[tuple[ItemName, ...], BeforeValidator(_spelled_out)] = ()
     recompute: Annotated[tuple[ItemName, ...], formerly("recompute", "replay")] = ()
     windows: Windows = Windows()
     gather: Gather = Gather()

@@ -222,7 +222,7 @@ class PlanContents(Part):
         kept = rule.kept_input(half)
         if entry.offload is None or (half != HALVES[0] and rule.feeds(rule.layers.last, HALVES[0])):
             return kept
-        of_experts = self.model.sections_of(rule.layers.last)[HALVES.index(half)].in_some_layers
+        of_experts = self.model.sections_of(rule.layers.last)[HALVES.index(half)].exchanges
         of_chunk = half == HALVES[0] and rule.layers.last == entry.layers.first  # Megatron refers to it
         return kept if of_chunk or (of_experts and not entry.offload.experts) else f"{kept}, to the host"
 

@@ -54,7 +54,7 @@ class Rooms:
     def _deferrable(self, section: Section) -> tuple[str, ...]:
         if section.captured or section.apart:
             return ()
-        return section.linears if self.looked_into or not section.in_some_layers else ()
+        return section.linears if self.looked_into or not section.exchanges else ()
 
     def _sections(self, layer: int) -> tuple[Section, ...]:
         return self.plan.model.sections_of(layer)

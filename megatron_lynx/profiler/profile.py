@@ -276,7 +276,8 @@ class Profile(Part):
         return costs
 
     def of(self, section: Section) -> HalfProfile:
-        costs: HalfProfile | None = self.opaque.get(section.name) if section.opaque else getattr(self, section.profiled_as)  # type: ignore[call-overload]
+        named = self.opaque.get(section.name) if section.name in OPAQUE else None  # type: ignore[call-overload]
+        costs: HalfProfile | None = named or getattr(self, section.profiled_as)
         assert costs is not None, "a profile with such a section has its figures"
         return costs
 

@@ -74,7 +74,7 @@ class Subset:
         price, shape, before = self.price, profile.shape, self.kind.before
         return held_in(
             price.memory,
-            self.kind.half,
+            self.kind.section,
             placement,
             gather,
             price.stops,

@@ -116,7 +116,7 @@ ON_DEMAND_SEAT = Seat()
 
 def held_in(
     memory: HalfMemory,
-    half: Half,
+    section: Section,
     placement: Placement,
     gather: str | None,
     stops: Mapping[str, Progress],
@@ -132,10 +132,9 @@ def held_in(
     exchanges: number of exchanges in the backward of the half before, if these are its windows.
     attention: section of attention halves.
     """
-    sections = {attention.half: attention, MLP.half: MLP}
     steps: list[tuple[str, int]] = []
     if gather is not None and gather != ON_DEMAND:
-        steps.append((gather, stops[sections[half].column_parallel].bytes))
+        steps.append((gather, stops[section.column_parallel].bytes))
     for portion in placement:
         steps.append((portion.window, memory.regenerated if portion.until is None else stops[portion.until].bytes))
     early, ahead_bytes = 0, [0] * len(memory.ahead)
@@ -143,7 +142,7 @@ def held_in(
         if window == RECV_BACKWARD:
             early = size
             continue
-        ahead = moments_ahead(window, half, sequence_parallel=sequence_parallel, exchanges=exchanges, attention=attention)
+        ahead = moments_ahead(window, section.half, sequence_parallel=sequence_parallel, exchanges=exchanges, attention=attention)
         ahead_bytes[:ahead] = [size] * min(ahead, len(ahead_bytes))
     first, second, third, fourth = (max(0, size - early) for size in ahead_bytes)
     return replace(memory, early=early, ahead=(first, second, third, fourth))

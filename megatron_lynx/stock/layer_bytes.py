@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import ceil
 
 from megatron_lynx.anatomy import LayerKind, Section
 from megatron_lynx.cost.layer import half_kept_bytes
@@ -29,7 +28,7 @@ from megatron_lynx.kinds.experts.section import EXPERTS_FC1
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.profile import SavedTensor
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.stock.modules import LEAST_ELEMENTS, NORM_OUT, offload_module, recompute_module
+from megatron_lynx.stock.modules import LEAST_ELEMENTS, offload_module, recompute_module
 from megatron_lynx.stock.setting import StockSetting
 
 
@@ -125,8 +124,7 @@ def _given(shape: LayerShape, section: Section, discarded: Collection[str]) -> f
 def _half_bytes(shape: LayerShape, setting: StockSetting, section: Section, least_bytes: int) -> HalfBytes:
     """`least_bytes`: size of the smallest offloaded tensor."""
     if section.opaque:
-        again = norm_out_bytes(shape, setting, section)
-        return HalfBytes(half_kept_bytes(shape, section) - again, again)
+        return HalfBytes(half_kept_bytes(shape, section))
     half_treatment = treatment(shape, setting, section)
     tensors = [tensor for tensor in _saved(shape, section, half_treatment) if tensor.saved_by]
     kept = [tensor for tensor in tensors if not half_treatment.makes_again(tensor)]
@@ -187,14 +185,6 @@ def layer_bytes(
 @lru_cache(maxsize=4096)
 def _of_section(setting: StockSetting, section: Section) -> StockSetting:
     """Return the setting's modules that change the bytes of a section."""
-    recomputed = (
-        module for module in map(recompute_module, setting.recompute) if module.items(section) or module.name == NORM_OUT
-    )
+    recomputed = (module for module in map(recompute_module, setting.recompute) if module.items(section))
     offloaded = (module for module in map(offload_module, setting.offload) if module.items(section))
     return StockSetting(tuple(module.name for module in recomputed), offload=tuple(module.name for module in offloaded))
-
-
-def norm_out_bytes(shape: LayerShape, setting: StockSetting, section: Section) -> int:
-    """Bytes of an opaque half that `gdn_norm_out` frees and recomputes. They are exact and get no margin."""
-    freed = shape.model.opaque_in(section).norm_out_bytes if NORM_OUT in setting.recompute else 0
-    return ceil(freed * shape.tokens / shape.parallel.tensor)

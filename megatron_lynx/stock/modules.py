@@ -28,6 +28,7 @@ from functools import cache
 from typing import Literal
 
 from megatron_lynx.anatomy import ATTENTION, EXPERTS, EXPERTS_WITH_SHARED, LATENT, MLP, SHARED_EXPERTS, Role, Section
+from megatron_lynx.kinds.delta.section import DELTA_NET, GATED_NORM
 from megatron_lynx.kinds.experts.section import EXPERTS_ACTIVATION, EXPERTS_FC1
 
 Fact = Literal["experts", "grouped_gemm", "shared_experts", "latent", "gated_delta"]
@@ -43,8 +44,8 @@ class RecomputeModule:
     """Sections whose halves it recomputes a part of: the items with one of `roles`."""
     roles: tuple[Role, ...] = ()
     discards_output: bool = False
-    experts: tuple[str, ...] = ()
-    """Recomputed items in the half of a layer with experts."""
+    named: tuple[str, ...] = ()
+    """Recomputed items in halves that only some layers have: experts and gated delta nets."""
     needs: Fact | None = None
     """Megatron refuses the module without it."""
     since: str = "0.15"
@@ -52,7 +53,7 @@ class RecomputeModule:
     def items(self, section: Section) -> frozenset[str]:
         """Items of a section that it recomputes. A module of latent attention does not change other attention."""
         if section.in_some_layers:
-            return frozenset(section.names).intersection(self.experts)
+            return frozenset(section.names).intersection(self.named)
         if section.half not in {module_section.half for module_section in self.sections} or (
             self.needs == "latent" and section.column_parallel
         ):
@@ -60,16 +61,13 @@ class RecomputeModule:
         return frozenset(item.name for item in section.items if item.role in self.roles)
 
 
-NORM_OUT = "gdn_norm_out"
-"""The norm and the gate after a gated delta net: `GatedDeltaNet._gated_norm_and_a2a`."""
-
 RECOMPUTED = (
     RecomputeModule("core_attn", (ATTENTION,), ("core",)),
-    RecomputeModule("layernorm", (ATTENTION, MLP), ("norm",), discards_output=True, experts=(EXPERTS.norm,)),
+    RecomputeModule("layernorm", (ATTENTION, MLP), ("norm",), discards_output=True, named=(EXPERTS.norm, DELTA_NET.norm)),
     RecomputeModule("mlp", (MLP,), ("column_parallel", "code", "row_parallel")),
-    RecomputeModule("moe", experts=EXPERTS_WITH_SHARED.names[1:-1]),
-    RecomputeModule("moe_act", discards_output=True, experts=(EXPERTS_ACTIVATION,), needs="grouped_gemm"),
-    RecomputeModule("shared_experts", experts=SHARED_EXPERTS),
+    RecomputeModule("moe", named=EXPERTS_WITH_SHARED.names[1:-1]),
+    RecomputeModule("moe_act", discards_output=True, named=(EXPERTS_ACTIVATION,), needs="grouped_gemm"),
+    RecomputeModule("shared_experts", named=SHARED_EXPERTS),
     RecomputeModule(
         "mla_up_proj",
         (LATENT[True, True, False],),
@@ -77,7 +75,7 @@ RECOMPUTED = (
         discards_output=True,
         needs="latent",
     ),
-    RecomputeModule(NORM_OUT, discards_output=True, needs="gated_delta", since="0.19"),
+    RecomputeModule("gdn_norm_out", discards_output=True, named=(GATED_NORM,), needs="gated_delta", since="0.19"),
 )
 
 
@@ -105,7 +103,7 @@ class OffloadModule:
     def items(self, section: Section) -> frozenset[str]:
         """Items of a section whose saved tensors it offloads."""
         if section.in_some_layers:
-            return frozenset({self.experts} if self.experts else ())
+            return frozenset({self.experts} if self.experts else ()).intersection(section.names)
         same = section.half == self.section.half
         return frozenset(item.name for item in section.items if same and item.role == self.role)
 

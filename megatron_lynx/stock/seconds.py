@@ -36,12 +36,8 @@ from megatron_lynx.kinds.experts.section import BESIDE, DISPATCH, SHARED_FC1
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.schedule import Action, Phase
-from megatron_lynx.stock.layer_bytes import norm_out_bytes, treatment
+from megatron_lynx.stock.layer_bytes import treatment
 from megatron_lynx.stock.setting import StockSetting
-
-NORM_OUT_MOVED = 2.5
-"""Bytes that recomputing a gated norm moves, over those that it frees: result, normalised result twice, gate and product over two
-of them. Its bandwidth is taken as that of the half's first norm."""
 
 
 def layer_seconds(shape: LayerShape, profile: Profile, setting: StockSetting, kind: LayerKind | None = None) -> LayerSeconds:
@@ -51,18 +47,15 @@ def layer_seconds(shape: LayerShape, profile: Profile, setting: StockSetting, ki
 
 
 def _half(shape: LayerShape, profile: Profile, setting: StockSetting, section: Section) -> HalfSeconds:
-    again_s = _opaque_again_s if section.opaque else _experts_again_s if section.in_some_layers else _again_s
+    again_s = _experts_again_s if section.exchanges else _again_s
     return replace(half_seconds(profile, section), again_s=again_s(shape, profile, setting, section))
 
 
-def _opaque_again_s(shape: LayerShape, profile: Profile, setting: StockSetting, section: Section) -> float:
-    moved = NORM_OUT_MOVED * norm_out_bytes(shape, setting, section)
-    return profile.of(section).items[section.norm].forward_s * moved / (2 * shape.input_bytes) if moved else 0.0
-
-
 def _again_s(shape: LayerShape, profile: Profile, setting: StockSetting, section: Section) -> float:
+    if section.opaque:
+        return 0.0
     runs = treatment(shape, setting, section).runs
-    again_s = sum(profile.half(section.half).items[name].forward_s for name in runs)
+    again_s = sum(profile.of(section).items[name].forward_s for name in runs)
     if section.row_parallel in runs:
         again_s += sum(window_lengths_s(profile, "fwd", section, shape.gathered_bytes))
     return again_s

@@ -8,6 +8,7 @@
     graphs                captured CUDA graphs: operators of a capture, run again on the same memory
     deep_ep               DeepEP's and HybridEP's buffers, over all-to-alls
     mamba                 kernels of Mamba layers, in torch
+    delta_rule            those of gated delta nets
     context_attention     a core attention that exchanges keys and values between ranks
     posted                works that nobody has waited for, and synchronisations that would hang
     training              the testbed's training with an optimizer and evaluation

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 from unittest.mock import patch
+
+import torch
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import PlanMismatch
@@ -45,21 +48,50 @@ def refused(rank: int, job: Job, plan: Plan) -> str:
     return "nothing"
 
 
-def measured(rank: int, job: Job) -> tuple[tuple[SavedTensor, ...], dict[str, int], int, int]:
-    """The blocks that one attention half keeps, FLOPs of its items, and the model's parameters: numbers, and tensors."""
-    import torch
+Measured = tuple[tuple[SavedTensor, ...], dict[str, int], int, int]
+"""The blocks that an attention half keeps, FLOPs of its items, and the model's parameters: numbers, and tensors."""
 
+
+def measured(rank: int, job: Job) -> Measured:
+    with gated_layers():
+        return _measured(job)
+
+
+def measured_delta_net(rank: int, job: Job) -> Measured:
+    from tests.transparency.opaque_layers import delta_nets
+
+    with delta_nets(job):
+        return _measured(job)
+
+
+class Called(torch.nn.Module):
+    """A function that hooks of modules see."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def _measured(job: Job) -> Measured:
+    """Of the first layer."""
     from megatron_lynx.profiler.measured import blocks_of
     from megatron_lynx.profiler.timing import HalfRun, item_flops, sites_of
     from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.tiny_models import build_model
 
-    with gated_layers():
-        initialise(job)
-        [chunk] = build_model(job)
-        layer: Any = chunk.decoder.layers[0]
-        hidden = torch.randn(job.model.seq, job.batch.micro, job.model.hidden)
-        section = job.model.halves["attention"]
-        run = HalfRun(section, getattr(layer, section.method), {"attention_mask": None}, hidden, sites_of(layer, section))
-        sizes = [parameter.numel() for parameter in chunk.parameters()]
-        return blocks_of(run)[0], item_flops(run), sum(sizes), len(sizes)
+    initialise(job)
+    [chunk] = build_model(job)
+    layer: Any = chunk.decoder.layers[0]
+    hidden = torch.randn(job.model.seq, job.batch.micro, job.model.hidden)
+    section = job.model.sections(1)[0]
+    sites = sites_of(layer, section)
+    for item in (item for item in section.sites if item.methods != ("forward",)):
+        [method] = item.methods
+        called = sites[item.name] = Called(getattr(owner := attrgetter(item.path)(layer), method))
+        vars(owner)[method] = called
+    run = HalfRun(section, getattr(layer, section.method), {"attention_mask": None}, hidden, sites)
+    sizes = [parameter.numel() for parameter in chunk.parameters()]
+    return blocks_of(run)[0], item_flops(run), sum(sizes), len(sizes)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_lynx.config.job import Budget, Job
-from megatron_lynx.config.opaque import MARGIN, Opaque, gated_delta_net
+from megatron_lynx.config.opaque import MARGIN, Opaque
 from megatron_lynx.cost.parameters import stage_parameters
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.kinds.planning import planning_of
@@ -18,14 +18,14 @@ from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.rehearsal import rehearse
 from tests.config.jobs import catalogued_job
 
-SIZES = {"key_heads": 16, "key_size": 128, "value_heads": 32, "value_size": 128, "convolved": 4}
+FIGURES = {"parameters": 67_000_000, "kept_bytes": 90_000, "in_hand_bytes": 80_000, "flops": 150_000_000}
 
 
 def job_of(layers: tuple[int | str, ...] = (1, "3-4"), **changes: Any) -> Job:
-    """Llama 3 8B with four layers, some of which have delta nets."""
+    """Llama 3 8B with four layers, some of which have a fork's attention."""
     layout = {"tensor": 2, "sequence_parallel": True}
     job = catalogued_job("llama3-8b", "h100-80g", gpus=2, batch=8, parallel=layout, policy="planned")
-    opaque = Opaque.model_validate({**gated_delta_net(4096, 2, **SIZES), "layers": layers})
+    opaque = Opaque.model_validate({"kind": "own_attention", **FIGURES, "layers": layers})
     model = job.model.model_copy(update={"layers": 4, "opaque": (opaque,), **changes})
     return Job.model_validate({**job.model_dump(by_alias=True), "model": model.model_dump()})
 
@@ -34,7 +34,7 @@ def test_what_nobody_looks_into_is_priced_with_a_margin() -> None:
     job = job_of()
     shape, [figures] = LayerShape.of(job), job.model.opaque
     profile = analytic_profile(job)
-    half = profile.opaque["gated_delta_net"]
+    half = profile.opaque["own_attention"]
     inside = MARGIN * figures.kept_bytes * shape.tokens / 2
     assert half.saved_bytes == pytest.approx(2 * shape.input_bytes + inside, abs=1)
     assert half.forward_s > 2 * profile.link_s("all_reduce", shape.gathered_bytes) / 2 > 0
@@ -53,7 +53,7 @@ def test_plans_keep_it_and_recompute_what_is_beside_it(tmp_path: Any) -> None:
     (tmp_path / "plan.yaml").write_text(dump_plan(plan))
     assert load_plan(tmp_path / "plan.yaml") == plan
     assert {name: [str(span) for span in spans] for name, spans in plan.model.opaque_layers.items()} == {
-        "gated_delta_net": ["1", "3-4"]
+        "own_attention": ["1", "3-4"]
     }
     recomputed = {layer: rule.checkpoint or rule.recompute for rule in plan.stages[0].rules for layer in rule.layers}
     assert any(recomputed[layer] for layer in (1, 3, 4))
@@ -64,9 +64,9 @@ def test_plans_keep_it_and_recompute_what_is_beside_it(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("rule", "said"),
     [
-        ({"checkpoint": "layer"}, "needed gated_delta_net kept whole"),
-        ({"checkpoint": "attention"}, "needed gated_delta_net kept whole"),
-        ({"recompute": ["input_layernorm"]}, "found input_layernorm recomputed, needed gated_delta_net kept whole"),
+        ({"checkpoint": "layer"}, "needed own_attention kept whole"),
+        ({"checkpoint": "attention"}, "needed own_attention kept whole"),
+        ({"recompute": ["input_layernorm"]}, "found input_layernorm recomputed, needed own_attention kept whole"),
     ],
 )
 def test_rules_that_look_into_it_are_refused(rule: dict[str, Any], said: str) -> None:
@@ -81,7 +81,7 @@ def test_rules_that_look_into_it_are_refused(rule: dict[str, Any], said: str) ->
 def test_a_sequence_that_is_cut_is_refused() -> None:
     job = job_of()
     cut = job.parallel.model_copy(update={"context": 2})
-    with pytest.raises(ConfigError, match="1 with gated_delta_net"):
+    with pytest.raises(ConfigError, match="1 with own_attention"):
         uniform_plan(job.model_copy(update={"parallel": cut, "gpus": 4}))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_lynx.anatomy import ATTENTION
 from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, Stretch, stretches_in
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.section import Progress
@@ -63,7 +64,7 @@ def test_when_what_an_attention_half_regenerates_is_there(
     portions: list[tuple[str, str | None]], gather: str | None, early: int, ahead: tuple[int, ...]
 ) -> None:
     placement = Placement(Portion(window, 1.0, until=until) for window, until in portions)
-    memory = held_in(HalfMemory(10, 30, 10), "attention", placement, gather, STOPS, sequence_parallel=True)
+    memory = held_in(HalfMemory(10, 30, 10), ATTENTION, placement, gather, STOPS, sequence_parallel=True)
     assert (memory.early, memory.ahead) == (early, ahead)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.loader import load_cluster
+from megatron_lynx.kinds.delta.section import GATED_NORM
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.stock.layer_bytes import layer_bytes
@@ -49,27 +50,26 @@ def held(rank: int, jobs: list[Job], fields: list[dict[str, Any]]) -> list[list[
 
 
 def test_a_gated_norm_that_is_recomputed_frees_what_is_priced() -> None:
-    """A launch with `gdn_norm_out` was refused as if it had no gated delta net. Compiled code recomputes the gate's activation,
-    which this eager one frees as well, beside the norm's statistics."""
+    """A launch with `gdn_norm_out` was refused as if it had no gated delta net."""
     jobs = [job_of(layers) for layers in (2, 4)]
     with pool_with("2.17", 1, core="0.19") as pool:
         few, many = pool.run(held, jobs, [NONE.fields, NORM_OUT.fields])[0]
     shape = LayerShape.of(jobs[0])
     whole, less = (layer_bytes(shape, setting, shape.model.sections(1)) for setting in (NONE, NORM_OUT))
     priced = whole[0].stays - less[0].stays
-    assert priced == less[0].again == 2 * 4 * shape.tokens * SIZES["value_heads"] * SIZES["value_size"]
+    result = 4 * shape.tokens * SIZES["value_heads"] * SIZES["value_size"]
+    assert priced == less[0].again > 2 * result  # the normed result, its product with the gate, and the gate's activation
     freed = ((many[0] - many[1]) - (few[0] - few[1])) / 2
-    states, statistics = 3 * torch.get_rng_state().nbytes, 2 * 4 * shape.tokens * SIZES["value_heads"]
-    assert freed + states == pytest.approx(priced + priced / 2 + statistics, abs=states / 3)
+    states = 3 * torch.get_rng_state().nbytes
+    assert freed + states == pytest.approx(priced, abs=states / 3)
 
 
-def test_its_seconds_are_those_of_the_bytes_that_it_moves() -> None:
+def test_its_seconds_are_those_of_the_gated_norm() -> None:
     job = job_of().model_copy(update={"cluster": load_cluster("h100-80g", "test")})
     shape, profile = LayerShape.of(job), analytic_profile(job)
     kind = shape.model.sections(1)
     again_s = layer_seconds(shape, profile, NORM_OUT, kind)[0].again_s
-    per_byte_s = profile.of(kind[0]).items[kind[0].norm].forward_s / (2 * shape.input_bytes)
-    assert again_s == pytest.approx(5 * 4 * shape.tokens * SIZES["value_heads"] * SIZES["value_size"] * per_byte_s)
+    assert again_s == profile.of(kind[0]).items[GATED_NORM].forward_s > 0
     assert layer_seconds(shape, profile, NONE, kind)[0].again_s == 0
 
 

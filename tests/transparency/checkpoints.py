@@ -74,7 +74,7 @@ def _joined(rules: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for rule in rules:
         alike = {key: said for key, said in rule.items() if key != "layers"}
         if found and rule.get("checkpoint") and alike == {key: said for key, said in found[-1].items() if key != "layers"}:
-            found[-1]["layers"] = f"{str(found[-1]['layers']).partition('-')[0]}-{rule['layers']}"
+            found[-1]["layers"] = f"{str(found[-1]['layers']).partition('-')[0]}-{str(rule['layers']).rpartition('-')[2]}"
         else:
             found.append(rule)
     return found

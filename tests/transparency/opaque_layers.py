@@ -1,33 +1,38 @@
-"""On the ranks of a test: layers whose attention is Megatron's own gated delta net, in its torch code for deterministic
-runs. Of fla, which needs a GPU, it needs a norm alone."""
+"""On the ranks of a test: layers whose attention is Megatron's own gated delta net, with stand-ins for fla's kernels or, in a
+deterministic job, in its own torch code."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
-import torch
-
 from megatron_lynx.config.job import Job
-from megatron_lynx.config.opaque import Opaque, gated_delta_net
+from megatron_lynx.config.opaque import Opaque
 from megatron_lynx.errors import LynxError
+from megatron_lynx.kinds.delta.section import DeltaSizes
 from megatron_lynx.plan.plan import Plan
+from tests.instruments import delta_rule
 from tests.transparency.trials import Outcome, Trial, compare_with_stock
 
 SIZES = {"key_heads": 2, "key_size": 8, "value_heads": 4, "value_size": 8, "convolved": 4}
 
 
-def delta_net_in(layers: list[int | str], *, hidden: int = 32) -> tuple[Opaque, ...]:
+def delta_net_in(layers: list[int | str]) -> tuple[Opaque, ...]:
     """For a job whose layers of these numbers have it."""
-    return (Opaque.model_validate({**gated_delta_net(hidden, 4, **SIZES), "layers": tuple(layers)}),)
+    return (Opaque(kind="gated_delta_net", layers=tuple(layers), delta=DeltaSizes(**SIZES)),)
 
 
-def l2norm(x: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.normalize(x, dim=-1)
+def own_attention_in(layers: list[int | str], hidden: int = 32) -> tuple[Opaque, ...]:
+    """The same as a fork's attention, which plans keep whole."""
+    sizes = DeltaSizes(**SIZES)
+    matrices, convolved = hidden * (sizes.made + sizes.values), sizes.convolved * (2 * sizes.keys + sizes.values)
+    parameters = matrices + convolved + 2 * sizes.value_heads + sizes.value_size
+    return (Opaque(kind="own_attention", layers=tuple(layers), parameters=parameters, kept_bytes=2_000),)
 
 
 @contextmanager
@@ -44,13 +49,13 @@ def delta_nets(job: Job) -> Iterator[None]:
 
     classes = {"gated_delta_net": theirs.GatedDeltaNet, "own_attention": OwnAttention}
     modules = {number: classes.get(each.kind) for each in job.model.opaque for number in each.numbers(job.model.layers)}
-    library = getattr(theirs, "common", theirs)  # a package from 0.19 on
+    libraries = [getattr(theirs, name, theirs) for name in ("common", "gdn")]  # a package from 0.19 on
 
     def block_spec(usual: Any, config: Any, vp_stage: int | None = None) -> Any:
         for name, flag in (("num_key_heads", "key_heads"), ("num_value_heads", "value_heads")):
             setattr(config, f"linear_{name}", SIZES[flag])
         config.linear_key_head_dim, config.linear_value_head_dim = SIZES["key_size"], SIZES["value_size"]
-        config.linear_conv_kernel_dim, config.deterministic_mode = SIZES["convolved"], True
+        config.linear_conv_kernel_dim, config.deterministic_mode = SIZES["convolved"], job.model.deterministic
         block = usual(config, vp_stage)
         first = 1 + get_transformer_layer_offset(config, vp_stage)
         block.layer_specs = [deepcopy(spec) for spec in block.layer_specs]
@@ -65,9 +70,11 @@ def delta_nets(job: Job) -> Iterator[None]:
     with (
         patch.object(tiny_models, "block_spec", partial(block_spec, tiny_models.block_spec)),
         patch.object(tiny_models, "te_block_spec", partial(block_spec, tiny_models.te_block_spec)),
-        patch.object(library, "HAVE_FLA", True),
-        patch.object(library, "l2norm", l2norm, create=True),
+        patch.object(libraries[0], "HAVE_FLA", True),
+        ExitStack() as kernels,
     ):
+        for library, name in product(libraries, ("causal_conv1d", "l2norm", "chunk_gated_delta_rule")):
+            kernels.enter_context(patch.object(library, name, getattr(delta_rule, name), create=True))
         yield
 
 

@@ -16,7 +16,7 @@ from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import long
 from tests.transparency.checkpoints import checkpointed
 from tests.transparency.offloaded import offloading
-from tests.transparency.opaque_layers import compare, delta_net_in, held_and_parameters, refused
+from tests.transparency.opaque_layers import compare, held_and_parameters, own_attention_in, refused
 from tests.transparency.trials import Trial
 
 EXPERTS = {"count": 4, "per_token": 2, "ffn": 32, "shared_ffn": 32, "shared_gate": True, "layers": [2, 4]}
@@ -38,8 +38,8 @@ def pool_of() -> Iterator[Any]:
 
 
 def job_of(layout: str, **model: Any) -> Job:
-    """A delta net, an attention, two delta nets; every second layer has experts whose shared ones have a gate."""
-    fields: dict[str, Any] = {"opaque": delta_net_in([1, "3-4"]), "experts": EXPERTS}
+    """A fork's attention, the usual one, two of the fork's; every second layer has experts whose shared ones have a gate."""
+    fields: dict[str, Any] = {"opaque": own_attention_in([1, "3-4"]), "experts": EXPERTS}
     return tiny_job("llama", **{**fields, **LAYOUTS[layout], **model}, hidden_dropout=0.1)
 
 
@@ -49,7 +49,7 @@ def test_every_bit(pool_of: Any, layout: str) -> None:
     kept, everything = uniform_plan(job, "none"), uniform_plan(job, gather="once")
     halves = checkpointed(checkpointed(kept, "halves", [2]), "mlp", [1, 3, 4])
     candidates = [kept, everything, halves, offloading(uniform_plan(job), 8_000, experts=True)]
-    assert [str(span) for span in kept.model.opaque_layers["gated_delta_net"]] == ["1", "3-4"]
+    assert [str(span) for span in kept.model.opaque_layers["own_attention"]] == ["1", "3-4"]
     for outcomes in pool_of(job.gpus).run(compare, job, candidates, Trial(canaries=True)):
         assert [outcome.differing for outcome in outcomes] == [[]] * len(candidates)
         assert [outcome.planned.frames_left for outcome in outcomes] == [0] * len(candidates)
@@ -68,7 +68,7 @@ def test_a_plan_for_other_layers_is_refused(pool_of: Any) -> None:
     usual = uniform_plan(tiny_job("llama", hidden_dropout=0.1, experts=EXPERTS))
     said = pool_of(1).run(refused, job_of("one rank"), usual)[0]
     assert "plan: model.opaque_layers: layers 1, 3, 4" in said
-    assert "gated_delta_net in this run alone" in said
+    assert "own_attention in this run alone" in said
 
 
 def test_no_hook_is_on_what_nobody_looks_into(pool_of: Any) -> None:

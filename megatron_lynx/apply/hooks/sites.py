@@ -45,7 +45,8 @@ class Place(NamedTuple):
 
     @property
     def module(self) -> Module | None:
-        return self.owner if isinstance(self.owner, Module) else None
+        """The module that is called; other methods of a module run like the code around them."""
+        return self.owner if isinstance(self.owner, Module) and self.method == "forward" else None
 
 
 def places_of(section: Section, layer: Module, *, te: bool = False) -> list[Place]:
@@ -78,7 +79,7 @@ def _owners(item: Item, layer: Module) -> Iterator[Any]:
 def marked_in(section: Section, layer: Module) -> tuple[object, ...]:
     """The sites of a half that are not modules. They pass state from method to method as attributes, their own or those of a
     delegate (a flex dispatcher's manager)."""
-    owners = {id(place.owner): place.owner for place in places_of(section, layer) if place.module is None}
+    owners = {id(place.owner): place.owner for place in places_of(section, layer) if not isinstance(place.owner, Module)}
     inner = (
         held
         for owner in owners.values()

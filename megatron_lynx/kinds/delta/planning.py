@@ -1,0 +1,156 @@
+"""Planning of a gated delta net.
+
+Widths on one rank: k keys, v values, m output of the first linear (`DeltaSizes`), r keys repeated for a value heads of k', v'.
+C = 64 tokens are a chunk of the delta rule. Columns of what backward reads, by the item that makes it:
+
+    delta_in_proj       m               read by the convolution, which saves a view of it
+    delta_convolution   2k, 2r, v, v    normed queries and keys, the same repeated, values, gate; per head norms, decay and step
+    delta_rule          C a, v          solved scores of a chunk; result. States of chunks are recomputed in backward
+    delta_norm          v, v            normed result; its product with the gate, input of the last linear
+
+Delta rule per token and head, forward: FLOPs of keys with keys and queries 4Ck', of scores with keys and values 2Ck' + 4Cv', of
+states 6k'v'; it moves 7k' + 6v' columns, scores in fp32 and after, and states k'v'/C twice. Backward repeats keys, values and
+states (2Ck' + 2Cv' + 4k'v' FLOPs), and moves 21k' + 15v' columns and four times the states.
+
+Sources: `GatedDeltaNet.forward` of megatron-core 0.18 and 0.19; `ChunkGatedDeltaRuleFunction`, `L2NormFunction` and
+`causal_conv1d` of flash-linear-attention. In deterministic mode Megatron runs the rule in eager operators, which save more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.config.model import Model
+from megatron_lynx.config.parallel import Parallel
+from megatron_lynx.errors import Problem
+from megatron_lynx.kinds.delta.section import CONVOLUTION, DELTA_NET, GATED_NORM, IN_PROJ, OUT_PROJ, RULE, DeltaSizes
+from megatron_lynx.kinds.face import HalfParameters, Linear, Planning, Step
+from megatron_lynx.kinds.saved import column_parallel, dropout_tensor, norm_tensors, rms_products, row_parallel
+from megatron_lynx.kinds.section import Item
+from megatron_lynx.profiler.profile import SavedTensor, own_tensors
+from megatron_lynx.profiler.roofline import Kernels, Passes, Roofline
+from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape, saved_bytes
+
+CHUNK = 64
+"""Tokens per chunk of the gated delta rule."""
+
+
+class DeltaNet(Planning):
+    def linears(self, shape: LayerShape) -> Mapping[str, Linear]:
+        sizes, hidden, tensor = sizes_of(shape.model), shape.model.hidden, shape.parallel.tensor
+        return {
+            IN_PROJ: Linear(shape.tokens, hidden, sizes.made // tensor),
+            OUT_PROJ: Linear(shape.tokens, sizes.values // tensor, hidden),
+        }
+
+    def kernels(self, shape: LayerShape, item: Item) -> Kernels:
+        """Bytes of the convolution, of the copies and norms after it, and of the gated norm."""
+        sizes, one = sizes_of(shape.model), _column_bytes(shape)
+        keys, values, convolved = one * sizes.keys, one * sizes.values, one * (2 * sizes.keys + sizes.values)
+        if item.name == GATED_NORM:
+            return Kernels((2 * values, 3 * values), (5 * values, 3 * values))
+        repeated = 2 * keys + 2 * one * sizes.repeated
+        forward = (2 * convolved, 4 * keys, 4 * keys, repeated, 2 * values, 2 * values)
+        return Kernels(forward, (repeated, 6 * keys, 2 * convolved, 5 * convolved, 2 * one * sizes.made))
+
+    def output_bytes(self, shape: LayerShape, item: Item) -> int:
+        return _column_bytes(shape) * sizes_of(shape.model).values if item.role == "kernel" else super().output_bytes(shape, item)
+
+    def seconds(self, shape: LayerShape, item: Item, roof: Roofline) -> Passes:
+        if item.name != RULE:
+            return super().seconds(shape, item, roof)
+        sizes, heads = sizes_of(shape.model), shape.tokens * sizes_of(shape.model).value_heads / shape.parallel.tensor
+        key, value, element = sizes.key_size, sizes.value_size, shape.model.element_bytes
+        states, scores = key * value / CHUNK, CHUNK * (2 * element + 2 * FP32_BYTES)
+        flops, again = rule_flops(sizes), 2 * CHUNK * (key + value) + 4 * key * value
+        moved = element * (7 * key + 6 * value + 2 * states) + scores
+        moved_back = element * (21 * key + 15 * value + 4 * states + 2 * CHUNK)
+        return Passes(roof.seconds(heads * flops, heads * moved), roof.seconds(heads * (2 * flops + again), heads * moved_back))
+
+    def saved(self, shape: LayerShape) -> Iterator[SavedTensor]:
+        model, sizes, one, recipe = shape.model, sizes_of(shape.model), _column_bytes(shape), shape.model.fp8_recipe
+        values, heads = one * sizes.values, shape.tokens * sizes.value_heads // shape.parallel.tensor
+        yield from norm_tensors(shape, self.section, (IN_PROJ,))
+        yield SavedTensor(bytes=one * sizes.made, made_by=IN_PROJ, saved_by=(CONVOLUTION,), output=True)
+        norms = FP32_BYTES * 2 * shape.tokens * sizes.key_heads // shape.parallel.tensor
+        of_heads = model.element_bytes * sizes.value_heads // shape.parallel.tensor
+        decay = [*[FP32_BYTES * heads] * 2, of_heads, of_heads] if shape.eager else [model.element_bytes * heads]
+        yield from own_tensors(CONVOLUTION, 2 * one * sizes.keys, norms, *decay)
+        yield SavedTensor(bytes=model.element_bytes * heads, made_by=CONVOLUTION, saved_by=(CONVOLUTION, RULE))  # step
+        for size in (one * sizes.repeated, one * sizes.repeated, values):
+            yield SavedTensor(bytes=size, made_by=CONVOLUTION, saved_by=(RULE,))
+        yield SavedTensor(bytes=values, made_by=CONVOLUTION, saved_by=(GATED_NORM,))  # gate
+        yield from own_tensors(RULE, FP32_BYTES * heads, model.element_bytes * heads * CHUNK)
+        yield SavedTensor(bytes=values, made_by=RULE, saved_by=(GATED_NORM,), output=True)
+        yield from own_tensors(GATED_NORM, *_gated_norm(shape, values, heads))
+        reader = (OUT_PROJ,) if recipe is None else ()
+        yield SavedTensor(bytes=values, made_by=GATED_NORM, saved_by=reader, output=shape.micro == 1)  # else copied into order
+        if recipe is not None:
+            yield from own_tensors(OUT_PROJ, saved_bytes(recipe, shape.tokens, sizes.values // shape.parallel.tensor))
+        yield dropout_tensor(shape, self.section)
+
+    def parameters(self, model: Model, layout: Parallel) -> HalfParameters:
+        """The convolution, decay and step have weights of their own; no linear has a bias."""
+        sizes = sizes_of(model)
+        matrices, convolved = model.hidden * (sizes.made + sizes.values), sizes.convolved * (2 * sizes.keys + sizes.values)
+        return HalfParameters(
+            cut=matrices + convolved + 2 * sizes.value_heads,
+            passed=matrices + convolved + sizes.value_heads * rule_flops(sizes) // 2,
+            vectors=model.norm_parameters() + model.norm_parameters(sizes.value_size),
+            weights=5,
+            biased=0,
+            norms=2,
+            largest=model.hidden * sizes.made,
+        )
+
+    def backward(self, shape: LayerShape) -> Iterator[Step]:
+        """The rule's own gradients are counted as if none was freed before its end."""
+        sizes, one = sizes_of(shape.model), _column_bytes(shape)
+        keys, repeated, values, made = (one * columns for columns in (sizes.keys, sizes.repeated, sizes.values, sizes.made))
+        yield from row_parallel(shape, self.section, values)
+        within = 4 * values * FP32_BYTES // shape.model.element_bytes if shape.eager else 0
+        yield Step(GATED_NORM, 3 * values + within, 2 * values + within)
+        inside = 5 * (repeated + values) + 2 * one * sizes.repeated * sizes.value_size // CHUNK
+        yield Step(RULE, inside, inside - 2 * repeated)
+        between = 8 * keys + 2 * values
+        yield Step(CONVOLUTION, between + made, between + 2 * repeated + 2 * values)
+        yield from column_parallel(shape, self.section, made)
+
+    def refusals(self, job: Job) -> Iterator[Problem]:
+        if job.parallel.context > 1:
+            needed = f"1 with {self.section.name}: it exchanges heads for tokens, which is not counted"
+            yield Problem("job: parallel.context", str(job.parallel.context), needed, "the job can be estimated")
+        heads = sizes_of(job.model).key_heads, sizes_of(job.model).value_heads
+        if any(count % job.parallel.tensor for count in heads):
+            needed = f"multiples of parallel.tensor ({job.parallel.tensor}): ranks share the heads"
+            yield Problem("job: model.opaque: delta", "key_heads and value_heads {} and {}".format(*heads), needed)
+
+
+def sizes_of(model: Model) -> DeltaSizes:
+    sizes = model.opaque_in(DELTA_NET).delta
+    assert sizes is not None, "a gated delta net has them"
+    return sizes
+
+
+def rule_flops(sizes: DeltaSizes) -> int:
+    """Return the FLOPs of a forward per token and head."""
+    key, value = sizes.key_size, sizes.value_size
+    return 6 * CHUNK * key + 4 * CHUNK * value + 6 * key * value
+
+
+def _column_bytes(shape: LayerShape) -> int:
+    """Bytes of one of the columns that tensor-parallel ranks share, on one of them."""
+    return shape.tokens * shape.model.element_bytes // shape.parallel.tensor
+
+
+def _gated_norm(shape: LayerShape, values: int, heads: int) -> list[int]:
+    """Bytes that the norm and the product with the gate save besides arguments: compiled code recomputes its activation."""
+    model, layernorm = shape.model, shape.model.norm == "layernorm"
+    one = FP32_BYTES if model.uses_te or (shape.eager and not layernorm) else model.element_bytes
+    saved = [heads * one] * (1 + layernorm) + [values]
+    if not shape.eager:
+        return saved
+    exact = values // model.element_bytes * FP32_BYTES
+    products = rms_products(shape, values) if not (layernorm or model.uses_te) else []
+    return [*saved, *products, *[exact] * (1 if model.element_bytes == FP32_BYTES else 2)]

@@ -1,0 +1,73 @@
+"""Section of a gated delta net (Qwen3-Next's linear attention, `--experimental-attention-variant gated_delta_net`).
+
+    input_layernorm ─> delta_in_proj ─(delta_convolution)─> delta_rule ─> delta_norm ─> delta_out_proj ─> attention_bda
+                                              └────────────── gate ──────────┘
+
+`delta_convolution` is the code between two sites: the convolution with its activation, the norm of queries and keys, their
+repetition for each value head, decay and step. `delta_rule` is the scan, an attribute of the module since 0.18;
+`delta_norm` is the norm of its result and the product with the gate (`GatedDeltaNet._apply_gated_norm`).
+
+Its tensor-parallel collectives are those of the usual attention.
+
+    delta: {key_heads: 16, key_size: 128, value_heads: 32, value_size: 128, convolved: 4}          Qwen3-Next 80B
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from megatron_lynx.kinds.dense.section import ATTENTION, COLLECTIVES
+from megatron_lynx.kinds.section import Item, Section
+from megatron_lynx.validation import Part
+
+DELTA_NET = Section(
+    "gated_delta_net",
+    ATTENTION.half,
+    ATTENTION.method,
+    (
+        ATTENTION.items[0],
+        Item("delta_in_proj", "column_parallel", path="self_attention.in_proj"),
+        Item("delta_convolution", "code"),
+        Item("delta_rule", "kernel", path="self_attention", methods=("gated_delta_rule",)),
+        Item("delta_norm", "kernel", path="self_attention", methods=("_apply_gated_norm",)),
+        Item("delta_out_proj", "row_parallel", path="self_attention.out_proj"),
+        ATTENTION.items[-1],
+    ),
+    COLLECTIVES,
+    profiled="gated_delta_net",
+)
+IN_PROJ, CONVOLUTION, RULE, GATED_NORM, OUT_PROJ = DELTA_NET.names[1:-1]
+
+
+class DeltaSizes(Part):
+    """Sizes of a gated delta net, over all tensor-parallel ranks. Each field names its flag."""
+
+    key_heads: int = Field(ge=1)
+    """`--linear-num-key-heads`."""
+    key_size: int = Field(ge=1)
+    """`--linear-key-head-dim`."""
+    value_heads: int = Field(ge=1)
+    """`--linear-num-value-heads`: queries and keys are repeated if there are more of them than key heads."""
+    value_size: int = Field(ge=1)
+    """`--linear-value-head-dim`."""
+    convolved: int = Field(ge=1)
+    """Width of the convolution in tokens (`--linear-conv-kernel-dim`)."""
+
+    @property
+    def keys(self) -> int:
+        """Columns of all keys, and of all queries."""
+        return self.key_heads * self.key_size
+
+    @property
+    def repeated(self) -> int:
+        """Columns of keys after they are repeated for each value head."""
+        return self.value_heads * self.key_size
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_size
+
+    @property
+    def made(self) -> int:
+        """Output columns of the first linear: queries, keys, values, gate, step and decay."""
+        return 2 * (self.keys + self.values + self.value_heads)
