@@ -12,6 +12,7 @@ import json
 import os
 import shlex
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +47,12 @@ def asked(*words: object) -> Any:
     result = lynx(*words)
     assert "Usage:" not in result.output, result.output
     return json.loads(result.stdout) if result.stdout.startswith("{") else None
+
+
+@lru_cache(maxsize=1)
+def advice(*words: object) -> Any:
+    """`advise`, once for the plan and for the launch."""
+    return asked("advise", "--json", *words)
 
 
 def island(page: Path) -> Any:
@@ -90,7 +97,7 @@ def of_the_plan(subject: Sequence[str], folder: Path) -> Iterator[Figure]:
     ours = next(row for row in beside["rows"] if row["ours"])
     yield Figure("compare --simulate", ours["step_s"], ours["device_bytes"])
     if "--inexact" not in options:
-        advised = asked("advise", "--json", *options, *launch)
+        advised = advice(*options, *launch)
         yield Figure("advise", advised["plan"]["step_s"], advised["plan"]["memory_bytes"])
 
 
@@ -110,7 +117,7 @@ def of_today(subject: Sequence[str], folder: Path) -> Iterator[Figure]:
     """The figures of a launch as it is written, where it is priced."""
     given, launch = options_of(subject)
     options = shared(given)
-    estimated, advised = asked("estimate", "--json", *options, *launch), asked("advise", "--json", *options, *launch)
+    estimated, advised = asked("estimate", "--json", *options, *launch), advice(*options, *launch)
     if estimated is None or advised is None or "launch" not in estimated or advised["launch"]["step_s"] is None:
         return
     known = advised["launch"].keys().isdisjoint(("step_at_best_s", "step_most_s"))  # else it is a range
@@ -178,6 +185,28 @@ def test_a_launch_has_one_figure_in_all_commands(name: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("name", ["llama3_8b", "gpt_13b", "llama3_70b"])
 def test_a_ready_launch_has_one_figure_in_all_commands(name: str, tmp_path: Path) -> None:
     assert walk(["--cluster", "h100-80g", "--", *launch_words(name, "h100-80g", "none")], tmp_path)
+
+
+@pytest.mark.slow
+def test_neighbours_have_the_figures_of_their_launch_lines(tmp_path: Path) -> None:
+    """Stock's step was that of equal stages, under flags that place layers as the plan does; chunks stayed in the launch."""
+    options, launch = ["--cluster", "h100-80g"], shlex.split(f"{CHUNKS} --vocab-size 256000 --num-layers 32")
+    neighbours = asked("advise", "--json", *options, "--", *launch)["neighbours"]
+    assert any(near["layout"] != near["stock_layout"] for near in neighbours)
+    for near in neighbours:
+        changed, deleted = near["stock_layout"]["add"], near["stock_layout"]["delete"]
+        of_stock = [*options, "--", *without(launch, deleted), *shlex.split(" ".join(changed))]
+        of_plan = [*options, "--offload-ratio", near["plan"]["offload_ratio"], "--", *shlex.split(near["launch"])]
+        for what, line in (("stock", of_stock), ("plan", of_plan)):
+            own = asked("plan", "-o", tmp_path / "plan.yaml", "--json", *line)[what]
+            figures = [Figure(by, each["step_s"], each["memory_bytes"]) for by, each in (("advise", near[what]), ("plan", own))]
+            assert differing(figures) == []
+
+
+def without(words: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """The words without flags that take a value."""
+    lost = {at for at, word in enumerate(words) if word in flags}
+    return [word for at, word in enumerate(words) if at not in lost and at - 1 not in lost]
 
 
 def launch_files() -> list[Path]:

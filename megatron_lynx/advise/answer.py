@@ -22,7 +22,7 @@ from math import inf
 from megatron_lynx.advise import flags
 from megatron_lynx.advise.beside import Call, beside
 from megatron_lynx.advise.flags import Edit
-from megatron_lynx.advise.neighbours import Neighbour, neighbours
+from megatron_lynx.advise.neighbours import Neighbour, may_offload, neighbours
 from megatron_lynx.advise.today import Launch, Row, Stock, launch_today, or_launch, row_of, stocks_best
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.host_optimizer import OnHost
@@ -52,9 +52,6 @@ CHUNK_MIB = 256
 WORTH = 0.01
 """Relative gain from which more changes, or more memory, are recommended: simulated ratios of settings were within 3 % on one
 H100."""
-
-WORTH_COPIES = 0.02
-"""Relative gain from which copies to the host are recommended."""
 
 
 @dataclass(frozen=True)
@@ -144,11 +141,15 @@ class Answer:
         edit = flags.of_variant(self.job, self.planned.job, self.reading)
         return edit.flags, flags.names_lost(self.job, self.planned.job)
 
-    def changed(self, neighbour: Neighbour) -> str:
-        """Launch flags that a neighbour's layout changes."""
-        placed = neighbour.places
-        layout = Edit(added=flags.changes(self.job, neighbour.job, placed, self.reading))
-        return " ".join(layout.flags) if self.reading is None else self.reading.said(layout.flags)
+    def layout(self, neighbour: Neighbour, *, stock: bool = False) -> Edit:
+        """Launch flags that a neighbour's layout changes, under its plan or with stock."""
+        return flags.of_layout(self.job, neighbour.job, neighbour.places(stock=stock), self.reading)
+
+    def changed(self, neighbour: Neighbour, *, stock: bool = False) -> str:
+        """`layout` in words."""
+        layout = self.layout(neighbour, stock=stock)
+        added = " ".join(layout.flags) if self.reading is None else self.reading.said(layout.flags)
+        return f"{added} without {' '.join(layout.deleted)}".strip() if layout.deleted else added
 
     def neighbours_edit(self, neighbour: Neighbour, *, stock: bool) -> Edit:
         """Changes besides the layout."""
@@ -187,7 +188,7 @@ def answered(
     near = near and not refused
     calls: list[Call] = [partial(stocks_best, job, costs, release)]
     if near and job.cluster.matmul is not None:
-        calls.append(partial(neighbours, job, release))
+        calls.append(partial(neighbours, job, release, copies=copies))
     with _called(job, calls) as result:
         answer = _in_layout(job, costs, reading, refused, release, result, copies=copies)
         if answer.refused:
@@ -219,7 +220,7 @@ def _in_layout(
     stock = or_launch(stocks_best(), launch, reading, job.memory_budget_bytes)
     if refused:
         return Answer(job, reading, launch, stock, refused=tuple(refused))
-    may_copy = copies and job.offload_ratio == 0 and job.cluster.pcie is not None
+    may_copy = copies and may_offload(job)
     asked_copies = may_copy or job.offload_ratio != 0 or job.cluster.pcie is None
     answer = Answer(job, reading, launch, stock, asked_copies=asked_copies)
     best = variants.fastest(answer.rival_s)
@@ -230,7 +231,7 @@ def _in_layout(
             return replace(answer, error=error, refused=error.problems)
     answer = replace(answer, without_copies=best, in_todays_bytes=_within_today(variants, launch, best))
     if may_copy:
-        answer = replace(answer, copies=_with_copies(answer, variants))
+        answer = replace(answer, copies=variants.fastest_with_copies(best, answer.rival_s))
     if answer.planned is None:
         return replace(answer, error=_why_none(job, costs), would_fit=tuple(would_fit(job, costs, reading)))
     made = answer.planned
@@ -254,18 +255,6 @@ def _within_today(variants: Variants, launch: Launch, plan: Planned | None) -> P
         return None
     budget = {"memory_gib": launch.row.memory_bytes / GIB, "activation_mib": None}
     return variants.fastest(budget=variants.job.budget.model_copy(update=budget))
-
-
-def _with_copies(answer: Answer, variants: Variants) -> Planned | None:
-    """The plan that offloads activations, if it is worth a row."""
-    without, below_s = answer.without_copies, inf
-    if without is not None:
-        beaten = answer.stock is not None and answer.stock.row.expected_s < without.step.expected_s
-        below_s = (1 - (0.0 if beaten else WORTH_COPIES)) * without.step.expected_s
-        if not without.recomputes or not variants.may_take(below_s):  # copies gain no more than endless memory
-            return None
-    planned = variants.fastest(answer.rival_s, offload_ratio="auto")
-    return None if planned is None or planned.step.expected_s >= below_s else planned
 
 
 TIMES_AS_MANY = (2, 4, 8)

@@ -105,19 +105,33 @@ def changes(before: Job, after: Job, made: Plan, reading: Reading | None = None)
     return (*flags, *(_placing(made, reading) if _places(before, after) else ()))
 
 
+def of_layout(before: Job, after: Job, made: Plan, reading: Reading | None) -> Edit:
+    """Change from a launch to another layout. `made`: as in `changes`."""
+    added = changes(before, after, made, reading)
+    if reading is None:
+        return Edit(added=added)
+    placing = _replaced(before, after, made, reading)
+    origins = dict.fromkeys(reading.given.origin(name) for name in placing if name in reading.given.values)
+    return Edit(tuple(flag for flag in origins if flag not in dict(added)), added)
+
+
 def command(reading: Reading, before: Job, after: Job, made: Plan, plan: str) -> str:
     """The launch line with another layout, or other flags, under its plan."""
     switched = of_variant(before, after, reading)
     setting = dict(changes(before, after, made, reading)) | dict(switched.added)
     if "global_batch_size" not in reading.given.values and "step_batch_size_schedule" not in reading.given.values:
         setting["--global-batch-size"] = (str(after.batch.global_),)
-    counted = () if _counts_ends(made, reading) else COUNTED
-    without = (*PLACING, *counted) if _places(before, after) else ()
-    without = (*without, *names_lost(before, after))
+    without = (*_replaced(before, after, made, reading), *names_lost(before, after))
     reading = reading.with_graphs_of(made.model.captured)
     if reading.container is not None:
         return reading.under_plan(plan, [shlex.join([flag, *values]) for flag, values in setting.items()], without=without)
     return reading.changed(setting, without).under_plan(plan, [])
+
+
+def _replaced(before: Job, after: Job, made: Plan, reading: Reading) -> tuple[str, ...]:
+    """Megatron's arguments that place layers, where the layout places them again."""
+    counted = () if _counts_ends(made, reading) else COUNTED
+    return (*PLACING, *counted) if _places(before, after) else ()
 
 
 def _places(before: Job, after: Job) -> bool:

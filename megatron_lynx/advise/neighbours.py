@@ -49,10 +49,9 @@ class Neighbour:
     def fastest(self) -> Row:
         return min(self.rows, key=lambda row: row.expected_s)
 
-    @property
-    def places(self) -> Plan:
-        """A plan that places the layers."""
-        return uniform_plan(as_stock(self.job)) if self.planned is None else self.planned.draft.plan
+    def places(self, *, stock: bool) -> Plan:
+        """A plan that places the layers: evenly for stock, which is priced so."""
+        return uniform_plan(as_stock(self.job)) if stock or self.planned is None else self.planned.draft.plan
 
 
 @dataclass(frozen=True)
@@ -81,21 +80,31 @@ class Near(Space):
 
 
 @no_collections()
-def neighbours(job: Job, release: str | None) -> list[Neighbour]:
+def neighbours(job: Job, release: str | None, *, copies: bool = False) -> list[Neighbour]:
     """Return the fastest few that fit, best first. `job`: with the policy `planned`, on a described cluster. `release`: as in
-    `Variants`."""
+    `Variants`. `copies`: as in `answered`."""
     candidates = BestFirst(Near(job, job.gpus), ("planned",), MOST, offload=job.offload_ratio != 0).run()
-    near = [_answered(job, candidate.job, release) for candidate in candidates]
+    near = [_answered(job, candidate.job, release, copies=copies) for candidate in candidates]
     return sorted((neighbour for neighbour in near if neighbour.rows), key=lambda neighbour: neighbour.fastest.expected_s)
 
 
-def _answered(asked_job: Job, near_job: Job, release: str | None) -> Neighbour:
-    """Plan a layout as `plan` does; find stock's best in it."""
+def may_offload(job: Job) -> bool:
+    """Whether a plan may offload activations although the job does not."""
+    return job.offload_ratio == 0 and job.cluster.pcie is not None
+
+
+def _answered(asked_job: Job, near_job: Job, release: str | None, *, copies: bool) -> Neighbour:
+    """Plan a layout; find stock's best in it. Copies to the host, which take long to plan, are tried only if stock's best is
+    faster than the plan, or no plan fits without."""
     job = near_job.model_copy(update={"policy": "planned", "offload_ratio": asked_job.offload_ratio, "budget": asked_job.budget})
     costs = analytic_profile(job)
     stock = stocks_best(job, costs, release)
     rival_s = None if stock is None else stock.row.expected_s
-    return Neighbour(job, stock, Variants(job, costs, release).fastest(rival_s))
+    variants = Variants(job, costs, release)
+    planned = variants.fastest(rival_s)
+    if copies and may_offload(job) and (planned is None or (rival_s is not None and rival_s < planned.step.expected_s)):
+        planned = variants.fastest_with_copies(planned, rival_s) or planned
+    return Neighbour(job, stock, planned)
 
 
 def _layouts(job: Job) -> Iterator[dict[str, Any]]:

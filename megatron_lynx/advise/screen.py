@@ -12,7 +12,7 @@ from rich.text import Text
 
 from megatron_lynx.advise.answer import Answer
 from megatron_lynx.advise.flags import Edit
-from megatron_lynx.advise.neighbours import Neighbour
+from megatron_lynx.advise.neighbours import Neighbour, may_offload
 from megatron_lynx.advise.today import Row, Stock, row_of
 from megatron_lynx.advise.verdict import verdict
 from megatron_lynx.cost.budget import if_it_runs
@@ -54,7 +54,7 @@ def _rows(answer: Answer) -> Table:
     elif not answer.stock.launch:
         _add(table, answer, "stock", f"best that fits: {answer.stock.setting.name}", answer.stock.row)
     for name, planned in _plans(answer):
-        _add(table, answer, "plan", name, row_of(planned))
+        _add(table, answer, "plan", name + _beside(answer, planned), row_of(planned))
     if answer.none_in_todays_bytes:
         table.add_row("plan", "within what the launch holds today: none fits", "-", "-", "-")
     return table
@@ -64,19 +64,20 @@ def _plans(answer: Answer) -> Iterator[tuple[str, Planned]]:
     """Yield plans to show: the recommended one, and those within other bounds."""
     within = "within what the launch holds today"
     if answer.without_copies is not None and answer.planned is not answer.in_todays_bytes:
-        yield _budget(answer) + _beside(answer, answer.without_copies), answer.without_copies
+        yield _budget(answer), answer.without_copies
     if answer.copies is not None:
-        yield f"{_budget(answer)}, copies to the host{_beside(answer, answer.copies)}", answer.copies
+        yield _budget(answer), answer.copies
     if answer.in_todays_bytes is not None:
-        yield within + _beside(answer, answer.in_todays_bytes), answer.in_todays_bytes
+        yield within, answer.in_todays_bytes
 
 
 def _beside(answer: Answer, planned: Planned) -> str:
-    """Flags of a plan that differ from the launch's."""
+    """Copies to the host and flags of a plan, if they differ from the launch's."""
     was, now = ((job.model.moe_overlapped, job.userbuffers) for job in (answer.job, planned.job))
     names = ("exchanges overlapped", "userbuffers")
     said = [f"{'' if after else 'no '}{name}" for name, before, after in zip(names, was, now, strict=True) if before != after]
-    return "".join(f", {change}" for change in said)
+    copies = ["copies to the host"] if planned.job.offload_ratio != answer.job.offload_ratio else []
+    return "".join(f", {change}" for change in (*copies, *said))
 
 
 def _budget(answer: Answer) -> str:
@@ -107,7 +108,8 @@ def _near(answer: Answer) -> Iterator[RenderableType]:
         if near.planned is not None:
             _add(table, answer, next(names), f"{answer.changed(near)}: plan{_beside(answer, near.planned)}", row_of(near.planned))
         if near.stock is not None:
-            whose = f"{answer.changed(near)}: " if near.planned is None else ""
+            layout = answer.changed(near, stock=True)
+            whose = "" if near.planned is not None and layout == answer.changed(near) else f"{layout}: "
             _add(table, answer, next(names), f"{whose}stock {near.stock.setting.name}", near.stock.row)
     yield table
 
@@ -133,9 +135,15 @@ def _notes(answer: Answer, *, reasons: bool) -> Iterator[str]:
     yield from _rotary(answer)
     if not answer.asked_copies and answer.planned is not None and answer.planned.recomputes:
         yield "nothing goes to the host: --offload-ratio auto lets the plan send out what pays"
+    if answer.asked_copies and may_offload(answer.job) and any(_keeps_copies_open(near) for near in answer.near):
+        yield "layouts one step away: `plan` also tries copies to the host, which may take less"
     if launch.flags and answer.planned is not None and verdict(answer).run != "plan":
         yield f"left out of the launch under a plan: {' '.join(launch.flags)}"
     yield f"simulated from the figures of {answer.job.cluster.name}; a step includes the optimizer's update"
+
+
+def _keeps_copies_open(near: Neighbour) -> bool:
+    return near.planned is not None and near.planned.recomputes and near.planned.job.offload_ratio == 0
 
 
 def _why_none(answer: Answer) -> Iterator[str]:
@@ -173,24 +181,33 @@ def as_json(answer: Answer) -> dict[str, Any]:
 def _stock_as_json(stock: Stock, edit: Edit) -> dict[str, Any]:
     """`flags`: of the setting; `change`: flags that the launch loses and gets."""
     upper_end = {"step_most_s": stock.row.step.most_s}
-    return {"setting": stock.setting.name, "flags": list(stock.setting.flags), **_change(edit), **stock.row.as_json, **upper_end}
+    return {
+        "setting": stock.setting.name,
+        "flags": list(stock.setting.flags),
+        "change": _change(edit),
+        **stock.row.as_json,
+        **upper_end,
+    }
 
 
 def _plan_as_json(planned: Planned, edit: Edit) -> dict[str, Any]:
-    return {**row_of(planned).as_json, "flags": edit.flags, **_change(edit), "offload_ratio": planned.job.offload_ratio}
+    return {**row_of(planned).as_json, "flags": edit.flags, "change": _change(edit), "offload_ratio": planned.job.offload_ratio}
 
 
 def _change(edit: Edit) -> dict[str, Any]:
-    return {"change": {"delete": list(edit.deleted), "add": edit.flags}}
+    return {"delete": list(edit.deleted), "add": edit.flags}
 
 
 def _near_as_json(answer: Answer, near: Neighbour) -> dict[str, Any]:
-    """`flags`: of the layout. Seconds and bytes outside `stock` and `plan` are of the faster of the two."""
+    """`layout`: under the plan; `stock_layout`: with stock, which places layers evenly. Seconds and bytes outside `stock` and
+    `plan` are of the faster of the two."""
     stock, planned = near.stock, near.planned
     edits = {whose: answer.neighbours_edit(near, stock=whose == "stock") for whose in ("stock", "plan")}
     return {
         **near.fastest.as_json,
         "flags": answer.changed(near),
+        "layout": _change(answer.layout(near)),
+        "stock_layout": _change(answer.layout(near, stock=True)),
         "launch": answer.command(near),
         "stock": None if stock is None else _stock_as_json(stock, edits["stock"]),
         "plan": None if planned is None else _plan_as_json(planned, edits["plan"]),

@@ -165,7 +165,9 @@ def _layout_words(answer: Answer, choice: Choice) -> str:
     assert near is not None, "the choice is a neighbour"
     edit = answer.neighbours_edit(near, stock=choice.stock).in_words(answer.reading)
     whose = "with stock's flags" if choice.stock else "under a plan"
-    return _with(f"Take another layout, {answer.changed(near)}, {whose}", edit)
+    if not choice.stock and near.planned is not None and near.planned.job.offload_ratio != answer.job.offload_ratio:
+        whose += " with copies to the host"
+    return _with(f"Take another layout, {answer.changed(near, stock=choice.stock)}, {whose}", edit)
 
 
 def _stock_words(answer: Answer) -> str:

@@ -110,7 +110,11 @@ class OfNeighbour(Step):
     """A layout one step away, with the figures of the faster of `stock` and `plan`."""
 
     flags: str
-    """The layout's flags."""
+    """`layout` in words."""
+    layout: Change
+    """Under the plan."""
+    stock_layout: Change
+    """With stock, which places layers evenly."""
     launch: str | None
     """The launch line under its plan."""
     stock: OfStock | None

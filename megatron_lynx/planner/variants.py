@@ -31,6 +31,9 @@ from megatron_lynx.stock.setting import StockSetting
 EQUAL = 1e-3
 """Relative gain below which no flag is changed."""
 
+WORTH_COPIES = 0.02
+"""Relative gain from which copies to the host are recommended."""
+
 OVERLAPPED = (StockSetting(overlap=True), StockSetting(overlap=True, delayed=True))
 
 
@@ -125,6 +128,18 @@ class Variants:
     def may_take(self, seconds: float) -> bool:
         """Whether a plan may have a shorter step than this, however much memory there is."""
         return any(self._bound(place).expected_s < seconds for place in self._places)
+
+    def fastest_with_copies(self, without: Planned | None, rival_s: float | None = None) -> Planned | None:
+        """Return the fastest plan that offloads activations if it gains `WORTH_COPIES` over the fastest `without`, or anything
+        over one that stock's best beats, or if none fits `without`. Returns None otherwise."""
+        below_s = inf
+        if without is not None:
+            beaten = rival_s is not None and rival_s < without.step.expected_s
+            below_s = (1 - (0.0 if beaten else WORTH_COPIES)) * without.step.expected_s
+            if not without.recomputes or not self.may_take(below_s):  # copies gain no more than endless memory
+                return None
+        offloading = self.fastest(rival_s, offload_ratio="auto")
+        return None if offloading is None or offloading.step.expected_s >= below_s else offloading
 
     @property
     def _places(self) -> range:

@@ -38,6 +38,16 @@ def test_a_launch(flags: str, cluster: str) -> None:
     assert not_slower(shlex.split(f"{LAUNCH} {flags}"), cluster)
 
 
+def test_layouts_one_step_away() -> None:
+    """Stock's best offloads there, and the plan did not."""
+    asked = asked_launch(shlex.split(f"{LAUNCH} {EXPERTS} --moe-token-dispatcher-type alltoall"), "h100-80g")
+    found = answered(asked.job, analytic_profile(asked.job), asked.reading, copies=True)
+    pairs = [(near.planned, near.stock) for near in found.near if near.planned is not None and near.stock is not None]
+    assert any(stock.setting.offload for _, stock in pairs)
+    for plan, stock in pairs:
+        assert plan.step.expected_s <= (1 + SLOWER_AT_MOST) * stock.row.expected_s, stock.setting.name
+
+
 @pytest.mark.parametrize("name", ["llama3_8b", "llama3_70b"])
 def test_a_ready_launch(name: str) -> None:
     assert not_slower(launch_words(name, "h100-80g", "none"), "h100-80g")
