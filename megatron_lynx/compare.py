@@ -1,4 +1,4 @@
-"""Reports a comparison on the terminal, in Markdown and in JSON, with a verdict and notes on the measurement.
+"""Reports a comparison on the terminal and in JSON, with a verdict and notes on the measurement.
 
 setting          step_s  ratio  resident bytes  peak bytes
 stock none        1.00   1.00      100             120          the reference
@@ -9,18 +9,14 @@ ours              1.01   1.01       18              45          ┘ (here full: 
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
 
-from megatron_lynx.measure.measurement import Measurement, Setting, save_measurement
+from megatron_lynx.measure.measurement import Measurement, Setting
 from megatron_lynx.tables import WrappedTable
 from megatron_lynx.units import format_bytes, format_seconds, speed_in_words
-from megatron_lynx.whole_file import write_whole
 
 Bytes = Literal["resident_bytes", "peak_bytes"]
 
@@ -100,31 +96,6 @@ def print_report(measurement: Measurement, console: Console) -> None:
         console.print(f"  {note}", style="dim", highlight=False)
 
 
-def markdown(measurement: Measurement, page: str | None = None) -> str:
-    """The report as a Markdown document. `page`: the path of the page that draws a step, relative to it."""
-    lines = [f"# {measurement.subject}", "", _line(COLUMNS), _line(("---", *["---:"] * (len(COLUMNS) - 1)))]
-    lines += [_line(_cells(measurement, setting, bold="**")) for setting in measurement.settings]
-    lines += ["", *(f"**{sentence}**\n" for sentence in verdicts(measurement))]
-    if page is not None:
-        lines += [f"[One step on every rank]({page})", ""]
-    lines += ["How this was counted:", "", *(f"* {note}" for note in notes(measurement)), ""]
-    return "\n".join(lines)
-
-
-def write_report(measurement: Measurement, directory: str | os.PathLike[str], page: str | None = None) -> tuple[Path, ...]:
-    """Write `compare.md`, `compare.json` (the rows) and `measurement.json` (their source). Returns their paths.
-
-    Raises ConfigError if they cannot be written.
-    """
-    folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
-    document, table, source = folder / "compare.md", folder / "compare.json", folder / "measurement.json"
-    write_whole(document, markdown(measurement, page))
-    write_whole(table, json.dumps(as_json(measurement), indent=2) + "\n")
-    save_measurement(measurement, source)
-    return document, table, source
-
-
 def verdicts(measurement: Measurement) -> list[str]:
     """Ours against the fastest stock setting with at most its bytes, by resident bytes and by peak bytes."""
     sentences = (verdict(measurement.settings, "resident_bytes"), verdict(measurement.settings, "peak_bytes"))
@@ -165,12 +136,12 @@ def notes(measurement: Measurement) -> Iterator[str]:
         yield from (f"Not run: {skipped.name}: {skipped.reason}." for skipped in measurement.skipped)
 
 
-def _cells(measurement: Measurement, setting: Setting, bold: str = "") -> tuple[str, ...]:
+def _cells(measurement: Measurement, setting: Setting) -> tuple[str, ...]:
     reference, step, exposed_s = setting is measurement.reference, setting.step, measurement.exposed_s(setting)
     figures = setting.figures
     equal = {True: "yes", False: "NO", None: "reference" if reference else "not compared"}[setting.gradients_equal]
     return (
-        f"{bold}{setting.name}{bold}" if setting.ours else setting.name,
+        setting.name,
         format_seconds(step.median_s),
         f"{format_seconds(step.lower_s)} - {format_seconds(step.upper_s)}",
         f"{measurement.ratio_to_none(setting):.3f}",
@@ -180,7 +151,3 @@ def _cells(measurement: Measurement, setting: Setting, bold: str = "") -> tuple[
         f"{figures.in_windows} / {figures.on_demand}" if figures.recomputed else "-",
         equal,
     )
-
-
-def _line(cells: tuple[str, ...]) -> str:
-    return f"| {' | '.join(cells)} |"

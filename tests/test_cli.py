@@ -119,10 +119,8 @@ def test_from_a_job_to_a_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [row["gradients_equal"] for row in rows] == [None, *[True] * (len(rows) - 1)]
     assert "loopback" in result.stderr
     written = {path.name: path.stat().st_size for path in folder.iterdir()}
-    assert written.keys() == {"compare.md", "compare.json", "measurement.json", "report.html", "trace.json"}
+    assert written.keys() == {"measurement.json", "report.html", "trace.json"}
     assert all(written.values())
-    assert json.loads((folder / "compare.json").read_text())["rows"] == rows
-    assert "report.html" in (folder / "compare.md").read_text()
 
 
 def test_compare_says_no_where_gradients_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +135,7 @@ def test_compare_says_no_where_gradients_differ(tmp_path: Path, monkeypatch: pyt
     )
     assert result.exit_code == 1
     assert "differ" in result.stderr
-    assert (tmp_path / "out" / "compare.md").exists()
+    assert (tmp_path / "out" / "measurement.json").exists()
 
 
 def test_wrong_requests_end_with_status_2_before_anything_runs(tmp_path: Path) -> None:

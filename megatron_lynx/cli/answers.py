@@ -33,18 +33,19 @@ if TYPE_CHECKING:
 
 
 def write_comparison(comparison: Comparison, plan: Plan, folder: Path) -> list[Path]:
-    """Write tables, the trace of a step, and a page with both."""
-    from megatron_lynx.compare import write_report
+    """Write the measurement, the trace of a step, and a page with both."""
+    from megatron_lynx.measure.measurement import save_measurement
     from megatron_lynx.report.contents import Asked, contents
     from megatron_lynx.report.given import Given, ReadTrace
     from megatron_lynx.report.island import write_page
 
-    trace, drawn = folder / "trace.json", folder / "report.html"
+    measured, trace, drawn = folder / "measurement.json", folder / "trace.json", folder / "report.html"
+    save_measurement(comparison.measurement, measured)
     write_trace(comparison.timeline, trace)
     given = Given((comparison.measurement.subject,), {"trace": os.fspath(trace)}, plan=plan, measurement=comparison.measurement)
     given.trace = ReadTrace(comparison.timeline, {}, simulated=False)
     write_page(contents(Asked(given, None, None, None, 0, lambda done, of: None)), drawn)
-    return [*write_report(comparison.measurement, folder, drawn.name), trace, drawn]
+    return [measured, trace, drawn]
 
 
 def profile_in_words(measured: Profile, path: Path) -> str:

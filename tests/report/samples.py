@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_lynx.compare import write_report
+from megatron_lynx.measure.measurement import save_measurement
 from megatron_lynx.plan import save_plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.profile import save_profile
@@ -39,6 +39,6 @@ def run_folder(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     save_plan(PLAN, folder / "plan.yaml")
     save_profile(PROFILE, folder / "profile.yaml")
-    write_report(measurement(), folder)
+    save_measurement(measurement(), folder / "measurement.json")
     write_trace(as_if_run(), folder / "trace.json")
     return folder
