@@ -65,18 +65,6 @@ class Price:
 
 
 @dataclass(frozen=True)
-class Hidden:
-    """Seconds of one step's recomputations on one rank of each stage, summed over stages."""
-
-    predicted_s: float
-    least_s: float
-    most_s: float
-    """Bounds of the hidden seconds: in a wait that ended before its tasks, some of these were exposed."""
-    all_s: float
-    """All recomputations in waits."""
-
-
-@dataclass(frozen=True)
 class Lesson:
     """Corrections from one run."""
 
@@ -95,8 +83,6 @@ class Lesson:
     not_learned: tuple[str, ...]
     prices: tuple[Price, ...] = ()
     """Prices that changed individually."""
-    hidden: Hidden | None = None
-    """Is None if no step was traced, or no recomputation ran in waits."""
 
     def job(self, job: Job) -> Job:
         return job.model_copy(update={"learned": self.learned})
@@ -116,11 +102,6 @@ class Lesson:
         for price in self.prices:
             moved = f"{format_seconds(price.was_s)} -> {format_seconds(price.is_s)}   x {price.times:.3f}"
             rows.append(f"  {price.part}   {moved}")
-        if (hidden := self.hidden) is not None:
-            most_in_words = format_seconds(hidden.most_s)
-            range_ = most_in_words if hidden.most_s == hidden.least_s else f"{format_seconds(hidden.least_s)} to {most_in_words}"
-            said = f"{range_} of the {format_seconds(hidden.all_s)} that ran in waits"
-            rows.append(f"  hidden recomputation   {format_seconds(hidden.predicted_s)} -> {said}")
         for stage, peak in enumerate(self.stages):
             if peak is not None:
                 more = f"{'+' if peak[1] >= peak[0] else ''}{format_bytes(peak[1] - peak[0])}"
@@ -141,7 +122,6 @@ class Lesson:
             "peak_bytes": [{"stage": stage, "was": was, "is": now} for stage, (was, now) in stages],
             "budget_bytes": None if self.budget is None else dict(zip(("was", "is"), self.budget, strict=True)),
             "prices_s": [{"part": one.part, "was": one.was_s, "is": one.is_s, "times": one.times} for one in self.prices],
-            "hidden_recompute_s": None if self.hidden is None else vars(self.hidden),
             "not_learned": list(self.not_learned),
             "learned": self.learned.model_dump(mode="json"),
         }
@@ -181,7 +161,6 @@ def lesson(outcome: RunOutcome, job: Job, profile: Profile, where: str, plan: Pl
         budget=None if device_bytes is None else (budget_bytes, min(budget_bytes, device_bytes)),
         not_learned=(*_not_learned(last), *not_learned),
         prices=prices,
-        hidden=_hidden(last, job, as_learned(profile, learned)),
     )
 
 
@@ -246,24 +225,6 @@ def _forward_waits_s(job: Job, profile: Profile) -> dict[str, float]:
         for name, section in sections.items()
         for ordinal, seconds in enumerate(window_lengths_s(profile, "fwd", section, size))
     }
-
-
-def _hidden(report: Report, job: Job, profile: Profile) -> Hidden | None:
-    """Hidden part of recomputations in waits: all if the wait outlasted them, else at most the wait's length."""
-    rows = [row for row in report.stages if row.measured.parts is not None and row.measured.ranks]
-    lengths_s = _forward_waits_s(job, profile)
-    least_s = most_s = all_s = 0.0
-    for row in rows:
-        assert row.measured.parts is not None
-        for place, wait in row.measured.parts.waits.items():
-            ranks, over_s = row.measured.ranks, wait.shorter_recompute_s
-            all_s += (wait.longer_recompute_s + over_s) / ranks
-            least_s += wait.longer_recompute_s / ranks
-            most_s += (wait.longer_recompute_s + min(over_s, wait.shorter * lengths_s.get(place, float("inf")))) / ranks
-    if not all_s:
-        return None
-    predicted_s = sum(planned.hidden_recompute_s or 0.0 for row in rows if (planned := report.predicted_of(row)) is not None)
-    return Hidden(predicted_s, least_s, most_s, all_s)
 
 
 def _seconds(report: Report, job: Job) -> tuple[float, float]:

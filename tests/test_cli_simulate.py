@@ -42,7 +42,7 @@ def test_figures_and_trace(files: tuple[Path, Path], tmp_path: Path) -> None:
         simulation.memory(stage).peak_bytes for stage in (0, 1)
     ]
     actions = [row["action"] for row in answer["stages"][0]["actions"]]
-    assert actions == ["0F0", "1F0", "0R0", "0B0", "2F0", "1R0", "1B0", "2R0", "2B0"], "the last half is recomputed in the receive"
+    assert actions == ["0F0", "1F0", "0R0", "0B0", "2F0", "1R0", "1B0", "2R0", "2B0"], "the last half in receives"
     events = json.loads(trace.read_text())["traceEvents"]
     assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {"stage 0", "stage 1"}
     held = [event["args"]["held"] for event in events if event["ph"] == "C" and event["pid"] == 0]

@@ -156,7 +156,7 @@ def largest_input(inputs: Iterable[StepInput | None]) -> StepInput | None:
 def parts_of(spans: Sequence[Span], has_experts: Callable[[int], bool]) -> StepParts:
     """Split one rank's step. `has_experts` takes the number of a layer."""
     halves: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    waits: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
+    waits: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for span, inside in _nested(span for span in spans if span.kind not in ON_COPY_STREAMS):
         own_s = span.end_s - span.start_s - sum(inner_span.end_s - inner_span.start_s for inner_span in inside)
         if span.kind in COMPUTING or span.kind == "weight_gradient":
@@ -165,8 +165,7 @@ def parts_of(spans: Sequence[Span], has_experts: Callable[[int], bool]) -> StepP
             name, _, layer = str(span.window).partition("@")
             passing, half, ordinal = name.split(".")
             place = f"{passing}.{_kind(half, int(layer), has_experts)}.{ordinal}"
-            recompute_s = sum(inner_span.end_s - inner_span.start_s for inner_span in inside if inner_span.kind == "recompute")
-            waits[place].append((span.end_s - span.start_s, own_s, recompute_s))
+            waits[place].append((span.end_s - span.start_s, own_s))
     return StepParts(
         halves={kind: _half(seconds_by_kind) for kind, seconds_by_kind in sorted(halves.items())},
         waits={place: _waits(wait_times) for place, wait_times in sorted(waits.items())},
@@ -181,17 +180,10 @@ def _half(seconds_by_kind: Mapping[str, Sequence[float]]) -> HalfSeconds:
     return HalfSeconds(calls=len(seconds_by_kind["forward"]), seconds=seconds + sum(seconds_by_kind["weight_gradient"]))
 
 
-def _waits(wait_times: Sequence[tuple[float, float, float]]) -> WaitSeconds:
-    """`wait_times`: for each wait its length, its rest after the work in it, and the recomputations in it."""
-    longer = [(whole_s, recompute_s) for whole_s, rest_s, recompute_s in wait_times if rest_s > OVER * whole_s]
-    shorter = [(whole_s, recompute_s) for whole_s, rest_s, recompute_s in wait_times if rest_s <= OVER * whole_s]
-    return WaitSeconds(
-        longer=len(longer),
-        longer_s=sum(whole_s for whole_s, _ in longer),
-        longer_recompute_s=sum(recompute_s for _, recompute_s in longer),
-        shorter=len(shorter),
-        shorter_recompute_s=sum(recompute_s for _, recompute_s in shorter),
-    )
+def _waits(wait_times: Sequence[tuple[float, float]]) -> WaitSeconds:
+    """`wait_times`: for each wait its length, and its rest after the work in it."""
+    longer = [whole_s for whole_s, rest_s in wait_times if rest_s > OVER * whole_s]
+    return WaitSeconds(longer=len(longer), longer_s=sum(longer))
 
 
 def _kind(half: str | None, layer: int | None, has_experts: Callable[[int], bool]) -> str:

@@ -13,7 +13,7 @@ import os
 from collections.abc import Sequence
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.figures import MOST, Figure, Figures, Learned, of_slowest
@@ -47,18 +47,13 @@ class HalfSeconds(Part):
 
 
 class WaitSeconds(Part):
-    """All waits for communication at one place of a half, on a stage's ranks, in one step."""
+    """Waits for communication at one place of a half that outlast the work in them, on a stage's ranks, in one step."""
+
+    model_config = ConfigDict(extra="ignore")  # older files also count recomputations
 
     longer: int = 0
-    """Waits that outlast the work in them."""
     longer_s: float = 0.0
     """Their length, from the wait's begin: the communication that was left then."""
-    longer_recompute_s: Annotated[float, formerly("longer_recompute_s", "longer_replays_s")] = 0.0
-    """Recomputations in them, all of them hidden."""
-    shorter: int = 0
-    """Waits that were over before the work in them."""
-    shorter_recompute_s: Annotated[float, formerly("shorter_recompute_s", "shorter_replays_s")] = 0.0
-    """Recomputations in these, hidden in part."""
 
 
 class StepParts(Part):
