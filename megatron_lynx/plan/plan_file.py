@@ -40,46 +40,9 @@ HEADER = f"""\
 #   gather        with sequence parallelism: where the input of a recomputed {" or ".join(COLUMN_PARALLEL)} is gathered
 #   ahead_depth   how many layer halves may be regenerated before backward needs them. More hides more, and costs memory.
 #   offload       how many bytes of every micro-batch go to the host; smaller tensors than smallest_tensor_bytes stay
-#   whole         micro-batches that keep everything: the first of every so many
+#   docs/plan_file.md explains every key.
 # `predicted` is what the planner expects, `provenance` where the plan came from: edits change neither.
 """
-
-_WAITS = f"{window_name('fwd', HALVES[1], 0)}, {window_name('bwd', HALVES[1], 0, -1)} of the layer below"
-DEFERRED = f"""\
-#   weight_gradients  of a rule: linears that defer theirs, and the waits in which these may run: {RECV_BACKWARD},
-#                 {_WAITS}; of a stage: the most bytes that they may hold meanwhile
-"""
-"""Added to the header of plans that delay weight gradients."""
-IN_PIECES = """\
-#   weight_gradient_pieces  of a rule: their weight gradients run in so many pieces, one where a wait is named
-"""
-"""Added if any is cut into pieces."""
-PACED = """\
-#   pace_bytes    of offload: micro-batches go whose own backward follows at once, too, so many bytes beside one half's forward;
-#                 with half_by_half: all every micro-batch goes so, and comes back within its own backward
-"""
-"""Added for offloading within a micro-batch."""
-PIECES = """\
-#   head          output projection and loss run in so many pieces of a sequence: inexact, docs/plan_file.md
-"""
-"""Added for a head in pieces."""
-CHECKPOINTED = """\
-#   checkpoint    of a rule: a layer, both halves, one of them, or {layers: n} at a time keep their input alone; all inside runs
-#                 again where backward enters it, collectives and exchanges too. Items of such a half are in neither list
-"""
-"""Added for checkpoints."""
-AHEAD = """\
-#   ahead         of a rule: what its checkpoints communicate again begins where backward enters the attention half of the layer
-#                 above, and travels behind that: the dispatch of tokens, else the reduction behind an attention; with
-#                 gather the input of that attention is gathered there before it
-"""
-"""Added for communication that begins ahead."""
-REST_IN_WAIT = """\
-#                 windows of a checkpoint's half: what comes behind all that it communicates runs again in that wait, for the
-#                 gradient of what the half returned
-"""
-"""Added if the rest of a checkpoint runs in a wait."""
-_END = "# `predicted`"
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
@@ -98,17 +61,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
 def dump_plan(plan: Plan) -> str:
     """The text of a plan file, with an explanatory header."""
-    rules = [rule for stage in plan.stages for rule in stage.rules]
-    paragraphs = {
-        DEFERRED: any(stage.defers for stage in plan.stages),
-        IN_PIECES: any(rule.weight_gradient_pieces for rule in rules),
-        PACED: any(stage.offload is not None and stage.offload.pace_bytes is not None for stage in plan.stages),
-        CHECKPOINTED: any(rule.checkpoint is not None for rule in rules),
-        REST_IN_WAIT: any(rule.rest_in_wait for rule in rules),
-        AHEAD: any(rule.ahead for rule in rules),
-        PIECES: plan.head is not None,
-    }
-    header = HEADER.replace(_END, "".join(text for text, applies in paragraphs.items() if applies) + _END)
+    header = HEADER
     if plan.model.halves != DENSE:
         header = header.replace(_ITEMS, _listed(plan.model.halves))
     return header + write_yaml(_in_lines(plan.model_dump(mode="json", exclude_defaults=True)))
