@@ -53,7 +53,7 @@ def main() -> None:
 def _kept(path: Path) -> dict[str, Any]:
     """What the file has that is not measured here: figures for which all ranks of a node, or experts, are needed."""
     known = read_yaml(path) if path.exists() else {}
-    return {name: known[name] for name in ("counts_us", "adam") if name in known}
+    return {name: known[name] for name in ("counts_us", "experts", "adam") if name in known}
 
 
 def _as_lines(layer: dict[str, Any], note: str | None) -> dict[str, object]:

@@ -192,7 +192,7 @@ class Validation(RowsOfSettings):
     totals: dict[str, dict[str, float | None]] | None = None
     """By family and grade: means of the series' leave-one-out errors, in percent."""
     byte_error_percent: float | None = None
-    ratio_error_percent: float | None = None
+    ratio_error_percent: dict[str, float] | None = None
     wrong_order: list[list[str]] | None = None
     """Pairs of settings."""
     constants: dict[str, dict[str, float]] | None = None

@@ -91,6 +91,23 @@ class LayerHostTime(Part):
         return sum(passes.forward_s + passes.backward_s for passes in (self.half(half).under(setting) for half in HALVES))
 
 
+class ExpertHostTime(Part):
+    """Host time of a half with experts under stock none. Other settings differ from it as an MLP's do."""
+
+    made_by: str
+    """Tool and conditions of the measurement, or the source of the figures."""
+    half: HostPasses
+    """Router, permutation, exchanges and the calls of the experts' grouped GEMMs, whatever the number of experts."""
+    each: HostPasses
+    """For each expert of a rank: its weights' arguments, GEMMs, and gradient hooks."""
+
+    def of(self, local_experts: int) -> HostPasses:
+        forward_us, backward_us = (
+            getattr(self.half, name) + local_experts * getattr(self.each, name) for name in ("forward_us", "backward_us")
+        )
+        return HostPasses(forward_us=forward_us, backward_us=backward_us)
+
+
 class HostAdam(Part):
     """Speed of PyTorch's fused AdamW on fp32 parameters on a node's CPUs (Megatron's `--optimizer-cpu-offload`)."""
 
@@ -120,6 +137,8 @@ class HostTime(Part):
     counts_us: float = Field(default=0.0, ge=0)
     """Microseconds in which a device waits, once per pass of experts: the host reads how many rows each expert gets, and only
     then issues the exchange and the experts."""
+    experts: ExpertHostTime | None = None
+    """If None: unknown, counted as 0."""
     adam: HostAdam | None = None
     """If None: unknown."""
 

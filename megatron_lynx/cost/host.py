@@ -1,7 +1,7 @@
 """Host time: how long Python takes to issue a half, or the layers of a stage.
 
 A pass takes at least its host time; a *host-bound* stage waits for Python. Unknown host time counts as 0: the model's ends,
-collectives, experts, and profiles without host time. A captured half is one call, counted as 0.
+collectives, opaque halves, and profiles without host time. A captured half is one call, counted as 0.
 """
 
 from __future__ import annotations
@@ -45,6 +45,9 @@ NO_HOST_TIME = HostSeconds()
 
 BY_POLICY: dict[Policy, Setting] = {"none": "none", "selective": "none", "balanced": "partly", "full": "full"}
 """Setting of each policy. `selective` also issues the core attention again, which is not measured."""
+RUN_AGAIN: tuple[Setting, ...] = ("full", "recomputed", "gathered")
+"""Settings whose backward issues the whole forward again. A half with experts takes an MLP's difference to stock none: in its
+own proportion under these, as much under others."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ def half_host_s(
 
     A checkpoint counts as a half recomputed whole; it gathers its input as in forward.
     """
-    if profile.host_time is None or section.in_some_layers or section.captured:
+    if profile.host_time is None or section.captured:
         return NO_HOST_TIME
     setting = setting_of(section, recompute, gathered=not checkpointed and gathers(profile, section, recompute))
     treated = _of(profile, section, setting)
@@ -79,7 +82,7 @@ def half_host_s(
 
 
 def offloading_host_s(profile: Profile, section: Section) -> HostSeconds:
-    if profile.host_time is None or section.in_some_layers:
+    if profile.host_time is None:
         return NO_HOST_TIME
     return _beyond_kept(profile, section, "offloaded")
 
@@ -108,16 +111,27 @@ def policy_host_s(job: Job, profile: Profile, stage: int) -> HostSeconds:
     """Return the host time of a stage's layers under a policy other than `planned`."""
     if profile.host_time is None:
         return NO_HOST_TIME
-    counted = job.halves_on(stage)
-    usual = job.model.halves.values()
-    halves = [_of(profile, section, BY_POLICY[job.policy]) * counted[section] for section in usual if not section.captured]
+    counted = job.halves_on(stage).items()
+    halves = [_of(profile, section, BY_POLICY[job.policy]) * count for section, count in counted if not section.captured]
     return sum(halves, start=NO_HOST_TIME)
 
 
 def _of(profile: Profile, section: Section, setting: Setting) -> HostSeconds:
     assert profile.host_time is not None, "callers look"
-    passes = profile.host_time.of(profile.shape.implementation).half(section.half).under(setting)
-    return HostSeconds(passes.forward_s, passes.backward_s)
+    if section.opaque:
+        return NO_HOST_TIME
+    half = profile.host_time.of(profile.shape.implementation).half(section.half)
+    passes = half.under(setting)
+    if not section.in_some_layers:
+        return HostSeconds(passes.forward_s, passes.backward_s)
+    if profile.host_time.experts is None or profile.shape.experts is None:
+        return NO_HOST_TIME
+    experts = profile.host_time.experts.of(profile.shape.experts.count // profile.shape.expert)
+    again = experts.forward_us / half.none.forward_us if setting in RUN_AGAIN else 1.0
+    return HostSeconds(
+        experts.forward_s + passes.forward_s - half.none.forward_s,
+        experts.backward_s + (passes.backward_s - half.none.backward_s) * again,
+    )
 
 
 @dataclass(frozen=True)

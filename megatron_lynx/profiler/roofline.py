@@ -81,11 +81,21 @@ def weighted_kernels(model: Model, rows: int, width: int) -> Kernels:
     """Return the kernels of the experts' activation, multiplied by each row's probability: fused for SwiGLU, and for squared ReLU
     if the launch enables it."""
     if model.fuses_activation and (model.gated or (model.experts is not None and model.experts.weighted_relu)):
-        return activation_kernels(model, rows, width)
+        return clamped_kernels(model, rows, width) + activation_kernels(model, rows, width)
     made, probabilities = model.element_bytes * rows * width, model.element_bytes * rows
     alone = model.model_copy(update={"fusions": ()}) if model.activation == "gelu" else model
     weighted = Kernels((2 * made + probabilities,), (2 * made + probabilities, 3 * made, made + probabilities))
     return activation_kernels(alone, rows, width) + weighted
+
+
+def clamped_kernels(model: Model, rows: int, width: int) -> Kernels:
+    """Return the kernels that clamp both halves and join them again before a fused activation
+    (`weighted_bias_quick_geglu_impl`); none without a clamp."""
+    if not model.activation_clamped:
+        return Kernels((), ())
+    elements, half = rows * width, model.element_bytes * rows * width
+    compared, chosen = half + MASK_BYTES * elements, 2 * half + MASK_BYTES * elements  # one half has two limits
+    return Kernels((2 * half, 2 * half, 4 * half), (*3 * (compared,), 3 * MASK_BYTES * elements, chosen, chosen, 4 * half))
 
 
 def _given_width(model: Model, width: int) -> int:

@@ -58,6 +58,8 @@ class Series(Part):
     gpus: int = Field(ge=1)
     compared: bool = False
     """Whether its rows are settings of one workload, whose ratios are compared."""
+    noise_percent: float = Field(default=0.0, ge=0)
+    """By how much its source shows equal settings to differ."""
     model: str
     launch: str
     rows: tuple[Launch, ...] = Field(min_length=1)
@@ -97,7 +99,7 @@ def _of_launch(series: Series, launch: Launch, words: str) -> Iterator[Row]:
     measured_s = launch.step_s or tokens / (job.gpus * (launch.tokens_per_s or 1.0))
     price_s = partial(stock_step_s, setting=reading.today.setting, graphs=reading.today.graphs)
     workload = series.id if series.compared else ""
-    step = Step(job, measured_s, price_s, series.grade, workload, series.publication)
+    step = Step(job, measured_s, price_s, series.grade, workload, series.publication, series.noise_percent / 100)
     yield Row.of_step(series.id, f"{launch.what}: step", step, bound=None)
     if launch.peak_gb is not None:
         held = priced(job, analytic_profile(job), reading.today.setting).most_bytes / GB

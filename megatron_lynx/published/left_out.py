@@ -66,7 +66,7 @@ NOISE = 0.05
 DIFFERENCE = 0.02
 """Logarithm of the factor by which a constant is changed to see its effect."""
 SAME = 0.01
-"""Settings whose published steps differ by less are not ordered."""
+"""Settings whose published steps differ by less are not ordered, unless their source shows a larger noise."""
 
 Floats = NDArray[np.float64]
 
@@ -129,10 +129,16 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Two steps of one workload under different settings: how many times as long the second takes."""
+    """Two steps of one workload: how many times as long, by token, the second takes."""
 
     first: Predicted
     second: Predicted
+
+    @property
+    def of_settings(self) -> bool:
+        """Whether both have the same GPUs, layout and batch. Otherwise layouts are compared."""
+        jobs = self.first.step.job, self.second.step.job
+        return len({(job.gpus, job.parallel, job.batch) for job in jobs}) == 1
 
     @property
     def published(self) -> float:
@@ -152,7 +158,8 @@ class Ratio:
 
     @property
     def reversed(self) -> bool:
-        return abs(log(self.published)) > SAME and (self.published > 1) != (self.predicted > 1)
+        same = max(SAME, log(1 + self.first.step.noise))
+        return abs(log(self.published)) > same and (self.published > 1) != (self.predicted > 1)
 
 
 @dataclass(frozen=True)
@@ -215,16 +222,24 @@ class LeftOut:
         return mean_error(errors) if errors else None
 
     @property
+    def _ratios_by_kind(self) -> dict[str, list[Ratio]]:
+        """Ratios between settings of one layout and batch, and between layouts or batches."""
+        settings, layouts = ([ratio for ratio in self.ratios if ratio.of_settings == same] for same in (True, False))
+        return {"settings of one layout": settings, "layouts": layouts}
+
+    @property
     def in_words(self) -> Iterator[str]:
         for family in FAMILIES:
             totals = {grade: self.total(family, grade) for grade in WEIGHTS}
             graded = (f"{total:.1f} % of grade {grade}" for grade, total in totals.items() if total is not None)
             yield f"{family}: {', '.join(graded)} (means of series, left out)"
         yield f"bytes: {mean_error(self.byte_errors):.1f} % of {len(self.byte_errors)} peaks"
-        yield f"ratios between settings: {mean_error(ratio.error for ratio in self.ratios):.1f} % of {len(self.ratios)}"
-        for ratio in (ratio for ratio in self.ratios if ratio.reversed):
-            found = f"{ratio.predicted:.2f} for {ratio.published:.2f}"
-            yield f"wrong order, {found}: {ratio.first.series}: {ratio.second.row.what} / {ratio.first.row.what}"
+        for name, ratios in self._ratios_by_kind.items():
+            wrong, error = [ratio for ratio in ratios if ratio.reversed], mean_error(ratio.error for ratio in ratios)
+            yield f"ratios between {name}: {error:.1f} % of {len(ratios)}, {len(wrong)} in the wrong order"
+            for ratio in wrong:
+                found = f"{ratio.predicted:.2f} for {ratio.published:.2f}"
+                yield f"  wrong order, {found}: {ratio.first.series}: {ratio.second.row.what} / {ratio.first.row.what}"
         for generation, factors in self.constants.items():
             changed = ", ".join(f"{name} x {factor:.2f}" for name, factor in factors.items())
             yield f"all series of {generation} would have {changed}"
@@ -235,7 +250,9 @@ class LeftOut:
             "rows": [item.as_json for item in self.predicted],
             "totals": {family: {grade: self.total(family, grade) for grade in WEIGHTS} for family in FAMILIES},
             "byte_error_percent": mean_error(self.byte_errors),
-            "ratio_error_percent": mean_error(ratio.error for ratio in self.ratios),
+            "ratio_error_percent": {
+                name: mean_error(ratio.error for ratio in ratios) for name, ratios in self._ratios_by_kind.items()
+            },
             "wrong_order": [[ratio.first.row.what, ratio.second.row.what] for ratio in self.ratios if ratio.reversed],
             "constants": self.constants,
         }

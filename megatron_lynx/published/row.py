@@ -32,6 +32,8 @@ class Step:
     """Equal for steps that differ in their settings only, so that their ratio is a prediction, too. Empty: compared with none."""
     publication: str = ""
     """Equal for series of one publisher and machine, which are left out together. Empty: the row's source."""
+    noise: float = 0.0
+    """Relative difference of two steps that their source takes for the same."""
 
     @property
     def tokens(self) -> int:

@@ -150,7 +150,13 @@ def _of_run(run: Run) -> Iterator[Row]:
     job, what = overlapped_job(run), f"Qwen3 30B-A3B, {run['dispatcher']}"
     measured = {NONE: run["step_s"], OVERLAPPED: run["overlapped_s"], OVERLAPPED_DELAYED: run.get("delayed_s")}
     steps = {
-        setting: Step(job, step_s, partial(stock_step_s, setting=setting), workload=f"{BRIDGE} {what}", publication=QWEN3_ON_16)
+        setting: Step(
+            job,
+            step_s,
+            partial(stock_step_s, setting=setting, graphs=run["dispatcher"] == "hybridep"),
+            workload=f"{BRIDGE} {what}",
+            publication=QWEN3_ON_16,
+        )
         for setting, step_s in measured.items()
         if step_s is not None
     }

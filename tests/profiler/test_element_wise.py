@@ -14,6 +14,7 @@ from megatron_lynx.kinds.planning import half_tensors
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.roofline import (
     activation_kernels,
+    clamped_kernels,
     residual_kernels,
     softmax_kernels,
     turned_kernels,
@@ -148,6 +149,23 @@ def test_fused_every_tensor_is_read_or_written_once() -> None:
     gated = shape_of(fusions=None, bias=False, activation="swiglu")
     assert activation_kernels(gated.model, rows, ffn) == ((3 * 2 * rows * ffn,), (5 * 2 * rows * ffn,))
     assert weighted_kernels(gated.model, rows, ffn) == activation_kernels(gated.model, rows, ffn)
+
+
+def test_a_clamp_before_a_fused_activation_moves_what_megatrons_operators_move(monkeypatch: Any) -> None:
+    """gpt-oss: both halves are clamped and joined again, outside the fused kernel."""
+    from megatron.core.fusions import fused_bias_geglu
+
+    monkeypatch.setattr(fused_bias_geglu, "WeightedQuickGeGLUFunction", SimpleNamespace(apply=lambda given, *_: given))
+    shape = shape_of(activation="quick_geglu", activation_clamped=True, bias=False, fusions=None)
+    rows, width = shape.tokens, shape.ffn
+    counted = passes(
+        lambda given: fused_bias_geglu.weighted_bias_quick_geglu_impl(given, None, tensor(rows, 1), clamp_value=7.0),
+        tensor(rows, 2 * width),
+    )
+    kernels = clamped_kernels(shape.model, rows, width)
+    without_scalars = [[size - size % 1024 for size in each if size > 1024] for each in counted]
+    assert [sorted(each) for each in kernels] == [sorted(each) for each in without_scalars]
+    assert sum(weighted_kernels(shape.model, rows, width).forward) == sum(counted[0]) + 3 * 2 * rows * width
 
 
 FUSIONS = ("bias_dropout", "bias_activation", "rope", "masked_softmax")

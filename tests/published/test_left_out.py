@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -21,7 +22,7 @@ from megatron_lynx.yaml_file import read_yaml, write_yaml
 SLOWER = [0.9 if constant.name == "matmul.efficiency" else 1.0 for constant in FREE]
 
 
-def series(name: str, cluster: str, factors: list[float] | None = None, **fields: str) -> list[Row]:
+def series(name: str, cluster: str, factors: list[float] | None = None, **fields: Any) -> list[Row]:
     """Steps of a cluster whose constants are these times the catalogue's, at three micro-batch sizes."""
     rows = []
     for micro in (1, 2, 4):
@@ -79,7 +80,26 @@ def test_a_pair_predicted_in_the_wrong_order_is_named() -> None:
     wrong = [ratio for ratio in answer.ratios if ratio.reversed]
     assert [(ratio.first.row.what, ratio.second.row.what) for ratio in wrong] == [("micro-batch 1", "micro-batch 2")]
     assert isinstance(wrong[0], Ratio)
-    assert any(line.startswith("wrong order") and "micro-batch 2 / micro-batch 1" in line for line in answer.in_words)
+    assert any(line.startswith("  wrong order") and "micro-batch 2 / micro-batch 1" in line for line in answer.in_words)
+
+
+def test_a_pair_within_the_noise_of_its_source_has_no_order() -> None:
+    rows = series("one", "a100-80g", workload="llama", noise=0.08)[:2]
+    orders = []
+    for pair in ((1.0, 1.07), (1.0, 1.09)):
+        steps = [replace(row.step, measured_s=seconds) for row, seconds in zip(rows, pair, strict=True)]  # type: ignore[type-var]
+        answer = left_out([replace(row, step=step) for row, step in zip(rows, steps, strict=True)], ignored)
+        orders.append([ratio.reversed for ratio in answer.ratios])
+    assert orders == [[False], [True]]
+
+
+def test_settings_of_one_layout_are_told_from_layouts() -> None:
+    first, second, _ = series("one", "a100-80g", workload="llama")
+    again = replace(first, what="the same batch again")
+    answer = left_out([first, again, second], ignored)
+    assert [ratio.of_settings for ratio in answer.ratios] == [True, False, False]
+    assert any(line.startswith("ratios between settings of one layout: 0.0 % of 1, 0 in") for line in answer.in_words)
+    assert set(answer.as_json["ratio_error_percent"]) == {"settings of one layout", "layouts"}
 
 
 def test_validate_leaves_one_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,7 @@ from megatron_lynx.profiler.roofline import (
     activation_kernels,
     collective_s,
     fewest_in_a_node,
+    kernels_s,
     link_among,
     weighted_kernels,
 )
@@ -108,6 +109,8 @@ class MixtureOfExperts(Planning):
     def seconds(self, shape: LayerShape, item: Item, roof: Roofline) -> Passes:
         if item.name == ROUTER:
             return _router(shape, roof) + Passes(roof.counts_s, roof.counts_s)
+        if item.name == COMBINE and shape.model.bias:
+            return _moved_rows(shape, roof) + kernels_s(_weighted_bias(shape), roof)
         return _moved_rows(shape, roof) if item.exchanges else super().seconds(shape, item, roof)
 
     def listed(self) -> Iterable[Item]:
@@ -454,6 +457,13 @@ def expert_width(shape: LayerShape) -> int:
 
 def shared_width(shape: LayerShape) -> int:
     return experts_of(shape).shared_ffn // shape.parallel.tensor
+
+
+def _weighted_bias(shape: LayerShape) -> Kernels:
+    """Return the kernels that add an expert's bias, times each row's probability, and join the experts' rows
+    (`TEGroupedMLP._apply_bias`): product, sum, copy; backward: products with probabilities and biases, each with its sums."""
+    rows = padded_rows(shape) * shape.model.routed_hidden * shape.model.element_bytes
+    return Kernels((rows, 3 * rows, 2 * rows), (2 * rows, rows, 2 * rows, rows))
 
 
 def expert_linears(shape: LayerShape) -> dict[str, Linear]:
