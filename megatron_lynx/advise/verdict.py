@@ -109,7 +109,7 @@ def _sentences(answer: Answer, choice: Choice | None) -> Iterator[str]:
         yield _run(answer, _with(plan, answer.plan_edit.in_words(answer.reading)), choice.row)
         yield from _parts(answer)
     else:
-        yield _run(answer, _layout_words(answer, choice), choice.row)
+        yield _run(answer, _layout_words(answer, choice), choice.row, layout=True)
         yield from _in_this_layout(answer)
 
 
@@ -126,13 +126,14 @@ def _keep(answer: Answer) -> str:
     return f"Keep your launch: nothing else that was found is over {100 * WORTH:.0f} % faster."
 
 
-def _run(answer: Answer, what: str, row: Row) -> str:
+def _run(answer: Answer, what: str, row: Row, *, layout: bool = False) -> str:
     before = answer.launch.row
     if before is None:
         unknown = f"What your launch takes is not known ({answer.launch.unknown})"
         return f"{what}: {row.step.in_words}, {format_bytes(row.memory_bytes)}. {unknown}."
     compared = f"{what}: {_compared(row, before)} {_today(answer)}, {_room(row, before)}."
-    off = precision(experts=answer.job.model.experts is not None).ratios
+    known = precision(experts=answer.job.model.experts is not None)
+    off = known.layouts or known.ratios if layout else known.ratios
     if not EVEN < gain(row, before) < off:
         return compared
     return f"{compared} That is within the error of such ratios, {100 * off:.0f} %: measure both."

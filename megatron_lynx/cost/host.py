@@ -118,13 +118,11 @@ def policy_host_s(job: Job, profile: Profile, stage: int) -> HostSeconds:
 
 def _of(profile: Profile, section: Section, setting: Setting) -> HostSeconds:
     assert profile.host_time is not None, "callers look"
-    if section.opaque:
-        return NO_HOST_TIME
     half = profile.host_time.of(profile.shape.implementation).half(section.half)
     passes = half.under(setting)
     if not section.in_some_layers:
         return HostSeconds(passes.forward_s, passes.backward_s)
-    if profile.host_time.experts is None or profile.shape.experts is None:
+    if section.profiled_as != "experts" or profile.host_time.experts is None or profile.shape.experts is None:
         return NO_HOST_TIME
     experts = profile.host_time.experts.of(profile.shape.experts.count // profile.shape.expert)
     again = experts.forward_us / half.none.forward_us if setting in RUN_AGAIN else 1.0

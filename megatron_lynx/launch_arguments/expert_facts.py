@@ -73,16 +73,17 @@ def balances(given: Given) -> bool:
 
 
 def natural_routing(experts: Experts, *, balancing: bool) -> Iterator[str]:
-    """Yield a warning, with the load at which a published step is met: after 100 steps from scratch, of Qwen3 30B with an
-    auxiliary loss, or of gpt-oss 20B without (cards of Megatron-Bridge). `balancing`: whether there is such a loss."""
+    """Yield a warning, with the load at which published steps are met: of a trained Qwen3 235B with an auxiliary loss, at four
+    lengths (Megatron-MoE-ModelZoo). `balancing`: whether there is such a loss."""
     if experts.drops and experts.holds is not None:
         yield f"warning: tokens beyond {experts.holds:g} times a balanced share are dropped; bytes are the most that can be left."
         yield "  An uneven router drops more: --experts-load 0.8 states what the fullest rank gets."
     elif experts.load == experts.held_load == BALANCED:
         yield "warning: no --moe-router-force-load-balancing: a rank may get more tokens than a balanced share."
-        load, model = (1.5, "Qwen3 30B") if balancing else (3, "gpt-oss 20B (no balancing loss)")
-        yield f"  --experts-load {load} prices that, --experts-hold {load} its bytes alone: {model}"
-        yield "  took as long after 100 steps from scratch."
+        yield "  --experts-load 1.45 prices that, --experts-hold 1.45 its bytes alone: a trained"
+        yield "  Qwen3 235B, whose loss balances them, took as long."
+        if not balancing:
+            yield "  No loss and no bias balances them here: it may be more."
 
 
 def expert_facts(given: Given, problems: list[Problem], *, planning: bool) -> Iterator[Fact]:

@@ -139,7 +139,11 @@ def test_the_errors_that_answers_state_are_those_of_grade_a() -> None:
     answer = left_out(all_rows(), ignored)
     for stated, family in ((DENSE, "dense"), (WITH_EXPERTS, "with experts")):
         total = answer.total(family, "A")
-        ratios = [ratio for ratio in answer.ratios if ratio.first.family == family and ratio.first.step.grade == "A"]
+        ratios = [ratio for ratio in answer.ratios if ratio.first.family == family]
+        layouts = [ratio.error for ratio in ratios if not ratio.of_settings]
+        settings = [ratio.error for ratio in ratios if ratio.of_settings and ratio.first.step.grade == "A"]
         assert total is not None
         assert round(total) == round(100 * stated.steps)
-        assert mean_error(ratio.error for ratio in ratios) <= 100 * stated.ratios
+        assert mean_error(settings) <= 100 * stated.ratios
+        assert bool(layouts) == (stated.layouts is not None)
+        assert abs(mean_error(layouts) - 100 * (stated.layouts or 0.0)) < 1
