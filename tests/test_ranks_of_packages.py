@@ -22,6 +22,7 @@ FOUNDATION = {
     "kinds.experts.section",
     "kinds.latent.section",
     "kinds.delta.section",
+    "kinds.mamba.section",
     "kinds.opaque.section",
     "kinds.section",
     "kinds.sections",
@@ -47,6 +48,7 @@ FOUNDATION = {
 KINDS_PLANNING = {
     *("kinds.core_attention", "kinds.face", "kinds.planning", "kinds.saved"),
     *("kinds.dense.planning", "kinds.experts.planning", "kinds.latent.planning", "kinds.delta.planning"),
+    "kinds.mamba.planning",
 }
 PLANNING = {
     *("config", "profiler", "cost", "simulator", "solver", "search", "rehearsal", "planner", "stock", "advise", "from_run"),

@@ -40,6 +40,7 @@ from megatron_lynx.kinds.delta.section import DELTA_NET
 from megatron_lynx.kinds.dense.section import ATTENTION, MLP
 from megatron_lynx.kinds.experts.section import DISPATCHERS, EXPERTS, IN_NODES, MIXTURE, MIXTURES
 from megatron_lynx.kinds.latent.section import KV_DOWN, LATENT, Q_DOWN, LatentSizes
+from megatron_lynx.kinds.mamba.section import MAMBA
 from megatron_lynx.kinds.opaque.section import OPAQUE, OpaqueName
 from megatron_lynx.kinds.section import HALVES, Half, Role, Section
 from megatron_lynx.limits import OR_ELSE, refused
@@ -123,6 +124,14 @@ class HeldDeltaNet(HeldHalf):
         if (layer := next(touched, None)) and not hasattr(module_at(layers[layer], IN_ATTENTION), "gated_delta_rule"):
             needed = "0.18 or later where a plan recomputes or offloads inside of gated delta nets"
             yield Problem("megatron.core", installed_version(), needed, "keep the items of these layers' attention halves")
+
+
+class HeldMamba(HeldHalf):
+    recorded, recorded_as = "mamba", "Mamba layer does"
+
+    def __init__(self) -> None:
+        super().__init__(MAMBA, lambda layer: _class_in(layer, "mixer") != "")
+        self.local, self.te = LOCAL, CLASSES["dense"]["te"]
 
 
 ATTENTION_CLASS = "megatron.core.transformer.multi_latent_attention.MLASelfAttention"
@@ -281,7 +290,6 @@ IS: dict[OpaqueName, Callable[[Any], bool]] = {
     "gated_attention": lambda layer: (
         bool(getattr(layer.config, "attention_output_gate", False)) and not _lacks(layer, IN_ATTENTION, "linear_qkv")
     ),
-    "mamba": lambda layer: _class_in(layer, "mixer") != "",
     "no_attention": lambda layer: _class_in(layer, IN_ATTENTION) in NOTHING and _class_in(layer, "mixer") == "",
     "own_mlp": lambda layer: _lacks(layer, IN_MLP, "linear_fc1", "router"),
     "no_mlp": lambda layer: _class_in(layer, IN_MLP) in NOTHING,
@@ -291,7 +299,7 @@ IS: dict[OpaqueName, Callable[[Any], bool]] = {
 
 FACES: list[Running] = [HeldHalf(ATTENTION), HeldHalf(MLP), HeldLatentAttention(), HeldExperts()]
 FACES += [HeldHalf(OPAQUE[name], recognised) for name, recognised in IS.items()]
-FACES += [HeldDeltaNet()]
+FACES += [HeldDeltaNet(), HeldMamba()]
 """The usual content of each half first: it accepts every layer."""
 
 

@@ -7,7 +7,7 @@ A hybrid stack (Megatron's HybridModel) splits a GPT layer into two layers:
                             its MLP passes through        its attention passes through
                    └────────────── one layer of a plan: 1 ──────────────┘
 
-`anatomy.stack` maps a pattern to layers of a plan. A Mamba layer is an opaque half, and a half may be missing (`kinds.opaque`).
+`anatomy.stack` maps a pattern to layers of a plan. A Mamba layer is a half, too, and a half may be missing (`kinds.opaque`).
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def overlapped(config: Any) -> bool:
 
 _TRANSFORMER = "megatron.core.transformer.transformer_layer."
 CLASSES: Mapping[Half, tuple[str, ...]] = {
-    HALVES[0]: (f"{_TRANSFORMER}TransformerLayer",),
+    HALVES[0]: (f"{_TRANSFORMER}TransformerLayer", "megatron.core.ssm.mamba_layer.MambaLayer"),
     HALVES[1]: ("megatron.core.ssm.mlp_layer.MLPLayer", f"{_TRANSFORMER}MoETransformerLayer"),
 }
 """Layer classes of each half in Megatron's own specification of a hybrid stack."""

@@ -1,15 +1,13 @@
-"""Halves that only some layers of a job have: opaque ones with their activations per token and their cost, and gated delta nets.
+"""Halves that only some layers of a job have: opaque ones with their bytes and cost per token, and kinds with their sizes.
 
 opaque: [{kind: gated_delta_net, layers: [1-3], delta: {...}}]                       sizes as in `kinds.delta.section`
+opaque: [{kind: mamba, layers: [1-3], mamba: {...}}]                                 sizes as in `kinds.mamba.section`
 opaque: [{kind: own_attention, layers: [1-3], parameters: 33554432, kept_bytes: 95232, in_hand_bytes: 73728, flops: 71000000}]
 
 Bytes and FLOPs are per token and weights per layer, over all tensor-parallel ranks, which share them equally. Launches with
-`--attention-output-gate` or Mamba layers get them from the formulas below, read in the named code.
+`--attention-output-gate` get them from the formulas below, read in the named code.
 They were not measured, so bytes are multiplied by `MARGIN`. e: element bytes, h: width of the residual stream.
 
-    Mamba-2           d inner width, G groups of states of N, a heads               `MambaMixer`, and
-        e (2d + 2GN + a)    output of the first linear                              `MambaSplitConv1dScanCombinedFn` of mamba_ssm
-        2 e d               result of the scan, and the normed one
     gated attention   q width of queries, k of keys                                 `SelfAttention` with `attention_output_gate`
         e (9q + 6k)         output of the linear; queries and keys before and after their norm and rotated; values; result;
                             gate, its sigmoid, and the product
@@ -26,18 +24,15 @@ from pydantic import Field
 
 from megatron_lynx.config.experts import Layers, numbers_of
 from megatron_lynx.kinds.delta.section import DELTA_NET, DeltaSizes
+from megatron_lynx.kinds.mamba.section import MAMBA, MambaSizes
 from megatron_lynx.kinds.opaque.section import NOTHING, OpaqueName
 from megatron_lynx.validation import Part
 
 MARGIN = 1.15
-SCAN_CHUNK = 128
-"""Tokens per chunk of Mamba's scan (`MambaMixer.chunk_size`)."""
-CONVOLVED = 4
-"""Width of Mamba's convolution in tokens."""
 
 
 class Opaque(Part):
-    """An opaque half of some layers, kept whole, on the device, or a gated delta net."""
+    """An opaque half of some layers, kept whole, on the device, or one that is planned from its sizes."""
 
     kind: OpaqueName
     """Its kind; `own_attention` and `own_mlp`: a fork's own module; `no_attention` and `no_mlp`: the layer has no such half."""
@@ -55,10 +50,13 @@ class Opaque(Part):
     """Factor on the bytes, which were not measured."""
     delta: DeltaSizes | None = None
     """Sizes of a gated delta net, from which all its figures follow."""
+    mamba: MambaSizes | None = None
+    """Sizes of a Mamba layer, in the same way."""
 
     def _problems(self) -> Iterator[str]:
-        if (self.delta is not None) != (self.kind == DELTA_NET.name):
-            yield f"delta is given with kind {DELTA_NET.name}, and only with it; found kind {self.kind}"
+        for name, kind in (("delta", DELTA_NET.name), ("mamba", MAMBA.name)):
+            if (getattr(self, name) is not None) != (self.kind == kind):
+                yield f"{name} is given with kind {kind}, and only with it; found kind {self.kind}"
 
     @property
     def nothing(self) -> bool:
@@ -66,21 +64,6 @@ class Opaque(Part):
 
     def numbers(self, layers: int) -> frozenset[int]:
         return numbers_of(self.layers, layers)
-
-
-def mamba(hidden: int, element: int, *, heads: int | None, size: int, groups: int, state: int) -> dict[str, Any]:
-    """Return the figures of a Mamba-2 layer. Default `heads`: twice the residual stream's width, in heads of `size`."""
-    heads = 2 * hidden // size if heads is None else heads
-    inner = heads * size
-    made = 2 * inner + 2 * groups * state + heads
-    inside = heads * (2 * SCAN_CHUNK * size + 4 * state * size) + 2 * groups * SCAN_CHUNK * state
-    return {
-        "kind": "mamba",
-        "parameters": hidden * (made + inner) + (CONVOLVED + 1) * (inner + 2 * groups * state) + 3 * heads + inner,
-        "kept_bytes": element * (made + 2 * inner),
-        "in_hand_bytes": 2 * element * made + 3 * 4 * inner * state // SCAN_CHUNK,
-        "flops": 2 * hidden * (made + inner) + 2 * CONVOLVED * (inner + 2 * groups * state) + inside,
-    }
 
 
 def gated_attention(hidden: int, element: int, *, queries: int, keys: int, seq: int) -> dict[str, Any]:

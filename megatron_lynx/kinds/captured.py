@@ -5,7 +5,7 @@
     mlp                       the MLP half                      -
     moe_router                -                                 norm, router, and shared experts
     moe_preprocess            -                                 also the sorting of rows before dispatch
-    mamba                     a Mamba layer of a hybrid stack, which is opaque anyway
+    mamba                     a Mamba layer of a hybrid stack
 
 A graph runs no Python, so hooks inside it run only at capture. A captured half is therefore kept whole, gets no hook, and its
 collectives are no windows. With a captured router one method of the half still runs in Python, from dispatch to combine, as with
@@ -38,7 +38,7 @@ ROUTER: CapturedModule = "moe_router"
 
 
 def in_graph(section: Section, modules: Collection[str]) -> Section:
-    whole = "attn" if section.half == "attention" else "mlp"
+    whole = section.name if section.name in CAPTURED_MODULES else "attn" if section.half == "attention" else "mlp"
     return _captured(section) if whole in modules and not (section.exchanges or section.opaque) else section
 
 

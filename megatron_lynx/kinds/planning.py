@@ -28,6 +28,8 @@ from megatron_lynx.kinds.experts.section import EXPERTS
 from megatron_lynx.kinds.face import HalfParameters, Linear, Planning, Step
 from megatron_lynx.kinds.latent.planning import LatentAttention
 from megatron_lynx.kinds.latent.section import LATENT
+from megatron_lynx.kinds.mamba.planning import MambaLayer
+from megatron_lynx.kinds.mamba.section import MAMBA
 from megatron_lynx.kinds.opaque.section import OPAQUE
 from megatron_lynx.kinds.saved import dropout_tensor
 from megatron_lynx.kinds.section import HALVES, Half, Item, Section
@@ -117,6 +119,7 @@ FACES: dict[str, type[Planning]] = {
     EXPERTS.name: MixtureOfExperts,
     **dict.fromkeys(OPAQUE, OpaqueHalf),
     DELTA_NET.name: DeltaNet,
+    MAMBA.name: MambaLayer,
 }
 """By section name."""
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from megatron_lynx.anatomy.stack import ATTENTION, BAR, EXPERTS, NEEDED, StackLayer, layers_of, parts_of, segments_of, unknown_in
 from megatron_lynx.config.experts import as_spans
-from megatron_lynx.config.opaque import gated_attention, mamba
+from megatron_lynx.config.opaque import gated_attention
 from megatron_lynx.errors import Problem
 from megatron_lynx.launch_arguments.given import Fact, Given, Value
 from megatron_lynx.launch_arguments.model_facts import FORKS, STATES_ON_HOST
@@ -238,9 +238,10 @@ def without_known(given: Given) -> Given:
 
 
 def _mamba(given: Given) -> dict[str, Any]:
-    heads, size = given["mamba_num_heads"], given["mamba_head_dim"]
+    size = given["mamba_head_dim"]
+    heads = 2 * given["hidden_size"] // size if given["mamba_num_heads"] is None else given["mamba_num_heads"]
     sizes = {"heads": heads, "size": size, "groups": given["mamba_num_groups"], "state": given["mamba_state_dim"]}
-    return mamba(given["hidden_size"], element_of(given), **sizes)
+    return {"kind": "mamba", "mamba": sizes}
 
 
 def _delta_net(given: Given) -> dict[str, Any]:

@@ -263,11 +263,12 @@ def test_a_hybrid_stack_of_0_5_is_read_as_0_6s_is(name: str, tmp_path: Path) -> 
     assert job_of(reading, "h100-80g") == newer
 
 
-def test_mamba_layers_of_a_hybrid_stack_are_kept_whole(tmp_path: Path) -> None:
+def test_mamba_layers_of_a_hybrid_stack_are_read(tmp_path: Path) -> None:
     reading = stack(tmp_path, "M-M-M*-M-M-M*-M-", **OF_MAMBA)
     assert reading.problems == ()
     [mamba] = next(fact.value for fact in reading.facts if fact.place == "model.opaque" and fact.value[0]["kind"] == "mamba")[:1]
     assert mamba["layers"]
+    assert mamba["mamba"] == {"heads": 32, "size": 64, "groups": 8, "state": 128}
 
 
 def test_what_of_a_hybrid_stack_is_not_priced_is_named(tmp_path: Path) -> None:

@@ -12,8 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lynx.config import Experts
+from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.cost.parameters import stage_parameters
 from megatron_lynx.errors import ConfigError
+from megatron_lynx.kinds.mamba.section import MAMBA, MambaSizes
+from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.launch_arguments import Reading, job_of, read_launch
 from megatron_lynx.launch_arguments.parallel_facts import layers_of_layout
 from megatron_lynx.launch_arguments.reading import unsaid
@@ -948,10 +951,10 @@ def test_a_hybrid_stack_has_opaque_halves_and_experts() -> None:
     assert model.opaque_layers == {"mamba": ("1-2", 6), "no_mlp": (2, 6), "no_attention": (4,)}
     assert model.expert_layers == {3}
     [mamba] = [each for each in model.opaque if each.kind == "mamba"]
+    assert mamba.mamba == MambaSizes(heads=128, size=64, groups=8, state=128)
     inner, made = 128 * 64, 2 * 128 * 64 + 2 * 8 * 128 + 128
-    assert mamba.kept_bytes == 2 * (made + 2 * inner)
-    assert mamba.parameters == 4096 * (made + inner) + 5 * (inner + 2 * 8 * 128) + 3 * 128 + inner
-    assert any("1.15 times" in said for _, said in reading.priced_as)
+    parameters = planning_of(MAMBA).parameters(model, Parallel())
+    assert parameters.cut == 4096 * (made + inner) + 5 * (inner + 2 * 8 * 128) + 3 * 128 + inner
 
 
 def test_experts_of_a_latent_width() -> None:

@@ -93,9 +93,9 @@ def test_the_largest_load_of_experts_is_said_where_twice_the_assumed_one_does_no
 
 
 def test_what_nobody_looks_into_is_said() -> None:
-    opaque = [{"kind": "mamba", "layers": [1, "3-4"]}, {"kind": "no_mlp", "layers": [3]}]
+    opaque = [{"kind": "own_attention", "layers": [1, "3-4"]}, {"kind": "no_mlp", "layers": [3]}]
     text = shown(uniform_plan(tiny_job("llama", opaque=opaque)))
-    assert "kept whole: mamba in layers 1, 3-4: nobody looks into it" in text
+    assert "kept whole: own_attention in layers 1, 3-4: nobody looks into it" in text
     assert "kept whole: no_mlp" not in text
 
 

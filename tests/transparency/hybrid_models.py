@@ -1,7 +1,6 @@
 """Hybrid models on the ranks of a test: a job's layers as Megatron's HybridModel has them, a layer for each half.
 
-The kernels of Mamba's mixer need a GPU, so Megatron's Mamba layer has another mixer here: linears of Transformer Engine around a
-sum over all tokens before, and dropout, so that a hook inside would show.
+Their ranks have `tests.instruments.mamba`: kernels of Mamba's mixer need a GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import torch
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
+from megatron_lynx.profiler.profile import SavedTensor
 from tests.transparency.trials import Outcome, Trial, compare_with_stock
 
 SYMBOLS = {"attention": "*", "mamba": "M", "mlp": "-", "experts": "E", "no_attention": "", "no_mlp": ""}
@@ -27,34 +27,11 @@ def pattern_of(job: Job) -> str:
     return "|".join("".join(SYMBOLS[half.name] for kind in segment for half in kind) for segment in segments)
 
 
-def mixing(spec: Any, job: Job) -> Any:
-    """A stack's specification with the mixer below in Mamba layers, and experts one by one."""
-    from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
+def one_by_one(spec: Any, job: Job) -> Any:
+    """A stack's specification with experts one by one."""
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    class Mixer(torch.nn.Module):
-        def __init__(self, config: Any, d_model: int, pg_collection: Any, **_: Any) -> None:
-            super().__init__()
-            both = {"config": config, "bias": False, "is_expert": False, "tp_group": pg_collection.tp}
-            init = config.init_method
-            self.in_proj = TELayerNormColumnParallelLinear(
-                d_model, 2 * d_model, gather_output=False, skip_bias_add=False, init_method=init, **both
-            )
-            self.out_proj = TERowParallelLinear(
-                d_model, d_model, input_is_parallel=True, skip_bias_add=True, init_method=init, **both
-            )
-
-        def forward(self, hidden_states: torch.Tensor, **_: Any) -> Any:
-            value, gate = self.in_proj(hidden_states)[0].chunk(2, dim=-1)
-            mixed = torch.cumsum(value * torch.sigmoid(gate), dim=0)
-            with get_cuda_rng_tracker().fork():
-                mixed = torch.nn.functional.dropout(mixed, 0.1, training=self.training)
-            return self.out_proj(mixed)
 
     spec = deepcopy(spec)
-    spec.submodules.mamba_layer.submodules.mixer = ModuleSpec(module=Mixer)
     if job.model.experts is not None:
         experts = get_moe_module_spec(use_te=True, num_experts=job.model.experts.count, moe_grouped_gemm=False)
         spec.submodules.moe_layer.submodules.mlp = experts
@@ -72,13 +49,16 @@ def build_hybrid(job: Job, *, seed: int = 1234, pattern: str | None = None, **ov
     pattern = pattern or pattern_of(job)
     symbols = pattern.replace("|", "")
     having = {"moe_layer_freq": [int(each == "E") for each in symbols]} if "E" in symbols else {}
-    config = transformer_config(job, **{"num_layers": len(symbols), **having, **overrides})
+    sizes = next((dict(opaque.mamba) for opaque in job.model.opaque if opaque.mamba is not None), {})
+    flags = {"heads": "num_heads", "size": "head_dim", "groups": "num_groups", "state": "state_dim"}
+    mamba = {f"mamba_{flags[name]}": value for name, value in sizes.items()}
+    config = transformer_config(job, **{"num_layers": len(symbols), **having, **mamba, **overrides})
     chunks = []
     for stage in range(job.chunks):
         at = {"ignore_virtual": False, "vp_stage": stage if job.chunks > 1 else None}
         chunk = HybridModel(
             config=config,
-            hybrid_stack_spec=mixing(hybrid_stack_spec, job),
+            hybrid_stack_spec=one_by_one(hybrid_stack_spec, job),
             vocab_size=job.model.vocab,
             max_sequence_length=job.model.seq,
             hybrid_layer_pattern=pattern,
@@ -99,6 +79,24 @@ def compare_hybrid(rank: int, job: Job, plans: list[Plan], trial: Trial) -> list
 
     with patch.object(tiny_models, "build_model", build_hybrid):
         return compare_with_stock(rank, job, plans, trial)
+
+
+def mamba_half(rank: int, job: Job) -> tuple[tuple[SavedTensor, ...], tuple[int, int]]:
+    """The blocks that the first layer keeps, and the model's parameters: numbers, and tensors."""
+    from megatron_lynx.profiler.measured import blocks_of
+    from megatron_lynx.profiler.timing import HalfRun, sites_of
+    from megatron_lynx.testbed.groups import initialise
+    from megatron_lynx.testbed.profiling import inner_norms
+
+    initialise(job)
+    [chunk] = build_hybrid(job)
+    [layer] = chunk.decoder.layers  # type: ignore[union-attr]
+    hidden = torch.randn(job.model.seq, job.batch.micro, job.model.hidden)
+    section = job.model.sections(1)[0]
+    sites = sites_of(layer, section, norms=False)
+    run = HalfRun(section, layer.forward, {}, hidden, sites, inner_norms(layer, section))
+    sizes = [parameter.numel() for parameter in chunk.parameters()]
+    return blocks_of(run)[0], (sum(sizes), len(sizes))
 
 
 def refused(rank: int, job: Job, plan: Plan, pattern: str, spoil: Any = None) -> str:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 
+from megatron_lynx.cost.parameters import parameter_tensors, stage_parameters
+from megatron_lynx.kinds.mamba.section import GATED_NORM, IN_PROJ, MAMBA, OUT_PROJ, SCAN
+from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.planner import uniform_plan
+from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -16,7 +21,7 @@ from tests.apply.on_ranks import reads_otherwise
 from tests.long import long
 from tests.te_releases import pools_with
 from tests.transparency.checkpoints import checkpointed
-from tests.transparency.hybrid_models import compare_hybrid, pattern_of, refused
+from tests.transparency.hybrid_models import compare_hybrid, mamba_half, pattern_of, refused
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, recomputable
 from tests.transparency.trials import Trial
@@ -32,7 +37,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def pool_of() -> Iterator[Pools]:
-    yield from pools_with("2.17", core="0.19")
+    yield from pools_with("2.17", core="0.19", TESTBED_STAND_INS="tests.instruments.mamba")
 
 
 def hybrid_job(**fields: Any) -> Any:
@@ -74,20 +79,61 @@ def test_weight_gradients_in_waits(pool_of: Pools) -> None:
 
 
 EXPERTS = {"count": 4, "per_token": 2, "ffn": 32, "layers": [3, 6]}
-OPAQUE = [{"kind": "mamba", "layers": [1, 4, 6]}, {"kind": "no_attention", "layers": [2]}, {"kind": "no_mlp", "layers": [4]}]
+MAMBA_SIZES = {"heads": 4, "size": 8, "groups": 2, "state": 8}
+OPAQUE = [
+    {"kind": "mamba", "layers": [1, 4, 6], "mamba": MAMBA_SIZES},
+    {"kind": "no_attention", "layers": [2]},
+    {"kind": "no_mlp", "layers": [4]},
+]
 
 
 @pytest.mark.parametrize("layout", ["TP2+SP", "PP2"])
-def test_stacks_with_layers_that_nobody_looks_into(pool_of: Pools, layout: str) -> None:
+def test_stacks_with_mamba_layers(pool_of: Pools, layout: str) -> None:
     """M- - *E, M *- ME: Mamba layers, experts, attentions and MLPs, and halves without the other one."""
     job = hybrid_job(**LAYOUTS[layout], layers=6, experts=EXPERTS, opaque=OPAQUE, hidden_dropout=0.1)
     assert pattern_of(job).replace("|", "") == "M--*EM*-ME"
     kept, everything = uniform_plan(job, "none"), uniform_plan(job, gather="once")
-    candidates = [kept, everything, checkpointed(kept, "mlp", [1, 2, 3, 5, 6]), offloading(everything, 8_000, experts=True)]
-    for outcomes in pool_of(job.gpus).run(compare_hybrid, job, candidates, Trial(canaries=layout == "TP2+SP")):
+    candidates = [
+        kept,
+        everything,
+        uniform_plan(job, (SCAN, GATED_NORM)),
+        uniform_plan(job, (GATED_NORM,)),
+        checkpointed(kept, "mlp", [1, 2, 3, 5, 6]),
+        checkpointed(kept, "attention", [1, 3, 4, 5, 6]),
+        checkpointed(kept, "layer", [1, 3, 5, 6]),
+        offloading(uniform_plan(job, (GATED_NORM,)), 8_000, experts=True),
+    ]
+    of_ranks = pool_of(job.gpus).run(compare_hybrid, job, candidates, Trial(canaries=layout == "TP2+SP"))
+    assert any(outcomes[1].planned.counts[-1].in_windows for outcomes in of_ranks)
+    for outcomes in of_ranks:
         assert [outcome.differing for outcome in outcomes] == [[]] * len(candidates)
         assert [outcome.planned.frames_left for outcome in outcomes] == [0] * len(candidates)
-        assert all(outcome.planned.counts[-1].recomputed > 0 for outcome in outcomes[1:3])
+        assert all(outcome.planned.counts[-1].recomputed > 0 for outcome in outcomes[1:2])
+
+
+def test_weight_gradients_of_mamba_layers_in_waits(pool_of: Pools) -> None:
+    job = hybrid_job(tensor=2, sequence_parallel=True, layers=6, opaque=OPAQUE)
+    plan = deferring(uniform_plan(job), (IN_PROJ, OUT_PROJ))
+    trial = Trial(training={"ddp": True}, model={"gradient_accumulation_fusion": True})
+    for [outcome] in pool_of(2).run(compare_hybrid, job, [plan], trial):
+        assert outcome.differing == []
+        assert outcome.planned.counts[-1].filled > 0
+
+
+def test_a_captured_mamba_layer_is_kept_whole() -> None:
+    """Beside it, `attn` captures attention alone."""
+    captured = {name: hybrid_job(layers=6, opaque=OPAQUE, captured=(name,)).model.sections(1)[0] for name in ("mamba", "attn")}
+    assert (captured["mamba"].kept_whole, captured["attn"].kept_whole) == (True, False)
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_a_mamba_layer_keeps_and_computes_what_its_shape_says(pool_of: Pools, micro: int) -> None:
+    job = hybrid_job(layers=1, seq=64, micro=micro, opaque=[OPAQUE[0] | {"layers": [1]}, {"kind": "no_mlp", "layers": [1]}])
+    [(tensors, parameters)] = pool_of(1).run(mamba_half, job)
+    expected = planning_of(MAMBA).tensors(LayerShape.of(job))
+    priced, counted = (Counter((one.made_by, one.saved_by, one.bytes) for one in every) for every in (expected, tensors))
+    assert counted == priced
+    assert parameters == (stage_parameters(job, 0).total, parameter_tensors(job, 0).total)
 
 
 def test_another_stack_is_refused(pool_of: Pools) -> None:

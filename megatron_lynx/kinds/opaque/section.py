@@ -1,15 +1,15 @@
-"""Halves that a job lists by layer: opaque ones, whose modules are not known, so that they are kept whole, and gated delta nets.
+"""Halves that a job lists by layer: opaque ones, whose modules are not known, so that they are kept whole, and others.
 
-    attention    input_layernorm ─> gated_attention, mamba, ... ─> attention_bda
+    attention    input_layernorm ─> gated_attention, own_attention, ... ─> attention_bda
     mlp          pre_mlp_layernorm ─> own_mlp ─> mlp_bda
 
     gated_attention   usual attention with an output gate (`--attention-output-gate`)
-    mamba             a Mamba layer of a hybrid stack
     own_attention     a fork's
     own_mlp           a fork's
     no_attention      absent: a hybrid stack's MLP or experts without attention
     no_mlp            absent: an attention or Mamba layer without MLP
     gated_delta_net   planned by its items (`kinds.delta`)
+    mamba             the same: a Mamba layer of a hybrid stack (`kinds.mamba`)
 
 Opaque ones have no hooks and no windows: random numbers, collectives and saved tensors are the same as without a plan.
 """
@@ -21,6 +21,7 @@ from typing import Literal
 
 from megatron_lynx.kinds.delta.section import DELTA_NET
 from megatron_lynx.kinds.dense.section import ATTENTION, MLP
+from megatron_lynx.kinds.mamba.section import MAMBA
 from megatron_lynx.kinds.section import Item, Section
 
 OpaqueName = Literal["gated_delta_net", "gated_attention", "mamba", "own_attention", "no_attention", "own_mlp", "no_mlp"]
@@ -38,6 +39,7 @@ def _opaque(name: OpaqueName, usual: Section) -> Section:
 
 OPAQUE: Mapping[OpaqueName, Section] = {
     "gated_delta_net": DELTA_NET,
-    **{name: _opaque(name, ATTENTION) for name in ("gated_attention", "mamba", "own_attention", "no_attention")},
+    "mamba": MAMBA,
+    **{name: _opaque(name, ATTENTION) for name in ("gated_attention", "own_attention", "no_attention")},
     **{name: _opaque(name, MLP) for name in ("own_mlp", "no_mlp")},
 }
