@@ -1,6 +1,6 @@
 """Finds settings of this machine, or of a launch, that keep recomputation from overlapping with communication.
 
-machine       versions, fingerprints, GPUs, NUMA, host memory
+machine       versions, fingerprints, GPUs, NUMA, host memory, NICs and NVLink
 environment   variables: waits, the allocator, hardware queues, kernels that compete with NCCL's in windows
 launch        flags that remove windows; host-bound passes
 """
@@ -25,6 +25,7 @@ from megatron_lynx.doctor.environment import (
     version_of,
 )
 from megatron_lynx.doctor.launch import Unmeasured, host_time, launch
+from megatron_lynx.doctor.links import Links, links
 from megatron_lynx.launch_arguments import read_launch
 from megatron_lynx.plan import load_plan
 
@@ -53,6 +54,8 @@ def findings(
     elsewhere = None if elsewhere is None or elsewhere.node is None else elsewhere
     devices = gpus() if elsewhere is None else [elsewhere.name]
     yield from machine(reading.command.launcher if reading else (), elsewhere=elsewhere)
+    if gpus():
+        yield from links(None if cluster is None else load_cluster(cluster, "--cluster"), Links.of_machine())
     yield from hardware_queues(variables, reading.given if reading else None, devices)
     installed = Software(version_of("torch") or "", version_of("megatron-core", "megatron_core") or "")
     nccl_ub = reading is not None and bool(reading.given["nccl_ub"])
