@@ -1,7 +1,8 @@
 """Host time: how long Python takes to issue a half, or the layers of a stage.
 
 A pass takes at least its host time; a *host-bound* stage waits for Python. Unknown host time counts as 0: the model's ends,
-collectives, opaque halves, and profiles without host time. A captured half is one call, counted as 0.
+collectives, and profiles without host time. A captured half is one call, counted as 0. A half that replaces the usual one, such
+as a gated delta net, takes at least its time: it issues as many linears, and more kernels.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from megatron_lynx.config.cluster import Implementation, Setting
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.section import gathers
 from megatron_lynx.cost.stage import StageSeconds
+from megatron_lynx.kinds.opaque.section import NOTHING
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.units import format_seconds
 
@@ -120,9 +122,11 @@ def _of(profile: Profile, section: Section, setting: Setting) -> HostSeconds:
     assert profile.host_time is not None, "callers look"
     half = profile.host_time.of(profile.shape.implementation).half(section.half)
     passes = half.under(setting)
-    if not section.in_some_layers:
+    if section.profiled_as in NOTHING:
+        return NO_HOST_TIME
+    if section.profiled_as != "experts":
         return HostSeconds(passes.forward_s, passes.backward_s)
-    if section.profiled_as != "experts" or profile.host_time.experts is None or profile.shape.experts is None:
+    if profile.host_time.experts is None or profile.shape.experts is None:
         return NO_HOST_TIME
     experts = profile.host_time.experts.of(profile.shape.experts.count // profile.shape.expert)
     again = experts.forward_us / half.none.forward_us if setting in RUN_AGAIN else 1.0
