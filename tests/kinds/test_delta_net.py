@@ -41,6 +41,23 @@ def test_its_items_are_priced() -> None:
     assert all(items[name].backward_s > items[name].forward_s > 0 for name in (CONVOLUTION, RULE, GATED_NORM))
 
 
+@pytest.mark.parametrize(
+    ("cluster", "tokens", "forward_ms", "backward_ms"),
+    [("h200-141g", 8192, 0.472, 1.444), ("h200-141g", 32768, 1.890, 5.697), ("gb200-nvl72", 8192, 0.468, None)],
+)
+def test_the_rule_takes_what_its_kernels_take(cluster: str, tokens: int, forward_ms: float, backward_ms: float | None) -> None:
+    """32 heads of 128, flash-linear-attention 0.5.1, in the benchmark of FlashQLA. By bytes alone the GB200 would take half
+    of that."""
+    job = job_of()
+    seen = catalogued_job("llama3-8b", cluster, gpus=1, batch=1, micro=1, seq=tokens, parallel={})
+    model = seen.model.model_copy(update={"layers": 4, "opaque": job.model.opaque})
+    items = analytic_profile(Job.model_validate({**seen.model_dump(by_alias=True), "model": model.model_dump()}))
+    rule = items.opaque["gated_delta_net"].items[RULE]
+    assert 1e3 * rule.forward_s == pytest.approx(forward_ms, rel=0.06)
+    if backward_ms is not None:
+        assert 1e3 * rule.backward_s == pytest.approx(backward_ms, rel=0.06)
+
+
 def test_tighter_budgets_recompute_more_of_it(tmp_path: Any) -> None:
     job = job_of()
     profile = analytic_profile(job)

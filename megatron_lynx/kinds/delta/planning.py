@@ -34,6 +34,9 @@ from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape, saved_bytes
 
 CHUNK = 64
 """Tokens per chunk of the gated delta rule."""
+RULE_FLOP_PER_S = (105e12, 83e12)
+"""Rates of the rule's kernels, forward and backward. They are alike on an H200 and a GB200: neither memory nor matrix units bound
+them (flash-linear-attention 0.5.1 in benchmark_results_H200.txt and benchmark_results_GB200.txt of QwenLM/FlashQLA)."""
 
 
 class DeltaNet(Planning):
@@ -66,7 +69,11 @@ class DeltaNet(Planning):
         flops, again = rule_flops(sizes), 2 * CHUNK * (key + value) + 4 * key * value
         moved = element * (7 * key + 6 * value + 2 * states) + scores
         moved_back = element * (21 * key + 15 * value + 4 * states + 2 * CHUNK)
-        return Passes(roof.seconds(heads * flops, heads * moved), roof.seconds(heads * (2 * flops + again), heads * moved_back))
+        forward_s, backward_s = heads * flops / RULE_FLOP_PER_S[0], heads * (2 * flops + again) / RULE_FLOP_PER_S[1]
+        return Passes(
+            max(forward_s, roof.seconds(heads * flops, heads * moved)),
+            max(backward_s, roof.seconds(heads * (2 * flops + again), heads * moved_back)),
+        )
 
     def saved(self, shape: LayerShape) -> Iterator[SavedTensor]:
         model, sizes, one, recipe = shape.model, sizes_of(shape.model), _column_bytes(shape), shape.model.fp8_recipe
