@@ -57,8 +57,8 @@ class BridgeSettings:
         for limit, under in limits(["plan"], {limit.of for limit in LIMITS if limit.of.startswith("cfg")}):
             path = limit.option.split(".")[1:]
             setting = reduce(lambda part, field: getattr(part, field, None), path, self.cfg)
-            if not limit.allows(setting):
-                kind = str(getattr(setting, "_target_", type(setting).__name__)).rpartition(".")[2]
+            kind = str(getattr(setting, "_target_", type(setting).__name__)).rpartition(".")[2]
+            if not (limit.allows(setting) or kind in limit.allowed):
                 yield limit.problem(limit.option, setting if setting is True else kind, under)
 
     def say(self, text: str) -> str:

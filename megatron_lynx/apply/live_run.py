@@ -25,6 +25,7 @@ from megatron_lynx.anatomy import HALVES, Half, filling
 from megatron_lynx.anatomy.stack import NEEDED, StackLayer, layers_of, segments_of, unknown_in
 from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.captured import BESIDE, CAPTURED_MODULES, CapturedModule, refused_capture
+from megatron_lynx.kinds.dense.section import LINEARS
 
 TE_MODULE = "megatron.core.extensions.transformer_engine."
 """Prefix of the full names of Megatron's wrappers of Transformer Engine's layers."""
@@ -75,7 +76,14 @@ class LiveRun:
         """Whether the rank's first known linear is Transformer Engine's. `refused_layers` checks that all are alike."""
         paths = [item.path for half in HALVES for section in filling(half) for item in section.items if item.is_linear]
         linears = (module_at(layer, path) for layer in self.layers.values() for path in paths)
-        return name_of(next(filter(None, linears), None)).startswith(TE_MODULE)
+        return name_of(linear_in(next(filter(None, linears), None))).startswith(TE_MODULE)
+
+    @property
+    def adapted(self) -> tuple[str, ...]:
+        """Names of the linears with an adapter in any layer, in forward order."""
+        modules = (named for layer in self.layers.values() for owner in layer.modules() for named in owner.named_children())
+        found = {name for name, module in modules if name_of(module) in ADAPTED}
+        return tuple(sorted(found, key=lambda name: LINEARS.index(name) if name in LINEARS else len(LINEARS)))
 
     @property
     def fp8(self) -> bool:
@@ -175,6 +183,15 @@ def module_at(layer: object, path: str) -> object:
 
 def name_of(module: object) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+ADAPTED = {"megatron.bridge.peft.lora_layers.LoRALinear": "to_wrap"}
+"""Classes that add a low-rank adapter's output to that of a frozen linear, with their attribute for this linear."""
+
+
+def linear_in(module: Any) -> Any:
+    """The linear inside an adapter; another module is returned as it is."""
+    return getattr(module, ADAPTED.get(name_of(module), ""), module)
 
 
 def overlapped(config: Any) -> bool:

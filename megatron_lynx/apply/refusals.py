@@ -45,6 +45,7 @@ from megatron_lynx.apply.live_run import (
     LiveRun,
     captured_modules,
     layers_in,
+    linear_in,
     module_at,
     name_of,
     overlapped,
@@ -255,7 +256,7 @@ def _other_layers(number: int, layer: Any) -> Iterator[Problem]:
 def _other_classes(number: int, sites: Mapping[Item, Module], classes: Classes) -> Iterator[Problem]:
     for site, module in sites.items():
         known = classes.get(site.role)
-        if known is not None and name_of(module) not in known:
+        if known is not None and name_of(linear_in(module)) not in known:
             needed = " or ".join(known)
             todo = "launch with --transformer-impl local, or with transformer_engine and its usual layers"
             yield Problem(f"layer {number}.{site.name}", name_of(module), needed, todo)
@@ -351,6 +352,7 @@ def facts_of_run(run: LiveRun) -> dict[str, Any]:
     }
     if run.layers:
         facts["model.implementation"] = "transformer_engine" if run.uses_te else "local"
+        facts["model.adapted"] = run.adapted
     return facts
 
 

@@ -209,6 +209,8 @@ class Job(Part):
         rows, pieces = self.model.seq // self.parallel.context, self.head_pieces
         if rows % pieces:
             yield f"head.pieces ({pieces}) must divide the tokens of a sequence on one rank ({rows})"
+        if self.model.adapters is not None:
+            yield "head.pieces needs no model.adapters: the output layer's weight is frozen"
         if self.model.mtp:
             yield f"head.pieces needs model.mtp 0, found {self.model.mtp}: other losses read the same rows"
         if self.schedule == "double_buffered":
@@ -221,6 +223,8 @@ class Job(Part):
             yield f"parallel.pipeline (1) has no flush to leave out, schedule double_buffered needs at least 2, {todo}"
             return
         yield from (f"{why}, {todo}" for why in needs_flushes(self.model))
+        if self.model.adapters is not None:
+            yield f"model.adapters need schedule flush: frozen weights have one version, {todo}"
         if (instances := self.parallel.optimizer_instances) > 1:
             yield f"parallel.optimizer_instances ({instances}) must be 1 without flushes, {todo}"
         for name in ("offload", "states_on_host"):
@@ -255,14 +259,22 @@ class Job(Part):
 
     @property
     def keeps_gathered(self) -> bool:
-        """Whether linears with an input gathered by sequence parallelism are never recomputed: they use a userbuffer, or their
-        weight gradient needs a second gather."""
-        return self.userbuffers or (self.parallel.sequence_parallel and not gathers_once(self.model.fp8_recipe))
+        """Whether linears with an input gathered by sequence parallelism are never recomputed: they use a userbuffer, their
+        adapter communicates, or their weight gradient needs a second gather."""
+        if self.userbuffers or (self.model.adapted and self.parallel.tensor > 1):
+            return True
+        return self.parallel.sequence_parallel and not gathers_once(self.model.fp8_recipe)
 
     @property
     def userbuffers(self) -> bool:
         """Whether linears exchange inside their GEMMs with userbuffers; such exchanges are no windows."""
         return self.overlap.userbuffers and self.parallel.tensor > 1
+
+    @property
+    def no_windows(self) -> bool:
+        """Whether no tensor-parallel collective is a window: userbuffers exchange inside GEMMs, and adapters issue collectives
+        between those of the layer."""
+        return self.userbuffers or bool(self.model.adapted)
 
     def with_captured(self, modules: tuple[CapturedModule, ...]) -> Job:
         """Return the job with these modules in CUDA graphs."""

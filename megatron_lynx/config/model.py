@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import Field, model_validator
 
@@ -14,6 +14,7 @@ from megatron_lynx.config.experts import AS_TUPLE, BALANCED, Experts, as_spans, 
 from megatron_lynx.config.opaque import Opaque
 from megatron_lynx.fp8_recipes import Recipe
 from megatron_lynx.kinds.captured import CapturedModule
+from megatron_lynx.kinds.dense.section import LINEARS
 from megatron_lynx.kinds.experts.section import Dispatcher
 from megatron_lynx.kinds.latent.section import LatentSizes
 from megatron_lynx.kinds.opaque.section import OPAQUE, OpaqueName
@@ -53,6 +54,27 @@ class Fp8(Part):
     def _problems(self) -> Iterator[str]:
         if (self.format == "e2m1") != (self.recipe == "nvfp4"):
             yield f"format e2m1 and recipe nvfp4 need each other, found {self.format} and {self.recipe}"
+
+
+Adaptable = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+BESIDE_NO_ADAPTERS = ("fp8", "latent", "experts", "mtp", "opaque", "captured", "kinds")
+
+
+class Adapters(Part):
+    """Low-rank adapters (LoRA) beside linears. All other weights are frozen: they have no gradient and no optimizer state.
+
+    input ──> frozen linear ──────────────────────────────────────────> + ──> output
+       └────> dropout ──> linear_in (to rank) ──> linear_out ──> scale ─┘
+    """
+
+    rank: int = Field(ge=1)
+    targets: Annotated[tuple[Adaptable, ...], AS_TUPLE] = get_args(Adaptable)
+    """Linears with an adapter, in every layer."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+
+    def _problems(self) -> Iterator[str]:
+        if not self.targets or len(set(self.targets)) < len(self.targets):
+            yield f"targets is {', '.join(self.targets) or 'empty'}, needed at least one linear, each once"
 
 
 class Window(Part):
@@ -142,6 +164,9 @@ class Model(Part):
     opaque: Annotated[tuple[Opaque, ...], AS_TUPLE] = ()
     """Opaque halves of some layers, which plans keep whole. The first entry that names a layer and half applies."""
 
+    adapters: Adapters | None = None
+    """Low-rank adapters, the only weights that are trained; None: all weights are."""
+
     captured: Annotated[tuple[CapturedModule, ...], AS_TUPLE] = ()
     """Modules of every layer that run as CUDA graphs (`--cuda-graph-impl transformer_engine`): plans keep them whole."""
 
@@ -177,6 +202,9 @@ class Model(Part):
             yield f"latent needs kv_groups {self.heads} (heads), found {self.kv_groups}: there are keys for every head"
         if self.latent is not None and self.position != "rope":
             yield f"latent needs position rope, found {self.position}"
+        if self.adapters is not None:
+            others = [name for name in BESIDE_NO_ADAPTERS if getattr(self, name)]
+            yield from (f"adapters go with no {name}, found both: its frozen weights are not modelled" for name in others)
         named = [opaque.kind for opaque in self.opaque]
         yield from (f"opaque has {kind} twice, needed once" for kind in dict.fromkeys(named) if named.count(kind) > 1)
         for at, opaque in enumerate(self.opaque):
@@ -217,6 +245,16 @@ class Model(Part):
         if self.activation == "squared_relu":
             return not self.bias
         return self.fuses("bias_activation")
+
+    def saves_input(self, linear: str) -> bool:
+        """Whether a linear's argument is read in backward: for its weight's gradient, or that of its adapter's first weight, if
+        dropout has not made a copy."""
+        return self.adapters is None or (linear in self.adapters.targets and not self.adapters.dropout)
+
+    @property
+    def adapted(self) -> tuple[str, ...]:
+        """Linears with an adapter, in forward order."""
+        return () if self.adapters is None else tuple(name for name in LINEARS if name in self.adapters.targets)
 
     @property
     def fp8_recipe(self) -> Recipe | None:

@@ -129,7 +129,7 @@ def _pieces_in_hand_bytes(shape: LayerShape, tied: bool, pieces: int, *, in_plac
 
 def head_block_bytes(shape: LayerShape) -> int:
     """Return the gradient of the output projection's weight, or the block that replaces it (`kept_blocks_bytes`)."""
-    return _words(shape) * shape.model.element_bytes
+    return _words(shape) * shape.model.element_bytes if shape.model.adapters is None else 0
 
 
 def _logits(shape: LayerShape) -> int:

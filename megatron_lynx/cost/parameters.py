@@ -37,7 +37,7 @@ from megatron_lynx.cost.ends import NORMS, projection_weights
 from megatron_lynx.cost.in_hand import walked
 from megatron_lynx.fp8_recipes import STORED
 from megatron_lynx.kinds.experts.planning import expert_sharers
-from megatron_lynx.kinds.face import HalfParameters, Linear
+from megatron_lynx.kinds.face import HalfParameters, Linear, adapter_parameters
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.shape import BF16_BYTES, LayerShape, buffer_bytes, weight_bytes
 from megatron_lynx.units import MIB
@@ -110,6 +110,8 @@ class Parameters:
     """Part of `matrices` that is routers, which have no FP8."""
     largest: int = 0
     """Largest parameter: a linear's weight or an embedding."""
+    frozen: int = 0
+    """Parameters beside adapters, not counted above: they have bytes of weights alone."""
 
     @property
     def linears(self) -> int:
@@ -126,7 +128,21 @@ class Parameters:
 
 
 def stage_parameters(job: Job, stage: int) -> Parameters:
-    """Count the parameters of a stage. Tied embeddings are on both ends of a pipeline."""
+    """Count the parameters of a stage. Tied embeddings are on both ends of a pipeline. With adapters, theirs are trained."""
+    if job.model.adapters is None:
+        return _all_parameters(job, stage)
+    sizes = [
+        (count * adapter_parameters(section.of_name[name], linear, job.model.adapters.rank, job.parallel.tensor), linear)
+        for section, count in sections_on(job, stage).items()
+        for name, linear in planning_of(section).linears(LayerShape.of(job)).items()
+        if name in job.model.adapted
+    ]
+    largest = job.model.adapters.rank * max((max(linear.taken, linear.made) for _, linear in sizes), default=0)
+    trained, frozen = sum(size for size, _ in sizes), _all_parameters(job, stage).total
+    return Parameters(matrices=trained, vectors=0, embedding=0, head=0, largest=largest, frozen=frozen)
+
+
+def _all_parameters(job: Job, stage: int) -> Parameters:
     model, tensor, halves = job.model, job.parallel.tensor, halves_on(job, stage)
     last, embeds = stage == job.parallel.pipeline - 1, embeds_on(job, stage)
     words = model.vocab * model.hidden // tensor
@@ -285,6 +301,8 @@ class ParameterTensors(NamedTuple):
 
 def parameter_tensors(job: Job, stage: int) -> ParameterTensors:
     model, halves = job.model, halves_on(job, stage)
+    if model.adapters is not None:
+        return ParameterTensors(weights=2 * len(model.adapted) * job.layers_on(stage), vectors=0)
     last, embeds = stage == job.parallel.pipeline - 1, embeds_on(job, stage)
     norms = last * (1 + NORMS * model.mtp) + sum(count * half.norms for half, count in halves)
     ends = embeds * (2 if model.position == "learned" else 1) + last * (not (stage == 0 and model.tied_embeddings))
@@ -303,7 +321,8 @@ def flops_per_token(model: Model, convention: Convention = "causal") -> int:
     causal    attention counted half, for the causal mask (Yuan et al., ATC '24): 6(L((2 + 2g/a)h² + 3hH) + hV) + 6Lhs
     whole     attention counted whole (Korthikanti et al.): 72Lh²(1 + s/(6h) + V/(12hL)) for a GPT
 
-    Recomputation does not count. Compare published MFUs only within one convention.
+    Recomputation does not count; frozen weights count 4, as they have no gradient. Compare published MFUs only within one
+    convention.
     """
     kinds, last = model.kinds_of(range(1, model.layers + 1)), model.sections(model.layers)
     matrices = sum(layers * passed_weights(model, kind) for kind, layers in kinds.items()) + model.hidden * model.vocab
@@ -311,7 +330,7 @@ def flops_per_token(model: Model, convention: Convention = "causal") -> int:
     kinds[last] += model.mtp
     attending = sum(layers for (first, _), layers in kinds.items() if first.core)
     attention = (6 if convention == "causal" else 12) * attending * model.query_width * model.seq
-    return 6 * matrices + round(attention * model.seen)
+    return (6 if model.adapters is None else 4) * matrices + round(attention * model.seen)
 
 
 def mfu(model: Model, tokens_per_s: float, peak_flop_per_s: float, convention: Convention = "causal") -> float:

@@ -223,6 +223,7 @@ def _states(job: Job, stage: int) -> Parts:
     parameters = stage_parameters(job, stage)
     held = parameters.total + filled_numbers(job, stage, parameters) + muon.filled_numbers(job, stage)
     weights, gradients = parameter_bytes(job, held, sum(held_in_fp8(job, parameters))), gradient_bytes(job, held)
+    weights += parameters.frozen * job.model.element_bytes
     without_flushes = job.schedule == "double_buffered"
     states = StageMemory(
         parameters=weights,

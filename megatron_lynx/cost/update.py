@@ -306,7 +306,8 @@ def shared_embedding_s(job: Job) -> float:
 
     It is exposed, because the first stage finishes its backward last.
     """
-    if not (job.model.tied_embeddings or job.model.mtp) or job.parallel.pipeline == 1:
+    tied = (job.model.tied_embeddings or job.model.mtp) and job.model.adapters is None
+    if not tied or job.parallel.pipeline == 1:
         return 0.0
     words = job.model.vocab * job.model.hidden // job.parallel.tensor
     return link_among(job.cluster, job.gpus).seconds(words * bytes_each(job).gradient)

@@ -25,9 +25,9 @@ from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.core_attention import AttentionBytes, core_s
 from megatron_lynx.kinds.section import GATHERING, Collective, Item, Section
-from megatron_lynx.profiler.profile import HalfProfile, ItemProfile, Profile, SavedTensor, Shape
-from megatron_lynx.profiler.roofline import Kernels, Passes, Roofline, kernels_s, norm_kernels, residual_kernels
-from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape, cast_bytes
+from megatron_lynx.profiler.profile import HalfProfile, ItemProfile, Profile, SavedTensor, Shape, own_tensors
+from megatron_lynx.profiler.roofline import Kernels, Passes, Roofline, collective_s, kernels_s, norm_kernels, residual_kernels
+from megatron_lynx.profiler.shape import FP32_BYTES, MASK_BYTES, LayerShape, cast_bytes
 
 
 class Linear(NamedTuple):
@@ -128,7 +128,29 @@ class Planning(ABC):
 
     def tensors(self, shape: LayerShape) -> tuple[SavedTensor, ...]:
         """Return the saved tensors of the half, except its input."""
-        return tuple(block for block in self.saved(shape) if block.bytes)
+        blocks = self.saved(shape) if shape.model.adapters is None else self._beside_frozen(shape)
+        return tuple(block for block in blocks if block.bytes)
+
+    def _beside_frozen(self, shape: LayerShape) -> Iterator[SavedTensor]:
+        """Yield the saved tensors where weights are frozen: linears read no input, but their adapters do.
+
+        A linear with a fused norm saves the norm's output if it returns it to an adapter, with or without dropout.
+        """
+        for block in self.saved(shape):
+            maker = self.section.of_name.get(block.made_by)
+            readers = tuple(
+                name
+                for name in block.saved_by
+                if name not in self.section.linears
+                or shape.model.saves_input(name)
+                or (shape.model.uses_te and maker is not None and maker.role == "norm" and name in shape.model.adapted)
+            )
+            if not readers and block.saved_by and maker is not None and maker.role == "core" and not shape.eager:
+                readers = (block.made_by,)  # fused kernels read their output
+            yield block.model_copy(update={"saved_by": readers})
+        for name, linear in self.linears(shape).items():
+            if name in shape.model.adapted:
+                yield from own_tensors(name, *adapter_blocks(shape, self.section.of_name[name], linear))
 
     def flops(self, shape: LayerShape) -> dict[str, int]:
         """Return the forward GEMM FLOPs of each item, as torch's FlopCounterMode counts them."""
@@ -148,7 +170,11 @@ class Planning(ABC):
         return linear.rows * linear.made * shape.model.element_bytes
 
     def half(self, job: Job, shape: LayerShape, roof: Roofline) -> HalfProfile:
-        return HalfProfile(input_bytes=shape.input_bytes, items=self.items(shape, roof), tensors=self.tensors(shape))
+        items = self.items(shape, roof)
+        for name, linear in self.linears(shape).items() if job.model.adapters is not None else ():
+            more = adapter_s(job, shape, self.section.of_name[name], linear, roof)
+            items[name] = _frozen(items[name], more)
+        return HalfProfile(input_bytes=shape.input_bytes, items=items, tensors=self.tensors(shape))
 
     def listed(self) -> Iterable[Item]:
         """Items in the order in which profiles list them."""
@@ -245,6 +271,63 @@ class Planning(ABC):
         if linear == self.section.column_parallel:
             return profile.gathered_input(message_bytes), made_bytes(half, linear)
         return kept_of_argument(half, linear), message_bytes
+
+
+def _frozen(item: ItemProfile, adapter: Passes) -> ItemProfile:
+    """Return a linear without its weight's gradient, and with an adapter."""
+    backward_s = item.backward_s - item.wgrad_s + adapter.backward_s
+    seconds = {"backward_s": backward_s, "dgrad_s": item.dgrad_s + adapter.backward_s, "wgrad_s": 0.0}
+    return item.model_copy(update={"forward_s": item.forward_s + adapter.forward_s, **seconds})
+
+
+def adapter_blocks(shape: LayerShape, item: Item, linear: Linear) -> tuple[int, ...]:
+    """Return the blocks that an adapter saves: the output of its first weight; its input on all rows, if it is gathered for
+    sequence parallelism or copied by dropout; and dropout's mask."""
+    adapters, element = shape.model.adapters, shape.model.element_bytes
+    assert adapters is not None, "callers look"
+    taken = linear.rows * linear.taken
+    gathers = shape.parallel.sequence_parallel and item.role in GATHERING
+    copied = (gathers or adapters.dropout > 0) * element * taken
+    mask = (adapters.dropout > 0) * (element if shape.device == "cpu" else MASK_BYTES) * taken
+    return element * linear.rows * adapters.rank, copied, mask
+
+
+def adapter_s(job: Job, shape: LayerShape, item: Item, linear: Linear, roof: Roofline) -> Passes:
+    """Return the seconds of a linear's adapter; 0 without one.
+
+    Forward: two GEMMs, scale, sum, dropout. Backward: four GEMMs, scale, dropout, sum of both inputs' gradients. Tensor-parallel
+    ranks gather the output of a row-parallel linear's adapter, whose weight is cut by columns, and under sequence parallelism
+    gather the gradient again; without, they reduce the input's gradient of a column-parallel one's.
+
+    Source: Megatron-Bridge's `ParallelLinearAdapter` and `LoRALinear`.
+    """
+    adapters, element, tensor = shape.model.adapters, shape.model.element_bytes, shape.parallel.tensor
+    if adapters is None or item.name not in adapters.targets:
+        return Passes(0.0, 0.0)
+    rows, rank, row = linear.rows, adapters.rank, item.role == "row_parallel"
+    cut, made = (1, linear.made // tensor) if row else (tensor, linear.made)
+    gemms = [(linear.taken, rank // cut or 1), (rank, made)]
+    given_bytes, made_bytes = element * rows * linear.taken, element * rows * linear.made
+
+    def gemms_s(times: int) -> float:
+        moved = [element * (rows * wide + rows * narrow + wide * narrow) for wide, narrow in gemms]
+        flops = [2 * rows * wide * narrow for wide, narrow in gemms]
+        return times * sum(map(roof.seconds, flops, moved))
+
+    dropped = (2 * given_bytes + MASK_BYTES * rows * linear.taken,) if adapters.dropout else ()
+    kernels = Kernels((2 * made_bytes, 3 * made_bytes, *dropped), (2 * made_bytes, 3 * given_bytes, *dropped))
+    seconds = Passes(gemms_s(1), gemms_s(2)) + kernels_s(kernels, roof)
+    whole_s = collective_s(job.cluster, tensor, shape.gathered_bytes * (tensor - 1) / tensor)
+    if row:
+        return seconds + Passes(whole_s, whole_s if shape.parallel.sequence_parallel else 0.0)
+    return seconds + Passes(0.0, 0.0 if shape.parallel.sequence_parallel else 2 * whole_s)
+
+
+def adapter_parameters(item: Item, linear: Linear, rank: int, tensor: int) -> int:
+    """Return the weights of a linear's adapter on one rank: its first weight is cut like the linear's input or by its own output,
+    its second by its output."""
+    taken, made = (linear.taken, linear.made // tensor) if item.role == "row_parallel" else (linear.taken // tensor, linear.made)
+    return rank * (taken + made)
 
 
 def made_bytes(half: HalfProfile, linear: str) -> int:

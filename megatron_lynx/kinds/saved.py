@@ -66,9 +66,9 @@ def statistics(shape: LayerShape, norm: str, output_bytes: int) -> list[SavedTen
 
 def rms_products(shape: LayerShape, size: int) -> list[int]:
     """Return the blocks saved by an eager RMSNorm of an input of `size` bytes: its fp32 product before the weight, and in 16 bits
-    its fp32 copy. The input counts as saved, too, though backward does not read it."""
-    element = shape.model.element_bytes
-    return [size // element * FP32_BYTES] * (1 if element == FP32_BYTES else 2)
+    its fp32 copy. The input counts as saved, too, though backward does not read it. The product is for the weight's gradient."""
+    element, trained = shape.model.element_bytes, shape.model.adapters is None
+    return [size // element * FP32_BYTES] * (trained + (element < FP32_BYTES))
 
 
 def dropout_tensor(shape: LayerShape, section: Section) -> SavedTensor:
@@ -124,7 +124,7 @@ def row_parallel(shape: LayerShape, section: Section, given: int) -> Iterator[St
     dropped = residual if shape.model.hidden_dropout > 0 or shape.eager else 0
     yield Step(section.residual, dropped, 0)
     gathered = shape.gathered_bytes if shape.parallel.sequence_parallel else 0
-    weight = _weight_gradient(shape, shape.model.hidden, given)
+    weight = _weight_gradient(shape, section.row_parallel, shape.model.hidden, given)
     yield Step(section.row_parallel, gathered + given + weight, gathered + dropped + weight)
 
 
@@ -133,7 +133,7 @@ def column_parallel(shape: LayerShape, section: Section, made: int) -> Iterator[
     residual, whole = shape.input_bytes, shape.gathered_bytes
     again = shape.gathered_input_bytes if shape.parallel.sequence_parallel and shape.model.uses_te else 0
     scattered = residual if shape.parallel.sequence_parallel else 0
-    weight = _weight_gradient(shape, shape.model.hidden, made)
+    weight = _weight_gradient(shape, section.column_parallel, shape.model.hidden, made)
     yield Step(section.column_parallel, again + whole + scattered + weight, again + made + weight + (whole if scattered else 0))
     yield norm(shape, section, residual)
     yield Step("", residual, 2 * residual)
@@ -145,8 +145,11 @@ def norm(shape: LayerShape, section: Section, let_go: int) -> Step:
     return Step(section.norm, shape.input_bytes + temporary, let_go + temporary)
 
 
-def _weight_gradient(shape: LayerShape, width: int, block: int) -> int:
-    """Return the weight gradient of a linear between `width` columns and those of a block with all rows."""
+def _weight_gradient(shape: LayerShape, linear: str, width: int, block: int) -> int:
+    """Return the weight gradient of a linear between `width` columns and those of a block with all rows. Beside a frozen weight:
+    an adapter's scaled gradient and its input's gradient, at most both."""
+    if shape.model.adapters is not None:
+        return block + shape.gathered_bytes if linear in shape.model.adapted else 0
     if shape.keeps_gradient_blocks:
         return 0
     return width * block // (shape.tokens * shape.model.element_bytes) * shape.added_gradient_bytes

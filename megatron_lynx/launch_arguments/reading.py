@@ -26,6 +26,7 @@ from megatron_lynx.config.loader import load_cluster
 from megatron_lynx.config.opaque import MARGIN
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.launch.flags import flags_in
+from megatron_lynx.launch_arguments.adapters import adapter_facts
 from megatron_lynx.launch_arguments.command_line import HEADLINE, LAUNCHER, CommandLine, command_line, given_file, without_option
 from megatron_lynx.launch_arguments.container import OPTION as BRIDGE
 from megatron_lynx.launch_arguments.container import Container, given_container, read_container
@@ -185,7 +186,7 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     given = in_words_of_a_gpt(with_packing(given), problems)
     problems += conflicts(given)
     facts = [*model_facts(given, problems), *fp8_facts(given, problems), *group_facts(given)]
-    facts += [*context_facts(given, problems), *latent_facts(given, problems)]
+    facts += [*context_facts(given, problems), *latent_facts(given, problems), *adapter_facts(container, problems)]
     facts += [*expert_facts(given, problems, planning=planning), *layer_facts(given, problems, left_open=planning)]
     facts += [*window_facts(given, problems), *opaque_facts(given, problems), *graph_facts(given)]
     facts += [*optimizer_facts(given, problems), *overlap_facts(given)]
@@ -208,6 +209,8 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     lacks = dict.fromkeys(container.row["unavailable"], container.name) if isinstance(container, Frontend) else {}
     if given["deterministic_mode"]:  # refused from 0.19 on
         lacks["userbuffers"] = given.origin("deterministic_mode")
+    if (said := next((fact.origin for fact in facts if fact.place.startswith("model.adapters")), None)) is not None:
+        lacks["userbuffers"] = said
     if lacks:
         facts.append(Fact("unavailable", [*lacks], ", ".join(dict.fromkeys(lacks.values()))))
     facts = [fact for fact in facts if fact.value is not None]

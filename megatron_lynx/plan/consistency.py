@@ -125,7 +125,7 @@ def _rest_without_wait(plan: PlanContents, rule: Rule, half: Half) -> Iterator[s
 
 def _rest_has_wait(plan: PlanContents, layout: Layout, layer: int, section: Section) -> bool:
     exchanges, gathers = layout.waits("bwd", layer, section) > 0, layout.sequence_parallel and layout.collectives
-    userbuffers = plan.parallel.userbuffers
+    userbuffers = plan.parallel.userbuffers or bool(plan.model.adapted)
     return resumes_in_wait(section, plan.model.fp8, exchanges=exchanges, gathers=gathers, userbuffers=userbuffers)
 
 

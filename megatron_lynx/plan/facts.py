@@ -138,6 +138,8 @@ class ModelFacts(Part):
     """Layers with an opaque half, by its kind: it is kept whole, and has no hook."""
     captured: tuple[CapturedModule, ...] = ()
     """Modules of every layer that run as captured graphs (`--cuda-graph-impl transformer_engine`): kept whole, without hooks."""
+    adapted: tuple[str, ...] = ()
+    """Linears with a low-rank adapter, in forward order. With any, all other weights are frozen."""
     kinds: tuple[KindName, ...] = ()
     """Further kinds of halves, in every layer (`megatron_lynx.kinds`)."""
 

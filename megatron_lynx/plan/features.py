@@ -62,6 +62,8 @@ def of_rule(plan: PlanContents, rule: Rule) -> Iterator[str]:
     """Requests of a rule that the launch excludes."""
     if plan.parallel.userbuffers:
         yield from _userbuffers_rule(rule)
+    if plan.model.adapted:
+        yield from _adapters_rule(plan, rule)
     if plan.model.moe_overlapped:
         yield from _overlapped_rule(plan, rule)
     if plan.model.captured:
@@ -319,11 +321,30 @@ def _overlapped_rule(plan: PlanContents, rule: Rule) -> Iterator[str]:
 def _userbuffers(plan: PlanContents) -> Iterator[str]:
     if not plan.parallel.userbuffers:
         return
+    if plan.model.adapted:
+        yield "parallel.userbuffers is true, needed false beside adapters (model.adapted): nothing else was tried"
     if not plan.parallel.sequence_parallel:
         yield "parallel.userbuffers needs parallel.sequence_parallel: true, found false, as Megatron refuses it"
     if plan.model.implementation != "transformer_engine":
         finding = f"found {plan.model.implementation}: Megatron's own layers have no userbuffers"
         yield f"parallel.userbuffers needs model.implementation transformer_engine, {finding}"
+
+
+def _adapters_rule(plan: PlanContents, rule: Rule) -> Iterator[str]:
+    """Adapters issue tensor-parallel collectives between those of the layer, so that none is a window."""
+    beside = f"beside adapters (model.adapted: {', '.join(plan.model.adapted)})"
+    for linear in rule.weight_gradients:
+        yield f"weight_gradients.{linear} is deferred, but {beside} its weight is frozen: leave it out"
+    if plan.parallel.tensor == 1:
+        return
+    if rule.ahead:
+        yield f"{rule.ahead_said}, but {beside} no communication begins early: leave it out"
+    for half in HALVES:
+        if (gathered := rule.filling(half).gathered) in rule.recompute:
+            yield f"{gathered} is recomputed, but {beside} it would communicate again (rule R2): keep it"
+        for key, name in places(rule, half):
+            if name not in (ON_DEMAND, RECV_BACKWARD):
+                yield f"{key}.{half} is {name}, needed {ON_DEMAND} or {RECV_BACKWARD} {beside}"
 
 
 def _userbuffers_rule(rule: Rule) -> Iterator[str]:

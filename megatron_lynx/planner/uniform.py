@@ -41,7 +41,7 @@ def uniform_plan(
     ]
     asked = recomputable if recompute == "all" else () if recompute == "none" else recompute
     items = tuple(item for item in all_items() if item in asked)
-    if sliced:
+    if sliced or job.keeps_gathered:
         kept = [section.gathered for section in known if gather == "keep" or job.keeps_gathered or not section.has_windows]
         items = tuple(item for item in items if item not in kept)
     places = ((stage, chunk) for chunk in range(job.chunks) for stage in range(job.parallel.pipeline))
@@ -98,9 +98,9 @@ def _usual_window(
     in_time = has_windows and own_windows_in_time(
         section, items, sequence_parallel=parallel.sequence_parallel, te=job.model.uses_te
     )
-    if in_time and not gathers_once and not job.userbuffers:
+    if in_time and not gathers_once and not job.no_windows:
         return own_window(section.half)
-    if before is not None and job.userbuffers:
+    if before is not None and job.no_windows:
         return ON_DEMAND
     if before is not None:
         last = len(before[1].collectives("bwd", parallel.sequence_parallel)) - 1

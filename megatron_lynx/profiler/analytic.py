@@ -108,7 +108,7 @@ def _head(shape: LayerShape, roof: Roofline) -> BlockProfile:
     loss_s = [roof.seconds(0, moved * logits) for moved in LOSS_BYTES[shape.model.cross_entropy]]
     return BlockProfile(
         forward_s=gemm_s + norm.forward_s + loss_s[0],
-        backward_s=2 * gemm_s + norm.backward_s + loss_s[1],
+        backward_s=(2 if shape.model.adapters is None else 1) * gemm_s + norm.backward_s + loss_s[1],
         saved_bytes=head_bytes(shape) + logits_bytes(shape),
     )
 

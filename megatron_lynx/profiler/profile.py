@@ -179,6 +179,8 @@ class Shape(Part):
     """Layers of multi-token prediction, with the figures of a layer and of the output layer."""
     opaque: tuple[Opaque, ...] = ()
     kinds: tuple[KindName, ...] = ()
+    adapted: tuple[str, ...] = ()
+    """Linears with a low-rank adapter; with any, all other weights are frozen."""
 
     @property
     def te(self) -> bool:
@@ -337,6 +339,7 @@ def shape_of(job: Job) -> Shape:
         "kv_channels": None if usual else model.head_size,
         "latent": model.latent,
         "kinds": model.kinds,
+        "adapted": model.adapted,
         "opaque": model.opaque,
     }
     layout = {name: getattr(parallel, name) for name in ("tensor", "sequence_parallel", "context")}

@@ -215,7 +215,10 @@ class LayerShape:
 
     @property
     def added_gradient_bytes(self) -> int:
-        """Bytes per element of a gradient added to an fp32 buffer: on a CPU it is first copied to fp32."""
+        """Bytes per element of a gradient added to an fp32 buffer: on a CPU it is first copied to fp32. 0 for frozen weights;
+        adapters are small."""
+        if self.model.adapters is not None:
+            return 0
         element = self.model.element_bytes
         return element + (FP32_BYTES if self.device == "cpu" and element < FP32_BYTES else 0)
 
@@ -227,7 +230,7 @@ class LayerShape:
     @property
     def keeps_gradient_blocks(self) -> bool:
         """Whether Transformer Engine keeps a dummy gradient block for each weight shape (`get_dummy_wgrad`)."""
-        return self.model.uses_te and self.device == "cuda"
+        return self.model.uses_te and self.device == "cuda" and self.model.adapters is None
 
     @property
     def gathered_bytes(self) -> int:

@@ -158,6 +158,9 @@ class Recomputer(Run):
         for index, tensor in enumerate(made):
             if tensor is not None:
                 self.frame.keep((self._segment, index), tensor)
+        for one in self.frame.sites.get(self._segment + 1, NOTHING).parts:
+            if one.key in self.frame.wanted and one.part is not None and (whole := made[one.part]) is not None:
+                self.frame.keep(one.key, self.frame.views[one.key].in_(whole))
         if ends_here:
             self.argument = made[0]
         self._stop_if_done()

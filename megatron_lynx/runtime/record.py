@@ -240,6 +240,8 @@ class Recorder(Run):
             pack = self._group.push
         elif one.argument is not None:
             pack = partial(self._pack_view, one.key, one.argument)
+        elif one.part is not None:
+            pack = partial(self._pack_part, one.key)
         else:
             pack = partial(self.frame.want, one.key)
         return pack if self._observer is None else partial(self._watched, pack)
@@ -252,6 +254,11 @@ class Recorder(Run):
                 self._fits = False
                 return tensor.detach()
             self.frame.views[key] = View.of(tensor)
+        return self.frame.want(key, tensor)
+
+    def _pack_part(self, key: Key, tensor: Tensor) -> Handle:
+        self.frame.views[key] = View.of(tensor)
+        self.frame.let_go_bytes -= tensor.nbytes  # counted with the whole
         return self.frame.want(key, tensor)
 
     def _pack(self, tensor: Tensor) -> Any:

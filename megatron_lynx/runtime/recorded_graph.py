@@ -43,6 +43,8 @@ class Replaced(NamedTuple):
     """Is None for a tensor that is kept, on the device or the host."""
     argument: int | None = None
     """For a view: index of the argument."""
+    part: int | None = None
+    """For a view that another node has of a first part's tensor: index of the tensor."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class SiteGraph:
     edges: tuple[Edge, ...] = ()
     kinds: tuple[type, ...] = ()
     views: tuple[Replaced, ...] = ()
+    parts: tuple[Replaced, ...] = ()
+    """Views of a first part's tensors: an adapter also saves the output of the norm inside its linear."""
     by_attribute: tuple[tuple[Replaced, ...], ...] = ()
     """All of them by node and attribute, which is read once: each read makes all wrappers again."""
 
@@ -70,9 +74,10 @@ class SiteGraph:
         edges = (edge if edge.before is None else edge._replace(before=places[edge.before]) for _, edge in taken)
         moved = tuple(replacement._replace(node=places[replacement.node]) for replacement in replacements)
         views = tuple(replacement for replacement in moved if replacement.argument is not None)
+        parts = tuple(replacement for replacement in moved if replacement.part is not None)
         together = groupby(moved, key=lambda replacement: (replacement.node, replacement.slot.raws))
         by_attribute = tuple(tuple(of_attribute) for _, of_attribute in together)
-        return cls(moved, tuple(edges), tuple(type(node) for node, _ in taken), views, by_attribute)
+        return cls(moved, tuple(edges), tuple(type(node) for node, _ in taken), views, parts, by_attribute)
 
     def nodes(self, outputs: Any, arguments: Sequence[Tensor]) -> list[Any] | None:
         """Return the nodes with replaced tensors; None if their classes differ."""
@@ -152,15 +157,18 @@ class FirstCall:
         if not recomputed:
             regenerated = regenerated - self._resident if self._recompute and not item.exchanges else set()
         first = self._of_first_part(call, nodes)
-        views, dropped_index = sum(len(site.views) for site in self.graph.sites.values()), 0
+        views, dropped_index = sum(len(site.views) + len(site.parts) for site in self.graph.sites.values()), 0
         for place, node in enumerate(nodes):
             for slot, tensor in saved_in(node):
                 memory = [storage_of(part) for part in memory_of([tensor])]
                 if not memory or not stays.isdisjoint(memory):
                     continue
                 storage = memory[0]
-                if storage in first:
+                if storage in first and type(node).__name__ == call.site.node_of_first:
                     yield Replaced(place, slot, (segment - 1, first[storage]))
+                elif storage in first:
+                    views += 1
+                    yield Replaced(place, slot, (segment - 1, -views), part=first[storage])
                 elif storage in regenerated:
                     views += 1
                     yield Replaced(place, slot, (segment, -views), argument_at[storage])

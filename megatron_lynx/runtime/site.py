@@ -42,12 +42,13 @@ class FirstPart:
     """Indices of `run`'s tensors among the node's saved tensors."""
 
     def saved(self, nodes: Sequence[Any]) -> tuple[Tensor | None, ...]:
-        """Return the tensors that `run` makes, from the nodes of a call of the whole site."""
+        """Return the tensors that `run` makes, from the nodes of a call of the whole site. Empty if it has no node: its weights
+        are frozen, and its input needs no gradient."""
         for node in nodes:
             if type(node).__name__ == self.node:
                 saved = node.saved_tensors
                 return tuple(saved[slot] for slot in self.slots(node))
-        raise AssertionError(f"no {self.node} in what {self.item} is part of")
+        return ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +69,11 @@ class Site:
     @cached_property
     def owns_parameters(self) -> bool:
         return self.module is not None and next(self.module.parameters(), None) is not None
+
+    @property
+    def node_of_first(self) -> str:
+        """Name of the node with the first part's tensors; empty without one."""
+        return "" if self.first is None else self.first.node
 
     @cached_property
     def segments(self) -> int:

@@ -328,7 +328,7 @@ class StageProblems:
         layout, model = self.job.parallel, self.job.model
         exchanges = section.exchanges_in_windows and layout.expert > 1 and layout.expert_tensor_size == 1
         gathers = layout.sequence_parallel and layout.tensor > 1
-        userbuffers = self.job.userbuffers
+        userbuffers = self.job.no_windows
         waits = resumes_in_wait(section, model.fp8_recipe, exchanges=exchanges, gathers=gathers, userbuffers=userbuffers)
         may = waits and not checkpoint.feeds and not model.hidden_dropout
         return checkpoint._replace(rest_in_wait=may and self._prices.windows_s("bwd", section, ())[0] > 0)
@@ -373,7 +373,7 @@ class StageProblems:
 
     def _may_begin(self, sections: tuple[Section, Section]) -> bool:
         """Whether communication of a layer may begin ahead; beside opaque sections it may not."""
-        return not self.job.userbuffers and not any(section.kept_whole for section in sections)
+        return not self.job.no_windows and not any(section.kept_whole for section in sections)
 
     @cached_property
     def _known_ahead(self) -> dict[tuple[tuple[Section, Section], bool], Layer]:

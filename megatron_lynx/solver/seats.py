@@ -145,9 +145,9 @@ class Seats:
 
     @property
     def _collectives_hide(self) -> bool:
-        """Whether tensor-parallel collectives are windows. Userbuffers exchange inside GEMMs; beside overlapped exchanges of
-        experts nodes of two micro-batches alternate."""
-        return not self.job.userbuffers and not self.job.model.moe_overlapped
+        """Whether tensor-parallel collectives are windows (`Job.no_windows`). Beside overlapped exchanges of experts nodes
+        of two micro-batches alternate."""
+        return not self.job.no_windows and not self.job.model.moe_overlapped
 
     @cached_property
     def _reaches_back(self) -> bool:

@@ -220,6 +220,9 @@ def check_measurable(job: Job) -> None:
     if job.model.fp8 is not None:
         problem = Problem("job: model.fp8", str(job.model.fp8_recipe), "none", todo)
         raise ConfigError("these layers cannot be measured item by item yet", [problem])
+    if job.model.adapters is not None:
+        problem = Problem("job: model.adapters", ", ".join(job.model.adapted), "none", todo)
+        raise ConfigError("adapters are not measured", [problem])
     if job.model.uses_te and not transformer_engine_can_run():
         todo = "install it with its compiled part; without a GPU docs/models.md says what a checkout can do"
         problem = Problem("job: model.implementation", job.model.implementation, "Transformer Engine on the import path", todo)

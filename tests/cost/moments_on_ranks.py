@@ -73,6 +73,14 @@ def count_with_rows(rank: int, job: Job, fields: dict[str, Any]) -> tuple[Counte
     return counted, max(sum(rows[first : first + layers]) for first in range(0, len(rows), layers))
 
 
+def count_adapted(rank: int, job: Job, fields: dict[str, Any]) -> Counted:
+    """The same for a model with adapters."""
+    from tests.transparency.adapters import adapters
+
+    with adapters(job):
+        return count(rank, job, fields)
+
+
 def _step(training: Any, meter: ActivationMeter, batches: list[Any], name: str) -> None:
     from megatron_lynx.measure.memory import marked
     from megatron_lynx.testbed.training import forward_step, run_schedule

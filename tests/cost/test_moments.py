@@ -25,7 +25,7 @@ from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.config.jobs import catalogued_job
-from tests.cost.moments_on_ranks import count, count_with_rows
+from tests.cost.moments_on_ranks import count, count_adapted, count_with_rows
 from tests.long import long
 
 SIZE = {"layers": 4, "hidden": 64, "ffn": 256, "vocab": 2048, "seq": 64, "micro": 1}
@@ -85,6 +85,37 @@ WITH_EXPERTS = {
     "two ranks": ("llama", {"expert": 2, "replicas": 2, "experts": Experts(**EXPERTS)}, {}),
     "two ranks, gathering": ("llama", {"expert": 2, "replicas": 2, "experts": Experts(**EXPERTS, dispatcher="allgather")}, {}),
 }
+
+
+ADAPTED = {
+    "one rank": ("llama", {}),
+    "tensor and pipeline": ("llama", {"tensor": 2, "pipeline": 2, "microbatches": 3}),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_every_moment_beside_a_frozen_model(own_pool_of, name):
+    """Adapters alone have gradients and states of the optimizer. The first layer's input needs no gradient, and the output
+    layer's is not saved: both are counted as if they were."""
+    like, fields = ADAPTED[name]
+    job = tiny_job(like, **{**SIZE, **fields}, adapters={"rank": 4})
+    counted = own_pool_of(job.gpus).run(count_adapted, job, {})
+    for stage in range(job.parallel.pipeline):
+        parts = stage_parts(job.model_copy(update={"policy": "none"}), stage)
+        compare_frozen(counted[stage * job.gpus // job.parallel.pipeline], parts, job)
+
+
+def compare_frozen(counted, parts, job):
+    shape = LayerShape.of(job)
+    block = shape.gathered_bytes
+    small = ROW_BYTES * shape.tokens + 2 * job.model.seq * job.model.head_size * 4
+    held = 2 * block if job.gpus > 1 else 0
+    over = {moment: counted[moment] - parts.at(moment).total for moment in parts.moments}
+    for moment in {"forward", "loss", "head_backward"} & over.keys():
+        assert -2 * block <= over[moment] <= small + held, moment
+    assert -0.1 * parts.at("backward").total <= over["backward"] <= held
+    assert abs(over["reduction"]) <= small + held
+    assert -small <= over["update"] <= small + held
 
 
 @pytest.mark.parametrize("name", WITH_EXPERTS)

@@ -1,10 +1,11 @@
 """A training script as people write them for Megatron-Bridge: a configuration, and `pretrain`. Knows nothing of plans.
 
-Words: `PART.FIELD=VALUE` of the configuration, as in `model.sequence_parallel=True`; `local` for Megatron's own layers, `cut` for
-a core attention that stands in for Transformer Engine's among context-parallel ranks, `hybrid` for a hybrid stack of the usual
-layers, `mamba` for one that has Mamba layers, too; `changing` for micro-batches of other lengths, `packed` for packed ones;
-`lora`; `graphs` for captured graphs that run again on the memory of their capture. What every rank saw of each step goes into the
-folder SAID_IN, as NAME: losses, the norm of gradients and, at the end, weights; and the configuration, as NAME_cfg.yaml.
+Words: `PART.FIELD=VALUE` of the configuration, as in `model.sequence_parallel=True`; `local` for Megatron's own layers, `cut`
+for a core attention that stands in for Transformer Engine's among context-parallel ranks, `hybrid` for a hybrid stack of the
+usual layers, `mamba` for one that has Mamba layers, too; `changing` for micro-batches of other lengths, `packed` for packed
+ones; `lora`, `dora`; `graphs` for captured graphs that run again on the memory of their capture. What every rank saw of each
+step goes into the folder SAID_IN, as NAME: losses, the norm of gradients and, at the end, weights; and the configuration, as
+NAME_cfg.yaml.
 """
 
 import ast
@@ -22,6 +23,7 @@ if "UNDER" in os.environ:  # not started by the testbed's launcher, which answer
 import torch
 import torch.nn.functional as F
 from megatron.bridge.models.gpt_provider import GPTModelProvider, default_layer_spec, local_layer_spec
+from megatron.bridge.peft.dora import DoRA
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.config import (
@@ -196,8 +198,9 @@ def main():
     cfg = container(words)
     if "cut" in words:
         attends_among_ranks()
-    if "lora" in words:
-        cfg.peft = LoRA(dim=8, alpha=16)
+    for word, adapters in (("lora", LoRA), ("dora", DoRA)):
+        if word in words:
+            cfg.peft = adapters(dim=8, alpha=16)
     for word in words:
         place, found, value = word.partition("=")
         if found:

@@ -294,18 +294,39 @@ def test_more_tokens_than_planned_are_kept_and_said(tmp_path):
     assert "what came: 4 of 4 micro-batches, 93.8 % of their tokens, 133 % of the squares of lengths" in said
 
 
+def test_adapters(tmp_path):
+    """Adapters beside a frozen model, which comes from a checkpoint: Bridge asks for one."""
+    folder = tmp_path / "weights"
+    saved_words = [f"checkpoint.save='{folder}'", "checkpoint.save_interval=1", "train.train_iters=1"]
+    for layers, words, fields in (("te", [], OF_TE), ("local", TP2, {"tensor": 2})):
+        ranks = 2 if "tensor" in fields else 1
+        base = [word for word in words if word == "local"]
+        status, said = run(tmp_path, f"base {layers}", [*base, *saved_words], ranks=1)
+        assert status == 0, said[-3000:]
+        words = [*words, "lora", f"checkpoint.pretrained_checkpoint='{folder}'"]
+        job = tiny_job("llama", **{**SIZE, **DROPOUT, **fields}, adapters={"rank": 8})
+        save_plan(uniform_plan(job), tmp_path / "plan.yaml")
+        status, said = run(tmp_path, f"stock {layers}", words, ranks=ranks)
+        assert status == 0, said[-3000:]
+        under = ["--lynx-plan", str(tmp_path / "plan.yaml"), "--lynx-check", "2"]
+        status, said = run(tmp_path, f"planned {layers}", [*words, *under], ranks=ranks)
+        assert status == 0, said[-3000:]
+        assert same(tmp_path, f"stock {layers}", f"planned {layers}", ranks)
+        assert "rank 0 recomputed 128 layer halves" in said
+
+
 @pytest.mark.parametrize(
     ("words", "place"),
     [
-        (["lora"], "cfg.peft"),
+        (["dora"], "cfg.peft"),
         (["ddp.use_megatron_fsdp=True", "dist.use_megatron_fsdp=True", "checkpoint.ckpt_format='fsdp_dtensor'"], "cfg.ddp"),
     ],
 )
 def test_what_no_plan_goes_with_is_refused(tmp_path, words, place):
     """Before the model is built, without a traceback. (Decentralised groups and restarts cannot begin here: `test_hosts`.)"""
     save_plan(uniform_plan(tiny_job("llama", **{**SIZE, **DROPOUT}, **OF_TE)), tmp_path / "plan.yaml")
-    (tmp_path / "weights").mkdir()  # of which LoRA would begin; nobody comes to read them
-    words = [*words, f"checkpoint.pretrained_checkpoint='{tmp_path / 'weights'}'"] if "lora" in words else words
+    (tmp_path / "weights").mkdir()  # which adapters begin with; refused before they are read
+    words = [*words, f"checkpoint.pretrained_checkpoint='{tmp_path / 'weights'}'"] if "dora" in words else words
     env = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
     status, said = run(tmp_path, "refused", [*words, "--lynx-plan", str(tmp_path / "plan.yaml")], ranks=1, **env)
     assert status == 2, said[-3000:]
@@ -314,7 +335,7 @@ def test_what_no_plan_goes_with_is_refused(tmp_path, words, place):
 
 
 def test_recipes_are_planned_for(tmp_path):
-    """Experts and hybrid stacks with Mamba layers; adapters are refused by name."""
+    """Experts and hybrid stacks with Mamba layers; adapters beside experts are refused by name."""
     status, said = run(tmp_path, "recipes", [str(tmp_path)], ranks=1, launcher=[], script="bridge_recipes.py", HF_HUB_OFFLINE="1")
     assert status == 0, said[-3000:]
     for name in ("qwen3_30b", "qwen3_30b_lora", "nemotron_h_8b", "nemotron_3_nano"):
@@ -331,7 +352,7 @@ def test_recipes_are_planned_for(tmp_path):
         )
         result = lynx(*asked, "--", "tokenizer.vocab_size=151936")
         assert result.exit_code == (2 if name.endswith("lora") else 0), result.output
-        assert ("cfg.peft: found LoRA" in result.output) == name.endswith("lora")
+        assert ("adapters go with no experts" in result.output) == name.endswith("lora")
 
 
 def test_what_does_not_fit_is_named_as_bridges_users_name_it(tmp_path):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megatron_lynx.config.model import Adapters
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.launch_arguments import Reading, job_of, read_launch
 from megatron_lynx.yaml_file import write_yaml
@@ -174,12 +175,34 @@ def test_in_process_restarts_are_refused_when_a_plan_is_made(tmp_path: Path) -> 
     assert [problem.where for problem in problems] == ["cfg.inprocess_restart.enabled"]
 
 
-def test_adapters_in_a_file_are_refused_by_name(tmp_path: Path) -> None:
+def adapted(folder: Path, **fields: object) -> Reading:
     """As Bridge writes them: their empty set of names ended in "could not determine a constructor"."""
-    text = write_yaml({**CONTAINER, "peft": {"_target_": "megatron.bridge.peft.lora.LoRA", "dim": 8}})
-    (tmp_path / "cfg.yaml").write_text(text.replace("  dim: 8", "  dim: 8\n  params_to_save: !!set {}"))
-    [problem] = read_launch(["--bridge", str(tmp_path / "cfg.yaml")], gpus=8).problems
-    assert (problem.where, problem.finding) == ("cfg.peft", "LoRA")
+    text = write_yaml({**CONTAINER, "peft": {"_target_": "megatron.bridge.peft.lora.LoRA", "dim": 8, **fields}})
+    (folder / "cfg.yaml").write_text(text.replace("  dim: 8", "  dim: 8\n  params_to_save: !!set {}"))
+    return read_launch(["--bridge", str(folder / "cfg.yaml")], gpus=8)
+
+
+def test_adapters_in_a_file(tmp_path: Path) -> None:
+    reading = adapted(tmp_path, dropout=0.05, target_modules=["linear_fc1", "linear_qkv"])
+    assert not reading.problems
+    job = job_of(reading, "h100-80g")
+    assert job.model.adapters == Adapters(rank=8, dropout=0.05, targets=("linear_qkv", "linear_fc1"))
+    assert job.unavailable == ("userbuffers",)
+    assert {fact.place: fact.origin for fact in reading.facts}["model.adapters.rank"] == "cfg.peft.dim"
+
+
+@pytest.mark.parametrize(
+    ("fields", "place"),
+    [
+        ({"_target_": "megatron.bridge.peft.dora.DoRA"}, "cfg.peft"),
+        ({"target_modules": ["*.layers.0.*.linear_qkv"]}, "cfg.peft.target_modules"),
+        ({"target_modules": []}, "cfg.peft.target_modules"),
+        ({"a2a_experimental": True}, "cfg.peft.a2a_experimental"),
+        ({"dropout": 0.1, "dropout_position": "post"}, "cfg.peft.dropout_position"),
+    ],
+)
+def test_other_adapters_are_refused_by_name(fields: dict[str, object], place: str, tmp_path: Path) -> None:
+    assert [problem.where for problem in adapted(tmp_path, **fields).problems] == [place]
 
 
 STACK = {

@@ -255,6 +255,22 @@ def test_shapes_of_windows_and_sinks(folder: Path) -> None:
     assert (found["model.activation"], found["model.bias"]) == ("quick_geglu", True)
 
 
+def test_adapters_of_verl_and_nemo_rl(folder: Path) -> None:
+    dense = " ".join(word for word in VERL.split() if ".expert_" not in word)
+    lora = "actor_rollout_ref.model.lora"
+    found = facts(read(f"{dense} {lora}.rank=16 {lora}.target_modules=[linear_qkv,linear_proj]", folder / "dense"))
+    assert found["model.adapters.rank"] == 16
+    assert found["model.adapters.targets"] == ["linear_qkv", "linear_proj"]
+    assert found["unavailable"] == ["overlap", "userbuffers"]
+    assert "model.adapters.rank" not in facts(read(f"{dense} {lora}.rank=0", folder / "dense"))
+    peft = "policy.megatron_cfg.peft"
+    words = f"uv run run_sft.py --config {folder / 'parent.yaml'} {peft}.enabled=true {peft}.dim=8 {peft}.dropout_position=post"
+    found = facts(read(f"{words} {peft}.target_modules=[linear_fc1] {peft}.lora_dtype=None", folder / "dense"))
+    assert (found["model.adapters.rank"], found["model.adapters.targets"]) == (8, ["linear_fc1"])
+    [problem] = read(f"{words} {peft}.target_modules=[]", folder / "dense").problems
+    assert problem.where == f"{peft}.target_modules"
+
+
 REFUSED = {
     "another type": ({**DENSE, "model_type": "qwen33"}, "model_type: found qwen33", "did you mean qwen3?"),
     "no type": ({}, "model_type: found None", "give its shapes as Megatron's flags"),

@@ -27,6 +27,7 @@ from torch.nn import Dropout, Module
 
 from megatron_lynx.anatomy import Item, Section
 from megatron_lynx.apply.hook import Claim
+from megatron_lynx.apply.live_run import linear_in
 from megatron_lynx.apply.transformer_engine import Fp8Linear, norm_inside
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.site import Site
@@ -92,16 +93,17 @@ def marked_in(section: Section, layer: Module) -> tuple[object, ...]:
 def may_draw_in(section: Section, layer: Module, recomputed: Container[str]) -> Callable[[], bool]:
     """Whether a call of this half draws random numbers. `recomputed`: the items that are recomputed.
 
-    The core attention does if its dropout is not 0, and so does the residual addition. Both are read at each call, because
-    training code may change them. A router may draw, too, but it is never recomputed.
+    The core attention and a linear's adapter do if their dropout is not 0, and so does the residual addition. All are read at
+    each call, because training code may change them. A router may draw, too, but it is never recomputed.
 
     Transformer Engine's fused attention takes a seed and an offset from the generator, advances it, and saves both for its
     backward, with or without dropout (`fused_attn_fwd` in its csrc/extensions/attention.cpp).
     """
-    cores = [place for place in places_of(section, layer) if place.item.role == "core"]
+    places = places_of(section, layer)
+    cores = [place for place in places if place.item.role == "core"]
     if any(place.item.name in recomputed and hasattr(place.owner, "fused_attention") for place in cores):
         return lambda: True
-    inside = [module for place in cores if place.module is not None for module in place.module.modules()]
+    inside = [module for place in places if place.module is not None for module in place.module.modules()]
     dropping = [module for module in inside if isinstance(module, Dropout)]
     attending = [module for module in inside if hasattr(module, "attention_dropout")]
 
@@ -142,17 +144,17 @@ def claims(
 def _site_at(place: Place, section: Section, *, te: bool, fp8: bool) -> Callable[..., Site]:
     """Makes the site from its code."""
     item, owner, method = place
-    norm = ""
+    norm, linear = "", linear_in(owner)
     if te and item.role == "column_parallel" and section.fuses_norm:
         norm = section.norm
-    elif te and hasattr(owner, "layer_norm_weight"):
+    elif te and hasattr(linear, "layer_norm_weight"):
         norm = item.norm_inside
     return partial(
         Site,
         item.name,
         place.module,
-        first=norm_inside(owner, norm) if norm else None,
+        first=norm_inside(linear, norm) if norm else None,
         state=Fp8Linear(owner) if fp8 and (item.is_linear or item.of_experts) else None,
-        may_draw=item.may_draw,
+        may_draw=item.may_draw or linear is not owner,  # an adapter may have dropout
         has_next_method=method != item.methods[-1],
     )

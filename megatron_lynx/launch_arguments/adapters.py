@@ -1,0 +1,65 @@
+"""Low-rank adapters of a launch: Megatron-Bridge's `LoRA`, set in its container, or by verl or NeMo-RL, which build it.
+
+    cfg.peft                                  Megatron-Bridge
+    actor_rollout_ref.model.lora, model.lora  verl, whose `rank` and `type` are `dim` and the class
+    policy.megatron_cfg.peft                  NeMo-RL
+
+ms-swift has other adapters, in layers that no plan supports (`--bridge_backend mcore-bridge`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_lynx.errors import Problem
+from megatron_lynx.kinds.dense.section import LINEARS
+from megatron_lynx.launch_arguments.container import Container, plain
+from megatron_lynx.launch_arguments.frontend import NEMO, VERL, Frontend
+from megatron_lynx.launch_arguments.given import Fact
+
+RANK = "dim"
+SECTIONS = {VERL: ("actor_rollout_ref.model.lora", "model.lora"), NEMO: ("policy.megatron_cfg.peft",)}
+RENAMED = {VERL: {RANK: "rank", "lora_dtype": "dtype"}, NEMO: {}}
+"""Frontends' names of Bridge's fields."""
+USUAL = {"a2a_experimental": False, "exclude_modules": [], "lora_dtype": None, "sequence_parallel_input_regather": False}
+"""Fields that need this value: others communicate, or save, otherwise than is modelled."""
+DEFAULTS = {RANK: 32, "dropout": 0.0, "dropout_position": "pre", "target_modules": list(LINEARS)}
+
+
+def adapter_facts(launch: Container | Frontend | None, problems: list[Problem]) -> Iterator[Fact]:
+    """Yield the adapters of a launch; nothing without any. `launch`: None for a command of Megatron-LM."""
+    if (found := _adapters(launch)) is None:
+        return
+    fields, words = found
+    get = {name: plain(getattr(fields, name, default)) for name, default in {**USUAL, **DEFAULTS}.items()}
+    said = {name: f"{words}.{(RENAMED.get(getattr(launch, 'name', ''), {})).get(name, name)}" for name in get}
+    for name, usual in USUAL.items():
+        if get[name] not in (usual, None, "None"):
+            problems.append(Problem(said[name], str(get[name]), str(usual), "other adapters are not modelled"))
+    if get["dropout"] and get["dropout_position"] != "pre":
+        problems.append(Problem(said["dropout_position"], str(get["dropout_position"]), "pre, or no dropout"))
+    targets = [name for name in LINEARS if name in (get["target_modules"] or ())]
+    if not targets or len(targets) < len(get["target_modules"]):
+        given = ", ".join(map(str, get["target_modules"] or ())) or "nothing: every linear, the output layer's too"
+        todo = "adapters of other linears, and of some layers alone, are not modelled"
+        problems.append(Problem(said["target_modules"], given, f"some of {', '.join(LINEARS)}", todo))
+    yield Fact("model.adapters.rank", get[RANK], said[RANK])
+    yield Fact("model.adapters.targets", targets or list(LINEARS), said["target_modules"])
+    yield Fact("model.adapters.dropout", get["dropout"], said["dropout"])
+
+
+def _adapters(launch: Container | Frontend | None) -> tuple[Any, str] | None:
+    """The fields of Bridge's `LoRA`, and the words in front of their names."""
+    if isinstance(launch, Container):
+        peft = getattr(launch.cfg, "peft", None)
+        return None if peft is None else (peft, "cfg.peft")
+    if launch is None or launch.name not in SECTIONS:
+        return None
+    section = next((one for one in SECTIONS[launch.name] if any(key.startswith(f"{one}.") for key in launch.settings)), None)
+    if section is None or not (launch.get(f"{section}.enabled") if launch.name == NEMO else launch.get(f"{section}.rank")):
+        return None
+    names = {name: f"{section}.{RENAMED[launch.name].get(name, name)}" for name in (*USUAL, *DEFAULTS)}
+    given = {name: value for name, key in names.items() if (value := launch.get(key)) is not None}
+    return SimpleNamespace(**given), launch.row["words"].format(section)
