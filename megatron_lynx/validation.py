@@ -51,7 +51,18 @@ NEEDED = {
 class Part(BaseModel):
     """Base of parts of files: immutable, without unknown keys, without numbers that are not finite."""
 
+    __slots__ = ("_known_hash",)
+    """Copies and pickles do not take it: a copy may have other values, another process other hashes."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def __hash__(self) -> int:
+        """Computed once: jobs and models are keys of most caches, and have some hundred values."""
+        value: int | None = getattr(self, "_known_hash", None)
+        if value is None:
+            value = hash((type(self), *(self.__dict__[name] for name in type(self).model_fields)))
+            object.__setattr__(self, "_known_hash", value)
+        return value
 
     def _problems(self) -> Iterable[str]:
         """Conflicts between fields that are valid by themselves."""

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from operator import mul
 from typing import TypeVar
 
 from megatron_lynx.anatomy import PASSES, Section
@@ -128,8 +130,9 @@ def most_in_flight_bytes(job: Job, stage: int, sizes: Sequence[int], chunk: int 
     """Return the peak of all micro-batches in flight when a backward of `chunk`, or any, begins. `sizes`: bytes per micro-batch
     in each chunk of the stage."""
     counts = counts_at_backwards(job.parallel.pipeline, stage, job.microbatches, job.chunks, job.microbatch_group)
-    some = [in_flight for one in counts for in_flight in one] if chunk is None else counts[chunk]
-    return max(sum(count * size for count, size in zip(in_flight, sizes, strict=True)) for in_flight in some)
+    some = chain.from_iterable(counts) if chunk is None else counts[chunk]
+    peak_bytes: int = max(sum(map(mul, in_flight, sizes)) for in_flight in some)
+    return peak_bytes
 
 
 def microbatches_in_flight(job: Job, stage: int) -> int:

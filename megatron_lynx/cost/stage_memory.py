@@ -156,14 +156,11 @@ def _parts(job: Job, stage: int, states: Parts) -> Parts:
 def activations_in_flight(job: Job, stage: int, sizes: Sequence[int], more: int = 0) -> dict[str, Any]:
     """Return the activation fields of `Parts`. `sizes`: bytes per micro-batch in each chunk. `more`: bytes besides all
     micro-batches."""
-
-    def peak_bytes(chunk: int | None = None) -> int:
-        return most_in_flight_bytes(job, stage, sizes, chunk) + more
-
     if len(set(sizes)) == 1:
-        return {"activations": peak_bytes(), "chunk": sizes[0]}
-    moments = {"activations_at_loss": peak_bytes(job.chunks - 1), "activations_behind_backward": peak_bytes(0) - sizes[0]}
-    return {"activations": peak_bytes(), "chunk": max(sizes), **moments}
+        return {"activations": most_in_flight_bytes(job, stage, sizes) + more, "chunk": sizes[0]}
+    peaks = [most_in_flight_bytes(job, stage, sizes, chunk) + more for chunk in range(job.chunks)]
+    moments = {"activations_at_loss": peaks[-1], "activations_behind_backward": peaks[0] - sizes[0]}
+    return {"activations": max(peaks), "chunk": max(sizes), **moments}
 
 
 def _with_share(parts: Parts, in_flight: int, ratio: float, *, last: bool) -> Parts:

@@ -180,8 +180,8 @@ def _fastest(job: Job, profile: Profile) -> Decision:
     return _as_of(job, min(decisions, key=lambda decision: decision.simulation.step_s))
 
 
-def keeping_all(job: Job, profile: Profile) -> Decision:
-    """Decide as if memory were endless: all activations stay on the device, weight gradients are deferred.
+def keeping_all(job: Job, profile: Profile, *, deferring: bool = True) -> Decision:
+    """Decide as if memory were endless: all activations stay on the device, weight gradients are deferred unless excluded.
 
     Raises `ConfigError` if no plan can express the job.
     """
@@ -193,8 +193,8 @@ def keeping_all(job: Job, profile: Profile) -> Decision:
             answers = tuple(stages.keeping_all(stage) for stage in range(parted.parallel.pipeline))
             plan = written(parted, answers, job=job.digest, profile=profile.digest, note=profile.source.caution)
             simulation = rehearse(plan, profile, job=parted)
-            filled = _filled(_rehearsed(parted, profile, answers, plan, simulation), profile)
-            decisions.append(_sending_first(filled, profile))
+            kept = _rehearsed(parted, profile, answers, plan, simulation)
+            decisions.append(_sending_first(_filled(kept, profile), profile) if deferring else kept)
     return min(decisions, key=_step_s)
 
 

@@ -18,7 +18,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.step import StepRange, hiding_all
 from megatron_lynx.errors import LynxError
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.planner.checks import check_plannable
+from megatron_lynx.planner.checks import check_plannable, why_none_deferred
 from megatron_lynx.planner.decision import Decision, completed, fastest_decision, keeping_all
 from megatron_lynx.planner.evaluation import figures_of
 from megatron_lynx.planner.left_open import with_exchanges
@@ -33,6 +33,10 @@ EQUAL = 1e-3
 
 WORTH_COPIES = 0.02
 """Relative gain from which copies to the host are recommended."""
+
+OF_DEFERRED = 0.1
+"""Relative gain that deferred weight gradients may have. A bound defers them only if the variant needs more than that to win: it
+takes half as long as a plan, and excluded one variant in ten."""
 
 OVERLAPPED = (StockSetting(overlap=True), StockSetting(overlap=True, delayed=True))
 
@@ -103,7 +107,7 @@ def _first_of_fastest(plans: Sequence[Planned], seconds: Callable[[Planned], flo
 
 @dataclass(frozen=True)
 class Variants:
-    """A job's variants, each with the step of its plan in endless memory: no plan of the variant is faster.
+    """A job's variants.
 
     `release`: of megatron-core; None keeps the flags.
     """
@@ -118,16 +122,17 @@ class Variants:
         Variants with the most changed flags, the fastest if they fit, are planned first. Those that cannot win are not planned.
         """
         plans: dict[int, Planned] = {}
-        for place in self._places:
-            if plans and self._is_slower(place, plans.values()):
+        for place, variant in reversed([*enumerate(self._variants)]):
+            if plans and variant.is_slower(plans.values()):
                 continue
             with suppress(LynxError):
-                plans[place] = planned(self._jobs[place].model_copy(update=changes), self.profile)
+                plans[place] = planned(variant.job.model_copy(update=changes), self.profile)
         return fastest([plans[place] for place in sorted(plans)], rival_s)
 
     def may_take(self, seconds: float) -> bool:
         """Whether a plan may have a shorter step than this, however much memory there is."""
-        return any(self._bound(place).expected_s < seconds for place in self._places)
+        kept = any(variant.kept.expected_s < seconds for variant in self._variants)
+        return kept or any(variant.bound.expected_s < seconds for variant in self._variants)
 
     def fastest_with_copies(self, without: Planned | None, rival_s: float | None = None) -> Planned | None:
         """Return the fastest plan that offloads activations if it gains `WORTH_COPIES` over the fastest `without`, or anything
@@ -141,32 +146,46 @@ class Variants:
         offloading = self.fastest(rival_s, offload_ratio="auto")
         return None if offloading is None or offloading.step.expected_s >= below_s else offloading
 
-    @property
-    def _places(self) -> range:
-        """Indices of the variants, most changed flags first."""
-        return range(len(self._jobs) - 1, -1, -1)
+    @cached_property
+    def _variants(self) -> tuple[_Variant, ...]:
+        jobs = (self.job,) if self.release is None else tuple(variants(self.job, self.release))
+        return tuple(_Variant(job, self.profile) for job in jobs)
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """A variant's steps in endless memory, infinite if it has no plan. No plan is faster than the shorter by more than what
+    heuristics miss."""
+
+    job: Job
+    profile: Profile
 
     @cached_property
-    def _jobs(self) -> tuple[Job, ...]:
-        return (self.job,) if self.release is None else tuple(variants(self.job, self.release))
+    def kept(self) -> StepRange:
+        """Without deferred weight gradients."""
+        return self._endless(deferring=False)
 
     @cached_property
-    def _endless(self) -> dict[int, StepRange]:
-        return {}
+    def bound(self) -> StepRange:
+        return self.kept if why_none_deferred(self.job) is not None else self._endless(deferring=True)
 
-    def _bound(self, place: int) -> StepRange:
-        if place not in self._endless:
-            try:
-                self._endless[place] = _figures(keeping_all(self._jobs[place], self.profile), self.profile)[0]
-            except LynxError:  # it has no plan
-                self._endless[place] = StepRange.known(inf)
-        return self._endless[place]
-
-    def _is_slower(self, place: int, plans: Collection[Planned]) -> bool:
-        """Whether a variant is slower than the best of these plans, by longest steps and by middles of ranges."""
-        bound, slack = self._bound(place), 1 + EQUAL
+    def is_slower(self, plans: Collection[Planned]) -> bool:
+        """Whether it is slower than the best of these plans, by longest steps and by middles of ranges. False if its bound takes
+        longer than planning it would save on average."""
         expected_s, most_s = (min(plan.step.expected_s for plan in plans), min(plan.step.most_s for plan in plans))
-        return bound.expected_s > slack * expected_s and bound.most_s > slack * most_s
+
+        def slower(step: StepRange, gain: float = 0.0) -> bool:
+            slack = (1 + EQUAL) / (1 - gain)
+            return step.expected_s > slack * expected_s and step.most_s > slack * most_s
+
+        defers = why_none_deferred(self.job) is None
+        return slower(self.kept, OF_DEFERRED if defers else 0.0) and (not defers or slower(self.bound))
+
+    def _endless(self, *, deferring: bool) -> StepRange:
+        try:
+            return _figures(keeping_all(self.job, self.profile, deferring=deferring), self.profile)[0]
+        except LynxError:
+            return StepRange.known(inf)
 
 
 def variants(job: Job, release: str) -> Iterator[Job]:

@@ -70,7 +70,9 @@ class RunningStage:
     copies: HostCopies = field(default_factory=HostCopies)
 
     def of(self, action: Action) -> ChunkPasses:
-        passes = self.passes[action.chunk].of(action.micro_batch)
+        passes = self.passes[action.chunk]
+        if passes.keeping is not None:
+            passes = passes.of(action.micro_batch)
         if passes.at_once is not None and (action.micro_batch, action.chunk) in self.at_once:
             return passes.at_once
         return passes
@@ -171,7 +173,9 @@ class Run:
             ready, arrived = yield from self._exchange(stage, before, action, over)
             synchronised = max(arrived, self._copied_s(stage, before, action)) if stage.copying else arrived
             held_up_s, arrived = over - free + synchronised - arrived, synchronised
-            begin = self._during_message(stage, (action, "R", phase), recompute, ready, arrived)
+            begin = arrived
+            if recompute.seconds:
+                begin = self._during_message(stage, (action, "R", phase), recompute, ready, arrived)
             free = self._execute(stage, action, phase, behind, (arrived, begin, held_up_s)) + self._behind_each_s
             before, recompute = action, NOTHING
         yield from self._end(stage, before, free)
@@ -182,8 +186,9 @@ class Run:
         """Exchange a pass's output and the next one's input; return when the stage is free to wait, and when both are there."""
         sent, received = self._sent(stage, before), self._received(stage, action)
         blocking, known = self._schedule.blocking, self._arrivals
-        left = self._left(stage, before)
+        left = NOTHING
         if sent is not None and before is not None:
+            left = self._left(stage, before)
             self._post(sent, free)
             if blocking and before.kind == action.kind:  # else one exchange sends and receives
                 over = max(free, known[sent] if sent in known else (yield sent))
@@ -208,9 +213,9 @@ class Run:
             self._during_message(stage, (before, "W", "cooldown"), left, free, free + left.seconds * self._interference)
         yield from ()
 
-    def _left(self, stage: RunningStage, before: Action | None) -> TimedPass:
+    def _left(self, stage: RunningStage, before: Action) -> TimedPass:
         """Weight gradients that a backward leaves until the gradient of its input is sent."""
-        if before is None or before.kind != "B" or self._sent(stage, before) is None:
+        if before.kind != "B":
             return NOTHING
         return stage.timed(before, ("W", "cooldown", before in stage.last))
 

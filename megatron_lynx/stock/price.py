@@ -43,7 +43,7 @@ class Priced:
     def step_s(self) -> float:
         return self.step.expected_s
 
-    @property
+    @cached_property
     def most_bytes(self) -> int:
         """Bytes on the fullest device."""
         return max(stage.total for stage in self.stages)

@@ -17,9 +17,8 @@ chunk and one more, which the forward allocates before the backward frees its ow
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import chain, islice
 
 from megatron_lynx.anatomy import LayerKind
 from megatron_lynx.config.job import Job
@@ -29,7 +28,6 @@ from megatron_lynx.cost.host import HostSeconds, policy_host_s
 from megatron_lynx.cost.moments import Parts, StageMemory
 from megatron_lynx.cost.stage import most_in_flight_bytes
 from megatron_lynx.cost.stage_memory import activations_in_flight, dispatched_bytes, parts_beside_layers, without_overlap
-from megatron_lynx.kinds.captured import CapturedModule
 from megatron_lynx.profiler.profile import BlockProfile, Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.schedule import Schedule
@@ -46,28 +44,57 @@ def deferred_heads(job: Job, setting: StockSetting) -> int:
 
 
 @dataclass(frozen=True)
-class StockStage:
-    """One stage of a job under one setting. The setting decides whether exchanges are overlapped, not the job.
+class _OfAllSettings:
+    """What all settings of a job share. Exchanges are overlapped by a setting, not the job.
 
-    `captured`: modules of the job's CUDA graphs. Their buffers and pools are counted; seconds and saved tensors are as without.
+    `counted`: the job with the modules of its CUDA graphs. Their buffers and pools are counted; seconds and saved tensors are as
+    without.
     """
 
     job: Job
+    shape: LayerShape
+    counted: Job
+
+    @classmethod
+    def of(cls, job: Job) -> _OfAllSettings:
+        alone = without_overlap(job).with_captured(())
+        stock_job = alone.model_copy(update={"policy": "none", "head": None})
+        return cls(alone, LayerShape.of(alone), stock_job.with_captured(job.model.captured))
+
+    @cached_property
+    def kinds(self) -> list[list[tuple[LayerKind, ...]]]:
+        """Layers by stage and chunk."""
+        job, kinds = self.job, self.job.model.each_kind(range(1, self.job.model.layers + 1))
+        return [
+            [tuple(kinds[number - 1] for number in job.layers_of(stage, chunk)) for chunk in range(job.chunks)]
+            for stage in range(job.parallel.pipeline)
+        ]
+
+
+_of_all_settings = lru_cache(maxsize=8)(_OfAllSettings.of)
+
+
+@dataclass(frozen=True)
+class StockStage:
+    """One stage of a job under one setting."""
+
+    given: Job
     setting: StockSetting
     stage: int
-    captured: tuple[CapturedModule, ...] = field(default=(), init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "captured", self.job.model.captured)
-        object.__setattr__(self, "job", without_overlap(self.job).with_captured(()))
+    @cached_property
+    def of_job(self) -> _OfAllSettings:
+        return _of_all_settings(self.given)
+
+    @property
+    def job(self) -> Job:
+        return self.of_job.job
 
     @cached_property
     def chunks(self) -> tuple[tuple[StockLayer, ...], ...]:
-        shape, numbers = LayerShape.of(self.job), [self.job.layers_of(self.stage, chunk) for chunk in range(self.job.chunks)]
-        kinds = iter(self.job.model.each_kind(chain(*numbers)))
         return tuple(
-            chunk_layers(shape, self.setting, tuple(islice(kinds, len(layers))), first=(self.stage, chunk) == (0, 0))
-            for chunk, layers in enumerate(numbers)
+            chunk_layers(self.of_job.shape, self.setting, kinds, first=(self.stage, chunk) == (0, 0))
+            for chunk, kinds in enumerate(self.of_job.kinds[self.stage])
         )
 
     def memory(self, staging_bytes: int = 0) -> StageMemory:
@@ -76,11 +103,9 @@ class StockStage:
 
     def parts(self, staging_bytes: int = 0) -> Parts:
         job, stage = self.job, self.stage
-        if (job.policy, job.head) != ("none", None):
-            job = job.model_copy(update={"policy": "none", "head": None})
-        parts = parts_beside_layers(job.with_captured(self.captured), stage, layer_whole=not self.setting.recompute)
+        parts = parts_beside_layers(self.of_job.counted, stage, layer_whole=not self.setting.recompute)
         if self.setting.overlap:
-            kept = loss_kept_bytes(LayerShape.of(job)) if job.parallel.pipeline == 1 else 0
+            kept = loss_kept_bytes(self.of_job.shape) if job.parallel.pipeline == 1 else 0
             parts = replace(parts, in_hand=parts.in_hand + self._pair_more_bytes, logits_kept=kept)
         stays = [sum(layer.stays for layer in chunk) for chunk in self.chunks]
         return replace(
@@ -95,14 +120,14 @@ class StockStage:
         """Bytes of head inputs and logits gradients whose weight gradients wait for the end of the step."""
         if self.stage < self.job.parallel.pipeline - 1:
             return 0
-        shape = LayerShape.of(self.job)
+        shape = self.of_job.shape
         return deferred_heads(self.job, self.setting) * (shape.input_bytes + logits_gradient_bytes(shape))
 
     @property
     def _pair_more_bytes(self) -> int:
         """Most bytes that the two chunks of a pair hold beyond one."""
         layers = [layer for chunk in self.chunks for layer in chunk]
-        rows = dispatched_bytes(LayerShape.of(self.job)) if any(layer.kind[1].exchanges for layer in layers) else 0
+        rows = dispatched_bytes(self.of_job.shape) if any(layer.kind[1].exchanges for layer in layers) else 0
         return max((layer.stays for layer in layers), default=0) + rows
 
     @property
@@ -126,7 +151,7 @@ class TimedStage:
         if not any(layer.copied for chunk in stage.chunks for layer in chunk):
             return None
         blocking = schedule.blocking and schedule.pipeline > 1
-        exchange_s = self.profile.link_s("p2p", LayerShape.of(stage.job).input_bytes) if blocking else None
+        exchange_s = self.profile.link_s("p2p", stage.of_job.shape.input_bytes) if blocking else None
         copies = StageCopies(self._layers, exchange_s, ahead=stage.setting.method is None)
         copies.walk(list(schedule.phases(stage.stage)))
         return copies
@@ -159,7 +184,7 @@ class TimedStage:
     @cached_property
     def _seconds(self) -> dict[LayerKind, LayerSeconds]:
         """One layer of each kind of the stage."""
-        shape, kinds = LayerShape.of(self.stage.job), {layer.kind for chunk in self.stage.chunks for layer in chunk}
+        shape, kinds = self.stage.of_job.shape, {layer.kind for chunk in self.stage.chunks for layer in chunk}
         return {kind: layer_seconds(shape, self.profile, self.stage.setting, kind) for kind in kinds}
 
     @cached_property
@@ -172,7 +197,7 @@ class TimedStage:
         """The chunk's embedding and output layer, empty if it has none."""
         job, place = self.stage.job, (self.stage.stage, chunk)
         last = place == (job.parallel.pipeline - 1, job.chunks - 1)
-        return ends_of(self.profile, LayerShape.of(job).gathered_bytes, first=place == (0, 0), last=last)
+        return ends_of(self.profile, self.stage.of_job.shape.gathered_bytes, first=place == (0, 0), last=last)
 
     def _chunk_passes(self, chunk: int, host: HostSeconds) -> ChunkPasses:
         layers = self._layers[chunk]
@@ -207,7 +232,7 @@ class TimedStage:
         if not self.stage.setting.offload:
             return 0.0
         modules = StockSetting(offload=self.stage.setting.offload)
-        halves = layer_bytes(LayerShape.of(self.stage.job), modules, layer.kind)
+        halves = layer_bytes(self.stage.of_job.shape, modules, layer.kind)
         return 2 * self.profile.link_s("host", sum(half.copied for half in halves))
 
 
