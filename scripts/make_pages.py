@@ -49,7 +49,7 @@ SCREENS: dict[str, tuple[str, tuple[str, ...]]] = {
     "estimate_full": (f"megatron-lynx estimate {ON_H800} -- $(launch full)", ("^today", "^in 40", "^40.00 GiB")),
     "plan": (f"megatron-lynx plan {ON_H800} -o build/plan.yaml -- $(launch full)", ()),
     "explain": (
-        "megatron-lynx explain configs/plans/launches/llama3-70b-h800-80g.yaml | sed -n '/^stage 2/,/^weight/p'",
+        "megatron-lynx explain --all configs/plans/launches/llama3-70b-h800-80g.yaml | sed -n '/^stage 2/,/^weight/p'",
         (),
     ),
     "advise": (f"megatron-lynx advise {ON_H800} -- $(launch full)", ()),

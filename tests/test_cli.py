@@ -46,7 +46,7 @@ def test_explain_says_what_happens_where(tmp_path: Path) -> None:
     first["rules"] = [ahead | {"windows": {"mlp": "pipe.recv_backward"}}, on_demand]
     first |= {"ahead_depth": 1, "predicted": {"step_s": 1.25, "resident_activation_bytes": 2**21}}
     (tmp_path / "plan.yaml").write_text(write_yaml(data))
-    result = lynx("explain", tmp_path / "plan.yaml")
+    result = lynx("explain", "--all", tmp_path / "plan.yaml")
     assert result.exit_code == 0, result.output
     for text in (
         "stage 0: layers 1-2",

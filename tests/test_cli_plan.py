@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def test_a_cluster_with_figures_is_planned_without_measuring(tmp_path: Path) -> 
     front = answer["layer_trade_offs"]
     assert front[0] == {"recompute": [], "saved_bytes": 0, "recompute_s": 0.0}
     assert ["input_layernorm", "pre_mlp_layernorm", "activation"] in [each["recompute"] for each in front]
-    shown = lynx("explain", tmp_path / "plan.yaml").stdout
+    shown = lynx("explain", "--all", tmp_path / "plan.yaml").stdout
     assert answer["launch_flags"][-2:] == ["--use-distributed-optimizer", "--global-batch-size 128"]
     for flag in answer["launch_flags"][:-2]:
         assert f"{flag} \\\n" in shown or f"{flag}\n" in shown
@@ -81,6 +82,16 @@ def test_a_job_that_cannot_fit_says_no(tmp_path: Path) -> None:
     assert "memory of a device, stage 0: found at least" in result.stderr
     assert "nearest change that fits" in result.stderr
     assert not (tmp_path / "plan.yaml").exists()
+
+
+def test_a_budget_that_nothing_fits_says_which_one_to_type(tmp_path: Path) -> None:
+    launch = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --max-position-embeddings 4096 --bf16"
+    launch += " --micro-batch-size 1 --global-batch-size 64 --vocab-size 50304 --tensor-model-parallel-size 8"
+    words = ["plan", "-o", tmp_path / "plan.yaml", "--cluster", "h100-80g", "--gpus", 8]
+    refused = lynx(*words, "--memory-gib", 3, "--", *launch.split())
+    assert refused.exit_code == 1
+    (typed,) = re.findall(r"smallest budget with a plan: --memory-gib (\d+)", refused.stderr)
+    assert lynx(*words, "--memory-gib", typed, "--", *launch.split()).exit_code == 0
 
 
 def test_the_share_of_an_estimate_can_be_asked_for() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from megatron_lynx.cli import terminal
+from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.units import format_seconds
 
 
@@ -54,6 +55,25 @@ def _wait_until(said: Callable[[], bool]) -> None:
     while not said():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
+
+
+def test_lines_of_stderr_are_folded_to_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """They had up to 124 columns. A path is never broken; without a terminal a line is one line, for grep."""
+    path = "/" + "folder/" * 15 + "plan.yaml"
+    problems = [Problem("--tensor-model-parallel-size", "5 " * 30, "a divisor of 32", "--tensor-model-parallel-size 4")] * 2
+    error = ConfigError("the launch cannot be read " * 4, problems)
+    monkeypatch.setenv("COLUMNS", "80")
+    terminal.show_error(error)
+    terminal.say(f"warning: {'word ' * 30}\n  and {path}", err=True)
+    folded = capsys.readouterr().err
+    assert max(len(line) for line in folded.splitlines() if path not in line) <= 80
+    assert path in folded
+    assert sum(line.startswith("  - --tensor") for line in folded.splitlines()) == 2
+    monkeypatch.delenv("COLUMNS")
+    terminal.show_error(error)
+    whole = capsys.readouterr().err
+    assert len(whole.splitlines()) == 3
+    assert folded.split()[: len(whole.split())] == whole.split()
 
 
 def test_seconds_that_only_rounding_makes_are_none() -> None:

@@ -270,16 +270,22 @@ def _launched(answer: Answer, output: Path, *, chosen: bool) -> str:
 
 
 @command
-def explain(plan_file: PlanFile, as_json: AsJson = False) -> None:
-    """Show a plan, stage by stage: kept and recomputed items, windows, and predictions."""
+def explain(
+    plan_file: PlanFile,
+    every: Annotated[
+        bool, typer.Option("--all", help="Layer by layer: kept and recomputed items, windows, predictions.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show a plan on one screen: its launch, and what is recomputed, delayed and offloaded on each stage. --all: every layer."""
     from megatron_lynx.plan import load_plan
-    from megatron_lynx.plan.explanation import explanation
+    from megatron_lynx.plan.explanation import explanation, summary
 
     plan = load_plan(plan_file)
     if as_json:
         show_json(plan.model_dump(mode="json", exclude_none=True))
     else:
-        show(explanation(plan))
+        show(explanation(plan) if every else summary(plan))
 
 
 @command

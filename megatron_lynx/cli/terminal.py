@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from io import StringIO
-from typing import TYPE_CHECKING, Any
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
@@ -46,7 +47,24 @@ def printable(text: str) -> str:
 
 
 def say(text: str, *, err: bool = False) -> None:
-    typer.echo(printable(text), err=err)
+    typer.echo(_folded(printable(text)) if err else printable(text), err=err)
+
+
+BEGINNING = re.compile(r" *(- )?")
+"""Indent and bullet of a line."""
+
+
+def _folded(text: str) -> str:
+    """Fold lines of stderr at blanks, if its width is known. Words such as paths are never broken."""
+    width, folded = width_of_terminal(sys.stderr), list[str]()
+    for line in text.split("\n"):
+        begin = BEGINNING.match(line)
+        indent = " " * (len(begin[0]) + (0 if begin[1] else 2)) if begin else ""
+        if width is None or len(line) <= width:
+            folded.append(line)
+        else:
+            folded += wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(folded)
 
 
 VERSION_OF_JSON = 1
@@ -93,9 +111,10 @@ def page() -> Console:
     )  # sys.stdout is None if the shell closed it
 
 
-def width_of_terminal() -> int | None:
-    """Columns of the terminal, else of the variable COLUMNS, else None."""
-    if sys.stdout is not None and sys.stdout.isatty():
+def width_of_terminal(stream: TextIO | None = None) -> int | None:
+    """Columns of the terminal of a stream, by default stdout, else of the variable COLUMNS, else None."""
+    stream = stream or sys.stdout
+    if stream is not None and stream.isatty():
         return shutil.get_terminal_size().columns
     said = os.environ.get("COLUMNS", "")
     return int(said) if said.isdecimal() and int(said) else None
@@ -107,9 +126,9 @@ def show_error(error: LynxError) -> None:
     from rich.text import Text
 
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    console.print(Text(printable(error.headline), style="bold red"))
+    console.print(Text(_folded(printable(error.headline)), style="bold red"))
     for problem in error.problems[:MOST_PROBLEMS]:
-        console.print(Text("  - ").append(printable(str(problem))))
+        console.print(Text(_folded(f"  - {printable(str(problem))}")))
     if (more := len(error.problems) - MOST_PROBLEMS) > 0:
         console.print(f"  - and {more} more")
 

@@ -224,10 +224,8 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     priced = [(value.said, kind.why) for value, kind in kinds if kind is not None and kind.name == "priced as"]
     priced += _substitutes(given, facts)
     given = without_known(given)
-    if strict or problems:  # a mistyped flag may be why something is missing
-        problems += [
-            unknown_problem(words, given.table) for words in given.unknown if strict or mistyped(words.split()[0], given.table)
-        ]
+    if strict or problems:
+        problems += _mistyped(given, strict=strict)
     silent = _silent(given, [*today.flags, *(fact.origin for fact in facts), *map(str, problems), *(said for said, _ in priced)])
     silent = silent if container is None else ()  # a container has a value for everything
     no_matter = _without_matter(given) | own | ({"read, and nothing follows from it here": silent} if silent else {})
@@ -237,6 +235,12 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     facts = [replace(fact, origin=container.say(fact.origin)) for fact in facts]
     reading = replace(reading, facts=tuple(facts), container=container)
     return replace(reading, problems=tuple(reading.spoken(problem) for problem in problems))
+
+
+def _mistyped(given: Given, *, strict: bool = False) -> list[Problem]:
+    """Flags that are like one of Megatron's; `strict`: all that it does not have. They may be the cause of other problems."""
+    words = (words for words in given.unknown if strict or mistyped(words.split()[0], given.table))
+    return [unknown_problem(option, given.table) for option in words]
 
 
 def _policy(today: Today, given: Given, *, planning: bool) -> Fact:
@@ -348,7 +352,8 @@ def job_of(reading: Reading, cluster: str, changes: Mapping[str, Any] | None = N
     else:
         problems += against_megatron(reading.given, reading.today, job)
     if problems:
-        raise ConfigError(HEADLINE, [reading.spoken(problem) for problem in problems])
+        likely = [] if isinstance(reading.container, Frontend) else _mistyped(reading.given)
+        raise ConfigError(HEADLINE, [reading.spoken(problem) for problem in dict.fromkeys([*problems, *likely])])
     return job
 
 

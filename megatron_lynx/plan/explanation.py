@@ -1,7 +1,8 @@
-"""Explains a plan on the terminal: a table for each stage, how to launch it, and its predicted figures."""
+"""Explains a plan on the terminal: how to launch it, its predicted figures, and its stages, on one screen or layer by layer."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
@@ -11,20 +12,72 @@ from rich.text import Text
 from megatron_lynx.anatomy import HALVES, Half, names_in
 from megatron_lynx.anatomy.address import THEN
 from megatron_lynx.kinds.opaque.section import NOTHING, OPAQUE
-from megatron_lynx.plan.layout import in_words
+from megatron_lynx.plan.features import ranges
+from megatron_lynx.plan.layout import in_words, launch_flags
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.rule import Rule
 from megatron_lynx.plan.stage import Predicted, Stage
 from megatron_lynx.tables import WrappedTable
-from megatron_lynx.units import format_bytes, format_seconds
+from megatron_lynx.units import GIB, format_bytes, format_seconds
 
 NEW_LINE = "\n"
 CHECKPOINTED = "all, what communicates too"
 
 
+MOST_ROWS, MOST_NAMES = 4, 3
+"""Most rows of a summary, and most names of one treatment in a row: with the heading they fit on a screen of 40 lines."""
+
+
+def summary(plan: Plan) -> RenderableType:
+    """The launch, and a row for the stages that are treated alike; at most `MOST_ROWS`."""
+    columns = ("stages", "layers", "treatment", "device GiB", "exposed ms")
+    table, rows = WrappedTable(columns, words=("stages", "treatment")), list[tuple[list[int], tuple[int, str]]]()
+    for stage in range(plan.parallel.pipeline):
+        treatment = _in_short(plan.chunks_of(stage))
+        alike = next((stages for stages, other in rows if other == treatment), None)
+        rows.append(([stage], treatment)) if alike is None else alike.append(stage)
+    rows.sort(key=lambda row: -len(row[0]))
+    for stages, (layers, treatment_said) in rows[:MOST_ROWS]:
+        predicted = [plan.chunks_of(stage)[0].predicted for stage in stages]
+        exposed_ms = 1e3 * max(sum(entry.predicted.exposed_recompute_s for entry in plan.chunks_of(stage)) for stage in stages)
+        device = max(stage.memory_bytes or 0 for stage in predicted) / GIB
+        table.add(ranges(stages), str(layers), treatment_said, f"{device:.2f}" if device else "-", f"{exposed_ms:.1f}")
+    left = sum(len(stages) for stages, _ in rows[MOST_ROWS:])
+    more = f"{left} more {'stage is' if left == 1 else 'stages are'} treated in other ways. " if left else ""
+    end = Text(f"{more}exposed: recomputation that nothing hides, a step. Layer by layer: --all")
+    step = _step_in_words(plan.stages[0].predicted)
+    flags = Text(f"launch  {' '.join(launch_flags(plan))}")
+    return Group(*_heading(plan), flags, *([Text(f"predicted: {step}")] if step else []), Text(""), table, end)
+
+
+def _in_short(chunks: Sequence[Stage]) -> tuple[int, str]:
+    """A stage's number of layers, and what is done to how many of them."""
+    layers, again, deferred = sum(len(stage.layers) for stage in chunks), Counter[str](), dict[str, None]()
+    for rule in (rule for stage in chunks for rule in stage.rules):
+        count, halves = rule.layers.last - rule.layers.first + 1, [half for half in HALVES if rule.checkpoints(half)]
+        again.update(
+            dict.fromkeys(["whole layer"] if len(halves) == len(HALVES) else [f"whole {half}" for half in halves], count)
+        )
+        items = (item for half in HALVES if half not in halves for item in rule.recomputed_in(half))
+        again.update(dict.fromkeys(items, count))
+        deferred |= dict.fromkeys(rule.weight_gradients)
+    by_count = [(count, [name for name in again if again[name] == count]) for count in sorted({*again.values()}, reverse=True)]
+    recomputed = "; ".join(f"in {'all' if count == layers else count}: {_few(names)}" for count, names in by_count)
+    parts = [f"recomputed {recomputed}"] if recomputed else []
+    parts += [f"weight gradients in waits: {_few([*deferred])}"] if deferred else []
+    moved = sum(stage.offload.bytes for stage in chunks if stage.offload is not None)
+    parts += [f"to the host: {format_bytes(moved)} of a micro-batch"] if moved else []
+    return layers, "; ".join(parts) or "all kept"
+
+
+def _few(names: Sequence[str]) -> str:
+    more = len(names) - MOST_NAMES
+    return ", ".join(names) if more <= 1 else f"{', '.join(names[:MOST_NAMES])} and {more} more"
+
+
 def explanation(plan: Plan) -> RenderableType:
     """The launch, then a table and the prediction of each stage. Chunks with equal treatment share a table."""
-    parts: list[RenderableType | None] = [*_heading(plan)]
+    parts: list[RenderableType | None] = [*_heading(plan), *_how_to_launch(plan)]
     for stage in range(plan.parallel.pipeline):
         for _, group in groupby(plan.chunks_of(stage), key=_treatment):
             alike = list(group)
@@ -81,6 +134,9 @@ def _heading(plan: Plan) -> Iterator[Text]:
         updates = "deferred, into a second gradient buffer" if plan.defer_updates else "at once"
         yield Text(f"never flushed: two versions of the weights, gradients are one update old; updates {updates}")
     yield Text(f"made by {plan.provenance.made_by}{f': {plan.provenance.note}' if plan.provenance.note else ''}")
+
+
+def _how_to_launch(plan: Plan) -> Iterator[Text]:
     if not any(stage.predicted.host_s for stage in plan.stages):
         yield Text("host    no stage is said to be host-bound (or the host's time was not known when the plan was made)")
     yield Text(f"launch  {in_words(plan).replace(NEW_LINE, NEW_LINE + ' ' * 8)}{NEW_LINE}")
@@ -180,15 +236,19 @@ def _beside(stage: Stage) -> Text | None:
     return Text("\n".join(lines)) if lines else None
 
 
+def _step_in_words(predicted: Predicted) -> str:
+    if predicted.step_s is None:
+        return ""
+    if predicted.update_s is None:
+        return f"step {format_seconds(predicted.step_s)} and the optimizer's update"
+    whole, update = map(format_seconds, (predicted.step_s + predicted.update_s, predicted.update_s))
+    return f"step {whole}, of which the optimizer's update {update}"
+
+
 def _expected(predicted: Predicted) -> Text:
     if predicted == Predicted():
         return Text("predicted: nothing is stated\n")
-    facts = []
-    if predicted.step_s is not None and predicted.update_s is None:
-        facts.append(f"step {format_seconds(predicted.step_s)} and the optimizer's update")
-    elif predicted.step_s is not None and predicted.update_s is not None:
-        whole, update = map(format_seconds, (predicted.step_s + predicted.update_s, predicted.update_s))
-        facts.append(f"step {whole}, of which the optimizer's update {update}")
+    facts = [step] if (step := _step_in_words(predicted)) else []
     facts += [
         f"recomputation hidden {format_seconds(predicted.hidden_recompute_s)}, "
         f"exposed {format_seconds(predicted.exposed_recompute_s)}",

@@ -38,7 +38,6 @@ from megatron_lynx.anatomy import EXPERTS, EXPERTS_WITH_SHARED, HALVES, MLP, SHA
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKWARD, WindowAddress, window_at
 from megatron_lynx.kinds.captured import ROUTER
 from megatron_lynx.kinds.opaque.section import IN_NODES, OPAQUE
-from megatron_lynx.plan.facts import LayerRange
 from megatron_lynx.plan.rule import Rule
 from megatron_lynx.plan.stage import PlanContents, Stage
 
@@ -78,11 +77,14 @@ def places(rule: Rule, half: Half) -> list[tuple[str, str]]:
 
 
 def spans(layers: list[int]) -> str:
-    """`layers 2-4`, or several ranges."""
-    starts = [layer for layer in layers if layer - 1 not in layers]
-    ends = [layer for layer in layers if layer + 1 not in layers]
-    spans = [str(LayerRange(first=first, last=last)) for first, last in zip(starts, ends, strict=True)]
-    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(spans)}"
+    return f"layer{'s' if len(layers) > 1 else ''} {ranges(layers)}"
+
+
+def ranges(numbers: list[int]) -> str:
+    """Ascending numbers in words: `0, 2-5`."""
+    starts = [number for number in numbers if number - 1 not in numbers]
+    ends = [number for number in numbers if number + 1 not in numbers]
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in zip(starts, ends, strict=True))
 
 
 def _differing(facts: Iterable[tuple[str, object, object]], beside: str) -> Iterator[str]:

@@ -28,7 +28,7 @@ from megatron_lynx.planner.checks import check_plannable, check_profile, why_non
 from megatron_lynx.planner.evaluation import check_budget_kept, memory_of_plan, peak_bytes
 from megatron_lynx.planner.filling import Filler, Known
 from megatron_lynx.planner.left_open import best_share
-from megatron_lynx.planner.nearest import loads_of_falling_back, loads_that_fit, nearest_change
+from megatron_lynx.planner.nearest import loads_of_falling_back, loads_that_fit, nearest_change, smallest_budget
 from megatron_lynx.planner.packed import packed_facts
 from megatron_lynx.planner.partitioning import partitioned
 from megatron_lynx.planner.sent_first import SendingFirst
@@ -96,7 +96,8 @@ def drafted(job: Job, profile: Profile) -> Decision:
         return fastest_decision(job, profile)
     except Infeasible as error:
         tried = left_open.last_tried(job)
-        changes = [*nearest_change(tried, profile, plannable), *left_open.inexact_change(tried, profile, plannable)]
+        changes = [*smallest_budget(tried, profile, least_memory(partitioned(tried, profile)[0], profile), plannable)]
+        changes += [*nearest_change(tried, profile, plannable), *left_open.inexact_change(tried, profile, plannable)]
         raise Infeasible(error.headline, [*error.problems, *changes]) from None
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from functools import reduce
 from itertools import combinations
-from math import floor
+from math import ceil, floor
 from typing import Any
 
 from pydantic import ValidationError
@@ -26,6 +26,7 @@ from pydantic import ValidationError
 from megatron_lynx.anatomy import Section
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import bounded_by_device, layers_budget_bytes
+from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.section import priced
 from megatron_lynx.errors import Problem
 from megatron_lynx.plan.plan import Plan, Stage
@@ -35,6 +36,7 @@ from megatron_lynx.profiler.profile import Profile, shape_of
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.solver.stages import Stages
+from megatron_lynx.units import GIB, format_bytes
 
 NEVER_MORE_TENSOR_RANKS = 8
 """Larger groups would span nodes, where tensor parallelism is too slow."""
@@ -51,6 +53,26 @@ def nearest_change(job: Job, profile: Profile, plannable: Callable[[Job, Profile
     chosen = fewest_changes(job, profile, plannable)
     if chosen is not None:
         yield Problem("nearest change that fits", in_words(chosen), "", "or raise the budget by what is missing")
+
+
+def smallest_budget(
+    job: Job, profile: Profile, least: Iterable[StageMemory], plannable: Callable[[Job, Profile], bool]
+) -> Iterator[Problem]:
+    """Yield one problem with the option to type, or none if the device's memory does not bind. `least`: of each stage."""
+    if not bounded_by_device(job):
+        return
+    least_gib = max(memory.total for memory in least) / GIB
+    for gib in (ceil(least_gib), ceil(1.02 * least_gib), ceil(1.1 * least_gib)):
+        asked = with_changes(job, [("budget.memory_gib", float(gib))])
+        if asked is not None and plannable(asked, profile):
+            budget = job.budget.model_copy(update={"memory_gib": None})
+            card_bytes = job.model_copy(update={"budget": budget}).memory_budget_bytes
+            has = f"{job.cluster.name} has {format_bytes(card_bytes)} of it"
+            more = (
+                f"{has}: share the model among more ranks (tensor, pipeline), or use more GPUs" if gib * GIB > card_bytes else has
+            )
+            yield Problem("smallest budget with a plan", f"--memory-gib {gib}", "", more)
+            return
 
 
 def in_words(changes: Changes) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from pathlib import Path
 from textwrap import indent
@@ -422,3 +423,14 @@ def test_a_file_of_lengths_that_does_not_read(tmp_path: Path, content: str | Non
 def test_squares_are_at_least_those_of_equal_lengths(tmp_path: Path) -> None:
     [problem] = refusals(tmp_path, JOB.replace("global: 4", "global: 4, lengths: {mean: 8, mean_square: 60}"))
     assert "mean_square (60) must be at least the square of mean (64)" in problem
+
+
+def test_copies_with_other_values_have_other_hashes() -> None:
+    """A hash is computed once for each object; neither copies nor pickles take it along."""
+    job = tiny_job("llama")
+    known = hash(job), hash(job.model)
+    other = job.model_copy(update={"gpus": 2 * job.gpus, "model": job.model.model_copy(update={"layers": 3})})
+    assert hash(other) == hash(Job.model_construct(job.model_fields_set, **vars(other))) != known[0]
+    assert hash(other.model) != known[1]
+    assert not hasattr(pickle.loads(pickle.dumps(job)), "_known_hash")
+    assert {job: 1}[pickle.loads(pickle.dumps(job))] == 1

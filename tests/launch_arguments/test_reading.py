@@ -408,6 +408,17 @@ def test_everything_wrong_is_said_at_once() -> None:
         assert part in text
 
 
+def test_a_mistyped_flag_is_named_beside_what_follows_from_it() -> None:
+    """`layers_per_chunk needs pipeline > 1` alone sends one to the wrong flag."""
+    text = f"{SMALL} --pipeline-model-parallel-siz 4 --num-layers-per-virtual-pipeline-stage 2 --my-own-flag 3"
+    with pytest.raises(ConfigError) as caught:
+        job_of(read(text, gpus=8), "h100-80g")
+    found = [str(problem) for problem in caught.value.problems]
+    assert any("needs pipeline > 1" in problem for problem in found)
+    assert any("--pipeline-model-parallel-siz: found unknown" in problem for problem in found)
+    assert not any("--my-own-flag" in problem for problem in found)
+
+
 def test_no_flag_is_silently_ignored() -> None:
     """Every flag of a launch turns up: in a fact, as priced, as without matter, or as a problem."""
     text = f"{SMALL} --fp16-lm-cross-entropy --use-flash-attn --squared-relu --seed 5 --swiglu --no-bias-swiglu-fusion "

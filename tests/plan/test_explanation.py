@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from io import StringIO
 
+import pytest
 from rich.console import Console
 
 from megatron_lynx.config import Experts
-from megatron_lynx.plan.explanation import explanation
+from megatron_lynx.config.loader import bundled_configs
+from megatron_lynx.plan import load_plan
+from megatron_lynx.plan.explanation import explanation, summary
 from megatron_lynx.plan.plan import CheckpointGroups, Head, Offload, Plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from megatron_lynx.units import GIB
 from tests.transparency.checkpoints import checkpointed, with_rest_in_wait, without_copies
 
 
@@ -18,6 +22,30 @@ def shown(plan: Plan) -> str:
     page = StringIO()
     Console(width=200, file=page).print(explanation(plan))
     return page.getvalue()
+
+
+@pytest.mark.parametrize("name", ["llama-7b-a100-80g", "gpt-175b-h800-80g", "llama3-70b-256k-h800-80g", "deepseek-v3-h100-80g"])
+def test_a_plan_of_any_size_is_explained_on_one_screen(name: str) -> None:
+    """They took 62 to over 1,400 lines."""
+    plan, page = load_plan(bundled_configs() / "plans" / f"{name}.yaml"), StringIO()
+    Console(width=80, file=page).print(summary(plan))
+    lines = page.getvalue().splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+    text = " ".join(page.getvalue().split())
+    assert f"--pipeline-model-parallel-size {plan.parallel.pipeline}" in text
+    assert f"{max(stage.predicted.memory_bytes or 0 for stage in plan.stages[:1]) / GIB:.2f}" in text
+    assert "Layer by layer: --all" in text
+
+
+def test_a_summary_counts_the_layers_of_each_treatment() -> None:
+    plan = uniform_plan(tiny_job("llama", pipeline=2), windows=False)
+    (rule,) = plan.stages[0].rules
+    assert rule.recompute
+    page = StringIO()
+    Console(width=200, file=page).print(summary(plan))
+    row = next(line for line in page.getvalue().splitlines() if line.startswith("0"))
+    assert row.split()[:5] == ["0-1", "2", "recomputed", "in", "all:"]
 
 
 def test_chunks_treated_alike_share_a_table() -> None:
