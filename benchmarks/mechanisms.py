@@ -27,7 +27,7 @@ from benchmarks import never_less, when_not, when_not_experts
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.loader import bundled_configs, load_job
 from megatron_lynx.errors import Infeasible, LynxError
-from megatron_lynx.planner import decide, decision, filling, packing, partitioning, rooms, slack
+from megatron_lynx.planner import decide, decision, filling, packing, partitioning, pieces, rooms, sent_first, slack
 from megatron_lynx.planner.partitioning import partitioned
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.solver import ahead, chunks, offload, options, partition, stages
@@ -72,13 +72,15 @@ def _of_class(cls: type, *names: str) -> tuple[Any, ...]:
     return tuple(vars(cls)[name] for name in names)
 
 
-def _placed_with_forwards(placed: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda found, profile, known, *, forwards: placed(found, profile, known, forwards=True)
+def _placed_with(placed: Callable[..., Any], **always: bool) -> Callable[..., Any]:
+    return lambda found, profile, known, **given: placed(found, profile, known, **given | always)
 
 
 def _spread_evenly(parted: Callable[..., list[Job]]) -> Callable[..., list[Job]]:
     return lambda job, profile: parted(job, profile)[:1]
 
+
+IN_PIECES, SENT_FIRST = "weight gradients in pieces", "gradients sent before weight gradients"
 
 MECHANISMS = (
     Mechanism(
@@ -89,8 +91,10 @@ MECHANISMS = (
     Mechanism(
         "weight gradients with several chunks: with forwards or without",
         (),
-        ((decision, "_placed", _placed_with_forwards(decision._placed)),),
+        ((decision, "_placed", _placed_with(decision._placed, forwards=True)),),
     ),
+    Mechanism(IN_PIECES, (pieces,), ((decision, "_placed", _placed_with(decision._placed, pieces=False)),)),
+    Mechanism(SENT_FIRST, (sent_first,), ((decision, "_sending_first", lambda found, profile: found),)),
     Mechanism(
         "recomputation in parts of several waits",
         _of_class(Seats, "stops"),

@@ -1,40 +1,85 @@
-"""What stock's best setting leaves to plans: where its step goes, the best plan, and bounds. Simulated, within the card's memory.
+"""What plans gain over stock's best setting, mechanism by mechanism, and what is left. Simulated, within the card's memory.
 
-    python -m benchmarks.value_added FOLDER      FOLDER/*.args and *.yaml: launches as for `benchmarks.launches`, and jobs
+    python -m benchmarks.value_added FOLDER              FOLDER/*.args and *.yaml: launches as for `benchmarks.launches`, and jobs
+    python -m benchmarks.value_added FILE FILE           some of them
+    python -m benchmarks.value_added FOLDER --layouts    and the best plan over the best setting, with layouts one step away
 
-Parts of the step of stock's best are of the stage with most layers, in percent; `rest` is GEMMs and all else that is not listed,
-`wgrad` the part of it that may be delayed. Bounds: the plan's step, if weight gradients filled what it leaves of its waits, then
-of the bubble, over stock's. They know no order, pieces or memory. Userbuffers hide nothing, the middle, or all that GEMMs can.
+Columns: a plan's step over that of stock's best.
+
+    choice    the fastest plan, with the flags as its own choice
+    pieces    and weight gradients in pieces
+    first     and gradients sent before weight gradients: all that is built
+    waits     bound: `pieces`, if weight gradients filled what is left of its waits
+    pipe      bound: and of its bubble. Both know no order, pieces or memory
+
+A row has the middles of ranges. The means are those of launches of which it is known that userbuffers hide nothing, the middle,
+or all that GEMMs can: stock's best setting and the best plan are chosen for each.
+The last table is where the step of stock's best goes, on the stage with most layers, in percent; `rest` is GEMMs and all that is
+not listed, `wgrad` the part of it that may be delayed.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
-from benchmarks.launches import advised
+from benchmarks.mechanisms import IN_PIECES, MECHANISMS, SENT_FIRST
 from megatron_lynx.advise import Answer, answered
-from megatron_lynx.advise.today import Row, Stock, row_of
+from megatron_lynx.advise.today import Stock, as_stock, asked_launch, row_of, stock_row
+from megatron_lynx.anatomy import PASSES
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.loader import load_job
 from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.cost.prices import weight_gradient
+from megatron_lynx.cost.step import StepRange
 from megatron_lynx.cost.update import update_s
-from megatron_lynx.errors import LynxError
-from megatron_lynx.planner.variants import Planned
+from megatron_lynx.errors import LynxError, Problem
+from megatron_lynx.launch_arguments import Reading
+from megatron_lynx.launch_arguments.command_line import read_launch_file
+from megatron_lynx.planner.variants import Planned, planned, variants
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.stock.legality import NEWEST
 from megatron_lynx.stock.price import Pricing
 from megatron_lynx.stock.seconds import layer_seconds
 from megatron_lynx.stock.setting import StockSetting
 from megatron_lynx.stock.stage import StockStage
 
-COLUMNS = ("rest", "wgrad", "recompute", "TP", "exchanges", "bubble", "update")
+RATIOS = ("choice", "pieces", "first", "waits", "pipe")
+PARTS = ("rest", "wgrad", "recomp", "TP", "exch", "bubble", "update")
+USERBUFFERS = ("nothing", "the middle", "all")
+WIDTH = 80
+
+
+class Subject(NamedTuple):
+    """A launch or a job."""
+
+    name: str
+    job: Job
+    profile: Profile
+    reading: Reading | None = None
+    refused: tuple[Problem, ...] = ()
+
+    def answer(self, *, near: bool = False) -> Answer:
+        """As `megatron-lynx advise` answers."""
+        return answered(self.job, self.profile, self.reading, refused=self.refused, near=near, copies=True)
+
+
+def subject_of(path: Path) -> Subject:
+    if path.suffix != ".args":
+        job = load_job(str(path))
+        return Subject(path.stem, job, analytic_profile(job))
+    file = read_launch_file(path)
+    asked = asked_launch(file.words, file.cluster or "h100-80g")
+    return Subject(path.stem, asked.job, analytic_profile(asked.job), asked.reading, asked.refused)
 
 
 @dataclass(frozen=True)
@@ -53,14 +98,14 @@ class Parts:
     def step_s(self) -> float:
         return self.rest + self.recompute + self.TP + self.exchanges + self.bubble + self.update
 
-    def left_s(self, planned: Planned, interference: float) -> tuple[float, float]:
+    def left_s(self, plan: Planned) -> tuple[float, float]:
         """Seconds of weight gradients that would still fit into the plan's waits, and into these and the bubble."""
-        plan, job = planned.draft.plan, planned.job
-        stage = fullest_stage(job)
-        hidden = [entry.predicted for entry in plan.chunks_of(stage)]
+        stage = fullest_stage(plan.job)
+        hidden = [entry.predicted for entry in plan.draft.plan.chunks_of(stage)]
         gradients_s = sum(each.weight_gradient_hidden_s for each in hidden)
-        waits_s = 0.0 if job.userbuffers else self.TP + self.exchanges
-        free_s = max(0.0, waits_s / interference - gradients_s - sum(each.hidden_recompute_s for each in hidden))
+        waits_s = 0.0 if plan.job.userbuffers else self.TP + self.exchanges
+        recomputed_s = sum(each.hidden_recompute_s for each in hidden)
+        free_s = max(0.0, waits_s / plan.profile.interference - gradients_s - recomputed_s)
         return min(free_s, self.wgrad - gradients_s), min(free_s + self.bubble, self.wgrad - gradients_s)
 
 
@@ -72,7 +117,7 @@ def fullest_stage(job: Job) -> int:
 
 def parts_of(job: Job, profile: Profile, setting: StockSetting) -> Parts:
     """Return where a stock step goes, with userbuffers hiding nothing."""
-    shape, passes = LayerShape.of(job), dict.fromkeys(("fwd", "bwd"))
+    shape = LayerShape.of(job)
     seconds = dict.fromkeys(("wgrad", "recompute", "TP", "exchanges"), 0.0)
     stage = fullest_stage(job)
     layers = [layer for chunk in StockStage(job, setting, stage).chunks for layer in chunk]
@@ -80,9 +125,9 @@ def parts_of(job: Job, profile: Profile, setting: StockSetting) -> Parts:
         for half, section in zip(layer_seconds(shape, profile, setting, layer.kind), layer.kind, strict=True):
             seconds["recompute"] += (half.recomputed_whole if layer.whole else half).again_s
             if section.exchanges and profile.experts is not None:
-                seconds["exchanges"] += 0.0 if setting.overlap else sum(map(profile.experts.waits_s, passes))
+                seconds["exchanges"] += 0.0 if setting.overlap else sum(map(profile.experts.waits_s, PASSES))
             else:
-                seconds["TP"] += sum(sum(window_lengths_s(profile, p, section, profile.message_bytes)) for p in passes)
+                seconds["TP"] += sum(sum(window_lengths_s(profile, p, section, profile.message_bytes)) for p in PASSES)
             if not (section.captured or section.opaque):
                 seconds["wgrad"] += sum(weight_gradient(profile, section, linear).seconds for linear in section.linears)
     seconds = {name: job.microbatches * part for name, part in seconds.items()}
@@ -92,61 +137,137 @@ def parts_of(job: Job, profile: Profile, setting: StockSetting) -> Parts:
     return Parts(rest=rest_s, bubble=max(0.0, pricing.price.step.most_s - busy_s), update=update, **seconds)
 
 
-def ratios(plan: Row, stock: Row) -> tuple[float, float, float]:
-    """Plan over stock, with userbuffers hiding nothing, the middle, and all."""
-    return plan.step.most_s / stock.step.most_s, plan.expected_s / stock.expected_s, plan.step.least_s / stock.step.least_s
+Times = tuple[float, float, float]
+"""Seconds or ratios, with userbuffers hiding nothing, the middle and all."""
 
 
-def line(name: str, answer: Answer, stock: Stock, planned: Planned) -> tuple[str, list[float]]:
-    """A row of the table; its ratios and bounds."""
-    profile, plan = analytic_profile(answer.job), row_of(planned)
-    parts = parts_of(answer.job, profile, stock.setting)
-    bounds = ((plan.step.most_s - left_s) / stock.row.step.most_s for left_s in parts.left_s(planned, profile.interference))
-    theirs = [stock.row, *(near.stock.row for near in answer.near if near.stock)]
-    ours = [plan, *(row_of(near.planned) for near in answer.near if near.planned)]
+def times_of(step: StepRange) -> Times:
+    return step.most_s, step.expected_s, step.least_s
+
+
+def least(times: Iterable[Times]) -> Times:
+    nothing, middle, everything = map(min, zip(*times, strict=True))
+    return nothing, middle, everything
+
+
+def over(times: Times, stock: Times) -> Times:
+    nothing, middle, everything = (ours / theirs for ours, theirs in zip(times, stock, strict=True))
+    return nothing, middle, everything
+
+
+def stocks(subject: Subject, stock: Stock) -> Times:
+    """Seconds of stock's best setting."""
+    job = as_stock(subject.job)
+    return least(times_of(row.step) for row in (stock.row, *(stock_row(job, subject.profile, price) for price in stock.rivals)))
+
+
+def plans(subject: Subject, without: Collection[str] = ()) -> list[Planned]:
+    """Return the fastest plan with these mechanisms of the planner switched off; and the plan with the other choice about
+    userbuffers, if there is one."""
+    with ExitStack() as off:
+        for mechanism in MECHANISMS:
+            if mechanism.name in without:
+                off.enter_context(mechanism.switched_off())
+        answer = subject.answer()
+        best = answer.copies or answer.without_copies
+        return [] if best is None else [best, *with_other_userbuffers(subject, best)]
+
+
+def with_other_userbuffers(subject: Subject, plan: Planned) -> Iterator[Planned]:
+    for other in variants(plan.job, NEWEST if subject.reading is None else subject.reading.given.release):
+        if other.userbuffers != plan.job.userbuffers:
+            with suppress(LynxError):
+                yield planned(other, subject.profile)
+
+
+class Value(NamedTuple):
+    """One launch. `over_layouts`: the best plan over the best setting, of the launch's layout and those one step away."""
+
+    name: str
+    parts: Parts
+    ratios: dict[str, Times]
+    over_layouts: float
+
+
+def value_of(subject: Subject, *, layouts: bool = False) -> Value | None:
+    """Return None if there is no plan, or no setting of stock's fits."""
+    answer = subject.answer(near=layouts)
+    if answer.stock is None or answer.planned is None:
+        return None
+    stock, parts = stocks(subject, answer.stock), parts_of(answer.job, subject.profile, answer.stock.setting)
+    whole, pieces, first = (plans(subject, without) for without in ((SENT_FIRST, IN_PIECES), (SENT_FIRST,), ()))
+    columns = [[times_of(plan.step) for plan in some] for some in (whole, pieces, first)]
+    for bound in range(2):
+        columns.append([times_of(plan.step.plus(-parts.left_s(plan)[bound])) for plan in pieces])
+    theirs = [answer.stock.row, *(near.stock.row for near in answer.near if near.stock)]
+    ours = [row_of(answer.planned), *(row_of(near.planned) for near in answer.near if near.planned)]
     over_layouts = min(row.expected_s for row in ours) / min(row.expected_s for row in theirs)
-    figures = [*ratios(plan, stock.row), *bounds, over_layouts]
-    shares = (f"{100 * getattr(parts, column) / parts.step_s:.1f}" for column in COLUMNS)
-    return _row([name, stock.setting.name, *shares, *thousandths(figures)]), figures
+    ratios = {name: over(least(column), stock) for name, column in zip(RATIOS, columns, strict=True)}
+    return Value(subject.name, parts, ratios, over_layouts)
 
 
-def _row(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def row(name: str, cells: Sequence[str], columns: Sequence[str]) -> str:
+    """A line of Markdown. The middle of a name that is too long is left out."""
+    widths = [max(5, len(column)) for column in columns]
+    room = WIDTH - 4 - sum(width + 3 for width in widths)
+    if len(name) > room:
+        name = f"{name[: room // 2]}…{name[room // 2 + 1 - room :]}"
+    return f"| {name:{room}} | {' | '.join(f'{cell:>{width}}' for cell, width in zip(cells, widths, strict=True))} |"
 
 
-def thousandths(figures: Iterable[float]) -> list[str]:
-    return [f"{figure:.3f}" for figure in figures]
+def head(name: str, columns: Sequence[str]) -> str:
+    text = row(name, columns, columns)
+    rule = "|".join("-" * (len(cell) - at) + ":" * at for at, cell in enumerate(text.strip("|").split("|")) if at < 1)
+    return f"{text}\n|{rule}|" + "".join("-" * (max(5, len(column)) + 1) + ":|" for column in columns)
 
 
-def answers(folder: Path) -> Iterator[tuple[str, Answer]]:
-    for path in sorted([*folder.glob("*.args"), *folder.glob("*.yaml")]):
-        print(path.stem, file=sys.stderr, flush=True)
+def ratio_cells(value: Value, columns: Sequence[str]) -> list[str]:
+    ratios = {name: times[1] for name, times in value.ratios.items()} | {"layouts": value.over_layouts}
+    return [f"{ratios[name]:.3f}" for name in columns]
+
+
+def means(found: Sequence[Value]) -> Iterator[str]:
+    yield head(f"mean of {len(found)}, userbuffers hide", RATIOS)
+    for at, hidden in enumerate(USERBUFFERS):
+        yield row(hidden, [f"{fmean(value.ratios[name][at] for value in found):.3f}" for name in RATIOS], RATIOS)
+
+
+def parts_table(found: Sequence[Value]) -> Iterator[str]:
+    yield head("stock's best, percent", PARTS)
+    for value in found:
+        seconds = vars(value.parts).values()
+        yield row(value.name, [f"{100 * part / value.parts.step_s:.1f}" for part in seconds], PARTS)
+
+
+def values(paths: Sequence[Path], *, layouts: bool) -> Iterator[Value]:
+    """One launch after the other. What has none, and why, goes to stderr."""
+    for number, path in enumerate(paths, 1):
+        began_s, why = time.perf_counter(), ""
         try:
-            if path.suffix == ".args":
-                answer = advised(path).answer
-            else:
-                job = load_job(str(path))
-                answer = answered(job, analytic_profile(job), None, copies=True)
+            value = value_of(subject_of(path), layouts=layouts)
         except LynxError as error:
-            print(error, file=sys.stderr)
-            continue
-        if answer is not None:
-            yield path.stem, answer
+            value, why = None, f": {str(error).splitlines()[0]}"
+        if value is not None:
+            yield value
+        else:
+            why = why or ": no plan, or nothing of stock's fits"
+        print(f"{number} of {len(paths)}, {time.perf_counter() - began_s:.0f} s: {path.stem}{why}", file=sys.stderr, flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    names = ("launch", "stock's best", *COLUMNS, "plan/stock", "UB half", "UB all", "waits", "and bubble", "over layouts")
-    print(_row(names), f"|---|---|{'--:|' * (len(names) - 2)}", sep="\n")
+    parser.add_argument("paths", type=Path, nargs="+", metavar="FOLDER")
+    parser.add_argument("--layouts", action="store_true", help="search layouts one step away, too")
+    asked = parser.parse_args()
+    paths = [file for path in asked.paths for file in ([*path.glob("*.args"), *path.glob("*.yaml")] if path.is_dir() else [path])]
+    columns = (*RATIOS, *(["layouts"] if asked.layouts else []))
+    print(head("plan / stock's best", columns), flush=True)
     found = []
-    for name, answer in answers(parser.parse_args().folder):
-        if answer.stock is not None and answer.planned is not None:
-            text, figures = line(name, answer, answer.stock, answer.planned)
-            found.append(figures)
-            print(text, flush=True)
-    means = thousandths(map(fmean, zip(*found, strict=True)))
-    print(_row([f"mean of {len(found)}", *[""] * (1 + len(COLUMNS)), *means]))
+    for value in values(sorted(paths), layouts=asked.layouts):
+        found.append(value)
+        print(row(value.name, ratio_cells(value, columns), columns), flush=True)
+    if found:
+        print("", *means(found), "", *parts_table(found), sep="\n")
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ class _WaysOfLayers:
         if layer not in self.by_layer:
             waits, linears = self.rooms.waits(layer), self.rooms.linears(layer)
             longest_s = max((wait.seconds for wait in waits), default=0.0) if self.pieces else 0.0
-            ways = ((units, self._ways_of(waits, units)) for units in cut(linears, self.rooms.cost, longest_s))
+            ways = ((units, self._ways_of(waits, units)) for units in cut(linears, self.rooms.cost, waits, longest_s))
             self.by_layer[layer] = best_of([placed(packed, units, waits) for packed in packings] for units, packings in ways)
         return self.by_layer[layer]
 

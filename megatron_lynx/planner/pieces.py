@@ -15,8 +15,9 @@ from itertools import chain, product
 from math import ceil, gcd
 from typing import NamedTuple
 
+from megatron_lynx.anatomy.address import is_forward
 from megatron_lynx.cost.prices import WeightGradient
-from megatron_lynx.planner.packing import Linear, Packed, Wait
+from megatron_lynx.planner.packing import LONG, Linear, Packed, Put, Wait
 
 MOST_PIECES = 4
 """More of them gain nothing (`design/value.md`: four fill every wait), and are GEMMs of less efficiency."""
@@ -29,13 +30,21 @@ class Placed(NamedTuple):
     waits: dict[str, tuple[str, ...]]
 
 
-def cut(linears: Sequence[Linear], cost_of: Callable[[str], WeightGradient], longest_s: float) -> Iterator[tuple[Linear, ...]]:
-    """Yield the linears whole, then with those in 2 or in most pieces that are longer than the longest wait."""
+def cut(
+    linears: Sequence[Linear], cost_of: Callable[[str], WeightGradient], waits: Sequence[Wait], longest_s: float
+) -> Iterator[tuple[Linear, ...]]:
+    """Yield the linears whole, then with those in 2 or in most pieces that are longer than the longest wait.
+
+    `waits`: of the layer. Pieces may run in all waits of its forward, of which whole linears need only as many as they are.
+    """
+    forwards = tuple(Put(index, wait.name, LONG) for index, wait in enumerate(waits) if is_forward(wait.name))
     choices = []
     for linear in linears:
         cost = cost_of(linear.name)
         most = min(MOST_PIECES, cost.most_pieces, ceil(linear.seconds / longest_s)) if longest_s else 1
-        choices.append([(linear,), *(_units(linear, cost, pieces) for pieces in sorted({2, most}) if most > 1)])
+        backward = tuple(put for put in linear.places if not is_forward(put.name))
+        unit = replace(linear, places=backward + forwards)
+        choices.append([(linear,), *(_units(unit, cost, pieces) for pieces in sorted({2, most}) if most > 1)])
     for chosen in product(*choices):
         yield tuple(unit for units in chosen for unit in units)
 

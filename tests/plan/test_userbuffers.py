@@ -122,10 +122,13 @@ def test_what_no_plan_can_do_is_refused() -> None:
         assert [problem.where for problem in refused.value.problems] == [place]
 
 
-def test_no_weight_gradient_is_deferred() -> None:
-    """Transformer Engine refuses some of them itself; those of row-parallel linears would read what another layer gathered."""
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_no_weight_gradient_is_deferred(pieces: int) -> None:
+    """Transformer Engine refuses some of them itself; those of row-parallel linears would read what another layer gathered. In
+    pieces neither."""
     raw = tiny_plan().model_dump(mode="json")
-    raw["stages"][0]["rules"][0]["weight_gradients"] = {"linear_fc2": ["pipe.recv_backward"]}
+    raw["stages"][0]["rules"][0]["weight_gradients"] = {"linear_fc2": ["pipe.recv_backward"] * pieces}
+    raw["stages"][0]["rules"][0]["weight_gradient_pieces"] = {"linear_fc2": pieces} if pieces > 1 else {}
     raw["stages"][0]["weight_gradients"] = {"bytes": 2**20}
     with pytest.raises(ValidationError, match=r"weight_gradients\.linear_fc2 is deferred, but with parallel.userbuffers"):
         Plan.model_validate(raw)

@@ -38,14 +38,16 @@ class Setting:
 
 def recorded(rank: int, job: Job, setting: Setting) -> Log:
     """Runs inside `RankPool`. The log of a few steps."""
+    from megatron_lynx.testbed.fusions import stand_in_for_fused_gradient
     from megatron_lynx.testbed.groups import initialise
     from tests.instruments.queues.recorder import Recorder
 
     initialise(job)
-    loop = Loop(job, setting)
-    with loop.in_force(), Recorder(rank) as recorder:
-        for step in range(STEPS):
-            loop.step(step, recorder)
+    with stand_in_for_fused_gradient():
+        loop = Loop(job, setting)
+        with loop.in_force(), Recorder(rank) as recorder:
+            for step in range(STEPS):
+                loop.step(step, recorder)
     return recorder.log
 
 

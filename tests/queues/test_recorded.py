@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_lynx.anatomy import EXPERTS as EXPERTS_HALF
+from megatron_lynx.anatomy import LINEARS
 from megatron_lynx.config.job import Job
+from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.cpu_device import stand_in_for_cuda
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -24,7 +27,10 @@ from tests.queues.on_ranks import Setting, recorded, trained
 from tests.transparency.checkpoints import ahead, checkpointed, with_rest_in_wait, without_beginning
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, receiving, recomputable
+from tests.transparency.test_deferring_experts import into_exchanges, plans
 from tests.transparency.test_experts import EXPERTS
+from tests.transparency.test_pieces import in_pieces
+from tests.transparency.test_weight_gradients import FUSED
 
 Pools = Callable[[int], RankPool]
 QUEUES = (1, 8)
@@ -74,6 +80,17 @@ def gone_on(job: Job) -> Setting:
     return Setting(plan=with_rest_in_wait(begun if job.model.experts else without_beginning(begun)), timers=1)
 
 
+def in_waits(job: Job) -> Setting:
+    """Weight gradients run in waits, in pieces: those of experts by groups, others by rows."""
+    if job.model.experts is None:
+        plan, linears = plan_for(job, lambda layer: recomputable(job) if layer % 2 else ()), LINEARS
+        delayed = deferring(plan)
+    else:
+        linears = EXPERTS_HALF.linears
+        delayed = deferring(plans(job)[0], linears, into_exchanges)
+    return Setting(plan=in_pieces(delayed, dict.fromkeys(linears, 2)), timers=1, trace=True, model=FUSED)
+
+
 SPREAD = {"pipeline": 2, "replicas": 2, "expert": 2}
 
 
@@ -114,6 +131,10 @@ CASES = [
         {"pipeline": 2, "replicas": 2, "expert": 2, "experts": EXPERTS, "bias": False, "hidden_dropout": 0.0},
         gone_on,
     ),
+    case("t=2, weight gradients in pieces", {"tensor": 2}, in_waits),
+    case("t=2 sliced, weight gradients in pieces", {"tensor": 2, "sequence_parallel": True}, in_waits),
+    case("p=2, t=2, weight gradients in pieces", {"pipeline": 2, "tensor": 2, "microbatches": 3}, in_waits),
+    case("e=2, weight gradients by groups of experts", {"replicas": 2, "expert": 2, "experts": EXPERTS, "bias": False}, in_waits),
     case("t=2, half by half", {"tensor": 2}, half_by_half),
     case("interleaved, p=2, half by half", INTERLEAVED["p=2"], half_by_half),
     *(each for pipeline in (2, 3, 4) for each in unflushed(pipeline)),
