@@ -258,7 +258,7 @@ def test_pieces_without_a_wait_run_where_the_whole_would_hide() -> None:
     waits = [Wait("bwd.mlp.2", 1.0, 0.0), Wait("bwd.attention.0", 1.0, 0.0)]
     cost = WeightGradient(4.0, 10, 10, most_pieces=8)
     linear = Linear("linear_fc1", 4.0, 20, 0, (Put(1, "bwd.attention.0", 1),))
-    found = {len(units): units for units in cut([linear], lambda _: cost, 1.0)}
+    found = {len(units): units for units in cut([linear], lambda _: cost, waits, 1.0)}
     assert list(found) == [1, 2, 4]
     assert found[1] == (linear,)
     chosen = {1: 1, 2: 2}
@@ -269,3 +269,13 @@ def test_pieces_without_a_wait_run_where_the_whole_would_hide() -> None:
     assert placed(Packed(0.0, {}), found[4], waits).waits == {}
     everything = Packed(0.0, dict.fromkeys((unit.name for unit in found[4]), "bwd.attention.0"))
     assert placed(everything, found[4], waits).waits == {"linear_fc1": ("bwd.attention.0",)}
+
+
+def test_pieces_may_run_in_every_wait_of_a_forward() -> None:
+    """A whole linear needs one forward at most, so four pieces shared one, and full waits of backward."""
+    waits = [Wait("bwd.mlp.0", 1.0, 1.0), *(Wait(f"fwd.mlp.{number}", 1.0, 0.0) for number in range(4))]
+    cost = WeightGradient(4.0, 10, 10, most_pieces=8)
+    linear = Linear("linear_fc2", 4.0, 20, None, (Put(0, "bwd.mlp.0", 0), Put(1, "fwd.mlp.0", LONG)))
+    (units,) = (units for units in cut([linear], lambda _: cost, waits, 1.0) if len(units) == 4)
+    packed = max(ways_of([1.0] * 5, units, 1.0).best([1.0, 0.0, 0.0, 0.0, 0.0]), key=lambda way: len(way.waits))
+    assert sorted(placed(packed, units, waits).waits["linear_fc2"]) == [f"fwd.mlp.{number}" for number in range(4)]
