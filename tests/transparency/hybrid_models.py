@@ -15,9 +15,10 @@ import torch
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.profiler.profile import SavedTensor
+from tests.transparency.opaque_layers import delta_kernels, with_delta_nets
 from tests.transparency.trials import Outcome, Trial, compare_with_stock
 
-SYMBOLS = {"attention": "*", "mamba": "M", "mlp": "-", "experts": "E", "no_attention": "", "no_mlp": ""}
+SYMBOLS = {"attention": "*", "mamba": "M", "gated_delta_net": "G", "mlp": "-", "experts": "E", "no_attention": "", "no_mlp": ""}
 
 
 def pattern_of(job: Job) -> str:
@@ -53,6 +54,7 @@ def build_hybrid(job: Job, *, seed: int = 1234, pattern: str | None = None, **ov
     flags = {"heads": "num_heads", "size": "head_dim", "groups": "num_groups", "state": "state_dim"}
     mamba = {f"mamba_{flags[name]}": value for name, value in sizes.items()}
     config = transformer_config(job, **{"num_layers": len(symbols), **having, **mamba, **overrides})
+    with_delta_nets(config, job)
     chunks = []
     for stage in range(job.chunks):
         at = {"ignore_virtual": False, "vp_stage": stage if job.chunks > 1 else None}
@@ -77,7 +79,7 @@ def compare_hybrid(rank: int, job: Job, plans: list[Plan], trial: Trial) -> list
     """As `trials.compare_with_stock`, with hybrid models."""
     import megatron_lynx.testbed.tiny_models as tiny_models
 
-    with patch.object(tiny_models, "build_model", build_hybrid):
+    with patch.object(tiny_models, "build_model", build_hybrid), delta_kernels():
         return compare_with_stock(rank, job, plans, trial)
 
 

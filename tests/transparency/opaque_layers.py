@@ -49,13 +49,9 @@ def delta_nets(job: Job) -> Iterator[None]:
 
     classes = {"gated_delta_net": theirs.GatedDeltaNet, "own_attention": OwnAttention}
     modules = {number: classes.get(each.kind) for each in job.model.opaque for number in each.numbers(job.model.layers)}
-    libraries = [getattr(theirs, name, theirs) for name in ("common", "gdn")]  # a package from 0.19 on
 
     def block_spec(usual: Any, config: Any, vp_stage: int | None = None) -> Any:
-        for name, flag in (("num_key_heads", "key_heads"), ("num_value_heads", "value_heads")):
-            setattr(config, f"linear_{name}", SIZES[flag])
-        config.linear_key_head_dim, config.linear_value_head_dim = SIZES["key_size"], SIZES["value_size"]
-        config.linear_conv_kernel_dim, config.deterministic_mode = SIZES["convolved"], job.model.deterministic
+        with_delta_nets(config, job)
         block = usual(config, vp_stage)
         first = 1 + get_transformer_layer_offset(config, vp_stage)
         block.layer_specs = [deepcopy(spec) for spec in block.layer_specs]
@@ -70,9 +66,26 @@ def delta_nets(job: Job) -> Iterator[None]:
     with (
         patch.object(tiny_models, "block_spec", partial(block_spec, tiny_models.block_spec)),
         patch.object(tiny_models, "te_block_spec", partial(block_spec, tiny_models.te_block_spec)),
-        patch.object(libraries[0], "HAVE_FLA", True),
-        ExitStack() as kernels,
+        delta_kernels(),
     ):
+        yield
+
+
+def with_delta_nets(config: Any, job: Job) -> None:
+    """Set the sizes of gated delta nets in Megatron's config."""
+    for name, flag in (("num_key_heads", "key_heads"), ("num_value_heads", "value_heads")):
+        setattr(config, f"linear_{name}", SIZES[flag])
+    config.linear_key_head_dim, config.linear_value_head_dim = SIZES["key_size"], SIZES["value_size"]
+    config.linear_conv_kernel_dim, config.deterministic_mode = SIZES["convolved"], job.model.deterministic
+
+
+@contextmanager
+def delta_kernels() -> Iterator[None]:
+    """Megatron finds stand-ins of fla's kernels."""
+    from megatron.core.ssm import gated_delta_net as theirs
+
+    libraries = [getattr(theirs, name, theirs) for name in ("common", "gdn")]  # a package from 0.19 on
+    with patch.object(libraries[0], "HAVE_FLA", True), ExitStack() as kernels:
         for library, name in product(libraries, ("causal_conv1d", "l2norm", "chunk_gated_delta_rule")):
             kernels.enter_context(patch.object(library, name, getattr(delta_rule, name), create=True))
         yield

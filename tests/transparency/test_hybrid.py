@@ -19,10 +19,11 @@ from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.apply.on_ranks import reads_otherwise
 from tests.long import long
-from tests.te_releases import pools_with
+from tests.te_releases import pool_with, pools_with
 from tests.transparency.checkpoints import checkpointed
 from tests.transparency.hybrid_models import compare_hybrid, mamba_half, pattern_of, refused
 from tests.transparency.offloaded import offloading
+from tests.transparency.opaque_layers import delta_net_in
 from tests.transparency.plans import plan_for, recomputable
 from tests.transparency.trials import Trial
 
@@ -109,6 +110,31 @@ def test_stacks_with_mamba_layers(pool_of: Pools, layout: str) -> None:
         assert [outcome.differing for outcome in outcomes] == [[]] * len(candidates)
         assert [outcome.planned.frames_left for outcome in outcomes] == [0] * len(candidates)
         assert all(outcome.planned.counts[-1].recomputed > 0 for outcome in outcomes[1:2])
+
+
+def test_stacks_with_gated_delta_nets(pool_of: Pools) -> None:
+    """G- *E G: the layers of `pretrain_hybrid.py`."""
+    opaque = [*delta_net_in([1, 3]), {"kind": "no_mlp", "layers": [3]}]
+    job = hybrid_job(**LAYOUTS["TP2+SP"], layers=3, experts=EXPERTS | {"layers": [2]}, opaque=opaque, hidden_dropout=0.1)
+    assert pattern_of(job) == "G-*EG"
+    kept, everything = uniform_plan(job, "none"), uniform_plan(job, gather="once")
+    candidates = [kept, everything, checkpointed(kept, "attention"), offloading(kept, 8_000)]
+    for outcomes in pool_of(2).run(compare_hybrid, job, candidates, Trial(canaries=True)):
+        assert [outcome.differing for outcome in outcomes] == [[]] * len(candidates)
+        assert all(outcome.planned.counts[-1].recomputed > 0 for outcome in outcomes[1:3])
+
+
+@pytest.mark.parametrize(("core", "recipe"), [("0.19", "tensorwise"), *long(("0.19", "delayed"), ("0.18", None))])
+def test_mamba_layers_in_fp8_and_in_another_release(core: str, recipe: str | None) -> None:
+    sizes = {"heads": 16, "size": 4, "groups": 2, "state": 8}  # FP8 needs a first linear of multiples of 16
+    opaque = [{"kind": "mamba", "layers": [1, 2], "mamba": sizes}]
+    fp8 = None if recipe is None else {"recipe": recipe}
+    job = hybrid_job(**LAYOUTS["TP2+SP"], layers=2, dtype="bf16", fp8=fp8, opaque=opaque)
+    kept = uniform_plan(job, "none")
+    candidates = [uniform_plan(job, gather="once"), uniform_plan(job, (SCAN, GATED_NORM)), checkpointed(kept, "layer", [1])]
+    with pool_with("2.17", 2, core=core, TESTBED_STAND_INS="tests.instruments.mamba") as pool:
+        for outcomes in pool.run(compare_hybrid, job, candidates, Trial(canaries=True)):
+            assert [(outcome.differing, outcome.planned.frames_left) for outcome in outcomes] == [([], 0)] * len(candidates)
 
 
 def test_weight_gradients_of_mamba_layers_in_waits(pool_of: Pools) -> None:
