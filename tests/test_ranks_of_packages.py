@@ -46,7 +46,7 @@ FOUNDATION = {
     "version",
 }
 KINDS_PLANNING = {
-    *("kinds.core_attention", "kinds.face", "kinds.planning", "kinds.saved"),
+    *("kinds.core_attention", "kinds.face", "kinds.mixer", "kinds.planning", "kinds.saved"),
     *("kinds.dense.planning", "kinds.experts.planning", "kinds.latent.planning", "kinds.delta.planning"),
     "kinds.mamba.planning",
 }

@@ -92,5 +92,5 @@ def test_what_it_cannot_have_is_refused() -> None:
         uniform_plan(job_of(context=2))
     with pytest.raises(ValueError, match="delta is given with kind gated_delta_net, and only with it"):
         job_of(sizes=None)
-    with pytest.raises(ConfigError, match=r"multiples of parallel\.tensor"):
+    with pytest.raises(ConfigError, match=r"gated_delta_net: key_heads: found 3, needed a multiple of parallel\.tensor"):
         uniform_plan(job_of(sizes=SIZES.model_copy(update={"key_heads": 3})))

@@ -18,19 +18,18 @@ Sources: `GatedDeltaNet.forward` of megatron-core 0.18 and 0.19; `ChunkGatedDelt
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Parallel
-from megatron_lynx.errors import Problem
-from megatron_lynx.kinds.delta.section import CONVOLUTION, DELTA_NET, GATED_NORM, IN_PROJ, OUT_PROJ, RULE, DeltaSizes
-from megatron_lynx.kinds.face import HalfParameters, Linear, Planning, Step
+from megatron_lynx.kinds.delta.section import CONVOLUTION, GATED_NORM, IN_PROJ, RULE, DeltaSizes
+from megatron_lynx.kinds.face import HalfParameters, Step
+from megatron_lynx.kinds.mixer import TokenMixer, column_bytes
 from megatron_lynx.kinds.saved import column_parallel, dropout_tensor, norm_tensors, rms_products, row_parallel
 from megatron_lynx.kinds.section import Item
 from megatron_lynx.profiler.profile import SavedTensor, own_tensors
 from megatron_lynx.profiler.roofline import Kernels, Passes, Roofline
-from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape, saved_bytes
+from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape
 
 CHUNK = 64
 """Tokens per chunk of the gated delta rule."""
@@ -39,17 +38,15 @@ RULE_FLOP_PER_S = (105e12, 83e12)
 them (flash-linear-attention 0.5.1 in benchmark_results_H200.txt and benchmark_results_GB200.txt of QwenLM/FlashQLA)."""
 
 
-class DeltaNet(Planning):
-    def linears(self, shape: LayerShape) -> Mapping[str, Linear]:
-        sizes, hidden, tensor = sizes_of(shape.model), shape.model.hidden, shape.parallel.tensor
-        return {
-            IN_PROJ: Linear(shape.tokens, hidden, sizes.made // tensor),
-            OUT_PROJ: Linear(shape.tokens, sizes.values // tensor, hidden),
-        }
+class DeltaNet(TokenMixer):
+    def sizes(self, model: Model) -> DeltaSizes:
+        sizes = model.opaque_in(self.section).delta
+        assert sizes is not None, "a gated delta net has them"
+        return sizes
 
     def kernels(self, shape: LayerShape, item: Item) -> Kernels:
         """Bytes of the convolution, of the copies and norms after it, and of the gated norm."""
-        sizes, one = sizes_of(shape.model), _column_bytes(shape)
+        sizes, one = self.sizes(shape.model), column_bytes(shape)
         keys, values, convolved = one * sizes.keys, one * sizes.values, one * (2 * sizes.keys + sizes.values)
         if item.name == GATED_NORM:
             return Kernels((2 * values, 3 * values), (5 * values, 3 * values))
@@ -57,13 +54,11 @@ class DeltaNet(Planning):
         forward = (2 * convolved, 4 * keys, 4 * keys, repeated, 2 * values, 2 * values)
         return Kernels(forward, (repeated, 6 * keys, 2 * convolved, 5 * convolved, 2 * one * sizes.made))
 
-    def output_bytes(self, shape: LayerShape, item: Item) -> int:
-        return _column_bytes(shape) * sizes_of(shape.model).values if item.role == "kernel" else super().output_bytes(shape, item)
-
     def seconds(self, shape: LayerShape, item: Item, roof: Roofline) -> Passes:
         if item.name != RULE:
             return super().seconds(shape, item, roof)
-        sizes, heads = sizes_of(shape.model), shape.tokens * sizes_of(shape.model).value_heads / shape.parallel.tensor
+        sizes = self.sizes(shape.model)
+        heads = shape.tokens * sizes.value_heads / shape.parallel.tensor
         key, value, element = sizes.key_size, sizes.value_size, shape.model.element_bytes
         states, scores = key * value / CHUNK, CHUNK * (2 * element + 2 * FP32_BYTES)
         flops, again = rule_flops(sizes), 2 * CHUNK * (key + value) + 4 * key * value
@@ -76,7 +71,7 @@ class DeltaNet(Planning):
         )
 
     def saved(self, shape: LayerShape) -> Iterator[SavedTensor]:
-        model, sizes, one, recipe = shape.model, sizes_of(shape.model), _column_bytes(shape), shape.model.fp8_recipe
+        model, sizes, one = shape.model, self.sizes(shape.model), column_bytes(shape)
         values, heads = one * sizes.values, shape.tokens * sizes.value_heads // shape.parallel.tensor
         yield from norm_tensors(shape, self.section, (IN_PROJ,))
         yield SavedTensor(bytes=one * sizes.made, made_by=IN_PROJ, saved_by=(CONVOLUTION,), output=True)
@@ -91,15 +86,12 @@ class DeltaNet(Planning):
         yield from own_tensors(RULE, FP32_BYTES * heads, model.element_bytes * heads * CHUNK)
         yield SavedTensor(bytes=values, made_by=RULE, saved_by=(GATED_NORM,), output=True)
         yield from own_tensors(GATED_NORM, *_gated_norm(shape, values, heads))
-        reader = (OUT_PROJ,) if recipe is None else ()
-        yield SavedTensor(bytes=values, made_by=GATED_NORM, saved_by=reader, output=shape.micro == 1)  # else copied into order
-        if recipe is not None:
-            yield from own_tensors(OUT_PROJ, saved_bytes(recipe, shape.tokens, sizes.values // shape.parallel.tensor))
+        yield from self.result_tensors(shape, output=shape.micro == 1)  # else copied into order
         yield dropout_tensor(shape, self.section)
 
     def parameters(self, model: Model, layout: Parallel) -> HalfParameters:
         """The convolution, decay and step have weights of their own; no linear has a bias."""
-        sizes = sizes_of(model)
+        sizes = self.sizes(model)
         matrices, convolved = model.hidden * (sizes.made + sizes.values), sizes.convolved * (2 * sizes.keys + sizes.values)
         return HalfParameters(
             cut=matrices + convolved + 2 * sizes.value_heads,
@@ -113,7 +105,7 @@ class DeltaNet(Planning):
 
     def backward(self, shape: LayerShape) -> Iterator[Step]:
         """The rule's own gradients are counted as if none was freed before its end."""
-        sizes, one = sizes_of(shape.model), _column_bytes(shape)
+        sizes, one = self.sizes(shape.model), column_bytes(shape)
         keys, repeated, values, made = (one * columns for columns in (sizes.keys, sizes.repeated, sizes.values, sizes.made))
         yield from row_parallel(shape, self.section, values)
         within = 4 * values * FP32_BYTES // shape.model.element_bytes if shape.eager else 0
@@ -124,31 +116,11 @@ class DeltaNet(Planning):
         yield Step(CONVOLUTION, between + made, between + 2 * repeated + 2 * values)
         yield from column_parallel(shape, self.section, made)
 
-    def refusals(self, job: Job) -> Iterator[Problem]:
-        if job.parallel.context > 1:
-            needed = f"1 with {self.section.name}: it exchanges heads for tokens, which is not counted"
-            yield Problem("job: parallel.context", str(job.parallel.context), needed, "the job can be estimated")
-        heads = sizes_of(job.model).key_heads, sizes_of(job.model).value_heads
-        if any(count % job.parallel.tensor for count in heads):
-            needed = f"multiples of parallel.tensor ({job.parallel.tensor}): ranks share the heads"
-            yield Problem("job: model.opaque: delta", "key_heads and value_heads {} and {}".format(*heads), needed)
-
-
-def sizes_of(model: Model) -> DeltaSizes:
-    sizes = model.opaque_in(DELTA_NET).delta
-    assert sizes is not None, "a gated delta net has them"
-    return sizes
-
 
 def rule_flops(sizes: DeltaSizes) -> int:
     """Return the FLOPs of a forward per token and head."""
     key, value = sizes.key_size, sizes.value_size
     return 6 * CHUNK * key + 4 * CHUNK * value + 6 * key * value
-
-
-def _column_bytes(shape: LayerShape) -> int:
-    """Bytes of one of the columns that tensor-parallel ranks share, on one of them."""
-    return shape.tokens * shape.model.element_bytes // shape.parallel.tensor
 
 
 def _gated_norm(shape: LayerShape, values: int, heads: int) -> list[int]:

@@ -14,6 +14,8 @@ Its tensor-parallel collectives are those of the usual attention.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pydantic import Field
 
 from megatron_lynx.kinds.dense.section import ATTENTION, COLLECTIVES
@@ -71,3 +73,11 @@ class DeltaSizes(Part):
     def made(self) -> int:
         """Output columns of the first linear: queries, keys, values, gate, step and decay."""
         return 2 * (self.keys + self.values + self.value_heads)
+
+    @property
+    def result(self) -> int:
+        return self.values
+
+    @property
+    def shared(self) -> Mapping[str, int]:
+        return {"key_heads": self.key_heads, "value_heads": self.value_heads}

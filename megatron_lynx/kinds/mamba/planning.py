@@ -16,19 +16,18 @@ Sources: `MambaMixer._ssm_training` of megatron-core 0.16 to 0.19; `MambaSplitCo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Parallel
-from megatron_lynx.errors import Problem
-from megatron_lynx.kinds.face import HalfParameters, Linear, Planning, Step
-from megatron_lynx.kinds.mamba.section import GATED_NORM, IN_PROJ, MAMBA, OUT_PROJ, SCAN, MambaSizes
+from megatron_lynx.kinds.face import HalfParameters, Step
+from megatron_lynx.kinds.mamba.section import GATED_NORM, IN_PROJ, SCAN, MambaSizes
+from megatron_lynx.kinds.mixer import TokenMixer, column_bytes
 from megatron_lynx.kinds.saved import column_parallel, dropout_tensor, norm_tensors, row_parallel
 from megatron_lynx.kinds.section import Item
 from megatron_lynx.profiler.profile import SavedTensor, own_tensors
 from megatron_lynx.profiler.roofline import Kernels, Passes, Roofline
-from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape, saved_bytes
+from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape
 
 CHUNK = 128
 """Tokens per chunk of the scan (`MambaMixer.chunk_size`)."""
@@ -36,26 +35,21 @@ CONVOLVED = 4
 """Width of the convolution in tokens."""
 
 
-class MambaLayer(Planning):
-    def linears(self, shape: LayerShape) -> Mapping[str, Linear]:
-        sizes, hidden, tensor = sizes_of(shape.model), shape.model.hidden, shape.parallel.tensor
-        return {
-            IN_PROJ: Linear(shape.tokens, hidden, sizes.made // tensor),
-            OUT_PROJ: Linear(shape.tokens, sizes.inner // tensor, hidden),
-        }
+class MambaLayer(TokenMixer):
+    def sizes(self, model: Model) -> MambaSizes:
+        sizes = model.opaque_in(self.section).mamba
+        assert sizes is not None, "a Mamba layer has them"
+        return sizes
 
     def kernels(self, shape: LayerShape, item: Item) -> Kernels:
         """Bytes of the norm."""
-        inner = _column_bytes(shape) * sizes_of(shape.model).inner
+        inner = column_bytes(shape) * self.sizes(shape.model).inner
         return Kernels((2 * inner,), (3 * inner,))
-
-    def output_bytes(self, shape: LayerShape, item: Item) -> int:
-        return _column_bytes(shape) * sizes_of(shape.model).inner if item.role == "kernel" else super().output_bytes(shape, item)
 
     def seconds(self, shape: LayerShape, item: Item, roof: Roofline) -> Passes:
         if item.name != SCAN:
             return super().seconds(shape, item, roof)
-        sizes, tokens, one = sizes_of(shape.model), shape.tokens / shape.parallel.tensor, _column_bytes(shape)
+        sizes, tokens, one = self.sizes(shape.model), shape.tokens / shape.parallel.tensor, column_bytes(shape)
         states = FP32_BYTES * tokens * sizes.inner * sizes.state / CHUNK
         scores, flops = FP32_BYTES * tokens * sizes.groups * CHUNK, tokens * scan_flops(sizes)
         moved = one * (5 * sizes.convolved + 3 * sizes.inner) + 4 * states + 2 * scores
@@ -63,22 +57,20 @@ class MambaLayer(Planning):
         return Passes(roof.seconds(flops, moved), roof.seconds(3 * flops, moved_back))
 
     def saved(self, shape: LayerShape) -> Iterator[SavedTensor]:
-        sizes, one, recipe, rows = sizes_of(shape.model), _column_bytes(shape), shape.model.fp8_recipe, shape.tokens
+        sizes, one = self.sizes(shape.model), column_bytes(shape)
         inner, alone = one * sizes.inner, shape.micro == 1  # else sequences come one after the other, in copies
         yield from norm_tensors(shape, self.section, (IN_PROJ,))
         yield SavedTensor(bytes=one * sizes.made, made_by=IN_PROJ, saved_by=(SCAN,) if alone else (), output=True)
         decay = FP32_BYTES * sizes.heads // shape.parallel.tensor
         yield from own_tensors(SCAN, inner, decay, decay, *[] if alone else [one * sizes.made])
         yield SavedTensor(bytes=inner, made_by=SCAN, saved_by=(GATED_NORM,))
-        yield from own_tensors(GATED_NORM, FP32_BYTES * rows * sizes.groups // shape.parallel.tensor)
-        yield SavedTensor(bytes=inner, made_by=GATED_NORM, saved_by=(OUT_PROJ,) if recipe is None else (), output=True)
-        if recipe is not None:
-            yield from own_tensors(OUT_PROJ, saved_bytes(recipe, rows, sizes.inner // shape.parallel.tensor))
+        yield from own_tensors(GATED_NORM, FP32_BYTES * shape.tokens * sizes.groups // shape.parallel.tensor)
+        yield from self.result_tensors(shape)
         yield dropout_tensor(shape, self.section)
 
     def parameters(self, model: Model, layout: Parallel) -> HalfParameters:
         """Besides two linears: the convolution and its bias, decay, step and shortcut of each head, and the inner norm."""
-        sizes = sizes_of(model)
+        sizes = self.sizes(model)
         matrices, convolved = model.hidden * (sizes.made + sizes.inner), CONVOLVED * sizes.convolved
         return HalfParameters(
             cut=matrices + convolved + sizes.convolved + 3 * sizes.heads + sizes.inner,
@@ -91,7 +83,7 @@ class MambaLayer(Planning):
 
     def backward(self, shape: LayerShape) -> Iterator[Step]:
         """The scan's own gradients are counted as if none was freed before its end."""
-        sizes, one = sizes_of(shape.model), _column_bytes(shape)
+        sizes, one = self.sizes(shape.model), column_bytes(shape)
         inner, convolved, made = (one * columns for columns in (sizes.inner, sizes.convolved, sizes.made))
         states = 3 * FP32_BYTES * (shape.tokens // shape.parallel.tensor) * sizes.inner * sizes.state // CHUNK
         yield from row_parallel(shape, self.section, inner)
@@ -100,27 +92,7 @@ class MambaLayer(Planning):
         yield Step(SCAN, inside + made, inside + inner)
         yield from column_parallel(shape, self.section, made)
 
-    def refusals(self, job: Job) -> Iterator[Problem]:
-        if job.parallel.context > 1:
-            needed = f"1 with {self.section.name}: it exchanges heads for tokens, which is not counted"
-            yield Problem("job: parallel.context", str(job.parallel.context), needed, "the job can be estimated")
-        sizes = sizes_of(job.model)
-        if sizes.heads % job.parallel.tensor or sizes.groups % job.parallel.tensor:
-            needed = f"multiples of parallel.tensor ({job.parallel.tensor}): ranks share the heads"
-            yield Problem("job: model.opaque: mamba", f"heads and groups {sizes.heads} and {sizes.groups}", needed)
-
-
-def sizes_of(model: Model) -> MambaSizes:
-    sizes = model.opaque_in(MAMBA).mamba
-    assert sizes is not None, "a Mamba layer has them"
-    return sizes
-
 
 def scan_flops(sizes: MambaSizes) -> int:
     """Return the FLOPs of a forward per token."""
     return sizes.heads * (2 * CHUNK * sizes.size + 4 * sizes.state * sizes.size) + 2 * sizes.groups * CHUNK * sizes.state
-
-
-def _column_bytes(shape: LayerShape) -> int:
-    """Bytes of one of the columns that tensor-parallel ranks share, on one of them."""
-    return shape.tokens * shape.model.element_bytes // shape.parallel.tensor

@@ -10,6 +10,8 @@ Tensor-parallel collectives are those of the usual attention.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pydantic import Field
 
 from megatron_lynx.kinds.dense.section import ATTENTION, COLLECTIVES
@@ -60,3 +62,11 @@ class MambaSizes(Part):
     def made(self) -> int:
         """Output columns of the first linear: gate, convolved columns, and a step for each head."""
         return self.inner + self.convolved + self.heads
+
+    @property
+    def result(self) -> int:
+        return self.inner
+
+    @property
+    def shared(self) -> Mapping[str, int]:
+        return {"heads": self.heads, "groups": self.groups}
