@@ -292,7 +292,7 @@ def test_host_memory_bounds_what_is_offloaded():
     small = job.cluster.node.model_copy(update={"host_memory_gib": 64.0})
     short = job.model_copy(update={"cluster": job.cluster.model_copy(update={"node": small})})
     with pytest.raises(
-        Infeasible, match=r"host memory of a node, stage 0: found .* for 8 devices at share 1, needed at most 64 GiB"
+        Infeasible, match=r"host memory of a node, stage 0: found .* of activations \(8 devices\), needed at most 64 GiB"
     ):
         make_plan(short, analytic_profile(short))
 

@@ -217,7 +217,7 @@ def _in_layout(
     """The answer without neighbours."""
     launch = launch_today(job, costs, reading)
     variants = Variants(job, costs, release)
-    stock = or_launch(stocks_best(), launch, reading, job.memory_budget_bytes)
+    stock = or_launch(stocks_best(), launch, reading, job)
     if refused:
         return Answer(job, reading, launch, stock, refused=tuple(refused))
     may_copy = copies and may_offload(job)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.host_optimizer import host_shortage
 from megatron_lynx.cost.step import StepRange
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, Problem
@@ -130,6 +131,11 @@ class Row:
         return {**self.step.as_json, "memory_bytes": self.memory_bytes}
 
 
+def fits(row: Row, job: Job) -> bool:
+    """Whether a launch fits its devices, and its optimizer the host."""
+    return row.memory_bytes <= job.memory_budget_bytes and host_shortage(job, 0.0) is None
+
+
 BY_USERBUFFERS = "range: userbuffers hide all that their GEMMs can, to no more than without"
 BY_DEFERRED_HEAD = "range: the step's end hides the head's deferred weight gradients, or not"
 
@@ -160,9 +166,9 @@ def stocks_best(job: Job, costs: Profile, release: str | None) -> Stock | None:
     return None if best is None else Stock(best.setting, stock_row(stock_job, costs, best), rivals=tuple(prices))
 
 
-def or_launch(best: Stock | None, launch: Launch, reading: Reading | None, budget_bytes: int) -> Stock | None:
+def or_launch(best: Stock | None, launch: Launch, reading: Reading | None, job: Job) -> Stock | None:
     """Return the launch's own setting if it fits and nothing is faster, else `best`."""
-    if launch.row is None or reading is None or launch.row.memory_bytes > budget_bytes:
+    if launch.row is None or reading is None or not fits(launch.row, job):
         return best
     if best is not None and best.row.expected_s < launch.row.expected_s * (1 - ROUNDING):
         return best

@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from megatron_lynx.advise.answer import WORTH, Answer
 from megatron_lynx.advise.neighbours import Neighbour
-from megatron_lynx.advise.today import Row, gain, gains, row_of
+from megatron_lynx.advise.today import Row, fits, gain, gains, row_of
+from megatron_lynx.cost.host_optimizer import host_shortage
 from megatron_lynx.prediction import precision
 from megatron_lynx.units import format_bytes
 
@@ -53,7 +54,7 @@ class Verdict:
 
 def choices(answer: Answer) -> Iterator[Choice]:
     launch = answer.launch
-    if launch.written and launch.row is not None and launch.row.memory_bytes <= answer.job.memory_budget_bytes:
+    if launch.written and launch.row is not None and fits(launch.row, answer.job):
         yield Choice("launch", launch.row)
     if answer.stock is not None and not answer.stock.launch:
         yield Choice("stock", answer.stock.row)
@@ -88,13 +89,13 @@ def _sentences(answer: Answer, choice: Choice | None) -> Iterator[str]:
     yield from _too_large(answer)
     if choice is None:
         if not answer.refused or answer.stock is None:
-            yield f"Nothing fits in {format_bytes(answer.job.memory_budget_bytes)}: no plan, and no setting of stock Megatron's."
+            yield f"Nothing fits in {_limit(answer)}: no plan, and no setting of stock Megatron's."
         if answer.in_todays_bytes is not None and answer.launch.row is not None:
             within = row_of(answer.in_todays_bytes)
             yield f"Within what today holds the plan takes {_compared(within, answer.launch.row)} today."
         return
     if answer.plan is None and not answer.refused:
-        yield f"No plan fits in {format_bytes(answer.job.memory_budget_bytes)}."
+        yield f"No plan fits in {_limit(answer)}."
     if choice.run == "launch":
         yield _keep(answer)
     elif choice.run == "stock" and not answer.launch.written and not answer.stock_edit:
@@ -118,6 +119,16 @@ def _too_large(answer: Answer) -> Iterator[str]:
     if answer.launch.written and row is not None and row.memory_bytes > budget:
         held = f"{format_bytes(row.memory_bytes)} of {format_bytes(budget)}"
         yield f"By this count today holds {held}: too much."
+    if answer.launch.written and (short := host_shortage(answer.job, 0.0)) is not None:
+        yield f"By this count the host of a node holds {short.finding}: too much."
+
+
+def _limit(answer: Answer) -> str:
+    """The memory that is short."""
+    node = answer.job.cluster.node
+    if node is not None and host_shortage(answer.job, 0.0) is not None:
+        return f"the {node.host_memory_gib:g} GiB that hosts of {answer.job.cluster.name} are taken to have"
+    return format_bytes(answer.job.memory_budget_bytes)
 
 
 def _keep(answer: Answer) -> str:

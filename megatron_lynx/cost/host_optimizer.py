@@ -176,33 +176,22 @@ def least_left_bytes(job: Job) -> float:
     return min(left_for_activations_bytes(job, stage) for stage in range(job.parallel.pipeline))
 
 
-def host_shortage(job: Job, rank_bytes: float) -> Problem | None:
+def host_shortage(job: Job, rank_bytes: float, stage: int | None = None) -> Problem | None:
     """Return the problem if a node cannot hold `rank_bytes` of offloaded activations per rank, else None. All devices are taken
-    to be of the stage that offloads most."""
+    to be of `stage`; by default, of the stage with the largest optimizer."""
     node, devices = job.cluster.node, job.host_sharers
     if node is None or (not rank_bytes and not job.optimizer.on_host):
         return None
-    if (needed := devices * rank_bytes) <= (left := least_left_bytes(job)):
+    left = least_left_bytes(job) if stage is None else left_for_activations_bytes(job, stage)
+    if (needed := devices * rank_bytes) <= left:
         return None
     optimizers = node.host_memory_gib * GIB - left
     parts = {"the optimizer's state and its copies": optimizers, "activations": needed}
     finding = ", ".join(f"{format_bytes(size)} of {name}" for name, size in parts.items() if size)
     return Problem(
-        "host memory of a node",
+        "host memory of a node" if stage is None else f"host memory of a node, stage {stage}",
         f"{finding} ({devices} devices)",
-        f"at most {node.host_memory_gib:g} GiB, {assumed(job)}",
+        f"at most {node.host_memory_gib:g} GiB, which {job.cluster.name} is taken to have "
+        "(node.host_memory_gib, --host-memory-gib)",
         "state what the nodes have, or send less to the host",
     )
-
-
-def assumed(job: Job) -> str:
-    return f"which {job.cluster.name} is taken to have (node.host_memory_gib, --host-memory-gib)"
-
-
-def in_words(job: Job, left_bytes: float) -> str:
-    """Return the host-memory limit and why it is less than the node has."""
-    assert job.cluster.node is not None, "there is a limit"
-    host = f"{job.cluster.node.host_memory_gib:g} GiB, {assumed(job)}"
-    if not job.optimizer.on_host:
-        return f"at most {host}"
-    return f"at most {format_bytes(max(0.0, left_bytes))} beside the optimizer, of {host}"

@@ -23,7 +23,7 @@ from math import ceil, floor
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import bounded_by_device, layers_budget_bytes, most_beside_layers
-from megatron_lynx.cost.host_optimizer import in_words, left_for_activations_bytes
+from megatron_lynx.cost.host_optimizer import host_shortage
 from megatron_lynx.cost.stage import StageSeconds, chunks_in_flight, stage_seconds
 from megatron_lynx.cost.stage_memory import CHUNKS_NOT_OFFLOADED
 from megatron_lynx.cost.step import exposed_copies_s
@@ -267,11 +267,7 @@ class Stages:
         return round(self.job.microbatches * late_s + answer.exposed_copies_s, SECOND_DIGITS)
 
     def _host_shortage(self, answer: StageAnswer) -> Problem | None:
-        left_bytes, devices = left_for_activations_bytes(self.job, answer.stage), self.job.host_sharers
-        if answer.host_bytes * devices <= left_bytes:
-            return None
-        demand = f"{format_bytes(answer.host_bytes * devices)} for {devices} devices at share {answer.offload_ratio:g}"
-        return Problem(f"host memory of a node, stage {answer.stage}", demand, in_words(self.job, left_bytes))
+        return host_shortage(self.job, answer.host_bytes, answer.stage)
 
     def _shortage(self, stage: int, error: Infeasible) -> list[Problem]:
         """Return the shortage of device memory if that binds, and otherwise the solver's problems."""

@@ -56,6 +56,19 @@ def recomputing() -> Answer:
     return answer(FULL, near=True)
 
 
+def test_an_optimizer_too_large_for_the_host_is_named_by_its_bytes() -> None:
+    """The device's budget was said to be short, the host to be 0 bytes of 0, and the launch to be the best."""
+    on_host = "--use-precision-aware-optimizer --optimizer-cpu-offload --optimizer-offload-fraction 1.0"
+    asked = asked_launch(shlex.split(f"{LAUNCH} {on_host}"), "a100-80g", changes={"cluster.node.host_memory_gib": 100})
+    found = answered(asked.job, analytic_profile(asked.job), asked.reading, refused=asked.refused, near=False)
+    said = " ".join(" ".join(printed(found, 80)).split())
+    assert said.startswith("By this count the host of a node holds ")
+    assert "Nothing fits in the 100 GiB that hosts of a100-80g are taken to have" in said
+    assert "found 0 B" not in said
+    assert said.count("of the optimizer's state and its copies (8 devices)") == 3, "in the verdict, and of two stages"
+    assert verdict(found).run is None
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_launch_that_recomputes_is_answered_on_one_screen(recomputing: Answer, width: int) -> None:
     """Its flags were a reason to refuse it, and what it takes today was not said anywhere."""
