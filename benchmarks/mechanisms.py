@@ -30,7 +30,7 @@ from megatron_lynx.errors import Infeasible, LynxError
 from megatron_lynx.planner import decide, decision, filling, packing, partitioning, pieces, rooms, sent_first, slack
 from megatron_lynx.planner.partitioning import partitioned
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.solver import ahead, chunks, offload, options, partition, stages
+from megatron_lynx.solver import ahead, offload, options, partition, stages
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.seats import Seats
 from megatron_lynx.solver.stage_seats import StageSeats
@@ -124,11 +124,6 @@ MECHANISMS = (
         "everything kept where recomputation or the host is late",
         (decision._kept_if_late, *_of_class(Stages, "keeping_all")),
         ((decision, "_kept_if_late", lambda answer, simulation, stages: (answer, answer)),),
-    ),
-    Mechanism(
-        "several halves share the receive of cool-down",
-        (chunks.with_shared_receive, chunks._in_turn, chunks._may_move, chunks._moved, chunks._peak_bytes, chunks._in_cooldown),
-        ((chunks, "with_shared_receive", lambda problem, answer: answer),),
     ),
     Mechanism("offloading within micro-batches", (offload,), ((stages, "may_go_within", lambda job: False),)),
     Mechanism(

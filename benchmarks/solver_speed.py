@@ -3,8 +3,7 @@
     python -m benchmarks.solver_speed -o benchmarks/results
 
     demand                                                    at most
-    answers of the sweep for 96 layers on 16 stages           0.05 s     options priced, every stage solved
-    an exact answer for one stage of 24 layers, proven            10 s     the slowest of several budgets
+    answers for 96 layers on 16 stages                        0.05 s     options priced, every stage solved
 
 Then the growth of each with its size. A profile is at hand when the clock starts; the process is bound to one core.
 """
@@ -22,11 +21,11 @@ from benchmarks import one_core
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.loader import bundled_configs, cluster_data
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.solver import exact, sweep
 from megatron_lynx.solver.answer import Solved
 from megatron_lynx.solver.baselines import keep_all
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import StageProblem
+from megatron_lynx.solver.programme import least_memory, solve
 from megatron_lynx.yaml_file import read_yaml
 
 SHARES = (0.02, 0.1, 0.3, 0.6, 0.9)
@@ -75,11 +74,11 @@ def timed(action: Callable[[], Any], rounds: int) -> list[float]:
 
 
 def with_budget(problem: StageProblem, share: float) -> StageProblem:
-    least, most = sweep.least_memory(problem).peak_bytes, keep_all(problem).peak_bytes
+    least, most = least_memory(problem).peak_bytes, keep_all(problem).peak_bytes
     return replace(problem, budget_bytes=least + int(share * (most - least)))
 
 
-def sweep_row(model: str, cluster: str, layers: int, stages: int, rounds: int, at_most_s: float | None = None) -> Row:
+def solved_row(model: str, cluster: str, layers: int, stages: int, rounds: int, at_most_s: float | None = None) -> Row:
     """All stages of a job, nothing priced before. The slowest of several budgets counts."""
     job = job_of(model, cluster, tensor=8, pipeline=stages, layers=layers)
     profile = analytic_profile(job)
@@ -89,41 +88,22 @@ def sweep_row(model: str, cluster: str, layers: int, stages: int, rounds: int, a
 
         def plan(budgets: Sequence[int | None] = budgets) -> list[Solved]:
             problems = StageProblems(job, profile)
-            return [sweep.solve(replace(problems.of(stage), budget_bytes=size)) for stage, size in enumerate(budgets)]
+            return [solve(replace(problems.of(stage), budget_bytes=size)) for stage, size in enumerate(budgets)]
 
         seconds = timed(plan, rounds)
         medians.append(statistics.median(seconds))
         slowest.append(max(seconds))
-    return Row("sweep", f"{layers} layers x {stages} stages", max(medians), max(slowest), at_most_s, f"{model}, {cluster}")
-
-
-def exact_row(model: str, cluster: str, layers: int, rounds: int, at_most_s: float | None = None) -> Row:
-    """One stage with 8 micro-batches in flight. The slowest of several budgets counts; how much faster its answers are, too."""
-    job = job_of(model, cluster, tensor=8, pipeline=8, layers=8 * layers)
-    problem = replace(StageProblems(job, analytic_profile(job)).of(0), in_flight=8)
-    limited = [with_budget(problem, share) for share in SHARES]
-    seconds = [timed(lambda one=one: exact.solve(one), rounds) for one in limited]  # type: ignore[misc]
-    answers = [(exact.solve(one), sweep.solve(one).exposed_s) for one in limited]
-    proven = sum(answer.proven for answer, _ in answers)
-    above = max((swept_s / answer.exposed_s - 1 for answer, swept_s in answers if answer.exposed_s), default=0.0)
-    note = f"{model}, {cluster}: {proven} of {len(answers)} proven; the sweep exposes up to {above:.1%} more"
-    return Row(
-        "exact", f"one stage of {layers} layers", max(map(statistics.median, seconds)), max(map(max, seconds)), at_most_s, note
-    )
+    return Row("solved", f"{layers} layers x {stages} stages", max(medians), max(slowest), at_most_s, f"{model}, {cluster}")
 
 
 def rows(rounds: int) -> Iterator[Row]:
     """Demands first, then growth."""
-    yield sweep_row("gpt-175b", "h800-80g", 96, 16, rounds, 0.05)
-    yield sweep_row("gpt-175b", "a100-80g", 96, 16, rounds, 0.05)
-    yield exact_row("gpt-175b", "h800-80g", 24, rounds, 10.0)
-    yield exact_row("gpt-175b", "a100-80g", 24, rounds, 10.0)
+    yield solved_row("gpt-175b", "h800-80g", 96, 16, rounds, 0.05)
+    yield solved_row("gpt-175b", "a100-80g", 96, 16, rounds, 0.05)
     for stages in (1, 2, 4, 8, 32):
-        yield sweep_row("gpt-175b", "a100-80g", 96, stages, rounds)
+        yield solved_row("gpt-175b", "a100-80g", 96, stages, rounds)
     for layers in (16, 32, 192, 384):
-        yield sweep_row("gpt-175b", "a100-80g", layers, 16, rounds)
-    for layers in (6, 12, 48, 96):
-        yield exact_row("gpt-175b", "a100-80g", layers, rounds)
+        yield solved_row("gpt-175b", "a100-80g", layers, 16, rounds)
 
 
 def markdown(found: Sequence[Row], machine: str) -> str:

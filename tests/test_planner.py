@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +21,9 @@ from megatron_lynx.planner.writing import written
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.rehearsal import rehearse
-from megatron_lynx.solver.stages import Stages
+from megatron_lynx.solver.answer import SolvedChunks
+from megatron_lynx.solver.options import StageProblems
+from megatron_lynx.solver.programme import solve
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.units import MIB
 from tests.config.jobs import catalogued_job
@@ -397,8 +401,10 @@ def test_layers_differ_where_that_shortens_the_step_and_are_alike_where_it_does_
         "gpt-1.3b", "a100-80g-pcie", gpus=8, parallel=layout, batch=16, policy="planned", budget={"activation_mib": 1500}
     )
     profile = analytic_profile(tight)
-    alike = tuple(Stages(tight, profile).answer(stage) for stage in range(8))
-    decided = decide(tight, profile)
+    decided, problems = decide(tight, profile), StageProblems(tight, profile)
+    leanest = [solve(replace(problems.of(stage), budget_bytes=None)) for stage in range(8)]  # with all layers alike
+    alike = tuple(replace(answer, chunks=SolvedChunks([leanest[answer.stage]])) for answer in decided.stages)
+    assert max(len(stage.rules) for stage in decided.plan.stages) > 2
     assert decided.simulation.step_s < 0.99 * rehearse(written(tight, alike, job="", profile=""), profile).step_s
     assert all(decided.simulation.memory(stage).peak_bytes <= 1500 * MIB for stage in range(8))
     roomy = tight.model_copy(update={"budget": Budget()})

@@ -211,7 +211,7 @@ def test_copies_that_lag_are_found(monkeypatch) -> None:
     profile = profile.model_copy(update={"links": tuple(_slower(each) for each in profile.links)})
     with pytest.raises(Infeasible, match="copies that lag behind"):
         decide(job, profile)
-    monkeypatch.setattr(decision, "_over_budget", lambda *held: False)
+    monkeypatch.setattr(decision, "_over_budget_bytes", lambda *held: 0)
     assert "stage 0, chunk 0, forward: found" in message_of(job, profile)
 
 

@@ -1,8 +1,7 @@
 """Makes a plan: the whole planning pipeline.
 
 job, profile ──partitioned──> layers of each stage ──Stages──> answer of each stage ──write, rehearse──┬──> Plan
-                                     ├── again without offloaded shares that exceed the budget in the rehearsal ┤
-                                     ├── with the exact solver's answers, if much faster ───────────────────────┤
+                                     ├── again with less memory for offloaded shares whose copies lag ──────────┤
                                      └── with weight gradients in the waits that are left (`filling`) ──────────┘
 
 `check_budget_kept` compares the finished plan with the budget at every moment.
@@ -35,7 +34,6 @@ from megatron_lynx.planner.sent_first import SendingFirst
 from megatron_lynx.planner.writing import least_memory_of, with_rehearsed, written
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
-from megatron_lynx.simulator.side_by_side import SideBySide
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.solver.answer import NOTHING_FITS, LayerChoice, StageAnswer
 from megatron_lynx.solver.stages import Stages
@@ -283,8 +281,8 @@ def least_memory(job: Job, profile: Profile) -> tuple[StageMemory, ...]:
 def _fitting(job: Job, stages: Stages) -> tuple[Decision, Stages]:
     """Decide for a known partition; also return what solved its stages.
 
-    Copies may lag behind the solver's estimate. Shares that then exceed the budget in the rehearsal are excluded and all stages
-    solved again. With paired forwards and backwards the budget is first lowered once by the copies in flight of the second pass.
+    Copies may lag behind the solver's estimate. A share that then exceeds the budget in the rehearsal is solved with less memory,
+    and excluded if it still does.
     """
     parted, profile = stages.job, stages.profile
     while True:
@@ -292,40 +290,32 @@ def _fitting(job: Job, stages: Stages) -> tuple[Decision, Stages]:
         plan = written(parted, answers, job=job.digest, profile=profile.digest, note=profile.source.caution)
         simulation = rehearse(plan, profile, job=parted)
         over = {
-            (answer.stage, answer.asked)
+            (answer.stage, answer.asked): too_much
             for answer in answers
-            if answer.offload_ratio and _over_budget(parted, answer.stage, simulation)
+            if answer.offload_ratio and (too_much := _over_budget_bytes(parted, answer.stage, simulation))
         }
         if not over:
             return _rehearsed(parted, profile, answers, plan, simulation), stages
-        if isinstance(simulation, SideBySide) and stages.copied_bytes < max(simulation.more_bytes):
-            stages = replace(stages, copied_bytes=max(simulation.more_bytes), before=stages.worked)
-        elif parted.policy == "planned" and (
-            lagging_stages := {stage for stage, share in over if not share.within} - stages.paced
-        ):
-            stages = replace(stages, paced=stages.paced | lagging_stages, before=stages.worked)
-        else:
-            stages = replace(stages, excluded=stages.excluded | over, before=stages.worked)
+        if parted.policy == "planned" and (lags := {stage for stage, share in over if not share.within} - stages.paced):
+            stages = replace(stages, paced=stages.paced | lags, before=stages.worked)
+            continue
+        excluded = stages.excluded | (over.keys() & stages.lagging_bytes.keys())
+        lagging_bytes = over | dict(stages.lagging_bytes)
+        stages = replace(stages, excluded=excluded, lagging_bytes=lagging_bytes, before=stages.worked)
 
 
 def _refined(decision: Decision, stages: Stages, job: Job, profile: Profile) -> Decision:
-    """Use the exact solver's answers if they are faster; called only where they may gain `WORTH_READING`.
+    """Return the decision or a faster one.
 
-    With offloading, three sets are rehearsed: as answered, with the smaller shares that are then faster, and with the smallest
-    shares. A stage that waits for recomputation or its host in the rehearsal is also rehearsed with everything kept, if that
-    fits.
+    Tried: everything kept on stages that wait for recomputation or for their host,
+    because not all that the solver takes for hidden is; checkpoints that begin ahead.
     """
     if job.policy != "planned" or layers_budget_bytes(decision.job, 0) is None:
         return decision
-    passes = job.microbatches + job.parallel.pipeline - 1
-    enough_s = WORTH_READING * decision.simulation.step_s / passes
-    refined = [stages.refined(answer, enough_s) for answer in decision.stages]
     best = decision
-    ways = [tuple(stage_answers[min(way, len(stage_answers) - 1)] for stage_answers in refined) for way in range(3)]
-    for answers in dict.fromkeys(ways):
-        best = _faster_of(best, answers, job, profile)
     for answers in zip(*(_kept_if_late(answer, best.simulation, stages) for answer in best.stages), strict=True):
         best = _faster_of(best, answers, job, profile)
+    enough_s = WORTH_READING * decision.simulation.step_s / (job.microbatches + job.parallel.pipeline - 1)
     begun = tuple(map(stages.beginning_ahead, best.stages))
     spared_s = max(best_answer.longer_s - ahead.longer_s for best_answer, ahead in zip(best.stages, begun, strict=True))
     return _faster_of(best, begun, job, profile) if spared_s > enough_s else best
@@ -347,7 +337,7 @@ def _faster_of(decision: Decision, answers: tuple[StageAnswer, ...], job: Job, p
         return decision
     plan = written(decision.job, answers, job=job.digest, profile=profile.digest, note=profile.source.caution)
     simulation = rehearse(plan, profile, job=decision.job)
-    if not _faster(simulation, decision) or any(_over_budget(decision.job, answer.stage, simulation) for answer in answers):
+    if not _faster(simulation, decision) or any(_over_budget_bytes(decision.job, answer.stage, simulation) for answer in answers):
         return decision
     return _rehearsed(decision.job, profile, answers, plan, simulation)
 
@@ -477,11 +467,10 @@ def _answers(stages: Stages) -> tuple[StageAnswer, ...]:
     return tuple(answers)
 
 
-def _over_budget(job: Job, stage: int, simulation: Simulation) -> bool:
-    """Whether a stage's layers, or its device at some moment, exceed the budget in the rehearsal."""
+def _over_budget_bytes(job: Job, stage: int, simulation: Simulation) -> int:
+    """Bytes by which a stage's layers, or its device at some moment, exceed the budget in the rehearsal."""
     budget_bytes = layers_budget_bytes(job, stage)
     if budget_bytes is None:
-        return False
-    if bounded_by_device(job) and peak_bytes(job, simulation, stage) > job.memory_budget_bytes:
-        return True
-    return simulation.memory(stage).peak_bytes > budget_bytes
+        return 0
+    on_device = peak_bytes(job, simulation, stage) - job.memory_budget_bytes if bounded_by_device(job) else 0
+    return max(0, on_device, simulation.memory(stage).peak_bytes - budget_bytes)

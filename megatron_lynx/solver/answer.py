@@ -68,21 +68,13 @@ class Solved:
 
     layers: tuple[LayerChoice, ...]
     in_flight: float
-    gap: float | None = None
-    """Fraction of its exposed seconds that a faster answer could save at most; 0 if none is faster, None if unknown."""
-    cooldown_peak_bytes: int = 0
-    """Peak in cool-down if it exceeds that of the options (`solver.chunks`)."""
     loss_bytes: int = 0
     """Bytes of the loss before backward reaches the layers (`StageProblem`)."""
 
     @property
     def grouped(self) -> bool:
-        """Whether several layers keep one input (`solver.groups`)."""
+        """Whether several layers keep one input (`solver.programme`)."""
         return any(half.checkpoint == INSIDE for half in self.halves)
-
-    @property
-    def proven(self) -> bool:
-        return self.gap == 0
 
     @cached_property
     def halves(self) -> tuple[Option, ...]:
@@ -124,7 +116,7 @@ class Solved:
     @cached_property
     def peak_bytes(self) -> int:
         """Peak while a micro-batch runs backward with all others in flight, or while the loss is computed."""
-        return max(self.cooldown_peak_bytes, peak_bytes(self.backward_order, self.in_flight, self.loss_bytes))
+        return peak_bytes(self.backward_order, self.in_flight, self.loss_bytes)
 
     @cached_property
     def flops(self) -> int:

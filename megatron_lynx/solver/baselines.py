@@ -65,13 +65,13 @@ def recompute_all(problem: StageProblem) -> Solved:
 
 def on_demand(solved: Solved) -> Solved:
     """Recompute the same items on demand."""
-    return replace(solved, layers=layers_of([_exposed(option) for option in solved.halves]), gap=None)
+    return replace(solved, layers=layers_of([_exposed(option) for option in solved.halves]))
 
 
 def _exposed(option: Option) -> Option:
     seat = replace(ON_DEMAND_SEAT, gather=option.seat.gather and ON_DEMAND, gather_s=option.seat.gather_s)
     memory = replace(option.memory, early=0, ahead=(0, 0, 0, 0))
-    return replace(option, seat=seat, exposed_s=option.recompute_s + seat.gather_s, memory=memory, cooldown_memory=None)
+    return replace(option, seat=seat, exposed_s=option.recompute_s + seat.gather_s, memory=memory)
 
 
 def _everywhere(problem: StageProblem, attention: Option, mlp: Option, last_mlp: Option) -> Solved:

@@ -11,37 +11,23 @@
 [4] The backward of the model's last chunk follows its own forward, so at most one of it is held beside the others, and it may
     use the rest. A byte of that chunk costs one byte; a byte of the others costs as many as are in flight. The others leave it
     more than they must if both together then expose less.
-
-After that, several halves can share the wait for the gradient in cool-down, which takes about a forward:
-
-    last stage      F B F B F B                     later stages still run a forward between two backwards, so this one
-    stage before        B   B   B                   waits, and may use the memory that one micro-batch less leaves free
-                      ...RRR RRR                    R: recomputation for the next backward, as much as fits, in order of need
-
-Solvers give every window to one half. Here, halves that are still exposed in cool-down move into the receive while it is long
-enough and the budget allows what is then held before backward: in the order of backward, or those first that gain most for each
-second of the receive, whichever exposes less. The steady phase stays the same, so no answer gets slower or holds more there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import NamedTuple
 
-from megatron_lynx.anatomy.address import RECV_BACKWARD
-from megatron_lynx.cost.memory import HalfMemory, peak_bytes
 from megatron_lynx.cost.recompute import Checkpoint
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.schedule.flushes import goes_back_at_once
-from megatron_lynx.solver.answer import LayerChoice, Solved, SolvedChunks, Solver, infeasible, layers_of
+from megatron_lynx.solver.answer import LayerChoice, Solved, SolvedChunks, Solver, infeasible
 from megatron_lynx.solver.baselines import keep_all
 from megatron_lynx.solver.options import LAYER, StageProblems
-from megatron_lynx.solver.placement import Placement
-from megatron_lynx.solver.problem import Option, Receive, StageProblem, received_memory
-from megatron_lynx.solver.sweep import least_memory
+from megatron_lynx.solver.problem import StageProblem
+from megatron_lynx.solver.programme import least_memory
 from megatron_lynx.units import SECOND_DIGITS
 
 RESERVES = 16
@@ -53,17 +39,6 @@ MAY_BEGIN = (tuple(LAYER.values()), (None, Checkpoint()))
 """Checkpoints of a layer that may begin ahead and do not: whole checkpoints, or an MLP half's."""
 
 
-class _SharedOut(NamedTuple):
-    """Answers of all chunks if those before the last one left it at least this many bytes."""
-
-    chunks: SolvedChunks
-    reserved_bytes: int
-
-    @property
-    def longer_s(self) -> float:
-        return round(sum(chunk.longer_s for chunk in self.chunks), SECOND_DIGITS)
-
-
 @dataclass(frozen=True)
 class Chunks:
     """Chunks of every stage of a job."""
@@ -72,27 +47,12 @@ class Chunks:
     in_backward: bool = False
     """Without recomputation before a half's own backward."""
 
-    def solved(
-        self, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver, quick: Solver | None = None
-    ) -> SolvedChunks:
-        """Return all chunks of a stage, `in_flight` at once. `quick`: finds the last one's share if `solver` is slow."""
+    def solved(self, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver) -> SolvedChunks:
+        """All chunks of a stage, `in_flight` of them at once."""
         deciding = partial(_decided, solver)
-        if not self._goes_back_at_once(stage):
-            return self._beside_each_other(stage, in_flight, budget_bytes, deciding)
-        division = self._shared_out(stage, in_flight, budget_bytes, partial(_decided, quick or solver))
-        if quick is None:
-            return division.chunks
-        try:
-            return self._with_last(stage, in_flight, budget_bytes, deciding, division.reserved_bytes).chunks
-        except Infeasible:  # the others' answer is faster, and leaves the last one too little
-            return division.chunks
-
-    def sharing(self, stage: int, budget_bytes: int | None, chunks: SolvedChunks) -> SolvedChunks:
-        """Return the answers with recomputation of cool-down moved into the receive of the gradient."""
-        if len({self._kind(stage, chunk) for chunk in range(len(chunks))}) > 1 or not chunks[0].layers:
-            return chunks
-        problems = [replace(self._problem(stage, (chunk,)), budget_bytes=budget_bytes) for chunk in range(len(chunks))]
-        return SolvedChunks(map(with_shared_receive, problems, chunks))
+        if self._goes_back_at_once(stage):
+            return self._shared_out(stage, in_flight, budget_bytes, deciding)
+        return self._beside_each_other(stage, in_flight, budget_bytes, deciding)
 
     def begun_anyway(self, stage: int, chunk: int, solved: Solved) -> Iterator[Solved]:
         """Yield answers for a chunk in which the lowest checkpointed layer, the lowest two, and so on begin communication ahead,
@@ -107,9 +67,9 @@ class Chunks:
             begun = self.problems.begun_anyway(kind, checkpoints)
             if any(begun):
                 layers[number] = LayerChoice(*(option or half for option, half in zip(begun, halves, strict=True)))
-                yield replace(solved, layers=tuple(layers), gap=None)
+                yield replace(solved, layers=tuple(layers))
 
-    def _shared_out(self, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver) -> _SharedOut:
+    def _shared_out(self, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver) -> SolvedChunks:
         """Return the fastest of several ways to divide the budget between the model's last chunk and the others. [4]"""
         last = self._problem(stage, (self.problems.job.chunks - 1,))
         if budget_bytes is None:
@@ -119,7 +79,7 @@ class Chunks:
             least, most_bytes = self._leanest(stage, last), keep_all(last).peak_bytes
             enough_bytes = least.peak_bytes - least.resident_bytes  # one of the others is counted that is not held then
         reserves = {enough_bytes, *(part * most_bytes // RESERVES for part in range(RESERVES + 1))}
-        divisions, error = list[_SharedOut](), None
+        divisions, error = list[SolvedChunks](), None
         for reserved_bytes in sorted(reserves):
             try:
                 divisions.append(self._with_last(stage, in_flight, budget_bytes, solver, reserved_bytes))
@@ -127,21 +87,20 @@ class Chunks:
                 error = error or too_little
                 if divisions and reserved_bytes:  # the others cannot leave that much
                     break
-            if divisions and divisions[0].chunks[-1].longer_s <= 0:
+            if divisions and divisions[0][-1].longer_s <= 0:
                 break
         if error is not None and not divisions:
             raise error
-        return min(divisions, key=lambda division: division.longer_s)
+        return min(divisions, key=lambda chunks: round(sum(chunk.longer_s for chunk in chunks), SECOND_DIGITS))
 
     def _with_last(
         self, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver, reserved_bytes: int = 0
-    ) -> _SharedOut:
+    ) -> SolvedChunks:
         """Return the answers of chunks beside each other that leave this many bytes, and of the last chunk in the rest."""
         beside = self._beside_each_other(stage, in_flight, budget_bytes, solver, reserved_bytes)
         room_bytes = (beside.peak_bytes if budget_bytes is None else budget_bytes) - beside.beside_bytes
         problem = replace(self._problem(stage, (len(beside),)), in_flight=1, budget_bytes=room_bytes)
-        last = _solved_or_least(problem, solver, least=budget_bytes is None)
-        return _SharedOut(SolvedChunks((*beside, last)), reserved_bytes)
+        return SolvedChunks((*beside, _solved_or_least(problem, solver, least=budget_bytes is None)))
 
     def _beside_each_other(
         self, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver, reserved_bytes: int = 0
@@ -218,14 +177,14 @@ def _reserving(solver: Solver, problem: StageProblem, reserved_bytes: int) -> So
     if not reserved_bytes:
         return solver(problem)
     solved = solver(replace(problem, loss_bytes=problem.loss_bytes + reserved_bytes))
-    return replace(solved, loss_bytes=problem.loss_bytes, gap=None)
+    return replace(solved, loss_bytes=problem.loss_bytes)
 
 
 def _decided(solver: Solver, problem: StageProblem) -> Solved:
     """Return the solver's answer, or an empty one for chunks without layers. [3]"""
     if problem.layers:
         return solver(problem)
-    nothing = Solved((), problem.in_flight, gap=0.0, loss_bytes=problem.loss_bytes)
+    nothing = Solved((), problem.in_flight, loss_bytes=problem.loss_bytes)
     if problem.budget_bytes is not None and nothing.peak_bytes > problem.budget_bytes:
         raise infeasible(problem, nothing)
     return nothing
@@ -239,72 +198,3 @@ def _solved_or_least(problem: StageProblem, solver: Solver, *, least: bool) -> S
         if not least:
             raise
     return solver(replace(problem, budget_bytes=None))
-
-
-def with_shared_receive(problem: StageProblem, answer: Solved) -> Solved:
-    """Return the answer with more recomputation hidden in cool-down; unchanged without a budget."""
-    receive, budget_bytes = problem.receive, problem.budget_bytes
-    if receive is None or receive.share == 0 or budget_bytes is None:
-        return answer
-    backward = answer.halves[::-1]
-    moved = {number: _moved(option, receive) for number, option in enumerate(backward) if _may_move(option)}
-    gain = {
-        number: (backward[number].exposed_s - option.exposed_s) / option.recompute_s
-        for number, option in moved.items()
-        if option.recompute_s
-    }
-    in_need = [number for number in gain if gain[number] > 0]
-    by_gain = sorted(in_need, key=lambda number: gain[number], reverse=True)
-    ways = [_in_turn(in_need, moved, backward, receive, budget_bytes)]
-    if by_gain != in_need and any(ways[0][number] is backward[number] for number in in_need):
-        ways.append(_in_turn(by_gain, moved, backward, receive, budget_bytes))
-    best = min(ways, key=lambda halves: sum(option.longer_s for option in halves))
-    layers = layers_of(best[::-1])
-    if layers == answer.layers:
-        return answer
-    return replace(answer, layers=layers, gap=None, cooldown_peak_bytes=_peak_bytes(best, receive))
-
-
-def _in_turn(
-    order: Iterable[int], moved: Mapping[int, Option], backward: Sequence[Option], receive: Receive, budget_bytes: int
-) -> list[Option]:
-    """Return the halves of a backward, of which as many as fit have moved, in this order."""
-    halves = [*backward]
-    left_s = receive.seconds / receive.interference - sum(
-        option.recompute_s for option in backward if option.seat.cooldown.in_receive
-    )
-    for number in order:
-        if backward[number].recompute_s > left_s:
-            continue
-        halves[number] = moved[number]
-        if _peak_bytes(halves, receive) <= budget_bytes:
-            left_s -= backward[number].recompute_s
-        else:
-            halves[number] = backward[number]
-    return halves
-
-
-def _may_move(option: Option) -> bool:
-    """Whether a half may move. Recomputation that gathers its input cannot run before that, and none that communicates runs in a
-    wait."""
-    alone = option.checkpoint is None and option.seat.gather is None and not option.seat.stays
-    return bool(option.recompute) and alone and not option.seat.cooldown.in_receive
-
-
-def _moved(option: Option, receive: Receive) -> Option:
-    """Return the same recomputation in the receive, where nothing of it is exposed in cool-down."""
-    needed_s = option.recompute_s * receive.interference
-    cooldown = Placement.in_window(RECV_BACKWARD, needed_s)
-    seat = replace(option.seat, cooldown=cooldown, steady_share=1 - receive.share)
-    exposed_s = seat.exposed_s(option.recompute_s, receive.interference)
-    return replace(option, seat=seat, exposed_s=exposed_s, cooldown_memory=received_memory(option))
-
-
-def _peak_bytes(backward: Sequence[Option], receive: Receive) -> int:
-    return peak_bytes(list(_in_cooldown(backward)), receive.in_flight)
-
-
-def _in_cooldown(backward: Sequence[Option]) -> Iterator[HalfMemory]:
-    """Yield the memory of the halves in cool-down."""
-    for option in backward:
-        yield option.cooldown_memory or option.memory

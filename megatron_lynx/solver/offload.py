@@ -29,7 +29,7 @@ from typing import NamedTuple
 from megatron_lynx.anatomy import HALVES, Section
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.combined import keeping_all, nodes_of, paired_s
-from megatron_lynx.cost.host import HostSeconds, offloading_host_s
+from megatron_lynx.cost.host import NO_HOST_TIME, HostSeconds, offloading_host_s
 from megatron_lynx.cost.host_optimizer import host_shortage
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.stage import chunks_in_flight, half_seconds
@@ -39,7 +39,6 @@ from megatron_lynx.pace import Pace, Turns
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.counts import counts_at_backwards
-from megatron_lynx.solver import host_bound
 from megatron_lynx.solver.answer import Solved, SolvedChunks, Within
 from megatron_lynx.units import format_bytes
 
@@ -113,6 +112,15 @@ def may_go_within(job: Job) -> bool:
     return job.schedule == "flush" and (job.chunks == 1 or not job.model.moe_overlapped)
 
 
+def host_of_stage(job: Job, profile: Profile, stage: int, chunks: SolvedChunks, *, offloads: bool) -> HostSeconds:
+    """What the host takes to issue one micro-batch through all chunks of a stage. `offloads`: whether any of it is offloaded."""
+    host = sum((half.host for chunk in chunks for half in chunk.halves), start=NO_HOST_TIME)
+    if not offloads:
+        return host
+    halves = job.halves_on(stage).items() if profile.host_time is not None else ()
+    return sum((offloading_host_s(profile, section) * count for section, count in halves), start=host)
+
+
 @dataclass(frozen=True)
 class Leaver:
     """Finds what leaves within micro-batches of one stage, chunk by chunk."""
@@ -147,7 +155,7 @@ class Leaver:
 
     def host_s(self, chunks: SolvedChunks, within: Within | None) -> HostSeconds:
         """Return the host seconds to issue a micro-batch with this offload. A half that stays takes no longer."""
-        host = host_bound.host_of_stage(self.job, self.profile, self.stage, chunks, offloads=False)
+        host = host_of_stage(self.job, self.profile, self.stage, chunks, offloads=False)
         sizes = [0] * len(chunks) if within is None else within.bytes
         parts = zip(self._chunks, chunks, sizes, strict=True)
         leaving = (section for leaver, solved, size in parts for section in leaver.sections_leaving(solved, size))

@@ -25,7 +25,7 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.solver.ahead import Layer, begun_ahead, spared_s
 from megatron_lynx.solver.answer import Solved, layers_of
 from megatron_lynx.solver.placement import NOWHERE, Placement, Portion, Seat, held_in
-from megatron_lynx.solver.problem import Choices, Grouped, Mixed, MixedHalf, Option, Receive, StageProblem, received_memory
+from megatron_lynx.solver.problem import Choices, Grouped, Mixed, MixedHalf, Option, StageProblem
 from megatron_lynx.solver.seats import HalfKind, Seats
 from megatron_lynx.solver.stage_seats import StageSeats
 from megatron_lynx.units import MIB
@@ -52,8 +52,6 @@ class Subset:
         """Return the option with this seat. `attention`: section of attention halves."""
         price = self.price
         steady = self._held(seat.steady, seat.gather, profile, attention)
-        alike = seat.cooldown == seat.steady
-        cooldown = steady if alike else self._held(seat.cooldown, seat.gather, profile, attention)
         return Option(
             self.recompute,
             steady,
@@ -61,7 +59,6 @@ class Subset:
             recompute_s=price.recompute_s,
             exposed_s=seat.exposed_s(price.recompute_s, profile.interference),
             flops=price.flops,
-            cooldown_memory=cooldown,
             host=self.host,
         )
 
@@ -152,7 +149,6 @@ class StageProblems:
             last_attention=self._at_top(attention),
             in_flight=in_flight,
             budget_bytes=None if budget_mib is None else int(budget_mib * MIB),
-            receive=self._receive(seats, in_flight),
             mixed=self._mixed(seats, layers),
             inside=self._inside(seats, layers),
             device=self._device(stage, seats.chunks) if layers else None,
@@ -399,7 +395,7 @@ class StageProblems:
         seats = self.seats(stage, (chunk,))
         last = len(answer.halves) - 1
         layers = layers_of([self._taken(option, seats, last=at == last) for at, option in enumerate(answer.halves)])
-        return answer if layers == answer.layers else replace(answer, layers=layers, gap=None)
+        return answer if layers == answer.layers else replace(answer, layers=layers)
 
     def _taken(self, option: Option, seats: StageSeats, *, last: bool) -> Option:
         """Return an option as it is in one chunk. Equal layers share one option, for all offloaded shares."""
@@ -417,15 +413,8 @@ class StageProblems:
         seat = seats.taken(option.seat, last=last)
         if seat == option.seat:
             return option
-        received = received_memory(option) if seat.cooldown.in_receive else option.cooldown_memory
         exposed_s = seat.exposed_s(option.recompute_s, self.profile.interference)
-        return replace(option, seat=seat, exposed_s=exposed_s, cooldown_memory=received)
-
-    def _receive(self, seats: StageSeats, in_flight: int) -> Receive | None:
-        if seats.received_s is None:
-            return None
-        done = int(seats.phases.steady > 0)
-        return Receive(seats.received_s, self.profile.interference, 1 - seats.phases.steady_share, in_flight - done)
+        return replace(option, seat=seat, exposed_s=exposed_s)
 
     def _priced(self, subsets: Iterable[Subset], seats_of: SeatsOf) -> Iterator[Option]:
         """Yield every subset in every seat that is offered to it."""

@@ -46,8 +46,6 @@ class Option:
     recompute_s: float
     exposed_s: float
     flops: int
-    cooldown_memory: HalfMemory | None = None
-    """Memory in cool-down; None if it is the same."""
     host: HostSeconds = NO_HOST_TIME
     """Host seconds to issue the half."""
     checkpoint: Checkpoint | None = None
@@ -67,11 +65,6 @@ class Option:
     @property
     def hidden_s(self) -> float:
         return max(0.0, self.recompute_s - self.exposed_s)
-
-
-def received_memory(option: Option) -> HalfMemory:
-    """Return the memory of a half that is recomputed while its gradient is received."""
-    return replace(option.memory, early=option.memory.regenerated, ahead=(0, 0, 0, 0))
 
 
 class Columns(NamedTuple):
@@ -126,9 +119,19 @@ class Choices(tuple[Option, ...]):
 
     @cached_property
     def unbeaten(self) -> Choices:
-        """Options that no other one beats or equals in time and every kind of memory, then those of whole layers."""
-        columns = self.apart.columns
-        return Choices((*(self.apart[number] for number in unbeaten((*columns[:2], *columns.moments.T))), *self.joined))
+        """Those that no other one beats or equals in time, in time of the host, in the use of waits and in every kind of memory,
+        then those of whole layers."""
+        return self._unbeaten([option.host.both_s for option in self.apart])
+
+    @cached_property
+    def unbeaten_on_device(self) -> Choices:
+        """`unbeaten` if the host takes no time."""
+        return self._unbeaten([])
+
+    def _unbeaten(self, host_s: list[float]) -> Choices:
+        columns, waits = self.apart.columns, np.array([option.hidden_s > 0 for option in self.apart], dtype=float)
+        costs = [*columns[:2], *columns.moments.T, waits, *([np.array(host_s)] if host_s else [])]
+        return Choices((*(self.apart[number] for number in unbeaten(costs)), *self.joined))
 
     @cached_property
     def best_seated(self) -> Choices:
@@ -147,19 +150,6 @@ class Choices(tuple[Option, ...]):
         """Return the option on demand that recomputes these items, and as few others as possible."""
         wanted = [option for option in self.plain if items <= set(option.recompute) and option.seat.steady.on_demand]
         return min(wanted, key=lambda option: len(option.recompute))
-
-
-@dataclass(frozen=True)
-class Receive:
-    """The wait for a gradient in cool-down, which several halves can share for recomputation."""
-
-    seconds: float
-    interference: float
-    """How many times as long recomputation takes in it."""
-    share: float
-    """Fraction of micro-batches whose backward is in cool-down."""
-    in_flight: float
-    """Micro-batches that hold activations when the first of those backwards begins."""
 
 
 class MixedHalf(NamedTuple):
@@ -215,19 +205,19 @@ class StageProblem:
     in_flight: float = 1
     """Micro-batches whose resident bytes are held at once; less than their number if a fraction is offloaded."""
     budget_bytes: int | None = None
-    receive: Receive | None = None
-    """The last stage has None."""
     mixed: Mixed | None = None
     """Halves with unusual sections; None if there are none."""
     device: StageSeconds | None = None
     """One micro-batch on the device without recomputation; None if host seconds are unknown."""
     forward_s: float = 0.0
     """Seconds of its layers' forward, for one micro-batch."""
+    leaving: bool = False
+    """Whether bytes are offloaded within their own micro-batch, those of the lowest layers first."""
     loss_bytes: int = 0
     """Bytes of the loss before backward reaches the layers, in addition to other bytes beside the layers at that moment."""
     inside: tuple[Grouped | None, ...] = ()
-    """Every half in forward order as it is in a group of layers that keep one input; None for a half that cannot be in one. Empty
-    if no groups are wanted (`solver.groups`)."""
+    """Every half, in forward order, as it is in a group of layers that keep one input; None where none can be. Empty where no
+    group is to be made (`solver.programme`)."""
     last_attention: Choices | None = None
     """Attention choices in the stage's last layer, where fewer windows come before it; None if they are the same."""
 
@@ -257,7 +247,7 @@ class StageProblem:
         attention = self.attention.in_backward
         top = None if self.last_attention is None else Choices(map(self.at_top, attention))
         mlp, last_mlp = self.mlp.in_backward, self.last_mlp.in_backward
-        return replace(self, attention=attention, mlp=mlp, last_mlp=last_mlp, mixed=mixed, last_attention=top, receive=None)
+        return replace(self, attention=attention, mlp=mlp, last_mlp=last_mlp, mixed=mixed, last_attention=top)
 
     @property
     def plain(self) -> StageProblem:

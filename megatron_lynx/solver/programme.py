@@ -1,249 +1,464 @@
-"""The integer program of the exact solver, for HiGHS (scipy).
+"""Solves a stage: the number of layers with each treatment, for the fastest micro-batch within the budget.
 
-    backward order     mlp(n)  attention(n)  mlp(n-1) | attention(n-1) ... mlp(1)  attention(1)
-                       chosen one by one              | only the number that choose each option
+    unknown       number of layers of each kind with each column, and one column for the stage's last layer
+    column        an option for each half of a layer, checkpoints included, that no other column beats
+    minimise      seconds that layers take longer, and host seconds beyond the device
+    subject to    (in flight - 1) x resident + held at each moment of a backward <= budget        (`cost.memory`)
 
-    x[half, option] in {0, 1}, y[kind of half, option] a count;  every half has one option
-    before backward begins, beside the loss; when the backward of each half on the left begins [A] and ends [B] (`cost.memory`):
-        (in flight - 1) x resident  +  held by later halves  +  its own need  +  what two halves hold ahead  <=  budget
+Numbers of layers determine their order: of adjacent layers of one kind, the one with the larger need beyond its held bytes is
+lower, where the layers above it are finished. Host seconds are counted only if the fastest answer without them is late.
 
-It minimises either the exposed seconds within a budget, or the budget. The needs of the halves on the right are omitted, so no
-answer is better than the optimum.
+[1] At a price for a byte every layer chooses alone. As the price rises, each kind of layer moves down the lower convex hull of
+    its columns, layer after layer. Each of these answers is evaluated with every column of the last layer.
+[2] From the fastest that fits: 1, 2, 4 ... or all layers of one column change to another one, or two layers change at once, while
+    that is faster and fits, or as fast and holds less.
+[3] If none fits, the lowest layers share inputs in groups of every size and number.
+
+Peaks are exact, so no answer exceeds its budget. No time limit or tolerance affects the result.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from itertools import accumulate, chain, pairwise, takewhile
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megatron_lynx.anatomy import HALVES, Half
-from megatron_lynx.cost.memory import held_by_one
-from megatron_lynx.silence import nothing_printed
-from megatron_lynx.solver.answer import Solved, layers_of
-from megatron_lynx.solver.problem import Choices, Columns, Floats, Option, StageProblem
+from megatron_lynx.anatomy import HALVES
+from megatron_lynx.cost.host import NO_HOST_TIME
+from megatron_lynx.solver.answer import Solved, infeasible, layers_of
+from megatron_lynx.solver.problem import ENDLESS, Choices, Floats, Grouped, Option, StageProblem, unbeaten
+from megatron_lynx.units import SECOND_DIGITS
 
-Goal = Literal["time", "memory"]
+MOST_PAIRS = 300
+"""Changes of two layers that are evaluated, the fastest first. [2]"""
 
-LARGEST = 1e6
-"""The largest number of bytes, in units for HiGHS: a byte is then larger than its tolerance."""
-
-PRECISION = 1e3
-"""The largest number of seconds of an option, in units for HiGHS."""
-
-HOPELESS = 1e6
-"""Options slower than this many times the fastest count as equally slow."""
-
-MOST_EXACT = 2**53
-"""Up to here float64 counts bytes exactly."""
-
-IMPOSSIBLE = 2
-"""`status` of scipy's `milp`."""
+Numbers = NDArray[np.intp]
 
 
-@dataclass(frozen=True)
-class Found:
-    """What HiGHS finds. Costs are seconds or bytes, depending on the goal."""
+class Table(NamedTuple):
+    """Columns: treatments of one kind of layer. Bytes are for one micro-batch."""
 
-    possible: bool
-    bound: float
-    """Lower bound of the problem's costs."""
-    answer: Solved | None
-    """Halves that are not chosen one by one are in the order with the least peak, which may still exceed the budget."""
-    nodes: int
-    """Nodes that HiGHS searched."""
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """One checkpointed layer, or a number of them."""
-
-    groups: tuple[int, int]
-    """Groups of its MLP half and its attention half."""
-    mlp: Option
-    attention: Option
-    multiplicity: float
+    halves: tuple[tuple[Option, Option], ...]
+    longer_s: Floats
+    resident: Floats
+    held: Floats
+    whole: Floats
+    """(columns, 4): when the MLP half's backward begins and ends, then the attention half's."""
+    ahead: Floats
+    """(columns, 4): bytes beyond `held` at these moments of the layer above."""
+    host_s: Floats
+    """(columns, 2): forward and backward."""
 
     @property
-    def options(self) -> tuple[Option, Option]:
-        """In backward order."""
-        return self.mlp, self.attention
+    def need(self) -> Floats:
+        """Bytes beyond `held` at the layer's own moments if the next layer has the same treatment."""
+        return np.asarray((self.whole + self.ahead).max(axis=1) - self.held)
 
-    @property
-    def _counted(self) -> bool:
-        return self.groups[0] > self.groups[1]
+    def at(self, numbers: Sequence[int] | Numbers) -> Table:
+        return Table(tuple(self.halves[number] for number in numbers), *(part[numbers] for part in self[1:]))
 
-    def below(self, count: int) -> tuple[Option, ...]:
-        """Return the halves of counted layers, which come last in a backward because all of a layer is held at once."""
-        return self.options * count if self._counted else ()
 
-    def on_top(self, count: int) -> list[tuple[int, Option]]:
-        """Return the halves chosen one by one, by group."""
-        return [] if self._counted else [*zip(self.groups, self.options, strict=True)] * count
+def table(attention: Choices, mlp: Choices, *, last: bool, hosted: bool) -> Table:
+    """Return the columns of a kind of layer that no other one beats. `last`: of the stage's last layer. `hosted`: host seconds
+    count."""
+    first, second = (half.unbeaten if hosted else half.unbeaten_on_device for half in (attention, mlp))
+    apart = [np.arange(len(choices) - len(choices.joined)) for choices in (first, second)]
+    numbers = [grid.ravel() for grid in np.meshgrid(*apart, indexing="ij")]
+    if first.joined and second.joined:
+        numbers = [np.append(half, len(alone)) for half, alone in zip(numbers, apart, strict=True)]
+    columns = _columns([(first[a], second[m]) for a, m in zip(*numbers, strict=True)])
+    moments = columns.whole.T if last else np.array([np.maximum(columns.need, 0), columns.ahead.max(axis=1)])
+    host_s = [columns.host_s.sum(axis=1)] if hosted else []
+    costs = columns.longer_s, columns.resident, columns.held, *moments, *host_s
+    return columns.at(unbeaten(costs))
+
+
+def _columns(halves: Sequence[tuple[Option, Option]]) -> Table:
+    both = [Choices(options) for options in zip(*halves, strict=True)] or [Choices(), Choices()]
+    first, second = (choices.columns for choices in both)
+    x, y = first.moments, second.moments
+    host_s = [[sum(each.host.forward_s for each in pair), sum(each.host.backward_s for each in pair)] for pair in halves]
+    return Table(
+        tuple(halves),
+        np.round(first.longer_s + second.longer_s, SECOND_DIGITS),
+        first.resident + second.resident,
+        x[:, 0] + y[:, 0],
+        np.stack([y[:, 5] + x[:, 3], y[:, 6] + x[:, 4], x[:, 5], x[:, 6]], axis=1),
+        np.stack([y[:, 1], y[:, 2], y[:, 3] + x[:, 1] - x[:, 0], y[:, 4] + x[:, 2] - x[:, 0]], axis=1) - y[:, :1],
+        np.array(host_s).reshape(-1, 2),
+    )
+
+
+class Answer(NamedTuple):
+    """A column for each lower layer, first to last, and one for the last layer."""
+
+    costs: tuple[float, float]
+    """Seconds, then the peak in bytes; if the least memory is sought, bytes first."""
+    lower: Numbers
+    last: int
 
 
 @dataclass(frozen=True)
 class Programme:
-    """The program in which `explicit` halves are chosen one by one, starting with the first that backward reaches."""
+    """Solver of a series of problems, which share the tables of their kinds of layers."""
+
+    tables: dict[tuple[int, int, bool, bool], tuple[Choices, Choices, Table]] = field(default_factory=dict)
+    """By identity of both halves' choices, which are kept; last layer; host seconds."""
+
+    def __call__(self, problem: StageProblem) -> Solved:
+        """Return the fastest answer that fits; without a budget, the least memory with all layers alike. Raises `Infeasible`."""
+        if problem.budget_bytes is None:
+            stage = self._stage(replace(problem.plain.best_seated, device=None))
+            return stage.solved(stage.leanest(alike=True))
+        if problem.device is not None:
+            answer = self(replace(problem, device=None))
+            if not _host_late_s(problem, answer):
+                return answer
+        for found in self._found(problem, min(float(problem.budget_bytes), ENDLESS)):
+            if found.peak_bytes <= problem.budget_bytes:
+                return found
+        least = self.least(problem)
+        if least.peak_bytes > problem.budget_bytes:
+            raise infeasible(problem, least)
+        return least  # peaks beyond 2^53 bytes are rounded
+
+    def least(self, problem: StageProblem) -> Solved:
+        """Return the answer with the least peak."""
+        return min(self._found(problem, None), key=lambda answer: answer.peak_bytes)
+
+    def _found(self, problem: StageProblem, budget_bytes: float | None) -> Iterator[Solved]:
+        """Yield the best answer without groups of layers, then with groups of the lowest, then those with all layers in
+        groups."""
+        stage = self._stage(problem)
+        yield from stage.best(budget_bytes)
+        if problem.leaving:
+            stage = self._stage(replace(problem, leaving=False))
+            yield from stage.best(budget_bytes)
+        columns, ways = _ways(problem)
+        if not columns:
+            return
+        some = ways[ways[:, -1] < 0, :-1]
+        if len(some):
+            first = sum(len(each.held) for each in stage.tables)
+            grouped = replace(stage, groups=_columns(columns), ways=np.where(some < 0, some, some + first))
+            yield from grouped.best(budget_bytes)
+        everywhere = [[columns[number] for number in way] for way in ways[ways[:, -1] >= 0].tolist()]
+        found = [
+            Solved(layers_of(list(chain.from_iterable(each))), problem.in_flight, loss_bytes=problem.loss_bytes)
+            for each in everywhere
+        ]
+        yield from sorted(found, key=lambda answer: answer.longer_s)
+
+    def _stage(self, problem: StageProblem) -> _Stage:
+        halves = iter(problem.halves)
+        *lower, last = zip(halves, halves, strict=True)
+        kinds = {(id(first), id(second)): (first, second) for first, second in lower}
+        numbers = {key: number for number, key in enumerate(kinds)}
+        kind_of_layer = np.array([numbers[id(first), id(second)] for first, second in lower], dtype=np.intp)
+        hosted = problem.device is not None
+        tables = tuple(self._table(*both, last=False, hosted=hosted) for both in kinds.values())
+        return _Stage(problem, kind_of_layer, tables, self._table(*last, last=True, hosted=hosted))
+
+    def _table(self, attention: Choices, mlp: Choices, *, last: bool, hosted: bool) -> Table:
+        key = id(attention), id(mlp), last, hosted
+        if key not in self.tables:
+            self.tables[key] = attention, mlp, table(attention, mlp, last=last, hosted=hosted)
+        return self.tables[key][2]
+
+
+def _host_late_s(problem: StageProblem, answer: Solved) -> float:
+    """Return the host seconds beyond the device."""
+    assert problem.device is not None
+    host = sum((half.host for half in answer.halves), start=NO_HOST_TIME)
+    return host.beyond(problem.device.forward_s, problem.device.backward_s + answer.longer_s)
+
+
+def solve(problem: StageProblem) -> Solved:
+    """Return the best answer. Raises `Infeasible` if none fits the budget."""
+    return Programme()(problem)
+
+
+def least_memory(problem: StageProblem) -> Solved:
+    """Return the answer with the least peak."""
+    return Programme().least(problem)
+
+
+@dataclass(frozen=True, eq=False)
+class _Stage:
+    """One problem. Columns of its lower layers are numbered through all kinds, then those of layers in groups."""
 
     problem: StageProblem
-    explicit: int
+    kind_of_layer: Numbers
+    tables: tuple[Table, ...]
+    last: Table
+    groups: Table | None = None
+    ways: Numbers | None = None
+    """Columns of the lowest layers, a row for each size and number of groups; -1 above the groups. [3]"""
 
-    def solved(self, goal: Goal, nodes: int, enough: float = 0.0) -> Found:
-        """Return HiGHS's result within `nodes`. `enough`: fraction of the costs that need not be gained."""
-        from scipy.optimize import (
-            Bounds,
-            LinearConstraint,
-            milp,
-        )  # imported late: it takes half a second, which searches do not need
+    def best(self, budget_bytes: float | None) -> Iterator[Solved]:
+        """Yield the fastest answer that fits, if one is found; without a budget, the one with the least peak."""
+        found = self._best(self._starts, budget_bytes)
+        if found is None:
+            found = self._best(self.leanest().lower[None], budget_bytes)
+        if found is not None:
+            yield self.solved(self._improved(found, budget_bytes))
 
-        costs, unit = (self._seconds, self._second_unit) if goal == "time" else (np.zeros(self._width), self._byte_unit)
-        rows, one = self._needs / self._byte_unit, self._one_option_each
-        beside = np.append(self.problem.loss_bytes, np.zeros(len(rows) - 1))
-        room = -beside if goal == "memory" else self._between_grains((self.problem.budget_bytes or 0) - beside)
-        least = goal == "memory"  # one more column: the budget itself
-        with nothing_printed():
-            result = milp(
-                np.append(costs / unit, float(least)),
-                constraints=[
-                    LinearConstraint(
-                        np.column_stack([rows, np.full(len(rows), -float(least))]),
-                        -np.inf,
-                        np.minimum(room / self._byte_unit, 2 * LARGEST),
-                    ),
-                    LinearConstraint(np.column_stack([one, np.zeros(len(one))]), self._sizes, self._sizes),
-                ],
-                integrality=np.append(np.ones(self._width), 0),
-                bounds=Bounds(0, np.append(self._multiplicities, np.inf)),
-                options={"node_limit": max(nodes, 0), "mip_rel_gap": enough},
-            )
-        bound = -np.inf if result.mip_dual_bound is None else result.mip_dual_bound
-        answer = None if result.x is None else self._arranged(np.round(result.x[:-1]).astype(int))
-        return Found(result.status != IMPOSSIBLE, bound * unit, answer, result.mip_node_count or 0)
+    def leanest(self, *, alike: bool = False) -> Answer:
+        """Return the answer with the least peak. `alike`: with all layers of a kind alike."""
+        found = self._best(np.concatenate(self._alike) if alike else self._starts, None)
+        assert found is not None
+        return self._improved(found, None, alike=alike)
 
-    def _arranged(self, chosen: np.ndarray[tuple[int], np.dtype[np.int_]]) -> Solved:
-        """Return the answer. Counted halves are ordered by their need beyond their held bytes."""
-        *parts, joint = np.split(chosen, np.cumsum(self._widths))
-        options = [
-            [option for option, count in zip(group, part, strict=True) for _ in range(count)]
-            for group, part in zip(self._groups, parts, strict=True)
+    def solved(self, answer: Answer) -> Solved:
+        layers = [*(self._columns.halves[number] for number in answer.lower.tolist()), self.last.halves[answer.last]]
+        halves = [half for layer in layers for half in layer]
+        return Solved(layers_of(halves), self.problem.in_flight, loss_bytes=self.problem.loss_bytes)
+
+    def _improved(self, found: Answer, budget_bytes: float | None, *, alike: bool = False) -> Answer:
+        """Return the answer after local changes. [2]"""
+        while True:
+            better = self._best(self._changed(found, budget_bytes, alike=alike), budget_bytes)
+            if (better is None or better.costs >= found.costs) and budget_bytes is not None:
+                better = self._best(self._changed_twice(found, budget_bytes), budget_bytes)
+            if better is None or better.costs >= found.costs:
+                return found
+            found = better
+
+    def _best(self, rows: Numbers, budget_bytes: float | None) -> Answer | None:
+        """Return the best of these ways of the lower layers with any last layer: the fastest that fits, or the least peak."""
+        if budget_bytes is not None:
+            rows = rows[self._held(rows) + self._least_on_top <= budget_bytes]
+        if not len(rows):
+            return None
+        seconds, peaks, resident = self._evaluated(rows)
+        cost, tie = (peaks, seconds) if budget_bytes is None else (np.where(peaks <= budget_bytes, seconds, np.inf), peaks)
+        if not np.isfinite(least := cost.min()):
+            return None
+        equals = np.flatnonzero(cost == least)
+        first = equals[np.lexsort((resident.ravel()[equals], tie.ravel()[equals]))[0]]
+        row, last = divmod(int(first), cost.shape[1])
+        return Answer((float(least), float(tie[row, last])), rows[row], last)
+
+    def _evaluated(self, rows: Numbers) -> tuple[Floats, Floats, Floats]:
+        """Return seconds, peaks and resident bytes: (rows, columns of the last layer)."""
+        lower, last, others = self._columns, self.last, self.problem.in_flight - 1
+        held = lower.held[rows]
+        below = held.cumsum(axis=1) - held
+        moments = lower.whole[rows] + below[..., None]
+        moments[:, 1:] += lower.ahead[rows[:, :-1]]
+        ahead = lower.ahead[rows[:, -1]] if rows.shape[1] else np.zeros((len(rows), len(HALVES) * 2))
+        on_top = np.maximum((last.whole + ahead[:, None]).max(axis=-1), last.held + self.problem.loss_bytes)
+        peaks = np.maximum(moments.max(axis=(1, 2), initial=0)[:, None], held.sum(axis=1)[:, None] + on_top)
+        resident = lower.resident[rows].sum(axis=1)[:, None] + last.resident
+        seconds = lower.longer_s[rows].sum(axis=1)[:, None] + last.longer_s
+        late_s = self._late_s(rows, seconds)
+        return np.round(seconds + late_s, SECOND_DIGITS), peaks + np.ceil(others * resident), resident
+
+    def _late_s(self, rows: Numbers, seconds: Floats) -> Floats | float:
+        """Return the host seconds beyond the device."""
+        if (device := self.problem.device) is None:
+            return 0.0
+        host_s = self._columns.host_s[rows].sum(axis=1)[:, None] + self.last.host_s
+        backward_s = host_s[..., 1] - device.backward_s - seconds
+        return np.asarray(np.maximum(0, host_s[..., 0] - device.forward_s) + np.maximum(0, backward_s))
+
+    def _held(self, rows: Numbers) -> Floats:
+        """Return the bytes of the lower layers when backward begins, with all other micro-batches in flight."""
+        return np.asarray(self._size[rows].sum(axis=1))
+
+    @cached_property
+    def _least_on_top(self) -> float:
+        """Least number of bytes that the last layer adds."""
+        most = np.maximum(self.last.whole.max(axis=1), self.last.held + self.problem.loss_bytes)
+        return float(((self.problem.in_flight - 1) * self.last.resident + most).min())
+
+    @cached_property
+    def _size(self) -> Floats:
+        return np.asarray((self.problem.in_flight - 1) * self._columns.resident + self._columns.held)
+
+    @cached_property
+    def _columns(self) -> Table:
+        every = [*self.tables, *([] if self.groups is None else [self.groups])] or [_columns([])]
+        halves = tuple(pair for each in every for pair in each.halves)
+        return Table(halves, *(np.concatenate(parts) for parts in zip(*(each[1:] for each in every), strict=True)))
+
+    @cached_property
+    def _ranges(self) -> list[tuple[int, int]]:
+        """First and last column of each kind."""
+        return list(pairwise(accumulate((len(each.held) for each in self.tables), initial=0)))
+
+    @cached_property
+    def _starts(self) -> Numbers:
+        """Answers from which the search begins. [1] [3]"""
+        if self.ways is not None:
+            alike = np.concatenate(self._alike)
+            return np.where(self.ways[:, None] < 0, alike, self.ways[:, None]).reshape(-1, alike.shape[1])
+        rows = [alike[:1] for alike in self._alike]
+        for own, to in chain.from_iterable(map(pairwise, self._alike)):  # layer after layer
+            changed = np.cumsum(own != to)
+            rows.append(np.where(changed <= np.arange(1, changed[-1] + 1)[:, None], to, own))
+        return self._ordered(np.concatenate(rows))
+
+    @cached_property
+    def _alike(self) -> list[Numbers]:
+        """Columns that all layers of a kind choose at rising prices of a byte. If host seconds count, also with them alone."""
+        columns = self._columns
+        costs = [columns.longer_s] if self.problem.device is None else [columns.longer_s, columns.host_s.sum(axis=1)]
+        return [self._at_prices(cost)[:, self.kind_of_layer] for cost in costs]
+
+    def _at_prices(self, seconds: Floats) -> Numbers:
+        hulls = [_hull(seconds, self._size, *both) for both in self._ranges]
+        corners = [[hull[0] for hull in hulls]]
+        steps = [
+            (_price(seconds, self._size, own, to), kind, to) for kind, hull in enumerate(hulls) for own, to in pairwise(hull)
         ]
-        lowest = [option for layer, count in zip(self._layers, joint.tolist(), strict=True) for option in layer.below(count)]
-        for layer, count in zip(self._layers, joint.tolist(), strict=True):
-            for group, option in layer.on_top(count):
-                options[group].append(option)
-        counted = {half: iter(sorted(group, key=_order)) for half, group in zip(HALVES, options[self.explicit :], strict=True)}
-        backward = [option for (option,) in options[: self.explicit]]
-        above = self._backward[self.explicit : len(self._backward) - len(lowest)]
-        backward += [next(counted[half]) for half in above]
-        if self.explicit == 1 and not backward[1].joined:
-            backward[1] = self.problem.at_top(backward[1])
-        return Solved(layers_of([*backward, *lowest][::-1]), self.problem.in_flight, loss_bytes=self.problem.loss_bytes)
+        for _, kind, to in sorted(steps):
+            corners.append([*corners[-1][:kind], to, *corners[-1][kind + 1 :]])
+        return np.array(corners, dtype=np.intp)
+
+    def _changed(self, found: Answer, budget_bytes: float | None, *, alike: bool) -> Numbers:
+        """Return the answer with 1, 2, 4 ... or all layers of a block changed to another column."""
+        rows = []
+        for kind, layers in self._kinds if alike else self._blocks(found.lower):
+            for count in [len(layers)] if alike else _doubled(len(layers)):
+                more = found.lower[None].repeat(self._ranges[kind][1] - self._ranges[kind][0], axis=0)
+                more[:, layers[:count]] = np.arange(*self._ranges[kind])[:, None]
+                rows.append(more)
+        changed = np.concatenate(rows) if rows else np.empty((0, len(found.lower)), dtype=np.intp)
+        if budget_bytes is not None:
+            changed = changed[self._columns.longer_s[changed].sum(axis=1) + self.last.longer_s.min() <= found.costs[0]]
+        return self._ordered(changed)
+
+    def _changed_twice(self, found: Answer, budget_bytes: float) -> Numbers:
+        """Return the answer with two layers changed that get faster and hold no more when backward begins."""
+        changes = [
+            (layer, column, nth)
+            for kind, layers in self._blocks(found.lower)
+            for nth, layer in enumerate(layers[:2].tolist())
+            for column in range(*self._ranges[kind])
+        ]
+        layer, column, nth = np.array(changes, dtype=np.intp).reshape(-1, 3).T
+        first, own = np.flatnonzero(nth == 0), found.lower[layer]
+        longer_s, more = (costs[column] - costs[own] for costs in (self._columns.longer_s, self._size))
+        both_s = longer_s[first, None] + longer_s
+        room = budget_bytes - self._evaluated(found.lower[None])[1][0, found.last]
+        fit = (both_s < 0) & (more[first, None] + more <= room) & (layer[first, None] != layer)
+        one, other = np.nonzero(fit)
+        picked = np.argsort(both_s[one, other], kind="stable")[:MOST_PAIRS]
+        rows = found.lower[None].repeat(len(picked), axis=0)
+        for changes_of in (first[one[picked]], other[picked]):
+            rows[np.arange(len(rows)), layer[changes_of]] = column[changes_of]
+        return self._ordered(rows)
+
+    def _ordered(self, rows: Numbers) -> Numbers:
+        """Order each run of layers of one kind by need, the largest lowest. Groups stay in place."""
+        key = self._rank[rows]
+        for begin, end in self._runs:
+            order = np.argsort(key[:, begin:end], axis=1, kind="stable")
+            rows[:, begin:end] = np.take_along_axis(rows[:, begin:end], order, axis=1)
+        return rows
 
     @cached_property
-    def _backward(self) -> list[Half]:
-        """Every half, in backward order."""
-        return [*reversed(HALVES)] * self.problem.layers
+    def _rank(self) -> Numbers:
+        """Rank of each column from the lowest layer up: by need, or by resident bytes if lowest layers are offloaded first."""
+        columns = self._columns
+        order = np.lexsort((columns.ahead.sum(axis=1), columns.resident if self.problem.leaving else columns.need))[::-1]
+        rank = np.empty(len(order), dtype=np.intp)
+        rank[order] = np.arange(len(order))
+        rank[self._ranges[-1][1] if self._ranges else 0 :] = -1
+        return rank
 
     @cached_property
-    def _groups(self) -> list[Choices]:
-        """Options of each half on the left, then of all attention and all MLP halves on the right."""
-        counted = dict(zip(HALVES, (self.problem.attention.unbeaten.apart, self.problem.mlp.unbeaten.apart), strict=True))
-        below = [counted[half] for half in self._backward[1 : self.explicit]]
-        if below and self.problem.last_attention is not None:
-            below[0] = self.problem.last_attention.unbeaten.apart
-        return [self.problem.last_mlp.unbeaten.apart, *below, *counted.values()]
-
-    @cached_property
-    def _layers(self) -> list[_Layer]:
-        """Layers that may be checkpointed: those whose halves are chosen one by one, then counted ones."""
-        attention, mlp = len(self._groups) - 2, len(self._groups) - 1  # of counted halves
-        layers = []
-        for at in range(0, self.explicit, 2):
-            last = (self.problem.last_mlp, self.problem.last_attention or self.problem.attention)
-            halves = last if at == 0 else (self.problem.mlp, self.problem.attention)
-            groups = at, at + 1 if at + 1 < self.explicit else attention
-            pairs = zip(halves[0].joined, halves[1].joined, strict=False)
-            layers += [_Layer(groups, *options, 1.0) for options in pairs]
-        lower = min(self._sizes[attention], self._sizes[mlp])
-        pairs = zip(self.problem.mlp.joined, self.problem.attention.joined, strict=False)
-        layers += [_Layer((mlp, attention), *options, float(lower)) for options in pairs if lower]
-        return layers
-
-    @cached_property
-    def _multiplicities(self) -> Floats:
-        """How often each may be chosen."""
-        return np.array([*np.repeat(self._sizes, self._widths), *(layer.multiplicity for layer in self._layers)])
-
-    @cached_property
-    def _sizes(self) -> Floats:
-        """Number of halves in each group."""
-        right = self._backward[self.explicit :]
-        return np.array([*[1] * self.explicit, *(right.count(half) for half in HALVES)], dtype=float)
-
-    @cached_property
-    def _widths(self) -> list[int]:
-        return [len(group) for group in self._groups]
+    def _runs(self) -> list[tuple[int, int]]:
+        borders = np.flatnonzero(np.diff(self.kind_of_layer, prepend=-1, append=-1)).tolist()
+        return list(pairwise(borders))
 
     @property
-    def _width(self) -> int:
-        return sum(self._widths) + len(self._layers)
+    def _kinds(self) -> Iterator[tuple[int, Numbers]]:
+        return ((kind, np.flatnonzero(self.kind_of_layer == kind)) for kind in range(len(self.tables)))
 
-    @cached_property
-    def _columns(self) -> Columns:
-        """All groups, side by side."""
-        return Columns(*(np.concatenate(column) for column in zip(*(group.columns for group in self._groups), strict=True)))
-
-    @cached_property
-    def _seconds(self) -> Floats:
-        joint = [Choices(layer.options).columns.longer_s.sum() for layer in self._layers]
-        seconds: Floats = np.append(self._columns.longer_s, joint)
-        return np.minimum(seconds, HOPELESS * max(seconds[seconds > 0], default=1.0))
-
-    @property
-    def _second_unit(self) -> float:
-        """HiGHS stops within a millionth of the optimum."""
-        return float(self._seconds.max()) / PRECISION or 1.0
-
-    @cached_property
-    def _byte_unit(self) -> float:
-        every = [self._columns.moments, *(Choices(layer.options).columns.moments for layer in self._layers)]
-        most_bytes = np.concatenate(every)[:, 1:].sum(axis=-1).max() * 2 * self.problem.layers * max(1.0, self.problem.in_flight)
-        return max(1.0, float(most_bytes) / LARGEST)
-
-    @cached_property
-    def _needs(self) -> Floats:
-        """A row for the loss, before backward begins, then one for [A] and one for [B] of each half on the left."""
-        moments, held = 1 + 2 * self.explicit, list[Floats]()
-        for half, group in enumerate(self._groups):
-            held.append(self._held(half, group, moments))
-        for layer in self._layers:
-            mlp, attention = (Choices([option]) for option in layer.options)
-            held.append(self._held(layer.groups[0], mlp, moments) + self._held(layer.groups[1], attention, moments))
-        return np.concatenate(held, axis=1)
-
-    def _held(self, half: int, group: Choices, moments: int) -> Floats:
-        columns = group.columns.moments
-        alone = held_by_one(columns, half, self.explicit) if half < self.explicit else columns[:, :1].repeat(moments, axis=1)
-        return np.asarray((self.problem.in_flight - 1) * group.columns.resident + alone.T)
-
-    def _between_grains(self, room_bytes: Floats) -> Floats:
-        """Return bounds halfway between two multiples of the rows' common divisor. HiGHS accepts a nearly whole number as whole,
-        which makes some bytes of a large row."""
-        if self._needs.max() > MOST_EXACT or (self._needs % 1).any():
-            return room_bytes
-        grain = max(1, int(np.gcd.reduce(self._needs.astype(np.int64), axis=None)))
-        return np.asarray(np.floor(room_bytes / grain) * grain + grain // 2)
-
-    @cached_property
-    def _one_option_each(self) -> Floats:
-        joint = [[float(group in layer.groups) for layer in self._layers] for group in range(len(self._groups))]
-        return np.column_stack([np.repeat(np.eye(len(self._groups)), self._widths, axis=1), np.array(joint)])
+    def _blocks(self, lower: Numbers) -> Iterator[tuple[int, Numbers]]:
+        """Yield the kind and the layers of a run that have one column."""
+        for begin, end in self._runs:
+            kind = int(self.kind_of_layer[begin])
+            for column in dict.fromkeys(lower[begin:end].tolist()):
+                if column < self._ranges[kind][1]:  # not in a group
+                    yield kind, begin + np.flatnonzero(lower[begin:end] == column)
 
 
-def _order(option: Option) -> tuple[bool, int, int]:
-    """Return a key: first a half if its layer's other half is chosen one by one, then by need beyond its held bytes."""
-    memory = option.memory
-    return not option.joined, memory.whole - memory.held, sum(memory.ahead)
+def _doubled(most: int) -> list[int]:
+    """Return 1, 2, 4 ... and `most`."""
+    return [*(1 << power for power in range((most - 1).bit_length())), most]
+
+
+def _hull(seconds: Floats, size: Floats, begin: int, end: int) -> list[int]:
+    """Return the columns on the lower left hull, from the fastest to the one that holds least."""
+    corners: list[int] = []
+    for each in (begin + np.lexsort((size[begin:end], seconds[begin:end]))).tolist():
+        if corners and size[each] >= size[corners[-1]]:
+            continue
+        while len(corners) > 1 and _price(seconds, size, corners[-2], each) <= _price(seconds, size, *corners[-2:]):
+            corners.pop()
+        corners.append(each)
+    return corners
+
+
+def _price(seconds: Floats, size: Floats, own: int, to: int) -> float:
+    """Return seconds for a byte."""
+    return float((seconds[to] - seconds[own]) / (size[own] - size[to]))
+
+
+def _ways(problem: StageProblem) -> tuple[list[tuple[Option, Option]], Numbers]:
+    """Return the columns of layers in groups that keep one input, and for each size and number of groups those of the lower
+    layers.
+
+        group of two          mlp(2)          attention(2)      mlp(1)       attention(1)
+        recomputed            a + b + c + d   a + b + c         a + b        a
+
+    All that a group recomputes is held when the backward of its last half begins, and is freed half by half: each half counts the
+    remaining bytes as its own. A last group may be smaller.
+    """
+    both = zip(problem.halves, problem.inside, strict=False)
+    able = iter(bool(choices.joined) and inside is not None for choices, inside in both)
+    most = sum(1 for _ in takewhile(all, zip(able, able, strict=True)))
+    inside = [each for each in problem.inside[: len(HALVES) * most] if each is not None]
+    numbers: dict[object, int] = {}
+    columns: list[tuple[Option, Option]] = []
+    ways = []
+    for size in range(2, most + 1):
+        for end in range(size, most + size, size):
+            way = np.full(problem.layers, -1, dtype=np.intp)
+            for layer in range(min(end, most)):
+                begin = layer - layer % size
+                last = layer == min(begin + size, most) - 1
+                key = tuple(map(id, inside[2 * begin : 2 * layer + 2])), last
+                if key not in numbers:
+                    numbers[key] = len(columns)
+                    columns.append(_in_group(inside, begin, layer, last=last))
+                way[layer] = numbers[key]
+            ways.append(way)
+    return columns, np.array(ways, dtype=np.intp)
+
+
+def _in_group(inside: Sequence[Grouped], begin: int, layer: int, *, last: bool) -> tuple[Option, Option]:
+    """Return a layer of a group that begins with another layer, or with it."""
+    halves = [each.inside for each in inside[2 * begin : 2 * layer + 2]]
+    halves[0] = inside[2 * begin].edge
+    if last:
+        halves[-1] = inside[2 * layer + 1].edge
+    made = [0, *accumulate(half.memory.regenerated for half in halves)]
+    attention, mlp = (
+        replace(
+            half,
+            memory=replace(
+                half.memory, regenerated=half.memory.regenerated + there, tail=half.memory.tail + there, ahead=(0, 0, 0, 0)
+            ),
+        )
+        for half, there in zip(halves[-2:], made[-3:-1], strict=True)
+    )
+    return attention, mlp

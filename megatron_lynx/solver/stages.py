@@ -16,7 +16,7 @@ excluded if all devices of a node together would offload more than its host memo
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import ceil, floor
@@ -31,13 +31,13 @@ from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.counts import sets_on_host
-from megatron_lynx.solver import baselines, exact, groups, host_bound
-from megatron_lynx.solver.answer import NOTHING_FITS, Remembering, Share, Solved, SolvedChunks, Solver, StageAnswer, infeasible
+from megatron_lynx.solver import baselines
+from megatron_lynx.solver.answer import NOTHING_FITS, Remembering, Share, Solved, SolvedChunks, StageAnswer, infeasible
 from megatron_lynx.solver.chunks import Chunks
-from megatron_lynx.solver.offload import Leaver, bytes_copied_in, may_go_within
+from megatron_lynx.solver.offload import Leaver, bytes_copied_in, host_of_stage, may_go_within
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import StageProblem
-from megatron_lynx.solver.sweep import Sweeps, least_memory
+from megatron_lynx.solver.programme import Programme
 from megatron_lynx.units import SECOND_DIGITS, format_bytes
 
 NOTHING = Share(0.0)
@@ -53,7 +53,15 @@ class Worked:
     chunks: Chunks
     in_backward: Chunks
     """Without recomputation before a half's own backward."""
-    swept: Remembering
+    programme: Programme
+    solver: Remembering
+    """The programme, which remembers its answers."""
+    answers: dict[object, StageAnswer | Infeasible] = field(default_factory=dict)
+    """By stage, fraction, budget, and whether it is paced."""
+    leavers: dict[int, Leaver] = field(default_factory=dict)
+    kept_bytes: dict[int, int] = field(default_factory=dict)
+    stock: dict[int, StageSeconds] = field(default_factory=dict)
+    """Seconds of each stage without recomputation."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +72,10 @@ class Stages:
     profile: Profile
     excluded: frozenset[tuple[int, Share]] = field(default_factory=frozenset)
     """Stages and fractions that are not to be offloaded."""
-    copied_bytes: int = 0
-    """Bytes on their way to and from the host in two alternating passes, which no layer counts."""
     paced: frozenset[int] = frozenset()
     """Stages that offload no more of a chunk than is copied during its forward, because copies lag otherwise."""
+    lagging_bytes: Mapping[tuple[int, Share], int] = field(default_factory=dict)
+    """By such a pair, reduction of the budget because copies lag."""
     before: Worked | None = None
     """Results for the same stages with other exclusions."""
 
@@ -79,32 +87,10 @@ class Stages:
 
     def least(self, stage: int) -> StageAnswer:
         """Return the answer with the least peak, regardless of the budget."""
-        solver = partial(Chunks.solved, solver=_least_memory if self.job.policy == "planned" else self._solved)
+        solver = partial(Chunks.solved, solver=self.worked.programme.least if self.job.policy == "planned" else self._solved)
         largest_shares = dict.fromkeys([NOTHING, *(shares[-1] for shares in self._shares(stage) if shares)])
         answers = [self._offloading(stage, share, None, solver) for share in largest_shares]
         return min(answers, key=lambda answer: answer.peak_bytes)
-
-    def refined(self, answer: StageAnswer, enough_s: float = 0.0) -> tuple[StageAnswer, ...]:
-        """Return faster answers, in which every layer may differ and several halves share the receive for recomputation.
-
-        Layers differ only if that may save more than `enough_s` of a micro-batch. The first answer offloads the same fraction,
-        the last one the smallest that fits, as a larger one may only pay while layers are alike. Between them is the faster of
-        both.
-        """
-        if answer.exposed_s == answer.host_late_s == 0:
-            return (answer,)
-        refining = partial(exact.solve, enough_s=enough_s, quick=self._swept)
-        deciding = self._deciding(answer.stage, answer.asked, partial(host_bound.solve, solver=refining))
-        solver = partial(self._refined, solver=deciding)
-        stage, budget_bytes = answer.stage, self._budget_bytes(answer.stage)
-        refined_answer = self._offloading(stage, answer.asked, budget_bytes, solver)
-        share = self._smallest.get(stage, answer.asked)
-        if share == answer.asked:
-            return (refined_answer,)
-        less = self._offloading(stage, share, budget_bytes, solver)
-        if self._host_shortage(less):
-            return (refined_answer,)
-        return refined_answer, min(refined_answer, less, key=self._late_s), less
 
     def beginning_ahead(self, answer: StageAnswer) -> StageAnswer:
         """Return the answer in which as many of the lowest checkpointed layers as fit begin their communication ahead. Less is
@@ -136,15 +122,16 @@ class Stages:
         problems: Callable[[], list[Problem]] = partial(_lagging, stage)
         for shares in self._shares(stage):
             for share in shares:
+                lagging_bytes = self.lagging_bytes.get((stage, share), 0)
                 try:
-                    candidate = self._offloading(stage, share, budget_bytes)
+                    candidate = self._known(stage, share, budget_bytes and budget_bytes - lagging_bytes)
                 except Infeasible as error:
-                    problems = partial(_lagging, stage) if stage in self.paced else partial(self._shortage, stage, error)
+                    lags = lagging_bytes or stage in self.paced
+                    problems = partial(_lagging, stage) if lags else partial(self._shortage, stage, error)
                     continue
                 if too_small := self._host_shortage(candidate):
                     problems = partial(list, (too_small,))
                     continue
-                self._smallest.setdefault(stage, share)
                 if best is None or self._late_s(candidate) < self._late_s(best):
                     best = candidate
                 if candidate.exposed_copies_s >= self._late_s(best):  # a larger fraction copies more
@@ -154,8 +141,7 @@ class Stages:
         return best
 
     def _budget_bytes(self, stage: int) -> int | None:
-        budget_bytes = layers_budget_bytes(self.job, stage)
-        return None if budget_bytes is None else budget_bytes - self.copied_bytes
+        return layers_budget_bytes(self.job, stage)
 
     def _shares(self, stage: int) -> Iterator[list[Share]]:
         """Yield the fractions to try: between passes, and within micro-batches."""
@@ -174,12 +160,25 @@ class Stages:
     def _allowed(self, stage: int, shares: Iterable[Share]) -> list[Share]:
         return [share for share in shares if (stage, share) not in self.excluded]
 
+    def _known(self, stage: int, share: Share, budget_bytes: int | None) -> StageAnswer:
+        """Return the answer for a fraction, which is solved once for all exclusions. Raises `Infeasible`."""
+        key = stage, share, budget_bytes, stage in self.paced
+        if key not in self.worked.answers:
+            try:
+                self.worked.answers[key] = self._offloading(stage, share, budget_bytes)
+            except Infeasible as error:
+                self.worked.answers[key] = error
+        if isinstance(answer := self.worked.answers[key], Infeasible):
+            raise answer
+        return answer
+
     def _offloading(
         self, stage: int, share: Share, budget_bytes: int | None, solver: Callable[..., SolvedChunks] | None = None
     ) -> StageAnswer:
-        solver = solver or partial(Chunks.solved, solver=self._deciding(stage, share, self._solved))
         if share.within:
             return self._within(stage, share, budget_bytes, solver)
+        paced = partial(self._paced, share) if stage in self.paced and share.ratio else self._solved
+        solver = solver or partial(Chunks.solved, solver=paced)
         solved = partial(solver, self._chunks, stage, budget_bytes=budget_bytes)
         answer = self._leaving(stage, share, share.ratio, solved)
         while answer.movable_share < answer.offloaded_share:
@@ -189,29 +188,23 @@ class Stages:
         layout = self.job.parallel.pipeline, stage, self.job.microbatches, self.job.chunks, self.job.microbatch_group
         return replace(answer, exposed_copies_s=self._exposed_copies_s(answer), host_sets=sets_on_host(*layout))
 
-    def _refined(self, chunks: Chunks, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver) -> SolvedChunks:
-        return chunks.sharing(stage, budget_bytes, chunks.solved(stage, in_flight, budget_bytes, solver, self._solved))
-
     def _solved(self, problem: StageProblem) -> Solved:
         """Return a policy's answer. Policies of stock Megatron recompute on demand."""
         if self.job.policy == "planned":
-            return host_bound.solve(problem, self._swept)
+            return self.worked.solver(problem)
         answer = baselines.of_policy(problem, self.job.policy)
         if problem.budget_bytes is not None and answer.peak_bytes > problem.budget_bytes:
             raise infeasible(problem, answer)
         return answer
 
-    def _deciding(self, stage: int, share: Share, solver: Solver) -> Solver:
-        return partial(self._paced, share, solver) if stage in self.paced and share.ratio else solver
-
-    def _paced(self, share: Share, solver: Solver, problem: StageProblem) -> Solved:
+    def _paced(self, share: Share, problem: StageProblem) -> Solved:
         """Return an answer of which this fraction can be copied to the host during a forward of the layers."""
         most_bytes = bytes_copied_in(self.profile, problem.forward_s) / share.ratio
-        solved = solver(problem)
+        solved = self._solved(problem)
         while solved.resident_bytes > most_bytes:
             spared_bytes = ceil((solved.resident_bytes - most_bytes) * problem.in_flight)
             problem = replace(problem, budget_bytes=solved.peak_bytes - spared_bytes)
-            solved = solver(problem)
+            solved = self._solved(problem)
         return solved
 
     def _leaving(self, stage: int, asked: Share, share: float, solved: Callable[[float], SolvedChunks]) -> StageAnswer:
@@ -220,13 +213,32 @@ class Stages:
         count = chunks_in_flight(self.job, stage)
         chunks = solved(count - (count - CHUNKS_NOT_OFFLOADED) * share if share else count)
         received_bytes = self._shape.input_bytes
-        host = host_bound.host_of_stage(self.job, self.profile, stage, chunks, offloads=share > 0)
+        host = host_of_stage(self.job, self.profile, stage, chunks, offloads=share > 0)
         return StageAnswer(
             stage, chunks, count, asked, self._stock(stage), 0.0, received_bytes=received_bytes, offloaded_share=share, host=host
         )
 
-    def _within(self, stage: int, share: Share, budget_bytes: int | None, solver: Callable[..., SolvedChunks]) -> StageAnswer:
-        """Return the answer of a stage that offloads, within micro-batches, a fraction of its bytes without recomputation."""
+    def _within(
+        self, stage: int, share: Share, budget_bytes: int | None, solver: Callable[..., SolvedChunks] | None
+    ) -> StageAnswer:
+        """Return the answer of a stage that offloads, within micro-batches, a fraction of its bytes without recomputation.
+
+        Layers that hold most are lowest, because they leave first. If that does not fit, the answer with the least peak.
+        """
+        if solver is not None:
+            return self._leaving_within(stage, share, budget_bytes, solver)
+        leaving = partial(Chunks.solved, solver=lambda problem: self._solved(replace(problem, leaving=True)))
+        try:
+            return self._leaving_within(stage, share, budget_bytes, leaving)
+        except Infeasible:
+            least = self._leaving_within(stage, share, None, partial(Chunks.solved, solver=self._solved))
+            if budget_bytes is None or least.peak_bytes > budget_bytes:
+                raise
+            return least
+
+    def _leaving_within(
+        self, stage: int, share: Share, budget_bytes: int | None, solver: Callable[..., SolvedChunks]
+    ) -> StageAnswer:
         leaver = self._leaver(stage)
         asked_bytes = int(share.ratio * self._kept_bytes(stage))
         count = leaver.in_flight
@@ -239,21 +251,22 @@ class Stages:
         return replace(answer, exposed_copies_s=exposed_s, host=leaver.host_s(chunks, within), host_sets=leaver.host_sets)
 
     def _leaver(self, stage: int) -> Leaver:
-        if stage not in self._leavers:
-            self._leavers[stage] = Leaver(self.job, self.profile, stage)
-        return self._leavers[stage]
+        if stage not in self.worked.leavers:
+            self.worked.leavers[stage] = Leaver(self.job, self.profile, stage)
+        return self.worked.leavers[stage]
 
     def _kept_bytes(self, stage: int) -> int:
         """Return the bytes that the stage keeps of one micro-batch without recomputation."""
-        if stage not in self._kept:
-            self._kept[stage] = self._chunks.solved(stage, 1, None, baselines.keep_all).most_resident_bytes
-        return self._kept[stage]
+        known = self.worked.kept_bytes
+        if stage not in known:
+            known[stage] = self._chunks.solved(stage, 1, None, baselines.keep_all).most_resident_bytes
+        return known[stage]
 
     def _stock(self, stage: int) -> StageSeconds:
         """Return the seconds of the stage without recomputation."""
-        if stage not in self._stocks:
-            self._stocks[stage] = stage_seconds(self.job, self.profile, stage)
-        return self._stocks[stage]
+        if stage not in self.worked.stock:
+            self.worked.stock[stage] = stage_seconds(self.job, self.profile, stage)
+        return self.worked.stock[stage]
 
     def _exposed_copies_s(self, answer: StageAnswer) -> float:
         copy_s = self.profile.link_s("host", ceil(answer.offloaded_share * answer.chunk_bytes))
@@ -294,43 +307,17 @@ class Stages:
         return {}
 
     @cached_property
-    def _smallest(self) -> dict[int, Share]:
-        """Smallest fraction with which each stage fits, between passes if that is tried."""
-        return {}
-
-    @cached_property
-    def _leavers(self) -> dict[int, Leaver]:
-        return {}
-
-    @cached_property
-    def _kept(self) -> dict[int, int]:
-        return {}
-
-    @cached_property
-    def _stocks(self) -> dict[int, StageSeconds]:
-        return {}
-
-    @cached_property
     def worked(self) -> Worked:
-        problems = StageProblems(self.job, self.profile)
-        return self.before or Worked(Chunks(problems), Chunks(problems, in_backward=True), Remembering(Sweeps()))
+        problems, programme = StageProblems(self.job, self.profile), Programme()
+        return self.before or Worked(Chunks(problems), Chunks(problems, in_backward=True), programme, Remembering(programme))
 
     @property
     def _chunks(self) -> Chunks:
         return self.worked.chunks
 
-    @property
-    def _swept(self) -> Remembering:
-        return self.worked.swept
-
     @cached_property
     def _shape(self) -> LayerShape:
         return LayerShape.of(self.job)
-
-
-def _least_memory(problem: StageProblem) -> Solved:
-    """Return the answer with the least peak, with groups of layers that keep one input if these need less."""
-    return groups.leaner(problem, least_memory(problem))
 
 
 def _least_in_words(job: Job, least: StageAnswer) -> str:

@@ -28,7 +28,6 @@ EXCEPTIONS = {
     ("stock/legality.py", "'mlp'"): "one of Megatron's `recompute_modules`, which are not our sections",
     ("launch_arguments/today.py", "'mlp'"): "one of Megatron's captured modules, which are not our sections",
     ("plan/rule.py", "'mlp'"): "a value of the key `checkpoint`, as plan files spell it",
-    ("solver/groups.py", "[::2]"): "whole layers are grouped, so halves are taken in pairs",
     ("solver/options.py", "'rotary'"): "the item whose code asks the host for lengths of packed sequences",
     ("timetable/timetable.py", "[::2]"): "what a layer begins ahead lies in both of its halves and the one above",
     ("testbed/training.py", "'q_layernorm'"): "the norm of all queries, which is no item of the usual attention",

@@ -15,7 +15,7 @@ from megatron_lynx.solver.baselines import keep_all
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.placement import NOWHERE, Placement, Seat
 from megatron_lynx.solver.problem import Choices, Option, StageProblem
-from megatron_lynx.solver.sweep import least_memory
+from megatron_lynx.solver.programme import least_memory
 from tests.config.jobs import catalogued_job
 
 RECOMPUTABLE = ("input_layernorm", "linear_qkv", "rotary", "core_attention")
@@ -112,5 +112,5 @@ def catalogued_problems(draw, layers=24):
     """A stage with some of its job's memory."""
     stages = catalogued(draw(st.sampled_from(sorted(LAYOUTS))))
     problem = stages.of(draw(st.integers(0, stages.job.parallel.pipeline - 1)), layers)
-    least, most = least_memory(problem).peak_bytes, keep_all(problem).peak_bytes
+    least, most = least_memory(replace(problem, inside=())).peak_bytes, keep_all(problem).peak_bytes
     return replace(problem, budget_bytes=least + int(draw(st.floats(0, 1)) * (most - least)))

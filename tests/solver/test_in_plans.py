@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -14,27 +14,24 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner.writing import written
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.simulation import Simulation
-from megatron_lynx.solver import exact, sweep
 from megatron_lynx.solver.answer import LayerChoice, Share, Solved, SolvedChunks, StageAnswer
 from megatron_lynx.solver.baselines import keep_all
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import StageProblem
+from megatron_lynx.solver.programme import least_memory, solve
 from tests.solver.problems import LAYOUTS, catalogued
 
-Solver = Callable[[StageProblem], Solved]
 
-
-@pytest.mark.parametrize("solve", [sweep.solve, exact.solve], ids=["sweep", "exact"])
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
 @settings(max_examples=2, deadline=None)
 @given(share=st.floats(0, 1))
 @pytest.mark.slow
-def test_never_over_budget_in_the_simulator(solve: Solver, name: str, share: float) -> None:
+def test_never_over_budget_in_the_simulator(name: str, share: float) -> None:
     stages = catalogued(name)
     answers = []
     for stage in range(stages.job.parallel.pipeline):
         problem = stages.of(stage)
-        least, most = sweep.least_memory(problem).peak_bytes, keep_all(problem).peak_bytes
+        least, most = least_memory(problem).peak_bytes, keep_all(problem).peak_bytes
         answers.append(solve(replace(problem, budget_bytes=least + int(share * (most - least)))))
     found = simulated(name, answers)
     for stage, answer in enumerate(answers):

@@ -15,10 +15,10 @@ from megatron_lynx.errors import Infeasible
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.solver import sweep
 from megatron_lynx.solver.answer import LayerChoice, Solved
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import Choices, StageProblem
+from megatron_lynx.solver.programme import least_memory, solve
 from tests.config.jobs import catalogued_job
 
 ENDLESS_BYTES = 10**15
@@ -43,8 +43,8 @@ def problem() -> StageProblem:
 
 def with_budget(problem: StageProblem, share: float) -> StageProblem:
     """Between the least memory and that of taking no longer than keeping everything."""
-    most = sweep.solve(replace(problem, budget_bytes=ENDLESS_BYTES)).peak_bytes
-    least = sweep.least_memory(problem).peak_bytes
+    most = solve(replace(problem, budget_bytes=ENDLESS_BYTES)).peak_bytes
+    least = least_memory(problem).peak_bytes
     return replace(problem, budget_bytes=int(least + share * (most - least)))
 
 
@@ -54,7 +54,7 @@ def pairs(problem: StageProblem) -> Iterator[tuple[Choices, Choices]]:
 
 def test_answers_keep_the_budget_and_more_of_it_never_costs_time(problem: StageProblem) -> None:
     budgeted = [with_budget(problem, share) for share in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)]
-    answers = [sweep.solve(each) for each in budgeted]
+    answers = [solve(each) for each in budgeted]
     for each, answer in zip(budgeted, answers, strict=True):
         assert answer.peak_bytes <= (each.budget_bytes or 0)
         assert {item for layer in answer.layers[::2] for item in layer.mlp.recompute} <= {*EXPERTS.recomputable, "dispatch"}
@@ -62,7 +62,7 @@ def test_answers_keep_the_budget_and_more_of_it_never_costs_time(problem: StageP
     assert longer == sorted(longer, reverse=True)
     assert longer[0] > 0 >= longer[-1]
     with pytest.raises(Infeasible):
-        sweep.solve(with_budget(problem, -0.01))
+        solve(with_budget(problem, -0.01))
 
 
 def test_hardly_slower_than_the_best_of_everything_alike(problem: StageProblem) -> None:
@@ -76,7 +76,7 @@ def test_hardly_slower_than_the_best_of_everything_alike(problem: StageProblem) 
         answer = Solved(layers, tight.in_flight)
         if answer.peak_bytes <= (tight.budget_bytes or 0):
             best = min(best, answer.longer_s)
-    assert sweep.solve(tight).longer_s <= best + 0.005 * problem.device.both_s
+    assert solve(tight).longer_s <= best + 0.005 * problem.device.both_s
 
 
 def test_latent_attention_has_more_options_than_combinations_are_tried_of() -> None:
@@ -87,9 +87,9 @@ def test_latent_attention_has_more_options_than_combinations_are_tried_of() -> N
         "deepseek-v2-lite", cluster="h100-80g", gpus=8, micro=2, batch=128, parallel={"expert": 8}, policy="planned"
     )
     problem = StageProblems(job, analytic_profile(job)).of(0)
-    free, least = sweep.solve(replace(problem, budget_bytes=ENDLESS_BYTES)), sweep.least_memory(problem)
+    free, least = solve(replace(problem, budget_bytes=ENDLESS_BYTES)), least_memory(problem)
     budgets = [int(least.peak_bytes + share * (free.peak_bytes - least.peak_bytes)) for share in (0.8, 0.6, 0.4, 0.2)]
-    exposed = [sweep.solve(replace(problem, budget_bytes=budget)).exposed_s for budget in budgets]
+    exposed = [solve(replace(problem, budget_bytes=budget)).exposed_s for budget in budgets]
     dearer = [later - sooner for sooner, later in pairwise([0.0, *exposed])]
     one_layer_s = (least.exposed_s - free.exposed_s) / job.model.layers
     assert all(sooner <= later + one_layer_s for sooner, later in pairwise(dearer))

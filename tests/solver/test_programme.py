@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lynx.errors import Infeasible
-from megatron_lynx.solver import exact
-from megatron_lynx.solver.answer import LayerChoice, Solved
+from megatron_lynx.solver.answer import LayerChoice, Remembering, Solved
 from megatron_lynx.solver.baselines import keep_all, on_demand, recompute_all
 from megatron_lynx.solver.problem import Choices, StageProblem
-from megatron_lynx.solver.sweep import least_memory, solve
-from tests.solver.problems import budgets, catalogued_problems, every_answer, options, problems
+from megatron_lynx.solver.programme import least_memory, solve
+from tests.solver.problems import LAYOUTS, budgets, catalogued, catalogued_problems, every_answer, options, problems
 
 TOLERANCE_S = 1e-9
 random_problems = settings(max_examples=40, deadline=None)
@@ -118,13 +119,42 @@ def test_of_a_single_layer_the_best_of_all_answers(problem):
         assert solve(limited).longer_s == pytest.approx(fitting)
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
-@given(catalogued_problems())
-def test_within_a_fiftieth_of_a_micro_batch_of_what_is_proven(problem):
-    """In the worst case on a last stage with one micro-batch in flight, where the last three layers need most."""
-    proven = exact.solve(problem)
-    assert proven.proven
-    assert solve(problem).longer_s <= proven.longer_s + 0.02 * problem.device.both_s
+@settings(max_examples=25, deadline=None)
+@given(problems(max_layers=2, most_parts=2))
+def test_of_two_layers_the_best_of_all_answers(problem):
+    answers = every_answer(problem)
+    assert least_memory(problem).peak_bytes == min(answer.peak_bytes for answer in answers)
+    for limited in budgets(problem):
+        fitting = min(answer.longer_s for answer in answers if answer.peak_bytes <= limited.budget_bytes)
+        assert solve(limited).longer_s == pytest.approx(fitting)
+
+
+PROVEN = json.loads((Path(__file__).parent / "proven.json").read_text())
+"""Layout, stage, share of the room between least and most memory, bytes of the budget and seconds, for stages of 12 layers on
+hosts that are never slow: answers of the exact solver of commit 9d4c9261 (integer programmes over single halves, solved by
+HiGHS), which proved that none is faster."""
+
+
+@pytest.mark.parametrize("name", sorted(LAYOUTS))
+def test_no_slower_than_what_is_proven_by_six_thousandths_of_a_stage(name):
+    """Where the budget is 3 % above the least memory, the best order may have layers of two columns in turns, which numbers of
+    layers do not express: 2.5 %."""
+    for _, stage, share, budget_bytes, proven_s in (row for row in PROVEN if row[0] == name):
+        problem = replace(catalogued(name).of(stage, 12), budget_bytes=budget_bytes)
+        answer = solve(replace(problem, device=None))
+        assert answer.peak_bytes <= budget_bytes
+        assert answer.longer_s <= proven_s + (0.006 if share > 0.1 else 0.025) * problem.device.both_s
+
+
+def test_the_same_problem_is_solved_once():
+    attention, mlp = options([(30, 1.0)], 0.0), options([(100, 3.5)], 0.0)
+    problem = StageProblem(0, 3, attention, mlp, mlp, in_flight=2, budget_bytes=10**6)
+    asked = []
+    solver = Remembering(lambda each: asked.append(each) or solve(each))
+    assert solver(problem) is solver(replace(problem))
+    solver(replace(problem, budget_bytes=10**5))
+    solver(replace(problem, mlp=options([(90, 3.5)], 0.0)))
+    assert len(asked) == 3, "another budget, and other choices, are other problems"
 
 
 @random_problems
@@ -182,7 +212,6 @@ def test_layers_on_top_are_recomputed_late_where_only_their_frames_are_too_much(
     attention, mlp, last_mlp = (long_needed(getattr(example(), name)) for name in ("attention", "mlp", "last_mlp"))
     problem = StageProblem(0, 8, attention, mlp, Choices(last_mlp[1:]))
     least = least_memory(problem)
-    assert {layer.mlp.seat.steady.window for layer in least.layers[:-1]} == {"on_demand"}
     answer = solve(replace(problem, budget_bytes=least.peak_bytes))
     late = [layer.mlp.seat.steady.on_demand for layer in answer.layers[:-1]]
     assert 0 < late.count(True) < len(late)
