@@ -18,6 +18,7 @@ from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.plan.plan_file import dump_plan, load_plan
 from megatron_lynx.planner import decide, decision
+from megatron_lynx.planner.decision import Decision
 from megatron_lynx.planner.filling import Filler, _waits
 from megatron_lynx.planner.packing import LONG, InTurns, Linear, Packed, Put, Wait, Ways, ways_of
 from megatron_lynx.planner.pieces import cut, placed
@@ -26,7 +27,8 @@ from megatron_lynx.planner.summary import summary
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.search.simulated import pipeline_s
-from megatron_lynx.solver import options
+from megatron_lynx.simulator.simulation import Simulation
+from megatron_lynx.solver.answer import StageAnswer
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.units import GIB
 from tests.config.jobs import catalogued_job
@@ -168,10 +170,14 @@ def test_packing_in_turns_finds_nearly_what_every_way_finds():
 
 def test_one_stage_without_room_does_not_take_forwards_from_the_others(monkeypatch) -> None:
     """One stage held too much with weight gradients in waits of forwards, however little it was left; then none of them had any,
-    and the step was 0.9 % longer. (With checkpoints that begin ahead, or go on in waits, it has
-    room.)"""
-    monkeypatch.setattr(options, "begun_ahead", lambda prices, sections, layer, **how: layer)
-    monkeypatch.setattr(options.StageProblems, "_with_rest_in_wait", lambda problems, section, checkpoint: checkpoint)
+    and the step was 0.9 % longer. (No job at hand has such a stage: here two rounds find a byte too much.)"""
+    rounds: list[int] = []
+
+    def too_much_bytes(of: Decision, answer: StageAnswer, simulation: Simulation) -> int:
+        rounds.extend([answer.stage] * (answer.stage == 0))
+        return int(answer.stage == 0 and len(rounds) % decision.PLACED_AGAIN > 0)
+
+    monkeypatch.setattr(decision, "_too_much_bytes", too_much_bytes)
     job = load_job(job_path("jobs/mixtral-8x7b-h100-80g"))
     found = decide(job, analytic_profile(job))
     in_forwards = [

@@ -4,6 +4,9 @@ job, profile ──partitioned──> layers of each stage ──Stages──> a
                                      ├── again with less memory for offloaded shares whose copies lag ──────────┤
                                      └── with weight gradients in the waits that are left (`filling`) ──────────┘
 
+Of equally fast answers, the one with the fewest bytes leaves memory to weight gradients, the one with the fewest halves that hide
+recomputation leaves waits to them (`Stages.leaving_waits`). Both are filled if they differ.
+
 `check_budget_kept` compares the finished plan with the budget at every moment.
 """
 
@@ -204,14 +207,22 @@ def _step_s(decision: Decision) -> float:
 def _made(job: Job, profile: Profile) -> Decision:
     decisions = [_fitting(job, Stages(parted, profile)) for parted in partitioned(job, profile)]
     decision, stages = min(decisions, key=lambda pair: pair[0].simulation.step_s)
-    refined = _refined(decision, stages, job, profile)
-    little = refined.simulation.step_s > (1 - WORTH_READING) * decision.simulation.step_s
-    filled = _filled(decision if little and why_none_deferred(job) is None else refined, profile)
-    if _faster(refined.simulation, filled):
-        filled = replace(refined, weight_gradients=NONE_DEFERRED)
+    filled = _with_weight_gradients(decision, stages, job, profile)
+    if job.policy == "planned" and why_none_deferred(decision.job) is None:
+        other, others = _fitting(job, stages.leaving_waits)
+        if _layers_of(other.stages) != _layers_of(decision.stages):
+            filled = min(filled, _with_weight_gradients(other, others, job, profile), key=_step_s)
     filled = _sending_first(filled, profile)
     check_budget_kept(filled.job, filled.simulation)
     return filled
+
+
+def _with_weight_gradients(decision: Decision, stages: Stages, job: Job, profile: Profile) -> Decision:
+    """Return the decision refined and with weight gradients in its waits, whichever of both is worth it."""
+    refined = _refined(decision, stages, job, profile)
+    little = refined.simulation.step_s > (1 - WORTH_READING) * decision.simulation.step_s
+    filled = _filled(decision if little and why_none_deferred(job) is None else refined, profile)
+    return replace(refined, weight_gradients=NONE_DEFERRED) if _faster(refined.simulation, filled) else filled
 
 
 def _with_best_share(job: Job, profile: Profile) -> Decision:

@@ -71,6 +71,8 @@ class Columns(NamedTuple):
     """Costs of many options, side by side."""
 
     longer_s: Floats
+    hides: Floats
+    """1 if recomputation is hidden in waits, else 0."""
     resident: Floats
     moments: Floats
     """(options, `cost.memory.COLUMNS`): bytes of one micro-batch."""
@@ -93,9 +95,12 @@ class Choices(tuple[Option, ...]):
     @cached_property
     def columns(self) -> Columns:
         """Costs of the options. Float64 counts bytes exactly up to 2^53. NaN seconds count as `ENDLESS`."""
-        rows = [(round(option.longer_s, SECOND_DIGITS), option.memory.resident, *option.memory.columns) for option in self]
-        table = np.fmin(np.array(rows, dtype=np.float64).reshape(len(rows), 2 + len(COLUMNS)), ENDLESS)
-        return Columns(table[:, 0], table[:, 1], table[:, 2:])
+        rows = [
+            (round(option.longer_s, SECOND_DIGITS), option.hidden_s > 0, option.memory.resident, *option.memory.columns)
+            for option in self
+        ]
+        table = np.fmin(np.array(rows, dtype=np.float64).reshape(len(rows), 3 + len(COLUMNS)), ENDLESS)
+        return Columns(table[:, 0], table[:, 1], table[:, 2], table[:, 3:])
 
     @cached_property
     def joined(self) -> Choices:
@@ -129,8 +134,8 @@ class Choices(tuple[Option, ...]):
         return self._unbeaten([])
 
     def _unbeaten(self, host_s: list[float]) -> Choices:
-        columns, waits = self.apart.columns, np.array([option.hidden_s > 0 for option in self.apart], dtype=float)
-        costs = [*columns[:2], *columns.moments.T, waits, *([np.array(host_s)] if host_s else [])]
+        columns = self.apart.columns
+        costs = [*columns[:3], *columns.moments.T, *([np.array(host_s)] if host_s else [])]
         return Choices((*(self.apart[number] for number in unbeaten(costs)), *self.joined))
 
     @cached_property

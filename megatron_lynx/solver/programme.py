@@ -63,29 +63,29 @@ class Table(NamedTuple):
         return Table(tuple(self.halves[number] for number in numbers), *(part[numbers] for part in self[1:]))
 
 
-def table(attention: Choices, mlp: Choices, *, last: bool, hosted: bool) -> Table:
+def table(attention: Choices, mlp: Choices, *, last: bool, hosted: bool, wait_s: float = 0.0) -> Table:
     """Return the columns of a kind of layer that no other one beats. `last`: of the stage's last layer. `hosted`: host seconds
-    count."""
+    count. `wait_s`: see `Programme`."""
     first, second = (half.unbeaten if hosted else half.unbeaten_on_device for half in (attention, mlp))
     apart = [np.arange(len(choices) - len(choices.joined)) for choices in (first, second)]
     numbers = [grid.ravel() for grid in np.meshgrid(*apart, indexing="ij")]
     if first.joined and second.joined:
         numbers = [np.append(half, len(alone)) for half, alone in zip(numbers, apart, strict=True)]
-    columns = _columns([(first[a], second[m]) for a, m in zip(*numbers, strict=True)])
+    columns = _columns([(first[a], second[m]) for a, m in zip(*numbers, strict=True)], wait_s)
     moments = columns.whole.T if last else np.array([np.maximum(columns.need, 0), columns.ahead.max(axis=1)])
     host_s = [columns.host_s.sum(axis=1)] if hosted else []
     costs = columns.longer_s, columns.resident, columns.held, *moments, *host_s
     return columns.at(unbeaten(costs))
 
 
-def _columns(halves: Sequence[tuple[Option, Option]]) -> Table:
+def _columns(halves: Sequence[tuple[Option, Option]], wait_s: float = 0.0) -> Table:
     both = [Choices(options) for options in zip(*halves, strict=True)] or [Choices(), Choices()]
     first, second = (choices.columns for choices in both)
     x, y = first.moments, second.moments
     host_s = [[sum(each.host.forward_s for each in pair), sum(each.host.backward_s for each in pair)] for pair in halves]
     return Table(
         tuple(halves),
-        np.round(first.longer_s + second.longer_s, SECOND_DIGITS),
+        np.round(first.longer_s + second.longer_s + wait_s * (first.hides + second.hides), SECOND_DIGITS),
         first.resident + second.resident,
         x[:, 0] + y[:, 0],
         np.stack([y[:, 5] + x[:, 3], y[:, 6] + x[:, 4], x[:, 5], x[:, 6]], axis=1),
@@ -107,6 +107,9 @@ class Answer(NamedTuple):
 class Programme:
     """Solver of a series of problems, which share the tables of their kinds of layers."""
 
+    wait_s: float = 0.0
+    """Seconds that count for each half that hides recomputation in waits. Of equally fast answers, the one with the fewest bytes
+    is taken at 0, one with the fewest such halves at a tiny number."""
     tables: dict[tuple[int, int, bool, bool], tuple[Choices, Choices, Table]] = field(default_factory=dict)
     """By identity of both halves' choices, which are kept; last layer; host seconds."""
 
@@ -145,7 +148,7 @@ class Programme:
         some = ways[ways[:, -1] < 0, :-1]
         if len(some):
             first = sum(len(each.held) for each in stage.tables)
-            grouped = replace(stage, groups=_columns(columns), ways=np.where(some < 0, some, some + first))
+            grouped = replace(stage, groups=_columns(columns, self.wait_s), ways=np.where(some < 0, some, some + first))
             yield from grouped.best(budget_bytes)
         everywhere = [[columns[number] for number in way] for way in ways[ways[:, -1] >= 0].tolist()]
         found = [
@@ -167,7 +170,7 @@ class Programme:
     def _table(self, attention: Choices, mlp: Choices, *, last: bool, hosted: bool) -> Table:
         key = id(attention), id(mlp), last, hosted
         if key not in self.tables:
-            self.tables[key] = attention, mlp, table(attention, mlp, last=last, hosted=hosted)
+            self.tables[key] = attention, mlp, table(attention, mlp, last=last, hosted=hosted, wait_s=self.wait_s)
         return self.tables[key][2]
 
 

@@ -45,6 +45,9 @@ NOTHING = Share(0.0)
 STEPS = 20
 """Fractions are multiples of a twentieth."""
 
+WAIT_S = 1e-9
+"""Seconds of a half that hides recomputation, where waits are left to weight gradients: less than any recomputation takes."""
+
 
 @dataclass(frozen=True)
 class Worked:
@@ -107,6 +110,12 @@ class Stages:
             fit = bisect_left(ways, True, key=lambda way: way.peak_bytes > budget_bytes)
             answer = ways[fit - 1] if fit else answer
         return answer
+
+    @property
+    def leaving_waits(self) -> Stages:
+        """The same stages; of equally fast answers, those that leave the most waits to weight gradients."""
+        programme = Programme(WAIT_S)
+        return replace(self, before=replace(self.worked, programme=programme, solver=Remembering(programme), answers={}))
 
     def keeping_all(self, stage: int) -> StageAnswer:
         """Return the stage without recomputation and offload, regardless of the budget."""

@@ -81,7 +81,7 @@ def test_a_half_of_experts_takes_as_long_with_windows_as_without(passing: str) -
 
 def test_all_that_can_be_recomputed_is_hidden_where_memory_is_short() -> None:
     """The plan holds half of what stock keeps of activations, and takes no longer: each exchange outlasts what it hides. The host
-    is left out: with sixteen experts a rank it is the slower one."""
+    is left out: with sixteen experts a rank it is the slower one. (With more memory, waits also hide more weight gradients.)"""
     job = qwen3()
     profile = analytic_profile(job).model_copy(update={"host_time": None})
     decision = decide(job.model_copy(update={"budget": job.budget.model_copy(update={"memory_gib": 54})}), profile)
@@ -91,7 +91,7 @@ def test_all_that_can_be_recomputed_is_hidden_where_memory_is_short() -> None:
     assert all(stage.predicted.exposed_recompute_s == 0 < stage.predicted.hidden_recompute_s for stage in plan.stages)
     assert all(memory.total <= 54 * GIB for memory in decision.memory)
     free = decide(job, profile)
-    assert decision.simulation.step_s <= 1.001 * free.simulation.step_s
+    assert decision.simulation.step_s <= 1.003 * free.simulation.step_s
 
 
 def within(gib: float) -> Job:
