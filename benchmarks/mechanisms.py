@@ -72,8 +72,8 @@ def _of_class(cls: type, *names: str) -> tuple[Any, ...]:
     return tuple(vars(cls)[name] for name in names)
 
 
-def _placed_with(placed: Callable[..., Any], **always: bool) -> Callable[..., Any]:
-    return lambda found, profile, known, **given: placed(found, profile, known, **given | always)
+def _called_with(function: Callable[..., Any], **always: bool) -> Callable[..., Any]:
+    return lambda *given, **named: function(*given, **named | always)
 
 
 def _spread_evenly(parted: Callable[..., list[Job]]) -> Callable[..., list[Job]]:
@@ -91,9 +91,9 @@ MECHANISMS = (
     Mechanism(
         "weight gradients with several chunks: with forwards or without",
         (),
-        ((decision, "_placed", _placed_with(decision._placed, forwards=True)),),
+        ((decision, "_Placing", _called_with(decision._Placing, forwards=True)),),
     ),
-    Mechanism(IN_PIECES, (pieces,), ((decision, "_placed", _placed_with(decision._placed, pieces=False)),)),
+    Mechanism(IN_PIECES, (pieces,), ((decision._Placing, "placed", _called_with(decision._Placing.placed, pieces=False)),)),
     Mechanism(SENT_FIRST, (sent_first,), ((decision, "_sending_first", lambda found, profile: found),)),
     Mechanism(
         "recomputation in parts of several waits",

@@ -201,7 +201,7 @@ def test_forwards_of_whichever_chunk_are_filled(monkeypatch):
     assert any(wait.startswith("fwd.") for wait in waits)
     assert max(memory.total for memory in found.memory) <= job.memory_budget_bytes
     assert any(entry.defers for entry in found.plan.chunks_of(1))
-    monkeypatch.setattr(decision, "Filler", lambda *of, forwards, pieces: Filler(*of, forwards=(), pieces=pieces))
+    monkeypatch.setattr(decision, "Filler", lambda *of, forwards: Filler(*of, forwards=()))
     assert found.simulation.step_s < decide(job, profile).simulation.step_s
 
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from math import inf
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import bounded_by_device, layers_budget_bytes
@@ -208,20 +209,29 @@ def _made(job: Job, profile: Profile) -> Decision:
     decisions = [_fitting(job, Stages(parted, profile)) for parted in partitioned(job, profile)]
     decision, stages = min(decisions, key=lambda pair: pair[0].simulation.step_s)
     filled = _with_weight_gradients(decision, stages, job, profile)
-    if job.policy == "planned" and why_none_deferred(decision.job) is None:
-        other, others = _fitting(job, stages.leaving_waits)
-        if _layers_of(other.stages) != _layers_of(decision.stages):
-            filled = min(filled, _with_weight_gradients(other, others, job, profile), key=_step_s)
+    leaving_waits = stages.leaving_waits
+    if job.policy == "planned" and why_none_deferred(decision.job) is None and _differ(leaving_waits, decision):
+        other = _with_weight_gradients(*_fitting(job, leaving_waits), job, profile, below_s=filled.simulation.step_s)
+        filled = min(filled, other, key=_step_s)
     filled = _sending_first(filled, profile)
     check_budget_kept(filled.job, filled.simulation)
     return filled
 
 
-def _with_weight_gradients(decision: Decision, stages: Stages, job: Job, profile: Profile) -> Decision:
-    """Return the decision refined and with weight gradients in its waits, whichever of both is worth it."""
+def _differ(stages: Stages, decision: Decision) -> bool:
+    """Whether stages have other answers than a decision's; also if they have none."""
+    try:
+        return _layers_of(_answers(stages)) != _layers_of(decision.stages)
+    except Infeasible:
+        return True
+
+
+def _with_weight_gradients(decision: Decision, stages: Stages, job: Job, profile: Profile, *, below_s: float = inf) -> Decision:
+    """Return the decision refined and with weight gradients in its waits, whichever of both is worth it. `below_s`: a longer step
+    is of no use."""
     refined = _refined(decision, stages, job, profile)
     little = refined.simulation.step_s > (1 - WORTH_READING) * decision.simulation.step_s
-    filled = _filled(decision if little and why_none_deferred(job) is None else refined, profile)
+    filled = _filled(decision if little and why_none_deferred(job) is None else refined, profile, below_s)
     return replace(refined, weight_gradients=NONE_DEFERRED) if _faster(refined.simulation, filled) else filled
 
 
@@ -361,32 +371,50 @@ def _rehearsed(
     return Decision(job, answers, predicted, simulation, host, weight_gradients)
 
 
-def _filled(decision: Decision, profile: Profile) -> Decision:
-    """Defer weight gradients into waits if that is faster and fits."""
+def _filled(decision: Decision, profile: Profile, below_s: float = inf) -> Decision:
+    """Defer weight gradients into waits if that is faster and fits; in fewer ways if none is faster than `below_s`."""
     if (why := why_none_deferred(decision.job)) is not None:
         return replace(decision, weight_gradients=f"none deferred: {why}")
-    known = Known()
-    ways = (True, False) if decision.job.chunks > 1 else (True,)  # several chunks: see `planner.filling`
+    known, tried = Known(), list[Plan]()
     cut = (False, True) if decision.job.overlap.weight_gradient_pieces else (False,)
-    candidates = (_placed(decision, profile, known, forwards=way, pieces=pieces) for way in ways for pieces in cut)
-    return min(candidates, key=_step_s)
+    best = replace(decision, weight_gradients=NONE_DEFERRED)
+    for forwards in (True, False) if decision.job.chunks > 1 else (True,):  # several chunks: see `planner.filling`
+        placing = _Placing(decision, profile, known, tried, forwards=forwards)
+        for pieces in cut:
+            best = placing.placed(min(below_s, best.simulation.step_s), pieces=pieces) or best
+    return best
 
 
-def _placed(decision: Decision, profile: Profile, known: Known, *, forwards: bool, pieces: bool) -> Decision:
-    """Defer weight gradients into waits, with or without those of forwards, whole or in pieces."""
-    waiting = frozenset(range(len(decision.stages))) if forwards else frozenset()
-    filler_of = partial(Filler, decision.plan, decision.job, profile, decision.simulation, known, pieces=pieces)
-    filler = filler_of(forwards=waiting)
+@dataclass(frozen=True)
+class _Placing:
+    """Places weight gradients in a plan's waits, with or without those of forwards."""
 
-    def filled(budgets: Sequence[int], late: frozenset[int]) -> Plan:
+    decision: Decision
+    profile: Profile
+    known: Known
+    tried: list[Plan]
+    """First plans of all placings: one that is made again is not rehearsed again."""
+    forwards: bool
+
+    def placed(self, below_s: float, *, pieces: bool) -> Decision | None:
+        """Return the decision with weight gradients, whole or in pieces, if it fits and its step is below `below_s`."""
+        found = _first_that_fits(self.decision, self.profile, partial(self._plan, pieces), below_s, self.tried)
+        if found is None:
+            return None
+        said = f"deferred {'in pieces ' if pieces else ''}into waits: the step is {_gained(found[1], self.decision)} shorter"
+        return _rehearsed(self.decision.job, self.profile, self.decision.stages, *found, said)
+
+    def _plan(self, pieces: bool, budgets: Sequence[int], late: frozenset[int]) -> Plan:
         """`late` stages defer none to forwards."""
-        return (filler_of(forwards=waiting - late) if late else filler).filled(budgets)
+        return (self._filler_of(late) if late else self._filler).filled(budgets, pieces=pieces)
 
-    found = _first_that_fits(decision, profile, filled)
-    if found is None or not _faster(found[1], decision):
-        return replace(decision, weight_gradients=NONE_DEFERRED)
-    said = f"deferred {'in pieces ' if pieces else ''}into waits: the step is {_gained(found[1], decision)} shorter"
-    return _rehearsed(decision.job, profile, decision.stages, *found, said)
+    @cached_property
+    def _filler(self) -> Filler:
+        return self._filler_of(frozenset())
+
+    def _filler_of(self, late: frozenset[int]) -> Filler:
+        decision, stages = self.decision, frozenset(range(len(self.decision.stages)) if self.forwards else ())
+        return Filler(decision.plan, decision.job, self.profile, decision.simulation, self.known, forwards=stages - late)
 
 
 def _sending_first(decision: Decision, profile: Profile) -> Decision:
@@ -397,8 +425,8 @@ def _sending_first(decision: Decision, profile: Profile) -> Decision:
     best, said = decision, "deferred" if decision.weight_gradients == NONE_DEFERRED else decision.weight_gradients
     latest_s = late_reduction_s(job, decision.simulation.idle_at_end_s) + 10.0**-SECOND_DIGITS
     for placing in (SendingFirst(decision.plan, job, profile, decision.simulation, hiding) for hiding in (False, True)):
-        found = _first_that_fits(decision, profile, partial(_sent_first, placing))
-        if found is None or not _faster(found[1], best) or late_reduction_s(job, found[1].idle_at_end_s) > latest_s:
+        found = _first_that_fits(decision, profile, partial(_sent_first, placing), best.simulation.step_s, [])
+        if found is None or late_reduction_s(job, found[1].idle_at_end_s) > latest_s:
             continue
         gained = f"{said}; gradients sent before others: {_gained(found[1], decision)} shorter"
         best = _rehearsed(job, profile, decision.stages, *found, gained)
@@ -410,22 +438,31 @@ def _sent_first(placing: SendingFirst, budgets: Sequence[int], late: frozenset[i
 
 
 def _first_that_fits(
-    decision: Decision, profile: Profile, placed: Callable[[Sequence[int], frozenset[int]], Plan]
+    decision: Decision,
+    profile: Profile,
+    placed: Callable[[Sequence[int], frozenset[int]], Plan],
+    below_s: float,
+    tried: list[Plan],
 ) -> tuple[Plan, Simulation] | None:
-    """Place weight gradients until the plan fits; None if none is placed, or no plan fits.
+    """Place weight gradients until the plan fits; None if none is placed, no plan fits, or the step is not below `below_s`.
 
-    Bytes over the budget in the simulation are taken from the budget of weight gradients, and they are placed again.
+    Bytes over the budget in the simulation are taken from the budget of weight gradients, and they are placed again: fewer of
+    them, so a plan that is too slow is not tried again.
 
     Args:
         placed: makes a plan, from each stage's budget and the stages for which less memory alone did not help.
+        tried: plans with which others began; None is returned if this one begins with one of them.
     """
     budgets = [_budget_bytes(decision, answer) for answer in decision.stages]
     late = frozenset[int]()
     for again in range(PLACED_AGAIN):
         plan = placed(budgets, late)
-        if plan == decision.plan:
+        if plan == decision.plan or (not again and plan in tried):
             return None
+        tried += [] if again else [plan]
         simulation = rehearse(plan, profile, job=decision.job)
+        if not simulation.step_s < below_s - 10.0**-SECOND_DIGITS:
+            return None
         over = [_too_much_bytes(decision, answer, simulation) for answer in decision.stages]
         if not any(over):
             return plan, simulation

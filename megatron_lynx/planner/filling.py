@@ -14,8 +14,9 @@ That may cost more than it gains, so plans without forwards are tried as well.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from megatron_lynx.anatomy.address import RECV_BACKWARD, is_forward, window_at
 from megatron_lynx.config.job import Job
@@ -40,7 +41,6 @@ class Filler:
         simulation: of the plan.
         known: shared with fillers of other plans for the job.
         forwards: stages on which waits of forwards are filled, too.
-        pieces: whether weight gradients may be cut.
     """
 
     def __init__(
@@ -52,28 +52,27 @@ class Filler:
         known: Known,
         *,
         forwards: Collection[int],
-        pieces: bool = False,
     ) -> None:
         self._plan = plan
         self._job = job
         self._simulation = simulation
         prices = Prices(profile, less_in_hand_bytes(job))
         rooms = (_rooms(plan, entry, job, prices, simulation, forwards=entry.stage in forwards) for entry in plan.stages)
-        self._ways = [_WaysOfLayers(chunk_rooms, known, pieces) for chunk_rooms in rooms]
+        self._ways = [_WaysOfLayers(chunk_rooms, known) for chunk_rooms in rooms]
 
-    def filled(self, budgets: Sequence[int]) -> Plan:
+    def filled(self, budgets: Sequence[int], *, pieces: bool = False) -> Plan:
         """Return the plan with weight gradients in its waits; unchanged if nothing is gained or fits.
 
-        `budgets`: bytes of each stage's layers.
+        `budgets`: bytes of each stage's layers. `pieces`: whether weight gradients may be cut.
         """
-        fillings = [self._filling(ways, budgets[ways.rooms.entry.stage]) for ways in self._ways]
+        fillings = [self._filling(ways, budgets[ways.rooms.entry.stage], pieces) for ways in self._ways]
         entries = tuple(filling.filled(receives=_receives(self._job, filling.rooms.entry)) for filling in fillings)
         return self._plan.model_copy(update={"stages": entries})
 
-    def _filling(self, ways: _WaysOfLayers, budget_bytes: int) -> _Filling:
+    def _filling(self, ways: _WaysOfLayers, budget_bytes: int, pieces: bool) -> _Filling:
         entry = ways.rooms.entry
         first_layers = [chunk.layers.first for chunk in self._plan.chunks_of(entry.stage)]
-        return _Filling(ways.rooms, Slack(self._simulation, entry, first_layers, budget_bytes), ways)
+        return _Filling(ways.rooms, Slack(self._simulation, entry, first_layers, budget_bytes), partial(ways.of, pieces))
 
 
 def _rooms(plan: Plan, entry: Stage, job: Job, prices: Prices, simulation: Simulation, *, forwards: bool) -> Rooms:
@@ -100,17 +99,18 @@ class _WaysOfLayers:
 
     rooms: Rooms
     known: Known
-    pieces: bool
-    by_layer: dict[int, list[Placed]] = field(default_factory=dict)
+    by_layer: dict[tuple[bool, int], list[Placed]] = field(default_factory=dict)
 
-    def of(self, layer: int) -> list[Placed]:
-        """Return the layer's ways; the first one uses no forward."""
-        if layer not in self.by_layer:
+    def of(self, pieces: bool, layer: int) -> list[Placed]:
+        """Return the layer's ways; the first one uses no forward. `pieces`: whether weight gradients may be cut."""
+        if (pieces, layer) not in self.by_layer:
             waits, linears = self.rooms.waits(layer), self.rooms.linears(layer)
-            longest_s = max((wait.seconds for wait in waits), default=0.0) if self.pieces else 0.0
+            longest_s = max((wait.seconds for wait in waits), default=0.0) if pieces else 0.0
             ways = ((units, self._ways_of(waits, units)) for units in cut(linears, self.rooms.cost, waits, longest_s))
-            self.by_layer[layer] = best_of([placed(packed, units, waits) for packed in packings] for units, packings in ways)
-        return self.by_layer[layer]
+            self.by_layer[pieces, layer] = best_of(
+                [placed(packed, units, waits) for packed in packings] for units, packings in ways
+            )
+        return self.by_layer[pieces, layer]
 
     def _ways_of(self, waits: Sequence[Wait], linears: tuple[Linear, ...]) -> list[Packed]:
         if not waits:
@@ -128,11 +128,12 @@ class _WaysOfLayers:
 class _Filling:
     rooms: Rooms
     slack: Slack
-    ways: _WaysOfLayers
+    ways: Callable[[int], list[Placed]]
+    """Of a layer; the first one uses no forward."""
     chosen: dict[int, Placed] = field(default_factory=dict)
 
     def filled(self, *, receives: bool) -> Stage:
-        layers = {layer: self.ways.of(layer) for layer in self.rooms.entry.layers}
+        layers = {layer: self.ways(layer) for layer in self.rooms.entry.layers}
         for layer, ways in layers.items():
             if not self._choose(layer, ways[0]):
                 any(self._choose(layer, some) for some in self._parts(layer, ways[0]))

@@ -27,7 +27,7 @@ from megatron_lynx.schedule.double_buffered import Update, deferral, order
 from megatron_lynx.schedule.flushes import warmup
 from megatron_lynx.schedule.schedule import Action, Schedule, with_recomputations
 from megatron_lynx.simulator.passes import ChunkPasses
-from megatron_lynx.simulator.simulate import Message, Run, RunningStage
+from megatron_lynx.simulator.simulate import Message, Run, RunningStage, Step
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.timeline import Span, Timeline
 
@@ -145,7 +145,7 @@ class _UnflushedRun(Run):
         """The last backward of each batch."""
         return frozenset(action for action in order if action.kind == "B" and (action.micro_batch + 1) % self._microbatches == 0)
 
-    def _copied_s(self, stage: RunningStage, before: Action | None, action: Action) -> float:
+    def _copied_s(self, stage: RunningStage, step: Step) -> float:
         """Messages are posted ahead (`double_buffered.interpreter`) and never end in a synchronisation."""
         return 0.0
 
@@ -153,19 +153,17 @@ class _UnflushedRun(Run):
         simulation = self.simulation()
         return Unflushed(simulation.executed, simulation.copied, tuple(map(tuple, self._made)))
 
-    def _exchange(
-        self, stage: RunningStage, before: Action | None, action: Action, free: float
-    ) -> Generator[Message, float, tuple[float, float]]:
-        free = yield from self._send(stage, before, free)
-        received = self._received(stage, action)
+    def _exchange(self, stage: RunningStage, step: Step, free: float) -> Generator[Message, float, tuple[float, float]]:
+        free = yield from self._send(stage, step.sent, free)
+        received = step.received
         if received is not None:
             self._post(received, free)
-        free = yield from self._updated(stage, before, free)
+        free = yield from self._updated(stage, step.before, free)
         return free, free if received is None else max(free, (yield received))
 
-    def _send(self, stage: RunningStage, before: Action | None, free: float) -> Generator[Message, float, float]:
+    def _send(self, stage: RunningStage, sent: Message | None, free: float) -> Generator[Message, float, float]:
         """Send the output of the action before; return the time at which the stage can continue."""
-        sent, under_way = self._sent(stage, before), self._under_way[stage.number]
+        under_way = self._under_way[stage.number]
         if sent is not None:
             if (earlier := under_way.get(sent.kind)) is not None:
                 free = max(free, (yield earlier))
@@ -173,12 +171,12 @@ class _UnflushedRun(Run):
             self._post(sent, free)
         return free
 
-    def _end(self, stage: RunningStage, before: Action | None, free: float) -> Generator[Message, float, None]:
-        sent = self._sent(stage, before)
+    def _end(self, stage: RunningStage, free: float) -> Generator[Message, float, None]:
+        sent = stage.order.sent
         if sent is not None:
             self._post(sent, free)
             free = max(free, (yield sent))
-        yield from self._updated(stage, before, free)
+        yield from self._updated(stage, stage.order.last, free)
 
     def _updated(self, stage: RunningStage, before: Action | Update | None, time_s: float) -> Generator[Message, float, float]:
         """Return the time at which the stage has finished the update after an action; `time_s` if there is no update."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Container, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -32,6 +32,32 @@ class Message(NamedTuple):
     """U: an update that all stages make together (`simulator.double_buffered`); `micro_batch` is then its batch."""
     micro_batch: int
     virtual_stage: int
+
+
+class Step(NamedTuple):
+    """An action of a stage in its schedule, with the messages of the exchange before it."""
+
+    action: Action
+    phase: Phase
+    behind: Action | None
+    """The backward that follows a forward at once."""
+    before: Action | None
+    """The pass before."""
+    sent: Message | None
+    """Output of the pass before."""
+    received: Message | None
+
+
+class Steps(NamedTuple):
+    """All actions of a stage."""
+
+    steps: tuple[Step, ...]
+    last: Action | None
+    """The last pass."""
+    sent: Message | None
+    """Its output."""
+    at_once: frozenset[tuple[int, int]]
+    """(micro-batch, chunk) whose own backward follows its forward at once."""
 
 
 def simulate(
@@ -56,15 +82,12 @@ class RunningStage:
 
     number: int
     passes: Sequence[ChunkPasses]
-    behind: Sequence[Action | None]
-    """For each forward of its order, the backward that follows at once."""
+    order: Steps
     asked_by: Mapping[Action, Action] = field(default_factory=dict)
     """For each pass, the backward whose reload it issues. Empty if copies need not avoid messages."""
     copying: bool = False
     last: Container[Action] = ()
     """The last backward of each chunk in a step."""
-    at_once: Container[tuple[int, int]] = ()
-    """(micro-batch, chunk) whose own backward follows its forward at once."""
     pending: list[Pending] = field(default_factory=lambda: [()])
     executed: list[Executed] = field(default_factory=list)
     copies: HostCopies = field(default_factory=HostCopies)
@@ -73,7 +96,7 @@ class RunningStage:
         passes = self.passes[action.chunk]
         if passes.keeping is not None:
             passes = passes.of(action.micro_batch)
-        if passes.at_once is not None and (action.micro_batch, action.chunk) in self.at_once:
+        if passes.at_once is not None and (action.micro_batch, action.chunk) in self.order.at_once:
             return passes.at_once
         return passes
 
@@ -111,20 +134,18 @@ class Run:
             RunningStage(
                 number,
                 passes,
-                _behind(order),
+                steps,
                 _asked_by(order) if _avoids_messages(passes) else {},
                 any(chunk.copy is not None for chunk in passes),
                 self._completing(order),
-                _at_once(order) if any(chunk.at_once is not None for chunk in passes) else frozenset(),
             )
-            for number, (passes, order) in enumerate(zip(chunks, schedule.orders, strict=True))
+            for number, (passes, order, steps) in enumerate(zip(chunks, schedule.orders, _steps(schedule), strict=True))
         ]
         between = between_passes and not schedule.blocking
         self._p2p_s, self._behind_each_s = (0.0, p2p_s) if between else (p2p_s, 0.0)
         """Seconds of a message after its pass; seconds of the exchange after each pass."""
         self._interference = interference
         self._pipeline = schedule.pipeline
-        self._last = schedule.pipeline * schedule.chunks - 1
         self._posted: dict[Message, float] = {}
         self._arrivals: dict[Message, float] = {}
         self._links: dict[tuple[int, str], float] = {}
@@ -163,34 +184,30 @@ class Run:
 
     def _walk(self, stage: RunningStage) -> Generator[Message, float, None]:
         free = 0.0
-        before: Action | None = None
         recompute: TimedPass = NOTHING
-        for (action, phase), behind in zip(self._schedule.phases(stage.number), stage.behind, strict=True):
+        for step in stage.order.steps:
+            action, phase = step.action, step.phase
             if action.kind == "R":
                 recompute = stage.timed(action, ("R", phase, False))
                 continue
-            over = max(free, self._copied_s(stage, before, action)) if stage.asked_by else free
-            ready, arrived = yield from self._exchange(stage, before, action, over)
-            synchronised = max(arrived, self._copied_s(stage, before, action)) if stage.copying else arrived
+            over = max(free, self._copied_s(stage, step)) if stage.asked_by else free
+            ready, arrived = yield from self._exchange(stage, step, over)
+            synchronised = max(arrived, self._copied_s(stage, step)) if stage.copying else arrived
             held_up_s, arrived = over - free + synchronised - arrived, synchronised
-            begin = arrived
-            if recompute.seconds:
-                begin = self._during_message(stage, (action, "R", phase), recompute, ready, arrived)
-            free = self._execute(stage, action, phase, behind, (arrived, begin, held_up_s)) + self._behind_each_s
-            before, recompute = action, NOTHING
-        yield from self._end(stage, before, free)
+            begin = self._during_message(stage, (action, "R", phase), recompute, ready, arrived) if recompute.seconds else arrived
+            free = self._execute(stage, step, (arrived, begin, held_up_s)) + self._behind_each_s
+            recompute = NOTHING
+        yield from self._end(stage, free)
 
-    def _exchange(
-        self, stage: RunningStage, before: Action | None, action: Action, free: float
-    ) -> Generator[Message, float, tuple[float, float]]:
+    def _exchange(self, stage: RunningStage, step: Step, free: float) -> Generator[Message, float, tuple[float, float]]:
         """Exchange a pass's output and the next one's input; return when the stage is free to wait, and when both are there."""
-        sent, received = self._sent(stage, before), self._received(stage, action)
+        sent, received, before = step.sent, step.received, step.before
         blocking, known = self._schedule.blocking, self._arrivals
         left = NOTHING
         if sent is not None and before is not None:
             left = self._left(stage, before)
             self._post(sent, free)
-            if blocking and before.kind == action.kind:  # else one exchange sends and receives
+            if blocking and before.kind == step.action.kind:  # else one exchange sends and receives
                 over = max(free, known[sent] if sent in known else (yield sent))
                 free, left = self._during_message(stage, (before, "W", "cooldown"), left, free, over), NOTHING
         arrived = free
@@ -206,25 +223,24 @@ class Run:
             free = min(arrived, max(free, begun + left.seconds * self._interference))
         return free, arrived
 
-    def _end(self, stage: RunningStage, before: Action | None, free: float) -> Generator[Message, float, None]:
-        if before is not None and (sent := self._sent(stage, before)) is not None:
+    def _end(self, stage: RunningStage, free: float) -> Generator[Message, float, None]:
+        last, sent = stage.order.last, stage.order.sent
+        if last is not None and sent is not None:
             self._post(sent, free)
-            left = self._left(stage, before)  # no pass waits for them
-            self._during_message(stage, (before, "W", "cooldown"), left, free, free + left.seconds * self._interference)
+            left = self._left(stage, last)  # no pass waits for them
+            self._during_message(stage, (last, "W", "cooldown"), left, free, free + left.seconds * self._interference)
         yield from ()
 
     def _left(self, stage: RunningStage, before: Action) -> TimedPass:
         """Weight gradients that a backward leaves until the gradient of its input is sent."""
-        if before.kind != "B":
-            return NOTHING
-        return stage.timed(before, ("W", "cooldown", before in stage.last))
+        return NOTHING if before.kind != "B" else stage.timed(before, ("W", "cooldown", before in stage.last))
 
-    def _copied_s(self, stage: RunningStage, before: Action | None, action: Action) -> float:
+    def _copied_s(self, stage: RunningStage, step: Step) -> float:
         """Time at which copies issued before a blocking exchange are complete; 0 if there is no exchange, or it does not
         synchronise."""
         if not self._schedule.blocking:
             return 0.0
-        exchanges = self._sent(stage, before) is not None or self._received(stage, action) is not None
+        exchanges = step.sent is not None or step.received is not None
         return stage.copies.free_s if exchanges else 0.0
 
     def _during_message(
@@ -248,11 +264,10 @@ class Run:
         stage.executed.append(Executed(Action(action.micro_batch, kind, action.chunk), phase, free, free, end, shown))
         return begin
 
-    def _execute(
-        self, stage: RunningStage, action: Action, phase: Phase, behind: Action | None, times: tuple[float, float, float]
-    ) -> float:
+    def _execute(self, stage: RunningStage, step: Step, times: tuple[float, float, float]) -> float:
         """Record a pass and return its end. `times`: arrival of its messages, its start, and seconds for which its exchange
         waited for copies."""
+        action, phase, behind = step[:3]
         (arrived, begin, held_up_s), passes = times, stage.passes[action.chunk].of(action.micro_batch)
         waited = self._copies_back(stage, action, passes, begin) if stage.copying else 0.0
         if action.kind == "F":
@@ -294,31 +309,42 @@ class Run:
         if message in self._waiting:
             self._ready.extend(self._waiting.pop(message))
 
-    def _sent(self, stage: RunningStage, action: Action | None) -> Message | None:
-        """Message from a pass to the next virtual stage (forward) or the one before (backward)."""
-        if action is None:
-            return None
-        place, forward = action.chunk * self._pipeline + stage.number, action.kind == "F"
-        if place == (self._last if forward else 0):
-            return None
-        return Message("F" if forward else "B", action.micro_batch, place)
 
-    def _received(self, stage: RunningStage, action: Action) -> Message | None:
-        place, forward = action.chunk * self._pipeline + stage.number, action.kind == "F"
-        if place == (0 if forward else self._last):
-            return None
-        return Message("F", action.micro_batch, place - 1) if forward else Message("B", action.micro_batch, place + 1)
+@lru_cache(maxsize=8)
+def _steps(schedule: Schedule) -> tuple[Steps, ...]:
+    """Cached: plans of one job are simulated with one schedule."""
+    return tuple(_steps_of(schedule, stage) for stage in range(schedule.pipeline))
+
+
+def _steps_of(schedule: Schedule, stage: int) -> Steps:
+    steps, before, sent = list[Step](), None, None
+    for (action, phase), behind in zip(schedule.phases(stage), _behind(schedule.orders[stage]), strict=True):
+        received = _received(schedule, stage, action) if action.is_pass else None
+        steps.append(Step(action, phase, behind, before, sent, received))
+        if action.is_pass:
+            before, sent = action, _sent(schedule, stage, action)
+    own = (step.action for step in steps if step.action.kind == "F" and _same_pass(step.action, step.behind))
+    return Steps(tuple(steps), before, sent, frozenset((action.micro_batch, action.chunk) for action in own))
+
+
+def _sent(schedule: Schedule, stage: int, action: Action) -> Message | None:
+    """Message from a pass to the next virtual stage (forward) or the one before (backward)."""
+    place, forward = action.chunk * schedule.pipeline + stage, action.kind == "F"
+    if place == (schedule.pipeline * schedule.chunks - 1 if forward else 0):
+        return None
+    return Message("F" if forward else "B", action.micro_batch, place)
+
+
+def _received(schedule: Schedule, stage: int, action: Action) -> Message | None:
+    place, forward = action.chunk * schedule.pipeline + stage, action.kind == "F"
+    if place == (0 if forward else schedule.pipeline * schedule.chunks - 1):
+        return None
+    return Message("F", action.micro_batch, place - 1) if forward else Message("B", action.micro_batch, place + 1)
 
 
 def _same_pass(forward: Action, behind: Action | None) -> bool:
     """Whether the backward that follows a forward at once is its own."""
     return behind is not None and behind.micro_batch == forward.micro_batch and behind.chunk == forward.chunk
-
-
-def _at_once(order: Sequence[Action]) -> frozenset[tuple[int, int]]:
-    """(micro-batch, chunk) whose own backward follows its forward."""
-    behind = zip(order, _behind(order), strict=True)
-    return frozenset((one.micro_batch, one.chunk) for one, after in behind if one.kind == "F" and _same_pass(one, after))
 
 
 def _behind(order: Sequence[Action]) -> list[Action | None]:
