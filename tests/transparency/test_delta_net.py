@@ -125,3 +125,12 @@ def test_a_real_half_keeps_and_computes_what_its_shape_says(pool_of: Any, norm: 
     assert counted == priced
     assert {item: flops[item] for item in face.linears(shape)} == {item: face.flops(shape)[item] for item in face.linears(shape)}
     assert (numbers, parameters) == (stage_parameters(job, 0).total, parameter_tensors(job, 0).total)
+
+
+def test_eager_operators_keep_what_is_priced(pool_of: Any) -> None:
+    """In deterministic mode, where the kernels were priced instead."""
+    job = tiny_job("llama", opaque=delta_net_in(["1-4"]), seq=128, deterministic=True)
+    [(tensors, *_)] = pool_of(1).run(measured_delta_net, job)
+    priced = [tensor for tensor in planning_of(DELTA_NET).tensors(LayerShape.of(job)) if tensor.saved_by]
+    counted = sum(tensor.bytes for tensor in tensors if tensor.saved_by)
+    assert counted == pytest.approx(sum(tensor.bytes for tensor in priced), rel=0.02)

@@ -13,7 +13,7 @@ states 6k'v'; it moves 7k' + 6v' columns, scores in fp32 and after, and states k
 states (2Ck' + 2Cv' + 4k'v' FLOPs), and moves 21k' + 15v' columns and four times the states.
 
 Sources: `GatedDeltaNet.forward` of megatron-core 0.18 and 0.19; `ChunkGatedDeltaRuleFunction`, `L2NormFunction` and
-`causal_conv1d` of flash-linear-attention. In deterministic mode Megatron runs the rule in eager operators, which save more.
+`causal_conv1d` of flash-linear-attention. In deterministic mode Megatron runs convolution and rule in eager operators.
 """
 
 from __future__ import annotations
@@ -36,6 +36,10 @@ CHUNK = 64
 RULE_FLOP_PER_S = (105e12, 83e12)
 """Rates of the rule's kernels, forward and backward. They are alike on an H200 and a GB200: neither memory nor matrix units bound
 them (flash-linear-attention 0.5.1 in benchmark_results_H200.txt and benchmark_results_GB200.txt of QwenLM/FlashQLA)."""
+
+EAGER_FLOATS = 112_193
+"""fp32 values that the rule in eager operators (deterministic mode) saves per chunk and head, besides 7k' + 3v' per token and one
+state: measured to 2 % on a CPU. Most are rows of the chunk's triangular solution, of which each of 63 saves all before it."""
 
 
 class DeltaNet(TokenMixer):
@@ -64,6 +68,8 @@ class DeltaNet(TokenMixer):
         flops, again = rule_flops(sizes), 2 * CHUNK * (key + value) + 4 * key * value
         moved = element * (7 * key + 6 * value + 2 * states) + scores
         moved_back = element * (21 * key + 15 * value + 4 * states + 2 * CHUNK)
+        if shape.model.deterministic:  # written and read, then read with gradients
+            moved, moved_back = 2 * eager_bytes(sizes), 4 * eager_bytes(sizes)
         forward_s, backward_s = heads * flops / RULE_FLOP_PER_S[0], heads * (2 * flops + again) / RULE_FLOP_PER_S[1]
         return Passes(
             max(forward_s, roof.seconds(heads * flops, heads * moved)),
@@ -74,16 +80,20 @@ class DeltaNet(TokenMixer):
         model, sizes, one = shape.model, self.sizes(shape.model), column_bytes(shape)
         values, heads = one * sizes.values, shape.tokens * sizes.value_heads // shape.parallel.tensor
         yield from norm_tensors(shape, self.section, (IN_PROJ,))
-        yield SavedTensor(bytes=one * sizes.made, made_by=IN_PROJ, saved_by=(CONVOLUTION,), output=True)
+        eager, convolved = model.deterministic, one * (2 * sizes.keys + sizes.values)
+        yield SavedTensor(bytes=one * sizes.made, made_by=IN_PROJ, saved_by=() if eager else (CONVOLUTION,), output=True)
+        yield from own_tensors(CONVOLUTION, *[convolved, convolved] if eager else [])
         norms = FP32_BYTES * 2 * shape.tokens * sizes.key_heads // shape.parallel.tensor
         of_heads = model.element_bytes * sizes.value_heads // shape.parallel.tensor
         decay = [*[FP32_BYTES * heads] * 2, of_heads, of_heads] if shape.eager else [model.element_bytes * heads]
         yield from own_tensors(CONVOLUTION, 2 * one * sizes.keys, norms, *decay)
-        yield SavedTensor(bytes=model.element_bytes * heads, made_by=CONVOLUTION, saved_by=(CONVOLUTION, RULE))  # step
+        step = (CONVOLUTION,) if eager else (CONVOLUTION, RULE)
+        yield SavedTensor(bytes=model.element_bytes * heads, made_by=CONVOLUTION, saved_by=step)
         for size in (one * sizes.repeated, one * sizes.repeated, values):
-            yield SavedTensor(bytes=size, made_by=CONVOLUTION, saved_by=(RULE,))
+            yield SavedTensor(bytes=size, made_by=CONVOLUTION, saved_by=() if eager else (RULE,))
         yield SavedTensor(bytes=values, made_by=CONVOLUTION, saved_by=(GATED_NORM,))  # gate
-        yield from own_tensors(RULE, FP32_BYTES * heads, model.element_bytes * heads * CHUNK)
+        kernels = [FP32_BYTES * heads, model.element_bytes * heads * CHUNK]
+        yield from own_tensors(RULE, *[round(heads * eager_bytes(sizes))] if eager else kernels)
         yield SavedTensor(bytes=values, made_by=RULE, saved_by=(GATED_NORM,), output=True)
         yield from own_tensors(GATED_NORM, *_gated_norm(shape, values, heads))
         yield from self.result_tensors(shape, output=shape.micro == 1)  # else copied into order
@@ -115,6 +125,12 @@ class DeltaNet(TokenMixer):
         between = 8 * keys + 2 * values
         yield Step(CONVOLUTION, between + made, between + 2 * repeated + 2 * values)
         yield from column_parallel(shape, self.section, made)
+
+
+def eager_bytes(sizes: DeltaSizes) -> float:
+    """Return the bytes that the rule in eager operators saves per token and head."""
+    key, value = sizes.key_size, sizes.value_size
+    return FP32_BYTES * ((EAGER_FLOATS + key * value) / CHUNK + 7 * key + 3 * value)
 
 
 def rule_flops(sizes: DeltaSizes) -> int:
