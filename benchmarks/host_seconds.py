@@ -7,13 +7,14 @@ import pstats
 from io import StringIO
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.profiler.roofline import Passes
 from megatron_lynx.testbed.candidates import NONE, Candidate
 from megatron_lynx.testbed.comparison import subjects_of
-from megatron_lynx.testbed.host_time import Spent, spent_in_steps
+from megatron_lynx.testbed.host_time import spent_in_steps
 from megatron_lynx.testbed.profiling import measure_rank
 
 
-def host_seconds(rank: int, job: Job, candidates: list[Candidate], rounds: int, steps: int) -> dict[str, list[Spent]]:
+def host_seconds(rank: int, job: Job, candidates: list[Candidate], rounds: int, steps: int) -> dict[str, list[Passes]]:
     """Host seconds of so many steps in each of so many turns, by setting."""
     return spent_in_steps(subjects_of(job, candidates), rounds, steps)
 

@@ -31,8 +31,9 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.kinds.dense.section import ACTIVATION
 from megatron_lynx.measure.measurement import Links, this_machine
 from megatron_lynx.planner import uniform_plan
+from megatron_lynx.profiler.roofline import Passes
 from megatron_lynx.testbed.candidates import FULL, NONE, Candidate
-from megatron_lynx.testbed.host_time import Spent, offloading_all
+from megatron_lynx.testbed.host_time import offloading_all
 from megatron_lynx.testbed.ranks import Hosts, hosts_for
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests import instruments
@@ -92,7 +93,7 @@ def layouts(layers: int, **model: Any) -> Iterator[Layout]:
 
 def rows(kind: str, layout: Layout, hosts: Hosts, rounds: int) -> Iterator[Row]:
     candidates = [NONE, FULL, *layout.plans]
-    ranks: list[dict[str, list[Spent]]] = hosts.run(host_seconds, layout.job, candidates, rounds, STEPS)
+    ranks: list[dict[str, list[Passes]]] = hosts.run(host_seconds, layout.job, candidates, rounds, STEPS)
     per_layer = layout.job.model.layers * MICROBATCHES / layout.job.parallel.pipeline
     found = {each.name: _slowest([rank[each.name] for rank in ranks], per_layer) for each in candidates}
     item_ms = {} if hosts.ranks > 1 else hosts.run(forwards_ms, layout.job, rounds)[0]
@@ -110,7 +111,7 @@ def _recomputed(candidate: Candidate) -> tuple[str, ...]:
     return () if candidate.plan is None else candidate.plan.stages[0].rules[0].recompute
 
 
-def _slowest(ranks: list[list[Spent]], per_layer: float) -> tuple[float, float]:
+def _slowest(ranks: list[list[Passes]], per_layer: float) -> tuple[float, float]:
     """Least milliseconds (forward, backward) of one layer and micro-batch, of the rank that needs most for both."""
     least = [(min(step.forward_s for step in steps), min(step.backward_s for step in steps)) for steps in ranks]
     forward_s, backward_s = max(least, key=sum)

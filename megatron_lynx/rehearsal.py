@@ -18,7 +18,6 @@ from megatron_lynx.config.experts import as_spans
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.combined import keeping_all, nodes_of, shared_rates
 from megatron_lynx.cost.ends import ends_of
-from megatron_lynx.cost.host import HostSeconds
 from megatron_lynx.cost.in_hand import less_in_hand_bytes
 from megatron_lynx.cost.memory import movable_bytes
 from megatron_lynx.cost.prices import Prices
@@ -28,6 +27,7 @@ from megatron_lynx.pace import Pace
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.profiler.profile import BlockProfile, Profile
+from megatron_lynx.profiler.roofline import Passes
 from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.schedule.schedule import Schedule, with_recomputations
 from megatron_lynx.simulator.double_buffered import simulate_without_flushes
@@ -311,7 +311,7 @@ def treated_halves(stage: Stage, planned: Iterable[PlannedHalf], prices: Prices)
         )
 
 
-def _host_s(half: PlannedHalf, prices: Prices, *, offloads: bool) -> HostSeconds:
+def _host_s(half: PlannedHalf, prices: Prices, *, offloads: bool) -> Passes:
     deferred = sum(half.pieces.get(linear, 1) for linear in half.deferred)
     return prices.host(half.section, half.recompute, checkpointed=half.checkpoint, offloads=offloads, deferred=deferred)
 

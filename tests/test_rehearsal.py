@@ -9,7 +9,7 @@ from megatron_lynx.config.job import Budget
 from megatron_lynx.config.loader import job_path, load_job
 from megatron_lynx.config.parallel import Overlap
 from megatron_lynx.cost.prices import Prices
-from megatron_lynx.cost.stage import StageSeconds, stage_seconds, step_s
+from megatron_lynx.cost.stage import stage_seconds, step_s
 from megatron_lynx.errors import PlanMismatch
 from megatron_lynx.plan.facts import LayerRange
 from megatron_lynx.plan.plan import Plan
@@ -17,6 +17,7 @@ from megatron_lynx.plan.timetables import planned_halves
 from megatron_lynx.planner import decide, make_plan, uniform_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import LinkPoint, Profile
+from megatron_lynx.profiler.roofline import Passes
 from megatron_lynx.rehearsal import passes_of_chunks, rehearse, treated_halves
 from megatron_lynx.simulator.figures import as_json
 from megatron_lynx.solver.stages import Stages
@@ -114,7 +115,7 @@ def closed_form_s(job, profile, plan):
         time, exposed_s = stage_seconds(job, profile, stage.stage), stage.predicted.exposed_recompute_s / job.microbatches
         halves = treated_halves(stage, planned_halves(stage, plan.model.sections_of), Prices(profile))
         spared_s = sum(half.spared_s(half.planned.steady.gather) for half in halves)
-        stages.append(StageSeconds(time.forward_s, time.backward_s + exposed_s - spared_s))
+        stages.append(Passes(time.forward_s, time.backward_s + exposed_s - spared_s))
     return step_s(stages, job.microbatches, profile.link_s("p2p", profile.attention.input_bytes))
 
 

@@ -15,35 +15,14 @@ from megatron_lynx.anatomy import DENSE, Section
 from megatron_lynx.config.cluster import Implementation, Setting
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.section import gathers
-from megatron_lynx.cost.stage import StageSeconds
 from megatron_lynx.kinds.opaque.section import NOTHING
 from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.profiler.roofline import Passes
 from megatron_lynx.units import format_seconds
 
+NO_HOST_TIME = Passes()
 
-@dataclass(frozen=True)
-class HostSeconds:
-    """Host seconds of one micro-batch."""
-
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-
-    @property
-    def both_s(self) -> float:
-        return self.forward_s + self.backward_s
-
-    def __add__(self, other: HostSeconds) -> HostSeconds:
-        return HostSeconds(self.forward_s + other.forward_s, self.backward_s + other.backward_s)
-
-    def __mul__(self, count: float) -> HostSeconds:
-        return HostSeconds(count * self.forward_s, count * self.backward_s)
-
-    def beyond(self, forward_s: float, backward_s: float) -> float:
-        """Return how much longer the host makes passes of these device seconds."""
-        return max(0.0, self.forward_s - forward_s) + max(0.0, self.backward_s - backward_s)
-
-
-NO_HOST_TIME = HostSeconds()
+HostSeconds = Passes
 
 BY_POLICY: dict[Policy, Setting] = {"none": "none", "selective": "none", "balanced": "partly", "full": "full"}
 """Setting of each policy. `selective` also issues the core attention again, which is not measured."""
@@ -69,7 +48,7 @@ def half_host_s(
     checkpointed: bool = False,
     offloads: bool = False,
     deferred: int = 0,
-) -> HostSeconds:
+) -> Passes:
     """Return the host time of one half under a plan. `deferred`: number of delayed weight gradients and pieces.
 
     A checkpoint counts as a half recomputed whole; it gathers its input as in forward.
@@ -83,14 +62,14 @@ def half_host_s(
     return treated + offloading_host_s(profile, section) if offloads else treated
 
 
-def offloading_host_s(profile: Profile, section: Section) -> HostSeconds:
+def offloading_host_s(profile: Profile, section: Section) -> Passes:
     if profile.host_time is None:
         return NO_HOST_TIME
     return _beyond_kept(profile, section, "offloaded")
 
 
-def _beyond_kept(profile: Profile, section: Section, setting: Setting) -> HostSeconds:
-    return _of(profile, section, setting) + _of(profile, section, "kept") * -1
+def _beyond_kept(profile: Profile, section: Section, setting: Setting) -> Passes:
+    return _of(profile, section, setting) - _of(profile, section, "kept")
 
 
 def setting_of(section: Section, recompute: Collection[str], *, gathered: bool) -> Setting:
@@ -103,13 +82,12 @@ def setting_of(section: Section, recompute: Collection[str], *, gathered: bool) 
     return "recomputed" if items - {"norm", "inner_norm", "code", "residual"} else "partly"
 
 
-def issued(device: StageSeconds, job: Job, profile: Profile, stage: int) -> StageSeconds:
+def issued(device: Passes, job: Job, profile: Profile, stage: int) -> Passes:
     """Return a stage's passes under the job's policy: the longer of device and host time."""
-    host = policy_host_s(job, profile, stage)
-    return StageSeconds(max(device.forward_s, host.forward_s), max(device.backward_s, host.backward_s))
+    return device.at_least(policy_host_s(job, profile, stage))
 
 
-def policy_host_s(job: Job, profile: Profile, stage: int) -> HostSeconds:
+def policy_host_s(job: Job, profile: Profile, stage: int) -> Passes:
     """Return the host time of a stage's layers under a policy other than `planned`."""
     if profile.host_time is None:
         return NO_HOST_TIME
@@ -118,19 +96,19 @@ def policy_host_s(job: Job, profile: Profile, stage: int) -> HostSeconds:
     return sum(halves, start=NO_HOST_TIME)
 
 
-def _of(profile: Profile, section: Section, setting: Setting) -> HostSeconds:
+def _of(profile: Profile, section: Section, setting: Setting) -> Passes:
     assert profile.host_time is not None, "callers look"
     half = profile.host_time.of(profile.shape.implementation).half(section.half)
     passes = half.under(setting)
     if section.profiled_as in NOTHING:
         return NO_HOST_TIME
     if section.profiled_as != "experts":
-        return HostSeconds(passes.forward_s, passes.backward_s)
+        return Passes(passes.forward_s, passes.backward_s)
     if profile.host_time.experts is None or profile.shape.experts is None:
         return NO_HOST_TIME
     experts = profile.host_time.experts.of(profile.shape.experts.count // profile.shape.expert)
     again = experts.forward_us / half.none.forward_us if setting in RUN_AGAIN else 1.0
-    return HostSeconds(
+    return Passes(
         experts.forward_s + passes.forward_s - half.none.forward_s,
         experts.backward_s + (passes.backward_s - half.none.backward_s) * again,
     )

@@ -19,11 +19,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from megatron_lynx.anatomy import HALVES, Half, Pass, Section
 from megatron_lynx.cost.communication import gather_lost_and_spared_s, window_lengths_s
-from megatron_lynx.cost.host import HostSeconds, half_host_s
+from megatron_lynx.cost.host import half_host_s
 from megatron_lynx.cost.recompute import Checkpoint
 from megatron_lynx.cost.section import PricedSection, priced
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.profiler.roofline import Passes
 from megatron_lynx.profiler.shape import BF16_BYTES, cast_bytes
 
 T = TypeVar("T")
@@ -46,9 +47,7 @@ class Prices:
     def of(self, section: Section, recompute: Collection[str], checkpoint: Checkpoint | None = None) -> PricedSection:
         return self._once(priced, section, recompute, checkpoint, self.less_in_hand_bytes.get(section.half, 0))
 
-    def host(
-        self, section: Section, recompute: Collection[str], *, checkpointed: bool, offloads: bool, deferred: int
-    ) -> HostSeconds:
+    def host(self, section: Section, recompute: Collection[str], *, checkpointed: bool, offloads: bool, deferred: int) -> Passes:
         """Return the host time of such a half. `deferred`: number of delayed weight gradients."""
         return self._once(half_host_s, section, recompute, checkpointed=checkpointed, offloads=offloads, deferred=deferred)
 

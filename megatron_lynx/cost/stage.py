@@ -28,21 +28,14 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.cost.ends import ends_of
 from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.profiler.roofline import Passes
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.counts import counts_at_backwards
 from megatron_lynx.schedule.flushes import warmup
 
 T = TypeVar("T")
 
-
-@dataclass(frozen=True)
-class StageSeconds:
-    forward_s: float
-    backward_s: float
-
-    @property
-    def both_s(self) -> float:
-        return self.forward_s + self.backward_s
+StageSeconds = Passes
 
 
 @dataclass(frozen=True)
@@ -87,19 +80,19 @@ def half_seconds(profile: Profile, section: Section) -> HalfSeconds:
     return HalfSeconds(half.forward_s + forward_s, half.backward_s + backward_s)
 
 
-def stage_seconds(job: Job, profile: Profile, stage: int) -> StageSeconds:
+def stage_seconds(job: Job, profile: Profile, stage: int) -> Passes:
     """Return a stock stage without recomputation."""
     return stage_of_layers(job, profile, stage, {section: half_seconds(profile, section) for section in job.model.every_section})
 
 
-def stage_of_layers(job: Job, profile: Profile, stage: int, halves: Mapping[Section, HalfSeconds]) -> StageSeconds:
+def stage_of_layers(job: Job, profile: Profile, stage: int, halves: Mapping[Section, HalfSeconds]) -> Passes:
     counts, last = job.halves_on(stage), stage == job.parallel.pipeline - 1
     ends = ends_of(profile, LayerShape.of(job).gathered_bytes, first=stage == 0, last=last, pieces=job.head_pieces)
     forward, backward, again_s = (
         sum(counts[section] * getattr(seconds, name) for section, seconds in halves.items())
         for name in ("forward_s", "backward_s", "again_s")
     )
-    return StageSeconds(forward + sum(end.forward_s for end in ends), backward + sum(end.backward_s for end in ends) + again_s)
+    return Passes(forward + sum(end.forward_s for end in ends), backward + sum(end.backward_s for end in ends) + again_s)
 
 
 def of_every_stage(job: Job, value: Callable[[int], T]) -> list[T]:
@@ -115,7 +108,7 @@ def of_every_stage(job: Job, value: Callable[[int], T]) -> list[T]:
     return values
 
 
-def step_s(stages: Sequence[StageSeconds], microbatches: int, p2p_s: float) -> float:
+def step_s(stages: Sequence[Passes], microbatches: int, p2p_s: float) -> float:
     """Return one step of 1F1B without the update. Messages block both sides, so each stage pays one per neighbour."""
     paces = [stage.both_s + p2p_s * ((number > 0) + (number < len(stages) - 1)) for number, stage in enumerate(stages)]
     return (microbatches - 1) * max(paces) + sum(paces)

@@ -21,7 +21,6 @@ from megatron_lynx.cost.host import issued
 from megatron_lynx.cost.layer import recomputed_items
 from megatron_lynx.cost.stage import (
     HalfSeconds,
-    StageSeconds,
     chunks_in_flight,
     half_seconds,
     of_every_stage,
@@ -31,6 +30,7 @@ from megatron_lynx.cost.stage import (
 from megatron_lynx.cost.stage_memory import chunk_bytes, offloads
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.profiler.roofline import Passes
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.units import format_seconds
 
@@ -68,7 +68,7 @@ def step_seconds(job: Job, profile: Profile, offload_ratio: float = 0.0) -> Step
     )
 
 
-def _messages_s(job: Job, stages: Sequence[StageSeconds], message_s: float) -> float:
+def _messages_s(job: Job, stages: Sequence[Passes], message_s: float) -> float:
     """Return the exposed messages. With one chunk all of them block both sides."""
     if job.chunks > 1:
         return 2 * waited_messages(job) * message_s
@@ -87,7 +87,7 @@ def waited_messages(job: Job) -> int:
     return pipeline * chunks - 1 if job.microbatch_group == pipeline else pipeline - 1
 
 
-def recomputing_stage_s(job: Job, profile: Profile, stage: int) -> StageSeconds:
+def recomputing_stage_s(job: Job, profile: Profile, stage: int) -> Passes:
     """Return one micro-batch on a stage with the policy's recomputation; whole layers repeat their collectives."""
     return stage_of_layers(job, profile, stage, _recomputing(job.policy, profile, job.model.every_section))
 
@@ -105,7 +105,7 @@ def _recomputing(policy: Policy, profile: Profile, sections: Iterable[Section]) 
     return halves
 
 
-def _copies_s(job: Job, stages: Sequence[StageSeconds], ratio: float, message_s: float) -> float:
+def _copies_s(job: Job, stages: Sequence[Passes], ratio: float, message_s: float) -> float:
     """Return the exposed copies of the stage that exposes most, offloading this share."""
     pcie = job.cluster.pcie
     if pcie is None or ratio == 0:
@@ -118,7 +118,7 @@ def _copies_s(job: Job, stages: Sequence[StageSeconds], ratio: float, message_s:
     return max(exposed)
 
 
-def exposed_copies_s(job: Job, stage: StageSeconds, number: int, copy_s: float, message_s: float) -> float:
+def exposed_copies_s(job: Job, stage: Passes, number: int, copy_s: float, message_s: float) -> float:
     """Return exposed copy seconds per step. `copy_s`: copying one chunk of stage `number` for one micro-batch, one way.
 
     Copies out overlap a forward during warm-up, copies back a backward during cool-down, both overlap a pair in steady state.

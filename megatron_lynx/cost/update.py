@@ -43,10 +43,10 @@ from megatron_lynx.cost.parameters import (
     parameter_tensors,
     stage_parameters,
 )
-from megatron_lynx.cost.stage import StageSeconds, of_every_stage, stage_seconds
+from megatron_lynx.cost.stage import of_every_stage, stage_seconds
 from megatron_lynx.kinds.experts.planning import expert_sharers
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.profiler.roofline import collective_s, fewest_in_a_node, link_among
+from megatron_lynx.profiler.roofline import Passes, collective_s, fewest_in_a_node, link_among
 from megatron_lynx.profiler.shape import Casts
 
 
@@ -60,7 +60,7 @@ class UpdateSeconds:
     bucket_share: float
     """Share of one bucket in reductions and gathers."""
 
-    def exposed_s(self, job: Job, behind: StageSeconds) -> float:
+    def exposed_s(self, job: Job, behind: Passes) -> float:
         """Return the seconds added to a step. `behind`: one micro-batch of the stage."""
         reduce_s, gather_s = self.reduce_s, self.gather_s
         if job.overlap.gradients:
@@ -71,10 +71,10 @@ class UpdateSeconds:
             gather_s = self._left_s(job, gather_s, behind.forward_s)
         return reduce_s + self.adam_s + gather_s
 
-    def passes_left(self, job: Job, behind: StageSeconds) -> StageSeconds:
+    def passes_left(self, job: Job, behind: Passes) -> Passes:
         """Return the parts of the passes left to hide another group's communication: links are shared."""
         reduced_s = self.reduce_s if job.parallel.distributed_optimizer else self.reduce_s + self.gather_s
-        return StageSeconds(max(0.0, behind.forward_s - self.gather_s), max(0.0, behind.backward_s - reduced_s))
+        return Passes(max(0.0, behind.forward_s - self.gather_s), max(0.0, behind.backward_s - reduced_s))
 
     def _left_s(self, job: Job, seconds: float, behind_s: float) -> float:
         """Return the exposed part of a reduction or gather, and the slowdown of the pass."""
@@ -91,7 +91,7 @@ def update_s(job: Job, profile: Profile) -> float:
     """
     stages = of_every_stage(job, lambda stage: stage_parameters(job, stage))
     stage = max(range(job.parallel.pipeline), key=lambda stage: stages[stage].total)
-    most_parameters, behind = stages[stage], StageSeconds(0.0, 0.0)
+    most_parameters, behind = stages[stage], Passes(0.0, 0.0)
     if job.overlap.gradients or job.overlap.parameters:
         behind = stage_seconds(job, profile, stage)
     seconds, adam_s = host_seconds(job, owned_parameters(job, most_parameters), profile.host_adam).total_s, 0.0

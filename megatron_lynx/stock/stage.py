@@ -24,11 +24,12 @@ from megatron_lynx.anatomy import LayerKind
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.combined import LayerSeconds, Nodes, nodes_of, paired_s, shared_rates
 from megatron_lynx.cost.ends import ends_of, logits_gradient_bytes, loss_kept_bytes
-from megatron_lynx.cost.host import HostSeconds, policy_host_s
+from megatron_lynx.cost.host import policy_host_s
 from megatron_lynx.cost.moments import Parts, StageMemory
 from megatron_lynx.cost.stage import most_in_flight_bytes
 from megatron_lynx.cost.stage_memory import activations_in_flight, dispatched_bytes, parts_beside_layers, without_overlap
 from megatron_lynx.profiler.profile import BlockProfile, Profile
+from megatron_lynx.profiler.roofline import Passes
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.schedule import Schedule
 from megatron_lynx.simulator.passes import PHASES, ChunkPasses, TimedPass, by_phase
@@ -169,7 +170,7 @@ class TimedStage:
         apart = [self._chunk_passes(chunk, host) for chunk in range(job.chunks)]
         return [self._paired(chunk, apart, host) for chunk in range(job.chunks)] if setting.overlap else apart
 
-    def _paired(self, chunk: int, apart: Sequence[ChunkPasses], host: HostSeconds) -> ChunkPasses:
+    def _paired(self, chunk: int, apart: Sequence[ChunkPasses], host: Passes) -> ChunkPasses:
         """Return a chunk whose steady forward lasts as long as its pair with a backward, in the mean over the stage's chunks, and
         whose steady backward takes no time. Copies overlap with the pair, which waits for longer ones."""
         job, beside = self.stage.job, shared_rates(self.profile, self.stage.job.fused_dispatch.computing_kept)
@@ -199,7 +200,7 @@ class TimedStage:
         last = place == (job.parallel.pipeline - 1, job.chunks - 1)
         return ends_of(self.profile, self.stage.of_job.shape.gathered_bytes, first=place == (0, 0), last=last)
 
-    def _chunk_passes(self, chunk: int, host: HostSeconds) -> ChunkPasses:
+    def _chunk_passes(self, chunk: int, host: Passes) -> ChunkPasses:
         layers = self._layers[chunk]
         plain_s = {"F": sum(layer.forward_s for layer in layers), "B": sum(sum(layer.backward_s) for layer in layers)}
         least_s = {"F": host.forward_s, "B": host.backward_s}

@@ -32,6 +32,7 @@ from megatron_lynx.measure.measurement import Links, this_machine
 from megatron_lynx.nest import all_in
 from megatron_lynx.plan.plan import Offload, Plan
 from megatron_lynx.planner import uniform_plan
+from megatron_lynx.profiler.roofline import Passes
 from megatron_lynx.runtime.device import device_for
 from megatron_lynx.testbed.candidates import FULL, NONE, Candidate, deferring, with_offload
 from megatron_lynx.testbed.comparison import Subject, subjects_of
@@ -94,9 +95,9 @@ def measure_alone(rank: int, asked: Asked) -> LayerHostTime:
     return LayerHostTime(made_by=_made_by(asked, one, none), **halves)
 
 
-def _of_two_ranks(asked: Asked) -> dict[str, Spent]:
+def _of_two_ranks(asked: Asked) -> dict[str, Passes]:
     """Measure settings that need two ranks, as differences to keeping everything."""
-    spent: dict[str, Spent] = {}
+    spent: dict[str, Passes] = {}
     if asked.gathered or asked.deferred:
         sliced = _job(asked, tensor=2, sequence_parallel=True)
         gathering = list(_half_alone(sliced, "gathered")) if asked.gathered else []
@@ -146,7 +147,7 @@ def _deferring(job: Job) -> Iterator[Candidate]:
         yield Candidate(f"{half} deferred", plan=deferring(kept, section.linears, lambda wait: not is_forward(wait)))
 
 
-def _layer(job: Job, candidates: Sequence[Candidate], asked: Asked) -> tuple[dict[str, Spent], Subject]:
+def _layer(job: Job, candidates: Sequence[Candidate], asked: Asked) -> tuple[dict[str, Passes], Subject]:
     """Return the time of one layer and micro-batch under every setting, and stock's model."""
     one_layer = job.model_copy(update={"model": job.model.model_copy(update={"layers": 1})})
     alone, all_layers = subjects_of(one_layer, [NONE]), subjects_of(job, candidates)
@@ -158,7 +159,7 @@ def _layer(job: Job, candidates: Sequence[Candidate], asked: Asked) -> tuple[dic
     return {name: (spent - ends) * (1 / count) for name, spent in steps.items()}, all_layers[NONE.name]
 
 
-def _beyond_kept(job: Job, candidates: Sequence[Candidate], asked: Asked) -> dict[str, Spent]:
+def _beyond_kept(job: Job, candidates: Sequence[Candidate], asked: Asked) -> dict[str, Passes]:
     kept = Candidate("kept", plan=uniform_plan(job, "none"))
     steps = least_of_steps(subjects_of(job, [kept, *candidates]), asked.rounds, asked.steps)
     count = job.microbatches * len(job.layers_of(0))
@@ -169,19 +170,19 @@ def offloading_all(plan: Plan) -> Plan:
     return with_offload(plan, Offload(bytes=2**30, smallest_tensor_bytes=0))
 
 
-def _half(half: Half, share: Spent, layer: dict[str, Spent], further: dict[str, Spent]) -> HalfHostTime:
+def _half(half: Half, share: Passes, layer: dict[str, Passes], further: dict[str, Passes]) -> HalfHostTime:
     none = layer[NONE.name] * share
     kept = (layer["kept"] * share).at_least(none)
 
-    def alone(setting: str) -> Spent:
+    def alone(setting: str) -> Passes:
         return (kept + layer[f"{half} {setting}"] - layer["kept"]).at_least(kept)
 
     recomputed, beyond = alone("recomputed"), further.get(f"{half} gathered")
-    gathered = None if beyond is None else Spent(recomputed.forward_s, (kept + beyond).backward_s).at_least(recomputed)
+    gathered = None if beyond is None else Passes(recomputed.forward_s, (kept + beyond).backward_s).at_least(recomputed)
     offloaded = None if "offloaded" not in further else (kept + further["offloaded"] * share).at_least(kept)
     later = further.get(f"{half} deferred")
     deferred = None if later is None else (kept + later).at_least(kept)
-    settings: dict[str, Spent | None] = {"none": none, "full": layer[FULL.name] * share, "kept": kept, "partly": alone("partly")}
+    settings: dict[str, Passes | None] = {"none": none, "full": layer[FULL.name] * share, "kept": kept, "partly": alone("partly")}
     settings |= {"recomputed": recomputed, "gathered": gathered, "offloaded": offloaded, "deferred": deferred}
     us = {
         name: [round(1e6 * seconds, 1) for seconds in vars(spent).values()]
@@ -207,36 +208,17 @@ def issuing_clock(device: torch.device) -> Clock:
     return lambda: sum(map(time.clock_gettime, clocks))
 
 
-@dataclass(frozen=True)
-class Spent:
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-
-    def __add__(self, other: Spent) -> Spent:
-        return Spent(self.forward_s + other.forward_s, self.backward_s + other.backward_s)
-
-    def __sub__(self, other: Spent) -> Spent:
-        return Spent(self.forward_s - other.forward_s, self.backward_s - other.backward_s)
-
-    def at_least(self, other: Spent) -> Spent:
-        return Spent(max(self.forward_s, other.forward_s), max(self.backward_s, other.backward_s))
-
-    def __mul__(self, share: Spent | float) -> Spent:
-        by = share if isinstance(share, Spent) else Spent(share, share)
-        return Spent(by.forward_s * self.forward_s, by.backward_s * self.backward_s)
-
-
-def least_of_steps(subjects: Mapping[str, Subject], rounds: int, steps: int) -> dict[str, Spent]:
+def least_of_steps(subjects: Mapping[str, Subject], rounds: int, steps: int) -> dict[str, Passes]:
     """Return the minimum time per step of each subject, forward and backward separately. Noise only adds time."""
     return {
-        name: Spent(min(one.forward_s for one in samples), min(one.backward_s for one in samples))
+        name: Passes(min(one.forward_s for one in samples), min(one.backward_s for one in samples))
         for name, samples in spent_in_steps(subjects, rounds, steps).items()
     }
 
 
-def spent_in_steps(subjects: Mapping[str, Subject], rounds: int, steps: int) -> dict[str, list[Spent]]:
+def spent_in_steps(subjects: Mapping[str, Subject], rounds: int, steps: int) -> dict[str, list[Passes]]:
     """Return the time of each step of each subject. Subjects take turns."""
-    samples: dict[str, list[Spent]] = {name: [] for name in subjects}
+    samples: dict[str, list[Passes]] = {name: [] for name in subjects}
     for _ in range(rounds):
         for name, subject in subjects.items():
             with subject.in_force():
@@ -245,7 +227,7 @@ def spent_in_steps(subjects: Mapping[str, Subject], rounds: int, steps: int) -> 
     return samples
 
 
-def shares_of_halves(subject: Subject, steps: int) -> dict[Half, Spent]:
+def shares_of_halves(subject: Subject, steps: int) -> dict[Half, Passes]:
     """Return each half's share of a stock layer's forward and backward. Backward is split at the gradient of the one tensor
     between two halves."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -264,8 +246,8 @@ def shares_of_halves(subject: Subject, steps: int) -> dict[Half, Spent]:
         for (half, begin_s), (following, end_s) in pairwise(marks):
             if half != following:  # time between two micro-batches belongs to neither
                 backward[half] += end_s - begin_s
-    whole_s = Spent(sum(forward.values()), sum(backward.values()))
-    return {half: Spent(forward[half] / whole_s.forward_s, backward[half] / whole_s.backward_s) for half in HALVES}
+    whole_s = Passes(sum(forward.values()), sum(backward.values()))
+    return {half: Passes(forward[half] / whole_s.forward_s, backward[half] / whole_s.backward_s) for half in HALVES}
 
 
 def _idle_step(subject: Subject) -> None:
@@ -274,7 +256,7 @@ def _idle_step(subject: Subject) -> None:
     subject.uncleared_step()
 
 
-def _timed_step(subject: Subject, clock: Clock) -> Spent:
+def _timed_step(subject: Subject, clock: Clock) -> Passes:
     from megatron.core.pipeline_parallel import schedules
 
     seconds = {"forward_step": 0.0, "backward_step": 0.0}
@@ -282,7 +264,7 @@ def _timed_step(subject: Subject, clock: Clock) -> Spent:
         for name in seconds:  # as they are now, a plan's hooks included
             replace(undo, schedules, name, _clocked(getattr(schedules, name), seconds, name, clock))
         _idle_step(subject)
-    return Spent(seconds["forward_step"], seconds["backward_step"])
+    return Passes(seconds["forward_step"], seconds["backward_step"])
 
 
 def _clocked(function: Callable[..., Any], seconds: dict[Any, float], name: str, clock: Clock) -> Callable[..., Any]:

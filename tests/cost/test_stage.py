@@ -15,8 +15,9 @@ from megatron_lynx.cost.communication import (
     window_lengths_s,
 )
 from megatron_lynx.cost.memory import HalfMemory, held_at_moments, held_by_one, peak_bytes, smallest_offloaded_bytes
-from megatron_lynx.cost.stage import Phases, StageSeconds, chunks_in_flight, microbatches_in_flight, phases_of, step_s
+from megatron_lynx.cost.stage import Phases, chunks_in_flight, microbatches_in_flight, phases_of, step_s
 from megatron_lynx.profiler.profile import BlockProfile
+from megatron_lynx.profiler.roofline import Passes
 from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.units import MIB
@@ -120,7 +121,7 @@ def test_a_gather_in_time_costs_nothing_and_one_on_demand_what_stock_had_hidden(
 
 def test_a_step_of_two_stages():
     """The slowest stage paces all micro-batches but the first; each brings an exchange, for which both sides wait."""
-    stages = [StageSeconds(1.0, 2.0), StageSeconds(1.5, 2.5)]
+    stages = [Passes(1.0, 2.0), Passes(1.5, 2.5)]
     assert step_s(stages, microbatches=1, p2p_s=0.25) == 3.0 + 4.0 + 2 * 0.25
     assert step_s(stages, microbatches=4, p2p_s=0.25) == 3 * (4.0 + 0.25) + 3.0 + 4.0 + 2 * 0.25
     assert step_s(stages[:1], microbatches=4, p2p_s=0.25) == 12.0

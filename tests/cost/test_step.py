@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from megatron_lynx.anatomy import HALVES
 from megatron_lynx.config.parallel import Overlap
 from megatron_lynx.cost.layer import recomputed_items
-from megatron_lynx.cost.stage import StageSeconds, of_every_stage, step_s
+from megatron_lynx.cost.stage import of_every_stage, step_s
 from megatron_lynx.cost.stage_memory import chunk_bytes
 from megatron_lynx.cost.step import recomputing_stage_s, step_seconds
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.profiler.roofline import fewest_in_a_node
+from megatron_lynx.profiler.roofline import Passes, fewest_in_a_node
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.simulator.passes import plain_passes
@@ -98,7 +98,7 @@ def test_stages_are_alike_with_as_many_layers_and_the_same_end():
 @pytest.mark.parametrize("pipeline", [2, 3, 8])
 def test_blocking_messages_are_paid_for_by_every_micro_batch(pipeline, slower):
     """As they are simulated, to one message in a step."""
-    stages = [StageSeconds(1.0, 2.0)] * (pipeline - 1) + [StageSeconds(slower, 2 * slower)]
+    stages = [Passes(1.0, 2.0)] * (pipeline - 1) + [Passes(slower, 2 * slower)]
     passes = [[plain_passes(stage.forward_s, stage.backward_s)] for stage in stages]
     simulated = simulate(with_flushes(pipeline, 32), passes, p2p_s=0.1).step_s
     assert step_s(stages, 32, 0.1) == pytest.approx(simulated, abs=0.1001)

@@ -8,9 +8,10 @@ import pytest
 from pydantic import ValidationError
 
 from megatron_lynx.cost.parameters import optimizer_bytes, stage_parameters
-from megatron_lynx.cost.stage import StageSeconds, stage_seconds
+from megatron_lynx.cost.stage import stage_seconds
 from megatron_lynx.cost.update import RESTART_S, UpdateSeconds, reduction_s, update_s
 from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.profiler.roofline import Passes
 from tests.config.jobs import catalogued_job
 
 REPLICATED = {"tensor": 2, "sequence_parallel": True, "distributed_optimizer": True}
@@ -26,14 +27,14 @@ def updated(job):
 
 def test_a_pass_that_lasts_hides_all_but_one_bucket():
     """A tenth of the bytes is a bucket; H100 GEMMs lose nothing beside a collective."""
-    update, behind = UpdateSeconds(1.0, 0.25, 0.5, bucket_share=0.1), StageSeconds(forward_s=2.0, backward_s=4.0)
+    update, behind = UpdateSeconds(1.0, 0.25, 0.5, bucket_share=0.1), Passes(forward_s=2.0, backward_s=4.0)
     assert update.exposed_s(job_with(), behind) == 1.75
     assert update.exposed_s(job_with(gradients=True), behind) == pytest.approx(0.1 + 0.25 + 0.5)
     assert update.exposed_s(job_with(gradients=True, parameters=True), behind) == pytest.approx(0.1 + 0.25 + 0.05)
 
 
 def test_what_does_not_fit_behind_a_pass_is_exposed():
-    update, behind = UpdateSeconds(1.0, 0.25, 0.5, bucket_share=0.1), StageSeconds(forward_s=0.125, backward_s=0.25)
+    update, behind = UpdateSeconds(1.0, 0.25, 0.5, bucket_share=0.1), Passes(forward_s=0.125, backward_s=0.25)
     both = job_with(gradients=True, parameters=True)
     assert update.exposed_s(both, behind) == pytest.approx(0.75 + 0.25 + 0.375)
 
@@ -41,23 +42,23 @@ def test_what_does_not_fit_behind_a_pass_is_exposed():
 def test_without_a_distributed_optimizer_the_whole_all_reduce_runs_behind_the_backward():
     update = UpdateSeconds(1.0, 0.25, 1.0, bucket_share=0.1)
     job = job_with(parallel={**REPLICATED, "distributed_optimizer": False}, gradients=True)
-    assert update.exposed_s(job, StageSeconds(9.0, 1.5)) == pytest.approx(0.1 + 0.25 + 0.5)
+    assert update.exposed_s(job, Passes(9.0, 1.5)) == pytest.approx(0.1 + 0.25 + 0.5)
 
 
 def test_what_is_hidden_slows_the_gemms_that_hide_it():
-    update, behind = UpdateSeconds(1.0, 0.0, 0.0, bucket_share=0.1), StageSeconds(9.0, 9.0)
+    update, behind = UpdateSeconds(1.0, 0.0, 0.0, bucket_share=0.1), Passes(9.0, 9.0)
     lost = job_with("a100-80g").cluster.matmul.beside_collective
     assert update.exposed_s(job_with("a100-80g", gradients=True), behind) == pytest.approx(0.1 + lost * 0.9)
 
 
 def test_what_other_parameters_leave_of_the_passes_hides_experts():
     """A story: reductions of experts that four ranks share were never hidden, 0.31 s of a step of 3.16 s of Qwen3-30B."""
-    others, behind = UpdateSeconds(1.0, 0.25, 0.5, bucket_share=0.1), StageSeconds(forward_s=0.75, backward_s=4.0)
+    others, behind = UpdateSeconds(1.0, 0.25, 0.5, bucket_share=0.1), Passes(forward_s=0.75, backward_s=4.0)
     job = job_with(gradients=True, parameters=True)
-    assert others.passes_left(job, behind) == StageSeconds(0.25, 3.0)
+    assert others.passes_left(job, behind) == Passes(0.25, 3.0)
     reduced_whole = job_with(gradients=True, parallel={"tensor": 2})
     assert others.passes_left(reduced_whole, behind).backward_s == 2.5
-    assert others.passes_left(reduced_whole, StageSeconds(0.0, 1.0)).backward_s == 0.0
+    assert others.passes_left(reduced_whole, Passes(0.0, 1.0)).backward_s == 0.0
 
 
 def test_a_job_hides_reductions_of_its_experts():

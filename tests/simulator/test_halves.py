@@ -6,10 +6,10 @@ import pytest
 
 from megatron_lynx.anatomy import ATTENTION, MLP, PASSES, Collective, Section
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, WindowAddress
-from megatron_lynx.cost.host import HostSeconds
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.section import PricedSection
 from megatron_lynx.profiler.profile import BlockProfile, LinkPoint
+from megatron_lynx.profiler.roofline import Passes
 from megatron_lynx.simulator.halves import segments
 from megatron_lynx.simulator.passes import PHASES
 from megatron_lynx.simulator.walk import Treated
@@ -128,7 +128,7 @@ def test_embedding_and_head_are_outside_of_the_layers():
 
 def issued(forward_s, backward_s):
     """The passes of one layer whose MLP half is issued in no time, and its attention half in so many seconds."""
-    attention, mlp = layer(3.0, host=HostSeconds(forward_s, backward_s))
+    attention, mlp = layer(3.0, host=Passes(forward_s, backward_s))
     return passes_of_halves((attention, mlp), profile_of(tensor=2))
 
 

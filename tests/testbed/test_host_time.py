@@ -6,7 +6,8 @@ import pytest
 
 from megatron_lynx.anatomy import HALVES
 from megatron_lynx.config.cluster import HostTime, LayerHostTime
-from megatron_lynx.testbed.host_time import Asked, Spent, measured_here
+from megatron_lynx.profiler.roofline import Passes
+from megatron_lynx.testbed.host_time import Asked, measured_here
 from tests.te_releases import folder_of
 
 LESS_AND_MORE = (
@@ -53,6 +54,6 @@ def test_transformer_engines_layers_say_that_their_kernels_are_stood_in_for(monk
 
 
 def test_seconds_are_added_and_shared_out_pass_by_pass() -> None:
-    spent = Spent(2.0, 6.0) * Spent(0.5, 0.25) + Spent(1.0, 1.0) - Spent(0.5, 0.0)
-    assert spent == Spent(1.5, 2.5)
-    assert spent.at_least(Spent(2.0, 2.0)) == Spent(2.0, 2.5)
+    spent = Passes(2.0, 6.0) * Passes(0.5, 0.25) + Passes(1.0, 1.0) - Passes(0.5, 0.0)
+    assert spent == Passes(1.5, 2.5)
+    assert spent.at_least(Passes(2.0, 2.0)) == Passes(2.0, 2.5)
