@@ -5,7 +5,7 @@ Opaque halves are planned from figures in a job (`config.opaque`) or a measured 
     forward     max(FLOPs at a GEMM's rate, saved bytes written and read once)       and two tensor-parallel collectives
     backward    twice the FLOPs, twice the bytes, as many collectives
 
-These seconds are lower bounds, since scans and delta rules are slower than GEMMs; they are the same under every plan.
+These seconds are lower bounds, since other kernels are slower than GEMMs; they are the same under every plan.
 """
 
 from __future__ import annotations
