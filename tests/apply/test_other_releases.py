@@ -25,7 +25,7 @@ from . import on_ranks
 from .head_on_ranks import How, compare
 from .test_head_in_pieces import SMALL, in_pieces
 
-RELEASES = ("0.17", "0.18", "0.19")
+RELEASES = ("0.17", "0.18", "0.19", "0.20")
 
 NEW = {
     "0.17": {"fused_residual_rmsnorm": True},
@@ -36,6 +36,7 @@ NEW = {
         "moe_paged_stash": True,
     },
     "0.19": {"gtp_weight_remat_size": 2},
+    "0.20": {"gtp_weight_remat_size": 2},
 }
 """What came with a release and works against a plan."""
 

@@ -56,7 +56,7 @@ def test_every_release_is_known_in_full(what):
         assert GONE not in release.fingerprints.values()
 
 
-@pytest.mark.parametrize(("core", "te"), [*long(("0.17", "2.14"), ("0.18", "2.20")), ("0.19", "2.17")])
+@pytest.mark.parametrize(("core", "te"), [*long(("0.17", "2.14"), ("0.18", "2.20")), ("0.19", "2.17"), ("0.20", "2.20")])
 @pytest.mark.slow
 def test_the_script_records_what_is_known_of_megatron_core(core, te, tmp_path):
     folders = [folder_of("MEGATRON_CORE", core, "megatron/core"), folder_of("TRANSFORMER_ENGINE", te, "transformer_engine")]

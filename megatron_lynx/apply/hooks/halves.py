@@ -103,21 +103,25 @@ def _squares(args: tuple[Any, ...], kwargs: Mapping[str, Any], shards: int) -> i
     return squares
 
 
-PER_CALL = "mlp_norm_manager"
-"""Attribute of a layer that its MLP half sets at the norm and clears at its end, since 0.19; it refers to the half's input."""
+PER_CALL = ("mlp_norm_manager", "attn_norm_manager")
+"""Attributes of a layer that its halves set at the norm and clear at their end: the MLP half since 0.19, attention since 0.20, at
+its first call. They refer to the half's input."""
 
 
 def _leaving_as_it_was(layer: Module, code: Callable[..., Any]) -> Callable[..., Any]:
     """Restore `PER_CALL` after a call: a recomputation stops early, and may run inside another call of the half (rule R13)."""
-    if not hasattr(layer, PER_CALL):
+    if not hasattr(layer, PER_CALL[0]):
         return code
+    attributes = vars(layer)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        before = getattr(layer, PER_CALL)
+        before = [attributes.get(name) for name in PER_CALL]
         try:
             return code(*args, **kwargs)
         finally:
-            setattr(layer, PER_CALL, before)
+            for name, manager in zip(PER_CALL, before, strict=True):
+                if name in attributes:
+                    attributes[name] = manager
 
     return run
 
