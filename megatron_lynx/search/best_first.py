@@ -101,6 +101,8 @@ def looks_at_plan(job: Job, cost: LayerCost, floor: Spent, *, offload: bool, bes
         return None
     job = _to_be_planned(job, offload)
     stages, pipeline = Stages(job, cost.profile), job.parallel.pipeline
+    if not all(stages.fits(stages.least(stage)) for stage in {0, pipeline - 1}):  # no share fits: none is tried
+        return _excess(job, stages)
     try:
         yield _spent(floor, cost, job, [stages.answer(stage) for stage in {0, pipeline - 1}])
         answers: Sequence[StageAnswer] = [stages.answer(stage) for stage in range(pipeline)]
