@@ -1,4 +1,4 @@
-"""NICs and NVLink of this machine, from /sys/class/infiniband and `nvidia-smi nvlink --status`, beside those that seconds assume.
+"""NICs and NVLink of this machine, from /sys/class/infiniband and `nvidia-smi nvlink --status`, compared with those that seconds assume.
 
 /sys/class/infiniband/mlx5_0/ports/1/{state,rate}      4: ACTIVE          400 Gb/sec (4X NDR)
 nvidia-smi nvlink --status                             GPU 0: ...         Link 0: 26.562 GB/s       one direction of one link
@@ -23,9 +23,9 @@ OFF = 0.1
 
 class Links(NamedTuple):
     nic_gbit: tuple[float, ...] = ()
-    """Of each active port."""
+    """Rate of each active port."""
     nvlink_gb_s: float | None = None
-    """Of the GPU with fewest active links, in one direction; None without any."""
+    """One direction of all links of the GPU with fewest; None without any."""
 
     @classmethod
     def of_machine(cls, root: Path = Path("/")) -> Links:
@@ -52,7 +52,7 @@ class Links(NamedTuple):
 
 
 def links(cluster: Cluster | None, found: Links) -> Iterator[Finding]:
-    """`cluster`: what seconds assume of these nodes; None: nothing was named."""
+    """Yield whether these links are those of `cluster`, which seconds assume; None: no cluster is named."""
     options = " ".join(found.options(cluster))
     if not options:
         yield Finding("links", "good" if found.nic_gbit or found.nvlink_gb_s else "note", found.in_words)

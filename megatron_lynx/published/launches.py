@@ -31,12 +31,12 @@ class Launch(Part):
     model: str | None = None
     cluster: str | None = None
     gpus: int | None = Field(default=None, ge=1)
-    """Of this row, if not its series'."""
+    """GPUs of this row; None: those of its series."""
     add: str = ""
     """Words after those of its series."""
     step_s: float | None = Field(default=None, gt=0)
     tokens_per_s: float | None = Field(default=None, gt=0)
-    """Of one GPU; in place of `step_s`."""
+    """Rate of one GPU; replaces `step_s`."""
     peak_gb: float | None = Field(default=None, gt=0)
     """Most bytes allocated, in 1e9."""
     load: float | None = Field(default=None, gt=0)
@@ -57,16 +57,16 @@ class Series(Part):
     cluster: str
     gpus: int = Field(ge=1)
     compared: bool = False
-    """Whether its rows are settings of one workload, whose ratios are compared."""
+    """Whether its rows are settings of one workload with ratios to compare."""
     noise_percent: float = Field(default=0.0, ge=0)
-    """By how much its source shows equal settings to differ."""
+    """Difference of two steps that its source takes for equal."""
     model: str
     launch: str
     rows: tuple[Launch, ...] = Field(min_length=1)
     publication: str = ""
     """Name shared with other series that are left out together."""
     assumed: tuple[str, ...] = ()
-    """What the source does not say."""
+    """Settings that the source leaves open."""
 
 
 class Launches(Part):
