@@ -1,4 +1,4 @@
-"""NICs and NVLink of this machine, from /sys/class/infiniband and `nvidia-smi nvlink --status`, compared with those that seconds assume.
+"""NICs and NVLink of this machine, from /sys/class/infiniband and `nvidia-smi nvlink --status`.
 
 /sys/class/infiniband/mlx5_0/ports/1/{state,rate}      4: ACTIVE          400 Gb/sec (4X NDR)
 nvidia-smi nvlink --status                             GPU 0: ...         Link 0: 26.562 GB/s       one direction of one link
