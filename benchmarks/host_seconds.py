@@ -7,11 +7,11 @@ import pstats
 from io import StringIO
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.profiler.roofline import Passes
 from megatron_lynx.testbed.candidates import NONE, Candidate
 from megatron_lynx.testbed.comparison import subjects_of
 from megatron_lynx.testbed.host_time import spent_in_steps
 from megatron_lynx.testbed.profiling import measure_rank
+from megatron_lynx.timeline import Passes
 
 
 def host_seconds(rank: int, job: Job, candidates: list[Candidate], rounds: int, steps: int) -> dict[str, list[Passes]]:

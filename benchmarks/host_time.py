@@ -31,11 +31,11 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.kinds.dense.section import ACTIVATION
 from megatron_lynx.measure.measurement import Links, this_machine
 from megatron_lynx.planner import uniform_plan
-from megatron_lynx.profiler.roofline import Passes
 from megatron_lynx.testbed.candidates import FULL, NONE, Candidate
 from megatron_lynx.testbed.host_time import offloading_all
 from megatron_lynx.testbed.ranks import Hosts, hosts_for
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from megatron_lynx.timeline import Passes
 from tests import instruments
 
 MICROBATCHES = 4

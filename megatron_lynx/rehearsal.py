@@ -27,7 +27,6 @@ from megatron_lynx.pace import Pace
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.profiler.profile import BlockProfile, Profile
-from megatron_lynx.profiler.roofline import Passes
 from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.schedule.schedule import Schedule, with_recomputations
 from megatron_lynx.simulator.double_buffered import simulate_without_flushes
@@ -37,6 +36,7 @@ from megatron_lynx.simulator.side_by_side import PairedChunk, SideBySide, most_b
 from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.simulator.simulation import Simulation, in_steady_state
 from megatron_lynx.simulator.walk import Halves, Leaving, Treated
+from megatron_lynx.timeline import Passes
 from megatron_lynx.timetable import PlannedHalf, Timetable
 
 

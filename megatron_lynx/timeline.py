@@ -30,6 +30,35 @@ FLUSHED = "flushed"
 """`window` of an exposed weight gradient."""
 
 
+@dataclass(frozen=True)
+class Passes:
+    """Seconds of a forward and of a backward."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+
+    @property
+    def both_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+    def __add__(self, other: Passes) -> Passes:
+        return Passes(self.forward_s + other.forward_s, self.backward_s + other.backward_s)
+
+    def __sub__(self, other: Passes) -> Passes:
+        return self + other * -1
+
+    def __mul__(self, by: Passes | float) -> Passes:
+        factors = by if isinstance(by, Passes) else Passes(by, by)
+        return Passes(factors.forward_s * self.forward_s, factors.backward_s * self.backward_s)
+
+    def at_least(self, other: Passes) -> Passes:
+        return Passes(max(self.forward_s, other.forward_s), max(self.backward_s, other.backward_s))
+
+    def beyond(self, forward_s: float, backward_s: float) -> float:
+        """Return how much longer than these the two are, each by itself."""
+        return max(0.0, self.forward_s - forward_s) + max(0.0, self.backward_s - backward_s)
+
+
 class Span(NamedTuple):
     """One event of one rank. `window` is that of a recomputation, or the window itself. Seconds."""
 

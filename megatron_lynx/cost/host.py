@@ -17,12 +17,10 @@ from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.section import gathers
 from megatron_lynx.kinds.opaque.section import NOTHING
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.profiler.roofline import Passes
+from megatron_lynx.timeline import Passes
 from megatron_lynx.units import format_seconds
 
 NO_HOST_TIME = Passes()
-
-HostSeconds = Passes
 
 BY_POLICY: dict[Policy, Setting] = {"none": "none", "selective": "none", "balanced": "partly", "full": "full"}
 """Setting of each policy. `selective` also issues the core attention again, which is not measured."""

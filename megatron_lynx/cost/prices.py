@@ -24,8 +24,8 @@ from megatron_lynx.cost.recompute import Checkpoint
 from megatron_lynx.cost.section import PricedSection, priced
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.profiler.roofline import Passes
 from megatron_lynx.profiler.shape import BF16_BYTES, cast_bytes
+from megatron_lynx.timeline import Passes
 
 T = TypeVar("T")
 

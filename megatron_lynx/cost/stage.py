@@ -28,14 +28,12 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.cost.ends import ends_of
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.profiler.roofline import Passes
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.counts import counts_at_backwards
 from megatron_lynx.schedule.flushes import warmup
+from megatron_lynx.timeline import Passes
 
 T = TypeVar("T")
-
-StageSeconds = Passes
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from megatron_lynx.cost.stage import (
 from megatron_lynx.cost.stage_memory import chunk_bytes, offloads
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.profiler.roofline import Passes
 from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.timeline import Passes
 from megatron_lynx.units import format_seconds
 
 

@@ -46,8 +46,9 @@ from megatron_lynx.cost.parameters import (
 from megatron_lynx.cost.stage import of_every_stage, stage_seconds
 from megatron_lynx.kinds.experts.planning import expert_sharers
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.profiler.roofline import Passes, collective_s, fewest_in_a_node, link_among
+from megatron_lynx.profiler.roofline import collective_s, fewest_in_a_node, link_among
 from megatron_lynx.profiler.shape import Casts
+from megatron_lynx.timeline import Passes
 
 
 @dataclass(frozen=True)

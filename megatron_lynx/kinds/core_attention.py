@@ -36,8 +36,9 @@ from megatron_lynx.config.cluster import OrderedAttention
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.kinds.dense.section import CORE_ATTENTION
 from megatron_lynx.profiler.profile import SavedTensor, own_tensors
-from megatron_lynx.profiler.roofline import Passes, Roofline, kernels_s, softmax_kernels
+from megatron_lynx.profiler.roofline import Roofline, kernels_s, softmax_kernels
 from megatron_lynx.profiler.shape import FP32_BYTES, MASK_BYTES, LayerShape
+from megatron_lynx.timeline import Passes
 
 FUSED_BACKWARD = 2.5
 """Ratio of GEMMs in fused attention's backward (five) and forward (two)."""

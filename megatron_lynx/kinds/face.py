@@ -26,8 +26,9 @@ from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.core_attention import AttentionBytes, core_s
 from megatron_lynx.kinds.section import GATHERING, Collective, Item, Section
 from megatron_lynx.profiler.profile import HalfProfile, ItemProfile, Profile, SavedTensor, Shape, own_tensors
-from megatron_lynx.profiler.roofline import Kernels, Passes, Roofline, collective_s, kernels_s, norm_kernels, residual_kernels
+from megatron_lynx.profiler.roofline import Kernels, Roofline, collective_s, kernels_s, norm_kernels, residual_kernels
 from megatron_lynx.profiler.shape import FP32_BYTES, MASK_BYTES, LayerShape, cast_bytes
+from megatron_lynx.timeline import Passes
 
 
 class Linear(NamedTuple):

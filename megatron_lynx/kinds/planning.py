@@ -34,8 +34,9 @@ from megatron_lynx.kinds.opaque.section import OPAQUE
 from megatron_lynx.kinds.saved import dropout_tensor
 from megatron_lynx.kinds.section import HALVES, Half, Item, Section
 from megatron_lynx.profiler.profile import HalfProfile, ItemProfile, SavedTensor, own_tensors
-from megatron_lynx.profiler.roofline import Kernels, Passes, Roofline, collective_s
+from megatron_lynx.profiler.roofline import Kernels, Roofline, collective_s
 from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.timeline import Passes
 
 NO_SECONDS = ItemProfile(forward_s=0.0, backward_s=0.0, saved_bytes=0, output_bytes=0, flops=0)
 COLLECTIVES = 2

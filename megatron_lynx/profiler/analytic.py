@@ -24,8 +24,9 @@ from megatron_lynx.profiler.profile import (
     hiding_of,
     shape_of,
 )
-from megatron_lynx.profiler.roofline import Passes, Roofline, kernels_s, link_among, norm_kernels
+from megatron_lynx.profiler.roofline import Roofline, kernels_s, link_among, norm_kernels
 from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape, embedding_bytes, head_bytes, logits_bytes
+from megatron_lynx.timeline import Passes
 from megatron_lynx.version import __version__
 
 LOSS_BYTES = {"unfused": (38, 14), "native": (22, 6), "te": (6, 4)}

@@ -17,6 +17,7 @@ from megatron_lynx.config.model import Model
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.profiler.profile import hiding_of
 from megatron_lynx.profiler.shape import FP32_BYTES, MASK_BYTES, Casts, LayerShape
+from megatron_lynx.timeline import Passes
 
 KERNEL_KEYS = range(17, 4097)
 """Sequence lengths that Megatron's softmax kernel supports (`FusedScaleMaskSoftmax.is_kernel_available`)."""
@@ -152,35 +153,6 @@ def turned_kernels(shape: LayerShape, width: int, rotary_size: int, *, interleav
     turned = (2 * whole + table, whole, 2 * whole, 2 * whole + table, 3 * whole)
     sorted_, unsorted = ((2 * whole,), (*4 * (whole,), 3 * whole)) if interleaved else ((), ())
     return Kernels((*sorted_, *tables, *turned, 2 * whole), (*turned, *unsorted, whole, 3 * whole))
-
-
-@dataclass(frozen=True)
-class Passes:
-    """Seconds of a forward and of a backward."""
-
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-
-    @property
-    def both_s(self) -> float:
-        return self.forward_s + self.backward_s
-
-    def __add__(self, other: Passes) -> Passes:
-        return Passes(self.forward_s + other.forward_s, self.backward_s + other.backward_s)
-
-    def __sub__(self, other: Passes) -> Passes:
-        return self + other * -1
-
-    def __mul__(self, by: Passes | float) -> Passes:
-        factors = by if isinstance(by, Passes) else Passes(by, by)
-        return Passes(factors.forward_s * self.forward_s, factors.backward_s * self.backward_s)
-
-    def at_least(self, other: Passes) -> Passes:
-        return Passes(max(self.forward_s, other.forward_s), max(self.backward_s, other.backward_s))
-
-    def beyond(self, forward_s: float, backward_s: float) -> float:
-        """Return how much longer than these the two are, each by itself."""
-        return max(0.0, self.forward_s - forward_s) + max(0.0, self.backward_s - backward_s)
 
 
 @dataclass(frozen=True)

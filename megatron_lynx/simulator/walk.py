@@ -23,13 +23,13 @@ from typing import Literal, NamedTuple
 
 from megatron_lynx.anatomy import Half, Section
 from megatron_lynx.anatomy.address import ON_DEMAND, SEND_BACKWARD, FrameKey, Window, WindowAddress
-from megatron_lynx.cost.host import NO_HOST_TIME, HostSeconds
+from megatron_lynx.cost.host import NO_HOST_TIME
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.prices import WeightGradient
 from megatron_lynx.cost.section import PricedSection, Progress
 from megatron_lynx.pace import Turns
 from megatron_lynx.simulator.passes import Entry, Queue, TimedPass
-from megatron_lynx.timeline import FLUSHED, Span
+from megatron_lynx.timeline import FLUSHED, Passes, Span
 from megatron_lynx.timetable import Linear, PlannedHalf, Task, Wait
 
 HalfKind = tuple[Section, frozenset[str]]
@@ -53,7 +53,7 @@ class Treated:
     gathers_s: Mapping[Window, tuple[float, float]] = field(default_factory=dict)
     """By window after which its input is gathered: seconds of delay to the recomputation, and seconds saved in the half's
     backward."""
-    host: HostSeconds = NO_HOST_TIME
+    host: Passes = NO_HOST_TIME
     """Host seconds. Its recomputation is issued with its backward, wherever it runs."""
     deferred: Mapping[str, WeightGradient] = field(default_factory=dict)
     """Linears whose weight gradients are delayed, in backward order."""

@@ -15,12 +15,12 @@ from functools import cached_property
 from math import ceil
 from typing import NamedTuple
 
-from megatron_lynx.cost.host import NO_HOST_TIME, HostSeconds
+from megatron_lynx.cost.host import NO_HOST_TIME
 from megatron_lynx.cost.memory import HalfMemory, peak_bytes, resident_bytes
 from megatron_lynx.cost.recompute import INSIDE
-from megatron_lynx.cost.stage import StageSeconds
 from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.solver.problem import Option, StageProblem
+from megatron_lynx.timeline import Passes
 from megatron_lynx.units import format_bytes
 
 NOTHING_FITS = "no plan fits the budget"
@@ -219,7 +219,7 @@ class StageAnswer:
     """Largest number of chunks between their forward and their backward."""
     asked: Share
     """Requested offload of every chunk."""
-    stock: StageSeconds
+    stock: Passes
     """Forward and backward without recomputation."""
     exposed_copies_s: float
     """Seconds of a whole step in which passes wait for copies."""
@@ -229,7 +229,7 @@ class StageAnswer:
     """Input of a micro-batch from the stage before. Megatron holds it, so it stays on the device."""
     offloaded_share: float = 0.0
     """Smallest offloaded fraction of a chunk's resident bytes: as requested, or all that can be moved."""
-    host: HostSeconds = NO_HOST_TIME
+    host: Passes = NO_HOST_TIME
     """Host seconds to issue it; 0 if unknown."""
     within: Within | None = None
     """Offload within micro-batches; then nothing is offloaded between passes."""

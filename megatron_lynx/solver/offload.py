@@ -29,7 +29,7 @@ from typing import NamedTuple
 from megatron_lynx.anatomy import HALVES, Section
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.combined import keeping_all, nodes_of, paired_s
-from megatron_lynx.cost.host import NO_HOST_TIME, HostSeconds, offloading_host_s
+from megatron_lynx.cost.host import NO_HOST_TIME, offloading_host_s
 from megatron_lynx.cost.host_optimizer import host_shortage
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.stage import chunks_in_flight, half_seconds
@@ -40,6 +40,7 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.counts import counts_at_backwards
 from megatron_lynx.solver.answer import Solved, SolvedChunks, Within
+from megatron_lynx.timeline import Passes
 from megatron_lynx.units import format_bytes
 
 STEPS = 1000
@@ -112,7 +113,7 @@ def may_go_within(job: Job) -> bool:
     return job.schedule == "flush" and (job.chunks == 1 or not job.model.moe_overlapped)
 
 
-def host_of_stage(job: Job, profile: Profile, stage: int, chunks: SolvedChunks, *, offloads: bool) -> HostSeconds:
+def host_of_stage(job: Job, profile: Profile, stage: int, chunks: SolvedChunks, *, offloads: bool) -> Passes:
     """What the host takes to issue one micro-batch through all chunks of a stage. `offloads`: whether any of it is offloaded."""
     host = sum((half.host for chunk in chunks for half in chunk.halves), start=NO_HOST_TIME)
     if not offloads:
@@ -153,7 +154,7 @@ class Leaver:
         parts = zip(self._chunks, chunks, within.bytes, within.pace_bytes, strict=True)
         return sum(leaver.exposed_s(solved, size, pace) for leaver, solved, size, pace in parts)
 
-    def host_s(self, chunks: SolvedChunks, within: Within | None) -> HostSeconds:
+    def host_s(self, chunks: SolvedChunks, within: Within | None) -> Passes:
         """Return the host seconds to issue a micro-batch with this offload. A half that stays takes no longer."""
         host = host_of_stage(self.job, self.profile, self.stage, chunks, offloads=False)
         sizes = [0] * len(chunks) if within is None else within.bytes

@@ -14,13 +14,13 @@ from megatron_lynx.anatomy import HALVES, Half, Section
 from megatron_lynx.anatomy.in_time import own_window, resumes_in_wait
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import loss_bytes
-from megatron_lynx.cost.host import HostSeconds, half_host_s
+from megatron_lynx.cost.host import half_host_s
 from megatron_lynx.cost.in_hand import less_in_hand_bytes
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.prices import Prices
 from megatron_lynx.cost.recompute import INSIDE, Checkpoint, sensible_choices
 from megatron_lynx.cost.section import PricedSection, priced
-from megatron_lynx.cost.stage import HalfSeconds, StageSeconds, chunks_in_flight, half_seconds, stage_seconds
+from megatron_lynx.cost.stage import HalfSeconds, chunks_in_flight, half_seconds, stage_seconds
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.solver.ahead import Layer, begun_ahead, spared_s
 from megatron_lynx.solver.answer import Solved, layers_of
@@ -28,6 +28,7 @@ from megatron_lynx.solver.placement import NOWHERE, Placement, Portion, Seat, he
 from megatron_lynx.solver.problem import Choices, Grouped, Mixed, MixedHalf, Option, StageProblem
 from megatron_lynx.solver.seats import HalfKind, Seats
 from megatron_lynx.solver.stage_seats import StageSeats
+from megatron_lynx.timeline import Passes
 from megatron_lynx.units import MIB
 
 SeatsOf = Callable[[HalfKind, Collection[str], Sequence[Placement], PricedSection], Iterable[Seat]]
@@ -44,7 +45,7 @@ class Subset:
     """In windows of the stage's backward, the best first."""
     price: PricedSection
     """Cost and memory of recomputation on demand."""
-    host: HostSeconds
+    host: Passes
     known: dict[tuple[Placement, str | None], HalfMemory] = field(default_factory=dict, compare=False, repr=False)
     """Memory by placement and gather, under the one profile of its problems."""
 
@@ -184,14 +185,14 @@ class StageProblems:
         """By identity of the choices below."""
         return {}
 
-    def _device(self, stage: int, chunks: tuple[int, ...]) -> StageSeconds | None:
+    def _device(self, stage: int, chunks: tuple[int, ...]) -> Passes | None:
         """Return the seconds of one micro-batch in one of the chunks. The ends of the model are divided among all chunks of the
         stage."""
         if self.profile.host_time is None:
             return None
         whole = stage_seconds(self.job, self.profile, stage)
         part = self.job.chunk_layers(stage)[chunks[0]] / self.job.layers_on(stage)
-        return StageSeconds(part * whole.forward_s, part * whole.backward_s)
+        return Passes(part * whole.forward_s, part * whole.backward_s)
 
     @cached_property
     def _half_seconds(self) -> Mapping[Section, HalfSeconds]:
@@ -454,17 +455,17 @@ class StageProblems:
         for items, price, host in self._recomputations_of(kind.section):
             yield Subset(kind, items, tuple(self._seats.backward(kind, items, price)), price, host)
 
-    def _recomputations_of(self, section: Section) -> Sequence[tuple[tuple[str, ...], PricedSection, HostSeconds]]:
+    def _recomputations_of(self, section: Section) -> Sequence[tuple[tuple[str, ...], PricedSection, Passes]]:
         """Sets of items of a section that may be recomputed, with their costs, whatever half comes before."""
         if section not in self._known_recomputations:
             self._known_recomputations[section] = tuple(self._recomputations_anew(section))
         return self._known_recomputations[section]
 
     @cached_property
-    def _known_recomputations(self) -> dict[Section, Sequence[tuple[tuple[str, ...], PricedSection, HostSeconds]]]:
+    def _known_recomputations(self) -> dict[Section, Sequence[tuple[tuple[str, ...], PricedSection, Passes]]]:
         return {}
 
-    def _recomputations_anew(self, section: Section) -> Iterator[tuple[tuple[str, ...], PricedSection, HostSeconds]]:
+    def _recomputations_anew(self, section: Section) -> Iterator[tuple[tuple[str, ...], PricedSection, Passes]]:
         whole_inputs = self.job.keeps_gathered or (self.job.parallel.sequence_parallel and not section.has_windows)
         stays = stays_whole(self.job, section)
         shape, tensors = self.profile.shape, self.profile.of(section).tensors

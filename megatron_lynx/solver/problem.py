@@ -21,11 +21,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lynx.cost.host import NO_HOST_TIME, HostSeconds
+from megatron_lynx.cost.host import NO_HOST_TIME
 from megatron_lynx.cost.memory import COLUMNS, HalfMemory
 from megatron_lynx.cost.recompute import Checkpoint
-from megatron_lynx.cost.stage import StageSeconds
 from megatron_lynx.solver.placement import Seat
+from megatron_lynx.timeline import Passes
 from megatron_lynx.units import SECOND_DIGITS
 
 Floats = NDArray[np.float64]
@@ -46,7 +46,7 @@ class Option:
     recompute_s: float
     exposed_s: float
     flops: int
-    host: HostSeconds = NO_HOST_TIME
+    host: Passes = NO_HOST_TIME
     """Host seconds to issue the half."""
     checkpoint: Checkpoint | None = None
     """Checkpoint of a half, which keeps its input at most; `recompute` then lists everything that runs again."""
@@ -212,7 +212,7 @@ class StageProblem:
     budget_bytes: int | None = None
     mixed: Mixed | None = None
     """Halves with unusual sections; None if there are none."""
-    device: StageSeconds | None = None
+    device: Passes | None = None
     """One micro-batch on the device without recomputation; None if host seconds are unknown."""
     forward_s: float = 0.0
     """Seconds of its layers' forward, for one micro-batch."""

@@ -24,7 +24,7 @@ from math import ceil, floor
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import bounded_by_device, layers_budget_bytes, most_beside_layers
 from megatron_lynx.cost.host_optimizer import host_shortage
-from megatron_lynx.cost.stage import StageSeconds, chunks_in_flight, stage_seconds
+from megatron_lynx.cost.stage import chunks_in_flight, stage_seconds
 from megatron_lynx.cost.stage_memory import CHUNKS_NOT_OFFLOADED
 from megatron_lynx.cost.step import exposed_copies_s
 from megatron_lynx.errors import Infeasible, Problem
@@ -38,6 +38,7 @@ from megatron_lynx.solver.offload import Leaver, bytes_copied_in, host_of_stage,
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import StageProblem
 from megatron_lynx.solver.programme import Programme
+from megatron_lynx.timeline import Passes
 from megatron_lynx.units import SECOND_DIGITS, format_bytes
 
 NOTHING = Share(0.0)
@@ -63,7 +64,7 @@ class Worked:
     """By stage, fraction, budget, and whether it is paced."""
     leavers: dict[int, Leaver] = field(default_factory=dict)
     kept_bytes: dict[int, int] = field(default_factory=dict)
-    stock: dict[int, StageSeconds] = field(default_factory=dict)
+    stock: dict[int, Passes] = field(default_factory=dict)
     """Seconds of each stage without recomputation."""
 
 
@@ -271,7 +272,7 @@ class Stages:
             known[stage] = self._chunks.solved(stage, 1, None, baselines.keep_all).most_resident_bytes
         return known[stage]
 
-    def _stock(self, stage: int) -> StageSeconds:
+    def _stock(self, stage: int) -> Passes:
         """Return the seconds of the stage without recomputation."""
         if stage not in self.worked.stock:
             self.worked.stock[stage] = stage_seconds(self.job, self.profile, stage)
@@ -281,7 +282,7 @@ class Stages:
         copy_s = self.profile.link_s("host", ceil(answer.offloaded_share * answer.chunk_bytes))
         if copy_s == 0:
             return 0.0
-        passes = StageSeconds(answer.stock.forward_s, answer.stock.backward_s + answer.longer_s)
+        passes = Passes(answer.stock.forward_s, answer.stock.backward_s + answer.longer_s)
         return exposed_copies_s(self.job, passes, answer.stage, copy_s, self.profile.link_s("p2p", self._shape.input_bytes))
 
     def _late_s(self, answer: StageAnswer) -> float:

@@ -29,7 +29,6 @@ from megatron_lynx.cost.moments import Parts, StageMemory
 from megatron_lynx.cost.stage import most_in_flight_bytes
 from megatron_lynx.cost.stage_memory import activations_in_flight, dispatched_bytes, parts_beside_layers, without_overlap
 from megatron_lynx.profiler.profile import BlockProfile, Profile
-from megatron_lynx.profiler.roofline import Passes
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.schedule import Schedule
 from megatron_lynx.simulator.passes import PHASES, ChunkPasses, TimedPass, by_phase
@@ -37,6 +36,7 @@ from megatron_lynx.stock.layer_bytes import LayerBytes, layer_bytes
 from megatron_lynx.stock.modules import LEAST_ELEMENTS
 from megatron_lynx.stock.seconds import CopiedLayer, StageCopies, layer_seconds
 from megatron_lynx.stock.setting import NONE, StockSetting
+from megatron_lynx.timeline import Passes
 
 
 def deferred_heads(job: Job, setting: StockSetting) -> int:

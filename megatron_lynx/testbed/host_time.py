@@ -32,7 +32,6 @@ from megatron_lynx.measure.measurement import Links, this_machine
 from megatron_lynx.nest import all_in
 from megatron_lynx.plan.plan import Offload, Plan
 from megatron_lynx.planner import uniform_plan
-from megatron_lynx.profiler.roofline import Passes
 from megatron_lynx.runtime.device import device_for
 from megatron_lynx.testbed.candidates import FULL, NONE, Candidate, deferring, with_offload
 from megatron_lynx.testbed.comparison import Subject, subjects_of
@@ -40,6 +39,7 @@ from megatron_lynx.testbed.fusions import adds_up_in_place, compiler_for, deferr
 from megatron_lynx.testbed.ranks import LONGEST_RUN_S, run_ranks
 from megatron_lynx.testbed.stand_in import replace, stood_in_for
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from megatron_lynx.timeline import Passes
 from megatron_lynx.version import __version__
 
 LAYERS, MICROBATCHES = 6, 2

@@ -16,12 +16,13 @@ from megatron_lynx.cost.stage_memory import chunk_bytes
 from megatron_lynx.cost.step import recomputing_stage_s, step_seconds
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.profiler.roofline import Passes, fewest_in_a_node
+from megatron_lynx.profiler.roofline import fewest_in_a_node
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.simulator.passes import plain_passes
 from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from megatron_lynx.timeline import Passes
 from tests.config.jobs import catalogued_job
 from tests.profiler.made_up import made_up_profile
 

@@ -11,7 +11,7 @@ from megatron_lynx.cost.parameters import optimizer_bytes, stage_parameters
 from megatron_lynx.cost.stage import stage_seconds
 from megatron_lynx.cost.update import RESTART_S, UpdateSeconds, reduction_s, update_s
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.profiler.roofline import Passes
+from megatron_lynx.timeline import Passes
 from tests.config.jobs import catalogued_job
 
 REPLICATED = {"tensor": 2, "sequence_parallel": True, "distributed_optimizer": True}

@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 
 from megatron_lynx.anatomy import DENSE
 from megatron_lynx.config.loader import job_path, load_job
-from megatron_lynx.cost.host import NO_HOST_TIME, HostSeconds, half_host_s, setting_of
-from megatron_lynx.cost.stage import StageSeconds
+from megatron_lynx.cost.host import NO_HOST_TIME, half_host_s, setting_of
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.solver.problem import Choices, StageProblem
 from megatron_lynx.solver.programme import solve
+from megatron_lynx.timeline import Passes
 from tests.solver.problems import budgets, every_answer, options, problems
 
-KEPT = HostSeconds(1.0, 1.0)
-TOUCHED = HostSeconds(1.5, 3.0)
+KEPT = Passes(1.0, 1.0)
+TOUCHED = Passes(1.5, 3.0)
 
 
-def hosted(problem: StageProblem, device_s: float, touched: HostSeconds = TOUCHED) -> StageProblem:
+def hosted(problem: StageProblem, device_s: float, touched: Passes = TOUCHED) -> StageProblem:
     """The same problem where a half that is touched takes the host longer. `device_s`: forward of a layer on the device."""
 
     def choices(some: Choices) -> Choices:
@@ -29,7 +29,7 @@ def hosted(problem: StageProblem, device_s: float, touched: HostSeconds = TOUCHE
 
     seconds = problem.layers * device_s
     fields = {name: choices(getattr(problem, name)) for name in ("attention", "mlp", "last_mlp")}
-    return replace(problem, device=StageSeconds(seconds, 2 * seconds), **fields)
+    return replace(problem, device=Passes(seconds, 2 * seconds), **fields)
 
 
 def taken_s(problem: StageProblem, answer) -> float:
@@ -61,7 +61,7 @@ def test_where_the_device_is_slower_the_host_changes_nothing(problem):
 @settings(max_examples=10)
 @given(problems(max_layers=2, most_parts=2))
 def test_where_only_the_host_counts_as_few_halves_are_touched_as_fit(problem):
-    for one in budgets(hosted(problem, 0.0, touched=HostSeconds(100.0, 200.0))):
+    for one in budgets(hosted(problem, 0.0, touched=Passes(100.0, 200.0))):
         fewest = min(touched(answer) for answer in every_answer(one) if answer.peak_bytes <= one.budget_bytes)
         assert touched(solve(one)) == fewest
 
@@ -101,4 +101,4 @@ def test_a_checkpoint_takes_what_recomputing_everything_takes():
     items, measured = section.run_again(whole=True), profile.host_time.of(profile.shape.implementation).mlp
     for checkpointed, passes in ((True, measured.recomputed), (False, measured.gathered)):
         host = half_host_s(profile, section, items, checkpointed=checkpointed)
-        assert host == HostSeconds(passes.forward_s, passes.backward_s)
+        assert host == Passes(passes.forward_s, passes.backward_s)

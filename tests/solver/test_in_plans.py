@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lynx.cost.stage import StageSeconds
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner.writing import written
 from megatron_lynx.rehearsal import rehearse
@@ -19,6 +18,7 @@ from megatron_lynx.solver.baselines import keep_all
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import StageProblem
 from megatron_lynx.solver.programme import least_memory, solve
+from megatron_lynx.timeline import Passes
 from tests.solver.problems import LAYOUTS, catalogued
 
 
@@ -68,7 +68,7 @@ def simulated(name: str, answers: Sequence[Solved]) -> Simulation:
 def planned(stages: StageProblems, answers: Sequence[Solved]) -> Plan:
     """One chunk on each stage, and nothing on the host."""
     chunks = [
-        StageAnswer(stage, SolvedChunks((answer,)), int(answer.in_flight), Share(0.0), StageSeconds(0.0, 0.0), 0.0)
+        StageAnswer(stage, SolvedChunks((answer,)), int(answer.in_flight), Share(0.0), Passes(0.0, 0.0), 0.0)
         for stage, answer in enumerate(answers)
     ]
     return written(stages.job, chunks, job=stages.job.digest, profile=stages.profile.digest)

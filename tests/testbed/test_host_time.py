@@ -6,8 +6,8 @@ import pytest
 
 from megatron_lynx.anatomy import HALVES
 from megatron_lynx.config.cluster import HostTime, LayerHostTime
-from megatron_lynx.profiler.roofline import Passes
 from megatron_lynx.testbed.host_time import Asked, measured_here
+from megatron_lynx.timeline import Passes
 from tests.te_releases import folder_of
 
 LESS_AND_MORE = (

@@ -85,7 +85,6 @@ from megatron_lynx.kinds.section import Item
 from megatron_lynx.profiler.profile import ExpertHalf, Profile, SavedTensor, own_tensors
 from megatron_lynx.profiler.roofline import (
     Kernels,
-    Passes,
     Roofline,
     activation_kernels,
     collective_s,
@@ -95,6 +94,7 @@ from megatron_lynx.profiler.roofline import (
     weighted_kernels,
 )
 from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape, saved_bytes
+from megatron_lynx.timeline import Passes
 
 
 class MixtureOfExperts(Planning):

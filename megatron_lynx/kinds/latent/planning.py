@@ -27,8 +27,9 @@ from megatron_lynx.kinds.latent.section import KV_DOWN, KV_NORM, KV_UP, Q_DOWN, 
 from megatron_lynx.kinds.saved import context_tensors, core, dropout_tensor, norm, norm_tensors, row_parallel, statistics
 from megatron_lynx.kinds.section import Collective, Item
 from megatron_lynx.profiler.profile import Profile, SavedTensor, Shape, own_tensors
-from megatron_lynx.profiler.roofline import Kernels, Passes, Roofline, one_kernel, turned_kernels
+from megatron_lynx.profiler.roofline import Kernels, Roofline, one_kernel, turned_kernels
 from megatron_lynx.profiler.shape import LayerShape, normed_bytes, saved_bytes
+from megatron_lynx.timeline import Passes
 
 DOWN, HEADS = ("down_projection",), ("up_projection", "query_projection")
 """Roles of compressing linears, and of linears that make heads."""

@@ -26,8 +26,9 @@ from megatron_lynx.kinds.mixer import TokenMixer, column_bytes
 from megatron_lynx.kinds.saved import column_parallel, dropout_tensor, norm_tensors, row_parallel
 from megatron_lynx.kinds.section import Item
 from megatron_lynx.profiler.profile import SavedTensor, own_tensors
-from megatron_lynx.profiler.roofline import Kernels, Passes, Roofline
+from megatron_lynx.profiler.roofline import Kernels, Roofline
 from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape
+from megatron_lynx.timeline import Passes
 
 CHUNK = 128
 """Tokens per chunk of the scan (`MambaMixer.chunk_size`)."""
