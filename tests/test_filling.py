@@ -21,7 +21,7 @@ from megatron_lynx.planner import decide, decision
 from megatron_lynx.planner.decision import Decision
 from megatron_lynx.planner.filling import Filler, _waits
 from megatron_lynx.planner.packing import LONG, InTurns, Linear, Packed, Put, Wait, Ways, ways_of
-from megatron_lynx.planner.pieces import cut, placed
+from megatron_lynx.planner.pieces import Placed, cut, may_gain, placed
 from megatron_lynx.planner.slack import Slack
 from megatron_lynx.planner.summary import summary
 from megatron_lynx.profiler.analytic import analytic_profile
@@ -285,3 +285,25 @@ def test_pieces_may_run_in_every_wait_of_a_forward() -> None:
     (units,) = (units for units in cut([linear], lambda _: cost, waits, 1.0) if len(units) == 4)
     packed = max(ways_of([1.0] * 5, units, 1.0).best([1.0, 0.0, 0.0, 0.0, 0.0]), key=lambda way: len(way.waits))
     assert sorted(placed(packed, units, waits).waits["linear_fc2"]) == [f"fwd.mlp.{number}" for number in range(4)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(0.1, 3.0), st.floats(0.0, 1.2)), min_size=3, max_size=3),
+    st.lists(st.floats(0.1, 4.0), min_size=2, max_size=2),
+    st.sampled_from([1.0, 1.1, 1.5]),
+)
+def test_no_cut_that_is_faster_is_left_out(lengths: list[tuple[float, float]], seconds: list[float], interference: float) -> None:
+    """Cuts that cannot gain are not packed: half of a plan's seconds were spent on them."""
+    names = ("bwd.mlp.0", "bwd.attention.0", "fwd.mlp.0")
+    waits = [Wait(name, length_s, part * length_s) for name, (length_s, part) in zip(names, lengths, strict=True)]
+    puts = tuple(Put(at, wait.name, LONG if is_forward(wait.name) else at) for at, wait in enumerate(waits))
+    linears = [Linear("linear_fc1", seconds[0], 10, 0, puts[1:]), Linear("linear_fc2", seconds[1], 10, None, puts)]
+    costs = {linear.name: WeightGradient(linear.seconds, 10, 10, most_pieces=2) for linear in linears}
+    found: list[list[Placed]] = []
+    for units in cut(linears, costs.__getitem__, waits, max(wait.seconds for wait in waits)):
+        ways = ways_of([wait.seconds for wait in waits], units, interference).best([wait.filled_s for wait in waits])
+        if not found or may_gain(found, units, waits, interference):
+            found.append([placed(way, units, waits) for way in ways])
+        assert min(first.seconds for first, *_ in found) <= ways[0].seconds + 1e-9
+        assert min(way.seconds for some in found for way in some) <= min(way.seconds for way in ways) + 1e-9

@@ -26,7 +26,7 @@ from megatron_lynx.cost.stage import phases_of
 from megatron_lynx.plan.plan import LayerRange, Plan, Stage, WeightGradients
 from megatron_lynx.plan.rule import joined
 from megatron_lynx.planner.packing import NOWHERE, InTurns, Linear, Packed, Wait, Ways, ways_of
-from megatron_lynx.planner.pieces import Placed, best_of, cut, placed
+from megatron_lynx.planner.pieces import Placed, best_of, cut, may_gain, placed
 from megatron_lynx.planner.rooms import Rooms
 from megatron_lynx.planner.slack import Slack, next_forward
 from megatron_lynx.profiler.profile import Profile
@@ -106,10 +106,11 @@ class _WaysOfLayers:
         if (pieces, layer) not in self.by_layer:
             waits, linears = self.rooms.waits(layer), self.rooms.linears(layer)
             longest_s = max((wait.seconds for wait in waits), default=0.0) if pieces else 0.0
-            ways = ((units, self._ways_of(waits, units)) for units in cut(linears, self.rooms.cost, waits, longest_s))
-            self.by_layer[pieces, layer] = best_of(
-                [placed(packed, units, waits) for packed in packings] for units, packings in ways
-            )
+            ways: list[list[Placed]] = []
+            for units in cut(linears, self.rooms.cost, waits, longest_s):
+                if not ways or may_gain(ways, units, waits, self.rooms.interference):
+                    ways.append([placed(packed, units, waits) for packed in self._ways_of(waits, units)])
+            self.by_layer[pieces, layer] = best_of(ways)
         return self.by_layer[pieces, layer]
 
     def _ways_of(self, waits: Sequence[Wait], linears: tuple[Linear, ...]) -> list[Packed]:

@@ -168,13 +168,16 @@ class InTurns:
 
     def _pack(self, linears: Sequence[Linear], filled_s: Sequence[float]) -> Packed:
         chosen: dict[str, str | None] = dict.fromkeys(linear.name for linear in linears)
-        seconds = 0.0
+        seconds, known = 0.0, dict[object, Packed]()
         for _ in range(ROUNDS):
             before = dict(chosen)
             for pair in pairwise(linears):
                 choices = {linear: chosen[linear.name] for linear in linears if linear not in pair}
-                lengths_s, taken_s = self._beside(choices, filled_s)
-                packed = Ways(lengths_s, pair, self._interference).best_of_all(taken_s)
+                key = pair[0].name, *choices.values()
+                if key not in known:
+                    lengths_s, taken_s = self._beside(choices, filled_s)
+                    known[key] = Ways(lengths_s, pair, self._interference).best_of_all(taken_s)
+                packed = known[key]
                 seconds = packed.seconds + sum(linear.seconds for linear, name in choices.items() if name is None)
                 chosen |= {linear.name: packed.waits.get(linear.name) for linear in pair}
             if chosen == before:

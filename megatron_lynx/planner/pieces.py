@@ -54,6 +54,26 @@ def _units(linear: Linear, cost: WeightGradient, pieces: int) -> tuple[Linear, .
     return tuple(replace(linear, name=f"{linear.name} {piece}", seconds=of_piece.seconds) for piece, of_piece in numbered)
 
 
+def may_gain(found: Sequence[Sequence[Placed]], units: Sequence[Linear], waits: Sequence[Wait], interference: float) -> bool:
+    """Whether these units may be faster than the ways that were found, without forwards or with them."""
+    firsts, every = [first for first, *_ in found], list(chain.from_iterable(found))
+    return any(
+        _least_s(units, waits, interference, forwards=forwards) < min(way.seconds for way in ways)
+        for forwards, ways in ((False, firsts), (True, every))
+    )
+
+
+def _least_s(units: Sequence[Linear], waits: Sequence[Wait], interference: float, *, forwards: bool) -> float:
+    """Seconds of a layer if each wait could hold any part of any weight gradient. One that hides a wait is not slowed in it."""
+    hidden = {unit.beside for unit in units}
+    room_s = least_s = 0.0
+    for number, wait in enumerate(waits):
+        free_s = wait.seconds / (1.0 if number in hidden else interference) - wait.filled_s
+        least_s += wait.seconds + max(0.0, -free_s)
+        room_s += max(0.0, free_s) if forwards or not is_forward(wait.name) else 0.0
+    return least_s + max(0.0, sum(unit.seconds for unit in units) - room_s)
+
+
 def best_of(ways: Iterable[Sequence[Placed]]) -> list[Placed]:
     """Return the best way without forwards, and the best one of all if it is another. `ways`: first of each those without."""
     ways = list(ways)
