@@ -11,6 +11,7 @@ from pathlib import Path
 # Decided when torch and megatron-core are imported, so before anything here imports them. Ranks share few cores.
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop("COLUMNS", None)  # a process of pytest-xdist has it; commands write to pipes of unknown width
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -180,12 +181,14 @@ RELIES_ON: Mapping[str, Sequence[str]] = json.loads(Path(__file__).with_name("re
 
 def held_here() -> list[Held]:
     """Rows of megatron-core, and of Transformer Engine if it is known. Raises `HookRefused` for an unknown megatron-core."""
-    core = present_release()
+    releases, missing = [present_release()], set[str]()
     try:
-        releases, missing = [core, present_te()], None
+        releases.append(present_te())
     except HookRefused:  # the doctor reports it
-        releases, missing = [core], "te"
-    return [row for release in releases for what in ("", *release.only_with) if what != missing for row in release.rows(what)]
+        missing.add("te")
+    if find_spec("triton") is None:  # Megatron's Mamba mixer imports it, and torch for CPUs does not install it
+        missing.add("mamba")
+    return [row for release in releases for what in ("", *release.only_with) if what not in missing for row in release.rows(what)]
 
 
 def hook_of(site: str) -> str:
