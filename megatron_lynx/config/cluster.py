@@ -97,7 +97,7 @@ class ExpertHostTime(Part):
     made_by: str
     """Tool and conditions of the measurement, or the source of the figures."""
     half: HostPasses
-    """Router, permutation, exchanges and the calls of the experts' grouped GEMMs, whatever the number of experts."""
+    """Router, permutation, exchanges and the calls of the experts' grouped GEMMs, for any number of experts."""
     each: HostPasses
     """For each expert of a rank: its weights' arguments, GEMMs, and gradient hooks."""
 

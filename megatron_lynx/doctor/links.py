@@ -43,7 +43,7 @@ class Links(NamedTuple):
         return f"{nic}; {'no NVLink found' if self.nvlink_gb_s is None else f'NVLink {self.nvlink_gb_s:g} GB/s'}"
 
     def options(self, cluster: Cluster | None) -> Iterator[str]:
-        """Yield the options that make seconds assume these links, where `cluster` differs. None: it is not known."""
+        """Yield the options that make seconds assume these links, where they differ from the cluster's."""
         nic, nvlink = (None, None) if cluster is None else (cluster.nic, cluster.nvlink)
         if self.usual_gbit is not None and not (nic and _alike(self.usual_gbit, 8 * nic.gb_per_s)):
             yield f"--nic-gbit {self.usual_gbit:g}"

@@ -48,7 +48,7 @@ class TokenMixer(Planning):
         return column_bytes(shape) * self.sizes(shape.model).result
 
     def result_tensors(self, shape: LayerShape, *, output: bool = True) -> Iterator[SavedTensor]:
-        """Yield the input of the last linear, which in FP8 saves bytes of its own. `output`: whether a site returned it."""
+        """Yield the input of the last linear, which in FP8 saves a tensor more. `output`: whether a site returned it."""
         section, columns, recipe = self.section, self.sizes(shape.model).result, shape.model.fp8_recipe
         readers = (section.row_parallel,) if recipe is None else ()
         size, made_by = column_bytes(shape) * columns, section.before_row_parallel

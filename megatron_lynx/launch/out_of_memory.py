@@ -10,7 +10,7 @@ too few bytes         a plan for less memory: what PyTorch     megatron-lynx pla
 
 The first rank that fails explains. Others that run out of memory print one line, and those that fail because it is gone nothing.
 
-The moment of a step in which an error was raised, as the engine noted it, and what it may be in the plan's predictions:
+The moment of a step in which an error was raised, as the engine noted it, and its names in the plan's predictions:
 
     noted                        in words                                    in the predictions
     a recomputation              a recomputation                             backward

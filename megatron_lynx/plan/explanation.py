@@ -51,7 +51,7 @@ def summary(plan: Plan) -> RenderableType:
 
 
 def _in_short(chunks: Sequence[Stage]) -> tuple[int, str]:
-    """A stage's number of layers, and what is done to how many of them."""
+    """A stage's number of layers, and in words the recomputed, delayed and offloaded items of them."""
     layers, again, deferred = sum(len(stage.layers) for stage in chunks), Counter[str](), dict[str, None]()
     for rule in (rule for stage in chunks for rule in stage.rules):
         count, halves = rule.layers.last - rule.layers.first + 1, [half for half in HALVES if rule.checkpoints(half)]

@@ -4,8 +4,8 @@ job, profile ──partitioned──> layers of each stage ──Stages──> a
                                      ├── again with less memory for offloaded shares whose copies lag ──────────┤
                                      └── with weight gradients in the waits that are left (`filling`) ──────────┘
 
-Of equally fast answers, the one with the fewest bytes leaves memory to weight gradients, the one with the fewest halves that hide
-recomputation leaves waits to them (`Stages.leaving_waits`). Both are filled if they differ.
+Among equally fast answers, the one with the fewest bytes leaves memory for weight gradients, the one with the fewest halves that
+hide recomputation leaves waits for them (`Stages.leaving_waits`). Both are filled if they differ.
 
 `check_budget_kept` compares the finished plan with the budget at every moment.
 """
@@ -393,7 +393,7 @@ class _Placing:
     profile: Profile
     known: Known
     tried: list[Plan]
-    """First plans of all placings: one that is made again is not rehearsed again."""
+    """First plans of all placings: a repeated one is not rehearsed."""
     forwards: bool
 
     def placed(self, below_s: float, *, pieces: bool) -> Decision | None:

@@ -130,7 +130,7 @@ class _Filling:
     rooms: Rooms
     slack: Slack
     ways: Callable[[int], list[Placed]]
-    """Of a layer; the first one uses no forward."""
+    """Placings of a layer by its number; the first uses no forward."""
     chosen: dict[int, Placed] = field(default_factory=dict)
 
     def filled(self, *, receives: bool) -> Stage:

@@ -114,7 +114,7 @@ def may_go_within(job: Job) -> bool:
 
 
 def host_of_stage(job: Job, profile: Profile, stage: int, chunks: SolvedChunks, *, offloads: bool) -> Passes:
-    """What the host takes to issue one micro-batch through all chunks of a stage. `offloads`: whether any of it is offloaded."""
+    """Host time to issue one micro-batch through all chunks of a stage. `offloads`: whether any of it is offloaded."""
     host = sum((half.host for chunk in chunks for half in chunk.halves), start=NO_HOST_TIME)
     if not offloads:
         return host

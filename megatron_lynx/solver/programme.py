@@ -108,8 +108,8 @@ class Programme:
     """Solver of a series of problems, which share the tables of their kinds of layers."""
 
     wait_s: float = 0.0
-    """Seconds that count for each half that hides recomputation in waits. Of equally fast answers, the one with the fewest bytes
-    is taken at 0, one with the fewest such halves at a tiny number."""
+    """Seconds that count for each half that hides recomputation in waits. Among equally fast answers, the one with the fewest
+    bytes is taken at 0, one with the fewest such halves at a tiny number."""
     tables: dict[tuple[int, int, bool, bool], tuple[Choices, Choices, Table]] = field(default_factory=dict)
     """By identity of both halves' choices, which are kept; last layer; host seconds."""
 
