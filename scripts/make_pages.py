@@ -55,12 +55,12 @@ SCREENS: dict[str, tuple[str, tuple[str, ...]]] = {
     "advise": (f"megatron-lynx advise {ON_H800} -- $(launch full)", ()),
     "nothing_fits": (
         "megatron-lynx plan --cluster h800-80g --memory-gib 22 -o build/plan.yaml -- $(launch none)",
-        ("^By this", "^too much", "^22.00", "^the plan", "^What would fit", r"^[1-9]\. ", "^no plan fits", "^  - memory"),
+        (r"^(By this|too much|22\.00|the plan|What would fit|[1-9]\. |no plan fits|  - memory.*stage 0)",),
     ),
     "refused": (
         "megatron-lynx plan --cluster a100-80g -o build/plan.yaml -- torchrun --nproc-per-node 8 pretrain_gpt.py"
         " --multi-latent-attention --mla-down-proj-fusion --recompute-granularity full --num-layer 3",
-        ("^the launch", "recompute-granularity", "mla-down", "--num-layer:"),
+        ("^the launch", r"^  - --(recompute-gran|mla-down|num-layer:)"),
     ),
     "example": (
         'torchrun() { megatron-lynx advise --cluster h100 -- torchrun "$@"; }; export -f torchrun\n'
@@ -130,15 +130,16 @@ def cut(line: str) -> str:
 
 
 def chosen(output: list[str], expressions: tuple[str, ...]) -> Iterator[str]:
-    """The lines that are shown; `...` in place of those between them."""
-    left_out = False
+    """The lines that are shown, folded bullets whole; `...` in place of those between them."""
+    shown, left_out = False, False
     for line in output:
-        if expressions and not any(re.search(expression, line) for expression in expressions):
-            left_out = True
-            continue
-        yield from ["..."] if left_out else []
-        left_out = False
-        yield line
+        continued = line.startswith(" " * 4)
+        shown = shown if continued else not expressions or any(re.search(expression, line) for expression in expressions)
+        if shown and left_out:
+            yield "..."
+        if shown:
+            yield line
+        left_out = not shown
     yield from ["..."] if left_out else []
 
 
