@@ -108,6 +108,8 @@ def validated(model_class: type[ModelT], data: Mapping[str, Any], where: str | o
     Strict: text is no number, a number is no text, and only true and false are booleans. Raises `ConfigError` with all problems.
     """
     text, where = json.dumps(data), os.fspath(where)
+    if other := _of_another_kind(model_class, data):
+        raise ConfigError(f"{where} is not a {_in_words(model_class)}", [Problem(where, *other)])
     problems: dict[Problem, None] = {}  # in order, each once
     while True:
         try:
@@ -122,6 +124,16 @@ def validated(model_class: type[ModelT], data: Mapping[str, Any], where: str | o
         if problems:
             raise ConfigError(f"{where} is not a valid {_in_words(model_class)}", list(problems))
         return instance
+
+
+def _of_another_kind(model_class: type[BaseModel], data: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Finding and need of a file with many keys, none of which `model_class` requires, such as a cluster in place of a plan."""
+    fields = dict(_fields_of(model_class))
+    required = [name for name, field in fields.items() if field.is_required()]
+    unknown = [name for name in data if name not in fields]
+    if not required or len(unknown) < 3 or any(name in data for name in required):
+        return None
+    return f"the keys {', '.join(map(str, data))}", f"those of a {_in_words(model_class)}: {', '.join(required)}"
 
 
 def _in_words(model_class: type[BaseModel]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lynx.config.loader import job_path, load_cluster, load_model
+from megatron_lynx.config.loader import bundled_configs, job_path, load_cluster, load_model
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.plan import load_plan
 from megatron_lynx.plan.facts import without_options
@@ -41,6 +41,21 @@ def test_a_beginning_of_several_names_is_not_clear() -> None:
     with pytest.raises(ConfigError, match=r"found no file 'llma3-8b', needed a path, or one of .*; did you mean llama3-8b\?$"):
         load_model("llma3-8b", "--model")
     assert job_path("DEMO") == job_path("jobs/demo")
+
+
+def test_a_misspelt_beginning_of_a_cluster_is_recognised() -> None:
+    with pytest.raises(ConfigError, match=r"found no file 'h101', .*; did you mean h100\?$"):
+        load_cluster("h101", "--cluster")
+
+
+def test_a_file_of_another_kind_is_one_problem() -> None:
+    """`explain` of a cluster once listed 45 unknown and missing keys."""
+    cluster = bundled_configs() / "clusters" / "h100-80g.yaml"
+    with pytest.raises(ConfigError, match="is not a plan") as refused:
+        load_plan(cluster)
+    (problem,) = refused.value.problems
+    assert "found the keys name, device, memory_gib" in str(problem)
+    assert "needed those of a plan: version, model" in str(problem)
 
 
 def test_a_doctor_is_asked_about_a_cluster_that_exists() -> None:

@@ -128,7 +128,8 @@ def _named(name: str, where: str, kind: str) -> Path:
     if len(alike) == 1:
         return bundled[alike[0]]
     finding = f"{name!r}, with which {len(alike)} names begin" if alike else f"no file {name!r}"
-    needed, todo = f"a path, or one of {', '.join(alike or bundled)}", "" if alike else suggestion(short, bundled)
+    beginnings = [stem.partition("-")[0] for stem in bundled]
+    needed, todo = f"a path, or one of {', '.join(alike or bundled)}", "" if alike else suggestion(short, [*bundled, *beginnings])
     raise ConfigError(f"{name} was not found", [Problem(where, finding, needed, todo)])
 
 
