@@ -74,7 +74,8 @@ def test_what_has_changed_in_a_plan_is_named_before_it_is_stored() -> None:
     assert seconds.startswith("stage 0: step_s 27.4")
     assert seconds.endswith("(+9 %)")
     assert size.startswith(f"stage 0: memory_bytes {figures.memory_bytes} -> {slower.memory_bytes} (")
-    assert [line for line in diff if line.startswith(("- ", "+ "))] == ["-      - layers: 1", "+      - layers: 2-31"]
+    changed = [line for line in diff if line.startswith(("- ", "+ "))]
+    assert changed == ["-      - layers: 1", f"+      - layers: {rules[0].layers}"]
 
 
 def test_plans_fit_their_devices() -> None:
@@ -92,7 +93,7 @@ def test_attention_is_never_recomputed_and_what_is_kept_is_offloaded(cluster: st
     assert plan.parallel.context == job.parallel.context == 2
     assert all(ATTENTION.item("core").name in rule.keep for stage in plan.stages for rule in stage.rules)
     for stage in plan.stages[:6]:
-        again = {"input_layernorm", "linear_qkv", "rotary", "activation"}
+        again = {"input_layernorm", "linear_qkv", "rotary"}
         assert sum(len(rule.layers) for rule in stage.rules if again <= set(rule.recompute)) >= 8
         assert stage.offload is not None
         assert stage.offload.half_by_half == "all"

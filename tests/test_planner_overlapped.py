@@ -152,8 +152,8 @@ def test_nothing_hides_in_collectives_of_tensor_parallel_ranks() -> None:
     found, least_gib = decided(47, parallel=cut), 46.5
     rules = [rule for entry in found.plan.stages for rule in entry.rules]
     assert any(rule.recompute for rule in rules)
-    places = [place for rule in rules for place in (rule.windows, rule.gather)]
-    assert {place.of(half, "steady") for place in places for half in HALVES} <= {ON_DEMAND, None}
+    assert {rule.windows.of(half, "steady") for rule in rules for half in HALVES} <= {ON_DEMAND, None}
+    assert {rule.gather.of(half) for rule in rules for half in HALVES} <= {ON_DEMAND, None}
     assert max(each.total for each in found.memory) <= 47 * GIB
     assert decided(least_gib, parallel=cut).simulation.step_s > found.simulation.step_s
 

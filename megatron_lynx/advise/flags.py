@@ -112,7 +112,8 @@ def of_layout(before: Job, after: Job, made: Plan, reading: Reading | None) -> E
         return Edit(added=added)
     placing = _replaced(before, after, made, reading)
     origins = dict.fromkeys(reading.given.origin(name) for name in placing if name in reading.given.values)
-    return Edit(tuple(flag for flag in origins if flag not in dict(added)), added)
+    kept = {reading.said([flag]).partition("=")[0] for flag, _ in added}
+    return Edit(tuple(name for name in origins if name not in kept), added)
 
 
 def command(reading: Reading, before: Job, after: Job, made: Plan, plan: str) -> str:

@@ -216,6 +216,8 @@ def _begin_ahead(tasks: dict[Moment, tuple[Task, ...]], halves: Sequence[Planned
         item = half.leaves_under_way
         if item is None or above.section.kept_whole or not layout.waits("fwd", half.layer, half.section):
             continue
+        if half is attention and attention.gathers_ahead and not above.section.core:
+            continue  # its reduction would begin at the core
         entered, place = Moment("enter", mlp.key), Moment("enter", above.key)
         *before, last_task = tasks[entered]
         begin = Task("begin", half.key, item)

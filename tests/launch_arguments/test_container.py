@@ -397,8 +397,10 @@ def test_neighbours_are_named_in_bridges_settings(tmp_path: Path) -> None:
     near = json.loads(result.stdout)["neighbours"]
     assert near
     for each in near:
-        settings = each["flags"].split()
+        said, _, dropped = each["flags"].partition(" without ")
+        settings = said.split()
         assert settings
+        assert not dropped or each["launch"].endswith(f", and drop {dropped}")
         assert all(re.fullmatch(r"cfg\.(model|train)\.\w+=\w+", word) for word in settings)
         assert "-m megatron_lynx.launch --lynx-host bridge SCRIPT --lynx-plan plan.yaml, set " in each["launch"]
         assert all(word in each["launch"] for word in settings)

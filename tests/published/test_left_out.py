@@ -145,5 +145,4 @@ def test_the_errors_that_answers_state_are_those_of_grade_a() -> None:
         assert total is not None
         assert round(total) == round(100 * stated.steps)
         assert mean_error(settings) <= 100 * stated.ratios
-        assert bool(layouts) == (stated.layouts is not None)
-        assert abs(mean_error(layouts) - 100 * (stated.layouts or 0.0)) < 1
+        assert abs(mean_error(layouts) - 100 * (stated.layouts or stated.ratios)) < 1
