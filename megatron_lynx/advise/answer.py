@@ -254,7 +254,7 @@ def _within_today(variants: Variants, launch: Launch, plan: Planned | None) -> P
     if launch.row is None or not launch.written or (plan is not None and plan.memory_bytes <= launch.row.memory_bytes):
         return None
     budget = {"memory_gib": launch.row.memory_bytes / GIB, "activation_mib": None}
-    return variants.fastest(budget=variants.job.budget.model_copy(update=budget))
+    return variants.fastest_in(variants.job.budget.model_copy(update=budget))
 
 
 TIMES_AS_MANY = (2, 4, 8)

@@ -8,13 +8,14 @@ faster than every other plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
+from types import MappingProxyType
 
-from megatron_lynx.config.job import Job
+from megatron_lynx.config.job import Budget, Job
 from megatron_lynx.cost.step import StepRange, hiding_all
 from megatron_lynx.errors import LynxError
 from megatron_lynx.plan.plan import Plan
@@ -117,17 +118,30 @@ class Variants:
     release: str | None
 
     def fastest(self, rival_s: float | None = None, **changes: object) -> Planned | None:
-        """Plan the variants with these fields of the job changed, and choose as `fastest` does; None if no plan fits.
+        """Plan the variants with these fields of the job changed, and choose as `fastest` does; None if no plan fits."""
+        return _chosen(self._planned(changes) if changes else self._plans, rival_s)
 
-        Variants with the most changed flags, the fastest if they fit, are planned first. Those that cannot win are not planned.
-        """
+    def fastest_in(self, budget: Budget) -> Planned | None:
+        """The fastest in less memory than the job's. No variant is faster there than in the job's."""
+        return _chosen(self._planned({"budget": budget}, self._plans), None)
+
+    @cached_property
+    def _plans(self) -> Mapping[int, Planned]:
+        return self._planned({})
+
+    def _planned(
+        self, changes: Mapping[str, object], in_more: Mapping[int, Planned] = MappingProxyType({})
+    ) -> Mapping[int, Planned]:
+        """Plans by the variant's number. Variants with the most changed flags, the fastest if they fit, are planned first; those
+        that cannot win are not. `in_more`: their plans in more memory."""
         plans: dict[int, Planned] = {}
         for place, variant in reversed([*enumerate(self._variants)]):
-            if plans and variant.is_slower(plans.values()):
+            known = in_more.get(place)
+            if plans and (variant.is_slower(plans.values()) if known is None else _is_slower(known.step, plans.values())):
                 continue
             with suppress(LynxError):
-                plans[place] = planned(variant.job.model_copy(update=changes), self.profile)
-        return fastest([plans[place] for place in sorted(plans)], rival_s)
+                plans[place] = planned(variant.job.model_copy(update=dict(changes)), self.profile)
+        return plans
 
     def may_take(self, seconds: float) -> bool:
         """Whether a plan may have a shorter step than this, however much memory there is."""
@@ -172,20 +186,27 @@ class _Variant:
     def is_slower(self, plans: Collection[Planned]) -> bool:
         """Whether it is slower than the best of these plans, by longest steps and by middles of ranges. False if its bound takes
         longer than planning it would save on average."""
-        expected_s, most_s = (min(plan.step.expected_s for plan in plans), min(plan.step.most_s for plan in plans))
-
-        def slower(step: StepRange, gain: float = 0.0) -> bool:
-            slack = (1 + EQUAL) / (1 - gain)
-            return step.expected_s > slack * expected_s and step.most_s > slack * most_s
-
         defers = why_none_deferred(self.job) is None
-        return slower(self.kept, OF_DEFERRED if defers else 0.0) and (not defers or slower(self.bound))
+        if not _is_slower(self.kept, plans, OF_DEFERRED if defers else 0.0):
+            return False
+        return not defers or _is_slower(self.bound, plans)
 
     def _endless(self, *, deferring: bool) -> StepRange:
         try:
             return _figures(keeping_all(self.job, self.profile, deferring=deferring), self.profile)[0]
         except LynxError:
             return StepRange.known(inf)
+
+
+def _is_slower(step: StepRange, plans: Collection[Planned], gain: float = 0.0) -> bool:
+    """Whether a step that may still lose `gain` takes longer than the best of these plans', at its longest and in its middle."""
+    expected_s, most_s = (min(plan.step.expected_s for plan in plans), min(plan.step.most_s for plan in plans))
+    slack = (1 + EQUAL) / (1 - gain)
+    return step.expected_s > slack * expected_s and step.most_s > slack * most_s
+
+
+def _chosen(plans: Mapping[int, Planned], rival_s: float | None) -> Planned | None:
+    return fastest([plans[place] for place in sorted(plans)], rival_s)
 
 
 def variants(job: Job, release: str) -> Iterator[Job]:
