@@ -104,7 +104,7 @@ class HeldHalf(Running):
     def __init__(self, section: Section, recognised: Callable[[Any], bool] | None = None) -> None:
         self.name, self.half, self._section, self._recognised = section.name, section.half, section, recognised
         self.stated_as = "model.opaque_layers" if recognised else ""
-        self.local, self.te = (UNKNOWN, UNKNOWN) if recognised else (LOCAL, CLASSES["dense"]["te"])
+        self.local, self.te = (UNKNOWN, UNKNOWN) if section.kept_whole else (LOCAL, CLASSES["dense"]["te"])
 
     def section_in(self, layer: Module) -> Section | None:
         return self._section if self._recognised is None or self._recognised(layer) else None
@@ -115,7 +115,6 @@ class HeldDeltaNet(HeldHalf):
 
     def __init__(self) -> None:
         super().__init__(DELTA_NET, lambda layer: _class_in(layer, IN_ATTENTION) == "GatedDeltaNet")
-        self.local, self.te = LOCAL, CLASSES["dense"]["te"]
 
     def refusals(self, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Problem]:
         """Before 0.18 Megatron's code has no name for the rule that a hook could replace."""
@@ -131,7 +130,6 @@ class HeldMamba(HeldHalf):
 
     def __init__(self) -> None:
         super().__init__(MAMBA, lambda layer: _class_in(layer, "mixer") != "")
-        self.local, self.te = LOCAL, CLASSES["dense"]["te"]
 
 
 ATTENTION_CLASS = "megatron.core.transformer.multi_latent_attention.MLASelfAttention"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from pydantic import Field, model_validator
 
@@ -56,7 +56,10 @@ class Fp8(Part):
             yield f"format e2m1 and recipe nvfp4 need each other, found {self.format} and {self.recipe}"
 
 
-Adaptable = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+if TYPE_CHECKING:
+    Adaptable = str
+else:
+    Adaptable = Literal[LINEARS]
 BESIDE_NO_ADAPTERS = ("fp8", "latent", "experts", "mtp", "opaque", "captured", "kinds")
 
 
@@ -68,7 +71,7 @@ class Adapters(Part):
     """
 
     rank: int = Field(ge=1)
-    targets: Annotated[tuple[Adaptable, ...], AS_TUPLE] = get_args(Adaptable)
+    targets: Annotated[tuple[Adaptable, ...], AS_TUPLE] = LINEARS
     """Linears with an adapter, in every layer."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
 

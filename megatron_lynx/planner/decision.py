@@ -328,8 +328,8 @@ def _fitting(job: Job, stages: Stages) -> tuple[Decision, Stages]:
 def _refined(decision: Decision, stages: Stages, job: Job, profile: Profile) -> Decision:
     """Return the decision or a faster one.
 
-    Tried: everything kept on stages that wait for recomputation or for their host,
-    because not all that the solver takes for hidden is; checkpoints that begin ahead.
+    Tried: everything kept on stages that wait for recomputation or for their host, because not all that the solver takes for
+    hidden is; checkpoints that begin ahead.
     """
     if job.policy != "planned" or layers_budget_bytes(decision.job, 0) is None:
         return decision

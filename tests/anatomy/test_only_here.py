@@ -25,10 +25,6 @@ TABLES = (
 """What Megatron and Transformer Engine call their things, and the anatomy itself."""
 
 EXCEPTIONS = {
-    **{
-        ("config/model.py", f"'linear_{which}'"): "a linear with an adapter, as Megatron-Bridge's `target_modules` name it"
-        for which in ("qkv", "proj", "fc1", "fc2")
-    },
     ("stock/legality.py", "'mlp'"): "one of Megatron's `recompute_modules`, which are not our sections",
     ("launch_arguments/today.py", "'mlp'"): "one of Megatron's captured modules, which are not our sections",
     ("plan/rule.py", "'mlp'"): "a value of the key `checkpoint`, as plan files spell it",
