@@ -45,7 +45,7 @@ def test_reduced_while_backward_runs(run, tmp_path):
     layout = {"pipeline": 2, "layers_per_chunk": 1, "microbatches": 4}
     flags = [flag for flag in MODEL if flag != "--no-gradient-accumulation-fusion"]
     flags += ["--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1", "--global-batch-size", "16"]
-    flags += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+    flags += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", "--no-align-grad-reduce"]
     plan = saved(deferring(uniform_plan(tiny_job("gpt", **layout, **SIZE))), tmp_path / "plan.yaml")
     launched = partial(run, HERE / "pretrain_faulty.py", ranks=4, env={"FAULT": "none"})
     stock = launched(flags)
