@@ -20,8 +20,8 @@ from pathlib import Path
 from megatron_lynx.config import Job, load_job
 from megatron_lynx.launch_arguments import job_of, read_launch
 from megatron_lynx.plan import Plan, load_plan
+from megatron_lynx.plan.plan import Predicted, Stage
 from megatron_lynx.plan.plan_file import dump_plan
-from megatron_lynx.plan.stage import Predicted, Stage
 from megatron_lynx.planner import make_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.whole_file import write_whole

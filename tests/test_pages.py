@@ -13,7 +13,7 @@ import pytest
 
 from megatron_lynx.config import load_job
 from megatron_lynx.launch_arguments import job_of, read_launch
-from megatron_lynx.plan.stage import Offload, Stage
+from megatron_lynx.plan.plan import Offload, Stage
 from megatron_lynx.planner import make_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.version import __version__

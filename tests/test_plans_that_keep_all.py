@@ -13,8 +13,8 @@ from hypothesis import given, settings
 
 from megatron_lynx.advise.today import as_stock, asked_launch
 from megatron_lynx.config import Job
+from megatron_lynx.config.experts import Opaque
 from megatron_lynx.config.loader import bundled_configs, job_path, load_job
-from megatron_lynx.config.opaque import Opaque
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.kinds.opaque.section import IN_NODES, OpaqueName
 from megatron_lynx.launch_arguments.command_line import read_launch_file

@@ -44,8 +44,7 @@ from megatron_lynx.kinds.mamba.section import MAMBA
 from megatron_lynx.kinds.opaque.section import OPAQUE, OpaqueName
 from megatron_lynx.kinds.section import HALVES, Half, Role, Section
 from megatron_lynx.limits import OR_ELSE, refused
-from megatron_lynx.plan.plan import Plan
-from megatron_lynx.plan.stage import Stage
+from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.runtime.engine import Engine
 
 Classes = Mapping[Role, Sequence[str]]

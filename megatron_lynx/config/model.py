@@ -10,8 +10,7 @@ from pydantic import Field, model_validator
 
 from megatron_lynx.anatomy import Facts, Half, LayerKind, Section, halves_of, sections_of
 from megatron_lynx.config.cluster import AttentionKernel, Implementation
-from megatron_lynx.config.experts import AS_TUPLE, BALANCED, Experts, as_spans, first_beyond
-from megatron_lynx.config.opaque import Opaque
+from megatron_lynx.config.experts import AS_TUPLE, BALANCED, Experts, Opaque, as_spans, first_beyond
 from megatron_lynx.fp8_recipes import Recipe
 from megatron_lynx.kinds.captured import CapturedModule
 from megatron_lynx.kinds.dense.section import LINEARS

@@ -1,6 +1,6 @@
 """Planning interfaces of all kinds, by section.
 
-Opaque halves are planned from figures in a job (`config.opaque`) or a measured profile:
+Opaque halves are planned from figures in a job (`config.experts`) or a measured profile:
 
     forward     max(FLOPs at a GEMM's rate, saved bytes written and read once)       and two tensor-parallel collectives
     backward    twice the FLOPs, twice the bytes, as many collectives
@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from math import ceil
 
+from megatron_lynx.config.experts import Opaque
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Model
-from megatron_lynx.config.opaque import Opaque
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.delta.planning import DeltaNet

@@ -3,13 +3,12 @@
     torchrun ... -m megatron_lynx.launch pretrain_gpt.py --lynx-plan plan.yaml <Megatron arguments>
 
 script                   reads our flags, and runs the script
-hosts, bridge            hooks on Megatron-LM or Megatron-Bridge: flags, initialisation, the training loop, a step
+hosts                    hooks on Megatron-LM or Megatron-Bridge: flags, initialisation, the training loop, a step
 launch                   reads, checks, installs and removes the plan
 schedule                 the training loop without flushes
 check, frames            --lynx-check: bits of a step compared with stock's, or of backward's tensors with the saved ones
-differences              losses and gradients of a pass, and where two passes differ
 training_state           saves and restores what a pass changes, so that a step can run again
-reporter, rows           predicted and measured seconds and peaks of each stage
+reporter                 predicted and measured seconds and peaks of each stage
 metrics                  figures in TensorBoard and W&B
 out_of_memory            explains an out-of-memory error
 ending, message          one message when a run fails

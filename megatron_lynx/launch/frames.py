@@ -24,8 +24,7 @@ from megatron_lynx.anatomy.address import BACKWARD_PHASES, FrameKey
 from megatron_lynx.apply.installation import Installation
 from megatron_lynx.apply.live_run import LiveRun, live_run, of_all_ranks
 from megatron_lynx.errors import LynxError
-from megatron_lynx.launch.check import Schedule, first_call, frames_differ
-from megatron_lynx.launch.differences import Difference, bits, unlike
+from megatron_lynx.launch.check import Difference, Schedule, bits, first_call, frames_differ, unlike
 from megatron_lynx.launch.ending import agree
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.runtime.frame import Frame

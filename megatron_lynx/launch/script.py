@@ -15,14 +15,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron_lynx.errors import ConfigError, LynxError, Problem
 from megatron_lynx.launch.flags import Flags, add_flags, read_flags
 from megatron_lynx.launch.message import say, stop
-
-if TYPE_CHECKING:
-    pass
 
 USAGE = """\
 {flags}

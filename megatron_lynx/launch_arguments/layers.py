@@ -9,7 +9,7 @@
 --hybrid-layer-pattern "M-M*-M*E"                       ──> the layers of a plan (`anatomy.stack`), opaque halves, experts
 --hybrid-layer-pattern "M*E/*E"                         ──> --mtp-num-layers 1, a layer like the decoder's last one
 
---experimental-attention-variant gated_delta_net        ──> model.opaque gated_delta_net (`config.opaque`)
+--experimental-attention-variant gated_delta_net        ──> model.opaque gated_delta_net (`config.experts`)
     --linear-attention-freq 4, or '([1]*3+[0]*1)*12'        its layers: all but every fourth; those with a 1
 --linear-attention-type gated_delta_net                 ──> the same, in forks
 --attention-output-gate                                 ──> model.opaque gated_attention, in layers with attention
@@ -24,8 +24,7 @@ from itertools import accumulate
 from typing import Any
 
 from megatron_lynx.anatomy.stack import ATTENTION, BAR, EXPERTS, NEEDED, StackLayer, layers_of, parts_of, segments_of, unknown_in
-from megatron_lynx.config.experts import as_spans
-from megatron_lynx.config.opaque import gated_attention
+from megatron_lynx.config.experts import as_spans, gated_attention
 from megatron_lynx.errors import Problem
 from megatron_lynx.launch_arguments.given import Fact, Given, Value
 from megatron_lynx.launch_arguments.model_facts import FORKS, STATES_ON_HOST

@@ -21,9 +21,9 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_lynx.config import Job
+from megatron_lynx.config.experts import MARGIN
 from megatron_lynx.config.job import Policy
 from megatron_lynx.config.loader import load_cluster
-from megatron_lynx.config.opaque import MARGIN
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.launch.flags import flags_in
 from megatron_lynx.launch_arguments.adapters import adapter_facts

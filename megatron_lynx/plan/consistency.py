@@ -15,14 +15,14 @@ from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKW
 from megatron_lynx.anatomy.in_time import amax_reducing, resumes_in_wait
 from megatron_lynx.fp8_recipes import gathers_once
 from megatron_lynx.plan import features, waits
+from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.plan.rule import Rule
-from megatron_lynx.plan.stage import PlanContents, Stage
 from megatron_lynx.plan.timetables import layout_of, planned_halves, timetable_of
 from megatron_lynx.schedule.flushes import groups_needed
 from megatron_lynx.timetable import Layout
 
 
-def problems(plan: PlanContents) -> list[str]:
+def problems(plan: Plan) -> list[str]:
     """Every inconsistency of a plan, in words, with both numbers."""
     inconsistencies = [*of_launch(plan), *_missing_stages(plan), *_broken_layers(plan)]
     for at, stage in enumerate(plan.stages):
@@ -44,12 +44,12 @@ def problems(plan: PlanContents) -> list[str]:
     return inconsistencies
 
 
-def of_launch(plan: PlanContents) -> list[str]:
+def of_launch(plan: Plan) -> list[str]:
     """Inconsistent facts of its launch, also before a plan has stages."""
     return [*_impossible_chunks(plan), *features.of_launch(plan), *_uneven_pieces(plan)]
 
 
-def _impossible_chunks(plan: PlanContents) -> list[str]:
+def _impossible_chunks(plan: Plan) -> list[str]:
     layout, microbatches = plan.parallel, plan.batch.microbatches
     if layout.chunks == 1:
         stated = layout.microbatch_group
@@ -62,7 +62,7 @@ def _impossible_chunks(plan: PlanContents) -> list[str]:
     return [f"batch.microbatches ({microbatches}) must be {needed} with {layout.chunks} chunks on each stage"] if needed else []
 
 
-def _uneven_pieces(plan: PlanContents) -> Iterator[str]:
+def _uneven_pieces(plan: Plan) -> Iterator[str]:
     if plan.head is None:
         return
     rows, pieces = plan.model.seq // plan.parallel.context, plan.head.pieces
@@ -74,7 +74,7 @@ def _uneven_pieces(plan: PlanContents) -> Iterator[str]:
         yield f"head.pieces is {pieces}, but schedule is double_buffered: logits are computed again in backward, needed flush"
 
 
-def _missing_stages(plan: PlanContents) -> list[str]:
+def _missing_stages(plan: Plan) -> list[str]:
     pipeline, chunks = plan.parallel.pipeline, plan.parallel.chunks
     plan_stages = [(stage.stage, stage.chunk) for stage in plan.stages]
     needed = [(stage, chunk) for chunk in range(chunks) for stage in range(pipeline)]
@@ -86,7 +86,7 @@ def _missing_stages(plan: PlanContents) -> list[str]:
     return [f"stages are numbered (stage, chunk) {plan_stages}, but pipeline {pipeline} with {chunks} chunks needs {needed}"]
 
 
-def _broken_layers(plan: PlanContents) -> list[str]:
+def _broken_layers(plan: Plan) -> list[str]:
     owned = [layer for stage in plan.stages for layer in stage.layers]
     if owned == list(range(1, plan.model.layers + 1)):
         return []
@@ -94,7 +94,7 @@ def _broken_layers(plan: PlanContents) -> list[str]:
     return [f"the stages own layers {spans}, but the model has layers 1-{plan.model.layers}, each owned once and in order"]
 
 
-def _unhonoured(plan: PlanContents, stage: Stage, rule: Rule) -> Iterator[str]:
+def _unhonoured(plan: Plan, stage: Stage, rule: Rule) -> Iterator[str]:
     """Requests of a rule that the runtime cannot meet in this layout."""
     yield from _nothing_ahead(plan, stage, rule)
     for half in HALVES:
@@ -109,7 +109,7 @@ def _unhonoured(plan: PlanContents, stage: Stage, rule: Rule) -> Iterator[str]:
             yield from (f"{key}.{half} is {name}, {why}" for why in _no_window(plan, stage, rule, name))
 
 
-def _rest_without_wait(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
+def _rest_without_wait(plan: Plan, rule: Rule, half: Half) -> Iterator[str]:
     """Layers of a checkpoint whose rest should run in its first wait, and that have no such wait."""
     window, layout = rule.wait_of_rest(half), layout_of(plan)
     if window is None:
@@ -123,19 +123,19 @@ def _rest_without_wait(plan: PlanContents, rule: Rule, half: Half) -> Iterator[s
         yield f"{finding}: needed {needed}, or no window"
 
 
-def _rest_has_wait(plan: PlanContents, layout: Layout, layer: int, section: Section) -> bool:
+def _rest_has_wait(plan: Plan, layout: Layout, layer: int, section: Section) -> bool:
     exchanges, gathers = layout.waits("bwd", layer, section) > 0, layout.sequence_parallel and layout.collectives
     userbuffers = plan.parallel.userbuffers or bool(plan.model.adapted)
     return resumes_in_wait(section, plan.model.fp8, exchanges=exchanges, gathers=gathers, userbuffers=userbuffers)
 
 
-def _sections(plan: PlanContents, rule: Rule, half: Half) -> list[Section]:
+def _sections(plan: Plan, rule: Rule, half: Half) -> list[Section]:
     """The sections of a half in the rule's layers, each once."""
     sections = (section for layer in rule.layers for section in plan.model.sections_of(layer) if section.half == half)
     return list(dict.fromkeys(sections))
 
 
-def _nothing_ahead(plan: PlanContents, stage: Stage, rule: Rule) -> Iterator[str]:
+def _nothing_ahead(plan: Plan, stage: Stage, rule: Rule) -> Iterator[str]:
     """Problems of a rule's `ahead`: nothing in its layers can begin ahead."""
     if not rule.ahead:
         return
@@ -152,7 +152,7 @@ def _nothing_ahead(plan: PlanContents, stage: Stage, rule: Rule) -> Iterator[str
         yield f"{rule.ahead_said}, but with fp8 {plan.model.fp8} a linear gathers more than its input by rows: needed true"
 
 
-def _exchanging_again(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
+def _exchanging_again(plan: Plan, rule: Rule, half: Half) -> Iterator[str]:
     """Recomputed items in which context-parallel ranks exchange keys and values (rule R2)."""
     again = [item for section in _sections(plan, rule, half) for item in section.exchanging if item in rule.recompute]
     if plan.parallel.context > 1 and again:
@@ -160,7 +160,7 @@ def _exchanging_again(plan: PlanContents, rule: Rule, half: Half) -> Iterator[st
         yield f"{finding}: its exchange must not run again; keep it, and let offload take what it saves, if that is much"
 
 
-def _unmade_inputs(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
+def _unmade_inputs(plan: Plan, rule: Rule, half: Half) -> Iterator[str]:
     """Recomputed GEMMs without their input: the norm before them, and with sequence parallelism a gather."""
     gather, sequence_parallel = getattr(rule.gather, half), plan.parallel.sequence_parallel
     for section in _sections(plan, rule, half):
@@ -176,7 +176,7 @@ def _unmade_inputs(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
         yield f"gather.{half} is given without sequence parallelism"
 
 
-def _reduced_amaxes(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
+def _reduced_amaxes(plan: Plan, rule: Rule, half: Half) -> Iterator[str]:
     """Recomputations in a window that would reduce an amax there."""
     facts = rule.recompute, plan.model.fp8
     sliced = plan.parallel.sequence_parallel
@@ -193,7 +193,7 @@ def _reduced_amaxes(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]
             yield f"{place}.{half} is {', '.join(sorted(map(str, reducing_windows)))}, {why}: {todo}"
 
 
-def _no_window(plan: PlanContents, stage: Stage, rule: Rule, name: str) -> Iterator[str]:
+def _no_window(plan: Plan, stage: Stage, rule: Rule, name: str) -> Iterator[str]:
     """Why a window of this name never opens for a rule's layers."""
     layout = plan.parallel
     last = stage.stage == layout.pipeline - 1 and stage.chunk == layout.chunks - 1
@@ -203,7 +203,7 @@ def _no_window(plan: PlanContents, stage: Stage, rule: Rule, name: str) -> Itera
         yield "but tensor 1 has no collectives"
 
 
-def _exchanged(plan: PlanContents, rule: Rule, name: str) -> bool:
+def _exchanged(plan: Plan, rule: Rule, name: str) -> bool:
     """Whether a window of this name is an exchange of tokens, in every layer of a rule."""
     windows = [window_at(name, layer) for layer in rule.layers]
     return all(isinstance(one, WindowAddress) and one.half == EXPERTS.half and one.layer in plan.exchanging for one in windows)

@@ -14,9 +14,8 @@ from megatron_lynx.anatomy.address import THEN
 from megatron_lynx.kinds.opaque.section import NOTHING, OPAQUE
 from megatron_lynx.plan.features import ranges
 from megatron_lynx.plan.layout import in_words, launch_flags
-from megatron_lynx.plan.plan import Plan
+from megatron_lynx.plan.plan import Plan, Predicted, Stage
 from megatron_lynx.plan.rule import Rule
-from megatron_lynx.plan.stage import Predicted, Stage
 from megatron_lynx.tables import WrappedTable
 from megatron_lynx.units import GIB, format_bytes, format_seconds
 

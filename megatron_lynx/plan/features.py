@@ -38,26 +38,26 @@ from megatron_lynx.anatomy import EXPERTS, EXPERTS_WITH_SHARED, HALVES, MLP, SHA
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKWARD, WindowAddress, window_at
 from megatron_lynx.kinds.captured import ROUTER
 from megatron_lynx.kinds.opaque.section import IN_NODES, OPAQUE
+from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.plan.rule import Rule
-from megatron_lynx.plan.stage import PlanContents, Stage
 
 IN_GRAPH = "runs as a captured graph (model.captured)"
 BESIDE = "beside overlapped exchanges of experts (model.moe_overlapped)"
 WITH_UB = "with parallel.userbuffers (--tp-comm-overlap)"
 
 
-def of_launch(plan: PlanContents) -> Iterator[str]:
+def of_launch(plan: Plan) -> Iterator[str]:
     """Facts of the launch that exclude each other."""
     for facts in (_without_flushes, _experts, _userbuffers, _latent, _overlapped, _opaque, _captured):
         yield from facts(plan)
 
 
-def unknown_names(plan: PlanContents, rule: Rule) -> list[str]:
+def unknown_names(plan: Plan, rule: Rule) -> list[str]:
     """Items of a rule that its layers do not have."""
     return [*_latent_rule(plan, rule), *_opaque_rule(plan, rule)]
 
 
-def of_rule(plan: PlanContents, rule: Rule) -> Iterator[str]:
+def of_rule(plan: Plan, rule: Rule) -> Iterator[str]:
     """Requests of a rule that the launch excludes."""
     if plan.parallel.userbuffers:
         yield from _userbuffers_rule(rule)
@@ -93,7 +93,7 @@ def _differing(facts: Iterable[tuple[str, object, object]], beside: str) -> Iter
             yield f"{name} is {setting}, needed {'none' if needed is None else needed} {beside}: nothing else was tried"
 
 
-def _captured(plan: PlanContents) -> Iterator[str]:
+def _captured(plan: Plan) -> Iterator[str]:
     model = plan.model
     if not model.captured:
         return
@@ -110,7 +110,7 @@ def _captured(plan: PlanContents) -> Iterator[str]:
     yield from _differing(facts, "beside captured graphs (model.captured)")
 
 
-def _captured_rule(plan: PlanContents, rule: Rule) -> Iterator[str]:
+def _captured_rule(plan: Plan, rule: Rule) -> Iterator[str]:
     for section in dict.fromkeys(section for layer in rule.layers for section in plan.model.sections_of(layer)):
         yield from _captured_half(rule, section)
     if (rule.checkpoint is not None and not isinstance(rule.checkpoint, str)) or rule.checkpoint == "layer":
@@ -132,7 +132,7 @@ def _captured_half(rule: Rule, section: Section) -> Iterator[str]:
             yield f"{rule.checkpoint_said}, needed attention or none: the router {IN_GRAPH}"
 
 
-def _without_flushes(plan: PlanContents) -> Iterator[str]:
+def _without_flushes(plan: Plan) -> Iterator[str]:
     layout, microbatches = plan.parallel, plan.batch.microbatches
     if plan.schedule == "flush":
         if not plan.defer_updates:
@@ -159,7 +159,7 @@ def _without_flushes(plan: PlanContents) -> Iterator[str]:
         yield f"schedule is double_buffered, but batch.microbatches is {microbatches}: {needed}"
 
 
-def _experts(plan: PlanContents) -> Iterator[str]:
+def _experts(plan: Plan) -> Iterator[str]:
     for span in plan.model.moe_layers:
         if span.last > plan.model.layers:
             yield f"model.moe_layers has {span}, but the model has layers 1-{plan.model.layers}"
@@ -170,7 +170,7 @@ def _experts(plan: PlanContents) -> Iterator[str]:
             yield f"stages.{at}.experts_hold is {stage.experts_hold:g}, needed {needed}: or leave it out"
 
 
-def _needed_to_fall_back(plan: PlanContents, stage: Stage) -> str:
+def _needed_to_fall_back(plan: Plan, stage: Stage) -> str:
     """Why a stage's halves of experts cannot fall back; empty if they can."""
     if plan.parallel.expert == 1 and plan.model.moe_dispatcher == "alltoall" and not plan.model.moe_overlapped:
         # other plans name one rank, however many there are
@@ -180,7 +180,7 @@ def _needed_to_fall_back(plan: PlanContents, stage: Stage) -> str:
     return ""
 
 
-def may_fall_back(plan: PlanContents, stage: Stage) -> bool:
+def may_fall_back(plan: Plan, stage: Stage) -> bool:
     """Whether any half of experts of a stage can free activations when more rows arrive. Older plans have `experts_hold` in other
     stages, too (these halves became checkpoints); there it has no effect."""
 
@@ -191,7 +191,7 @@ def may_fall_back(plan: PlanContents, stage: Stage) -> bool:
     return not _needed_to_fall_back(plan, stage) and any(map(frees_more, stage.layers))
 
 
-def experts_rule(plan: PlanContents, rule: Rule) -> Iterator[str]:
+def experts_rule(plan: Plan, rule: Rule) -> Iterator[str]:
     """Items and windows of a rule that its layers of experts, or its other layers, do not have."""
     affected = [layer for layer in rule.layers if plan.model.has_experts(layer)]
     other_layers = [layer for layer in rule.layers if layer not in affected]
@@ -218,7 +218,7 @@ def experts_rule(plan: PlanContents, rule: Rule) -> Iterator[str]:
             yield f"found {finding}, needed on_demand or a wait outside experts: give these layers a rule of their own"
 
 
-def _latent(plan: PlanContents) -> Iterator[str]:
+def _latent(plan: Plan) -> Iterator[str]:
     model = plan.model
     if model.latent_attention is None:
         return
@@ -228,7 +228,7 @@ def _latent(plan: PlanContents) -> Iterator[str]:
         yield "parallel.userbuffers is true, needed false: latent attention with --tp-comm-overlap is not planned"
 
 
-def _latent_rule(plan: PlanContents, rule: Rule) -> Iterator[str]:
+def _latent_rule(plan: Plan, rule: Rule) -> Iterator[str]:
     half, section = HALVES[0], plan.model.halves[HALVES[0]]
     if rule.checkpoints(half) or rule.filling(half).in_some_layers:  # checked by `_opaque_rule`
         return
@@ -251,7 +251,7 @@ def _latent_rule(plan: PlanContents, rule: Rule) -> Iterator[str]:
             yield f"{item.name} is recomputed, and {item.norm_inside} with it: {inside}"
 
 
-def _opaque(plan: PlanContents) -> Iterator[str]:
+def _opaque(plan: Plan) -> Iterator[str]:
     for name, spans in plan.model.opaque_layers.items():
         for span in spans:
             if span.last > plan.model.layers:
@@ -262,7 +262,7 @@ def _opaque(plan: PlanContents) -> Iterator[str]:
                     yield f"model.opaque_layers.{name} has layer {layer}, where the {OPAQUE[name].half} half is {filled} already"
 
 
-def _opaque_rule(plan: PlanContents, rule: Rule) -> Iterator[str]:
+def _opaque_rule(plan: Plan, rule: Rule) -> Iterator[str]:
     for half in HALVES:
         sections = {section for layer in rule.layers for section in plan.model.sections_of(layer) if section.half == half}
         affected = {section.name for section in sections if section.opaque}
@@ -279,7 +279,7 @@ def _opaque_rule(plan: PlanContents, rule: Rule) -> Iterator[str]:
             yield f"found {', '.join(absent_names)}, which no layer of the rule has (model.opaque_layers)"
 
 
-def _overlapped(plan: PlanContents) -> Iterator[str]:
+def _overlapped(plan: Plan) -> Iterator[str]:
     if not plan.model.moe_overlapped:
         return
     layout, model = plan.parallel, plan.model
@@ -307,7 +307,7 @@ def _overlapped(plan: PlanContents) -> Iterator[str]:
             yield f"{plan.place_of(entry)}.offload.half_by_half is all, needed at_once {BESIDE}: there is none but these"
 
 
-def _overlapped_rule(plan: PlanContents, rule: Rule) -> Iterator[str]:
+def _overlapped_rule(plan: Plan, rule: Rule) -> Iterator[str]:
     if ahead := sorted({name for half in HALVES for _, name in places(rule, half)} - {str(ON_DEMAND)}):
         yield f"found {', '.join(ahead)}, needed on_demand {BESIDE}: nothing waits for an exchange"
     section = next((plan.model.sections_of(layer)[1] for layer in rule.layers if plan.model.has_experts(layer)), None)
@@ -320,7 +320,7 @@ def _overlapped_rule(plan: PlanContents, rule: Rule) -> Iterator[str]:
         yield f"found {', '.join(apart)} recomputed in layers of experts, needed {needed} {BESIDE}: other nodes run them"
 
 
-def _userbuffers(plan: PlanContents) -> Iterator[str]:
+def _userbuffers(plan: Plan) -> Iterator[str]:
     if not plan.parallel.userbuffers:
         return
     if plan.model.adapted:
@@ -332,7 +332,7 @@ def _userbuffers(plan: PlanContents) -> Iterator[str]:
         yield f"parallel.userbuffers needs model.implementation transformer_engine, {finding}"
 
 
-def _adapters_rule(plan: PlanContents, rule: Rule) -> Iterator[str]:
+def _adapters_rule(plan: Plan, rule: Rule) -> Iterator[str]:
     """Adapters issue tensor-parallel collectives between those of the layer, so that none is a window."""
     beside = f"beside adapters (model.adapted: {', '.join(plan.model.adapted)})"
     for linear in rule.weight_gradients:

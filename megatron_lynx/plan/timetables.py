@@ -17,20 +17,20 @@ from typing import Literal, get_args
 
 from megatron_lynx.anatomy import Half, Section
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, BackwardPhase, Window, window_at
+from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.plan.rule import Rule
-from megatron_lynx.plan.stage import PlanContents, Stage
 from megatron_lynx.timetable import ON_DEMAND_PLACE, Layout, Place, PlannedHalf, Timetable, ahead_to, may_gather_ahead
 
 SectionsOf = Callable[[int], Iterable[Section]]
 """The sections of a layer, in the order of a forward."""
 
 
-def timetable_of(plan: PlanContents, stage: int) -> Timetable:
+def timetable_of(plan: Plan, stage: int) -> Timetable:
     chunks = [tuple(planned_halves(entry, plan.model.sections_of)) for entry in plan.chunks_of(stage)]
     return Timetable(chunks, layout_of(plan))
 
 
-def layout_of(plan: PlanContents) -> Layout:
+def layout_of(plan: Plan) -> Layout:
     return Layout(plan.parallel.tensor > 1, plan.parallel.sequence_parallel, plan.exchanging)
 
 
@@ -75,12 +75,12 @@ Group = Literal["tp", "ep", "pp"]
 """A process group, by its name in Megatron's `--high-priority-stream-groups`."""
 
 
-def groups_waited_for(plan: PlanContents) -> tuple[Group, ...]:
+def groups_waited_for(plan: Plan) -> tuple[Group, ...]:
     groups = {_group(plan, window) for half in _halves(plan) for window in _windows(half) if window != ON_DEMAND}
     return tuple(group for group in get_args(Group) if group in groups)
 
 
-def norms_in_windows(plan: PlanContents) -> tuple[str, ...]:
+def norms_in_windows(plan: Plan) -> tuple[str, ...]:
     """The norms over whole rows that are recomputed in windows. The norm of a gathered input runs at the gather instead."""
     norms = {
         half.section.norm
@@ -92,7 +92,7 @@ def norms_in_windows(plan: PlanContents) -> tuple[str, ...]:
     return tuple(sorted(norms))
 
 
-def _halves(plan: PlanContents) -> Iterator[PlannedHalf]:
+def _halves(plan: Plan) -> Iterator[PlannedHalf]:
     return (half for stage in plan.stages for half in planned_halves(stage, plan.model.sections_of))
 
 
@@ -104,7 +104,7 @@ def _windows(half: PlannedHalf) -> Iterator[Window]:
         yield from waits
 
 
-def _group(plan: PlanContents, window: Window) -> Group:
+def _group(plan: Plan, window: Window) -> Group:
     if isinstance(window, str):
         return "pp"
     return "ep" if any(one.exchanges for one in plan.model.sections_of(window.layer) if one.half == window.half) else "tp"

@@ -36,8 +36,8 @@ from megatron_lynx.anatomy.address import (
     window_at,
 )
 from megatron_lynx.anatomy.in_time import own_exchanges_in_time, own_windows_in_time
+from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.plan.rule import Rule
-from megatron_lynx.plan.stage import PlanContents, Stage
 from megatron_lynx.schedule.flushes import warmup
 from megatron_lynx.timetable import Pass as Backward
 from megatron_lynx.timetable import PlannedHalf, Timetable
@@ -133,7 +133,7 @@ def _deepest(timetable: Timetable, chunk: int, phase: BackwardPhase) -> tuple[in
     return deepest, where
 
 
-def deferral_problems(plan: PlanContents, stage: Stage, rule: Rule, timetable: Timetable) -> Iterator[str]:
+def deferral_problems(plan: Plan, stage: Stage, rule: Rule, timetable: Timetable) -> Iterator[str]:
     """Waits of a rule in which its delayed weight gradients cannot run. `timetable`: the stage's."""
     for linear, waits in rule.weight_gradients.items():
         sections = {
@@ -153,7 +153,7 @@ def deferral_problems(plan: PlanContents, stage: Stage, rule: Rule, timetable: T
                 yield f"weight_gradients.{linear} names {wait}, {first}"
 
 
-def _never(plan: PlanContents, stage: Stage, timetable: Timetable, where: tuple[int, Section, str], wait: str) -> str | None:
+def _never(plan: Plan, stage: Stage, timetable: Timetable, where: tuple[int, Section, str], wait: str) -> str | None:
     """Why a weight gradient can never run in that wait, or None if it can. `where`: its layer, section and linear."""
     window, another = window_at(wait, where[0]), plan.batch.microbatches > 1
     if window == RECV_BACKWARD:
@@ -182,7 +182,7 @@ def _never(plan: PlanContents, stage: Stage, timetable: Timetable, where: tuple[
     return None
 
 
-def _no_wait(plan: PlanContents, timetable: Timetable, window: WindowAddress, layers: list[int]) -> str | None:
+def _no_wait(plan: Plan, timetable: Timetable, window: WindowAddress, layers: list[int]) -> str | None:
     """Why none of these layers has a wait like this one, or None if one has."""
     half = window.half
     sections = {layer: next(one for one in plan.model.sections_of(layer) if one.half == half) for layer in layers}
@@ -196,7 +196,7 @@ def _no_wait(plan: PlanContents, timetable: Timetable, window: WindowAddress, la
     return "which is no wait of this stage"
 
 
-def _forward_follows(plan: PlanContents, stage: Stage) -> bool:
+def _forward_follows(plan: Plan, stage: Stage) -> bool:
     """Whether this stage runs a forward of any chunk after the first backward of this one."""
     layout, microbatches = plan.parallel, plan.batch.microbatches
     if plan.schedule == "double_buffered":

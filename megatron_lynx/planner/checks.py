@@ -10,7 +10,6 @@ from megatron_lynx.fp8_recipes import lacking_here
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.plan.consistency import of_launch
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.plan.stage import PlanContents
 from megatron_lynx.planner.writing import contents_of, model_facts, parallel_facts
 from megatron_lynx.profiler.profile import Profile, shape_of
 
@@ -34,7 +33,7 @@ def check_plannable(job: Job) -> None:
     if (lacks := lacking_here(job.model.fp8_recipe, "job: model.fp8.recipe")) is not None:
         problems.append(lacks)
     if not problems:  # what a plan file refuses
-        contents = PlanContents.model_construct(**contents_of(job), stages=())
+        contents = Plan.model_construct(**contents_of(job), stages=())
         problems = [Problem("job", text, "", "the job can be estimated") for text in of_launch(contents)]
     if problems:
         raise ConfigError("no plan can do what this job asks for yet", problems)

@@ -23,7 +23,8 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.in_hand import less_in_hand_bytes
 from megatron_lynx.cost.prices import Prices
 from megatron_lynx.cost.stage import phases_of
-from megatron_lynx.plan.plan import LayerRange, Plan, Stage, WeightGradients
+from megatron_lynx.plan.facts import LayerRange
+from megatron_lynx.plan.plan import Plan, Stage, WeightGradients
 from megatron_lynx.plan.rule import joined
 from megatron_lynx.planner.packing import NOWHERE, InTurns, Linear, Packed, Wait, Ways, ways_of
 from megatron_lynx.planner.pieces import Placed, best_of, cut, may_gain, placed

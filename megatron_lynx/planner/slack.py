@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_lynx.anatomy.address import FrameKey, Window, WindowAddress
-from megatron_lynx.plan.stage import Stage
+from megatron_lynx.plan.plan import Stage
 from megatron_lynx.simulator.simulation import Executed, Simulation
 
 

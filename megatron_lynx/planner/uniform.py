@@ -10,7 +10,9 @@ from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, window_name
 from megatron_lynx.anatomy.in_time import amax_reducing, own_exchanges_in_time, own_window, own_windows_in_time
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.layer import recomputed_flops
-from megatron_lynx.plan.plan import ByPhase, Plan, Predicted, Provenance, Rule, Stage
+from megatron_lynx.plan.facts import Provenance
+from megatron_lynx.plan.plan import Plan, Predicted, Stage
+from megatron_lynx.plan.rule import ByPhase, Rule
 from megatron_lynx.planner.checks import check_plannable
 from megatron_lynx.planner.writing import exchanging_layers, made_by, plan_of, rule_of, stage_of
 from megatron_lynx.profiler.shape import LayerShape

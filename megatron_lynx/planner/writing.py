@@ -20,24 +20,9 @@ from megatron_lynx.cost.stage_memory import parts_beside_layers
 from megatron_lynx.cost.step import avoid_messages
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.plan import waits
-from megatron_lynx.plan.facts import IN_BF16, PlannedDevice
-from megatron_lynx.plan.plan import (
-    BatchFacts,
-    ByPhase,
-    CheckpointGroups,
-    Head,
-    LayerRange,
-    ModelFacts,
-    Offload,
-    ParallelFacts,
-    Plan,
-    Predicted,
-    Provenance,
-    Rule,
-    Stage,
-)
-from megatron_lynx.plan.rule import Ahead, CheckpointName, joined
-from megatron_lynx.plan.stage import ALWAYS
+from megatron_lynx.plan.facts import IN_BF16, BatchFacts, LayerRange, ModelFacts, ParallelFacts, PlannedDevice, Provenance
+from megatron_lynx.plan.plan import ALWAYS, Head, Offload, Plan, Predicted, Stage
+from megatron_lynx.plan.rule import Ahead, ByPhase, CheckpointGroups, CheckpointName, Rule, joined
 from megatron_lynx.plan.timetables import planned_halves
 from megatron_lynx.planner.evaluation import held_by_moment
 from megatron_lynx.profiler.profile import Profile

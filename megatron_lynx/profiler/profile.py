@@ -18,10 +18,9 @@ from pydantic import BaseModel, Field
 
 from megatron_lynx.anatomy import HALVES, Facts, Half, Pass, Section, halves_of, sections_of
 from megatron_lynx.config.cluster import HostAdam, HostTime, Implementation
-from megatron_lynx.config.experts import Experts
+from megatron_lynx.config.experts import Experts, Opaque
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Fusion
-from megatron_lynx.config.opaque import Opaque
 from megatron_lynx.config.parallel import ContextExchange
 from megatron_lynx.figures import Learned
 from megatron_lynx.fp8_recipes import Recipe

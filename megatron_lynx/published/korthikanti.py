@@ -15,7 +15,7 @@ from megatron_lynx.cost.communication import embedding_of, head_of
 from megatron_lynx.cost.parameters import gradient_bytes, mfu, optimizer_bytes, parameter_bytes, stage_parameters
 from megatron_lynx.cost.stage_memory import memory_of_stages, stage_parts
 from megatron_lynx.cost.step import recomputing_stage_s
-from megatron_lynx.plan.stage import Stage, Whole
+from megatron_lynx.plan.plan import Stage, Whole
 from megatron_lynx.planner.uniform import uniform_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape

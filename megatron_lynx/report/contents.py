@@ -29,8 +29,8 @@ from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, Infeasible, LynxError, Problem
 from megatron_lynx.launch_arguments import Reading
-from megatron_lynx.plan.plan import Plan, Rule, Stage
-from megatron_lynx.plan.stage import ALWAYS
+from megatron_lynx.plan.plan import ALWAYS, Plan, Stage
+from megatron_lynx.plan.rule import Rule
 from megatron_lynx.planner import Decision, PlanFigures, as_planned, decide, figures_of, least_memory
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from megatron_lynx.config.experts import Opaque
 from megatron_lynx.config.job import Budget, Job
-from megatron_lynx.config.opaque import Opaque
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.kinds.delta.planning import rule_flops
 from megatron_lynx.kinds.delta.section import CONVOLUTION, DELTA_NET, GATED_NORM, IN_PROJ, RULE, DeltaSizes

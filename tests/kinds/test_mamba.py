@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_lynx.config.experts import Opaque
 from megatron_lynx.config.job import Budget, Job
-from megatron_lynx.config.opaque import Opaque
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.kinds.mamba.section import GATED_NORM, IN_PROJ, SCAN, MambaSizes
 from megatron_lynx.planner import make_plan, uniform_plan

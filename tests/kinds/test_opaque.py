@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from megatron_lynx.config.experts import MARGIN, Opaque
 from megatron_lynx.config.job import Budget, Job
-from megatron_lynx.config.opaque import MARGIN, Opaque
 from megatron_lynx.cost.parameters import stage_parameters
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.kinds.planning import planning_of

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_lynx.launch.check import stock
-from megatron_lynx.launch.differences import Outcome, backward_position, differences, named_parameters
+from megatron_lynx.launch.check import Outcome, backward_position, differences, named_parameters, stock
 from megatron_lynx.launch.launch import arguments_against
 from megatron_lynx.launch.training_state import DataIterators, TrainingState
 from megatron_lynx.planner import uniform_plan

@@ -122,7 +122,7 @@ def test_the_host_may_stand_before_the_script(tmp_path):
 
 def test_a_script_of_bridges_finds_its_own_words():
     """It hands `sys.argv` to a parser that knows nothing of ours."""
-    from megatron_lynx.launch.bridge import Bridge
+    from megatron_lynx.launch.hosts import Bridge
 
     words = ["--lynx-plan", "p.yaml", "model.seq_length=64", "--lynx-check=2", "--hf_path", "x", "--lynx-host", "bridge"]
     assert list(Bridge().arguments_of(words)) == ["model.seq_length=64", "--hf_path", "x"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from megatron_lynx.launch.bridge import Bridge, Settings
+from megatron_lynx.launch.hosts import Bridge, Settings
 from megatron_lynx.launch.launch import arguments_against
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job

@@ -27,8 +27,6 @@ from megatron_lynx.fp8_recipes import gathers_once
 from megatron_lynx.plan.facts import PlannedDevice
 from megatron_lynx.plan.plan import (
     BatchFacts,
-    ByPhase,
-    Gather,
     Head,
     LayerRange,
     ModelFacts,
@@ -41,7 +39,7 @@ from megatron_lynx.plan.plan import (
     WeightGradients,
     Whole,
 )
-from megatron_lynx.plan.rule import CheckpointGroups
+from megatron_lynx.plan.rule import ByPhase, CheckpointGroups, Gather
 from megatron_lynx.plan.timetables import planned_halves, timetable_of
 from megatron_lynx.plan.waits import deferral_problems, order_problems
 from megatron_lynx.planner.writing import model_facts

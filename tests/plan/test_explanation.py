@@ -11,7 +11,8 @@ from megatron_lynx.config import Experts
 from megatron_lynx.config.loader import bundled_configs
 from megatron_lynx.plan import load_plan
 from megatron_lynx.plan.explanation import explanation, summary
-from megatron_lynx.plan.plan import CheckpointGroups, Head, Offload, Plan
+from megatron_lynx.plan.plan import Head, Offload, Plan
+from megatron_lynx.plan.rule import CheckpointGroups
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.units import GIB

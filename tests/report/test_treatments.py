@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_lynx.anatomy import DENSE
-from megatron_lynx.plan.stage import Offload, WeightGradients
+from megatron_lynx.plan.plan import Offload, WeightGradients
 from megatron_lynx.report.contents import stages_of
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.report.samples import PLAN

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.when_not import job_of, on_devices_of
 from megatron_lynx.cost.recompute import INSIDE
 from megatron_lynx.errors import Infeasible
-from megatron_lynx.plan.plan import CheckpointGroups
+from megatron_lynx.plan.rule import CheckpointGroups
 from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile

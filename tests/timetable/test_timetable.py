@@ -11,7 +11,7 @@ from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, Window, Wind
 from megatron_lynx.kinds.captured import in_graph
 from megatron_lynx.kinds.opaque.section import OPAQUE
 from megatron_lynx.kinds.sections import filling
-from megatron_lynx.plan.stage import Offload
+from megatron_lynx.plan.plan import Offload
 from megatron_lynx.timetable import Layout, Pass, Place, PlannedHalf, Task, Timetable
 
 

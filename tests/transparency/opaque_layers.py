@@ -11,8 +11,8 @@ from itertools import product
 from typing import Any
 from unittest.mock import patch
 
+from megatron_lynx.config.experts import Opaque
 from megatron_lynx.config.job import Job
-from megatron_lynx.config.opaque import Opaque
 from megatron_lynx.errors import LynxError
 from megatron_lynx.kinds.delta.section import DeltaSizes
 from megatron_lynx.plan.plan import Plan

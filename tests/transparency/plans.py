@@ -8,7 +8,8 @@ from typing import Any
 from megatron_lynx.anatomy import DENSE, HALVES, Facts, Half, Section, all_items, filling, sections_of
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.facts import IN_BF16
-from megatron_lynx.plan.plan import ByPhase, Plan, Windows
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.plan.rule import ByPhase, Windows
 
 SECTIONS = tuple(section for half in HALVES for section in filling(half))
 RECOMPUTABLE = tuple(item for item in all_items() if any(item in section.recomputable for section in SECTIONS))

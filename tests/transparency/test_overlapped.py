@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from megatron_lynx.config.experts import Opaque, gated_attention
 from megatron_lynx.config.job import Job
-from megatron_lynx.config.opaque import Opaque, gated_attention
 from megatron_lynx.cost.prices import Prices
 from megatron_lynx.kinds.experts.planning import expert_tensors
 from megatron_lynx.plan.plan import Plan
