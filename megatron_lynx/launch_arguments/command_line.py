@@ -24,6 +24,7 @@ micro_batch_size: 2                                                ─┘
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -57,13 +58,14 @@ class CommandLine:
     @property
     def gpus(self) -> int | None:
         """Processes of the job, one for each GPU; None if the launcher gives no number."""
-        if any(PurePath(word).name in TORCHRUN for word in self.launcher):
-            return _product(self._number("--nproc-per-node", 1), self._number("--nnodes", 1))
-        if any(PurePath(word).name == "srun" for word in self.launcher):
-            tasks = self._number("--ntasks", self._number("-n", None))
-            per_node, nodes = self._number("--ntasks-per-node", None), self._number("--nodes", self._number("-N", None))
-            return _product(per_node, nodes) if tasks is None else tasks
-        return _whole(dict(self.environment).get("WORLD_SIZE", ""))
+        names = {PurePath(word).name for word in self.launcher}
+        if not names.isdisjoint(TORCHRUN):
+            each, nodes = self._number("--nproc-per-node", otherwise=1), self._number("--nnodes", otherwise=1)
+        elif "srun" in names and (tasks := self._number("--ntasks", "-n")) is None:
+            each, nodes = self._number("--ntasks-per-node"), self._number("--nodes", "-N")
+        else:
+            return tasks if "srun" in names else whole_number(dict(self.environment).get("WORLD_SIZE"))
+        return None if each is None or nodes is None else each * nodes
 
     def under_plan(
         self,
@@ -81,18 +83,14 @@ class CommandLine:
         if self.script is None:
             return f"add to the launch: {added}" + (f", and to its environment: {' '.join(variables)}" if environment else "")
         launcher = self.launcher if self.launcher[-2:] in RUNNERS else (*self.launcher, *runner)
-        words = shlex.join([*launcher, self.script, *without_plan(self.arguments)])
+        words = shlex.join([*launcher, self.script, *without_option(self.arguments, "--lynx-plan")[0]])
         return " ".join([*variables, words, added])
 
-    def _number(self, option: str, otherwise: int | None) -> int | None:
-        """The value of a launcher's option; None if it is not a number (`auto`, `2:4`)."""
-        for index, word in enumerate(self.launcher):
-            name, equals, value = word.partition("=")
-            name = name.replace("_", "-")
-            if name == option:
-                following = self.launcher[index + 1] if index + 1 < len(self.launcher) else ""
-                return _whole(value if equals else following)
-        return otherwise
+    def _number(self, *options: str, otherwise: int | None = None) -> int | None:
+        """The value of the first of these launcher's options that is given; None if it is not a number (`auto`, `2:4`)."""
+        words = [re.sub(r"^--[^=]+", lambda match: match[0].replace("_", "-"), word) for word in self.launcher]
+        said = next((value for option in options if (value := without_option(words, option)[1]) is not None), None)
+        return otherwise if said is None else whole_number(said)
 
 
 def command_line(words: Sequence[str]) -> CommandLine:
@@ -122,20 +120,8 @@ def without_option(words: Sequence[str], option: str) -> tuple[list[str], str | 
     return kept, value
 
 
-def without_plan(arguments: Sequence[str]) -> list[str]:
-    kept = list(arguments)
-    while "--lynx-plan" in kept:
-        at = kept.index("--lynx-plan")
-        del kept[at : at + 2]
-    return [word for word in kept if not word.startswith("--lynx-plan=")]
-
-
-def _product(first: int | None, second: int | None) -> int | None:
-    return None if first is None or second is None else first * second
-
-
-def _whole(text: str) -> int | None:
-    return int(text) if text.isdecimal() else None
+def whole_number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdecimal() else None
 
 
 OPTION = "--launch-file"
@@ -189,6 +175,17 @@ def given_file(path: Path, arguments: Given, problems: list[Problem]) -> tuple[G
     stated, others = values_of(_entries(read_yaml(path)), table, arguments.release, all_problems, f"{path}: ")
     all_problems += [_unknown(f"{path}: {key}", name, table) for key, name, value in others if value not in (None, False)]
     return Given(values | stated, arguments.releases, table, arguments.unknown), all_problems
+
+
+def value_of(text: str) -> Any:
+    """A value on a command line: a Python literal, a word of YAML, a list of words, or text."""
+    words = {"true": True, "false": False, "null": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return [one.strip() for one in text[1:-1].split(",")] if text.startswith("[") and text.endswith("]") else text
 
 
 Entry = tuple[str, str, Any]

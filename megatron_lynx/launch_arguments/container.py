@@ -16,7 +16,6 @@ flags.json; unknown ones are refused.
 
 from __future__ import annotations
 
-import ast
 import os
 import shlex
 import sys
@@ -31,7 +30,7 @@ from typing import Any
 
 from megatron_lynx.bridge_settings import BridgeSettings, places_of
 from megatron_lynx.errors import ConfigError, Problem, suggestion
-from megatron_lynx.launch_arguments.command_line import checked
+from megatron_lynx.launch_arguments.command_line import checked, value_of
 from megatron_lynx.launch_arguments.given import FlagTable, Given, Value
 from megatron_lynx.launch_arguments.today import REPLACED
 from megatron_lynx.yaml_file import read_yaml
@@ -108,9 +107,6 @@ def plain(value: Any) -> Any:
     return DTYPES.get(text.removeprefix("torch."), value) if text.startswith("torch.") else value
 
 
-WORDS = {"true": True, "false": False, "null": None, "none": None}
-
-
 def _changed(cfg: Any, change: str) -> Problem | None:
     """Set `part.field=value` as Bridge's command line does. Returns a problem if that is impossible."""
     place, equals, text = change.partition("=")
@@ -121,10 +117,7 @@ def _changed(cfg: Any, change: str) -> Problem | None:
         fields = vars(getattr(cfg, part)) if hasattr(getattr(cfg, part, None), "__dict__") else vars(cfg)
         todo = suggestion(field if hasattr(cfg, part) else part, fields)
         return Problem(f"cfg.{part}.{field}", "no such setting", "one that the container has", todo)
-    try:
-        value = WORDS[text.lower()] if text.lower() in WORDS else ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        value = text
+    value = None if text.lower() == "none" else value_of(text)
     setattr(*((getattr(cfg, part), field) if field else (cfg, part)), value)
     return None
 

@@ -19,7 +19,7 @@ from typing import Any
 from megatron_lynx.config.experts import BALANCED, Experts, as_spans
 from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.experts.section import DISPATCHERS
-from megatron_lynx.launch_arguments.given import Fact, Given
+from megatron_lynx.launch_arguments.given import Fact, Given, facts_in
 from megatron_lynx.launch_arguments.layers import layer_pattern, written
 from megatron_lynx.launch_arguments.model_facts import ffn_of
 from megatron_lynx.launch_arguments.today import stays_overlapped
@@ -90,8 +90,7 @@ def expert_facts(given: Given, problems: list[Problem], *, planning: bool) -> It
     """Yield the facts of experts, if any. `planning`: for a plan. Dispatch that is not modelled is added to `problems`."""
     if not has_experts(given):
         return
-    yield Fact("model.experts.count", given["num_experts"], given.origin("num_experts"))
-    yield Fact("model.experts.per_token", given["moe_router_topk"], given.origin("moe_router_topk"))
+    yield from facts_in(given, {"model.experts.count": "num_experts", "model.experts.per_token": "moe_router_topk"})
     yield from _widths(given)
     if given[WEIGHTED] and given["squared_relu"] and given["moe_grouped_gemm"] and given["transformer_impl"] != "local":
         yield Fact("model.experts.weighted_relu", True, given.origin(WEIGHTED))
@@ -102,9 +101,7 @@ def expert_facts(given: Given, problems: list[Problem], *, planning: bool) -> It
         yield Fact("model.experts.whole", True, f"{given.origin(flag)}: nothing inside is recomputed or offloaded")
     yield from _beside(given, problems)
     yield from _capacity(given)
-    yield Fact("parallel.expert", given[EXPERT], given.origin(EXPERT))
-    if given[EXPERT_TENSOR] is not None:
-        yield Fact("parallel.expert_tensor", given[EXPERT_TENSOR], given.origin(EXPERT_TENSOR))
+    yield from facts_in(given, {"parallel.expert": EXPERT, "parallel.expert_tensor": EXPERT_TENSOR})
     if given[DISPATCHER] == "flex":
         yield from _fused(given, problems)
     if planning and stays_overlapped(given):
@@ -199,13 +196,10 @@ def _widths(given: Given) -> Iterator[Fact]:
         yield Fact("model.experts.ffn", given["moe_ffn_hidden_size"], given.origin("moe_ffn_hidden_size"))
     elif (ffn := ffn_of(given)) is not None:
         yield Fact("model.experts.ffn", ffn[0], f"{ffn[1]}: no --moe-ffn-hidden-size")
-    if given[LATENT]:
-        yield Fact("model.experts.latent", given[LATENT], given.origin(LATENT))
-    shared = given["moe_shared_expert_intermediate_size"]
-    if shared is not None:
-        yield Fact("model.experts.shared_ffn", shared, given.origin("moe_shared_expert_intermediate_size"))
-        if given["moe_shared_expert_gate"]:
-            yield Fact("model.experts.shared_gate", True, given.origin("moe_shared_expert_gate"))
+    yield from facts_in(given, {"model.experts.latent": LATENT}, on=True)
+    yield from facts_in(given, {"model.experts.shared_ffn": "moe_shared_expert_intermediate_size"})
+    if given["moe_shared_expert_intermediate_size"] is not None:
+        yield from facts_in(given, {"model.experts.shared_gate": "moe_shared_expert_gate"}, on=True)
 
 
 def _layers(given: Given, problems: list[Problem]) -> Iterator[Fact]:

@@ -7,12 +7,11 @@ run_grpo.py --config FILE policy.megatron_cfg...              a YAML file, then 
 option, or the frontend's default ── frontends.json ──> Megatron's name ── `values_of` ──> the values that flags would give
 the model's name                  ── --hf-config ─────> shapes (`hf_config`)
 
-Sequence lengths, batches and GPUs follow from several options (`_batch`). An option that is in no table is listed as unread.
+Lengths, batches, precision and recomputation follow from several options. An option that is in no table is listed as unread.
 """
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import shlex
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lynx.errors import ConfigError, Problem, suggestion
-from megatron_lynx.launch_arguments.command_line import HEADLINE, CommandLine, Entry, values_of
+from megatron_lynx.launch_arguments.command_line import HEADLINE, CommandLine, Entry, value_of, values_of
 from megatron_lynx.launch_arguments.given import SHELL, FlagTable, Given, Value, flag_table
 from megatron_lynx.launch_arguments.hf_config import FILE, Shapes, shapes_in
 from megatron_lynx.launch_arguments.hf_config import OPTION as SHAPES
@@ -190,17 +189,6 @@ def _read(name: str, mode: str, before: Sequence[str], words: Sequence[str]) -> 
     return frontend, CommandLine(environment, tuple(before), None, tuple(words))
 
 
-def value_of(text: str) -> Any:
-    """A value on a command line: a Python literal, a word of YAML, a list of words, or text."""
-    words = {"true": True, "false": False, "null": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return [one.strip() for one in text[1:-1].split(",")] if text.startswith("[") and text.endswith("]") else text
-
-
 def _options(words: Sequence[str], environment: Sequence[tuple[str, str]]) -> dict[str, Any]:
     """Options of ms-swift, `--name value ...`, after those of a YAML file; GPUs are in the environment."""
     said: dict[str, Any] = {}
@@ -299,8 +287,8 @@ def given_frontend(
         problems += misread
         missing = (*missing, "seq_length", "micro_batch_size")
     else:
-        batch = _batch(frontend, values, gpus)
-        values |= values_of(batch, table, release, problems)[0]
+        batch = {SWIFT: _of_swift, VERL: _of_verl, NEMO: _of_nemo}[frontend.name]
+        values |= values_of(batch(frontend, values, gpus), table, release, problems)[0]
     values |= {name: Value(table.of_name[name][-1], "", None) for name in missing}  # reported above
     unread += [] if model is None else [f"{FILE}: {key}" for key in model.unread]
     subjects = {f"{frontend.name}'s own, which have no effect on activations": tuple(without_matter)} if without_matter else {}
@@ -366,11 +354,6 @@ def _misread(launch: Frontend) -> Iterator[Problem]:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             written = launch.row["words"].format(key)
             yield Problem(written, "nothing" if value is None else str(value), "a whole number, at least 1")
-
-
-def _batch(frontend: Frontend, values: Mapping[str, Value], gpus: int | None) -> list[Entry]:
-    """Lengths, batches, precision and recomputation, which follow from several settings."""
-    return {SWIFT: _of_swift, VERL: _of_verl, NEMO: _of_nemo}[frontend.name](frontend, values, gpus)
 
 
 def _of_swift(launch: Frontend, values: Mapping[str, Value], gpus: int | None) -> list[Entry]:

@@ -25,7 +25,7 @@ import difflib
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -242,6 +242,11 @@ class Given:
         said = self.values.get(name)
         return self.table.default(name, self.release) if said is None or said.value is None else said.value
 
+    def with_values(self, values: Mapping[str, Any], said: str) -> Given:
+        """The launch with these values in place of its own. `said`: where they come from."""
+        added = {name: Value(self.table.of_name[name][-1], said, value) for name, value in values.items()}
+        return replace(self, values={**self.values, **added})
+
     def is_on(self, name: str) -> bool:
         """Whether a setting has an effect: neither Megatron's default, nor off."""
         value = self[name]
@@ -362,6 +367,11 @@ class Fact:
     value: Any
     origin: str
     """The flag that gives it, or how it follows from others."""
+
+
+def facts_in(given: Given, names: Mapping[str, str], *, on: bool = False) -> Iterator[Fact]:
+    """Yield the values of names, by their place in a job. `on`: only those that are true, or not 0."""
+    return (Fact(place, given[name], given.origin(name)) for place, name in names.items() if given[name] or not on)
 
 
 def as_job_data(facts: Iterable[Fact]) -> dict[str, Any]:

@@ -86,10 +86,16 @@ def _few_enough(pattern: list[int], times: int) -> list[int]:
     return pattern * min(times, MOST_LAYERS)  # an empty list may have any factor
 
 
+def kind_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
+    """Windows of attention, and opaque halves."""
+    yield from _windows(given, problems)
+    yield from _opaque(given, problems)
+
+
 WINDOW, SKIPPED, SOFTMAX = "window_size", "window_attn_skip_freq", "softmax_type"
 
 
-def window_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
+def _windows(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     if given[SOFTMAX] == "learnable":
         yield Fact("model.sinks", True, given.origin(SOFTMAX))
     if given[WINDOW] is None:
@@ -117,7 +123,7 @@ STOCK_SPECS = ("hybrid_stack_spec", "mamba_stack_spec")
 HYBRID_ALONE = "is_hybrid_model"
 
 
-def in_words_of_a_gpt(given: Given, problems: list[Problem]) -> Given:
+def as_gpt(given: Given, problems: list[Problem]) -> Given:
     """The launch with its hybrid pattern, if it has one, expressed in layers of a GPT."""
     if not (pattern := str(given[PATTERN] or "")):
         return given
@@ -133,8 +139,7 @@ def in_words_of_a_gpt(given: Given, problems: list[Problem]) -> Given:
         needed = "the same *E or *- in each part for multi-token prediction: others are not modelled"
     if finding:
         problems.append(Problem(PATTERN_FLAG, finding, needed))
-        unread = Value(given.table.of_name["num_layers"][-1], PATTERN_FLAG, None)
-        return replace(given, values={"num_layers": unread, **kept})
+        return given if "num_layers" in kept else given.with_values({"num_layers": None}, PATTERN_FLAG)
     if given["qk_layernorm"]:
         problems.append(Problem(given.origin("qk_layernorm"), "given", "none: a hybrid stack's attention has no such norms"))
     stack, counts = stack_of(given), [len(layers_of(segment)) for segment in segments]
@@ -148,8 +153,7 @@ def in_words_of_a_gpt(given: Given, problems: list[Problem]) -> Given:
         values["moe_layer_freq"] = f"[{','.join(map(str, having))}]"
     elif any(having) or given["num_experts"]:
         problems.append(Problem(PATTERN_FLAG, pattern, "--num-experts beside it where it has experts (E), and only there"))
-    pattern_values = {name: Value(given.table.of_name[name][-1], PATTERN_FLAG, value) for name, value in values.items()}
-    return replace(given, values={**kept, **pattern_values})
+    return given.with_values(values, PATTERN_FLAG)
 
 
 def _is_layer(part: str) -> bool:
@@ -170,7 +174,7 @@ def predicting_of(given: Given) -> tuple[str, ...]:
 
 
 def is_hybrid(given: Given) -> bool:
-    """Whether the launch, as returned by `in_words_of_a_gpt`, is a hybrid stack."""
+    """Whether the launch, as returned by `as_gpt`, is a hybrid stack."""
     return given.origin("num_layers") == PATTERN_FLAG
 
 
@@ -200,7 +204,7 @@ SIZES = {
 STATED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 
 
-def opaque_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
+def _opaque(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     if any(given[name] is None for name in STATED):
         return
     if stack := stack_of(given):

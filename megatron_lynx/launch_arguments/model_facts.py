@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.fp8_recipes import STORED
-from megatron_lynx.launch_arguments.given import Fact, Given
+from megatron_lynx.launch_arguments.given import Fact, Given, facts_in
 from megatron_lynx.whole_file import json_in
 
 NULL_TOKENIZER_ADDS_ONE = ("0.16", "0.17")
@@ -43,8 +43,9 @@ def model_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     yield from _widths(given, problems)
     yield from _vocabulary(given, problems)
     yield from _kinds(given, problems)
-    yield Fact("model.attention_dropout", given["attention_dropout"], given.origin("attention_dropout"))
-    yield Fact("model.hidden_dropout", given["hidden_dropout"], given.origin("hidden_dropout"))
+    yield from facts_in(given, {f"model.{name}": name for name in ("attention_dropout", "hidden_dropout")})
+    yield from _fp8(given, problems)
+    yield from _latent(given, problems)
 
 
 def _widths(given: Given, problems: list[Problem]) -> Iterator[Fact]:
@@ -111,10 +112,7 @@ def _kinds(given: Given, problems: list[Problem]) -> Iterator[Fact]:
         yield Fact("model.activation_clamped", True, given.origin("activation_func_clamp_value"))
     yield Fact("model.norm", str(given["normalization"]).lower(), given.origin("normalization"))
     yield Fact("model.bias", given["add_bias_linear"], given.origin("add_bias_linear"))
-    if given["mtp_num_layers"]:
-        yield Fact("model.mtp", given["mtp_num_layers"], given.origin("mtp_num_layers"))
-    if given["qk_layernorm"]:
-        yield Fact("model.qk_norm", True, given.origin("qk_layernorm"))
+    yield from facts_in(given, {"model.mtp": "mtp_num_layers", "model.qk_norm": "qk_layernorm"}, on=True)
     yield from _fusions(given)
     untied = given["untie_embeddings_and_output_weights"]
     yield Fact("model.tied_embeddings", not untied, given.origin("untie_embeddings_and_output_weights"))
@@ -127,8 +125,7 @@ def _kinds(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     if given["cross_entropy_loss_fusion"]:
         name = "cross_entropy_fusion_impl"
         yield Fact("model.cross_entropy", given[name], f"{given.origin('cross_entropy_loss_fusion')}, {given.origin(name)}")
-    if given["deterministic_mode"]:
-        yield Fact("model.deterministic", True, given.origin("deterministic_mode"))
+    yield from facts_in(given, {"model.deterministic": "deterministic_mode"}, on=True)
     half = given["bf16"] or given["fp16"]
     origin = f"{given.origin('fp16')}: the same bytes and peak" if given["fp16"] else given.origin("bf16")
     yield Fact("model.dtype", "bf16" if half else "fp32", origin)
@@ -195,20 +192,18 @@ def _attention(given: Given) -> Iterator[Fact]:
 
 LATENT = "multi_latent_attention"
 SIZES = {
-    "kv_rank": "kv_lora_rank",
-    "head_size": "qk_head_dim",
-    "rope_size": "qk_pos_emb_head_dim",
-    "value_head_size": "v_head_dim",
+    "model.latent.q_rank": "q_lora_rank",
+    "model.latent.kv_rank": "kv_lora_rank",
+    "model.latent.head_size": "qk_head_dim",
+    "model.latent.rope_size": "qk_pos_emb_head_dim",
+    "model.latent.value_head_size": "v_head_dim",
 }
 
 
-def latent_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
+def _latent(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     if not given[LATENT]:
         return
-    if given["q_lora_rank"] is not None:
-        yield Fact("model.latent.q_rank", given["q_lora_rank"], given.origin("q_lora_rank"))
-    for name, flag in SIZES.items():
-        yield Fact(f"model.latent.{name}", given[flag], given.origin(flag))
+    yield from facts_in(given, SIZES)
     positions = "rope" if given["use_rotary_position_embeddings"] else given["position_embedding_type"]
     if given["apply_rope_fusion"] and positions == "rope":  # the only one that Megatron fuses
         yield Fact("model.latent.fused_rotary", True, given.origin("apply_rope_fusion"))
@@ -220,7 +215,7 @@ def latent_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
 REUSED = "reuse-grad-buf-for-mxfp8-param-ag"
 
 
-def fp8_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
+def _fp8(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     bits = next((bits for bits in ("fp8", "fp4") if given[bits]), None)
     if bits is None:
         return
@@ -259,7 +254,7 @@ CHUNK, FRACTION = "--optimizer-state-offload-chunk-size-mb", "--optimizer-state-
 STATES_ON_HOST = (CHUNKED, LEGACY, CHUNK, FRACTION)
 """Flags of Megatron's dev branch, newer than 0.19."""
 
-STATE = {"first_moment": "exp_avg_dtype", "second_moment": "exp_avg_sq_dtype"}
+STATE = {"optimizer.first_moment": "exp_avg_dtype", "optimizer.second_moment": "exp_avg_sq_dtype"}
 
 MUONS = {"muon": 1, "dist_muon": 1, "adaptive_muon": 2}
 """State elements per element of a layer's weight."""
@@ -273,12 +268,11 @@ def optimizer_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     yield from _states_on_host(given, problems)
     if not given[AWARE]:
         return
-    yield Fact("optimizer.precision_aware", True, given.origin(AWARE))
+    yield from facts_in(given, {"optimizer.precision_aware": AWARE})
     if given[ON_HOST]:
         yield Fact("optimizer.offload", given[SHARE], given.origin(SHARE if SHARE in given.values else ON_HOST))
-        yield Fact("optimizer.overlap_copies", given[OVERLAPPED], given.origin(OVERLAPPED))
-    for place, name in STATE.items():
-        yield Fact(f"optimizer.{place}", given[name], given.origin(name))
+        yield from facts_in(given, {"optimizer.overlap_copies": OVERLAPPED})
+    yield from facts_in(given, STATE)
     if given["main_params_dtype"] == "fp32" and given["bf16"]:
         yield Fact("optimizer.main_parameters", "remainder", f"{given.origin(AWARE)}: fp32, less what the bf16 weights have")
     else:

@@ -28,7 +28,8 @@ from typing import get_args
 
 from megatron_lynx.config.parallel import ContextExchange
 from megatron_lynx.errors import Problem
-from megatron_lynx.launch_arguments.given import Fact, Given, Value
+from megatron_lynx.launch_arguments.command_line import whole_number
+from megatron_lynx.launch_arguments.given import Fact, Given, facts_in
 
 EACH, CHUNKS = "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"
 LAYOUT = "pipeline_model_parallel_layout"
@@ -37,12 +38,20 @@ EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_i
 GROUP = "microbatch_group_size_per_vp_stage"
 
 
+def parallel_facts(given: Given, gpus: int | None, problems: list[Problem], *, left_open: bool) -> Iterator[Fact]:
+    """`left_open`: if the launch does not give a partition, a plan may move layers."""
+    yield from _groups(given)
+    yield from _context(given, problems)
+    yield from _layers(given, problems, left_open=left_open)
+    yield from _overlap(given)
+    yield from _batch(given, gpus, problems)
+
+
 class _Uneven(Exception):
     """Layers cannot be divided as requested."""
 
 
-def layer_facts(given: Given, problems: list[Problem], *, left_open: bool) -> Iterator[Fact]:
-    """Yield the partition. `left_open`: if the launch does not give one, a plan may move layers."""
+def _layers(given: Given, problems: list[Problem], *, left_open: bool) -> Iterator[Fact]:
     layers = given["num_layers"] or given["encoder_num_layers"]
     pipeline = given["pipeline_model_parallel_size"]
     if not layers or not pipeline:
@@ -110,24 +119,23 @@ def _repeated(match: re.Match[str]) -> str:
 
 
 INSTANCES = "num_distributed_optimizer_instances"
-SIZES = {"tensor": "tensor_model_parallel_size", "pipeline": "pipeline_model_parallel_size"}
+SIZES = {"parallel.tensor": "tensor_model_parallel_size", "parallel.pipeline": "pipeline_model_parallel_size"}
 
 
-def group_facts(given: Given) -> Iterator[Fact]:
+def _groups(given: Given) -> Iterator[Fact]:
     """Sizes of Megatron's parallel groups, without context. Sequence parallelism needs more than one tensor-parallel rank."""
-    for place, name in SIZES.items():
-        yield Fact(f"parallel.{place}", given[name], given.origin(name))
+    yield from facts_in(given, SIZES)
     asked, tensor = given["sequence_parallel"], given["tensor_model_parallel_size"]
     without = " has no effect with tensor 1" if asked and tensor == 1 else ""
     yield Fact("parallel.sequence_parallel", bool(asked and tensor != 1), given.origin("sequence_parallel") + without)
     layer_wise = given["optimizer"] == "dist_muon"
     origin = given.origin("optimizer" if layer_wise else "use_distributed_optimizer")
     yield Fact("parallel.distributed_optimizer", given["use_distributed_optimizer"] or layer_wise, origin)
-    if (instances := given[INSTANCES]) not in (None, 1):
-        yield Fact("parallel.optimizer_instances", instances, given.origin(INSTANCES))
+    if given[INSTANCES] != 1:
+        yield from facts_in(given, {"parallel.optimizer_instances": INSTANCES})
 
 
-def batch_facts(given: Given, gpus: int | None, problems: list[Problem]) -> Iterator[Fact]:
+def _batch(given: Given, gpus: int | None, problems: list[Problem]) -> Iterator[Fact]:
     """Sizes of micro-batch and batch; the final one if it ramps up."""
     micro = given["micro_batch_size"]
     if micro is None:
@@ -168,7 +176,7 @@ def _last_of_schedule(given: Given, problems: list[Problem]) -> Iterator[Fact]:
 SIZE, EXCHANGE, LEVELS = "context_parallel_size", "cp_comm_type", "hierarchical_context_parallel_sizes"
 
 
-def context_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
+def _context(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     yield Fact("parallel.context", given[SIZE], given.origin(SIZE))
     if given[SIZE] in (None, 1):
         return
@@ -213,7 +221,7 @@ OVERLAP = {
 """Flags that are facts unless they have Megatron's default."""
 
 
-def overlap_facts(given: Given) -> Iterator[Fact]:
+def _overlap(given: Given) -> Iterator[Fact]:
     for name, flag in OVERLAP.items():
         default = given.table.default(flag, given.release)
         if given[flag] != default and (given[flag] or default):
@@ -229,7 +237,7 @@ STEPS = "--num-steps-per-rollout"
 SAMPLES = ("--rollout-batch-size", "--n-samples-per-prompt")
 
 
-def learns_from_rollouts(given: Given) -> bool:
+def is_of_rollouts(given: Given) -> bool:
     """Whether it is reinforcement learning: slime's flags, or Megatron's own."""
     said = {words.split()[0] for words in given.unknown}
     return bool(given["perform_rl_step"]) or not said.isdisjoint((TOKENS, STEPS, *SAMPLES))
@@ -252,35 +260,19 @@ def with_packing(given: Given) -> Given:
     if tokens is None or given["seq_length"] is not None:
         return given
     said = f"{TOKENS} {tokens}: slime packs {PACKED}, and sets this"
-    values = {
-        "seq_length": (tokens * (given["context_parallel_size"] or 1), said),
-        "micro_batch_size": (1, said),
-        "use_distributed_optimizer": (True, said),
-        "bf16": (not given["fp16"], said),
-        **(batch := _batch(given)),
-    }
-    added = {
-        name: Value(given.table.of_name[name][-1], origin, value)
-        for name, (value, origin) in values.items()
-        if name not in given.values
-    }
+    seq_length, is_bf16 = tokens * (given["context_parallel_size"] or 1), not given["fp16"]
+    values = {"seq_length": seq_length, "micro_batch_size": 1, "use_distributed_optimizer": True, "bf16": is_bf16}
+    read = {TOKENS, DYNAMIC, *GPUS}
+    packed = given.with_values({name: value for name, value in values.items() if name not in given.values}, said)
+    steps, prompts, of_each = (_number(given, option) for option in (STEPS, *SAMPLES))
+    if steps and prompts is not None and of_each is not None and "global_batch_size" not in given.values:
+        batch = {"global_batch_size": prompts * of_each // steps}
+        packed = packed.with_values(batch, f"{STEPS} {steps}: of {prompts} x {of_each} samples")
+        read |= {STEPS, *SAMPLES}
     if given["moe_token_dispatcher_type"] == "allgather":
-        flag = given.table.of_name["moe_token_dispatcher_type"][-1]
-        added[flag.sets] = Value(flag, "alltoall, by slime in place of allgather", "alltoall")
-    read = {TOKENS, DYNAMIC, *GPUS, *((STEPS, *SAMPLES) if batch and "global_batch_size" in added else ())}
-    unknown = tuple(words for words in given.unknown if words.split()[0] not in read)
-    return replace(given, values={**given.values, **added}, unknown=unknown)
-
-
-def _batch(given: Given) -> dict[str, tuple[int, str]]:
-    steps, *samples = (_number(given, option) for option in (STEPS, *SAMPLES))
-    if not steps or None in samples:
-        return {}
-    prompts, of_each = (count or 0 for count in samples)
-    said = f"{STEPS} {steps}: of {prompts} x {of_each} samples"
-    return {"global_batch_size": (prompts * of_each // steps, said)}
+        packed = packed.with_values({"moe_token_dispatcher_type": "alltoall"}, "alltoall, by slime in place of allgather")
+    return replace(packed, unknown=tuple(words for words in given.unknown if words.split()[0] not in read))
 
 
 def _number(given: Given, option: str) -> int | None:
-    word = given.unknown_value(option) or ""
-    return int(word) if word.isdecimal() else None
+    return whole_number(given.unknown_value(option))

@@ -47,27 +47,9 @@ from megatron_lynx.launch_arguments.given import (
 )
 from megatron_lynx.launch_arguments.hf_config import OPTION as SHAPES
 from megatron_lynx.launch_arguments.hf_config import shapes_in, with_shapes
-from megatron_lynx.launch_arguments.layers import (
-    PATTERN_FLAG,
-    in_words_of_a_gpt,
-    opaque_facts,
-    predicting_of,
-    stack_of,
-    window_facts,
-    without_known,
-)
-from megatron_lynx.launch_arguments.model_facts import fp8_facts, latent_facts, model_facts, of_a_fork, optimizer_facts
-from megatron_lynx.launch_arguments.parallel_facts import (
-    USERBUFFERS,
-    batch_facts,
-    context_facts,
-    gpus_of_actor,
-    group_facts,
-    layer_facts,
-    learns_from_rollouts,
-    overlap_facts,
-    with_packing,
-)
+from megatron_lynx.launch_arguments.layers import PATTERN_FLAG, as_gpt, kind_facts, predicting_of, stack_of, without_known
+from megatron_lynx.launch_arguments.model_facts import model_facts, of_a_fork, optimizer_facts
+from megatron_lynx.launch_arguments.parallel_facts import USERBUFFERS, gpus_of_actor, is_of_rollouts, parallel_facts, with_packing
 from megatron_lynx.launch_arguments.today import FINE_GRAINED, Today, against_megatron, graph_facts, today_of
 from megatron_lynx.limits import ARGUMENTS, CIRCUMSTANCES, OR_ELSE, limits
 from megatron_lynx.stock.setting import FULL, NONE, SELECTIVE, StockSetting
@@ -114,7 +96,7 @@ class Reading:
     @property
     def learns(self) -> bool:
         """Whether it is reinforcement learning, whose loss keeps log-probabilities."""
-        return learns_from_rollouts(self.given) or (isinstance(self.container, Frontend) and self.container.learns)
+        return is_of_rollouts(self.given) or (isinstance(self.container, Frontend) and self.container.learns)
 
     @property
     def job_data(self) -> dict[str, Any]:
@@ -183,18 +165,16 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     of_launch = container.gpus if isinstance(container, Frontend) else gpus_of_actor(given)
     counts = {"--gpus": gpus, "the launcher": command.gpus, "the launch": of_launch}
     counted_by, gpus = next(((origin, count) for origin, count in counts.items() if count is not None), ("", None))
-    given = in_words_of_a_gpt(with_packing(given), problems)
+    given = as_gpt(with_packing(given), problems)
     problems += conflicts(given)
-    facts = [*model_facts(given, problems), *fp8_facts(given, problems), *group_facts(given)]
-    facts += [*context_facts(given, problems), *latent_facts(given, problems), *adapter_facts(container, problems)]
-    facts += [*expert_facts(given, problems, planning=planning), *layer_facts(given, problems, left_open=planning)]
-    facts += [*window_facts(given, problems), *opaque_facts(given, problems), *graph_facts(given)]
-    facts += [*optimizer_facts(given, problems), *overlap_facts(given)]
+    facts = [*model_facts(given, problems), *kind_facts(given, problems), *expert_facts(given, problems, planning=planning)]
+    facts += [*graph_facts(given), *adapter_facts(container, problems), *optimizer_facts(given, problems)]
+    facts += [*parallel_facts(given, gpus, problems, left_open=planning)]
     today = today_of(given, problems, planning=planning)
     if planning and given["yaml_cfg"] is not None:  # a user's file is not rewritten, as a command is
         todo = f"drop it in {given['yaml_cfg']}: the plan decides what is recomputed"
         problems += [Problem(flag, "given in a file", "a launch without it", todo) for flag in today.flags]
-    facts += [*batch_facts(given, gpus, problems), _policy(today, given, planning=planning)]
+    facts.append(_policy(today, given, planning=planning))
     if planning and given[FINE_GRAINED]:
         facts.append(Fact("offload_ratio", "auto", f"{given.origin(FINE_GRAINED)}: a plan offloads what pays, too"))
     ours, misread = flags_in(command.arguments)
