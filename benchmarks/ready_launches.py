@@ -13,7 +13,7 @@ from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.plan import load_plan
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.search.simulated import pipeline_s
+from megatron_lynx.stock import OF_POLICY, priced
 from megatron_lynx.units import GIB
 from scripts.make_plans import LAUNCHES, MEMORY_GIB, launch_job, plan_path
 
@@ -35,7 +35,7 @@ def _rows() -> Iterator[str]:
 
 def _stock(job: Job, policy: Policy) -> str:
     even = job.model_copy(update={"policy": policy, "parallel": job.parallel.model_copy(update={"partition": None})})
-    seconds = pipeline_s(even, analytic_profile(even))
+    seconds = priced(even, analytic_profile(even), OF_POLICY[policy]).step_s
     return _cell(seconds, max(stage.total for stage in memory_of_stages(even)))
 
 

@@ -23,7 +23,8 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import csr_array
 
-from benchmarks.when_not import CASES, job_of, under, within
+from benchmarks.when_not import CASES, job_of, within
+from megatron_lynx import stock as settings
 from megatron_lynx.anatomy import ATTENTION, DENSE, LINEARS, MLP, PASSES, Half, Pass, Section
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import layers_budget_bytes, loss_bytes
@@ -36,7 +37,6 @@ from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.search.simulated import pipeline_s
 from megatron_lynx.solver.options import StageProblems
 
 Name = tuple[object, ...]
@@ -201,8 +201,8 @@ if __name__ == "__main__":
     print("| layout | ours | no plan is below | where receives hide nothing |\n|---|--:|--:|--:|")
     for what, change in CASES:
         if all(asked in what for asked in sys.argv[1:]):
-            stock, profile = under(job_of(change), "none"), analytic_profile(job_of(change))
-            allowed, none_s = within(job_of(change)), pipeline_s(stock, profile)
+            stock, profile = job_of(change), analytic_profile(job_of(change))
+            allowed, none_s = within(job_of(change)), settings.priced(stock, profile, settings.NONE).step_s
             steps_s = [
                 decide(allowed, profile).simulation.step_s,
                 *(bound_s(allowed, profile, receives=some) for some in (True, False)),

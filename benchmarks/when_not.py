@@ -41,9 +41,9 @@ from megatron_lynx.planner import Decision, decide
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.rehearsal import treated_halves
-from megatron_lynx.search.simulated import pipeline_s
 from megatron_lynx.solver.options import StageProblems
-from megatron_lynx.stock.price import Priced
+from megatron_lynx.stock import NONE
+from megatron_lynx.stock.price import Priced, priced
 from megatron_lynx.stock.rival import rivals
 from megatron_lynx.units import GIB
 from megatron_lynx.yaml_file import read_yaml
@@ -234,7 +234,7 @@ def stock_within(job: Job, budget_gib: float) -> tuple[float, Priced, Priced]:
     found = list(rivals(job, profile, int(budget_gib * GIB)))
     blocks = [each for each in found if each.setting.method is not None and not each.setting.offload]
     block, best = (min(each, key=lambda price: price.step_s) for each in (blocks, found))
-    return pipeline_s(under(job, "none"), profile), block, best
+    return priced(job, profile, NONE).step_s, block, best
 
 
 def under(job: Job, policy: Policy) -> Job:

@@ -28,7 +28,7 @@ from megatron_lynx.planner.left_open import least_share_that_fits, with_share
 from megatron_lynx.planner.variants import at_best
 from megatron_lynx.profiler.analytic import analytic_profile, on_cluster
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.search.simulated import pipeline_s
+from megatron_lynx.search.schedules import without_flushes_s
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.solver.offload import shortages, smallest_ratio, too_much
 from megatron_lynx.stock.price import Priced, priced
@@ -231,7 +231,7 @@ def _step(job: Job, costs: Profile, ratio: float) -> StepSeconds:
     step = step_seconds(job, costs, ratio)
     if job.schedule == "flush":
         return step
-    waited_s = pipeline_s(job, costs) - step.pipeline_s
+    waited_s = without_flushes_s(job, costs) - step.pipeline_s
     return replace(step, bubble_s=max(0.0, waited_s))
 
 

@@ -26,9 +26,9 @@ from megatron_lynx.planner.slack import Slack
 from megatron_lynx.planner.summary import summary
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.rehearsal import rehearse
-from megatron_lynx.search.simulated import pipeline_s
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.solver.answer import StageAnswer
+from megatron_lynx.stock import NONE, priced
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.units import GIB
 from tests.config.jobs import catalogued_job
@@ -88,7 +88,7 @@ def test_where_memory_does_not_bind_a_plan_is_faster_than_stock_without_recomput
     job = job_of({"cluster": "h800-80g", "tensor": 8, "pipeline": 1})
     roomy = job.model_copy(update={"budget": Budget(memory_gib=70.0)})
     profile = analytic_profile(job)
-    found, stock_none_s = decide(roomy, profile), pipeline_s(under(job, "none"), profile)
+    found, stock_none_s = decide(roomy, profile), priced(job, profile, NONE).step_s
     without = decide(deferring(roomy, "none"), profile)
     assert all(rule.recomputed_in("attention") for rule in without.plan.stages[0].rules[:-1]), (
         "inputs gathered for recomputations spare waits"

@@ -56,10 +56,10 @@ from megatron_lynx.planner.writing import written
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.search.candidate import Candidate, Excess, Spent, fit, in_words, sizes
 from megatron_lynx.search.floor import LayerCost
-from megatron_lynx.search.simulated import pipeline_s
 from megatron_lynx.search.space import Space
 from megatron_lynx.solver.answer import StageAnswer
 from megatron_lynx.solver.stages import Stages
+from megatron_lynx.stock import OF_POLICY, priced
 from megatron_lynx.units import GIB, SECOND_DIGITS, format_bytes, format_seconds
 
 Looks = Generator[Spent, None, Candidate | Excess | None]
@@ -92,7 +92,8 @@ def looks_at_stock(job: Job, cost: LayerCost, floor: Spent) -> Looks:
     messages_s = step_seconds(job, cost.profile).total_s - floor.total_s  # messages that block a stage
     spent = replace(floor, communication_s=floor.communication_s + messages_s)
     yield spent
-    return _candidate(job, cost, spent, pipeline_s(job, cost.profile), 0.0, memory.total)
+    price = priced(job, cost.profile, OF_POLICY[job.policy])
+    return Candidate(job, price.step_s + update_s(job, cost.profile), spent, 0.0, price.most_bytes)
 
 
 def looks_at_plan(job: Job, cost: LayerCost, floor: Spent, *, offload: bool, besides_none: bool) -> Looks:
@@ -116,12 +117,9 @@ def looks_at_plan(job: Job, cost: LayerCost, floor: Spent, *, offload: bool, bes
     except Infeasible:
         return _excess(job, stages)
     ratio = max(answer.offload_ratio for answer in answers)
-    return _candidate(job, cost, spent, simulation.step_s, ratio, fullest_bytes(job, simulation))
-
-
-def _candidate(job: Job, cost: LayerCost, spent: Spent, pipeline_s: float, ratio: float, memory_bytes: int) -> Candidate:
-    """The bound is kept if the simulated step is shorter: only the closed form knows that copies and messages alternate."""
-    return Candidate(job, max(pipeline_s + update_s(job, cost.profile), spent.total_s), spent, ratio, memory_bytes)
+    # the bound is kept if the simulated step is shorter: only the closed form knows that copies and messages alternate
+    step_s = max(simulation.step_s + update_s(job, cost.profile), spent.total_s)
+    return Candidate(job, step_s, spent, ratio, fullest_bytes(job, simulation))
 
 
 def _to_be_planned(job: Job, offload: bool) -> Job:

@@ -12,18 +12,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
-from megatron_lynx.config.job import Job, Policy
+from megatron_lynx.config.job import Job
+from megatron_lynx.cost.host import issued
 from megatron_lynx.cost.stage_memory import memory_of_stages
+from megatron_lynx.cost.step import recomputing_stage_s
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import as_planned, make_plan
 from megatron_lynx.planner.evaluation import figures_of
 from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.rehearsal import rehearse
-from megatron_lynx.search.simulated import pipeline_s
+from megatron_lynx.simulator.double_buffered import simulate_without_flushes
+from megatron_lynx.simulator.passes import plain_passes
+from megatron_lynx.simulator.simulation import in_steady_state
+from megatron_lynx.stock import FULL, NONE, StockSetting, priced
 
 
 @dataclass(frozen=True)
@@ -54,23 +61,32 @@ def side_by_side(job: Job, plan: Plan, profile: Profile) -> list[ScheduleRow]:
 
 def _rows(job: Job, plan: Plan, profile: Profile) -> Iterator[ScheduleRow]:
     flushing = job.model_copy(update={"schedule": "flush", "defer_updates": True})
-    yield _of_policy(flushing, profile, "none", "stock none, flush")
-    yield _of_policy(flushing, profile, "full", "stock full, flush")
+    yield _of_stock(flushing, profile, NONE)
+    yield _of_stock(flushing, profile, FULL)
     with suppress(Infeasible):
         yield _of_plan(flushing, profile, make_plan(flushing, profile), "ours, flush")
-    yield _of_policy(job, profile, "none", "no recomputation, without flushes")
+    kept = job.model_copy(update={"policy": "none", "offload_ratio": 0.0})
+    kept_bytes = max(memory.total for memory in memory_of_stages(kept))
+    name = "no recomputation, without flushes"
+    yield ScheduleRow(name, True, without_flushes_s(kept, profile) + update_s(kept, profile), kept_bytes)
     yield _of_plan(job, profile, plan, "ours, without flushes")
 
 
-def _of_policy(job: Job, profile: Profile, policy: Policy, name: str) -> ScheduleRow:
-    policy_job = job.model_copy(update={"policy": policy, "offload_ratio": 0.0})
-    memory_bytes = max(memory.total for memory in memory_of_stages(policy_job))
-    return _row(name, job, pipeline_s(policy_job, profile), update_s(policy_job, profile), memory_bytes)
+def _of_stock(job: Job, profile: Profile, setting: StockSetting) -> ScheduleRow:
+    price = priced(job.model_copy(update={"policy": "none", "offload_ratio": 0.0}), profile, setting)
+    return ScheduleRow(f"stock {setting.name}, flush", False, price.step_s + update_s(job, profile), price.most_bytes)
 
 
 def _of_plan(job: Job, profile: Profile, plan: Plan, name: str) -> ScheduleRow:
-    return _row(name, job, *figures_of(job, profile, rehearse(plan, profile, job=job)))
+    figures = figures_of(job, profile, rehearse(plan, profile, job=job))
+    return ScheduleRow(name, job.schedule == "double_buffered", figures.step_s, figures.memory_bytes)
 
 
-def _row(name: str, job: Job, batch_s: float, update_s: float, memory_bytes: int) -> ScheduleRow:
-    return ScheduleRow(name, job.schedule == "double_buffered", batch_s + update_s, memory_bytes)
+def without_flushes_s(job: Job, profile: Profile) -> float:
+    """Seconds of forwards and backwards of a batch without flushes under the job's policy, which is not `planned`."""
+    stages = range(job.parallel.pipeline)
+    seconds = [issued(recomputing_stage_s(job, profile, stage), job, profile, stage) for stage in stages]
+    passes = [plain_passes(stage_s.forward_s, stage_s.backward_s) for stage_s in seconds]
+    message_s = profile.link_s("p2p", LayerShape.of(job).input_bytes) if len(stages) > 1 else 0.0
+    simulated = partial(simulate_without_flushes, chunks=passes, p2p_s=message_s, deferred=job.defer_updates)
+    return in_steady_state(len(stages), job.microbatches, simulated).step_s

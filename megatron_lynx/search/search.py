@@ -26,7 +26,6 @@ from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.stage_memory import always_bytes
-from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, Infeasible, LynxError, Problem, suggestion
 from megatron_lynx.planner import figures_of
 from megatron_lynx.planner.decision import drafted
@@ -36,7 +35,6 @@ from megatron_lynx.search.best_first import BestFirst, Lost, Watch, no_collectio
 from megatron_lynx.search.candidate import Candidate, Excess, fit, in_words
 from megatron_lynx.search.floor import STOCK
 from megatron_lynx.search.space import Space
-from megatron_lynx.stock import OF_POLICY, priced
 from megatron_lynx.tables import WrappedTable
 from megatron_lynx.units import GIB, format_bytes, format_seconds
 
@@ -109,21 +107,12 @@ def search(
 
 
 def _finalists(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
-    """Return candidates with the figures of `plan` and `estimate`, fastest first, without those that cannot be planned after all.
+    """Return candidates with the figures of `plan`, fastest first, without those that cannot be planned after all.
 
     A search ranks plans without weight gradients in waits.
     """
-    priced = map(_priced, candidates)
-    return tuple(sorted((candidate for candidate in priced if candidate is not None), key=lambda candidate: candidate.step_s))
-
-
-def _priced(candidate: Candidate) -> Candidate | None:
-    job = candidate.job
-    if job.policy == "planned":
-        return _planned(candidate)
-    profile = analytic_profile(job)
-    price = priced(job, profile, OF_POLICY[job.policy])
-    return replace(candidate, step_s=price.step_s + update_s(job, profile), memory_bytes=price.most_bytes)
+    finalists = (_planned(candidate) if candidate.job.policy == "planned" else candidate for candidate in candidates)
+    return tuple(sorted((candidate for candidate in finalists if candidate is not None), key=lambda candidate: candidate.step_s))
 
 
 def _planned(candidate: Candidate) -> Candidate | None:

@@ -10,7 +10,6 @@ from megatron_lynx.config import Job
 from megatron_lynx.cost.step import step_seconds
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.search.floor import STOCK, LayerCost
-from megatron_lynx.search.simulated import pipeline_s
 from megatron_lynx.search.space import Space
 from megatron_lynx.simulator.simulation import Simulation, period_of
 from megatron_lynx.stock import NONE, priced
@@ -58,9 +57,9 @@ def test_a_full_pipeline_goes_on_as_it_began(layout: tuple[int, int, int | None]
     job = catalogued_job("llama-7b", "a800-80g", gpus=8, batch=72, seq=4096, parallel=parallel, policy="none")
     profile, groups = analytic_profile(job), []
     monkeypatch.setattr("megatron_lynx.simulator.simulation.period_of", noting(period_of, groups))
-    few_s = pipeline_s(job, profile)
+    few_s = priced(job, profile, NONE).step_s
     assert set(groups) == {pipeline}
-    assert few_s == pytest.approx(in_full(monkeypatch, lambda: pipeline_s(job, profile)), rel=1e-9)
+    assert few_s == pytest.approx(in_full(monkeypatch, lambda: priced(job, profile, NONE).step_s), rel=1e-9)
 
 
 def test_chunks_that_differ_find_their_pace_later(monkeypatch: pytest.MonkeyPatch) -> None:
