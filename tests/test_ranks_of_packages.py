@@ -37,7 +37,6 @@ FOUNDATION = {
     "nest",
     "pace",
     "prediction",
-    "silence",
     "tables",
     "timeline",
     "validation",

@@ -15,7 +15,6 @@ from megatron_lynx.config.cluster import HostTime
 from megatron_lynx.config.loader import load_cluster
 from megatron_lynx.doctor.environment import (
     Finding,
-    Software,
     beside_collectives,
     environment,
     gpus,
@@ -57,9 +56,9 @@ def findings(
     if gpus():
         yield from links(None if cluster is None else load_cluster(cluster, "--cluster"), Links.of_machine())
     yield from hardware_queues(variables, reading.given if reading else None, devices)
-    installed = Software(version_of("torch") or "", version_of("megatron-core", "megatron_core") or "")
+    installed = {"torch": version_of("torch") or "", "megatron_core": version_of("megatron-core", "megatron_core") or ""}
     nccl_ub = reading is not None and bool(reading.given["nccl_ub"])
-    yield from environment(variables, gpus(), installed=installed, nccl_ub=nccl_ub)
+    yield from environment(variables, gpus(), **installed, nccl_ub=nccl_ub)
     if reading is not None:
         yield from launch(reading, variables)
     yield from beside_collectives(reading, variables, plan)

@@ -92,12 +92,15 @@ def machine(launcher: Sequence[str] = (), root: Path = Path("/"), *, elsewhere: 
 
 
 def gpus() -> list[str]:
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    return [line.strip() for line in nvidia_smi("--query-gpu=name", "--format=csv,noheader").splitlines() if line.strip()]
+
+
+def nvidia_smi(*words: str) -> str:
+    """Return the program's output; empty if it fails or is missing."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+        return subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, check=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError):
-        return []
-    return [line.strip() for line in done.stdout.splitlines() if line.strip()]
+        return ""
 
 
 def _host_memory(root: Path) -> Finding:
@@ -134,11 +137,8 @@ def _te(release: str) -> Finding:
 
     if minor_of(release) in KNOWN_TE:
         return Finding("Transformer Engine", "good", release)
-    costs, todo = (
-        "plans for its layers are refused",
-        f"install one of {', '.join(KNOWN_TE)}, or launch with --transformer-impl local",
-    )
-    return Finding("Transformer Engine", "defeats", release, costs, todo)
+    todo = f"install one of {', '.join(KNOWN_TE)}, or launch with --transformer-impl local"
+    return Finding("Transformer Engine", "defeats", release, "plans for its layers are refused", todo)
 
 
 def version_of(*names: str) -> str | None:
@@ -162,10 +162,8 @@ def _megatron() -> Iterator[Finding]:
     try:
         held = list(present_release().rows())
     except HookRefused as error:
-        problem = error.problems[0]
-        yield Finding(
-            "megatron-core", "defeats", release, "every plan is refused: its functions are not known", f"{problem.needed}"
-        )
+        costs = "every plan is refused: its functions are not known"
+        yield Finding("megatron-core", "defeats", release, costs, error.problems[0].needed)
         return
     yield Finding("megatron-core", "good", release)
     stale = [function.site for function in held if not function.as_recorded]
@@ -176,19 +174,14 @@ def _megatron() -> Iterator[Finding]:
         yield Finding("hooks", "good", f"all {len(held)} functions as recorded")
 
 
-@dataclass(frozen=True)
-class Software:
-    torch: str = ""
-    megatron_core: str = ""
-
-
 def environment(
-    variables: Mapping[str, str], gpus: Sequence[str] = (), *, installed: Software = Software(), nccl_ub: bool = False
+    variables: Mapping[str, str], gpus: Sequence[str] = (), *, torch: str = "", megatron_core: str = "", nccl_ub: bool = False
 ) -> Iterator[Finding]:
-    """`gpus`: names of the local ones. `nccl_ub`: whether the launch has --use-nccl-ub."""
-    yield _allocator(variables, alone=nccl_ub and nccl_ub_stands_alone(installed.torch, installed.megatron_core))
-    if installed.torch and records_operands(installed.torch, variables):
-        yield _recorded(variables, installed.torch, gpus)
+    """`gpus`: names of the local ones. `torch`, `megatron_core`: installed versions. `nccl_ub`: whether the launch has
+    --use-nccl-ub."""
+    yield _allocator(variables, alone=nccl_ub and nccl_ub_stands_alone(torch, megatron_core))
+    if torch and records_operands(torch, variables):
+        yield _recorded(variables, torch, gpus)
     if variables.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
         costs = "every kernel is waited for: nothing overlaps"
         yield Finding("CUDA_LAUNCH_BLOCKING", "defeats", "set", costs, "unset it")
@@ -333,7 +326,8 @@ def _stream_priority(reading: Reading, variables: Mapping[str, str], plan: Plan 
         costs = f"with several hardware queues these need it: {' '.join(groups)}"
         yield Finding(topic, "note", f"as {path} says", costs, "is_high_priority_stream: true there, for each")
         return
-    apart = _receives_apart(reading, groups)
+    # interleaved schedules may receive gradients in other groups than Megatron's (`apply.hooks.receives`)
+    apart = "pp" in groups and reading.is_chunked and given["overlap_p2p_comm"] is not False
     raised = given["high_priority_stream_groups"] or []
     missing = [group for group in groups if group not in raised or (group == "pp" and apart)]
     if not missing:
@@ -358,8 +352,3 @@ def groups_of(reading: Reading) -> tuple[Group, ...]:
         "pp": given["pipeline_model_parallel_size"] or 1,
     }
     return tuple(group for group, size in sizes.items() if size > 1)
-
-
-def _receives_apart(reading: Reading, groups: Sequence[Group]) -> bool:
-    """Whether gradients may be received in other groups than Megatron's (`apply.hooks.receives`), in interleaved schedules."""
-    return "pp" in groups and reading.is_chunked and reading.given["overlap_p2p_comm"] is not False

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_lynx.config.cluster import HostTime, Setting
-from megatron_lynx.config.job import Job
 from megatron_lynx.cost.host import HostReport
 from megatron_lynx.doctor.environment import Finding, groups_of
 from megatron_lynx.errors import LynxError
@@ -218,13 +217,10 @@ def _judged(
     """Judge the launch under stock's recomputation, then the plan. Raises `LynxError` if they cannot be priced."""
     job = job_of(read_launch(words, planning=False), cluster, changes)
     costs = analytic_profile(job).model_copy(update={"host_time": measured})
-    yield _finding("host-bound launch", HostReport.of(costs, host_report(_as_stock(job), costs).bound))
+    stock_job = job.model_copy(update={"policy": "none"}) if job.policy == "planned" else job
+    yield _finding("host-bound launch", HostReport.of(costs, host_report(stock_job, costs).bound))
     if plan is not None:
         yield _finding("host-bound plan", HostReport.of(costs, rehearse(plan, costs).host_bound))
-
-
-def _as_stock(job: Job) -> Job:
-    return job.model_copy(update={"policy": "none"}) if job.policy == "planned" else job
 
 
 def _finding(topic: str, report: HostReport) -> Finding:

@@ -7,13 +7,12 @@ nvidia-smi nvlink --status                             GPU 0: ...         Link 0
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron_lynx.config.cluster import Cluster
-from megatron_lynx.doctor.environment import Finding
+from megatron_lynx.doctor.environment import Finding, nvidia_smi
 
 RATE = re.compile(r"(\d+(?:\.\d+)?) Gb/sec\b")
 LINK = re.compile(r"Link \d+: (\d+(?:\.\d+)?) GB/s\s*")
@@ -29,7 +28,7 @@ class Links(NamedTuple):
 
     @classmethod
     def of_machine(cls, root: Path = Path("/")) -> Links:
-        return cls(nics(root), nvlink_of(_nvlink_status()))
+        return cls(nics(root), nvlink_of(nvidia_smi("nvlink", "--status")))
 
     @property
     def usual_gbit(self) -> float | None:
@@ -87,10 +86,3 @@ def nvlink_of(status: str) -> float | None:
 
 def _alike(found: float, assumed: float) -> bool:
     return abs(found / assumed - 1) <= OFF
-
-
-def _nvlink_status() -> str:
-    try:
-        return subprocess.run(["nvidia-smi", "nvlink", "--status"], capture_output=True, text=True, check=True, timeout=20).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""

@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import sys
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, final
@@ -35,7 +36,6 @@ import torch
 from torch.autograd.profiler import profile, record_function
 
 from megatron_lynx.errors import LynxError, Problem
-from megatron_lynx.silence import STANDARD_ERROR, nothing_printed
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -165,6 +165,23 @@ class CudaMeter(ActivationMeter):
         self._totals.append(torch.cuda.memory_allocated(self._device))
 
 
+@contextmanager
+def nothing_reported() -> Iterator[None]:
+    """Suppress standard error in the block, C libraries' included: Kineto reports there, and has no switch."""
+    try:
+        kept = os.dup(2)
+    except OSError:  # it is closed
+        yield
+        return
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
 OTHER_THREADS_S = 0.5
 TASKS = Path("/proc/self/task")
 _FLAG = "FLAGS_caffe2_report_cpu_memory_usage"
@@ -184,7 +201,7 @@ def remember_blocks() -> None:
         problem = Problem(f"torch {torch.__version__}", str(error), needed, todo)
         raise LynxError("Bytes cannot be counted on the CPU", [problem]) from error
     # The allocator warns about the first block whose size it does not know: let that be this one.
-    with nothing_printed(STANDARD_ERROR):
+    with nothing_reported():
         unknown = torch.empty(1, device="cpu")
         flag.value = True
         del unknown
@@ -229,7 +246,7 @@ class CpuMeter(ActivationMeter):
         remember_blocks()
         self._names: list[str] = []
         self._profiler = profile(profile_memory=True)
-        with nothing_printed(STANDARD_ERROR):
+        with nothing_reported():
             self._profiler.__enter__()
         self.mark("enter")
         return self
@@ -243,7 +260,7 @@ class CpuMeter(ActivationMeter):
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         if error is None:
             self.mark("exit")
-        with nothing_printed(STANDARD_ERROR):
+        with nothing_reported():
             self._profiler.__exit__(kind, error, traceback)
         if error is None:
             self._read(self._profiler.kineto_results)

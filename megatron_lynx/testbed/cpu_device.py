@@ -36,7 +36,7 @@ import torch._dynamo  # Megatron imports it; it must build its tables from torch
 
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.testbed.links import Works
-from megatron_lynx.testbed.stand_in import StandIn, ignore, replace, stand_in_for_compiled_parts
+from megatron_lynx.testbed.stand_in import ignore, replace, stand_in_for_compiled_parts
 
 CPU = torch.device("cpu")
 
@@ -47,10 +47,10 @@ FACTORIES = (
 )
 
 
-def stand_in_for_cuda() -> StandIn:
-    """Emulate CUDA on the CPU in this process until the returned handle is removed.
+def stand_in_for_cuda() -> ExitStack:
+    """Emulate CUDA on the CPU in this process until the returned stack is closed.
 
-    A second call while the emulation is active changes nothing, and its handle removes nothing.
+    A second call while the emulation is active changes nothing, and its stack is empty.
 
     Raises:
         ConfigError: this machine has a working GPU.
@@ -68,7 +68,7 @@ def stand_in_for_cuda() -> StandIn:
         answer_random_numbers(undo)
         answer_placement(undo)
         answer_exchanges(undo)
-    return StandIn(undo)
+    return undo
 
 
 class OneGenerator(tuple[torch.Generator, ...]):
@@ -207,8 +207,8 @@ UNGUARDED = re.compile(r"^import triton", re.MULTILINE)
 """Matches modules that import triton unconditionally."""
 
 
-def stand_in_for_missing_modules() -> StandIn:
-    """Provide modules that megatron.core imports and this machine lacks, until the returned handle is removed. Call before
+def stand_in_for_missing_modules() -> ExitStack:
+    """Provide modules that megatron.core imports and this machine lacks, until the returned stack is closed. Call before
     importing Megatron.
 
     Installed modules are left alone. Provided are `typing.override` (0.18 on Python < 3.12), compiled parts of Transformer Engine
@@ -222,7 +222,7 @@ def stand_in_for_missing_modules() -> StandIn:
     finder = Answers()
     sys.meta_path.insert(0, finder)
     undo.callback(sys.meta_path.remove, finder)
-    return StandIn(undo)
+    return undo
 
 
 class Answers(importlib.abc.MetaPathFinder, importlib.abc.Loader):

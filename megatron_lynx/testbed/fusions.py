@@ -24,7 +24,7 @@ import torch
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Fusion
 from megatron_lynx.errors import Problem
-from megatron_lynx.testbed.stand_in import TRANSFORMER_ENGINE, StandIn, replace, replace_entry
+from megatron_lynx.testbed.stand_in import TRANSFORMER_ENGINE, replace, replace_entry
 
 FIELDS: dict[Fusion, str] = {
     "bias_dropout": "bias_dropout_fusion",
@@ -80,8 +80,8 @@ Backend = Literal["aot_eager", "inductor"]
 DISABLED = "TORCHDYNAMO_DISABLE"
 
 
-def stand_in_for_compiler(backend: Backend) -> StandIn:
-    """Make `torch.compile` use this backend until the returned handle is removed.
+def stand_in_for_compiler(backend: Backend) -> ExitStack:
+    """Make `torch.compile` use this backend until the returned stack is closed.
 
     Call it before importing Megatron, whose `jit_fuser` is `torch.compile`, and before the CUDA emulation: torch's compiler
     builds tables of torch's own functions. `aot_eager` traces, guards and runs torch's kernels: it needs no C++ compiler, and its
@@ -100,7 +100,7 @@ def stand_in_for_compiler(backend: Backend) -> StandIn:
     replace(undo, torch, "compile", partial(torch.compile, backend=backend))
     if (disabled := os.environ.pop(DISABLED, None)) is not None:
         undo.callback(os.environ.__setitem__, DISABLED, disabled)
-    return StandIn(undo)
+    return undo
 
 
 NAME = "fused_weight_gradient_mlp_cuda"
@@ -111,8 +111,8 @@ def accumulate(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: 
     main_grad.add_(grad_output.t().to(main_grad.dtype).matmul(total_input.to(main_grad.dtype)))
 
 
-def stand_in_for_fused_gradient() -> StandIn:
-    """Provide the extension to megatron-core until the returned handle is removed.
+def stand_in_for_fused_gradient() -> ExitStack:
+    """Provide the extension to megatron-core until the returned stack is closed.
 
     Does nothing if the real extension is installed with a GPU. Imports megatron.core.
     """
@@ -126,7 +126,7 @@ def stand_in_for_fused_gradient() -> StandIn:
         replace_entry(undo, sys.modules, NAME, extension)
         replace(undo, layers, NAME, extension)
         replace(undo, layers, "_grad_accum_fusion_available", True)
-    return StandIn(undo)
+    return undo
 
 
 def adds_up_in_place(job: Job) -> bool:

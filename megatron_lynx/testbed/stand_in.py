@@ -2,7 +2,7 @@
 
 undo = ExitStack()
 replace(undo, torch.cuda, "synchronize", ignore)      any number of times
-return StandIn(undo)                                  .remove(): restores the identical objects, newest first
+undo.close()                                          restores the identical objects, newest first
 
 Transformer Engine and Apex have compiled parts, which a machine without a GPU lacks:
 
@@ -21,30 +21,12 @@ import sys
 from collections.abc import MutableMapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_lynx.config.job import Job
 
 ABSENT = object()
-
-
-class StandIn:
-    """Active replacements. `remove()`, or leaving the `with` block, restores every object, newest first."""
-
-    def __init__(self, undo: ExitStack) -> None:
-        self._undo = undo
-
-    def remove(self) -> None:
-        """Restore the identical objects. A second call does nothing."""
-        self._undo.close()
-
-    def __enter__(self) -> StandIn:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.remove()
 
 
 def replace(undo: ExitStack, owner: Any, name: str, new: Any) -> None:
@@ -74,7 +56,7 @@ def ignore(*args: Any, **kwargs: Any) -> None:
 TRANSFORMER_ENGINE = "transformer_engine"
 
 STAND_INS = "TESTBED_STAND_INS"
-"""Environment variable with the name of a module that has `stand_in() -> StandIn` and `attention_among_ranks(te=) -> type`."""
+"""Environment variable with the name of a module that has `stand_in() -> ExitStack` and `attention_among_ranks(te=) -> type`."""
 
 
 def named_stand_ins() -> Any:
@@ -91,14 +73,14 @@ def has_compiled_extension() -> bool:
     return any(True for folder in folders for _ in Path(folder).parent.glob("**/transformer_engine_torch*.so"))
 
 
-def stand_in_for_compiled_parts() -> StandIn:
-    """Replace or hide missing compiled parts until the returned handle is removed. Call before importing Megatron."""
+def stand_in_for_compiled_parts() -> ExitStack:
+    """Replace or hide missing compiled parts until the returned stack is closed. Call before importing Megatron."""
     undo = ExitStack()
     if (stand_ins := named_stand_ins()) is not None:
         undo.enter_context(stand_ins.stand_in())
     elif TRANSFORMER_ENGINE not in sys.modules and not has_compiled_extension():
         replace_entry(undo, sys.modules, TRANSFORMER_ENGINE, None)  # makes its import fail as if it were not installed
-    return StandIn(undo)
+    return undo
 
 
 def stood_in_for(job: Job) -> str | None:

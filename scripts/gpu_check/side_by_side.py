@@ -24,8 +24,8 @@ from unittest.mock import patch
 import torch
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.measure.memory import nothing_reported
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.silence import STANDARD_ERROR, nothing_printed
 from scripts.gpu_check.beside import ANNOTATION, Beside, beside
 from scripts.gpu_check.part import Answer
 from scripts.gpu_check.trial import repeatable
@@ -111,7 +111,7 @@ def _profiled(subject: Any) -> Beside:
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     with subject.in_force(), _annotated(), tempfile.TemporaryDirectory() as folder:
         torch.cuda.synchronize()
-        with nothing_printed(STANDARD_ERROR), profile(activities=activities) as profiler:
+        with nothing_reported(), profile(activities=activities) as profiler:
             subject.step()
             torch.cuda.synchronize()
         path = Path(folder, "trace.json")

@@ -11,7 +11,7 @@ import pytest
 from megatron_lynx import doctor
 from megatron_lynx.config.cluster import HostTime
 from megatron_lynx.config.loader import load_cluster
-from megatron_lynx.doctor.environment import Finding, Software, environment, hardware_queues, machine, software
+from megatron_lynx.doctor.environment import Finding, environment, hardware_queues, machine, software
 from megatron_lynx.doctor.launch import Unmeasured, host_time, launch
 from megatron_lynx.launch_arguments import job_of, read_launch
 from megatron_lynx.plan import load_plan, save_plan
@@ -109,9 +109,9 @@ def environment_of(allocator: str) -> str:
 
 def test_a_torch_whose_windows_hold_their_operands() -> None:
     found = partial(environment, {}, gpus=["NVIDIA H100"])
-    level = {torch: levels(list(found(installed=Software(torch)))).get(RECORDING) for torch in ("2.7.1+cu126", "2.8.0", "2.14.0")}
+    level = {torch: levels(list(found(torch=torch))).get(RECORDING) for torch in ("2.7.1+cu126", "2.8.0", "2.14.0")}
     assert level == {"2.7.1+cu126": "defeats", "2.8.0": None, "2.14.0": None}
-    assert RECORDING not in levels(list(environment({RECORDING: "1"}, gpus=[], installed=Software("2.6.0"))))
+    assert RECORDING not in levels(list(environment({RECORDING: "1"}, gpus=[], torch="2.6.0")))
 
 
 RECORDING = "TORCH_NCCL_AVOID_RECORD_STREAMS"
@@ -130,7 +130,7 @@ RECORDING = "TORCH_NCCL_AVOID_RECORD_STREAMS"
 def test_growing_segments_were_advised_beside_nccl_ub(torch: str, megatron: str, setting: str, level: str, todo: str) -> None:
     """Megatron raises for the two together, before torch 2.11."""
     variables = {"PYTORCH_CUDA_ALLOC_CONF": setting} if setting else {}
-    found = environment(variables, gpus=[], installed=Software(torch, megatron), nccl_ub=True)
+    found = environment(variables, gpus=[], torch=torch, megatron_core=megatron, nccl_ub=True)
     (finding,) = (finding for finding in found if finding.topic == "PYTORCH_CUDA_ALLOC_CONF")
     assert finding.level == level
     assert finding.todo.startswith(todo)

@@ -24,7 +24,7 @@ import os
 from contextlib import ExitStack
 from typing import Any
 
-from megatron_lynx.testbed.stand_in import STAND_INS, StandIn
+from megatron_lynx.testbed.stand_in import STAND_INS
 
 
 def offer() -> None:
@@ -32,8 +32,8 @@ def offer() -> None:
     os.environ.setdefault(STAND_INS, __name__)
 
 
-def stand_in() -> StandIn:
-    """Answer for the compiled parts that this machine lacks, until the returned handle is removed."""
+def stand_in() -> ExitStack:
+    """Answer for the compiled parts that this machine lacks, until the returned stack is closed."""
     from tests.instruments.apex_norms import stand_in_for_apex_norms
     from tests.instruments.deep_ep import stand_in_for_deep_ep
     from tests.instruments.latent_rotary import stand_in_for_latent_rotary
@@ -46,7 +46,7 @@ def stand_in() -> StandIn:
     undo.enter_context(stand_in_for_latent_rotary())
     undo.enter_context(stand_in_for_deep_ep())
     stand_in_for_posted(undo)
-    return StandIn(undo)
+    return undo
 
 
 def attention_among_ranks(*, te: bool) -> Any:

@@ -17,14 +17,14 @@ from types import ModuleType
 
 import torch
 
-from megatron_lynx.testbed.stand_in import StandIn, replace_entry
+from megatron_lynx.testbed.stand_in import replace_entry
 from tests.instruments.transformer_engine.normalization import layernorm_bwd, layernorm_fwd
 
 Norm = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def stand_in_for_apex_norms() -> StandIn:
-    """Offer the extensions to an Apex that has none, until the returned handle is removed. Without Apex nothing is done."""
+def stand_in_for_apex_norms() -> ExitStack:
+    """Offer the extensions to an Apex that has none, until the returned stack is closed. Without Apex nothing is done."""
     undo = ExitStack()
     answers = {
         "fused_layer_norm_cuda": {"forward_affine": forward_affine, "backward_affine": backward_affine},
@@ -35,7 +35,7 @@ def stand_in_for_apex_norms() -> StandIn:
             extension = ModuleType(name)
             vars(extension).update(functions)
             replace_entry(undo, sys.modules, name, extension)
-    return StandIn(undo)
+    return undo
 
 
 def ln_fwd(x: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor, epsilon: float) -> Norm:

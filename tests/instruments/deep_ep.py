@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lynx.testbed.stand_in import StandIn, replace_entry
+from megatron_lynx.testbed.stand_in import replace_entry
 
 NAME = "deep_ep"
 
 
-def stand_in_for_deep_ep() -> StandIn:
-    """Answer for the package until the returned handle is removed. To be in place before Megatron is imported."""
+def stand_in_for_deep_ep() -> ExitStack:
+    """Answer for the package until the returned stack is closed. To be in place before Megatron is imported."""
     undo = ExitStack()
     if NAME not in sys.modules and importlib.util.find_spec(NAME) is None:
         package, inner = ModuleType(NAME), ModuleType(f"{NAME}.utils")
@@ -38,7 +38,7 @@ def stand_in_for_deep_ep() -> StandIn:
                 setattr(owner, member.__name__, member)
         replace_entry(undo, sys.modules, NAME, package)
         replace_entry(undo, sys.modules, f"{NAME}.utils", inner)
-    return StandIn(undo)
+    return undo
 
 
 class EventHandle:

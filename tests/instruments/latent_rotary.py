@@ -22,19 +22,17 @@ from typing import Any
 
 import torch
 
-from megatron_lynx.testbed.stand_in import StandIn
-
 MODULE = "megatron.core.fusions.fused_mla_yarn_rope_apply"
 
 
-def stand_in_for_latent_rotary() -> StandIn:
-    """Answer for the kernels until the returned handle is removed. To be in place before Megatron is imported."""
+def stand_in_for_latent_rotary() -> ExitStack:
+    """Answer for the kernels until the returned stack is closed. To be in place before Megatron is imported."""
     undo = ExitStack()
     if MODULE not in sys.modules and importlib.util.find_spec("triton") is None:
         finder = _Finder()
         sys.meta_path.insert(0, finder)
         undo.callback(sys.meta_path.remove, finder)
-    return StandIn(undo)
+    return undo
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -23,14 +23,14 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from megatron_lynx.testbed.stand_in import StandIn, replace_entry
+from megatron_lynx.testbed.stand_in import replace_entry
 from tests import instruments
 
 PACKAGE = "mamba_ssm"
 
 
-def stand_in_for_mamba() -> StandIn:
-    """Answer for the package until the returned handle is removed. To be in place before Megatron is imported."""
+def stand_in_for_mamba() -> ExitStack:
+    """Answer for the package until the returned stack is closed. To be in place before Megatron is imported."""
     undo = ExitStack()
     if PACKAGE not in sys.modules and importlib.util.find_spec(PACKAGE) is None:
         scan = {"mamba_split_conv1d_scan_combined": split_conv1d_scan, "mamba_chunk_scan_combined": None}
@@ -39,15 +39,15 @@ def stand_in_for_mamba() -> StandIn:
             module = ModuleType(PACKAGE + name)
             module.__dict__.update(values)
             replace_entry(undo, sys.modules, module.__name__, module)
-    return StandIn(undo)
+    return undo
 
 
-def stand_in() -> StandIn:
+def stand_in() -> ExitStack:
     """Answer for everything that `tests.instruments` does, and for this package: for ranks with hybrid models."""
     undo = ExitStack()
     undo.enter_context(instruments.stand_in())
     undo.enter_context(stand_in_for_mamba())
-    return StandIn(undo)
+    return undo
 
 
 class RMSNorm(torch.nn.Module):

@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.testbed.cpu_device import Inert, OneGenerator, stand_in_for_cuda, stand_in_for_missing_modules, stay
-from megatron_lynx.testbed.stand_in import StandIn, ignore, replace, replace_entry
+from megatron_lynx.testbed.stand_in import ignore, replace, replace_entry
 from megatron_lynx.units import format_bytes
 from tests.instruments.cpu_total import CpuTotal
 from tests.instruments.posted import stand_in_for_posted
@@ -45,8 +45,8 @@ CAPABILITY = (8, 0)
 """Compute capability that is claimed: new enough for what Megatron requires, too old for what is optional."""
 
 
-def stand_in_for_gpu_machine() -> StandIn:
-    """Let this process run Megatron's training scripts without a GPU, until the returned handle is removed.
+def stand_in_for_gpu_machine() -> ExitStack:
+    """Let this process run Megatron's training scripts without a GPU, until the returned stack is closed.
 
     Of a second call while one is active only the limit of memory is new.
 
@@ -64,7 +64,7 @@ def stand_in_for_gpu_machine() -> StandIn:
         build_nothing(undo)
         fork_children(undo)
     limit_memory(undo)
-    return StandIn(undo)
+    return undo
 
 
 def answer_which_device(undo: ExitStack) -> None:

@@ -6,11 +6,12 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 
 import pytest
 import torch
 
-from megatron_lynx.measure.memory import MemoryUse, activation_meter, remember_blocks
+from megatron_lynx.measure.memory import MemoryUse, activation_meter, nothing_reported, remember_blocks
 from megatron_lynx.units import MIB
 from tests.instruments.cpu_total import CpuTotal
 from tests.instruments.process_peak import ENVIRONMENT, why_unavailable
@@ -225,3 +226,10 @@ def test_the_allocators_total_is_what_its_profiler_counts():
     assert meter.use.at("held") == total.bytes - before == held.nbytes
     del held
     assert total.bytes == before
+
+
+def test_what_kineto_reports_is_not_seen_and_standard_error_is_back_after_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+    with suppress(ZeroDivisionError), nothing_reported():
+        print(1 / os.write(2, b"inside") / 0)
+    os.write(2, b"after")
+    assert capfd.readouterr().err == "after"

@@ -38,8 +38,8 @@ def test_without_a_stand_in_it_is_hidden_and_found_again_afterwards(only_python)
 def test_a_module_that_the_environment_names_stands_in(only_python, monkeypatch):
     monkeypatch.setenv(STAND_INS, "kernels_of_somebody")
     (only_python / "kernels_of_somebody.py").write_text(
-        "from contextlib import ExitStack\nfrom megatron_lynx.testbed.stand_in import StandIn, replace_entry\nasked = {}\n"
-        "def stand_in():\n    undo = ExitStack()\n    replace_entry(undo, asked, 'answers', True)\n    return StandIn(undo)\n"
+        "from contextlib import ExitStack\nfrom megatron_lynx.testbed.stand_in import replace_entry\nasked = {}\n"
+        "def stand_in():\n    undo = ExitStack()\n    replace_entry(undo, asked, 'answers', True)\n    return undo\n"
     )
     assert transformer_engine_can_run()
     with stand_in_for_compiled_parts():

@@ -21,7 +21,7 @@ def test_removal_restores_the_identical_objects():
     before = everything()
     with stand_in_for_cuda():
         assert everything() != before
-        stand_in_for_cuda().remove()  # a second one neither adds nor removes anything
+        stand_in_for_cuda().close()  # a second one neither adds nor removes anything
         assert torch.zeros(2, device="cuda").device.type == "cpu"
     for was, now in zip(before, everything(), strict=True):
         assert was.keys() == now.keys()

@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_lynx.testbed.stand_in import TRANSFORMER_ENGINE as PACKAGE
-from megatron_lynx.testbed.stand_in import StandIn, has_compiled_extension, replace_entry
+from megatron_lynx.testbed.stand_in import has_compiled_extension, replace_entry
 from tests.instruments.transformer_engine.device import answer_transformer_engine
 from tests.instruments.transformer_engine.fp4 import padded
 from tests.instruments.transformer_engine.unanswered import UnansweredModule
@@ -34,8 +34,8 @@ IMPORTED = re.compile(r"^(?:import|from) (triton|onnxscript|onnx|einops|cutlass)
 """Matches imports at the top of a module, which cannot be imported without them."""
 
 
-def stand_in_for_transformer_engine() -> StandIn:
-    """Let the Transformer Engine on the import path run without its compiled parts, until the returned handle is removed.
+def stand_in_for_transformer_engine() -> ExitStack:
+    """Let the Transformer Engine on the import path run without its compiled parts, until the returned stack is closed.
 
     Nothing is done where there is none, or where its compiled extension is installed. To be in place before it is imported, and
     so before Megatron is; modules that were imported stay so. The stand-in for CUDA is to be in place as well.
@@ -48,7 +48,7 @@ def stand_in_for_transformer_engine() -> StandIn:
         finder = Finder()
         sys.meta_path.insert(0, finder)
         undo.callback(sys.meta_path.remove, finder)
-    return StandIn(undo)
+    return undo
 
 
 class Finder(importlib.abc.MetaPathFinder):
