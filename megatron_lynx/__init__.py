@@ -13,12 +13,19 @@ from typing import TYPE_CHECKING, Any
 from megatron_lynx.version import __version__
 
 if TYPE_CHECKING:
+    from megatron_lynx.apply.hooks.head_in_pieces import LogitsInPieces
     from megatron_lynx.apply.installation import Installation, install
     from megatron_lynx.plan import Plan, load_plan
 
-__all__ = ["load_plan", "install", "Plan", "Installation", "__version__"]
+__all__ = ["load_plan", "install", "Plan", "Installation", "LogitsInPieces", "__version__"]
 
-_HOMES = {"load_plan": "plan", "Plan": "plan", "install": "apply.installation", "Installation": "apply.installation"}
+_HOMES = {
+    "load_plan": "plan",
+    "Plan": "plan",
+    "install": "apply.installation",
+    "Installation": "apply.installation",
+    "LogitsInPieces": "apply.hooks.head_in_pieces",
+}
 
 
 def __getattr__(name: str) -> Any:

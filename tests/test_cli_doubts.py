@@ -89,8 +89,9 @@ def test_a_launch_that_exceeds_the_count_is_told_what_to_state() -> None:
     assert lynx("estimate", "--cluster", "h100-80g", "--memory-gib", needed - 1, "--", *DENSE, *large).exit_code == 1
 
 
-def test_log_probabilities_of_a_rollout_are_named_as_not_counted() -> None:
+def test_a_loss_of_a_trainers_own_is_counted_or_named() -> None:
     """Two public launches of reinforcement learning ran out of memory where the count fitted, or nearly did."""
     slime = [*DENSE, "--rollout-batch-size", "16", "--n-samples-per-prompt", "8"]
-    assert "log-probabilities and entropy in fp32 are not counted" in estimated(launch=slime).stderr
-    assert "log-probabilities" not in estimated(launch=DENSE).stderr
+    counted = [most_bytes(estimated(launch=[*slime, *more])) for more in ([], ["--entropy-coef", "0.01"])]
+    assert most_bytes(estimated(launch=DENSE)) < counted[0] < counted[1]
+    assert "loss of this trainer" not in estimated(launch=slime).stderr

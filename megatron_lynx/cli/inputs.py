@@ -29,7 +29,7 @@ from megatron_lynx.cli.terminal import announced, say, show, show_lines
 from megatron_lynx.config import Job, load_job
 from megatron_lynx.config.cluster import HostTime
 from megatron_lynx.config.loader import bundled_configs, lengths_in, load_cluster, load_model, override
-from megatron_lynx.cost.ends import log_probabilities_bytes, logits_at_loss_bytes
+from megatron_lynx.cost.ends import logits_at_loss_bytes
 from megatron_lynx.errors import ConfigError, LynxError, Problem
 from megatron_lynx.from_run import Lesson, lesson
 from megatron_lynx.launch_arguments import Reading, job_of, read_launch
@@ -358,9 +358,8 @@ def warn_of_reading(reading: Reading, job: Job) -> None:
     mention_assumed(job, reading.given)
     if reading.learns:
         shape = LayerShape.of(job)
-        held_in_words, counted = (format_bytes(count(shape)) for count in (log_probabilities_bytes, logits_at_loss_bytes))
-        say("warning: log-probabilities and entropy in fp32 are not counted: the last stage", err=True)
-        say(f"  may hold {held_in_words} of logits in its loss, of which {counted} are. --memory-gib leaves room.", err=True)
+        say("warning: the loss of this trainer is not known, and was counted as Megatron's: copies of logits", err=True)
+        say(f"  that it keeps besides {format_bytes(logits_at_loss_bytes(shape))} are not. --memory-gib leaves room.", err=True)
 
 
 def understood_as_json(reading: Reading | None) -> dict[str, object]:

@@ -153,7 +153,7 @@ class Job(Part):
     together."""
     head: Head | None = None
     """If None: the output layer is computed whole, as in stock."""
-    unavailable: tuple[Literal["offload", "overlap", "userbuffers"], ...] = ()
+    unavailable: tuple[Literal["head", "offload", "overlap", "userbuffers"], ...] = ()
     """Stock's settings that the launch's training loop has no code for, or refuses; they are not recommended."""
     learned: Learned = Learned()
     """Corrections learned from a run (`from_run`). They are in neither job files nor the digest: the job is the same."""
@@ -211,6 +211,8 @@ class Job(Part):
             yield f"head.pieces ({pieces}) must divide the tokens of a sequence on one rank ({rows})"
         if self.model.adapters is not None:
             yield "head.pieces needs no model.adapters: the output layer's weight is frozen"
+        if "head" in self.unavailable:
+            yield "head.pieces is set, and unavailable has head: the trainer computes its loss from logits by itself"
         if self.model.mtp:
             yield f"head.pieces needs model.mtp 0, found {self.model.mtp}: other losses read the same rows"
         if self.schedule == "double_buffered":

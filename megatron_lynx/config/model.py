@@ -79,6 +79,17 @@ class Adapters(Part):
             yield f"targets is {', '.join(self.targets) or 'empty'}, needed at least one linear, each once"
 
 
+class LogProbabilities(Part):
+    """A loss on log-probabilities, and the entropy, which a frontend computes from logits, as in reinforcement learning."""
+
+    peak_bytes: float = Field(gt=0)
+    """Most bytes per logit in the loss or its backward, including the model's output."""
+    saved_bytes: float = Field(ge=0)
+    """Bytes per logit between the two passes; 0: logits are never whole."""
+    weight_bytes: float = Field(default=0, ge=0)
+    """Bytes per weight of the output layer in the loss's backward."""
+
+
 class Window(Part):
     """Sliding-window attention. Seconds and FLOPs of core attention are averages over all layers."""
 
@@ -144,6 +155,8 @@ class Model(Part):
     cross_entropy: Literal["unfused", "native", "te"] = "unfused"
     """Kernels of the loss: one per operator, Megatron's fused ones (`--cross-entropy-loss-fusion`), or Transformer Engine's
     (`--cross-entropy-fusion-impl te`)."""
+    log_probabilities: LogProbabilities | None = None
+    """A frontend's loss in place of Megatron's, in bytes; its seconds are those of `cross_entropy`."""
     deterministic: bool = False
     """Whether kernels sum in a fixed order (`--deterministic-mode`): fused attention's backward takes more time and memory, by
     `cluster.ordered_attention`. A measured profile includes this."""

@@ -47,10 +47,6 @@ from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape
 NATIVE_GRADIENT_BYTES = 2
 """Megatron's native fused loss makes its gradient in bf16 for any type of logits."""
 
-LOG_PROBABILITIES_BYTES = 20
-"""Bytes per logit in fp32: model output, the same over the temperature, softmax of log-probabilities, a copy for the entropy, and
-its softmax (slime's `get_responses`, `calculate_log_probs_and_entropy`; verl's `vocab_parallel_entropy`)."""
-
 
 def _words(shape: LayerShape) -> int:
     return shape.model.vocab * shape.model.hidden // shape.parallel.tensor
@@ -63,6 +59,8 @@ def embedding_gradient_bytes(shape: LayerShape) -> int:
 
 def logits_at_loss_bytes(shape: LayerShape, pieces: int = 1) -> int:
     """Return all copies of the logits while the loss is computed or its backward begins."""
+    if (loss := shape.model.log_probabilities) is not None:
+        return round(_logits(shape) // pieces * loss.peak_bytes + _words(shape) * loss.weight_bytes)
     return _logits(shape) // pieces * _loss_bytes(shape)
 
 
@@ -79,16 +77,15 @@ def _loss_bytes(shape: LayerShape) -> int:
 
 def loss_kept_bytes(shape: LayerShape) -> int:
     """Return the logits that the loss saves for backward."""
+    if (loss := shape.model.log_probabilities) is not None:
+        return round(_logits(shape) * loss.saved_bytes)
     return _logits(shape) * (shape.model.element_bytes if shape.model.cross_entropy == "te" else FP32_BYTES)
-
-
-def log_probabilities_bytes(shape: LayerShape) -> int:
-    """Return the copies of the logits that reinforcement learning needs for log-probabilities and entropy."""
-    return _logits(shape) * LOG_PROBABILITIES_BYTES
 
 
 def logits_gradient_bytes(shape: LayerShape, pieces: int = 1) -> int:
     """Return the gradient of the logits, the input of the output projection's backward."""
+    if (loss := shape.model.log_probabilities) is not None and not loss.saved_bytes:
+        return 0
     return _logits(shape) // pieces * shape.model.element_bytes
 
 

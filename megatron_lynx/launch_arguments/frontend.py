@@ -101,8 +101,10 @@ class Frontend:
 
     @property
     def learns(self) -> bool:
-        """Whether its loss keeps log-probabilities of all tokens: reinforcement learning, and preferences."""
-        return self.mode == "rlhf" or ("sft" not in self.mode and self.name != SWIFT)
+        """Whether it computes a loss on logits itself."""
+        if self.name == SWIFT:
+            return self.mode == "rlhf" and self.get("rlhf_type") not in ("dpo", "kto")
+        return "sft" not in self.mode
 
     def place(self, name: str) -> str:
         """The key that sets a value of Megatron's."""

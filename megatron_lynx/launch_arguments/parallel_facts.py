@@ -237,10 +237,10 @@ STEPS = "--num-steps-per-rollout"
 SAMPLES = ("--rollout-batch-size", "--n-samples-per-prompt")
 
 
-def is_of_rollouts(given: Given) -> bool:
-    """Whether it is reinforcement learning: slime's flags, or Megatron's own."""
+def is_of_slime(given: Given) -> bool:
+    """Whether slime's flags are given."""
     said = {words.split()[0] for words in given.unknown}
-    return bool(given["perform_rl_step"]) or not said.isdisjoint((TOKENS, STEPS, *SAMPLES))
+    return not said.isdisjoint((TOKENS, STEPS, *SAMPLES))
 
 
 def gpus_of_actor(given: Given) -> int | None:

@@ -31,7 +31,7 @@ from megatron_lynx.launch_arguments.command_line import HEADLINE, LAUNCHER, Comm
 from megatron_lynx.launch_arguments.container import OPTION as BRIDGE
 from megatron_lynx.launch_arguments.container import Container, given_container, read_container
 from megatron_lynx.launch_arguments.expert_facts import DISPATCHER, expert_facts, has_experts, without_experts
-from megatron_lynx.launch_arguments.frontend import Frontend, frontend_of, given_frontend
+from megatron_lynx.launch_arguments.frontend import VERL, Frontend, frontend_of, given_frontend
 from megatron_lynx.launch_arguments.given import (
     Fact,
     FlagKind,
@@ -48,8 +48,9 @@ from megatron_lynx.launch_arguments.given import (
 from megatron_lynx.launch_arguments.hf_config import OPTION as SHAPES
 from megatron_lynx.launch_arguments.hf_config import shapes_in, with_shapes
 from megatron_lynx.launch_arguments.layers import PATTERN_FLAG, as_gpt, kind_facts, predicting_of, stack_of, without_known
+from megatron_lynx.launch_arguments.log_probabilities import SLIME, log_probability_facts
 from megatron_lynx.launch_arguments.model_facts import model_facts, of_a_fork, optimizer_facts
-from megatron_lynx.launch_arguments.parallel_facts import USERBUFFERS, gpus_of_actor, is_of_rollouts, parallel_facts, with_packing
+from megatron_lynx.launch_arguments.parallel_facts import USERBUFFERS, gpus_of_actor, is_of_slime, parallel_facts, with_packing
 from megatron_lynx.launch_arguments.today import FINE_GRAINED, Today, against_megatron, graph_facts, today_of
 from megatron_lynx.limits import ARGUMENTS, CIRCUMSTANCES, OR_ELSE, limits
 from megatron_lynx.stock.setting import FULL, NONE, SELECTIVE, StockSetting
@@ -95,8 +96,9 @@ class Reading:
 
     @property
     def learns(self) -> bool:
-        """Whether it is reinforcement learning, whose loss keeps log-probabilities."""
-        return is_of_rollouts(self.given) or (isinstance(self.container, Frontend) and self.container.learns)
+        """Whether its loss is one on logits that is not priced (`log_probability_facts`)."""
+        priced = any(fact.place.startswith("model.log_probabilities") for fact in self.facts)
+        return not priced and isinstance(self.container, Frontend) and self.container.learns
 
     @property
     def job_data(self) -> dict[str, Any]:
@@ -165,11 +167,14 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     of_launch = container.gpus if isinstance(container, Frontend) else gpus_of_actor(given)
     counts = {"--gpus": gpus, "the launcher": command.gpus, "the launch": of_launch}
     counted_by, gpus = next(((origin, count) for origin, count in counts.items() if count is not None), ("", None))
+    loss = [*log_probability_facts(given, container, of_slime=is_of_slime(given))]
+    own = {subject: tuple(key for key in keys if not any(key in fact.origin for fact in loss)) for subject, keys in own.items()}
     given = as_gpt(with_packing(given), problems)
     problems += conflicts(given)
-    facts = [*model_facts(given, problems), *kind_facts(given, problems), *expert_facts(given, problems, planning=planning)]
-    facts += [*graph_facts(given), *adapter_facts(container, problems), *optimizer_facts(given, problems)]
-    facts += [*parallel_facts(given, gpus, problems, left_open=planning)]
+    given = replace(given, unknown=tuple(words for words in given.unknown if words.split()[0] not in SLIME))
+    facts = [*model_facts(given, problems), *loss, *kind_facts(given, problems)]
+    facts += [*expert_facts(given, problems, planning=planning), *graph_facts(given), *adapter_facts(container, problems)]
+    facts += [*optimizer_facts(given, problems), *parallel_facts(given, gpus, problems, left_open=planning)]
     today = today_of(given, problems, planning=planning)
     if planning and given["yaml_cfg"] is not None:  # a user's file is not rewritten, as a command is
         todo = f"drop it in {given['yaml_cfg']}: the plan decides what is recomputed"
@@ -191,6 +196,8 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
         lacks["userbuffers"] = given.origin("deterministic_mode")
     if (said := next((fact.origin for fact in facts if fact.place.startswith("model.adapters")), None)) is not None:
         lacks["userbuffers"] = said
+    if loss and isinstance(container, Frontend) and container.name != VERL:
+        lacks["head"] = loss[0].origin
     if lacks:
         facts.append(Fact("unavailable", [*lacks], ", ".join(dict.fromkeys(lacks.values()))))
     facts = [fact for fact in facts if fact.value is not None]

@@ -156,7 +156,8 @@ WORTH_BITS = 5e-3
 
 def with_pieces(job: Job) -> Job | None:
     """Return the job with the fewest helpful pieces of its head; None if pieces do not help."""
-    if job.schedule == "double_buffered" or job.model.mtp or job.model.moe_overlapped or not _loss_binds(job):
+    barred = job.schedule == "double_buffered" or job.model.mtp or job.model.moe_overlapped or "head" in job.unavailable
+    if barred or not _loss_binds(job):
         return None
     several = list(_several(job))
     return next((candidate for candidate in several if not _loss_binds(candidate)), several[-1] if several else None)

@@ -178,7 +178,7 @@ def _userbuffers_refused(setting: StockSetting, facts: Facts) -> Iterator[str]:
 
 def not_launched(setting: StockSetting, facts: Facts) -> str | None:
     """Return why a launch with this setting ends before training although its configuration is accepted, or None."""
-    if lacking := next((name for name in sorted(facts.unavailable) if getattr(setting, name)), None):
+    if lacking := next((name for name in sorted(facts.unavailable - {"head"}) if getattr(setting, name)), None):
         return f"the launch's training loop does not take it ({lacking})"
     if setting.offload and not facts.transformer_engine:
         return "stock Megatron offloads from Transformer Engine's layers alone"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,17 +84,9 @@ def compare(rank: int, job: Job, plan: Plan, how: How) -> Compared:
 
 
 def _step(training: Any, how: How) -> _Seen:
-    from megatron.core.tensor_parallel import cross_entropy
-
     from megatron_lynx.testbed.training import run_schedule, synthetic_batches
 
     losses: list[torch.Tensor] = []
-    sizes = [0]
-    original = cross_entropy._VocabParallelCrossEntropy.apply
-
-    def counted(logits: Any, *others: Any) -> Any:
-        sizes.append(logits.numel())
-        return original(logits, *others)
 
     def forward_step(batches: Any, model: Any) -> Any:
         batch = next(batches)
@@ -114,22 +106,14 @@ def _step(training: Any, how: How) -> _Seen:
         if how.ddp:
             chunk.zero_grad_buffer()
         chunk.zero_grad(set_to_none=True)
-    cross_entropy._VocabParallelCrossEntropy.apply = counted
-    try:
-        run_schedule(
-            training.chunks,
-            training.job,
-            synthetic_batches(training.job),
-            forward_only=how.evaluated,
-            forward_step_func=forward_step,
-        )
-    finally:
-        del cross_entropy._VocabParallelCrossEntropy.apply
+    with _sizes_of_logits() as sizes:
+        batches = synthetic_batches(training.job)
+        run_schedule(training.chunks, training.job, batches, forward_only=how.evaluated, forward_step_func=forward_step)
     gradients = {} if how.evaluated else training.gradients()
     tensors = {f"loss {number}": loss for number, loss in enumerate(losses)} | gradients
     exchange_nothing()
     gc.collect()
-    return _Seen(tensors, max(sizes), live_bytes())
+    return _Seen(tensors, max(sizes, default=0), live_bytes())
 
 
 def _mask(losses_BS: torch.Tensor) -> torch.Tensor:
@@ -228,3 +212,117 @@ def unfit(chunk: Any) -> None:
 
 def nothing(chunk: Any) -> None:
     pass
+
+
+# --- functions of a frontend on logits -----------------------------------------------------------------------------------
+
+
+def log_probabilities(logits: torch.Tensor, label: torch.Tensor, temperature: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What verl computes of logits in fp32, with Megatron's own loss. Changes both arguments in place, as verl does."""
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    assert logits.dtype == torch.float32
+    assert logits.shape[:2] == label.shape[:2]
+    temperature[temperature < 0.6] = 0.6
+    logits.div_(temperature.unsqueeze(-1))
+    entropy = _entropy(logits.clone())
+    return {"entropy": entropy, "log_probs": -vocab_parallel_cross_entropy(logits, label)}
+
+
+def _entropy(logits: torch.Tensor) -> torch.Tensor:
+    from megatron.core.parallel_state import get_tensor_model_parallel_group
+    from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
+
+    largest = logits.detach().amax(-1, keepdim=True)
+    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, get_tensor_model_parallel_group())
+    exponentials = (logits - largest).exp()
+    total = reduce_from_tensor_model_parallel_region(exponentials.sum(-1, keepdim=True))
+    mean = reduce_from_tensor_model_parallel_region((exponentials / total * logits).sum(-1, keepdim=True))
+    return (largest + total.log() - mean).squeeze(-1)
+
+
+def compare_log_probabilities(rank: int, job: Job, pieces: int, run: Callable[..., dict[str, torch.Tensor]]) -> Compared:
+    """`run(model, pieces, tokens, label, temperature)`: values of all tokens; with `pieces` None as the frontend has them."""
+    from megatron_lynx.apply.live_run import unwrapped
+    from megatron_lynx.testbed.groups import initialise, seed_random_numbers
+    from megatron_lynx.testbed.tiny_models import build_model
+
+    initialise(job)
+    seed_random_numbers(7)
+    (model,) = build_model(job)
+    chunk = unwrapped(model)[1]
+    tokens = torch.randint(0, job.model.vocab, (job.batch.micro, job.model.seq))
+    weights = torch.rand(2, *tokens.shape)
+    seen, sizes = [], []
+    for given in (None, pieces):
+        seed_random_numbers(7)
+        chunk.zero_grad(set_to_none=True)
+        temperature = torch.linspace(0.5, 1.2, job.model.seq).expand_as(tokens).clone()
+        with _sizes_of_logits() as calls:
+            values = run(model, given, tokens, tokens.roll(-1, 1), temperature)
+            (weights * torch.stack([values["log_probs"], values["entropy"]])).sum().backward()
+        sizes.append(max(calls))
+        tensors = {name: parameter.grad for name, parameter in chunk.named_parameters() if parameter.grad is not None}
+        seen.append({**{f"loss of {name}": value.detach() for name, value in values.items()}, **tensors})
+    stock, ours = seen
+    assert stock.keys() == ours.keys()
+    assert "forward" not in vars(chunk.output_layer), "what was there before is there again"
+    scale = {name: float((tensor - ours[name]).abs().max() / tensor.abs().max()) for name, tensor in stock.items()}
+    differing = {name: scale[name] for name, tensor in stock.items() if not torch.equal(tensor, ours[name])}
+    return Compared(2, differing, len(stock), (sizes[0], sizes[1]), 0)
+
+
+@contextmanager
+def _sizes_of_logits() -> Iterator[list[int]]:
+    """Elements of the logits of every call of Megatron's loss."""
+    from megatron.core.tensor_parallel import cross_entropy
+
+    sizes: list[int] = []
+    original = cross_entropy._VocabParallelCrossEntropy.apply
+
+    def counted(logits: Any, *others: Any) -> Any:
+        sizes.append(logits.numel())
+        return original(logits, *others)
+
+    cross_entropy._VocabParallelCrossEntropy.apply = counted
+    try:
+        yield sizes
+    finally:
+        del cross_entropy._VocabParallelCrossEntropy.apply
+
+
+def positions_of(tokens: torch.Tensor) -> torch.Tensor:
+    return torch.arange(tokens.shape[1]).expand_as(tokens)
+
+
+def as_verl_runs(model: Any, pieces: int | None, tokens: Any, label: Any, temperature: Any) -> dict[str, torch.Tensor]:
+    """With the function of docs/launching.md around a forward that is called as verl's is."""
+    from tests.apply.library_on_ranks import PAGE, block_of
+
+    def forward(model: Any, tokens: Any, *, logits_processor: Any, logits_processor_args: Any) -> Any:
+        return logits_processor(model(tokens, positions_of(tokens), None), **logits_processor_args)
+
+    forward = forward if pieces is None else block_of(PAGE, 5)["in_pieces"](forward, pieces)
+    arguments = {"label": label, "temperature": temperature}
+    return forward(model, tokens, logits_processor=log_probabilities, logits_processor_args=arguments)
+
+
+def as_slime_runs(model: Any, pieces: int | None, tokens: Any, label: Any, temperature: Any) -> dict[str, torch.Tensor]:
+    """With the function of docs/launching.md on a module that computes as slime's does: one temperature, rows in a line."""
+    from types import SimpleNamespace
+
+    from tests.apply.library_on_ranks import PAGE, block_of
+
+    def calculate(logits: Any, tokens: Any, tp_group: Any, *, with_entropy: bool) -> Any:
+        assert with_entropy
+        values = log_probabilities(logits[None].clone(), tokens[None], torch.ones(1, len(tokens)))
+        return values["log_probs"][0][:, None], values["entropy"][0]
+
+    losses, args = SimpleNamespace(calculate_log_probs_and_entropy=calculate), SimpleNamespace(rollout_temperature=0.9)
+    heads = [] if pieces is None else [block_of(PAGE, 6)["in_pieces"](losses, args, model, pieces)]
+    logits = model(tokens, positions_of(tokens), None)
+    rows = logits.squeeze(0) / args.rollout_temperature
+    log_probs, entropy = losses.calculate_log_probs_and_entropy(rows, label[0], None, with_entropy=True)
+    for head in heads:
+        head.remove()
+    return {"log_probs": log_probs[:, 0][None], "entropy": entropy[None]}

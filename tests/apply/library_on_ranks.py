@@ -37,7 +37,7 @@ def _run(job: Job, plans: tuple[Plan | None, Plan | None]) -> tuple[dict[str, to
     from megatron_lynx.testbed.training import mean_loss
     from tests.instruments.training import Training
 
-    page = _block(PAGE, 0)
+    page = block_of(PAGE, 0)
     fields = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
     models = [Training(job, build_model(job, seed=seed, **fields)) for seed in (1, 2)]
     seed_random_numbers(7)
@@ -66,13 +66,13 @@ def _optimizers(models: list[Any]) -> list[Any]:
 
 def as_slime_calls(rank: int, job: Job, path: str) -> list[str]:
     """Two steps, the hook called before each with slime's arguments, behind a pass without gradients: what differs from stock."""
-    page = _block(PAGE, 1)
+    page = block_of(PAGE, 1)
     return _differing(job, path, lambda training, number: page["before_train_step"](None, 0, number, training.chunks, None, None))
 
 
 def as_verl_calls(rank: int, job: Job, path: str) -> list[str]:
     """The same through an engine that is called as verl's is."""
-    page = _block(PAGE, 2)
+    page = block_of(PAGE, 2)
 
     class Engine:
         def __init__(self, training: Any) -> None:
@@ -102,7 +102,7 @@ def as_swift_calls(rank: int, job: Job, path: str) -> list[str]:
 
     from megatron_lynx.apply.releases import fingerprint, present_release
 
-    page, original = _block(PAGE, 3), p2p_communication._batched_p2p_ops
+    page, original = block_of(PAGE, 3), p2p_communication._batched_p2p_ops
     site = "megatron.core.pipeline_parallel.p2p_communication:_batched_p2p_ops"
     trainers: list[Any] = []
 
@@ -126,7 +126,7 @@ def as_swift_calls(rank: int, job: Job, path: str) -> list[str]:
 
 def as_nemo_calls(rank: int, job: Job, path: str) -> list[str]:
     """The same through a worker of NeMo-RL, which trains in `train`."""
-    page = _block(PAGE, 4)
+    page = block_of(PAGE, 4)
     workers: dict[int, Any] = {}
 
     class Worker:
@@ -178,7 +178,7 @@ def _remove(layer: Any) -> None:
             thing.remove()
 
 
-def _block(page: Path, number: int) -> dict[str, Any]:
+def block_of(page: Path, number: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     exec(compile(page.read_text().split("```python\n")[1 + number].split("```")[0], str(page), "exec"), found)
     return found

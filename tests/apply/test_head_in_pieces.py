@@ -100,6 +100,30 @@ def test_removal_restores_the_identical_objects(pool_of):
     assert [seen[when] for when in ("lifted", "removed", "context left", "context failed")] == [[], [], [], []]
 
 
+LOG_PROBABILITIES = {
+    "verl, bf16": (head_on_ranks.as_verl_runs, {**UNTIED, "dtype": "bf16"}, ROUNDED),
+    "verl, TP2": (head_on_ranks.as_verl_runs, {"tensor": 2}, SMALL),
+    "verl, TP2, sequence parallel, bf16": (
+        head_on_ranks.as_verl_runs,
+        {**UNTIED, "tensor": 2, "sequence_parallel": True, "dtype": "bf16"},
+        ROUNDED,
+    ),
+    "slime, TP2, bf16": (head_on_ranks.as_slime_runs, {**UNTIED, "tensor": 2, "dtype": "bf16", "micro": 1}, ROUNDED),
+}
+
+
+@pytest.mark.parametrize(("run", "fields", "tolerance"), LOG_PROBABILITIES.values(), ids=LOG_PROBABILITIES)
+def test_log_probabilities_and_entropy_are_those_of_whole_logits(pool_of, run, fields, tolerance):
+    """Through the functions of docs/launching.md. Only the gradient of the output layer's weight is another sum."""
+    job = tiny_job("gpt", **fields)
+    weights = {"output_layer.weight", *(["embedding.word_embeddings.weight"] if job.model.tied_embeddings else [])}
+    for found in pool_of(job.gpus).run(head_on_ranks.compare_log_probabilities, job, PIECES, run):
+        assert found.differing.keys() <= weights, found.differing
+        assert all(difference < tolerance for difference in found.differing.values())
+        stock, ours = found.largest_logits
+        assert ours * PIECES == stock
+
+
 # --- what is refused -----------------------------------------------------------------------------------------------------
 
 

@@ -197,7 +197,6 @@ def test_verl_packs_tokens(folder: Path) -> None:
     assert found["batch.global"] == 43, "16 x 8 samples of at most 10,240 tokens, three to a micro-batch"
     assert found["model.experts.ffn"] == 768
     assert (reading.today.name, reading.given.unknown) == ("stock full", ())
-    assert reading.learns
 
 
 def test_supervised_verl_is_read_by_its_own_keys(folder: Path) -> None:
@@ -209,7 +208,7 @@ def test_supervised_verl_is_read_by_its_own_keys(folder: Path) -> None:
     reading = read(words, folder / "dense")
     found = facts(reading)
     assert (found["gpus"], found["parallel.tensor"], found["model.seq"]) == (8, 2, 2048)
-    assert (found["batch.micro"], found["batch.global"], reading.learns) == (2, 96, False)
+    assert (found["batch.micro"], found["batch.global"]) == (2, 96)
     assert "needed megatron" in str(read(words.replace("engine=megatron", "engine=fsdp"), folder / "dense").problems[0])
 
 
@@ -269,6 +268,48 @@ def test_adapters_of_verl_and_nemo_rl(folder: Path) -> None:
     assert (found["model.adapters.rank"], found["model.adapters.targets"]) == (8, ["linear_fc1"])
     [problem] = read(f"{words} {peft}.target_modules=[]", folder / "dense").problems
     assert problem.where == f"{peft}.target_modules"
+
+
+GRPO = SWIFT.replace("megatron sft", "megatron rlhf --rlhf_type grpo")
+SLIME = (
+    "python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --num-layers 36 --hidden-size 4096 "
+    "--num-attention-heads 32 --vocab-size 151936 --max-tokens-per-gpu 8192 --global-batch-size 256 --swiglu "
+    "--disable-bias-linear"
+)
+NEMO = "uv run run_grpo.py --config {} policy.megatron_cfg.tensor_model_parallel_size=2"
+DEFERRED = f"{NEMO} policy.megatron_cfg.defer_fp32_logits=true policy.logprob_chunk_size=256"
+LOSSES = {
+    "verl": (VERL, "mixture", (8, 4, 0)),
+    "verl with entropy": (f"{VERL} {ACTOR}.entropy_coeff=0.001", "mixture", (12, 12, 0)),
+    "ms-swift, GRPO": (GRPO, "dense", (12, 4, 0)),
+    "ms-swift, GRPO, TP2": (f"{GRPO} --tensor_model_parallel_size 2 --log_entropy true", "dense", (20, 8, 0)),
+    "ms-swift, DPO, whose loss is Megatron's": (GRPO.replace("grpo", "dpo"), "dense", None),
+    "slime": (SLIME, None, (8, 4, 0)),
+    "slime with entropy": (f"{SLIME} --entropy-coef 0.01", None, (12, 8, 0)),
+    "slime, recomputed": (
+        f"{SLIME} --entropy-coef 0.01 --rollout-temperature 0.8 --recompute-loss-function",
+        None,
+        (16, 4, 0),
+    ),
+    "NeMo-RL": (NEMO, "dense", (12, 4, 0)),
+    "NeMo-RL in chunks": (DEFERRED, "dense", (4 + 32 / 8, 2, 0)),
+    "NeMo-RL, fused": (f"{NEMO} policy.megatron_cfg.use_fused_linear_logprobs=true", "dense", (26 / 8, 0, 17)),
+}
+
+
+@pytest.mark.parametrize(("words", "shapes", "expected"), LOSSES.values(), ids=LOSSES)
+def test_losses_on_logits_have_their_bytes(
+    folder: Path, words: str, shapes: str | None, expected: tuple[float, ...] | None
+) -> None:
+    reading = read(words.format(folder / "parent.yaml"), None if shapes is None else folder / shapes)
+    found = facts(reading)
+    names = [f"model.log_probabilities.{name}_bytes" for name in ("peak", "saved", "weight")]
+    assert [found.get(name) for name in names] == [*(expected or [None] * 3)]
+    assert (reading.learns, reading.given.unknown) == (False, ())
+    own = " ".join(key for keys in reading.no_matter.values() for key in keys)
+    assert "entropy_coeff" not in own, "it was read"
+    pieces = expected is None or words.startswith((VERL, SLIME))
+    assert ("head" in found.get("unavailable", [])) != pieces
 
 
 REFUSED = {
@@ -360,4 +401,7 @@ def test_advise_reads_a_frontend(folder: Path) -> None:
     done = lynx("advise", "--cluster", "h100-80g", "--hf-config", folder / "dense", "--", *words)
     assert done.exit_code == 0, done.stderr
     assert "--recompute_granularity" in done.stdout
-    assert "log-probabilities" not in done.stderr
+    assert "loss of this trainer" not in done.stderr
+    words[words.index("sft") : words.index("sft") + 1] = ["rlhf", "--rlhf_type", "gkd"]
+    done = lynx("estimate", "--cluster", "h100-80g", "--hf-config", folder / "dense", "--", *words)
+    assert "warning: the loss of this trainer is not known" in done.stderr

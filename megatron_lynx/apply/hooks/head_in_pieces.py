@@ -25,7 +25,8 @@ depend on that row only; the weight's gradient is summed in another order than w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,8 @@ from megatron_lynx.apply.live_run import LiveRun, name_of
 from megatron_lynx.errors import HookRefused, Problem
 from megatron_lynx.limits import refused
 from megatron_lynx.plan.plan import Plan
+
+log = logging.getLogger(__name__)
 
 
 def claims(chunk: Module, pieces: int) -> Iterator[Claim]:
@@ -60,7 +63,7 @@ class _Head:
     def __init__(self, chunk: Any, pieces: int) -> None:
         self._projection = chunk.output_layer
         self._pieces = pieces
-        self._wants_loss = False
+        self._wants_loss = self._is_warned = False
 
     def postprocess(self, original: Any) -> Any:
         def postprocess(*args: Any, **kwargs: Any) -> Any:
@@ -78,6 +81,9 @@ class _Head:
     def project(self, original: Any) -> Any:
         def forward(input_: Tensor, weight: Tensor | None = None, **kwargs: Any) -> Any:
             if not self._wants_loss:
+                if input_.requires_grad and not self._is_warned:
+                    self._is_warned = True
+                    log.warning("the head runs whole, not in the plan's pieces: its logits are requested (LogitsInPieces)")
                 return original(input_, weight, **kwargs)
             return _Unprojected(input_, self._projection.weight if weight is None else weight), None
 
@@ -85,17 +91,20 @@ class _Head:
 
     def loss(self, original: Any) -> Any:
         def loss_of(rows_SBH: Tensor, weight_VH: Tensor, labels_BS: Tensor) -> Any:
-            return original(labels_BS, self._logits(rows_SBH, weight_VH))
+            return original(labels_BS, self.logits(rows_SBH, weight_VH))
 
         def loss(labels: Tensor, logits: Tensor | _Unprojected) -> Any:
             if not isinstance(logits, _Unprojected):
                 return original(labels, logits)
-            rows_SBH, fused = self._shared(logits.hidden_SBH), self._projection.gradient_accumulation_fusion
-            return loss_in_pieces(rows_SBH, logits.weight_VH, labels, self._pieces, loss_of, adds_in_place=fused)
+            return self.in_pieces(self.shared(logits.hidden_SBH), logits.weight_VH, loss_of, labels)
 
         return loss
 
-    def _logits(self, rows_SBH: Tensor, weight_VH: Tensor) -> Any:
+    def in_pieces(self, rows_SBH: Tensor, weight_VH: Tensor, loss_of: LossOfRows, *labels_BS: Tensor) -> Tensor:
+        fused = self._projection.gradient_accumulation_fusion
+        return loss_in_pieces(rows_SBH, weight_VH, labels_BS, self._pieces, loss_of, adds_in_place=fused)
+
+    def logits(self, rows_SBH: Tensor, weight_VH: Tensor) -> Any:
         """This rank's part of the vocabulary, without a collective in either pass."""
         return self._projection._forward_impl(
             input=rows_SBH,
@@ -107,7 +116,7 @@ class _Head:
             tp_group=self._projection.tp_group,
         )
 
-    def _shared(self, hidden_SBH: Tensor) -> Any:
+    def shared(self, hidden_SBH: Tensor) -> Any:
         """All rows, on every tensor-parallel rank; backward sums the gradients of the ranks' vocabularies."""
         from megatron.core.tensor_parallel import mappings
 
@@ -115,6 +124,77 @@ class _Head:
         if self._projection.sequence_parallel:
             return mappings.gather_from_sequence_parallel_region(hidden_SBH, group=group)
         return mappings.copy_to_tensor_model_parallel_region(hidden_SBH, group=group)
+
+
+Losses = Callable[..., Mapping[str, Tensor]]
+"""From logits (B, S, V of this rank) in fp32 and tensors (B, S) by name, such as labels, to values (B, S) by name."""
+
+
+class LogitsInPieces:
+    """Computes a frontend's functions of logits, such as log-probabilities and entropy, in pieces of the sequence.
+
+        with LogitsInPieces(model, 8) as in_pieces:
+            hidden = model(...)                                   the output layer's input (B, S, H) instead of logits
+        values = in_pieces(function)(hidden, labels=labels)       function(logits, labels=labels), piece by piece
+
+    `model` may be wrapped. Without an output layer it is unchanged. `remove` ends it as leaving the `with` block does. Raises
+    `HookRefused` for an output layer that cannot run in pieces.
+    """
+
+    def __init__(self, model: Module, pieces: int) -> None:
+        chunks: Iterator[Any] = (
+            one for one in model.modules() if getattr(one, "post_process", False) and hasattr(one, "output_layer")
+        )
+        self._projection = None
+        if (chunk := next(chunks, None)) is None:
+            return
+        if problems := list(_another_projection(chunk)):
+            raise HookRefused("the output layer cannot run in pieces", problems)
+        projection = self._projection = chunk.output_layer
+        self._head, self._weight_VH = _Head(chunk, pieces), projection.weight
+        self._own, original = vars(projection).get("forward"), projection.forward
+
+        def forward(input_: Tensor, weight: Tensor | None = None, **kwargs: Any) -> Any:
+            if kwargs.get("runtime_gather_output"):
+                return original(input_, weight, **kwargs)
+            self._weight_VH = projection.weight if weight is None else weight
+            rows_SBH = self._head.shared(input_)
+            if rows_SBH.requires_grad:  # Megatron's all-reduce leaves a strided gradient as it is
+                rows_SBH.register_hook(Tensor.contiguous)
+            return rows_SBH, None
+
+        projection.forward = forward
+
+    def __call__(self, function: Losses) -> Losses:
+        def values_of(hidden_BSH: Tensor, **labels_BS: Tensor) -> dict[str, Tensor]:
+            names: list[str] = []
+
+            def stacked(rows_SBH: Tensor, weight_VH: Tensor, *labels: Tensor) -> Tensor:
+                logits_BSV = self._head.logits(rows_SBH, weight_VH).transpose(0, 1).contiguous().float()
+                values = function(logits_BSV, **dict(zip(labels_BS, labels, strict=True)))
+                names[:] = values
+                return torch.stack([*values.values()])
+
+            rows_SBH = hidden_BSH.transpose(0, 1).to(self._weight_VH.dtype)
+            results = self._head.in_pieces(rows_SBH, self._weight_VH, stacked, *labels_BS.values())
+            return dict(zip(names, results, strict=True))
+
+        return values_of
+
+    def remove(self) -> None:
+        if self._projection is None:
+            return
+        if self._own is None:
+            del self._projection.forward
+        else:
+            self._projection.forward = self._own
+        self._projection = None
+
+    def __enter__(self) -> LogitsInPieces:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
 
 
 UNKNOWN = ("runtime_gather_output", "output_processor", "inference_context", "inference_params")
@@ -199,18 +279,19 @@ def _another_projection(chunk: Any) -> Iterator[Problem]:
             yield Problem(f"output_layer.{name}", str(setting), f"{wanted} with a head in pieces", WHOLE)
 
 
-LossOfRows = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""From rows of the input (S, B, H), the weight (V, H) and labels (B, S) to losses (B, S). Rows must not depend on each other."""
+LossOfRows = Callable[..., Tensor]
+"""From rows of the input (S, B, H), the weight (V, H) and labels (each B, S) to losses (..., B, S). Rows must not depend on each
+other."""
 
 
 def loss_in_pieces(
-    input_SBH: Tensor, weight_VH: Tensor, labels_BS: Tensor, pieces: int, loss_of: LossOfRows, *, adds_in_place: bool
+    input_SBH: Tensor, weight_VH: Tensor, labels_BS: Sequence[Tensor], pieces: int, loss_of: LossOfRows, *, adds_in_place: bool
 ) -> Tensor:
-    """Return the losses (B, S) of all tokens, computed in `pieces` of the sequence; the last one may be shorter.
+    """Return the losses (..., B, S) of all tokens, computed in `pieces` of the sequence; the last one may be shorter.
 
     `adds_in_place`: the backward of `loss_of` adds the weight's gradient to `main_grad` itself, and returns a dummy.
     """
-    losses: Tensor = _LossInPieces.apply(input_SBH, weight_VH, labels_BS, pieces, loss_of, adds_in_place)  # type: ignore[no-untyped-call]
+    losses: Tensor = _LossInPieces.apply(input_SBH, weight_VH, pieces, loss_of, adds_in_place, *labels_BS)  # type: ignore[no-untyped-call]
     return losses
 
 
@@ -220,28 +301,29 @@ class _LossInPieces(torch.autograd.Function):
         ctx: Any,
         input_SBH: Tensor,
         weight_VH: Tensor,
-        labels_BS: Tensor,
         pieces: int,
         loss_of: LossOfRows,
         adds_in_place: bool,
+        *labels_BS: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(input_SBH, labels_BS)
+        ctx.save_for_backward(input_SBH, *labels_BS)
         ctx.weight = weight_VH  # saved tensors lose a parameter's identity under hooks (rule R11)
         ctx.loss_of, ctx.adds_in_place = loss_of, adds_in_place
         ctx.rows = -(-len(input_SBH) // pieces)
-        rows = zip(input_SBH.split(ctx.rows), labels_BS.split(ctx.rows, dim=1), strict=True)
-        return torch.cat([loss_of(part, weight_VH, labels) for part, labels in rows], dim=1)  # [1] [2]
+        rows = zip(input_SBH.split(ctx.rows), *(labels.split(ctx.rows, dim=1) for labels in labels_BS), strict=True)
+        return torch.cat([loss_of(part, weight_VH, *labels) for part, *labels in rows], dim=-1)  # [1] [2]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_BS: Tensor) -> tuple[Tensor | None, ...]:
-        input_SBH, labels_BS = ctx.saved_tensors
+        input_SBH, *labels_BS = ctx.saved_tensors
         input_gradient, total = torch.empty_like(input_SBH), None
-        split = (input_SBH.split(ctx.rows), labels_BS.split(ctx.rows, dim=1), gradient_BS.split(ctx.rows, dim=1))
-        for part, labels, gradient, result in zip(*split, input_gradient.split(ctx.rows), strict=True):
+        labels_of_rows = (labels.split(ctx.rows, dim=1) for labels in labels_BS)
+        split = (input_SBH.split(ctx.rows), gradient_BS.split(ctx.rows, dim=-1), input_gradient.split(ctx.rows))
+        for part, gradient, result, *labels in zip(*split, *labels_of_rows, strict=True):
             with torch.enable_grad():
                 leaf = part.detach().requires_grad_()
-                losses = ctx.loss_of(leaf, ctx.weight, labels)
+                losses = ctx.loss_of(leaf, ctx.weight, *labels)
             if ctx.adds_in_place:
                 total = None  # free the previous dummy before the next one is made
             of_rows, of_weight = torch.autograd.grad(losses, (leaf, ctx.weight), gradient, allow_unused=True)
@@ -251,4 +333,4 @@ class _LossInPieces(torch.autograd.Function):
             else:
                 total = of_weight.float() if total is None else total.add_(of_weight)  # [4]
             del losses, of_rows, of_weight
-        return input_gradient, None if total is None else total.to(ctx.weight.dtype), None, None, None, None
+        return input_gradient, None if total is None else total.to(ctx.weight.dtype), *[None] * (3 + len(labels_BS))
