@@ -10,9 +10,10 @@ These are the rules of `runtime.record`, for sizes instead of tensors.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from functools import lru_cache
+from itertools import chain, combinations
 from typing import NamedTuple
 
 from megatron_lynx.anatomy import Section
@@ -106,42 +107,42 @@ def recomputation_of(
     return Recomputation(runs, tuple(stays), regenerated, held_bytes)
 
 
+@lru_cache(maxsize=256)
 def sensible_choices(
-    section: Section, tensors: Sequence[SavedTensor], context: int = 1, *, sequence_parallel: bool = False, te: bool = False
-) -> Iterator[tuple[str, ...]]:
-    """Yield each set of recomputed items that equals the items its recomputation runs: at most 2^5, and for latent attention only
-    useful ones.
+    section: Section,
+    tensors: tuple[SavedTensor, ...],
+    context: int = 1,
+    *,
+    sequence_parallel: bool = False,
+    te: bool = False,
+) -> tuple[tuple[str, ...], ...]:
+    """Return each set of recomputed items that equals the items its recomputation runs: at most 2^5.
 
     `context`: number of context-parallel ranks; with several the core attention is kept. `sequence_parallel`, `te`: restrict
-    latent attention, too.
+    latent attention, too. Latent attention has hundreds of sets: those are dropped that another one beats in both bytes and
+    items, and of sets that hold equal bytes all but the first with fewest items.
 
     Other sets are equivalent to one of these: keeping an item that saves nothing has no effect, and code that runs anyway need
     not hold its outputs.
     """
     recomputable = section.recomputable_among(context, sequence_parallel=sequence_parallel)
-    choices = (
-        chosen
-        for size in range(len(recomputable) + 1)
-        for chosen in combinations(recomputable, size)
-        if not section.torn(chosen)
-        and recomputation_of(section, tensors, chosen).runs == chosen
-        and not (te and section.norms_apart(chosen))
-    )
-    yield from _worth_it(section, tensors, tuple(choices)) if section.two_paths else choices
-
-
-def _worth_it(section: Section, tensors: Sequence[SavedTensor], choices: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
-    """Drop the sets of a two-path section that another one beats in both bytes and items. Latent attention has hundreds; of sets
-    that hold equal bytes the first with fewest items is taken."""
+    held_bytes: dict[tuple[str, ...], int] = {}
+    for chosen in chain.from_iterable(combinations(recomputable, size) for size in range(len(recomputable) + 1)):
+        if section.torn(chosen) or (te and section.norms_apart(chosen)):
+            continue
+        recomputed = recomputation_of(section, tensors, chosen)
+        if recomputed.runs == chosen:
+            held_bytes[chosen] = recomputed.stays_bytes
+    if not section.two_paths:
+        return tuple(held_bytes)
     fewest: dict[int, tuple[str, ...]] = {}
-    for chosen in choices:
-        held = recomputation_of(section, tensors, chosen).stays_bytes
+    for chosen, held in held_bytes.items():
         fewest.setdefault(held, chosen)
     kept: list[tuple[str, ...]] = []
     for _, chosen in sorted(fewest.items()):  # by rising bytes
         if not any(set(again) <= set(chosen) for again in kept):
             kept.append(chosen)
-    yield from (chosen for chosen in choices if chosen in kept)
+    return tuple(chosen for chosen in held_bytes if chosen in kept)
 
 
 def _lets_go(section: Section, tensor: SavedTensor, item: str, recompute: Collection[str]) -> bool:
