@@ -221,7 +221,7 @@ def row(what: str, job: Job) -> Row:
     )
     share = hidden_s / (hidden_s + exposed_s) if hidden_s + exposed_s else 1.0
     ends = (most, budget_gib, hidden_s + exposed_s, hidden_s, usable_s, all_s, sum(each.forward_s for each in waits))
-    filled_s = sum(decision.simulation.filled_s(stage) for stage in range(job.parallel.pipeline))
+    filled_s = sum(decision.simulation.total(stage, "filled_s") for stage in range(job.parallel.pipeline))
     none_s, block, best = stock_within(job, budget_gib)
     hidden_none_s, _, hidden_best = stock_within(at_once(job), budget_gib)
     stock = (none_s, block.step_s, best.step_s, best.setting.name, hidden_none_s, hidden_best.step_s)

@@ -17,7 +17,9 @@ from megatron_lynx.anatomy.address import ON_DEMAND, Window, WindowAddress
 from megatron_lynx.config.experts import as_spans
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.combined import keeping_all, nodes_of, shared_rates
+from megatron_lynx.cost.communication import gather_lost_and_spared_s
 from megatron_lynx.cost.ends import ends_of
+from megatron_lynx.cost.host import half_host_s
 from megatron_lynx.cost.in_hand import less_in_hand_bytes
 from megatron_lynx.cost.memory import movable_bytes
 from megatron_lynx.cost.prices import Prices
@@ -313,7 +315,9 @@ def treated_halves(stage: Stage, planned: Iterable[PlannedHalf], prices: Prices)
 
 def _host_s(half: PlannedHalf, prices: Prices, *, offloads: bool) -> Passes:
     deferred = sum(half.pieces.get(linear, 1) for linear in half.deferred)
-    return prices.host(half.section, half.recompute, checkpointed=half.checkpoint, offloads=offloads, deferred=deferred)
+    return prices.once(
+        half_host_s, half.section, half.recompute, checkpointed=half.checkpoint, offloads=offloads, deferred=deferred
+    )
 
 
 def with_checkpoints(planned: Iterable[PlannedHalf]) -> Iterator[tuple[PlannedHalf, Checkpoint | None]]:
@@ -332,5 +336,5 @@ def _gathers_s(half: PlannedHalf, prices: Prices) -> dict[Window, tuple[float, f
     for gather in (places | {ON_DEMAND}) if places else ():
         behind = prices.profile.shape.halves[gather.half] if isinstance(gather, WindowAddress) else None
         whole = behind is not None and behind.half == half.half
-        costs_s[gather] = prices.gathered_s(half.section, behind, whole=whole)
+        costs_s[gather] = prices.once(gather_lost_and_spared_s, half.section, behind, prices.message_bytes, whole=whole)
     return costs_s

@@ -35,9 +35,6 @@ def test_a_cluster_with_figures_is_planned_without_measuring(tmp_path: Path) -> 
     assert [stage["memory_bytes"]["total"] for stage in answer["stages"]] == [
         stage["predicted"]["memory_bytes"] for stage in answer["stages"]
     ]
-    front = answer["layer_trade_offs"]
-    assert front[0] == {"recompute": [], "saved_bytes": 0, "recompute_s": 0.0}
-    assert ["input_layernorm", "pre_mlp_layernorm", "activation"] in [each["recompute"] for each in front]
     shown = lynx("explain", "--all", tmp_path / "plan.yaml").stdout
     assert answer["launch_flags"][-2:] == ["--use-distributed-optimizer", "--global-batch-size 128"]
     for flag in answer["launch_flags"][:-2]:

@@ -79,8 +79,8 @@ def test_every_pass_takes_as_long_as_the_host_needs(bound: Decision) -> None:
     """32 layers, 64 micro-batches: forwards and backwards of what is kept, and of what is recomputed."""
     recomputed = touched(bound.plan)
     least_s = 64 * ((64 - recomputed) * (550 + 550) + recomputed * (600 + 750)) * 1e-6
-    assert bound.simulation.host_s(0) >= least_s * (1 - 1e-9)
-    assert bound.simulation.step_s >= bound.simulation.host_s(0) * (1 - 1e-9)
+    assert bound.simulation.total(0, "host_s") >= least_s * (1 - 1e-9)
+    assert bound.simulation.step_s >= bound.simulation.total(0, "host_s") * (1 - 1e-9)
 
 
 def test_host_bound_is_said_wherever_the_plan_is_shown(bound: Decision, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_weight_gradients_in_waits_are_issued_too() -> None:
     job = small_job(made_up_host_time())
     kept = uniform_plan(job, "none")
     plans = kept, deferring(kept), deferring(kept, ["linear_qkv"])
-    host_s = [rehearse(plan, analytic_profile(job)).host_s(0) for plan in plans]
+    host_s = [rehearse(plan, analytic_profile(job)).total(0, "host_s") for plan in plans]
     assert host_s[1] - host_s[0] == pytest.approx(64 * 32 * 2 * 200e-6)
     assert host_s[2] - host_s[0] == pytest.approx(64 * 32 * 100e-6)
 

@@ -88,9 +88,9 @@ def test_recomputations_in_windows_are_never_slower_than_on_demand(layout, link_
     windows, demand = rehearse(plan, profile), rehearse(without_windows(plan), profile)
     assert windows.step_s <= demand.step_s + 1e-12
     for stage in range(job.parallel.pipeline):
-        recomputed = windows.hidden_recompute_s(stage) + windows.exposed_recompute_s(stage)
-        assert recomputed <= demand.exposed_recompute_s(stage) + 1e-12
-        assert demand.hidden_recompute_s(stage) == 0
+        recomputed = windows.total(stage, "hidden_s") + windows.total(stage, "exposed_s")
+        assert recomputed <= demand.total(stage, "exposed_s") + 1e-12
+        assert demand.total(stage, "hidden_s") == 0
 
 
 @every_layout
@@ -104,8 +104,8 @@ def test_what_windows_hide_is_what_the_planner_said(layout):
         if job.parallel.pipeline > job.microbatches:
             continue  # its planner counts every backward of a first stage as cool-down; one of them follows a forward
         for stage in plan.stages:
-            assert simulation.hidden_recompute_s(stage.stage) >= stage.predicted.hidden_recompute_s - 1e-9
-            assert simulation.exposed_recompute_s(stage.stage) <= stage.predicted.exposed_recompute_s + 1e-9
+            assert simulation.total(stage.stage, "hidden_s") >= stage.predicted.hidden_recompute_s - 1e-9
+            assert simulation.total(stage.stage, "exposed_s") <= stage.predicted.exposed_recompute_s + 1e-9
 
 
 def closed_form_s(job, profile, plan):
@@ -227,7 +227,7 @@ def recomputations(simulation, stage):
 
 def with_all(simulation):
     stages = range(len(simulation.executed))
-    return simulation.step_s, [(simulation.memory(stage).peak_bytes, simulation.hidden_recompute_s(stage)) for stage in stages]
+    return simulation.step_s, [(simulation.memory(stage).peak_bytes, simulation.total(stage, "hidden_s")) for stage in stages]
 
 
 @pytest.mark.parametrize("layout", CHUNKED.values(), ids=CHUNKED.keys())
@@ -250,7 +250,7 @@ def test_chunks_hold_at_most_what_the_planner_said_and_hide_as_much(layout, link
             assert held_bytes <= decision.stages[stage].peak_bytes <= budget.activation_mib * MIB
             assert simulation.memory(stage).bytes[-1] == 0
             hidden_s = sum(entry.predicted.hidden_recompute_s for entry in plan.chunks_of(stage))
-            assert hidden_s == pytest.approx(simulation.hidden_recompute_s(stage), abs=1e-9)
+            assert hidden_s == pytest.approx(simulation.total(stage, "hidden_s"), abs=1e-9)
         demand = rehearse(without_windows(plan), profile)
         assert simulation.step_s <= demand.step_s + 1e-12
 

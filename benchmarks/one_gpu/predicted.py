@@ -77,5 +77,5 @@ def _predicted(
         states_bytes=memory.before_step,
         moments={str(moment): size for moment, size in memory.totals.items()},
         layers_bytes=layers_bytes,
-        recompute_s=run.exposed_recompute_s(0) + run.hidden_recompute_s(0),
+        recompute_s=run.total(0, "exposed_s") + run.total(0, "hidden_s"),
     )

@@ -157,7 +157,6 @@ class Advice(Answer):
     partition: list[int] | None = None
     launch_flags: list[str] | None = None
     launch_environment: dict[str, str] | None = None
-    layer_trade_offs: Rows | None = None
     weight_gradients: str | None = None
     host_time: dict[str, Any] | None = None
 

@@ -18,14 +18,12 @@ from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 from megatron_lynx.anatomy import HALVES, Half, Pass, Section
-from megatron_lynx.cost.communication import gather_lost_and_spared_s, window_lengths_s
-from megatron_lynx.cost.host import half_host_s
+from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.cost.recompute import Checkpoint
 from megatron_lynx.cost.section import PricedSection, priced
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import BF16_BYTES, cast_bytes
-from megatron_lynx.timeline import Passes
 
 T = TypeVar("T")
 
@@ -37,7 +35,8 @@ class Prices:
     """By half, in backward (`cost.in_hand`); empty if only the layers' own bytes matter."""
     _known: dict[tuple[object, ...], Any] = field(default_factory=dict)
 
-    def _once(self, price: Callable[..., T], *where: object, **how: object) -> T:
+    def once(self, price: Callable[..., T], *where: object, **how: object) -> T:
+        """Return `price(profile, *where, **how)`."""
         key = price, where, *how.values()
         if key not in self._known:
             self._known[key] = price(self.profile, *where, **how)
@@ -45,22 +44,14 @@ class Prices:
         return result
 
     def of(self, section: Section, recompute: Collection[str], checkpoint: Checkpoint | None = None) -> PricedSection:
-        return self._once(priced, section, recompute, checkpoint, self.less_in_hand_bytes.get(section.half, 0))
-
-    def host(self, section: Section, recompute: Collection[str], *, checkpointed: bool, offloads: bool, deferred: int) -> Passes:
-        """Return the host time of such a half. `deferred`: number of delayed weight gradients."""
-        return self._once(half_host_s, section, recompute, checkpointed=checkpointed, offloads=offloads, deferred=deferred)
-
-    def gathered_s(self, section: Section, behind: Section | None, *, whole: bool) -> tuple[float, float]:
-        """Return (lost, saved) seconds of gathering a half's input once (`cost.communication`)."""
-        return self._once(gather_lost_and_spared_s, section, behind, self.message_bytes, whole=whole)
+        return self.once(priced, section, recompute, checkpoint, self.less_in_hand_bytes.get(section.half, 0))
 
     def windows_s(self, passing: Pass, section: Section, deferred: Collection[str]) -> tuple[float, ...]:
         """Return the windows of a half in one pass. `deferred`: linears with delayed weight gradients."""
-        return self._once(window_lengths_s, passing, section, self.message_bytes, deferred)
+        return self.once(window_lengths_s, passing, section, self.message_bytes, deferred)
 
     def weight_gradient(self, section: Section, linear: str) -> WeightGradient:
-        return self._once(weight_gradient, section, linear)
+        return self.once(weight_gradient, section, linear)
 
     @cached_property
     def text(self) -> str:

@@ -1,29 +1,20 @@
-"""Price of one section of a layer under one choice of recomputed items, and the Pareto front over all choices.
+"""Price of one section of a layer under one choice of recomputed items.
 
-    items of the section ──recomputation_of──> items run, bytes held, bytes made ──> seconds and FLOPs of the recomputation
-                                                                          └─> memory of the half, a gathered input included
-
-The front is bytes saved per layer against seconds:
-
-seconds │                    o full               It begins with nothing recomputed. Balanced recomputation (norms and
-        │             o                           the activation; Yuan et al., ATC '24) ends the flat stretch, before a GEMM
-        │   balanced                              or the attention is recomputed.
-        │ o──o
-        └─────────────────────── bytes saved
+items of the section ──recomputation_of──> items run, bytes held, bytes made ──> seconds and FLOPs of the recomputation
+                                                                      └─> memory of the half, a gathered input included
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from itertools import product
 from typing import NamedTuple
 
 from megatron_lynx.anatomy import Section
-from megatron_lynx.cost.communication import again_s, gather_lost_and_spared_s, kept_gathers_bytes, under_way_s
+from megatron_lynx.cost.communication import again_s, kept_gathers_bytes, under_way_s
 from megatron_lynx.cost.memory import HalfMemory, half_memory
-from megatron_lynx.cost.recompute import Checkpoint, recomputation_of, sensible_choices
+from megatron_lynx.cost.recompute import Checkpoint, recomputation_of
 from megatron_lynx.profiler.profile import Profile
 
 
@@ -145,37 +136,3 @@ def _from_above(memory: HalfMemory, begun_bytes: int, checkpoint: Checkpoint) ->
 def gathers(profile: Profile, section: Section, recompute: Collection[str]) -> bool:
     """Whether these items include the GEMM whose input is gathered once."""
     return profile.shape.sequence_parallel and section.gathered in recompute
-
-
-@dataclass(frozen=True)
-class TradeOff:
-    """A set of items recomputed on demand: one layer, micro-batch and rank."""
-
-    recompute: tuple[str, ...]
-    saved_bytes: int
-    """Against saving everything."""
-    recompute_s: float
-
-
-def pareto_front(profile: Profile) -> tuple[TradeOff, ...]:
-    """Return all trade-offs that no other beats in both figures, by rising seconds."""
-    trade_offs = [
-        TradeOff(
-            first.recompute + second.recompute, first.saved_bytes + second.saved_bytes, first.recompute_s + second.recompute_s
-        )
-        for first, second in product(*(list(_trade_offs(profile, section)) for section in profile.shape.sections))
-    ]
-    front: list[TradeOff] = []
-    for one in sorted(trade_offs, key=lambda one: (one.recompute_s, -one.saved_bytes, len(one.recompute))):
-        if not front or one.saved_bytes > front[-1].saved_bytes:
-            front.append(one)
-    return tuple(front)
-
-
-def _trade_offs(profile: Profile, section: Section) -> Iterator[TradeOff]:
-    costs = profile.of(section)
-    sliced, te = profile.shape.sequence_parallel, profile.shape.implementation == "transformer_engine"
-    for recompute in sensible_choices(section, costs.tensors, profile.shape.context, sequence_parallel=sliced, te=te):
-        price, gathering = priced(profile, section, recompute), gathers(profile, section, recompute)
-        gather_s = gather_lost_and_spared_s(profile, section, None, profile.message_bytes)[0] if gathering else 0.0
-        yield TradeOff(recompute, costs.saved_bytes - price.memory.resident, price.recompute_s + gather_s)

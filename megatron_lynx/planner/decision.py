@@ -345,7 +345,7 @@ def _refined(decision: Decision, stages: Stages, job: Job, profile: Profile) -> 
 def _kept_if_late(answer: StageAnswer, simulation: Simulation, stages: Stages) -> tuple[StageAnswer, StageAnswer]:
     """A stage that waits for recomputation or its host, with everything kept: if that fits, and regardless of the budget, because
     a rehearsal may count less if chunks differ."""
-    late_s = simulation.exposed_recompute_s(answer.stage) + simulation.host_late_s(answer.stage)
+    late_s = simulation.total(answer.stage, "exposed_s") + simulation.total(answer.stage, "host_late_s")
     if not late_s:
         return answer, answer
     kept = stages.keeping_all(answer.stage)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -84,7 +85,9 @@ class Slack:
 
 def next_forward(simulation: Simulation, stage: int, chunk: int) -> tuple[Executed, Executed] | None:
     """Return a backward of a chunk that is followed by a forward of any chunk, with that forward; None if there is none."""
-    pairs = [pair for pair in simulation.turns(stage) if pair[0].action.chunk == chunk]
+    passes = [execution for execution in simulation.executed[stage] if execution.action.is_pass]
+    kinds = ("B", chunk), "F"
+    pairs = [pair for pair in pairwise(passes) if (pair[0].action[1:], pair[1].action.kind) == kinds]
     return pairs[len(pairs) // 2] if pairs else None
 
 

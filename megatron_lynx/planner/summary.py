@@ -1,13 +1,11 @@
-"""A plan as JSON: launch flags, figures of each stage, and trade-offs of a layer."""
+"""A plan as JSON: launch flags, and figures of each stage."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.section import pareto_front
 from megatron_lynx.environment import FORWARD_MARGIN, USUAL_MARGIN, starts_as_one
 from megatron_lynx.kinds.experts.section import FUSED, Dispatcher
 from megatron_lynx.plan.layout import launch_flags
@@ -19,7 +17,7 @@ from megatron_lynx.profiler.profile import Profile
 
 
 def summary(decision: Decision, profile: Profile) -> dict[str, Any]:
-    """Output of `megatron-lynx plan --json`. `layer_trade_offs`: undominated sets of recomputed items of a layer."""
+    """Output of `megatron-lynx plan --json`."""
     plan = decision.plan
     return {
         **figures_of(decision.job, profile, decision.simulation).as_json,
@@ -29,7 +27,6 @@ def summary(decision: Decision, profile: Profile) -> dict[str, Any]:
         "launch_flags": [*launch_flags(plan), *job_flags(decision.job)],
         "launch_environment": job_environment(decision.job, plan),
         "stages": list(_stages(decision)),
-        "layer_trade_offs": [asdict(one) for one in pareto_front(profile)],
     }
 
 

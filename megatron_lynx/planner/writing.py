@@ -60,13 +60,13 @@ def with_rehearsed(plan: Plan, parted: Job, profile: Profile, answers: Sequence[
         if (load := loads.get(entry.stage)) is not None:
             predictions |= {"host_s": round(load.host_s, SECOND_DIGITS), "device_s": round(load.device_s, SECOND_DIGITS)}
         if parted.chunks > 1:  # hidden seconds of a receive differ by backward, and the solver assumes the least
-            hidden_s, exposed_s = simulation.recompute_s_of(entry.stage, entry.chunk)
+            hidden_s, exposed_s = (simulation.total(entry.stage, name, entry.chunk) for name in ("hidden_s", "exposed_s"))
             predictions |= {
                 "hidden_recompute_s": round(hidden_s, SECOND_DIGITS),
                 "exposed_recompute_s": round(exposed_s, SECOND_DIGITS),
             }
         if entry.defers:
-            both_s = simulation.weight_gradients_of(entry.stage, entry.chunk)
+            both_s = (simulation.total(entry.stage, name, entry.chunk) for name in ("filled_s", "unfilled_s"))
             hidden, exposed = (round(seconds, SECOND_DIGITS) for seconds in both_s)
             predictions |= {"weight_gradient_hidden_s": hidden, "weight_gradient_exposed_s": exposed}
         stages.append(entry.model_copy(update={"predicted": entry.predicted.model_copy(update=predictions)}))

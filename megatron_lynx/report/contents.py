@@ -100,7 +100,7 @@ def _entry(
 ) -> PointStage:
     hidden_s, exposed_s = entry.predicted.hidden_recompute_s, entry.predicted.exposed_recompute_s
     if simulation is not None:
-        hidden_s, exposed_s = simulation.recompute_s_of(entry.stage, entry.chunk)
+        hidden_s, exposed_s = (simulation.total(entry.stage, name, entry.chunk) for name in ("hidden_s", "exposed_s"))
     moment, kinds = held.get(entry.stage, ("", {}))
     return PointStage(
         stage=entry.stage,

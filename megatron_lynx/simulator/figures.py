@@ -65,26 +65,26 @@ def _of_a_run(simulation: Simulation) -> dict[str, Any]:
 
 
 def _defers(simulation: Simulation) -> bool:
-    return any(simulation.filled_s(stage) + simulation.unfilled_s(stage) for stage in range(len(simulation.executed)))
+    return any(simulation.total(stage, name) for stage in range(len(simulation.executed)) for name in ("filled_s", "unfilled_s"))
 
 
 def _stage(simulation: Simulation, stage: int) -> dict[str, Any]:
     """Weight gradients are left out if none are delayed, the host's seconds if they are unknown."""
-    deferred = dict(zip(DEFERRED, (simulation.filled_s(stage), simulation.unfilled_s(stage)), strict=True))
-    host = {"host_s": simulation.host_s(stage), "host_late_s": simulation.host_late_s(stage)}
-    actions = [
-        {"action": str(execution.action), "phase": execution.phase, "start_s": execution.start_s, "end_s": execution.end_s}
-        for execution in simulation.executed[stage]
-    ]
+    hidden_s, exposed_s, filled_s, unfilled_s, host_s, host_late_s = (
+        simulation.total(stage, name) for name in ("hidden_s", "exposed_s", "filled_s", "unfilled_s", "host_s", "host_late_s")
+    )
     return {
         "stage": stage,
         "busy_s": simulation.busy_s(stage),
         "bubble_s": simulation.bubble_s(stage),
-        "hidden_recompute_s": simulation.hidden_recompute_s(stage),
-        "exposed_recompute_s": simulation.exposed_recompute_s(stage),
-        **(deferred if _defers(simulation) else {}),
+        "hidden_recompute_s": hidden_s,
+        "exposed_recompute_s": exposed_s,
+        **(dict(zip(DEFERRED, (filled_s, unfilled_s), strict=True)) if _defers(simulation) else {}),
         "exposed_copy_s": simulation.exposed_copy_s(stage),
-        **(host if host["host_s"] else {}),
+        **({"host_s": host_s, "host_late_s": host_late_s} if host_s else {}),
         "peak_activation_bytes": simulation.memory(stage).peak_bytes,
-        "actions": actions,
+        "actions": [
+            {"action": str(one.action), "phase": one.phase, "start_s": one.start_s, "end_s": one.end_s}
+            for one in simulation.executed[stage]
+        ],
     }

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
 from math import inf
 from typing import Literal, NamedTuple, TypeVar
 
@@ -116,8 +115,13 @@ class Simulation:
         place = self.repeated.places[stage]
         return [1 + self.repeated.times if at in place else 1 for at in range(len(self.executed[stage]))]
 
-    def _sum(self, stage: int, seconds: Callable[[Executed], float]) -> float:
-        return sum([times * seconds(execution) for execution, times in zip(self.executed[stage], self.times(stage), strict=True)])
+    def total(self, stage: int, name: str, chunk: int | None = None) -> float:
+        """Sum a field of `TimedPass` over a stage's actions, or those of one chunk."""
+        return self._sum(stage, lambda execution: getattr(execution.content, name), chunk)
+
+    def _sum(self, stage: int, seconds: Callable[[Executed], float], chunk: int | None = None) -> float:
+        counted = zip(self.executed[stage], self.times(stage), strict=True)
+        return sum([times * seconds(execution) for execution, times in counted if chunk in (None, execution.action.chunk)])
 
     def busy_s(self, stage: int) -> float:
         """Seconds of passes, including tensor-parallel waits, and of work in a receive that delays a pass."""
@@ -134,51 +138,15 @@ class Simulation:
         spans = (span for execution in self.executed[stage] for span in execution.content.spans)
         return bool(self.copied[stage]) or any(span.kind == "offload" for span in spans)
 
-    def exposed_recompute_s(self, stage: int) -> float:
-        return self._sum(stage, lambda execution: execution.content.exposed_s)
-
-    def hidden_recompute_s(self, stage: int) -> float:
-        return self._sum(stage, lambda execution: execution.content.hidden_s)
-
-    def filled_s(self, stage: int) -> float:
-        """Seconds of delayed weight gradients inside waits."""
-        return self._sum(stage, lambda execution: execution.content.filled_s)
-
-    def unfilled_s(self, stage: int) -> float:
-        """Seconds of exposed delayed weight gradients."""
-        return self._sum(stage, lambda execution: execution.content.unfilled_s)
-
-    def host_s(self, stage: int) -> float:
-        """Seconds in which the host issues the passes; 0 if unknown."""
-        return self._sum(stage, lambda execution: execution.content.host_s)
-
-    def host_late_s(self, stage: int) -> float:
-        """Seconds added to passes that are host-bound."""
-        return self._sum(stage, lambda execution: execution.content.host_late_s)
-
     @cached_property
     def host_bound(self) -> tuple[HostLoad, ...]:
         """Host-bound stages, with host and device seconds of their passes."""
-        added_s = {stage: self.host_late_s(stage) for stage in range(len(self.executed))}
+        added_s = {stage: self.total(stage, "host_late_s") for stage in range(len(self.executed))}
         return tuple(
-            HostLoad(stage, self.host_s(stage), self.busy_s(stage) - late_s) for stage, late_s in added_s.items() if late_s > 0
+            HostLoad(stage, self.total(stage, "host_s"), self.busy_s(stage) - late_s)
+            for stage, late_s in added_s.items()
+            if late_s > 0
         )
-
-    def recompute_s_of(self, stage: int, chunk: int) -> tuple[float, float]:
-        """Seconds of one chunk's recomputations: hidden, exposed. A forward hides those of the next backward."""
-        if stage not in self._backward_actions:
-            self._backward_actions[stage] = _backward_actions(self.executed[stage])
-        executions = zip(self.executed[stage], self._backward_actions[stage], self.times(stage), strict=True)
-        chunk_contents = [(execution.content, times) for execution, action, times in executions if action.chunk == chunk]
-        hidden_s = sum([times * content.hidden_s for content, times in chunk_contents])
-        return hidden_s, sum([times * content.exposed_s for content, times in chunk_contents])
-
-    def weight_gradients_of(self, stage: int, chunk: int) -> tuple[float, float]:
-        """Seconds of delayed weight gradients in one chunk's passes: hidden, exposed."""
-        executions = zip(self.executed[stage], self.times(stage), strict=True)
-        chunk_contents = [(execution.content, times) for execution, times in executions if execution.action.chunk == chunk]
-        filled_s = sum([times * content.filled_s for content, times in chunk_contents])
-        return filled_s, sum([times * content.unfilled_s for content, times in chunk_contents])
 
     def holding(self, stage: int) -> tuple[Executed, ...]:
         """Actions of a stage, at the times of its `memory`."""
@@ -187,31 +155,14 @@ class Simulation:
     def memory(self, stage: int) -> MemoryCurve:
         """Activation bytes of the stage's layers over time."""
         if stage not in self._curves:
-            self._curves[stage] = self._curve(stage)
+            passes = [(execution.start_s, execution.content.memory) for execution in self.holding(stage)]
+            copies = (0.0, tuple(copy.memory for copy in self.copied[stage]))
+            self._curves[stage] = curve_of_parts([*passes, copies])
         return self._curves[stage]
 
     @cached_property
     def _curves(self) -> dict[int, MemoryCurve]:
         return {}
-
-    @cached_property
-    def _backward_actions(self) -> dict[int, list[Action]]:
-        return {}
-
-    def turns(self, stage: int) -> Sequence[tuple[Executed, Executed]]:
-        """Each backward followed by a forward, with that forward."""
-        if stage not in self._turns:
-            passes = [execution for execution in self.executed[stage] if execution.action.is_pass]
-            self._turns[stage] = [pair for pair in pairwise(passes) if (pair[0].action.kind, pair[1].action.kind) == ("B", "F")]
-        return self._turns[stage]
-
-    @cached_property
-    def _turns(self) -> dict[int, list[tuple[Executed, Executed]]]:
-        return {}
-
-    def _curve(self, stage: int) -> MemoryCurve:
-        passes = [(execution.start_s, execution.content.memory) for execution in self.holding(stage)]
-        return curve_of_parts([*passes, (0.0, tuple(copy.memory for copy in self.copied[stage]))])
 
     def regenerated(self, stage: int) -> MemoryCurve:
         """Bytes of recomputed tensors in `memory`. At the end of a half they are freed before its kept ones."""
@@ -232,9 +183,8 @@ class Simulation:
 
 
 def _spans(executed: Sequence[Executed], halts: Sequence[float]) -> Iterator[Span]:
-    backward_actions = _backward_actions(executed)
     free_s = 0.0
-    for execution, whose in zip(executed, backward_actions, strict=True):
+    for execution in executed:
         free_s = max([free_s, *(end_s for end_s in halts if end_s <= execution.arrived_s)])
         if execution.action.is_pass:
             if execution.arrived_s > free_s:
@@ -243,9 +193,8 @@ def _spans(executed: Sequence[Executed], halts: Sequence[float]) -> Iterator[Spa
             free_s = execution.end_s
         stretched = (execution.end_s - execution.start_s) / execution.content.seconds if execution.content.seconds else 1.0
         for span in execution.content.spans:
-            owner = whose if span.kind in ("recompute", "gather") else execution.action
             start_s, end_s = (execution.start_s + stretched * at for at in (span.start_s, span.end_s))
-            placed = span._replace(start_s=start_s, end_s=end_s, micro_batch=owner.micro_batch)
+            placed = span._replace(start_s=start_s, end_s=end_s, micro_batch=execution.action.micro_batch)
             if span.kind == "weight_gradient":  # an earlier backward's
                 placed = placed._replace(micro_batch=None)
             yield from (placed,) if execution.action.is_pass else _parted(placed, execution.end_s - _delay_s(execution))
@@ -272,15 +221,6 @@ def _parted(recompute: Span, hidden_until_s: float) -> Iterator[Span]:
     if recompute.end_s > hidden_until_s:
         exposed = FLUSHED if recompute.kind == "weight_gradient" else ON_DEMAND
         yield recompute._replace(start_s=max(recompute.start_s, hidden_until_s), window=exposed)
-
-
-def _backward_actions(executed: Sequence[Executed]) -> list[Action]:
-    """By action, the pass whose recomputations it runs: itself, or for a forward the backward after it."""
-    following = [*[after.action for after in executed[1:]], None]
-    return [
-        after if after is not None and execution.action.kind == "F" else execution.action
-        for execution, after in zip(executed, following, strict=True)
-    ]
 
 
 FEWEST_GROUPS = 4

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from megatron_lynx.cost.parameters import flops_per_token, optimizer_bytes, stage_parameters
-from megatron_lynx.cost.section import pareto_front
 from megatron_lynx.cost.stage import half_seconds, stage_of_layers
 from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.profiler.analytic import analytic_profile
@@ -39,12 +38,3 @@ def test_a_stage_of_both_kinds_is_the_sum_of_its_layers() -> None:
     halves = {section: half_seconds(profile, section) for section in job.model.every_section}
     seconds = [stage_of_layers(each, profile, 1, halves).both_s for each in (none, mixed, job)]
     assert seconds[1] == pytest.approx((seconds[0] + seconds[2]) / 2)
-
-
-def test_trade_offs_of_shared_experts_beside_dense_layers() -> None:
-    """`advise --json` of a launch with shared experts, dense first layers and sequence parallelism ended in a traceback: the
-    gather for `shared_fc1` was held against the dense layers' GEMMs, which have no such item."""
-    job = mixtral(tensor=2, sequence_parallel=True)
-    experts = job.model.experts.model_copy(update={"shared_ffn": 1024, "layers": ("9-32",)})
-    job = job.model_copy(update={"model": job.model.model_copy(update={"experts": experts})})
-    assert any("shared_fc1" in one.recompute for one in pareto_front(analytic_profile(job)))

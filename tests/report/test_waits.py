@@ -50,8 +50,8 @@ def test_spans_say_what_the_simulation_says() -> None:
     simulation = simulated()
     for stage, spans in simulation.timeline().ranks.items():
         figures = RowFigures.of(spans)
-        assert abs(figures.hidden_s - simulation.hidden_recompute_s(stage)) < 1e-12
-        assert abs(figures.exposed_s - simulation.exposed_recompute_s(stage)) < 1e-12
+        assert abs(figures.hidden_s - simulation.total(stage, "hidden_s")) < 1e-12
+        assert abs(figures.exposed_s - simulation.total(stage, "exposed_s")) < 1e-12
 
 
 def test_a_wait_is_over_when_its_communication_is() -> None:

@@ -75,7 +75,7 @@ def test_exchanges_hide_those_of_the_micro_batch_before(linear):
     stock = step_of(passes_of({}), 3)
     for place in (*(at("bwd", ordinal) for ordinal in (0, 2)), *(at("fwd", ordinal) for ordinal in (0, 2))):
         filled = step_of(passes_of({linear: (place,)}), 3)
-        assert (filled.filled_s(0), filled.unfilled_s(0)) == (2.0, 1.0)
+        assert (filled.total(0, "filled_s"), filled.total(0, "unfilled_s")) == (2.0, 1.0)
         assert filled.step_s == stock.step_s - 2
         held = filled.memory(0)
         assert held.bytes[-1] == 0
@@ -88,10 +88,12 @@ def test_experts_own_run_while_their_gradients_go_back(linear):
     stock = step_of(passes_of({}), 3)
     for ordinal, flushed in ((2, 0.0), (0, 1.0)):
         filled = step_of(passes_of({linear: (at("bwd", ordinal),)}), 3)
-        assert (filled.filled_s(0), filled.unfilled_s(0)) == (3.0 - flushed, flushed)
+        assert (filled.total(0, "filled_s"), filled.total(0, "unfilled_s")) == (3.0 - flushed, flushed)
         assert filled.step_s == stock.step_s - 3 + flushed
         assert filled.memory(0).bytes[-1] == 0
-    assert step_of(passes_of({linear: (at("bwd", 2),)}, most_bytes=1), 3).unfilled_s(0) == 3.0, "what does not fit runs at once"
+    assert step_of(passes_of({linear: (at("bwd", 2),)}, most_bytes=1), 3).total(0, "unfilled_s") == 3.0, (
+        "what does not fit runs at once"
+    )
 
 
 def test_what_they_take_and_hold():

@@ -84,7 +84,7 @@ def test_a_receive_hides_recomputations() -> None:
     plain = plain_passes(1.0, 2.0)
     recomputing = receiving(plain, TimedPass(0.25))
     run = simulate_without_flushes(2, [recomputing, plain], p2p_s=0.3)
-    assert run.hidden_recompute_s(0) + run.exposed_recompute_s(0) == pytest.approx(0.5)
+    assert run.total(0, "hidden_s") + run.total(0, "exposed_s") == pytest.approx(0.5)
 
 
 def test_the_timeline_has_updates_and_waits_side_by_side() -> None:

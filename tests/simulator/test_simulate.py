@@ -64,7 +64,7 @@ def test_recomputations_run_while_the_gradient_is_awaited() -> None:
     recomputations = [row for row in placed(simulation, 0) if "R" in row[0]]
     assert recomputations == [("0R0", 2.0, 3.5), ("1R0", 6.0, 7.5)]
     assert simulation.step_s == 9.5
-    assert (simulation.hidden_recompute_s(0), simulation.exposed_recompute_s(0)) == (2.5, 0.5)
+    assert (simulation.total(0, "hidden_s"), simulation.total(0, "exposed_s")) == (2.5, 0.5)
     assert simulation.bubble_s(0) == 9.5 - 6.0 - 0.5
 
 
@@ -75,8 +75,8 @@ def test_beside_a_message_recomputations_take_longer() -> None:
     schedule = with_flushes(2, 2)
     schedule = Schedule((tuple(with_recomputations(schedule.orders[0])), schedule.orders[1]), schedule.warmups)
     simulation = simulate(schedule, [[recomputing], [plain]], interference=1.5)
-    assert simulation.hidden_recompute_s(0) + simulation.exposed_recompute_s(0) == pytest.approx(3.0)
-    assert simulation.exposed_recompute_s(0) == pytest.approx((1.5 - 2.0 / 1.5) + (1.5 - (1.0 - (1.5 - 2.0 / 1.5)) / 1.5))
+    assert simulation.total(0, "hidden_s") + simulation.total(0, "exposed_s") == pytest.approx(3.0)
+    assert simulation.total(0, "exposed_s") == pytest.approx((1.5 - 2.0 / 1.5) + (1.5 - (1.0 - (1.5 - 2.0 / 1.5)) / 1.5))
 
 
 def test_a_recomputation_that_outlasts_its_receive_is_shown_in_two_parts() -> None:

@@ -67,10 +67,9 @@ def test_messages_that_queue_on_a_link_do_not_end_a_steady_state_later(
 
 
 def figures(simulation: Simulation, stage: int) -> list[float]:
-    sums = [simulation.busy_s, simulation.bubble_s, simulation.exposed_copy_s, simulation.exposed_recompute_s]
-    sums += [simulation.hidden_recompute_s, simulation.filled_s, simulation.unfilled_s, simulation.host_s, simulation.host_late_s]
-    of_chunk = [*simulation.recompute_s_of(stage, 0), *simulation.weight_gradients_of(stage, 0)]
-    return [simulation.step_s, *(seconds(stage) for seconds in sums), *of_chunk]
+    sums = (simulation.busy_s(stage), simulation.bubble_s(stage), simulation.exposed_copy_s(stage))
+    names = ("hidden_s", "exposed_s", "filled_s", "unfilled_s", "host_s", "host_late_s")
+    return [simulation.step_s, *sums, *(simulation.total(stage, name, chunk) for name in names for chunk in (None, 0))]
 
 
 def placed(simulation: Simulation, stage: int) -> list[float]:

@@ -64,9 +64,9 @@ def test_a_wait_hides_what_it_has_room_for():
     """The row-parallel linear's in the wait of its own half: 4 s long, of which 1 s is filled; then under slowdown."""
     stock, filled = step_of(passes_of({})), step_of(passes_of({"linear_fc2": (at("bwd", "mlp"),)}))
     assert filled.step_s == stock.step_s - 2, "one second a micro-batch"
-    assert (filled.filled_s(0), filled.unfilled_s(0)) == (2.0, 0.0)
+    assert (filled.total(0, "filled_s"), filled.total(0, "unfilled_s")) == (2.0, 0.0)
     slowed = step_of(passes_of({"linear_fc2": (at("bwd", "mlp"),)}, interference=8.0))
-    assert (slowed.filled_s(0), slowed.unfilled_s(0)) == (1.0, 1.0), "4 s have room for half a second of it"
+    assert (slowed.total(0, "filled_s"), slowed.total(0, "unfilled_s")) == (1.0, 1.0), "4 s have room for half a second of it"
     assert slowed.step_s == stock.step_s - 1
 
 
@@ -74,7 +74,7 @@ def test_a_forward_takes_what_the_backward_before_it_left():
     """Of the first micro-batch; the last one's is flushed at the end of its backward."""
     waits = {"linear_fc1": (at("fwd", "attention"),)}
     stock, filled = step_of(passes_of({}), 3), step_of(passes_of(waits), 3)
-    assert (filled.filled_s(0), filled.unfilled_s(0)) == (2.0, 1.0)
+    assert (filled.total(0, "filled_s"), filled.total(0, "unfilled_s")) == (2.0, 1.0)
     assert filled.step_s == stock.step_s - 3 + 1 + 3, "the reduction that it hid is a second longer each time"
     spans = [span for span in filled.timeline().ranks[0] if span.kind == "weight_gradient"]
     assert [(span.name, span.window) for span in spans] == [
@@ -100,8 +100,8 @@ def test_what_does_not_fit_runs_at_once():
     """A bound of one entry: the second one makes the first one run, which then hides nothing."""
     waits = {"linear_fc1": (at("fwd", "mlp"),), "linear_fc2": (at("fwd", "mlp"),)}
     roomy, tight = step_of(passes_of(waits)), step_of(passes_of(waits, most_bytes=A_SECOND.bytes))
-    assert (roomy.filled_s(0), roomy.unfilled_s(0)) == (2.0, 2.0)
-    assert (tight.filled_s(0), tight.unfilled_s(0)) == (1.0, 3.0)
+    assert (roomy.total(0, "filled_s"), roomy.total(0, "unfilled_s")) == (2.0, 2.0)
+    assert (tight.total(0, "filled_s"), tight.total(0, "unfilled_s")) == (1.0, 3.0)
     assert max(tight.memory(0).bytes) <= max(roomy.memory(0).bytes)
 
 
@@ -173,8 +173,8 @@ def test_cooldown_beside_zero_bubble(pipeline):
     forward_s, backward_s, weight_s = 11.0, 18.0, 4.0
     each_s, others = forward_s + backward_s + weight_s, pipeline - 1
     assert ours.step_s == plain.step_s == (microbatches + others) * each_s
-    assert ours.bubble_s(0) - ours.filled_s(0) == plain.bubble_s(0) == others * each_s
-    assert ours.filled_s(0) > 0
+    assert ours.bubble_s(0) - ours.total(0, "filled_s") == plain.bubble_s(0) == others * each_s
+    assert ours.total(0, "filled_s") > 0
     zero_bubble_s = zero_bubble_step_s(pipeline, microbatches, forward_s, backward_s, weight_s)
     assert zero_bubble_s == microbatches * each_s + others * (forward_s + backward_s - weight_s)
 

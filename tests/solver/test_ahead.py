@@ -31,7 +31,7 @@ def test_it_takes_seconds_and_no_memory(name: str) -> None:
     assert begun.step_s < 0.995 * late.step_s
     for stage in range(plan.parallel.pipeline):
         assert begun.memory(stage).peak_bytes == late.memory(stage).peak_bytes
-        assert begun.exposed_recompute_s(stage) <= late.exposed_recompute_s(stage)
+        assert begun.total(stage, "exposed_s") <= late.total(stage, "exposed_s")
 
 
 def on_demand(plan: Plan) -> Plan:

@@ -1,4 +1,4 @@
-"""Baselines hold and expose what their names say; the front of operator subsets has the balanced one on it."""
+"""Baselines hold and expose what their names say."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 
 from megatron_lynx.anatomy import ITEMS, ROW_PARALLEL
 from megatron_lynx.cost.layer import BALANCED
-from megatron_lynx.cost.section import pareto_front
 from megatron_lynx.solver.baselines import block, keep_all, of_policy, on_demand, recompute_all
 from tests.solver.problems import LAYOUTS, catalogued
 
@@ -55,23 +54,3 @@ def test_block_is_between_none_and_full():
 def test_a_planned_policy_has_to_be_solved_for():
     with pytest.raises(KeyError):
         of_policy(catalogued("long windows").of(0), "planned")
-
-
-@every_layout
-def test_balanced_recomputation_is_on_the_front(name):
-    stages = catalogued(name)
-    front = pareto_front(stages.profile)
-    assert front[0].recompute == ()
-    for less, more in pairwise(front):
-        assert less.saved_bytes < more.saved_bytes
-        assert less.recompute_s <= more.recompute_s
-    assert set(BALANCED) in [set(one.recompute) for one in front]
-
-
-@every_layout
-def test_the_front_ends_with_the_least_memory(name):
-    stages = catalogued(name)
-    front, problem = pareto_front(stages.profile), stages.of(0)
-    layer = of_policy(problem, "full").layers[0]
-    assert front[-1].saved_bytes == keep_all(problem).layers[0].resident_bytes - layer.resident_bytes
-    assert front[-1].recompute_s >= layer.mlp.recompute_s + layer.attention.recompute_s, "on demand, its inputs are gathered, too"

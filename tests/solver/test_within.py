@@ -52,7 +52,7 @@ def test_what_copies_hide_need_not_be_recomputed(share: float) -> None:
     assert stage.offload.pace_bytes is not None
     assert stage.predicted.host_bytes == stage.offload.bytes
     assert offloading.simulation.step_s < recomputing.simulation.step_s
-    assert offloading.simulation.exposed_recompute_s(0) < recomputing.simulation.exposed_recompute_s(0)
+    assert offloading.simulation.total(0, "exposed_s") < recomputing.simulation.total(0, "exposed_s")
     assert offloading.simulation.exposed_copy_s(0) < 0.001 * offloading.simulation.step_s
     assert offloading.simulation.copies(0)
 
@@ -125,7 +125,7 @@ def test_of_many_in_flight_what_is_faster_leaves_between_passes_or_within_them()
 def test_what_waits_hide_is_recomputed_and_does_not_leave() -> None:
     decision = decided(job_of(0.8, **EIGHT))
     assert offloaded_bytes(decision.plan) == [0]
-    assert decision.simulation.hidden_recompute_s(0) > 0
+    assert decision.simulation.total(0, "hidden_s") > 0
 
 
 def test_the_host_takes_longer_for_halves_that_leave_alone() -> None:
@@ -139,7 +139,7 @@ def test_the_host_takes_longer_for_halves_that_leave_alone() -> None:
         for offloads in (False, True)
     )
     assert kept.both_s < answer.host.both_s < all_leave.both_s
-    rehearsed_s = decision.simulation.host_s(0) / decision.job.microbatches
+    rehearsed_s = decision.simulation.total(0, "host_s") / decision.job.microbatches
     assert rehearsed_s == pytest.approx(answer.host.both_s, rel=0.05), "halves are whole, shares are not"
 
 
