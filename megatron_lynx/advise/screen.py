@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -106,12 +107,18 @@ def _near(answer: Answer) -> Iterator[RenderableType]:
     for number, near in enumerate(answer.near, start=1):
         names = iter((str(number), ""))
         if near.planned is not None:
-            _add(table, answer, next(names), f"{answer.changed(near)}: plan{_beside(answer, near.planned)}", row_of(near.planned))
+            planned = f"{_last_names(answer.changed(near))}: plan{_beside(answer, near.planned)}"
+            _add(table, answer, next(names), planned, row_of(near.planned))
         if near.stock is not None:
             layout = answer.changed(near, stock=True)
-            whose = "" if near.planned is not None and layout == answer.changed(near) else f"{layout}: "
+            whose = "" if near.planned is not None and layout == answer.changed(near) else f"{_last_names(layout)}: "
             _add(table, answer, next(names), f"{whose}stock {near.stock.setting.name}", near.stock.row)
     yield table
+
+
+def _last_names(settings: str) -> str:
+    """Settings without the groups that their names begin with (verl's `actor_rollout_ref.actor.megatron.`)."""
+    return re.sub(r"\+?\b(?:[a-z_]+\.)+(?=[a-z_]+=)", "", settings)
 
 
 def _notes(answer: Answer, *, reasons: bool) -> Iterator[str]:

@@ -80,8 +80,8 @@ def natural_routing(experts: Experts, *, balancing: bool) -> Iterator[str]:
         yield "  An uneven router drops more: --experts-load 0.8 states what the fullest rank gets."
     elif experts.load == experts.held_load == BALANCED:
         yield "warning: no --moe-router-force-load-balancing: a rank may get more tokens than a balanced share."
-        yield "  --experts-load 1.45 prices that, --experts-hold 1.45 its bytes alone: a trained"
-        yield "  Qwen3 235B, whose loss balances them, took as long."
+        trained = "a trained Qwen3 235B, whose loss balances them, took as long."
+        yield f"  --experts-load 1.45 prices that, --experts-hold 1.45 its bytes alone: {trained}"
         if not balancing:
             yield "  No loss and no bias balances them here: it may be more."
 

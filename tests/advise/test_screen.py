@@ -14,6 +14,7 @@ from rich.console import Console
 
 from megatron_lynx.advise import Answer, answered, screen, verdict
 from megatron_lynx.advise.neighbours import Neighbour
+from megatron_lynx.advise.screen import _last_names
 from megatron_lynx.advise.today import Row, as_stock, asked_launch
 from megatron_lynx.advise.verdict import _run
 from megatron_lynx.cost.step import StepRange
@@ -88,6 +89,12 @@ def test_a_launch_that_recomputes_is_answered_on_one_screen(recomputing: Answer,
     assert float(plan.split()[-2]) < 1
     assert any(line.startswith("1 ") and "--" in line for line in lines), "the best neighbour, by the flags that change"
     assert "left out of the launch under a plan: --recompute-granularity" in "\n".join(lines)
+
+
+def test_layouts_are_named_without_the_groups_of_a_frontends_names() -> None:
+    named = "actor_rollout_ref.actor.megatron.expert_model_parallel_size=8 +actor.override_transformer_config.num_layers=14"
+    assert _last_names(named) == "expert_model_parallel_size=8 num_layers=14"
+    assert _last_names("--micro-batch-size 4, 1.05 GiB") == "--micro-batch-size 4, 1.05 GiB"
 
 
 def test_neighbours_are_ranked_and_fit(recomputing: Answer) -> None:
