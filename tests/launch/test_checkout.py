@@ -8,6 +8,7 @@ that is resumed under another plan. A broken recomputation is found.
 from __future__ import annotations
 
 import re
+import shlex
 from functools import partial
 from pathlib import Path
 
@@ -15,16 +16,20 @@ import pytest
 
 from megatron_lynx.anatomy import ATTENTION, Facts, sections_of
 from megatron_lynx.measure.run_outcome import FILE_NAME, load_outcome
+from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.candidates import deferring
+from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 from ..long import long
 from ..transparency.checkpoints import ahead, checkpointed, with_rest_in_wait
-from .checkouts import FOUR, INTERLEAVED, check_every_digit, te_for, under_plans
+from ..transparency.opaque_layers import delta_net_in
+from .checkouts import FOUR, INTERLEAVED, check_every_digit, minor_of, te_for, under_plans
 from .launched import (
     EXPERTS,
     LATENT,
     LAYOUTS,
     MODEL,
+    SIZE,
     TE,
     Launched,
     flags_of,
@@ -126,6 +131,47 @@ def test_a_hybrid_model_of_pairs(script, tmp_path):
     spec = ["--spec", "megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]
     flags = [*MODEL, *TE, "--mock-data", *spec, "--hybrid-layer-pattern", "*-*-|*-*-"]
     check_every_digit(hybrid, flags, FOUR, tmp_path, path=[te_for(script)], implementation="transformer_engine")
+
+
+MIXED = shlex.split(
+    "--mamba-num-heads 8 --mamba-head-dim 8 --mamba-num-groups 2 --mamba-state-dim 8 --linear-conv-kernel-dim 4 "
+    "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8 --swiglu "
+    "--ffn-hidden-size 256"
+)
+OF_MIXED = [{"kind": "mamba", "layers": [1, 4], "mamba": {"heads": 8, "size": 8, "groups": 2, "state": 8}}, *delta_net_in([3])]
+"""The same in a job."""
+KERNELS = {
+    "layernorm_gated": "from tests.instruments.mamba import RMSNorm",
+    "ssd_combined": "from tests.instruments.mamba import split_conv1d_scan as mamba_split_conv1d_scan_combined\n"
+    "mamba_chunk_scan_combined = None",
+}
+"""Of a package that Megatron imports them from when it is itself imported, which is before a script begins."""
+
+
+def kernels_of_mamba(folder):
+    package = folder / "mamba_ssm" / "ops" / "triton"
+    package.mkdir(parents=True)
+    for name, text in {**KERNELS, "__init__": "", "../__init__": "", "../../__init__": ""}.items():
+        package.joinpath(f"{name}.py").write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("layout", ["tensor 2, sequence parallel", "pipeline 2", *long(FOUR)])
+def test_a_hybrid_model_of_mamba_layers_and_delta_nets(script, layout, tmp_path):
+    """`pretrain_hybrid.py` of 0.19 as it is, with stand-ins for kernels."""
+    hybrid = script.parent / "pretrain_hybrid.py"
+    if not hybrid.is_file() or minor_of(script.parent) != "19":
+        pytest.skip(f"no pretrain_hybrid.py with delta nets in {script.parent}: it is there from 0.19 on")
+    segments = "M-*-|G-M-" if "pipeline" in layout else "M-*-G-M-"
+    spec = ["--spec", "megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec", "--hybrid-layer-pattern", segments]
+    facts = LAYOUTS[layout]
+    precision = ["--bf16"] if facts.get("dtype") == "bf16" else []
+    job = tiny_job("gpt", **facts | SIZE, implementation="transformer_engine", activation="swiglu", opaque=OF_MIXED)
+    plans = [uniform_plan(job, gather="once"), checkpointed(uniform_plan(job, "none"), "attention", [1, 3, 4])]
+    run = {"path": [script.parent, te_for(script), kernels_of_mamba(tmp_path)], "env": {"SCRIPT": str(hybrid)}}
+    mixed, flags = Path(__file__).with_name("pretrain_mixed.py"), [*MODEL, *TE, *MIXED, *spec, *precision, "--mock-data"]
+    for planned, _ in under_plans(mixed, flags, layout, plans, tmp_path, **run):
+        assert planned.ours[-1].startswith("megatron-lynx: rank 0 recomputed ")
 
 
 def test_with_latent_attention(script, tmp_path):
