@@ -24,6 +24,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 AVOIDS_RECORDING = "TORCH_NCCL_AVOID_RECORD_STREAMS"
@@ -50,6 +52,14 @@ ONE_BLOCK = 8192
 """The longest row with one thread block in forward, for both norms."""
 OWN_KERNEL = 10240
 """A longer one with one thread block, for LayerNorm in 16 bits."""
+
+
+def version_of(*names: str) -> str | None:
+    """The version of a package under the first of its names that is installed. Imports nothing."""
+    for name in names:
+        with suppress(PackageNotFoundError):
+            return version(name)
+    return None
 
 
 def minor(version: str) -> tuple[int, int]:

@@ -189,16 +189,10 @@ def _path_in(data: Any, location: tuple[str | int, ...]) -> Path:
     """Pydantic's location without the names of union arms."""
     path: list[str | int] = []
     for part in location:
-        if _has(data, part):
+        if part in data if isinstance(data, dict) else isinstance(data, list) and isinstance(part, int) and part < len(data):
             data = data[part]
             path.append(part)
     return tuple(path)
-
-
-def _has(data: Any, part: str | int) -> bool:
-    if isinstance(data, dict):
-        return part in data
-    return isinstance(data, list) and isinstance(part, int) and part < len(data)
 
 
 def _keys_at(model_class: type[BaseModel], path: Path) -> list[str]:

@@ -108,10 +108,6 @@ def of_the_page(page: Any) -> Iterator[Figure]:
     point = next(point for point in page["points"] if point["shown"])
     yield Figure("report, among plans", point["step_s"], point["memory_bytes"])
     yield Figure("report, by stage", None, max(sum(stage["memory_bytes"].values()) for stage in point["stages"]))
-    for table in page["tables"]:
-        if table["id"] == "today":
-            step_s, _, memory_bytes = table["rows"][-1][1:]
-            yield Figure("report, beside today", step_s, memory_bytes)
 
 
 def of_today(subject: Sequence[str], folder: Path) -> Iterator[Figure]:

@@ -142,15 +142,13 @@ def _notes(answer: Answer, *, reasons: bool) -> Iterator[str]:
     yield from _rotary(answer)
     if not answer.asked_copies and answer.planned is not None and answer.planned.recomputes:
         yield "nothing goes to the host: --offload-ratio auto lets the plan send out what pays"
-    if answer.asked_copies and may_offload(answer.job) and any(_keeps_copies_open(near) for near in answer.near):
+    plans = [near.planned for near in answer.near if near.planned is not None]
+    without = any(planned.recomputes and planned.job.offload_ratio == 0 for planned in plans)
+    if answer.asked_copies and may_offload(answer.job) and without:
         yield "layouts one step away: `plan` also tries copies to the host, which may take less"
     if launch.flags and answer.planned is not None and verdict(answer).run != "plan":
         yield f"left out of the launch under a plan: {' '.join(launch.flags)}"
     yield f"simulated from the figures of {answer.job.cluster.name}; a step includes the optimizer's update"
-
-
-def _keeps_copies_open(near: Neighbour) -> bool:
-    return near.planned is not None and near.planned.recomputes and near.planned.job.offload_ratio == 0
 
 
 def _why_none(answer: Answer) -> Iterator[str]:

@@ -21,6 +21,8 @@ Run = Literal["launch", "stock", "plan", "neighbour"]
 CHANGES: tuple[Run, ...] = ("launch", "stock", "plan", "neighbour")
 """Smallest change first."""
 
+NOTHING_FASTER = f"nothing else that was found is over {100 * WORTH:.0f} % faster"
+
 EVEN = 0.0005
 """Relative difference below which no figure is printed."""
 
@@ -97,9 +99,10 @@ def _sentences(answer: Answer, choice: Choice | None) -> Iterator[str]:
     if answer.plan is None and not answer.refused:
         yield f"No plan fits in {_limit(answer)}."
     if choice.run == "launch":
-        yield _keep(answer)
+        alone = all(other.run == "launch" for other in choices(answer))
+        yield "Keep your launch." if alone else f"Keep your launch: {NOTHING_FASTER}."
     elif choice.run == "stock" and not answer.launch.written and not answer.stock_edit:
-        yield f"Run stock Megatron without recomputation: nothing else that was found is over {100 * WORTH:.0f} % faster."
+        yield f"Run stock Megatron without recomputation: {NOTHING_FASTER}."
     elif choice.run == "stock":
         words = _stock_words(answer)
         yield _run(answer, words[:1].upper() + words[1:], choice.row)
@@ -129,12 +132,6 @@ def _limit(answer: Answer) -> str:
     if node is not None and host_shortage(answer.job, 0.0) is not None:
         return f"the {node.host_memory_gib:g} GiB that hosts of {answer.job.cluster.name} are taken to have"
     return format_bytes(answer.job.memory_budget_bytes)
-
-
-def _keep(answer: Answer) -> str:
-    if all(other.run == "launch" for other in choices(answer)):
-        return "Keep your launch."
-    return f"Keep your launch: nothing else that was found is over {100 * WORTH:.0f} % faster."
 
 
 def _run(answer: Answer, what: str, row: Row, *, layout: bool = False) -> str:

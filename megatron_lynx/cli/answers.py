@@ -44,7 +44,7 @@ def write_comparison(comparison: Comparison, plan: Plan, folder: Path) -> list[P
     write_trace(comparison.timeline, trace)
     given = Given((comparison.measurement.subject,), {"trace": os.fspath(trace)}, plan=plan, measurement=comparison.measurement)
     given.trace = ReadTrace(comparison.timeline, {}, simulated=False)
-    write_page(contents(Asked(given, None, None, None, 0, lambda done, of: None)), drawn)
+    write_page(contents(Asked(given, None, None, 0, lambda done, of: None)), drawn)
     return [measured, trace, drawn]
 
 

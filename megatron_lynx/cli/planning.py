@@ -237,16 +237,16 @@ def _options(context: typer.Context) -> dict[str, object]:
     return given
 
 
-def planned_from(plan: Plan) -> tuple[Job, Reading | None, Path | None] | None:
-    """The job of a plan, the reading of its launch, and its profile; None if not named. Raises `ConfigError` if they are gone."""
+def planned_from(plan: Plan) -> tuple[Job, Path | None] | None:
+    """The job of a plan and its profile; None if not named. Raises `ConfigError` if they are gone."""
     if (asked := plan.provenance.asked) is None:
         return None
     group = cast("TyperGroup", get_command(app))
     given = group.commands["plan"].make_context("plan", ["-o", os.devnull, *shlex.split(asked)]).params
-    _, job, reading = Request(**{field.name: given[field.name] for field in fields(Request)}).read()
+    _, job, _ = Request(**{field.name: given[field.name] for field in fields(Request)}).read()
     if plan.provenance.job not in (None, job.digest):
         say(f"warning: `megatron-lynx plan {asked}` is another job now than when the plan was made", err=True)
-    return job, reading, given["profile_file"]
+    return job, given["profile_file"]
 
 
 def _launched(answer: Answer, output: Path, *, chosen: bool) -> str:
@@ -316,7 +316,7 @@ def simulate(
         if job is None:
             with nullcontext() if profile_file is None else suppress(LynxError):  # with a profile, the job may be gone
                 if (origin := planned_from(plan)) is not None:
-                    job, profile_file = origin[0], profile_file or origin[2]
+                    job, profile_file = origin[0], profile_file or origin[1]
         costs = figures_for(plan, profile_file, job)
         job = None if job is None else as_planned(job, plan)
         simulation = rehearse(plan, costs, job=job).whole()
@@ -367,16 +367,16 @@ def report(
     check_writable(output, read=map(Path, given.sources.values()))
     if given.job is not None:
         mention_assumed(given.job)
-    job, reading, costs = given.job if job_file is None else job_named(job_file), None, given.profile
+    job, costs = given.job if job_file is None else job_named(job_file), given.profile
     if job is None and given.plan is not None and (origin := planned_from(given.plan)) is not None:
-        job, reading, profile_path = origin
+        job, profile_path = origin
         costs = costs if costs is not None or profile_path is None else load_profile(profile_path)
     costs = known_costs(job, costs)
     if given.plan is not None and (learned := given.plan.provenance.learned) is not None:  # earlier runs correct all prices
         job = None if job is None else job.model_copy(update={"learned": learned})
         costs = None if costs is None else as_learned(costs, learned)
     with in_progress("plans made") as watch:
-        island = contents(Asked(given, job, costs, reading, budgets, watch))
+        island = contents(Asked(given, job, costs, budgets, watch))
     write_page(island, output)
     say(f"wrote {output} ({output.stat().st_size / 1e6:.1f} MB): open it in a browser")
 

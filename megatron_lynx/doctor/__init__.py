@@ -21,10 +21,10 @@ from megatron_lynx.doctor.environment import (
     hardware_queues,
     machine,
     software,
-    version_of,
 )
 from megatron_lynx.doctor.launch import Unmeasured, host_time, launch
 from megatron_lynx.doctor.links import Links, links
+from megatron_lynx.environment import version_of
 from megatron_lynx.launch_arguments import read_launch
 from megatron_lynx.plan import load_plan
 

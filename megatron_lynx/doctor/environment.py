@@ -26,7 +26,6 @@ import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -43,6 +42,7 @@ from megatron_lynx.environment import (
     nccl_ub_stands_alone,
     records_operands,
     starts_as_one,
+    version_of,
 )
 from megatron_lynx.errors import HookRefused
 from megatron_lynx.free_memory import free_memory
@@ -139,16 +139,6 @@ def _te(release: str) -> Finding:
         return Finding("Transformer Engine", "good", release)
     todo = f"install one of {', '.join(KNOWN_TE)}, or launch with --transformer-impl local"
     return Finding("Transformer Engine", "defeats", release, "plans for its layers are refused", todo)
-
-
-def version_of(*names: str) -> str | None:
-    """The version of a package under the first of its names that is installed. Imports nothing."""
-    for name in names:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return None
 
 
 def _megatron() -> Iterator[Finding]:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Annotated, Any, Literal
@@ -23,6 +22,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 
+from megatron_lynx.environment import version_of
 from megatron_lynx.figures import MOST, Figures, of_all
 from megatron_lynx.validation import Part, validated
 from megatron_lynx.whole_file import json_in, write_whole
@@ -75,7 +75,7 @@ def this_machine(links: Links, device: torch.device | str = "cpu") -> Machine:
         gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         python=platform.python_version(),
         torch=str(torch.__version__),
-        megatron_core=_version("megatron-core"),
+        megatron_core=version_of("megatron-core"),
         links=links,
     )
 
@@ -87,13 +87,6 @@ def _cpu_model() -> str:
         lines = []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
 
 
 Step = Callable[[], object]

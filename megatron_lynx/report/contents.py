@@ -24,11 +24,9 @@ from megatron_lynx.advise.today import as_stock
 from megatron_lynx.anatomy import HALVES, Half
 from megatron_lynx.compare import verdicts
 from megatron_lynx.config.job import Budget, Job
-from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, Infeasible, LynxError, Problem
-from megatron_lynx.launch_arguments import Reading
 from megatron_lynx.plan.plan import ALWAYS, Plan, Stage
 from megatron_lynx.plan.rule import Rule
 from megatron_lynx.planner import Decision, PlanFigures, as_planned, decide, figures_of, least_memory
@@ -51,10 +49,7 @@ from megatron_lynx.report.tables import (
     allocated_bytes,
     check_outcome,
     exposed_table,
-    how_measured,
-    launch_tables,
     outcome_table,
-    settings_table,
     stage_table,
     tiles_of,
     use_table,
@@ -67,16 +62,10 @@ from megatron_lynx.version import __version__
 
 
 def stages_of(
-    plan: Plan,
-    simulation: Simulation | None = None,
-    memory: Mapping[int, StageMemory] | None = None,
-    measured_bytes: Mapping[int, int] | None = None,
+    plan: Plan, simulation: Simulation | None = None, measured_bytes: Mapping[int, int] | None = None
 ) -> list[PointStage]:
-    """Return the entries of a plan by stage and chunk, with seconds of the simulation, by default the plan's own.
-
-    `memory`: each stage's peak; by default as stated by the plan.
-    """
-    held = dict(_planned(plan)) if memory is None else {stage: (peak.moment, used_kinds(peak)) for stage, peak in memory.items()}
+    """Return the entries of a plan by stage and chunk, with seconds of the simulation, by default the plan's own."""
+    held = dict(_planned(plan))
     entries = sorted(plan.stages, key=lambda entry: (entry.stage, entry.chunk))
     return [_entry(plan, entry, simulation, held, measured_bytes or {}) for entry in entries]
 
@@ -117,11 +106,6 @@ def _entry(
     )
 
 
-def used_kinds(memory: StageMemory) -> dict[str, int]:
-    """Return bytes by kind without zeros, permanent ones first."""
-    return {name: size for name, size in memory.kinds.items() if size}
-
-
 def _treatment(plan: Plan, entry: Stage, rule: Rule, half: Half) -> Treatment:
     section = rule.filling(half)
     recomputed = rule.recomputed_in(half)
@@ -142,15 +126,8 @@ def _place(plan: Plan, entry: Stage, rule: Rule, half: Half) -> str:
     if rule.checkpoints(half):
         rest = f", then {wait}" if (wait := rule.wait_of_rest(half)) else ""
         return f"{rule.checkpoint_said}{rule.ahead_in_words}{rest}: keeps {plan.kept_input(entry, rule, half)}"
-    return " / ".join(_by_phase(rule.windows.of(half, "steady"), rule.windows.of(half, "cooldown")))
-
-
-def _by_phase(steady: str | None, cooldown: str | None) -> Iterator[str]:
-    """Yield one window, or two if cool-down uses another."""
-    if steady:
-        yield steady
-    if cooldown and cooldown != steady:
-        yield f"in cool-down {cooldown}"
+    steady, cooldown = rule.windows.of(half, "steady"), rule.windows.of(half, "cooldown")
+    return " / ".join(filter(None, (steady, f"in cool-down {cooldown}" if cooldown and cooldown != steady else None)))
 
 
 STOCK = (NONE, SELECTIVE, FULL)
@@ -167,27 +144,21 @@ def plans_over_budgets(job: Job, profile: Profile, budgets: int, watch: Watch) -
         budget_bytes = least_bytes + (max(most_bytes, least_bytes) - least_bytes) * (number + 1) / budgets
         changed = job.model_copy(update={"budget": Budget(memory_gib=budget_bytes / GIB), "policy": "planned"})
         try:
-            plan_point = point(decide(changed, profile), profile, f"{budget_bytes / GIB:.1f} GiB", round(budget_bytes))
+            decision = decide(changed, profile)
         except (ConfigError, Infeasible):
             continue
         finally:
             watch(number + 1, budgets)
+        plan_point = point_of(decision, profile, f"{budget_bytes / GIB:.1f} GiB", round(budget_bytes))
         if (key := (plan_point["memory_bytes"], plan_point["step_s"])) not in seen:
             seen.add(key)
             yield plan_point
 
 
-def point(decision: Decision, profile: Profile, label: str, budget_bytes: int | None, *, shown: bool = False) -> Point:
+def point_of(decision: Decision, profile: Profile, label: str, budget_bytes: int) -> Point:
     figures = figures_of(decision.job, profile, decision.simulation)
-    return Point(
-        label=label,
-        by="plan",
-        budget_bytes=budget_bytes,
-        memory_bytes=figures.memory_bytes,
-        step_s=figures.step_s,
-        shown=shown,
-        stages=stages_of(decision.plan, decision.simulation, dict(enumerate(decision.memory))),
-    )
+    drawn = shown_point(decision.plan, decision.simulation, figures)
+    return Point(**{**drawn, "label": label, "budget_bytes": budget_bytes, "shown": False})
 
 
 def stock_points(job: Job, profile: Profile) -> Iterator[Point]:
@@ -215,7 +186,7 @@ def stock_points(job: Job, profile: Profile) -> Iterator[Point]:
                     deferred_bytes=0,
                     hidden_recompute_s=None,
                     exposed_recompute_s=None,
-                    memory_bytes=used_kinds(memory),
+                    memory_bytes={name: size for name, size in memory.kinds.items() if size},
                     moment=memory.moment.replace("_", " "),
                     measured_bytes=None,
                 )
@@ -231,8 +202,6 @@ class Asked:
     given: Given
     job: Job | None
     costs: Profile | None
-    reading: Reading | None
-    """Launch that the plan was made for."""
     budgets: int
     """Number of plans on the front."""
     watch: Watch
@@ -260,14 +229,14 @@ def contents(asked: Asked) -> Island:
         subject="" if plan is None else subject_of(plan),
         verdict=verdict_of(points, asked.job) if given.measurement is None else " ".join(verdicts(given.measurement)),
         sources=[f"{kind} {source}" for kind, source in given.sources.items()],
-        notes=[*notes_of(plan, asked.costs, simulation), *how_measured(given.measurement)],
+        notes=list(notes_of(plan, asked.costs, simulation)),
         tiles=list(tiles_of(seen, points, given.outcome, None if plan is None else plan.stages[0].predicted.step_s)),
         kinds=with_fallbacks(KINDS, {subject["kind"] for view in views for subject in view["subjects"]}),
         memory_kinds=with_fallbacks(MEMORY_KINDS, memory_kinds),
         capacity_bytes=asked.job.memory_budget_bytes if asked.job is not None and on_gpus else None,
         views=views,
         points=points,
-        tables=list(_tables(asked, seen, plan_points)),
+        tables=list(_tables(given, seen)),
     )
 
 
@@ -292,19 +261,22 @@ def _predicted(asked: Asked) -> tuple[Plan | None, Simulation | None, list[Point
             simulation = rehearse(given.plan, costs, job=job)
             figures = None if job is None else figures_of(job, costs, simulation)
         measured_bytes = {} if given.outcome is None else allocated_bytes(given.outcome)
-        return given.plan, simulation, [_point_of(given.plan, simulation, figures, measured_bytes)]
+        return given.plan, simulation, [shown_point(given.plan, simulation, figures, measured_bytes)]
     if given.job is None:
         return None, None, []
     if costs is None:
         needed, todo = "figures of the cluster, or a profile", "megatron-lynx profile measures one, which --profile takes"
         raise ConfigError("there are no figures to plan with", [Problem("--profile", "none", needed, todo)])
     decision = decide(given.job, costs)
-    return decision.plan, decision.simulation, [point(decision, costs, "the plan", None, shown=True)]
+    figures = figures_of(decision.job, costs, decision.simulation)
+    return decision.plan, decision.simulation, [shown_point(decision.plan, decision.simulation, figures)]
 
 
-def _point_of(plan: Plan, simulation: Simulation | None, figures: PlanFigures | None, measured_bytes: Mapping[int, int]) -> Point:
-    """Return the point of a plan from a file. `figures`: of its job, if known, else the plan's own. `measured_bytes`: measured
-    device peaks by stage."""
+def shown_point(
+    plan: Plan, simulation: Simulation | None, figures: PlanFigures | None, measured_bytes: Mapping[int, int] | None = None
+) -> Point:
+    """Return the point of the plan that the page shows. `figures`: of its job, if known, else the plan's own. `measured_bytes`:
+    measured device peaks by stage."""
     predicted = plan.stages[0].predicted
     passes_s = predicted.step_s if simulation is None else simulation.step_s
     step_s = None if passes_s is None or predicted.update_s is None else passes_s + predicted.update_s
@@ -316,27 +288,17 @@ def _point_of(plan: Plan, simulation: Simulation | None, figures: PlanFigures | 
         memory_bytes=memory_bytes if figures is None else figures.memory_bytes,
         step_s=(step_s or 0.0) if figures is None else figures.step_s,
         shown=True,
-        stages=stages_of(plan, simulation, measured_bytes=measured_bytes),
+        stages=stages_of(plan, simulation, measured_bytes),
     )
 
 
-def _tables(asked: Asked, seen: list[Seen], plan_points: list[Point]) -> Iterator[Table]:
-    """Yield the page's tables. `own`: the plan's point."""
-    given, job, costs, reading = asked.given, asked.job, asked.costs, asked.reading
-    today: list[Table] = []
-    read: list[Table] = []
-    if given.plan is not None and job is not None and costs is not None and reading is not None:
-        today, read = ([table] for table in launch_tables(given.plan, job, costs, reading, plan_points[0]))
-    yield from today
+def _tables(given: Given, seen: list[Seen]) -> Iterator[Table]:
     if given.outcome is not None:
         yield outcome_table(given.outcome)
-    if given.measurement is not None:
-        yield settings_table(given.measurement)
     if seen:
         yield stage_table(seen)
     yield from (use_table(view.name, view.timeline, view.labels) for view in seen)
     yield from (exposed_table(view.name, view.timeline, view.labels) for view in seen)
-    yield from read
 
 
 def subject_of(plan: Plan) -> str:

@@ -1,4 +1,4 @@
-"""Figures and tables of a page: parts of a step, use of its waits, the outcome of a run, the launch today.
+"""Figures and tables of a page: parts of a step, use of its waits, the outcome of a run.
 
 Figures of a step depend only on its spans, so that simulated and traced steps compare.
 
@@ -14,20 +14,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from megatron_lynx.advise.today import launch_today
-from megatron_lynx.config.job import Job
 from megatron_lynx.errors import PlanMismatch, Problem
 from megatron_lynx.figures import unit_of
-from megatron_lynx.launch_arguments import Reading
-from megatron_lynx.launch_arguments.reading import remarks
 from megatron_lynx.measure.run_outcome import COLUMNS, RunOutcome
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.report.island import Cell, Column, Point, Table, Tile, Unit, is_wait, kind_of
 from megatron_lynx.timeline import Span, Timeline
 
 if TYPE_CHECKING:
-    from megatron_lynx.measure.measurement import Measurement
+    pass
 
 TASKS = ("hidden", "weight_gradient")
 
@@ -244,47 +239,6 @@ def _last_known(outcome: RunOutcome | None, figure: Literal["passes_s", "step_s"
         if seconds:
             return float(max(seconds))
     return None
-
-
-def settings_table(measurement: Measurement) -> Table:
-    from megatron_lynx.compare import verdicts
-
-    rows: list[list[Cell]] = []
-    for setting in measurement.settings:
-        ratio = measurement.ratio_to_none(setting)
-        equal = {True: "yes", False: "NO", None: "reference" if ratio == 1.0 else "not compared"}[setting.gradients_equal]
-        counts = setting.figures
-        figures = (counts.resident_bytes, counts.peak_bytes, counts.in_windows, counts.on_demand)
-        rows.append([setting.name, setting.step.median_s, ratio, *figures, equal])
-    columns: dict[str, Unit] = {"setting": "text", "step": "s", "of none": "share", "resident activations": "bytes"}
-    columns |= {"peak": "bytes", "recompute hidden": "count", "recompute on demand": "count", "gradients equal": "text"}
-    return _table("settings", "Settings side by side, measured", " ".join(verdicts(measurement)), columns, rows)
-
-
-def how_measured(measurement: Measurement | None) -> Iterator[str]:
-    if measurement is not None:
-        from megatron_lynx.compare import notes
-
-        yield from notes(measurement)
-
-
-def launch_tables(plan: Plan, job: Job, costs: Profile, reading: Reading, plan_point: Point) -> tuple[Table, Table]:
-    """Return tables of a plan's launch: its cost today and under the plan (`plan_point`), and the facts read from it."""
-    today = launch_today(job, costs, reading.with_graphs_of(plan.model.captured))
-    step_s = plan_point["step_s"]
-    rows: list[list[Cell]] = [["the plan", step_s, None, plan_point["memory_bytes"] or 0]]
-    if (row := today.row) is not None:
-        rows[0][2] = step_s / row.step.most_s
-        rows.insert(0, [f"today: {today.setting}", row.step.most_s, 1.0, row.memory_bytes])
-    left_out = " ".join(today.flags) or "nothing"
-    note = f"simulated, the optimizer's update included; left out of the launch under the plan: {left_out}"
-    columns: dict[str, Unit] = {"": "text", "step": "s", "of today": "share", "fullest device": "bytes"}
-    facts: list[list[Cell]] = [[fact.place, str(fact.value), fact.origin] for fact in reading.facts]
-    words: dict[str, Unit] = {"job": "text", "value": "text", "from": "text"}
-    return (
-        _table("today", "The launch today, and the plan", f"{today.unknown} {note}".strip(), columns, rows),
-        _table("launch", "What was read of the launch", "; ".join(remarks(reading)), words, facts),
-    )
 
 
 def _table(name: str, title: str, note: str, columns: dict[str, Unit], rows: list[list[Cell]]) -> Table:

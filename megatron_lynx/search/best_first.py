@@ -198,13 +198,11 @@ class Losers:
         name = max(spent_s, key=lambda part: spent_s[part] - winner_s[part])
         self.add(name.removesuffix("_s"), job, spent_s[name], winner_s[name], rank=spent.total_s)
 
-    def families(self) -> tuple[Lost, ...]:
-        return tuple(self._family(reason) for reason in REASONS if reason in self._counts)
-
-    def _family(self, reason: str) -> Lost:
-        _, job, figure, limit = self._best[reason]
-        example = sizes(job) if reason == "state" else in_words(job)
-        return Lost(reason, self._counts[reason], example, figure, limit, "bytes" if reason in OF_BYTES else "seconds")
+    def families(self) -> Iterator[Lost]:
+        for reason in (reason for reason in REASONS if reason in self._counts):
+            _, job, figure, limit = self._best[reason]
+            example = sizes(job) if reason == "state" else in_words(job)
+            yield Lost(reason, self._counts[reason], example, figure, limit, "bytes" if reason in OF_BYTES else "seconds")
 
 
 Watch = Callable[[int, int], None]

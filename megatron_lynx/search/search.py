@@ -103,7 +103,7 @@ def search(
         if not candidates:
             raise nothing_fits(asked, running.excesses, POLICIES)
     seconds = time.perf_counter() - began_s
-    return Ranking(job, gpus, candidates, running.considered, running.losers.families(), seconds)
+    return Ranking(job, gpus, candidates, running.considered, tuple(running.losers.families()), seconds)
 
 
 def _finalists(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
@@ -240,16 +240,13 @@ class Asked:
 
 def nothing_fits(asked: Asked, excesses: Sequence[Excess], known: Sequence[Policy]) -> Infeasible:
     """`excesses`: those of candidates whose state fits. `known`: all policies."""
-    closest = min(excesses or _of_small_states(asked), key=lambda excess: (excess.bytes <= 0, excess.bytes))
+    if not excesses:  # no state fits: the smallest ones are tried
+        smallest = (fit(_under(job, policy)) for job in _by_state(asked.space)[:STATES_TRIED] for policy in asked.policies)
+        excesses = [result for result in smallest if isinstance(result, Excess)]
+    closest = min(excesses, key=lambda excess: (excess.bytes <= 0, excess.bytes))
     devices = "1 device" if asked.space.gpus == 1 else f"{asked.space.gpus} devices"
     headline = f"nothing fits on {devices}: the closest is {in_words(closest.job)}"
     return Infeasible(headline, [_binding(closest), *_changes(asked, closest, known)])
-
-
-def _of_small_states(asked: Asked) -> list[Excess]:
-    jobs = _by_state(asked.space)[:STATES_TRIED]
-    tried = (fit(_under(job, policy)) for job in jobs for policy in asked.policies)
-    return [result for result in tried if isinstance(result, Excess)]
 
 
 def _binding(closest: Excess) -> Problem:

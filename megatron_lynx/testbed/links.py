@@ -24,10 +24,9 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property, partial, wraps
 from itertools import takewhile
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -49,7 +48,7 @@ SHARED = np.dtype([("busy_until_s", "f8", 2), ("transfers", TRANSFER, MOST_TRANS
 """One value per direction, by sending host. Seconds of `time.monotonic`, which is common to all processes."""
 
 
-class Links:
+class Links(AbstractContextManager["Links"]):
     """The network of a pool of ranks: loopback, or two hosts with a link of `rate_mbit` Mbit/s each way."""
 
     def __init__(self, rate_mbit: float | None = None) -> None:
@@ -78,10 +77,7 @@ class Links:
             os.close(self._memory)
             self._memory = None
 
-    def __enter__(self) -> Links:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -19,10 +19,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -60,7 +59,7 @@ def run_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout_s: f
         return pool.run(function, *args, timeout_s=timeout_s)
 
 
-class RankPool:
+class RankPool(AbstractContextManager["RankPool"]):
     """Ranks that stay alive to run several functions in sequence.
 
     The first `run` starts them, and the first one after a failure restarts them. They exit with the thread that started them, so
@@ -126,10 +125,7 @@ class RankPool:
             process.wait()
         self._processes, self._pipes = [], []
 
-    def __enter__(self) -> RankPool:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _start(self) -> None:

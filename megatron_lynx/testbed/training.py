@@ -80,7 +80,9 @@ class Training:
         return named_parameters(self.chunks)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        return gradients(self.chunks)
+        """Return copies by parameter name."""
+        found = {name: getattr(parameter, "main_grad", parameter.grad) for name, parameter in self.parameters().items()}
+        return {name: gradient.detach().clone() for name, gradient in found.items() if gradient is not None}
 
 
 def with_ddp(job: Job, chunks: Sequence[torch.nn.Module], **overlaps: bool) -> list[torch.nn.Module]:
@@ -130,15 +132,6 @@ def named_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Pa
         for index, chunk in enumerate(chunks)
         for name, parameter in chunk.named_parameters()
     }
-
-
-def gradients(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    clones = {}
-    for name, parameter in named_parameters(chunks).items():
-        gradient = getattr(parameter, "main_grad", parameter.grad)
-        if gradient is not None:
-            clones[name] = gradient.detach().clone()
-    return clones
 
 
 def finalize_without_ddp(chunks: Sequence[torch.nn.Module], num_tokens: torch.Tensor | None = None, **_: Any) -> None:

@@ -25,7 +25,6 @@ from megatron_lynx.launch_arguments import job_of, read_launch
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.stock import StockSetting, priced
 from megatron_lynx.units import format_bytes
-from tests.report.test_cli_report import island_in
 from tests.test_cli import lynx
 
 LAUNCH = (
@@ -298,20 +297,6 @@ def test_a_comparison_begins_with_the_launch(tmp_path: Path) -> None:
     rows = json.loads(lynx(*words, "--", *shlex.split(f"{LAUNCH} {block}")).stdout)["rows"]
     assert rows[0]["setting"] == "today: stock block 2"
     assert [row["setting"] for row in rows].count("stock block 2") == 0
-
-
-def test_a_report_of_the_plan_begins_with_the_launch(tmp_path: Path) -> None:
-    plan, page = tmp_path / "plan.yaml", tmp_path / "report.html"
-    words = ("plan", "--cluster", "a100-80g", "-o", plan, "--json", "--", *shlex.split(f"{LAUNCH} {FULL}"))
-    said = json.loads(lynx(*words).stdout)
-    assert lynx("report", plan, "-o", page).exit_code == 0
-    tables = island_in(page)["tables"]
-    assert [row[0] for row in tables[0]["rows"]] == ["today: stock full", "the plan"]
-    assert tables[0]["rows"][0][1:] == [said["launch"]["step_s"], 1.0, said["launch"]["memory_bytes"]]
-    assert tables[0]["rows"][1][3] == said["plan"]["memory_bytes"]
-    assert tables[0]["rows"][1][1] == pytest.approx(said["plan"]["step_s"], rel=1e-6)
-    read = {row[0]: row[2] for row in tables[-1]["rows"]}
-    assert read["model.ffn"] == "--ffn-hidden-size"
 
 
 def test_graphs_are_held_against_a_plan_as_if_the_host_took_no_time() -> None:

@@ -54,8 +54,8 @@ def test_a_comparison_is_predicted_beside_measured(tmp_path: Path) -> None:
     assert predicted_s == simulated().step_s
     assert measured_s == pytest.approx(as_if_run().seconds)
     assert [row["label"] for row in island["views"][1]["rows"]] == [f"stage {rank // 2}, rank {rank}" for rank in range(4)]
-    assert [table["id"] for table in island["tables"]][:2] == ["settings", "stages"]
-    assert [row[0] for row in island["tables"][0]["rows"]][-1] == "ours in windows"
+    assert island["tables"][0]["id"] == "stages"
+    assert island["verdict"].startswith("ours in windows")
 
 
 def test_a_job_is_planned_for_several_budgets(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from megatron_lynx.config.job import Budget
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.report.contents import plans_over_budgets, point, stock_points, verdict_of
+from megatron_lynx.report.contents import plans_over_budgets, point_of, stock_points, verdict_of
 from megatron_lynx.units import GIB, format_bytes, format_seconds
 
 JOB = load_job("jobs/llama3-8b-h800-80g")
@@ -33,7 +33,7 @@ def test_more_memory_is_never_slower_and_no_plan_is_over_its_budget() -> None:
 
 def test_a_point_says_what_its_plan_does() -> None:
     decision = decide(JOB, PROFILE)
-    made = point(decision, PROFILE, "the plan", None, shown=True)
+    made = point_of(decision, PROFILE, "the plan", 0)
     assert made["step_s"] == decision.simulation.step_s + update_s(decision.job, PROFILE)
     stage, entry = made["stages"][0], decision.plan.stages[0]
     assert [name for treatment in stage["treatments"][:2] for name, _ in treatment["items"]] == list(ITEMS)

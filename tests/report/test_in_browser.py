@@ -26,7 +26,7 @@ GUTTER, AXIS = 128, 22
 def asked(names: list[str], budgets: int) -> Island:
     given = given_in(names)
     costs = given.profile if given.job is None else analytic_profile(given.job)
-    return contents(Asked(given, given.job, costs, None, budgets, lambda done, of: None))
+    return contents(Asked(given, given.job, costs, budgets, lambda done, of: None))
 
 
 @pytest.fixture(scope="module")
@@ -180,5 +180,5 @@ def test_a_run_is_seen_beside_its_prediction(browser: Browser, tmp_path: Path) -
     page.drawn()
     assert page.value("document.querySelector('#bars').dataset.rows") == "2"
     assert stretch(page)[1] == island["views"][0]["step_ns"]
-    assert "gradients equal" in text(page, "#tables")
+    assert "recompute exposed" in text(page, "#tables")
     assert page.complaints == []

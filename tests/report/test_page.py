@@ -19,7 +19,7 @@ from tests.report.samples import JOB, PLAN, PROFILE
 @pytest.fixture(scope="module")
 def island() -> Island:
     given = Given(("plan.yaml",), {"plan": "plan.yaml", "profile": "profile.yaml"}, plan=PLAN, profile=PROFILE)
-    return contents(Asked(given, JOB, PROFILE, None, 3, lambda done, of: None))
+    return contents(Asked(given, JOB, PROFILE, 3, lambda done, of: None))
 
 
 class Elements(HTMLParser):

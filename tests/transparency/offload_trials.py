@@ -186,17 +186,16 @@ def reshape(rank: int, jobs: list[Job], plan: Plan) -> Reshaped:
     from megatron_lynx.apply.installation import install
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import gradients, run_schedule, synthetic_batches
+    from megatron_lynx.testbed.training import Training, run_schedule, synthetic_batches
 
     initialise(jobs[0])
     chunks = build_model(jobs[0])
 
     def step(job: Job) -> dict[str, Tensor]:
         seed_random_numbers(7)
-        for chunk in chunks:
-            chunk.zero_grad(set_to_none=True)
-        run_schedule(chunks, job, synthetic_batches(job))
-        return gradients(chunks)
+        training = Training(job, chunks)
+        training.step(synthetic_batches(job))
+        return training.gradients()
 
     stock = [step(job) for job in jobs]
     result, said = Reshaped(), _Said()
