@@ -21,6 +21,7 @@ FOUNDATION = {
     "kinds.dense.section",
     "kinds.experts.section",
     "kinds.latent.section",
+    "kinds.sparse.section",
     "kinds.delta.section",
     "kinds.mamba.section",
     "kinds.opaque.section",
@@ -47,7 +48,7 @@ FOUNDATION = {
 KINDS_PLANNING = {
     *("kinds.core_attention", "kinds.face", "kinds.mixer", "kinds.planning", "kinds.saved"),
     *("kinds.dense.planning", "kinds.experts.planning", "kinds.latent.planning", "kinds.delta.planning"),
-    "kinds.mamba.planning",
+    *("kinds.mamba.planning", "kinds.sparse.planning"),
 }
 PLANNING = {
     *("config", "profiler", "cost", "simulator", "solver", "search", "rehearsal", "planner", "stock", "advise", "from_run"),

@@ -39,10 +39,11 @@ from megatron_lynx.kinds.captured import ROUTER, in_graph
 from megatron_lynx.kinds.delta.section import DELTA_NET
 from megatron_lynx.kinds.dense.section import ATTENTION, MLP
 from megatron_lynx.kinds.experts.section import DISPATCHERS, EXPERTS, IN_NODES, MIXTURE, MIXTURES
-from megatron_lynx.kinds.latent.section import KV_DOWN, LATENT, Q_DOWN, LatentSizes
+from megatron_lynx.kinds.latent.section import KV_DOWN, LATENT, Q_DOWN, LatentSizes, SparseSizes, trained_on
 from megatron_lynx.kinds.mamba.section import MAMBA
 from megatron_lynx.kinds.opaque.section import OPAQUE, OpaqueName
 from megatron_lynx.kinds.section import HALVES, Half, Role, Section
+from megatron_lynx.kinds.sparse.section import SPARSE
 from megatron_lynx.limits import OR_ELSE, refused
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.runtime.engine import Engine
@@ -131,9 +132,6 @@ class HeldMamba(HeldHalf):
         super().__init__(MAMBA, lambda layer: _class_in(layer, "mixer") != "")
 
 
-ATTENTION_CLASS = "megatron.core.transformer.multi_latent_attention.MLASelfAttention"
-"""The one with fused down-projections is another class."""
-
 ANY_LATENT = LATENT[True, True, False]
 
 
@@ -141,18 +139,28 @@ class HeldLatentAttention(Running):
     half, name = ANY_LATENT.half, ANY_LATENT.name
     recorded, recorded_as = "latent", "latent attention does"
     local, te = CLASSES["latent"]["local"], CLASSES["latent"]["te"]
+    module, attention = "megatron.core.transformer.multi_latent_attention", "MLASelfAttention"
+    """The one with fused down-projections is another class."""
 
     def section_in(self, layer: Module) -> Section | None:
-        if name_of(module_at(layer, KV_DOWN.path.rpartition(".")[0])) != ATTENTION_CLASS:
+        if name_of(module_at(layer, KV_DOWN.path.rpartition(".")[0])) != f"{self.module}.{self.attention}":
             return None
         te = name_of(module_at(layer, KV_DOWN.path)).startswith(TE_MODULE)
         config: Any = layer.config
-        return LATENT[module_at(layer, Q_DOWN.path) is not None, te, bool(config.apply_rope_fusion)]
+        return self.section_of(module_at(layer, Q_DOWN.path) is not None, te, bool(config.apply_rope_fusion))
+
+    def section_of(self, compressed: bool, te: bool, fused_rotary: bool) -> Section:
+        return LATENT[compressed, te, fused_rotary]
+
+    def indexer_of(self, config: Any) -> SparseSizes | None:
+        return None
 
     def mismatches(self, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Problem]:
         if not run.layers:
             return
         planned, needed, config = plan.model.latent_attention, None, run.config
+        if planned is not None and (planned.sparse is None) != (self.name == ANY_LATENT.name):
+            planned = None
         if layers:
             needed = LatentSizes(
                 q_rank=config.q_lora_rank,
@@ -161,14 +169,41 @@ class HeldLatentAttention(Running):
                 rope_size=config.qk_pos_emb_head_dim,
                 value_head_size=config.v_head_dim,
                 fused_rotary=bool(config.apply_rope_fusion),
+                sparse=self.indexer_of(config),
             )
         if planned != needed:
             stated = f"{needed}, as this run has it"
             yield Problem("plan: model.latent_attention", str(planned), stated, "make a plan for this model")
 
     def claims(self, engine: Engine, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Claim]:
-        if run.tensor > 1:
-            yield from collectives.latent_claims(engine)
+        if run.tensor > 1 and layers:
+            yield from collectives.latent_claims(engine, self.module)
+
+
+class HeldSparseAttention(HeldLatentAttention):
+    name = SPARSE[True].name
+    recorded, recorded_as = "sparse", "sparse attention does"
+    te = CLASSES["sparse"]["te"]
+    module = "megatron.core.transformer.experimental_attention_variant.absorbed_mla"
+    attention = "AbsorbedMLASelfAttention"
+
+    def section_of(self, compressed: bool, te: bool, fused_rotary: bool) -> Section:
+        return SPARSE[compressed]
+
+    def indexer_of(self, config: Any) -> SparseSizes | None:
+        return SparseSizes(
+            heads=config.dsa_indexer_n_heads,
+            head_size=config.dsa_indexer_head_dim,
+            keys=config.dsa_indexer_topk,
+            loss=trained_on(config.dsa_indexer_loss_coeff, config.dsa_indexer_use_sparse_loss),
+            fused=config.dsa_kernel_backend != "none",
+            shared=config.dsa_indexer_topk_freq > 1,
+        )
+
+    def claims(self, engine: Engine, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Claim]:
+        yield from super().claims(engine, plan, run, layers)
+        if layers:
+            yield from halves.indexer_claims(engine)
 
 
 _MOE = "megatron.core.transformer.moe."
@@ -294,7 +329,7 @@ IS: dict[OpaqueName, Callable[[Any], bool]] = {
 """Recognises the opaque halves of a live layer, from the most general to the most special of each half."""
 
 
-FACES: list[Running] = [HeldHalf(ATTENTION), HeldHalf(MLP), HeldLatentAttention(), HeldExperts()]
+FACES: list[Running] = [HeldHalf(ATTENTION), HeldHalf(MLP), HeldLatentAttention(), HeldSparseAttention(), HeldExperts()]
 FACES += [HeldHalf(OPAQUE[name], recognised) for name, recognised in IS.items()]
 FACES += [HeldDeltaNet(), HeldMamba()]
 """The usual content of each half first: it accepts every layer."""

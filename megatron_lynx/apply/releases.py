@@ -67,9 +67,9 @@ class Release:
     fingerprints: Fingerprints
     """Functions that matter in every run."""
     only_with: Mapping[str, Fingerprints] = field(default_factory=dict)
-    """Functions that matter only in some runs, by feature: `experts`, `latent` attention, `delta` nets, `mamba` layers, a `head`
-    in pieces, `hybrid` models, `overlapped` exchanges of experts, layers of Transformer Engine (`te`: importable only if it is
-    installed); of Transformer Engine itself `fp8`, `fp4` and `grouped` experts."""
+    """Functions that matter only in some runs, by feature: `experts`, `latent` and `sparse` attention, `delta` nets, `mamba`
+    layers, a `head` in pieces, `hybrid` models, `overlapped` exchanges of experts, layers of Transformer Engine (`te`: importable
+    only if it is installed); of Transformer Engine itself `fp8`, `fp4` and `grouped` experts."""
     also: Fingerprints = field(default_factory=dict)
     """Equivalent fingerprints of other patch releases, and of frameworks."""
 

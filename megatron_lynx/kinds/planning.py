@@ -33,6 +33,8 @@ from megatron_lynx.kinds.mamba.section import MAMBA
 from megatron_lynx.kinds.opaque.section import OPAQUE
 from megatron_lynx.kinds.saved import dropout_tensor
 from megatron_lynx.kinds.section import HALVES, Half, Item, Section
+from megatron_lynx.kinds.sparse.planning import SparseAttention
+from megatron_lynx.kinds.sparse.section import SPARSE
 from megatron_lynx.profiler.profile import HalfProfile, ItemProfile, SavedTensor, own_tensors
 from megatron_lynx.profiler.roofline import Kernels, Roofline, collective_s
 from megatron_lynx.profiler.shape import LayerShape
@@ -117,6 +119,7 @@ FACES: dict[str, type[Planning]] = {
     ATTENTION.name: DenseAttention,
     MLP.name: DenseMlp,
     LATENT[True, True, False].name: LatentAttention,
+    SPARSE[True].name: SparseAttention,
     EXPERTS.name: MixtureOfExperts,
     **dict.fromkeys(OPAQUE, OpaqueHalf),
     DELTA_NET.name: DeltaNet,

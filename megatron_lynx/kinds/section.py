@@ -31,6 +31,7 @@ Role = Literal[
     "query_projection",
     "code",
     "core",
+    "sparse_core",
     "kernel",
     "row_parallel",
     "router",
@@ -51,6 +52,7 @@ inner_norm       a normalisation of compressed tokens
 up_projection    a linear that makes heads from compressed tokens, split by columns; sequence parallelism gathers its input
 query_projection the same for uncompressed queries: it reads the residual stream
 core             an attention kernel
+sparse_core      one that selects keys by an indexer, and trains that. Recomputed by checkpoints only
 kernel           a scan, or a norm with a gate: a method of the module that calls it
 row_parallel     a linear whose output is reduced over the tensor-parallel group. Always kept: recomputation captures its input
 and
@@ -68,6 +70,7 @@ residual         bias, dropout and residual addition, the end of a section
 WHY_KEPT: Mapping[Role, str] = {
     "row_parallel": "its recomputation would repeat a reduction",
     "router": "its recomputation would route, count and draw again",
+    "sparse_core": "it selects keys and trains its indexer",
     "dispatch": "its recomputation would exchange tokens again",
     "experts_out": "no recomputation needs its result",
     "combine": "its recomputation would exchange tokens again",
@@ -329,7 +332,8 @@ class Section:
     def gathering_rows(self) -> tuple[str, ...]:
         """Linears that gather the residual stream under sequence parallelism, if several gather. They are kept then."""
         linears = (one.of for one in self.collectives("fwd", True) if one.carries == "input" and one.of)
-        return tuple(linear for linear in linears if linear not in self.gathering_latents)
+        queries = (item.name for item in self.items if item.role == "query_projection")
+        return tuple(linear for linear in dict.fromkeys((*linears, *queries)) if linear not in self.gathering_latents)
 
     def norms_apart(self, recompute: Collection[str]) -> tuple[Item, ...]:
         """Return the recomputed up-projections whose fused norm is not recomputed."""
@@ -340,10 +344,15 @@ class Section:
     def cast_together(self, recompute: Collection[str]) -> tuple[str, ...]:
         """Return the recomputed items that cast a gathered tensor, or make it: with one scale for all ranks' parts they
         communicate in every call. A fused norm is cast with its linear."""
-        inside = {item.norm_inside for item in self.items} | ({self.norm} if self.fuses_norm else set())
+        inside = self.norms_inside
         return tuple(
             item.name for item in self.items if item.name in recompute and (item.role in GATHERING or item.name in inside)
         )
+
+    @cached_property
+    def norms_inside(self) -> frozenset[str]:
+        """Norms that Transformer Engine computes inside the linear after them."""
+        return frozenset(item.norm_inside for item in self.items if item.norm_inside).union([self.norm] * self.fuses_norm)
 
     @cached_property
     def stops(self) -> tuple[str, ...]:

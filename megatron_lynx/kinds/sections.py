@@ -23,6 +23,7 @@ from megatron_lynx.kinds.experts.section import EXPERTS_WITH_SHARED, IN_NODES, M
 from megatron_lynx.kinds.latent.section import LATENT, LatentSizes, latent_section
 from megatron_lynx.kinds.opaque.section import OPAQUE, OpaqueName
 from megatron_lynx.kinds.section import HALVES, Half, Section
+from megatron_lynx.kinds.sparse.section import SPARSE
 
 
 class Facts(NamedTuple):
@@ -69,7 +70,9 @@ class Kind(NamedTuple):
 
 
 def _latent(facts: Facts) -> Section | None:
-    return None if facts.latent is None else latent_section(facts.latent, te=facts.te)
+    if facts.latent is None:
+        return None
+    return latent_section(facts.latent, te=facts.te) if facts.latent.sparse is None else SPARSE[facts.latent.compressed]
 
 
 def _experts(facts: Facts) -> Section | None:
@@ -84,7 +87,7 @@ def _opaque(half: Half) -> Callable[[Facts], Section | None]:
 KINDS: list[Kind] = [
     Kind((ATTENTION,), lambda _: ATTENTION),
     Kind((MLP,), lambda _: MLP),
-    Kind((LATENT[True, False, False], LATENT[False, False, False]), _latent),
+    Kind((LATENT[True, False, False], LATENT[False, False, False], *SPARSE.values()), _latent),
     Kind((EXPERTS_WITH_SHARED,), _experts),
     *(Kind(tuple(one for one in OPAQUE.values() if one.half == half), _opaque(half)) for half in HALVES),
 ]

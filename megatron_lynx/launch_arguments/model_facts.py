@@ -17,6 +17,7 @@ from pathlib import Path
 
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.fp8_recipes import STORED
+from megatron_lynx.kinds.latent.section import trained_on
 from megatron_lynx.launch_arguments.given import Fact, Given, facts_in
 from megatron_lynx.whole_file import json_in
 
@@ -200,7 +201,29 @@ SIZES = {
 }
 
 
+VARIANT, SPARSE = "experimental_attention_variant", "dsa"
+INDEXER = {
+    "model.latent.sparse.heads": "dsa_indexer_n_heads",
+    "model.latent.sparse.head_size": "dsa_indexer_head_dim",
+    "model.latent.sparse.keys": "dsa_indexer_topk",
+}
+
+
+def _sparse(given: Given, problems: list[Problem]) -> Iterator[Fact]:
+    if given[VARIANT] != SPARSE:
+        return
+    if absent := [f"--{flag.replace('_', '-')}" for flag in (LATENT, *INDEXER.values()) if not given[flag]]:
+        problems.append(Problem(given.origin(VARIANT), SPARSE, f"{', '.join(absent)} beside it", "Megatron stops here"))
+        return
+    yield from facts_in(given, INDEXER)
+    loss = trained_on(given["dsa_indexer_loss_coeff"], given["dsa_indexer_use_sparse_loss"])
+    yield Fact("model.latent.sparse.loss", loss, given.origin("dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss"))
+    yield Fact("model.latent.sparse.fused", given["dsa_kernel_backend"] != "none", given.origin("dsa_kernel_backend"))
+    yield Fact("model.latent.sparse.shared", given["dsa_indexer_topk_freq"] > 1, given.origin("dsa_indexer_topk_freq"))
+
+
 def _latent(given: Given, problems: list[Problem]) -> Iterator[Fact]:
+    yield from _sparse(given, problems)
     if not given[LATENT]:
         return
     yield from facts_in(given, SIZES)

@@ -38,6 +38,7 @@ from megatron_lynx.anatomy import EXPERTS, EXPERTS_WITH_SHARED, HALVES, MLP, SHA
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKWARD, WindowAddress, window_at
 from megatron_lynx.kinds.captured import ROUTER
 from megatron_lynx.kinds.opaque.section import IN_NODES, OPAQUE
+from megatron_lynx.kinds.sparse.section import core_kept
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.plan.rule import Rule
 
@@ -230,6 +231,8 @@ def _latent(plan: Plan) -> Iterator[str]:
 
 def _latent_rule(plan: Plan, rule: Rule) -> Iterator[str]:
     half, section = HALVES[0], plan.model.halves[HALVES[0]]
+    if rule.checkpoints(half) and core_kept(section, plan.model.latent_attention, plan.model.fp8):
+        yield f"{rule.checkpoint_said}, needed mlp or none: sparse attention that shares keys, or in FP8, never runs again"
     if rule.checkpoints(half) or rule.filling(half).in_some_layers:  # checked by `_opaque_rule`
         return
     names = rule.filling(half).names

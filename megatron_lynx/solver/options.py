@@ -21,6 +21,7 @@ from megatron_lynx.cost.prices import Prices
 from megatron_lynx.cost.recompute import INSIDE, Checkpoint, sensible_choices
 from megatron_lynx.cost.section import PricedSection, priced
 from megatron_lynx.cost.stage import HalfSeconds, chunks_in_flight, half_seconds, stage_seconds
+from megatron_lynx.kinds.sparse.section import core_kept
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.solver.ahead import Layer, begun_ahead, spared_s
 from megatron_lynx.solver.answer import Solved, layers_of
@@ -108,11 +109,15 @@ def _partners(kinds: Sequence[HalfKind]) -> Iterator[HalfKind]:
 def may_checkpoint(job: Job, section: Section, checkpoint: Checkpoint) -> bool:
     """Whether a half, or its part of a layer, may be checkpointed together with its communication.
 
-    Opaque sections may not. Beside overlapped exchanges a layer cannot run again as a whole, and rows of experts would travel
-    again.
-    Layers with captured parts may not either.
+    Opaque sections and some of sparse attention may not. Beside overlapped exchanges a layer cannot run again as a whole, and
+    rows of experts would travel again. Layers with captured parts may not either.
     """
-    if section.kept_whole or job.model.experts_whole or asks_host(job, section, checkpoint.items(section)):
+    if (
+        section.kept_whole
+        or job.model.experts_whole
+        or core_kept(section, job.model.latent, job.model.fp8)
+        or asks_host(job, section, checkpoint.items(section))
+    ):
         return False
     return not (section.apart or (checkpoint.joined and (job.model.moe_overlapped or job.model.captured)))
 

@@ -62,7 +62,7 @@ class RecomputeModule:
 
 
 RECOMPUTED = (
-    RecomputeModule("core_attn", (ATTENTION,), ("core",)),
+    RecomputeModule("core_attn", (ATTENTION,), ("core", "sparse_core")),
     RecomputeModule("layernorm", (ATTENTION, MLP), ("norm",), discards_output=True, named=(EXPERTS.norm, DELTA_NET.norm)),
     RecomputeModule("mlp", (MLP,), ("column_parallel", "code", "row_parallel")),
     RecomputeModule("moe", named=EXPERTS_WITH_SHARED.names[1:-1]),

@@ -36,7 +36,7 @@ FEATURES = {
     "hybrid_context_parallel": True,
     "use_ring_exchange_p2p": True,
     "inference_fuse_tp_communication": True,
-    "experimental_attention_variant": "dsa",
+    "experimental_attention_variant": "gdn2",
     "cuda_graph_impl": "local",
     "fp8": "e4m3",
 }

@@ -95,3 +95,10 @@ def _measured(job: Job) -> Measured:
     run = HalfRun(section, getattr(layer, section.method), {"attention_mask": None}, hidden, sites)
     sizes = [parameter.numel() for parameter in chunk.parameters()]
     return blocks_of(run)[0], item_flops(run), sum(sizes), len(sizes)
+
+
+def measured_sparse(rank: int, job: Job) -> Measured:
+    from tests.transparency.sparse_layers import sparse_attention
+
+    with sparse_attention(job):
+        return _measured(job)

@@ -1002,7 +1002,8 @@ def test_attention_that_nobody_looks_into(flags: str, layers: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--experimental-attention-variant dsa", "found dsa, needed none or gated_delta_net"),
+        ("--experimental-attention-variant dsa", "found dsa, needed --multi-latent-attention, --dsa-indexer-n-heads"),
+        ("--experimental-attention-variant gdn2", "found gdn2, needed none or gated_delta_net or gdn or dsa"),
         ("--experimental-attention-variant gated_delta_net", "needed --linear-attention-freq beside it"),
         ("--linear-attention-freq 4", "needed --experimental-attention-variant gated_delta_net beside it"),
     ],

@@ -36,7 +36,7 @@ CHANGES = {"head": {"head.pieces": 4}}
 EXPERTS = " --num-experts 8 --moe-token-dispatcher-type alltoall"
 VALUES = {
     "moe_flex_dispatcher_backend": "ncclep",
-    "experimental_attention_variant": "dsa",
+    "experimental_attention_variant": "gdn2",
     "cuda_graph_impl": "local",
     "fp8_quantizer_factory": "own.factory",
     "rerun_mode": "report_stats",

@@ -8,7 +8,8 @@ Replaces              local layers     `dist_all_gather_func` and `dist_reduce_s
                                        `module.linear` and `module.layernorm_linear` of `transformer_engine.pytorch`; its
                                        `allreduce` ends in `torch.distributed.all_reduce`
                       latent attention `gather_from_tensor_model_parallel_region` and `gather_from_sequence_parallel_region` in
-                                       `megatron.core.transformer.multi_latent_attention`
+                                       `megatron.core.transformer.multi_latent_attention`; of sparse attention in
+                                       `experimental_attention_variant.absorbed_mla`
                       exchanges        `torch.distributed.all_to_all_single`, which Megatron's alltoall dispatcher calls in both
                                        passes; `dispatch` and `combine` of `deep_ep.Buffer`, which its flex dispatcher calls
 Why                   compute waits in each of them. TE overlaps the gather of an input and the scatter of its gradient with
@@ -29,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -202,15 +204,15 @@ def _of_kind(tensor: Any, gathered: Any) -> Any:
     return gathered.detach() if isinstance(tensor, Tensor) else with_bytes(tensor, gathered.detach())
 
 
-def latent_claims(engine: Engine) -> Iterator[Claim]:
-    from megatron.core.transformer import multi_latent_attention
+def latent_claims(engine: Engine, module: str) -> Iterator[Claim]:
+    """`module`: of the attention's class, which imports the gathers by name."""
 
     def remembered(original: Any) -> Any:
         site = Site("gathered latents", torch.nn.Module(), original, may_draw=False)
         return wraps(original)(engine.reported(site))
 
     for name in ("gather_from_tensor_model_parallel_region", "gather_from_sequence_parallel_region"):
-        yield Claim(multi_latent_attention, name, remembered, "gathers what was compressed")
+        yield Claim(import_module(module), name, remembered, "gathers what was compressed")
 
 
 def exchange_claims(engine: Engine, group: Any) -> Iterator[Claim]:

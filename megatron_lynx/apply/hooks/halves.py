@@ -1,16 +1,18 @@
-"""The two halves of a layer, and the rows of a rank's experts.
+"""The two halves of a layer, the rows of a rank's experts, and the logged loss of an indexer.
 
 Replaces              `_forward_attention` and `_forward_mlp` on each layer *instance* of the stage, except opaque halves. With
                       overlapped exchanges of experts, `routed_experts_compute` of their mixtures instead of the latter. With
-                      experts also `forward` on each layer's `mlp.experts`, whatever their kind.
+                      experts also `forward` on each layer's `mlp.experts`, whatever their kind. With sparse attention
+                      `DSAIndexerLossLoggingHelper.save_loss_to_tracker`.
 Why                   a frame records one half, and a window recomputes it. Subclasses override these methods, so never on the
                       class. A plan assumes a load of experts; a rank with more rows needs more memory and time, which the run
-                      reports, and by which a half may fall back.
+                      reports, and by which a half may fall back. A recomputed indexer would log its loss twice.
 Calls the original    once per call, with the arguments as they came; again, without this hook, in every recomputation.
 Holds                 the policy of the half, the plan's capacity in tokens, a rank's rows under balanced routing; nothing per
                       call. One attention half of a rank reports lengths to `Engine.met`.
 Passes through when   gradients are off (evaluation, forward_only). A call with more tokens than the plan's capacity keeps all
                       activations, with one warning. Only shapes of experts' rows are read, so that nothing waits for the device.
+                      An indexer's loss is not logged in a recomputation.
 """
 
 from __future__ import annotations
@@ -151,3 +153,16 @@ def load_claims(engine: Engine, plan: Plan, run: LiveRun, layers: Mapping[int, M
     for number, layer in layers.items():
         experts = module_at(layer, f"{MIXTURE}.experts")
         yield Claim(experts, "forward", counting, "counts the rows of experts", f"layer {number}.{MIXTURE}.experts")
+
+
+def indexer_claims(engine: Engine) -> Iterator[Claim]:
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+
+    def once(original: Any) -> Any:
+        def save_loss_to_tracker(*args: Any, **kwargs: Any) -> None:
+            if engine.scope is None or not engine.scope.recomputes:
+                original(*args, **kwargs)
+
+        return save_loss_to_tracker
+
+    yield Claim(DSAIndexerLossLoggingHelper, "save_loss_to_tracker", once, "logs an indexer's loss")

@@ -55,8 +55,7 @@ def places_of(section: Section, layer: Module, *, te: bool = False) -> list[Plac
 
     Raises `AttributeError` if the layer lacks one.
     """
-    inside = {"inner_norm", *(("norm",) if section.fuses_norm else ())} if te else set()
-    items = [item for item in section.sites if item.role not in inside]
+    items = [item for item in section.sites if not (te and item.name in section.norms_inside)]
     return [Place(item, owner, method) for item in items for owner in _owners(item, layer) for method in item.methods]
 
 

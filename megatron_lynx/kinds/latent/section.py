@@ -104,6 +104,31 @@ LATENT_ITEMS: tuple[str, ...] = tuple(item.name for item in (Q_DOWN, KV_DOWN, Q_
 """Items of latent attention only."""
 
 
+IndexerLoss = Literal["none", "selected", "all"]
+
+
+class SparseSizes(Part):
+    """Sizes of sparse attention (`--experimental-attention-variant dsa`): every rank has an indexer, which selects keys."""
+
+    heads: int = Field(ge=1)
+    """Heads of the indexer (`dsa_indexer_n_heads`)."""
+    head_size: int = Field(ge=1)
+    """Width of such a head (`dsa_indexer_head_dim`)."""
+    keys: int = Field(ge=1)
+    """Keys per query (`dsa_indexer_topk`)."""
+    loss: IndexerLoss = "none"
+    """Keys that train the indexer."""
+    fused: bool = False
+    """Whether fused kernels select and attend (`dsa_kernel_backend`)."""
+    shared: bool = False
+    """Whether layers reuse the keys of an earlier one (`dsa_indexer_topk_freq`). Checkpoints keep such halves."""
+
+
+def trained_on(coefficient: float | None, only_selected: bool) -> IndexerLoss:
+    """Keys that train an indexer, from Megatron's `dsa_indexer_loss_coeff` and `dsa_indexer_use_sparse_loss`."""
+    return "none" if not coefficient else "selected" if only_selected else "all"
+
+
 class LatentSizes(Part):
     """Widths in elements, over all tensor-parallel ranks."""
 
@@ -119,6 +144,8 @@ class LatentSizes(Part):
     """Width of a head's value (`v_head_dim`)."""
     fused_rotary: bool = False
     """Whether fused kernels rotate queries in place and assemble keys (`apply_rope_fusion`)."""
+    sparse: SparseSizes | None = None
+    """Sizes of sparse attention, whose heads are never made from compressed keys and values (`kinds.sparse`)."""
 
     @property
     def compressed(self) -> bool:

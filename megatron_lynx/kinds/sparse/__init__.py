@@ -1,0 +1,1 @@
+"""Sparse attention over compressed keys and values."""
