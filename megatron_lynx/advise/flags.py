@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from megatron_lynx.anatomy.stack import pattern_of
 from megatron_lynx.config.job import Job
 from megatron_lynx.launch_arguments import Reading
-from megatron_lynx.launch_arguments.layers import PATTERN_FLAG, is_hybrid, predicting_of, stack_of
+from megatron_lynx.launch_arguments.layers import OLD_PATTERNS, PATTERN_FLAG, is_hybrid, predicting_of, stack_of
 from megatron_lynx.launch_arguments.parallel_facts import CHUNKS, EACH, EMBEDDING, FIRST, GROUP, LAST, LAYOUT, LOSS, TOKENS, packs
 from megatron_lynx.launch_arguments.today import REPLACED
 from megatron_lynx.plan.layout import layer_flags
@@ -31,7 +31,7 @@ SIZES = {
     "expert": "--expert-model-parallel-size",
 }
 COUNTED = (EMBEDDING, LOSS)
-PLACING = (EACH, CHUNKS, LAYOUT, FIRST, LAST, GROUP)
+PLACING = (EACH, CHUNKS, LAYOUT, FIRST, LAST, GROUP, *OLD_PATTERNS)
 """Megatron's arguments for the layers of stages; `COUNTED`, too."""
 
 

@@ -23,7 +23,18 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from megatron_lynx.anatomy.stack import ATTENTION, BAR, EXPERTS, NEEDED, StackLayer, layers_of, parts_of, segments_of, unknown_in
+from megatron_lynx.anatomy.stack import (
+    ATTENTION,
+    BAR,
+    EXPERTS,
+    NEEDED,
+    SLASH,
+    StackLayer,
+    layers_of,
+    parts_of,
+    segments_of,
+    unknown_in,
+)
 from megatron_lynx.config.experts import as_spans, gated_attention
 from megatron_lynx.errors import Problem
 from megatron_lynx.launch_arguments.given import Fact, Given, Value
@@ -118,6 +129,8 @@ def _windows(given: Given, problems: list[Problem]) -> Iterator[Fact]:
 
 PATTERN, SPEC = "hybrid_layer_pattern", "spec"
 PATTERN_FLAG = "--hybrid-layer-pattern"
+OLD_PATTERNS = OLD_PATTERN, OLD_PREDICTING = "hybrid_override_pattern", "mtp_hybrid_override_pattern"
+"""Older names of the pattern, and of its parts for multi-token prediction; Megatron joins them."""
 STOCK_SPECS = ("hybrid_stack_spec", "mamba_stack_spec")
 """Megatron's own, of `megatron.core.models`."""
 HYBRID_ALONE = "is_hybrid_model"
@@ -125,6 +138,7 @@ HYBRID_ALONE = "is_hybrid_model"
 
 def as_gpt(given: Given, problems: list[Problem]) -> Given:
     """The launch with its hybrid pattern, if it has one, expressed in layers of a GPT."""
+    given = _with_one_pattern(given)
     if not (pattern := str(given[PATTERN] or "")):
         return given
     kept = {name: value for name, value in given.values.items() if name != HYBRID_ALONE and not _is_stock(name, value)}
@@ -154,6 +168,17 @@ def as_gpt(given: Given, problems: list[Problem]) -> Given:
     elif any(having) or given["num_experts"]:
         problems.append(Problem(PATTERN_FLAG, pattern, "--num-experts beside it where it has experts (E), and only there"))
     return given.with_values(values, PATTERN_FLAG)
+
+
+def _with_one_pattern(given: Given) -> Given:
+    """The launch with its pattern under the name of today, as in `validate_args`."""
+    if given[PATTERN] or not given[OLD_PATTERN]:
+        return given
+    pattern, predicting, depth = given[OLD_PATTERN], given[OLD_PREDICTING], given["mtp_num_layers"]
+    if predicting and depth and SLASH not in pattern:
+        pattern += f"{SLASH}{predicting}" * depth
+    kept = {name: value for name, value in given.values.items() if name not in OLD_PATTERNS}
+    return replace(given, values=kept).with_values({PATTERN: pattern}, given.origin(OLD_PATTERN))
 
 
 def _is_layer(part: str) -> bool:

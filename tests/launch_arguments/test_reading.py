@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_lynx.advise.flags import command as changed_command
 from megatron_lynx.config import Experts
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.cost.parameters import stage_parameters
@@ -21,6 +22,7 @@ from megatron_lynx.launch_arguments import Reading, job_of, read_launch
 from megatron_lynx.launch_arguments.parallel_facts import layers_of_layout
 from megatron_lynx.launch_arguments.reading import unsaid
 from megatron_lynx.plan.layout import layout_text
+from megatron_lynx.planner import uniform_plan
 from megatron_lynx.planner.summary import job_flags
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.search.space import Space
@@ -927,6 +929,23 @@ def test_parts_after_a_slash_predict_more_tokens() -> None:
     assert any("M-, the decoder's last layer, in place of *-" in said for _, said in other.priced_as)
     repeated = read_launch([*common, *HYBRID, "*-*-|*-*-/*-/*-", "--mtp-use-repeated-layer"])
     assert (repeated.problems, dict(repeated.priced_as).keys() >= {"--mtp-use-repeated-layer"}) == ((), True)
+
+
+def test_a_pattern_under_its_older_names_is_the_same_pattern() -> None:
+    """As published launches of Nemotron-H have it; where layers move, only the name of today remains."""
+    common = words_of_hybrid()
+    new = read_launch([*common, *HYBRID, "M-M-M-*-/*-/*-"])
+    old = ["--hybrid-override-pattern", "M-M-M-*-", "--mtp-hybrid-override-pattern", "*-", "--mtp-num-layers", "2"]
+    reading = read_launch([*common, "--is-hybrid-model", *old])
+    assert reading.problems == ()
+    assert job_of(reading, "h100-80g") == job_of(new, "h100-80g")
+    job = job_of(new, "h100-80g")
+    moved = job.model_copy(update={"parallel": job.parallel.model_copy(update={"pipeline": 1, "partition": None})})
+    command = changed_command(reading, job, moved, uniform_plan(moved), "plan.yaml")
+    assert "--hybrid-layer-pattern" in command
+    assert "override-pattern" not in command
+    both = read_launch([*common, *HYBRID, "M-", "--hybrid-override-pattern", "M-"])
+    assert [problem.where for problem in both.problems] == ["--hybrid-override-pattern"]
 
 
 @pytest.mark.parametrize(
