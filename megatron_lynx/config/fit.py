@@ -17,19 +17,17 @@ from megatron_lynx.fp8_recipes import STORED
 
 
 def size_problems(model: Model, parallel: Parallel) -> Iterator[str]:
-    tensor, context = parallel.tensor, parallel.context
-    divide = f"such as {_divisors(gcd(model.heads, model.ffn, model.kv_groups))}"
-    for name, value in (("heads", model.heads), ("ffn", model.ffn), ("kv_groups", model.kv_groups)):
-        if value % tensor:
-            yield f"model.{name} ({value}) must be a multiple of parallel.tensor ({tensor}), {divide}"
-    if parallel.sequence_parallel and model.seq % tensor:
-        yield f"model.seq ({model.seq}) must be a multiple of parallel.tensor ({tensor}) under sequence parallelism"
-    if context > 1 and model.seq % (slices := 2 * context * (tensor if parallel.sequence_parallel else 1)):
-        yield f"model.seq ({model.seq}) must be a multiple of {slices}: two slices for each context rank"
-    if (traded := parallel.context_groups[0]) > 1:
-        for name, value in (("heads", model.heads), ("kv_groups", model.kv_groups)):
-            if value % (tensor * traded):
-                yield f"model.{name} ({value}) must be a multiple of parallel.tensor x ranks that trade heads ({tensor * traded})"
+    tensor, context, sequence_parallel = parallel.tensor, parallel.context, parallel.sequence_parallel
+    divide = f"parallel.tensor ({tensor}), such as {_divisors(gcd(model.heads, model.ffn, model.kv_groups))}"
+    slices, traded = 2 * context * (tensor if sequence_parallel else 1), tensor * parallel.context_groups[0]
+    rules = [(name, tensor, divide) for name in ("heads", "ffn", "kv_groups")]
+    rules += [("seq", tensor, f"parallel.tensor ({tensor}) under sequence parallelism")] if sequence_parallel else []
+    rules += [("seq", slices, f"{slices}: two slices for each context rank")] if context > 1 else []
+    if traded > tensor:
+        rules += [(name, traded, f"parallel.tensor x ranks that trade heads ({traded})") for name in ("heads", "kv_groups")]
+    for name, divisor, needed in rules:
+        if (value := getattr(model, name)) % divisor:
+            yield f"model.{name} ({value}) must be a multiple of {needed}"
 
 
 def layer_problems(layers: int, parallel: Parallel) -> Iterator[str]:
@@ -118,8 +116,7 @@ def fp8_problems(model: Model, parallel: Parallel, micro: int, cluster: Cluster)
 
 def _in_bf16(model: Model, parallel: Parallel) -> Iterator[str]:
     assert model.fp8 is not None
-    most_layers, asked = model.layers // parallel.pipeline, ("first_in_bf16", "last_in_bf16")
-    counts = {name: getattr(model.fp8, name) for name in asked}
+    most_layers, counts = model.layers // parallel.pipeline, model.fp8.model_dump(include={"first_in_bf16", "last_in_bf16"})
     for name, layers in counts.items():
         if layers > most_layers:
             yield f"model.fp8.{name} ({layers}) must be at most model.layers / parallel.pipeline ({most_layers})"

@@ -115,9 +115,17 @@ def _group_of_all(args: Any) -> Any:
     """A gloo group of all ranks; None for one rank, and, with a message, if gloo is missing."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    group, missing = _made(args)
-    missing = next((why for why in of_all_ranks(missing) if why is not None), None)
-    if missing is None:
+    group: Any = None
+    missing = "--disable-gloo-process-groups"
+    if all(getattr(args, name, True) for name in GLOO):
+        missing = "" if dist.is_gloo_available() else "this PyTorch has no gloo"
+    if not missing:
+        try:
+            group = dist.new_group(backend="gloo")
+        except RuntimeError as error:
+            missing = f"no group over gloo ({str(error).partition(chr(10))[0]})"
+    missing = next(filter(None, of_all_ranks(missing)), "")
+    if not missing:
         return group
     if group is not None:
         dist.destroy_process_group(group)
@@ -126,15 +134,3 @@ def _group_of_all(args: Any) -> Any:
     )
     on_rank_0(f"megatron-lynx: {missing}: {alone}")
     return None
-
-
-def _made(args: Any) -> tuple[Any, str | None]:
-    if not all(getattr(args, name, True) for name in GLOO):
-        return None, "--disable-gloo-process-groups"
-    if not dist.is_gloo_available():
-        return None, "this PyTorch has no gloo"
-    try:
-        return dist.new_group(backend="gloo"), None
-    except RuntimeError as error:
-        first = str(error).partition("\n")[0]
-        return None, f"no group over gloo ({first})"

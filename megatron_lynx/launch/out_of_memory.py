@@ -25,12 +25,12 @@ follows the first layer's attention half, and the head's comes before the last l
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from decimal import ROUND_DOWN, Context
 from traceback import walk_tb
 from typing import Any, NamedTuple
 
@@ -213,9 +213,6 @@ def _fragmented(allocator: Allocator) -> str:
     return f"{summary}: without it {format_bytes(allocator.lacking_bytes)} would lack all the same"
 
 
-DIGITS = 4
-
-
 def command(
     allocator: Allocator,
     planned_bytes: int | None,
@@ -243,11 +240,8 @@ def budget_bytes(allocator: Allocator, planned_bytes: int | None) -> int:
 
 
 def rounded_down(gib: float) -> str:
-    if gib <= 0:
-        return "0"
-    places = max(0, DIGITS - 1 - math.floor(math.log10(gib)))
-    text = f"{math.floor(gib * 10**places) / 10**places:.{places}f}"
-    return text.rstrip("0").rstrip(".") if places else text
+    """Four digits."""
+    return format(Context(prec=4, rounding=ROUND_DOWN).create_decimal_from_float(gib).normalize(), "f")
 
 
 _UNITS = {"B": 1, "bytes": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}
@@ -294,15 +288,11 @@ class Allocator:
     @classmethod
     def of(cls, error: BaseException) -> Allocator | None:
         """Parse the error; None if it has no figures (another library's memory, say)."""
-        sizes = {name: _size_in(words, str(error)) for name, words in _FIGURES.items()}
-        if sizes["asked_bytes"] is None or sizes["allocated_bytes"] is None:
+        size = r"([\d.]+) (B|bytes|KiB|MiB|GiB)"
+        found = {name: re.search(words.replace("SIZE", size), str(error)) for name, words in _FIGURES.items()}
+        if found["asked_bytes"] is None or found["allocated_bytes"] is None:
             return None
-        return cls(**{name: size for name, size in sizes.items() if size is not None})
-
-
-def _size_in(words: str, text: str) -> int | None:
-    match = re.search(words.replace("SIZE", r"([\d.]+) (B|bytes|KiB|MiB|GiB)"), text)
-    return None if match is None else round(float(match[1]) * _UNITS[match[2]])
+        return cls(**{name: round(float(match[1]) * _UNITS[match[2]]) for name, match in found.items() if match is not None})
 
 
 def states_held(models: Iterable[Module], optimizer: Any) -> dict[str, int]:

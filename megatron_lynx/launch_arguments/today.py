@@ -135,7 +135,10 @@ def today_of(given: Given, problems: list[Problem], *, planning: bool = False) -
 
 def against_megatron(given: Given, today: Today, job: Job) -> Iterator[Problem]:
     """The refusals of the newest release, if every release that accepts the launch's flags refuses its setting for this job."""
-    whys = [_refusals(today.setting, _facts(given, job, release)) for release in given.releases]
+    whys = []
+    for release in given.releases:
+        facts = _facts(given, job, release)
+        whys.append([*refused(today.setting, facts), *filter(None, [not_launched(today.setting, facts)])])
     if all(whys):
         where = " ".join([*today.flags, *([given.origin(OVERLAP)] if today.beside else [])])
         yield from (Problem(where, why, "", f"{STOPS}: drop what it refuses") for why in whys[-1])
@@ -143,11 +146,6 @@ def against_megatron(given: Given, today: Today, job: Job) -> Iterator[Problem]:
 
 def cannot_train(given: Given, today: Today, job: Job) -> str | None:
     return fails(today.setting, _facts(given, job, given.release))
-
-
-def _refusals(setting: StockSetting, facts: Facts) -> list[str]:
-    unlaunched = not_launched(setting, facts)
-    return [*refused(setting, facts), *([unlaunched] if unlaunched else [])]
 
 
 def _facts(given: Given, job: Job, release: str) -> Facts:
@@ -212,15 +210,16 @@ def _contradictions(given: Given) -> Iterator[Problem]:
 
 
 def captures(given: Given) -> bool:
-    return not captures_nothing(_implementation(given), _modules(given), hybrid=_is_hybrid(given))
+    return not captures_nothing(*_captured(given), hybrid=given["hybrid_layer_pattern"] is not None)
 
 
 def why_alone(given: Given) -> str:
     """Why no plan can run with a launch's graphs; empty if one can, or without graphs."""
     if not captures(given):
         return ""
-    modules = _modules(given)
-    if (refused := refused_capture(_implementation(given), modules, hybrid=_is_hybrid(given))) is not None:
+    implementation, modules = _captured(given)
+    hybrid = given["hybrid_layer_pattern"] is not None
+    if (refused := refused_capture(implementation, modules, hybrid=hybrid)) is not None:
         refused_setting, why = refused
         return f"{refused_setting}: {why}; nearest: --cuda-graph-impl {CAPTURABLE}"
     if {"attn", "mlp"}.issubset(modules) and not given["num_experts"]:
@@ -232,23 +231,13 @@ def why_alone(given: Given) -> str:
 
 def graph_facts(given: Given) -> Iterator[Fact]:
     if captures(given) and not why_alone(given):
-        named = _modules(given)
-        yield Fact("model.captured", [module for module in CAPTURED_MODULES if module in named], given.origin(_named_by(given)))
+        _, named = _captured(given)
+        origin = given.origin(*(name for name in GRAPH_MODULES if given[name]), GRAPH_MODULES[0])
+        yield Fact("model.captured", [module for module in CAPTURED_MODULES if module in named], origin)
 
 
-def _implementation(given: Given) -> str:
-    if given[LOCAL]:
-        return "local"
-    return "transformer_engine" if given[EXTERNAL] else str(given[GRAPHS_BY] or "none")
-
-
-def _is_hybrid(given: Given) -> bool:
-    return given["hybrid_layer_pattern"] is not None
-
-
-def _named_by(given: Given) -> str:
-    return next((name for name in GRAPH_MODULES if given[name]), GRAPH_MODULES[0])
-
-
-def _modules(given: Given) -> tuple[str, ...]:
-    return tuple(str(module) for module in given[_named_by(given)] or () if str(module) != ALL_MODULES)
+def _captured(given: Given) -> tuple[str, tuple[str, ...]]:
+    """The implementation of graphs, and the captured modules."""
+    implementation = "transformer_engine" if given[EXTERNAL] else str(given[GRAPHS_BY] or "none")
+    named = next((given[name] for name in GRAPH_MODULES if given[name]), ())
+    return "local" if given[LOCAL] else implementation, tuple(str(module) for module in named if str(module) != ALL_MODULES)

@@ -19,7 +19,6 @@ from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.plan.rule import Rule
 from megatron_lynx.plan.timetables import layout_of, planned_halves, timetable_of
 from megatron_lynx.schedule.flushes import groups_needed
-from megatron_lynx.timetable import Layout
 
 
 def problems(plan: Plan) -> list[str]:
@@ -27,7 +26,7 @@ def problems(plan: Plan) -> list[str]:
     inconsistencies = [*of_launch(plan), *_missing_stages(plan), *_broken_layers(plan)]
     for at, stage in enumerate(plan.stages):
         for rule in stage.rules:
-            unmet = features.unknown_names(plan, rule)
+            unmet = [*features.latent_rule(plan, rule), *features.opaque_rule(plan, rule)]
             unmet = unmet or [*_unhonoured(plan, stage, rule), *features.experts_rule(plan, rule)]
             unmet += features.of_rule(plan, rule)
             inconsistencies += [f"stages.{at} layers {rule.layers}: {text}" for text in unmet]
@@ -114,19 +113,19 @@ def _rest_without_wait(plan: Plan, rule: Rule, half: Half) -> Iterator[str]:
     window, layout = rule.wait_of_rest(half), layout_of(plan)
     if window is None:
         return
+
+    def has_wait(layer: int, section: Section) -> bool:
+        exchanges, gathers = layout.waits("bwd", layer, section) > 0, layout.sequence_parallel and layout.collectives
+        userbuffers = plan.parallel.userbuffers or bool(plan.model.adapted)
+        return resumes_in_wait(section, plan.model.fp8, exchanges=exchanges, gathers=gathers, userbuffers=userbuffers)
+
     halves = ((layer, section) for layer in rule.layers for section in plan.model.sections_of(layer) if section.half == half)
-    if lacking := [layer for layer, section in halves if not _rest_has_wait(plan, layout, layer, section)]:
+    if lacking := [layer for layer, section in halves if not has_wait(layer, section)]:
         finding = (
             f"windows.{half} is {window}, but {rule.checkpoint_said}, and no gradient travels there: {features.spans(lacking)}"
         )
         needed = "tokens that are dispatched in windows, or parallel.sequence_parallel without fp8"
         yield f"{finding}: needed {needed}, or no window"
-
-
-def _rest_has_wait(plan: Plan, layout: Layout, layer: int, section: Section) -> bool:
-    exchanges, gathers = layout.waits("bwd", layer, section) > 0, layout.sequence_parallel and layout.collectives
-    userbuffers = plan.parallel.userbuffers or bool(plan.model.adapted)
-    return resumes_in_wait(section, plan.model.fp8, exchanges=exchanges, gathers=gathers, userbuffers=userbuffers)
 
 
 def _sections(plan: Plan, rule: Rule, half: Half) -> list[Section]:

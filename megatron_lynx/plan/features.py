@@ -1,17 +1,5 @@
 """Checks of a plan's features: facts of the launch that exclude each other, and requests of a rule that a feature excludes.
 
-captured        attention, mlp: the half is kept whole, none of its weight gradients is delayed, and the layer is no checkpoint.
-                moe_router: of a layer of experts only items between dispatch and combine may be recomputed
-without flushes two versions of the weights, one chunk on each stage. The forward before a backward may be the next batch's, with
-                other weights: its collectives hide no recomputation. `whole` counts micro-batches in a step; here micro-batches
-                of two batches are in flight
-experts         rules name items that their layers have. A rule may have layers with and without experts if it recomputes no
-                item that only some of them have. Exchanges of tokens are windows if experts are distributed over ranks
-latent          up-projections may be recomputed: their gathered inputs (sequence parallelism) are small, and kept. The fused
-                rotary kernel works in place: it is recomputed together with the linear that made its input, or not at all.
-                Linears that gather the residual stream, with sequence parallelism, are kept: Megatron's own down-projections,
-                and `linear_q_proj` if queries are not compressed
-opaque          halves are kept whole
 overlapped      Megatron's combined schedule interleaves nodes of a forward and a backward, and waits for no exchange: there are
                 no windows, and recomputation is on demand, where backward enters the node. A layer of experts has four nodes:
 
@@ -51,11 +39,6 @@ def of_launch(plan: Plan) -> Iterator[str]:
     """Facts of the launch that exclude each other."""
     for facts in (_without_flushes, _experts, _userbuffers, _latent, _overlapped, _opaque, _captured):
         yield from facts(plan)
-
-
-def unknown_names(plan: Plan, rule: Rule) -> list[str]:
-    """Items of a rule that its layers do not have."""
-    return [*_latent_rule(plan, rule), *_opaque_rule(plan, rule)]
 
 
 def of_rule(plan: Plan, rule: Rule) -> Iterator[str]:
@@ -113,7 +96,8 @@ def _captured(plan: Plan) -> Iterator[str]:
 
 def _captured_rule(plan: Plan, rule: Rule) -> Iterator[str]:
     for section in dict.fromkeys(section for layer in rule.layers for section in plan.model.sections_of(layer)):
-        yield from _captured_half(rule, section)
+        if section.captured or section.apart:
+            yield from _captured_half(rule, section)
     if (rule.checkpoint is not None and not isinstance(rule.checkpoint, str)) or rule.checkpoint == "layer":
         yield f"{rule.checkpoint_said}, needed one half or none: a part of the layer {IN_GRAPH}"
 
@@ -125,7 +109,7 @@ def _captured_half(rule: Rule, section: Section) -> Iterator[str]:
             yield f"found {', '.join(asked)} recomputed or deferred, needed the {section.half} half kept whole: it {IN_GRAPH}"
         if rule.checkpoint == section.half:
             yield f"{rule.checkpoint_said}, needed the other half or none: it {IN_GRAPH}"
-    elif section.apart:
+    else:
         if asked := [*(item for item in section.apart if item in rule.recompute), *deferred]:
             needed = f"none but {', '.join(section.recomputable)} recomputed, and none deferred"
             yield f"found {', '.join(asked)} recomputed or deferred, needed {needed}: the router {IN_GRAPH}"
@@ -229,11 +213,11 @@ def _latent(plan: Plan) -> Iterator[str]:
         yield "parallel.userbuffers is true, needed false: latent attention with --tp-comm-overlap is not planned"
 
 
-def _latent_rule(plan: Plan, rule: Rule) -> Iterator[str]:
+def latent_rule(plan: Plan, rule: Rule) -> Iterator[str]:
     half, section = HALVES[0], plan.model.halves[HALVES[0]]
     if rule.checkpoints(half) and core_kept(section, plan.model.latent_attention, plan.model.fp8):
         yield f"{rule.checkpoint_said}, needed mlp or none: sparse attention that shares keys, or in FP8, never runs again"
-    if rule.checkpoints(half) or rule.filling(half).in_some_layers:  # checked by `_opaque_rule`
+    if rule.checkpoints(half) or rule.filling(half).in_some_layers:  # checked by `opaque_rule`
         return
     names = rule.filling(half).names
     if names != section.names:
@@ -265,7 +249,7 @@ def _opaque(plan: Plan) -> Iterator[str]:
                     yield f"model.opaque_layers.{name} has layer {layer}, where the {OPAQUE[name].half} half is {filled} already"
 
 
-def _opaque_rule(plan: Plan, rule: Rule) -> Iterator[str]:
+def opaque_rule(plan: Plan, rule: Rule) -> Iterator[str]:
     for half in HALVES:
         sections = {section for layer in rule.layers for section in plan.model.sections_of(layer) if section.half == half}
         affected = {section.name for section in sections if section.opaque}
