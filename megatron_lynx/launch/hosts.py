@@ -48,7 +48,7 @@ from megatron_lynx.apply.hook import Claim
 from megatron_lynx.bridge_settings import BridgeSettings
 from megatron_lynx.errors import ConfigError, LynxError, Problem
 from megatron_lynx.launch.ending import Ended
-from megatron_lynx.launch.flags import BRIDGE, PREFIX, add_flags
+from megatron_lynx.launch.flags import BRIDGE, add_flags
 from megatron_lynx.launch.message import stop
 
 
@@ -205,13 +205,7 @@ class Bridge(Host):
 
     def arguments_of(self, words: Sequence[str]) -> Sequence[str]:
         """The script's arguments without our flags, which its parser would refuse."""
-        script_words, taken = [], False
-        for word in words:
-            ours = word.startswith(PREFIX)
-            if not ours and not taken:
-                script_words.append(word)
-            taken = ours and "=" not in word
-        return script_words
+        return add_flags(argparse.ArgumentParser(add_help=False, allow_abbrev=False)).parse_known_args(list(words))[1]
 
     def find(self, script: str) -> None:
         try:
