@@ -236,7 +236,8 @@ def _in_layout(
         return replace(answer, error=_why_none(job, costs), would_fit=tuple(would_fit(job, costs, reading)))
     made = answer.planned
     if reading is not None:
-        launch = launch.kept_beside(reading.with_graphs_of(made.draft.plan.model.captured).today)
+        today = reading.with_graphs_of(made.draft.plan.model.captured).today  # without the flags that the plan replaces
+        launch = replace(launch, flags=today.flags, keeps_graphs=today.keeps_graphs)
     return replace(answer, launch=launch, on_host=OnHost.of(made.draft.job, costs.host_adam, priced=True))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_lynx.config.job import Job
@@ -45,10 +45,6 @@ class Launch:
     """Why no plan goes with its graphs; empty if one may."""
     keeps_graphs: bool = False
     """Whether the plan keeps its graphs."""
-
-    def kept_beside(self, today: Today) -> Launch:
-        """The launch with the flags and graphs that the plan leaves."""
-        return replace(self, flags=today.flags, keeps_graphs=today.keeps_graphs)
 
     @property
     def graphs_in_words(self) -> str:

@@ -96,12 +96,12 @@ def search(
     """
     began_s = time.perf_counter()
     space = Space(job, gpus, None if contexts is None else tuple(sorted(set(contexts))))
-    asked = Asked(space, _checked(space, top, policies))
-    running = BestFirst(space, asked.policies, top, offload, watch)
+    tried = _checked(space, top, policies)
+    running = BestFirst(space, tried, top, offload, watch)
     with no_collections():
         candidates = _finalists(running.run())
         if not candidates:
-            raise nothing_fits(asked, running.excesses, POLICIES)
+            raise nothing_fits(space, tried, running.excesses, POLICIES)
     seconds = time.perf_counter() - began_s
     return Ranking(job, gpus, candidates, running.considered, tuple(running.losers.families()), seconds)
 
@@ -232,21 +232,15 @@ STATES_TRIED = 32
 """Layouts with the smallest states that are tried if no state fits."""
 
 
-@dataclass(frozen=True)
-class Asked:
-    space: Space
-    policies: Sequence[Policy]
-
-
-def nothing_fits(asked: Asked, excesses: Sequence[Excess], known: Sequence[Policy]) -> Infeasible:
-    """`excesses`: those of candidates whose state fits. `known`: all policies."""
+def nothing_fits(space: Space, policies: Sequence[Policy], excesses: Sequence[Excess], known: Sequence[Policy]) -> Infeasible:
+    """`policies`: those that were tried. `excesses`: those of candidates whose state fits. `known`: all policies."""
     if not excesses:  # no state fits: the smallest ones are tried
-        smallest = (fit(_under(job, policy)) for job in _by_state(asked.space)[:STATES_TRIED] for policy in asked.policies)
+        smallest = (fit(_under(job, policy)) for job in _by_state(space)[:STATES_TRIED] for policy in policies)
         excesses = [result for result in smallest if isinstance(result, Excess)]
     closest = min(excesses, key=lambda excess: (excess.bytes <= 0, excess.bytes))
-    devices = "1 device" if asked.space.gpus == 1 else f"{asked.space.gpus} devices"
+    devices = "1 device" if space.gpus == 1 else f"{space.gpus} devices"
     headline = f"nothing fits on {devices}: the closest is {in_words(closest.job)}"
-    return Infeasible(headline, [_binding(closest), *_changes(asked, closest, known)])
+    return Infeasible(headline, [_binding(closest), *_changes(space, policies, closest, known)])
 
 
 def _binding(closest: Excess) -> Problem:
@@ -258,17 +252,17 @@ def _binding(closest: Excess) -> Problem:
     return Problem(f"stage {closest.stage}", usage, limit, f"{format_bytes(closest.bytes)} too much")
 
 
-def _changes(asked: Asked, closest: Excess, known: Sequence[Policy]) -> Iterator[Problem]:
-    other_policies = tuple(policy for policy in known if policy not in asked.policies)
-    if other_policies and (solution := first_that_fits(replace(asked, policies=other_policies))) is not None:
-        yield Problem("--policies", ", ".join(asked.policies), solution[0].policy, _then(*solution))
+def _changes(space: Space, policies: Sequence[Policy], closest: Excess, known: Sequence[Policy]) -> Iterator[Problem]:
+    others = tuple(policy for policy in known if policy not in policies)
+    if others and (solution := first_that_fits(space, others)) is not None:
+        yield Problem("--policies", ", ".join(policies), solution[0].policy, _then(*solution))
     if not closest.host and closest.usage < closest.job.cluster.memory_gib * GIB:
         needed = f"{closest.usage / GIB:.2f}"
         yield Problem("budget.memory_gib", f"{closest.limit / GIB:.2f}", needed, f"then {in_words(closest.job)} fits")
     for times in TIMES_AS_MANY:
-        more = replace(asked, space=replace(asked.space, gpus=times * asked.space.gpus))
-        if (solution := first_that_fits(more)) is not None:
-            yield Problem("--gpus", str(asked.space.gpus), str(more.space.gpus), _then(*solution))
+        more = replace(space, gpus=times * space.gpus)
+        if (solution := first_that_fits(more, policies)) is not None:
+            yield Problem("--gpus", str(space.gpus), str(more.gpus), _then(*solution))
             return
 
 
@@ -276,12 +270,12 @@ def _then(job: Job, memory: StageMemory) -> str:
     return f"then {in_words(job)} fits: {format_bytes(memory.total)}"
 
 
-def first_that_fits(asked: Asked) -> tuple[Job, StageMemory] | None:
+def first_that_fits(space: Space, policies: Sequence[Policy]) -> tuple[Job, StageMemory] | None:
     """Return the fitting layout with the smallest state and micro-batch. It need not be the fastest."""
-    for job in _by_state(asked.space):
+    for job in _by_state(space):
         if always_bytes(job) > job.memory_budget_bytes:
             return None
-        for policy_job in (_under(job, policy) for policy in asked.policies):
+        for policy_job in (_under(job, policy) for policy in policies):
             if not isinstance(memory := fit(policy_job), Excess):
                 return policy_job, memory
     return None
@@ -315,10 +309,10 @@ def smallest_layout(job: Job) -> Job:
     jobs = [next(space.on(layout)) for layout in sorted(space.layouts(), key=_size) if layout.layers_per_chunk is None]
     for policy in STOCK:
         for one in jobs:
-            tried = one.model_copy(update={"policy": policy})
+            tried = _under(one, policy)
             if not isinstance(fit(tried), Excess):
                 return tried
-    raise nothing_fits(Asked(space, STOCK), (), STOCK)
+    raise nothing_fits(space, STOCK, (), STOCK)
 
 
 def _size(layout: Parallel) -> tuple[int, ...]:

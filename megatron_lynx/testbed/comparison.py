@@ -317,8 +317,9 @@ def left_out_of(census: Census, field: list[Counted]) -> Iterator[Skipped]:
 
 
 def _setting(candidate: Candidate, censuses: list[Census], laps: list[dict[str, Lap]]) -> Setting:
-    pairs = zip((census[candidate.name] for census in censuses), (lap[candidate.name] for lap in laps), strict=True)
-    return Setting(name=candidate.name, ours=candidate.ours, ranks=tuple(_result(rank, *pair) for rank, pair in enumerate(pairs)))
+    name = candidate.name
+    ranks = (_result(rank, census[name], lap[name]) for rank, (census, lap) in enumerate(zip(censuses, laps, strict=True)))
+    return Setting(name=name, ours=candidate.ours, ranks=tuple(ranks))
 
 
 def _result(rank: int, counted: Counted, lap: Lap) -> RankResult:

@@ -204,29 +204,26 @@ def _interference(job: Job, links: tuple[LinkPoint, ...], device: torch.device, 
 
 def check_measurable(job: Job) -> None:
     """Raise `ConfigError` for layers that cannot be measured: context parallelism and experts, which communicate with further
-    ranks, FP8, and Transformer Engine's layers if it is not installed. Ranks have the same import path."""
-    todo = "plan for a described cluster: seconds and bytes then follow from shapes"
+    ranks, FP8, adapters, and Transformer Engine's layers if it is not installed. Ranks have the same import path."""
+    model, elsewhere = job.model, "plan for a described cluster: seconds and bytes then follow from shapes"
+    install = "install it with its compiled part; without a GPU docs/models.md says what a checkout can do"
+    latent, engine = "transformer_engine with latent attention, as Megatron has it", "Transformer Engine on the import path"
+    problems = []
     if job.parallel.context > 1:
-        problem = Problem("job: parallel.context", str(job.parallel.context), "1: a layer is measured without its exchange", todo)
-        raise ConfigError("layers that exchange keys and values cannot be measured yet", [problem])
-    if job.model.latent is not None and not job.model.uses_te:
-        problem = Problem(
-            "job: model.implementation", "local", "transformer_engine with latent attention, as Megatron has it", todo
-        )
-        raise ConfigError("these layers cannot be built", [problem])
-    if job.model.experts is not None:
-        problem = Problem("job: model.experts", f"{job.model.experts.count} experts", "none", todo)
-        raise ConfigError("Layers of experts cannot be measured yet.", [problem])
-    if job.model.fp8 is not None:
-        problem = Problem("job: model.fp8", str(job.model.fp8_recipe), "none", todo)
-        raise ConfigError("these layers cannot be measured item by item yet", [problem])
-    if job.model.adapters is not None:
-        problem = Problem("job: model.adapters", ", ".join(job.model.adapted), "none", todo)
-        raise ConfigError("adapters are not measured", [problem])
-    if job.model.uses_te and not transformer_engine_can_run():
-        todo = "install it with its compiled part; without a GPU docs/models.md says what a checkout can do"
-        problem = Problem("job: model.implementation", job.model.implementation, "Transformer Engine on the import path", todo)
-        raise ConfigError("these layers cannot be built here", [problem])
+        needed = "1: a layer is measured without its exchange"
+        problems.append(Problem("job: parallel.context", str(job.parallel.context), needed, elsewhere))
+    if model.latent is not None and not model.uses_te:
+        problems.append(Problem("job: model.implementation", "local", latent, elsewhere))
+    if model.experts is not None:
+        problems.append(Problem("job: model.experts", f"{model.experts.count} experts", "none", elsewhere))
+    if model.fp8 is not None:
+        problems.append(Problem("job: model.fp8", str(model.fp8_recipe), "none", elsewhere))
+    if model.adapters is not None:
+        problems.append(Problem("job: model.adapters", ", ".join(model.adapted), "none", elsewhere))
+    if model.uses_te and not transformer_engine_can_run():
+        problems.append(Problem("job: model.implementation", model.implementation, engine, install))
+    if problems:
+        raise ConfigError("these layers cannot be measured here", problems)
 
 
 def te_layer(job: Job, layer: Any) -> TeLayer | None:

@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -330,11 +330,19 @@ KEPT = "_high_precision_init_val"
 def draw_weights(chunk: GPTModel, seed: int) -> None:
     """Overwrite every parameter with its slice of a tensor drawn from `seed` and its global name, on the parameter's device."""
     for name, parameter in chunk.named_parameters():
-        name, shard = global_name(chunk, name), shard_of(name)
+        name, (ranks, rank) = global_name(chunk, name), _shard_of(name)
+        # A gated delta net's convolution has no partition_dim. SwiGLU's first GEMM has two strides, gate and up: each is split.
+        dim, strides = getattr(parameter, "partition_dim", 0), getattr(parameter, "partition_stride", 1)
+        shape, split = list(parameter.shape), getattr(parameter, "tensor_model_parallel", False)
+        if split:
+            shape[dim] *= ranks
         of_name = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
         generator = torch.Generator(parameter.device).manual_seed(of_name)
-        whole = torch.randn(whole_shape(parameter, shard), generator=generator, device=parameter.device) * 0.05
-        weights = slice_of_rank(parameter, whole + 1 if name.endswith("norm.weight") else whole, shard)
+        weights = torch.randn(shape, generator=generator, device=parameter.device) * 0.05
+        if name.endswith("norm.weight"):
+            weights += 1
+        if split:
+            weights = torch.cat([part.chunk(ranks, dim)[rank] for part in weights.chunk(strides, dim)], dim)
         if hasattr(parameter, KEPT):
             if (amax := getattr(parameter._quantizer, "amax", None)) is not None:
                 amax.zero_()  # computed from uninitialized memory
@@ -359,32 +367,11 @@ def _first_expert(chunk: GPTModel) -> int:
     return int(rank) * (int(chunk.config.num_moe_experts or 0) // int(ranks))
 
 
-class Shard(NamedTuple):
-    """Number of parts of a parameter, and this rank's index."""
-
-    ranks: int
-    rank: int
-
-
-def shard_of(name: str) -> Shard:
+def _shard_of(name: str) -> tuple[int, int]:
+    """Return the number of parts of a parameter, and this rank's index."""
     if ".mlp.experts." in name:
-        return Shard(parallel_state.get_expert_tensor_parallel_world_size(), parallel_state.get_expert_tensor_parallel_rank())
-    return Shard(parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank())
-
-
-def whole_shape(parameter: torch.nn.Parameter, shard: Shard) -> list[int]:
-    shape = list(parameter.shape)
-    if getattr(parameter, "tensor_model_parallel", False):
-        shape[getattr(parameter, "partition_dim", 0)] *= shard.ranks  # a gated delta net's convolution has no partition_dim
-    return shape
-
-
-def slice_of_rank(parameter: torch.nn.Parameter, whole: torch.Tensor, shard: Shard) -> torch.Tensor:
-    """Return this rank's part. SwiGLU's first GEMM has two strides, gate and up, each split separately."""
-    if not getattr(parameter, "tensor_model_parallel", False):
-        return whole
-    dim, strides = getattr(parameter, "partition_dim", 0), getattr(parameter, "partition_stride", 1)
-    return torch.cat([part.chunk(shard.ranks, dim)[shard.rank] for part in whole.chunk(strides, dim)], dim)
+        return parallel_state.get_expert_tensor_parallel_world_size(), parallel_state.get_expert_tensor_parallel_rank()
+    return parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
 
 
 def share_weights(chunk: torch.nn.Module, like: torch.nn.Module) -> None:
