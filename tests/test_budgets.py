@@ -128,7 +128,7 @@ def hold_what_is_said(pool_of, job, link_s, share) -> None:
         held = max(size - copied_by_gloo(job, memory, moment) for moment, size in counted[rank].items())
         assert held <= memory.total + STATES_OF_A_HALF * frames + small + held_by_gloo
         parts = parts_beside_layers(job, stage)
-        assert memory.total <= held + small + max(parts.in_hand, parts.update_in_hand // 3)
+        assert memory.total <= held + small + max(parts.at("backward").in_hand, parts.at("update").in_hand // 3)
         assert memory.total <= (least + share * (most - least)) + 1
 
 

@@ -27,6 +27,7 @@ Moment = Literal[
 ]
 
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
+BETWEEN_BATCHES: tuple[Moment, ...] = ("reduction", "first_update", "update")
 
 
 @dataclass(frozen=True)
@@ -83,42 +84,17 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class Parts:
-    """Parts of a stage's device memory, each at its largest."""
+    """Device memory of a stage: states, its layers, and everything else by moment and kind.
+
+    Moments that the stage does not have are missing: only the last one has logits, only the first an embedding.
+    """
 
     states: StageMemory
     """Live at all moments: states, buffers, the rest."""
-    embedding: int = 0
-    """Dropout masks of the embedding, all micro-batches in flight."""
-    messages: int = 0
-    in_hand: int = 0
-    head: int = 0
-    """Inputs of final norm and output projection; the norm's is the layers' output."""
-    predicting: int = 0
-    """Activations of MTP layers, until the backward of the layers before them begins."""
-    logits: int = 0
-    logits_kept: int = 0
-    """Saved by the loss, if the embedding's backward of the previous micro-batch runs after it; else 0."""
-    loss_in_hand: int = 0
-    """Head in pieces: results of earlier pieces, live with one piece's logits."""
-    logits_gradient: int = 0
-    head_in_hand: int = 0
-    """Transients of the output projection's backward."""
-    tied_gradient: int = 0
-    """Tied weight: its gradient from the output projection, which waits for the embedding's."""
-    embedding_gradient: int = 0
-    reduced: int = 0
-    """Gradients copied into one block for one reduction."""
-    update_copies: int = 0
-    update_in_hand: int = 0
-    """Transients of an update, one parameter at a time."""
-    optimizer_made: int = 0
-    """Needed to build the optimizer, beyond its state (`cost.host_optimizer`)."""
-    remembered: int = 0
-    """Tensors of the last call that token dispatchers free only in the next one."""
-    pool: int = 0
-    """Saved by captured graphs for one chunk and micro-batch; their pool is not freed after backward."""
-    pools: int = 0
-    """The same for all chunks in flight."""
+    beside: Mapping[Moment, Mapping[str, int]]
+    """At each moment, besides states, and layers' activations."""
+    running: Mapping[str, int] = field(default_factory=dict)
+    """Part of `beside` while micro-batches are in flight: messages, dropout masks of the embedding."""
     activations: int = 0
     """Activations of all chunks in flight; with offloading, those that stay."""
     activations_at_loss: int | None = None
@@ -130,6 +106,10 @@ class Parts:
     activations_behind_backward: int | None = None
     """Activations left after one micro-batch's backward, operands of delayed weight gradients included; default: all but `chunk`.
     """
+    pool: int = 0
+    """Saved by captured graphs for one chunk and micro-batch; their pool is not freed after backward."""
+    pools: int = 0
+    """The same for all chunks in flight."""
     flushed: bool = True
     """Whether no micro-batch is in flight in reductions and updates."""
 
@@ -151,56 +131,29 @@ class Parts:
 
     @property
     def moments(self) -> tuple[Moment, ...]:
-        """Return the moments that the stage has: only the last has logits, only the first an embedding."""
-        missing = {"loss", "head_backward"} if self.logits == 0 else set()
-        missing |= {"embedding_backward"} if self.embedding_gradient == 0 else set()
-        missing |= {"optimizer_made"} if self.optimizer_made == 0 else set()
-        return tuple(moment for moment in MOMENTS if moment not in missing)
+        return tuple(self.beside)
 
     def at(self, moment: Moment) -> StageMemory:
         beside: dict[str, Any] = self._beside_states(moment)
         return replace(self.states, moment=moment, **beside)
 
-    @property
-    def _at_loss(self) -> dict[str, int]:
-        computed = {"logits": self.logits, "in_hand": self.loss_in_hand}
-        after = {"logits": self.logits_kept, "in_hand": self.embedding_gradient + self.remembered} if self.logits_kept else {}
-        return max(computed, after, key=lambda parts: sum(parts.values()))
+    def more(self, moment: Moment, in_hand: int) -> Parts:
+        """Return the parts with more transients at a moment."""
+        sizes = self.beside[moment]
+        return replace(self, beside={**self.beside, moment: {**sizes, "in_hand": sizes["in_hand"] + in_hand}})
 
     def _beside_states(self, moment: Moment) -> dict[str, int]:
-        if moment == "optimizer_made":
-            return {"update_copies": self.optimizer_made}
-        if moment in ("reduction", "first_update", "update"):
-            return self._between_batches(moment)
-        running = self._running
-        if moment in ("loss", "head_backward") and self.activations_at_loss is not None:
-            running |= {"activations": self.activations_at_loss}
-        if moment == "loss":
-            return running | {"head": self.head + self.predicting} | self._at_loss
-        if moment == "head_backward":
-            return running | {"head": self.head + self.predicting, "logits": self.logits_gradient, "in_hand": self.head_in_hand}
-        if moment == "backward":
-            return running | {"recomputed": self.recomputed, "in_hand": self.in_hand + self.tied_gradient}
-        if moment == "embedding_backward":
-            other_activations = {"activations": self._activations_of_others + self.pool}
-            return running | other_activations | {"in_hand": self.embedding_gradient + self.remembered}
-        return running | {"head": self.head // 2} if moment == "forward" else running
-
-    def _between_batches(self, moment: Moment) -> dict[str, int]:
-        left = {} if self.flushed else self._running | {"activations": self._activations_of_others}
-        if self.pools:  # graphs are refused without flushes
-            left = {"activations": self.pools}
-        if moment == "reduction":
-            return left | {"in_hand": self.reduced + self.remembered}
-        return left | {"update_copies": self.update_copies, "in_hand": self.update_in_hand + self.remembered}
-
-    @property
-    def _running(self) -> dict[str, int]:
-        """Return the parts of all micro-batches in flight."""
-        return {name: getattr(self, name) for name in ("activations", "staging", "embedding", "messages")}
-
-    @property
-    def _activations_of_others(self) -> int:
-        """Return the activations after one micro-batch's backward."""
-        rest = self.activations - self.chunk if self.activations_behind_backward is None else self.activations_behind_backward
-        return max(0, rest)
+        left = self.activations - self.chunk if self.activations_behind_backward is None else self.activations_behind_backward
+        layers = {"activations": self.activations, "staging": self.staging}
+        if moment in BETWEEN_BATCHES:
+            layers = {} if self.flushed else {**self.running, **layers, "activations": max(0, left)}
+            layers = {"activations": self.pools} if self.pools else layers  # graphs are refused without flushes
+        elif moment == "optimizer_made":
+            layers = {}
+        elif moment == "backward":
+            layers["recomputed"] = self.recomputed
+        elif moment == "embedding_backward":
+            layers["activations"] = max(0, left) + self.pool
+        elif moment != "forward" and self.activations_at_loss is not None:
+            layers["activations"] = self.activations_at_loss
+        return {**layers, **self.beside[moment]}

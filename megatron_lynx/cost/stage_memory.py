@@ -42,7 +42,7 @@ after the backward that read them) and Transformer Engine's `make_graphed_callab
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -61,7 +61,7 @@ from megatron_lynx.cost.in_hand import (
     transient_bytes,
 )
 from megatron_lynx.cost.layer import beyond_fp8_bytes, half_kept_bytes, kept_bytes, layers_bytes
-from megatron_lynx.cost.moments import Parts, StageMemory
+from megatron_lynx.cost.moments import Moment, Parts, StageMemory
 from megatron_lynx.cost.parameters import (
     bytes_each,
     fp8_copies_bytes,
@@ -136,13 +136,13 @@ def stage_parts(job: Job, stage: int, offload_ratio: float = 0.0) -> Parts:
 
 
 @lru_cache(maxsize=1024)
-def parts_beside_layers(job: Job, stage: int, *, layer_whole: bool = False) -> Parts:
+def parts_beside_layers(job: Job, stage: int, *, layer_whole: bool = False, overlapped: bool = False) -> Parts:
     """Return a stage's parts without what its layers save and recompute.
 
     `layer_whole`: count a whole layer's transients, as stock's checkpoints need; else those of a half recomputed right before its
-    backward. Cached for planner and stock search.
+    backward. `overlapped`: experts' exchanges are, though the job does not say so. Cached for planner and stock search.
     """
-    return _beside_layers(job, stage, _states(job, stage), layer_whole=layer_whole)
+    return _beside_layers(job, stage, _states(job, stage), layer_whole=layer_whole, overlapped=overlapped)
 
 
 def _parts(job: Job, stage: int, states: Parts) -> Parts:
@@ -173,46 +173,61 @@ def _with_share(parts: Parts, in_flight: int, ratio: float, *, last: bool) -> Pa
     return replace(parts, activations=activations, staging=staging, activations_at_loss=None, activations_behind_backward=None)
 
 
-def _beside_layers(job: Job, stage: int, states: Parts, layer_whole: bool) -> Parts:
+def _beside_layers(job: Job, stage: int, states: Parts, *, layer_whole: bool, overlapped: bool = False) -> Parts:
     shape = LayerShape.of(job)
     first, last = stage == 0, stage == job.parallel.pipeline - 1
     experts = job.experts_on(stage)
     tied = first and last and job.model.tied_embeddings and not shape.keeps_gradient_blocks
-    in_place = shape.device == "cuda" and job.overlap.weight_gradients != "none"
     chunks = chunks_in_flight(job, stage) if job.model.captured else 0
     buffers = global_buffer_bytes(shape) + kept_blocks_bytes(shape) + userbuffers_bytes(job, shape)
     buffers += graph_buffers_bytes(job, shape, stage, chunks)
-    at_beginning = embedding_bytes(shape) + beyond_fp8_bytes(shape, shape.model.first_in_bf16)
     if last and shape.keeps_gradient_blocks:
         buffers += ends.head_block_bytes(shape)
+    masks_bytes = embedding_bytes(shape) + beyond_fp8_bytes(shape, shape.model.first_in_bf16)
+    running = {"messages": _messages(job, shape), "embedding": microbatches_in_flight(job, stage) * masks_bytes if first else 0}
+    head = head_bytes(shape) + beyond_fp8_bytes(shape, shape.model.last_in_bf16) if last else 0
+    in_hand = layer_in_hand_bytes(shape) if layer_whole else half_in_hand_bytes(shape)
+    if experts:
+        in_hand += dispatched_bytes(shape) + (pair_more_bytes(shape) if job.model.moe_overlapped else 0)
+    embedding_gradient = max(ends.embedding_gradient_bytes(shape), 2 * tied * ends.head_block_bytes(shape)) if first else 0
+    backward = {"in_hand": in_hand + (ends.head_block_bytes(shape) if tied else 0)}
+    embedded = {"in_hand": embedding_gradient + (remembered := experts * remembered_bytes(shape) if experts else 0)}
+    at_head = _at_head(job, shape, running | {"head": head + ends.predicting_bytes(shape)}, tied) if last else {}
+    if first and last and (overlapped or job.model.moe_overlapped):  # the previous micro-batch's embedding, beside the loss
+        after = {**at_head["loss"], "logits": ends.loss_kept_bytes(shape), **embedded}
+        at_head["loss"] = max(at_head["loss"], after, key=lambda sizes: sum(sizes.values()))
+    beside: dict[Moment, Mapping[str, int]] = {
+        "forward": running | {"head": head // 2},  # the final norm's is the layers' output
+        **at_head,
+        "backward": running | backward,
+        **({"embedding_backward": running | embedded} if embedding_gradient else {}),
+    }
+    for moment, sizes in states.beside.items():
+        made = moment == "optimizer_made"
+        beside[moment] = sizes if made else {**sizes, "in_hand": sizes["in_hand"] + remembered}
     return replace(
         states,
         states=replace(states.states, rest=REST_BYTES[job.cluster.device], buffers=buffers, learned=job.learned.beside(stage)),
-        embedding=microbatches_in_flight(job, stage) * at_beginning if first else 0,
-        messages=_messages(job, shape),
-        in_hand=(layer_in_hand_bytes(shape) if layer_whole else half_in_hand_bytes(shape))
-        + (dispatched_bytes(shape) if experts else 0)
-        + (pair_more_bytes(shape) if experts and job.model.moe_overlapped else 0),
-        head=head_bytes(shape) + beyond_fp8_bytes(shape, shape.model.last_in_bf16) if last else 0,
-        predicting=ends.predicting_bytes(shape) if last else 0,
-        logits=ends.logits_at_loss_bytes(shape, job.head_pieces) + ends.losses_bytes(shape) if last else 0,
-        logits_kept=ends.loss_kept_bytes(shape) if first and last and job.model.moe_overlapped else 0,
-        loss_in_hand=ends.loss_in_hand_bytes(shape, job.head_pieces, in_place=in_place) if last else 0,
-        logits_gradient=ends.logits_gradient_bytes(shape, job.head_pieces) + ends.losses_bytes(shape) if last else 0,
-        head_in_hand=_head_in_hand(job, shape, tied, in_place=in_place) if last else 0,
-        tied_gradient=ends.head_block_bytes(shape) if tied else 0,
-        embedding_gradient=max(ends.embedding_gradient_bytes(shape), 2 * tied * ends.head_block_bytes(shape)) if first else 0,
-        remembered=experts * remembered_bytes(shape) if experts else 0,
+        beside=beside,
+        running=running,
         pool=(pool := pool_bytes(job, shape, stage)),
         pools=chunks * pool,
         flushed=job.schedule == "flush" or microbatches_in_flight(job, stage) == 1,
     )
 
 
-def _head_in_hand(job: Job, shape: LayerShape, tied: bool, *, in_place: bool) -> int:
-    """Return the transients of the last stage's end; with MTP the largest of the head's, an MTP layer's and its embedding's."""
-    head_bytes = ends.head_in_hand_bytes(shape, tied, job.head_pieces, in_place=in_place)
-    return max(head_bytes, layer_in_hand_bytes(shape), ends.embedding_gradient_bytes(shape)) if job.model.mtp else head_bytes
+def _at_head(job: Job, shape: LayerShape, running: Mapping[str, int], tied: bool) -> dict[Moment, Mapping[str, int]]:
+    """Return what is live besides states and layers at the loss, and in the output projection's backward."""
+    pieces, in_place = job.head_pieces, shape.device == "cuda" and job.overlap.weight_gradients != "none"
+    logits, gradient = ends.logits_at_loss_bytes(shape, pieces), ends.logits_gradient_bytes(shape, pieces)
+    in_hand = ends.head_in_hand_bytes(shape, tied, pieces, in_place=in_place)
+    if job.model.mtp:  # the largest of the head's, an MTP layer's and its embedding's
+        in_hand = max(in_hand, layer_in_hand_bytes(shape), ends.embedding_gradient_bytes(shape))
+    losses, loss_in_hand = ends.losses_bytes(shape), ends.loss_in_hand_bytes(shape, pieces, in_place=in_place)
+    return {
+        "loss": {**running, "logits": logits + losses, "in_hand": loss_in_hand},
+        "head_backward": {**running, "logits": gradient + losses, "in_hand": in_hand},
+    }
 
 
 def _states(job: Job, stage: int) -> Parts:
@@ -233,13 +248,14 @@ def _states(job: Job, stage: int) -> Parts:
     # With sequence parallelism gradients of norms and row-parallel biases are copied into one block, reduced over tensor-parallel
     # ranks, and copied back (`_allreduce_non_tensor_model_parallel_grads`). Column-parallel biases are counted, too.
     reduced = parameters.vectors * bytes_each(job).gradient if job.parallel.sequence_parallel else 0
-    return Parts(
-        states,
-        reduced=reduced,
-        update_copies=update_copies_bytes(job, parameters),
-        update_in_hand=update_in_hand_bytes(job, parameters) + muon.in_hand_bytes(job, stage),
-        optimizer_made=made_bytes(job, parameters),
-    )
+    update = {
+        "update_copies": update_copies_bytes(job, parameters),
+        "in_hand": update_in_hand_bytes(job, parameters) + muon.in_hand_bytes(job, stage),
+    }
+    beside: dict[Moment, Mapping[str, int]] = {"reduction": {"in_hand": reduced}, "first_update": update, "update": update}
+    if made := made_bytes(job, parameters):
+        beside["optimizer_made"] = {"update_copies": made}
+    return Parts(states, beside)
 
 
 def _messages(job: Job, shape: LayerShape) -> int:

@@ -27,7 +27,7 @@ import numpy as np
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import bounded_by_device
-from megatron_lynx.cost.moments import MOMENTS, Moment, StageMemory
+from megatron_lynx.cost.moments import BETWEEN_BATCHES, MOMENTS, Moment, StageMemory
 from megatron_lynx.cost.stage_memory import parts_beside_layers
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import PlannerFault, Problem
@@ -37,8 +37,6 @@ from megatron_lynx.simulator.passes import TimedPass
 from megatron_lynx.simulator.simulation import Executed, Simulation
 from megatron_lynx.timeline import MemoryCurve
 from megatron_lynx.units import MIB, format_bytes
-
-BETWEEN_BATCHES: tuple[Moment, ...] = ("reduction", "first_update", "update")
 
 
 class PlanFigures(NamedTuple):

@@ -80,8 +80,7 @@ def least_memory_of(job: Job, answer: StageAnswer) -> StageMemory:
     kept = ceil(answer.chunks[0].in_flight * answer.chunk_bytes) - staging - answer.within_bytes
     beside = parts_beside_layers(job, answer.stage)
     parts = replace(
-        beside,
-        in_hand=beside.in_hand - answer.less_in_hand_bytes,
+        beside.more("backward", -answer.less_in_hand_bytes),
         activations=kept,
         activations_at_loss=answer.before_loss_bytes - staging,
         staging=staging,

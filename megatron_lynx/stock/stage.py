@@ -23,7 +23,7 @@ from functools import cached_property, lru_cache
 from megatron_lynx.anatomy import LayerKind
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.combined import LayerSeconds, Nodes, nodes_of, paired_s, shared_rates
-from megatron_lynx.cost.ends import ends_of, logits_gradient_bytes, loss_kept_bytes
+from megatron_lynx.cost.ends import ends_of, logits_gradient_bytes
 from megatron_lynx.cost.host import policy_host_s
 from megatron_lynx.cost.moments import Parts, StageMemory
 from megatron_lynx.cost.stage import most_in_flight_bytes
@@ -104,10 +104,10 @@ class StockStage:
 
     def parts(self, staging_bytes: int = 0) -> Parts:
         job, stage = self.job, self.stage
-        parts = parts_beside_layers(self.of_job.counted, stage, layer_whole=not self.setting.recompute)
-        if self.setting.overlap:
-            kept = loss_kept_bytes(self.of_job.shape) if job.parallel.pipeline == 1 else 0
-            parts = replace(parts, in_hand=parts.in_hand + self._pair_more_bytes, logits_kept=kept)
+        overlap, whole = bool(self.setting.overlap), not self.setting.recompute
+        parts = parts_beside_layers(self.of_job.counted, stage, layer_whole=whole, overlapped=overlap)
+        if overlap:
+            parts = parts.more("backward", self._pair_more_bytes)
         stays = [sum(layer.stays for layer in chunk) for chunk in self.chunks]
         return replace(
             parts,

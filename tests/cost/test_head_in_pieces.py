@@ -45,10 +45,10 @@ def test_the_last_stage_holds_the_logits_of_one_piece(own_pool_of, name):
     held = 2 * shape.gathered_bytes if job.gpus > 1 else 0  # by gloo, of exchanges that are over
     small = ROW_BYTES * shape.tokens
     over = ours["loss"] - predicted
-    assert -small - held - parts.messages <= over <= small + held, (over, ours, parts.fullest.totals)
+    assert -small - held - parts.running["messages"] <= over <= small + held, (over, ours, parts.fullest.totals)
     spared = max(whole.at("loss").total, whole.at("head_backward").total) - predicted
     counted = max(stock["loss"], stock["head_backward"]) - ours["loss"]
-    assert counted == pytest.approx(spared, abs=2 * (small + held + parts.messages))
+    assert counted == pytest.approx(spared, abs=2 * (small + held + parts.running["messages"]))
     assert counted > logits_at_loss_bytes(shape) / 3, "which is worth it"
 
 
@@ -58,8 +58,8 @@ def test_bytes_of_a_real_head():
     pieced = job.model_copy(update={"head": Head(pieces=8)})
     whole, parts = stage_parts(job, 0), stage_parts(pieced, 0)
     logits = 8192 * 128256
-    assert (whole.logits, parts.logits) == (6 * logits, 6 * logits // 8)
-    assert parts.loss_in_hand == 8192 * 4096 * 2, "the gradient of all rows: the weight's is added up in Megatron's buffer"
+    assert (whole.at("loss").logits, parts.at("loss").logits) == (6 * logits, 6 * logits // 8)
+    assert parts.at("loss").in_hand == 8192 * 4096 * 2, "the gradient of all rows: the weight's is added up in Megatron's buffer"
 
 
 def test_seconds_of_pieces_are_logits_once_more_and_what_no_longer_hides():

@@ -127,4 +127,4 @@ def test_what_graphs_hold() -> None:
     assert own.at("backward").activations == other.at("backward").activations
     assert mask_bytes(shape) == job.batch.micro * job.model.seq**2
     more = own.states.buffers - other.states.buffers - (2 * layers + 1) * mask_bytes(shape) - shape.input_bytes
-    assert 0 < more <= own.in_hand
+    assert 0 < more <= own.at("backward").in_hand
