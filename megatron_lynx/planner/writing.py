@@ -19,7 +19,7 @@ from megatron_lynx.cost.moments import Moment, StageMemory
 from megatron_lynx.cost.stage_memory import parts_beside_layers
 from megatron_lynx.cost.step import avoid_messages
 from megatron_lynx.cost.update import update_s
-from megatron_lynx.plan import waits
+from megatron_lynx.plan.consistency import depth
 from megatron_lynx.plan.facts import IN_BF16, BatchFacts, LayerRange, ModelFacts, ParallelFacts, PlannedDevice, Provenance
 from megatron_lynx.plan.plan import ALWAYS, Head, Offload, Plan, Predicted, Stage
 from megatron_lynx.plan.rule import Ahead, ByPhase, CheckpointGroups, CheckpointName, Rule, joined
@@ -173,7 +173,7 @@ def stage_of(
         predicted=predicted,
     )
     layout = Layout(job.parallel.tensor > 1, job.parallel.sequence_parallel, exchanging_layers(job))
-    deepest = waits.depth(Timetable([tuple(planned_halves(entry, job.model.sections))], layout))
+    deepest = depth(Timetable([tuple(planned_halves(entry, job.model.sections))], layout))
     return entry.model_copy(update={"ahead_depth": max(entry.ahead_depth, deepest)})
 
 

@@ -21,10 +21,10 @@ from typing import Any
 from megatron_lynx.anatomy import DENSE, HALVES, PASSES, Pass
 from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, SEND_BACKWARD, window_name
 from megatron_lynx.config.job import Job
+from megatron_lynx.plan.consistency import deferral_problems
 from megatron_lynx.plan.plan import Offload, Plan, Stage, WeightGradients
 from megatron_lynx.plan.rule import Gather, Rule, Windows
 from megatron_lynx.plan.timetables import timetable_of
-from megatron_lynx.plan.waits import deferral_problems
 from megatron_lynx.stock import FULL as STOCK_FULL
 from megatron_lynx.stock import NONE as STOCK_NONE
 from megatron_lynx.stock import SELECTIVE as STOCK_SELECTIVE

@@ -24,6 +24,7 @@ from megatron_lynx.anatomy.address import (
 )
 from megatron_lynx.config.job import Job
 from megatron_lynx.fp8_recipes import gathers_once
+from megatron_lynx.plan.consistency import deferral_problems, order_problems
 from megatron_lynx.plan.facts import PlannedDevice
 from megatron_lynx.plan.plan import (
     BatchFacts,
@@ -41,7 +42,6 @@ from megatron_lynx.plan.plan import (
 )
 from megatron_lynx.plan.rule import ByPhase, CheckpointGroups, Gather
 from megatron_lynx.plan.timetables import planned_halves, timetable_of
-from megatron_lynx.plan.waits import deferral_problems, order_problems
 from megatron_lynx.planner.writing import model_facts
 from megatron_lynx.timetable import Layout, Timetable
 
