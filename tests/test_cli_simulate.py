@@ -84,4 +84,4 @@ def test_a_comparison_is_written_with_a_page_that_draws_its_step(tmp_path: Path)
     island = island_in(tmp_path / "report.html")
     [view] = island["views"]
     assert (view["name"], len(view["rows"])) == ("measured", 4)
-    assert "settings" in {table["id"] for table in island["tables"]}
+    assert "stages" in {table["id"] for table in island["tables"]}

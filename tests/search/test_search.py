@@ -173,7 +173,7 @@ def test_nothing_fits_names_what_binds_and_what_would_help() -> None:
     assert "optimizer" in binding.finding
     assert "too much" in binding.todo
     (more,) = (change for change in changes if change.where == "--gpus")
-    assert search(job, int(more.needed), top=1).candidates
+    assert search(job, int(more.needed), top=1, policies=STOCK).candidates
 
 
 @pytest.mark.slow
