@@ -207,7 +207,7 @@ def _stale_te(release: Release, run: LiveRun) -> list[Problem]:
 def _claims(engine: Engine, plan: Plan, run: LiveRun, timetable: Timetable) -> Iterator[Claim]:
     shards = run.shards_of(plan.parallel.sequence_parallel)
     capacity = halves.Capacity(-(-plan.model.seq // shards) * plan.batch.micro, shards)
-    gather, offloading = collectives.start_gather(run.tensor_group), engine.offloader.chunks
+    gather, offloading = collectives.start_gather(run.tensor_group), engine.offloader.policies
     of_layer = policies(plan, run.stage, timetable, gather, run.layers, offloading)
     attention = (policy for of in of_layer.values() for policy in of.values() if policy.section.half == HALVES[0])
     telling = next((policy for policy in attention if not policy.section.kept_whole), None)  # of the stage's first chunk

@@ -46,7 +46,7 @@ from megatron_lynx.runtime.frame import Fed, Frame, MicroBatch
 from megatron_lynx.runtime.offload import HostLimit, Offloader, OffloadGroup
 from megatron_lynx.runtime.order import Ledger, OrderOfStep, StageOrder
 from megatron_lynx.runtime.policy import ChunkPolicy, HalfPolicy
-from megatron_lynx.runtime.progress import Progress, Run
+from megatron_lynx.runtime.progress import Progress, Run, note
 from megatron_lynx.runtime.recompute import AsRecorded, Guard, Recomputations
 from megatron_lynx.runtime.record import Observer, Recorder
 from megatron_lynx.runtime.recorded_graph import recorded_graphs, signature_of
@@ -133,7 +133,7 @@ class Engine(Progress):
         self.ledger.begin_batch(order, fills)
         self.offloader.step_begins()
         if fills:
-            self.pending.clear()
+            self.weight_gradients.clear()
 
     @contextmanager
     def forward_pass(self, index: int, chunk: int, microbatches: int) -> Iterator[Callable[[Any], None]]:
@@ -142,7 +142,7 @@ class Engine(Progress):
             yield lambda output: None
             return
         if self.ledger.begin_forward(index, chunk, microbatches):
-            self.pending.clear()  # of an abandoned step
+            self.weight_gradients.clear()  # of an abandoned step
             self.offloader.step_begins()
         with self.aborting():
             self.offloader.forward_begins(self.ledger)
@@ -164,6 +164,28 @@ class Engine(Progress):
         self._close_backward_span()
         self.ledger.end_backward(micro_batch, sends=sends)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a step is in progress (rule R7)."""
+        return self.scope is not None or self.ledger.busy or len(self.weight_gradients) > 0
+
+    def abandon(self) -> None:
+        """Forget the step in progress: it failed."""
+        self.scope = None
+        self.ledger.abort()
+        self.weight_gradients.clear()
+        self.offloader.abandon()
+
+    @contextmanager
+    def aborting(self, backward_of: MicroBatch | None = None) -> Iterator[None]:
+        """Abandon the step if an exception leaves this context. `backward_of`: the micro-batch whose backward runs, if any."""
+        try:
+            yield
+        except BaseException as error:
+            note(error, self.whereabouts(backward_of))
+            self.abandon()
+            raise
+
     # --- hooks on layers -------------------------------------------------------------------------------
 
     def reported(self, site: Site) -> Callable[..., Any]:
@@ -176,7 +198,9 @@ class Engine(Progress):
                 return original(*args, **kwargs)
             outputs = original(*args, **kwargs) if scope.passes(site) else scope.site(SiteCall(site, args, kwargs))
             if scope.frame.policy.midway == site.name and not scope.recomputes:
-                self._mark_midway(scope.frame, outputs)
+                node = next((tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None), None)
+                if node is not None:  # backward reaches the site when this output's gradient exists
+                    scope.frame.midway = node.register_prehook(partial(self._midway, scope.frame))
             return outputs
 
         return call_site
@@ -252,12 +276,6 @@ class Engine(Progress):
         if hidden is not None and hidden.requires_grad:
             hidden.register_hook(self._left)
 
-    def _mark_midway(self, frame: Frame, outputs: Any) -> None:
-        """Hook on a site's output: backward reaches the site when its gradient exists."""
-        node = next((tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None), None)
-        if node is not None:
-            frame.midway = node.register_prehook(partial(self._midway, frame))
-
     # --- backward ------------------------------------------------------------------------------------------------------
 
     def _enter(self, frame: Frame, gradients: Any) -> None:
@@ -297,7 +315,12 @@ class Engine(Progress):
         frame = scope.frame if scope is not None else self.ledger.entered
         if frame is None or not (frame.policy.section.exchanges if exchange else frame.policy.section.has_windows):
             return None
-        address, through = self._in_forward(scope) if scope is not None else self._in_backward(frame)
+        if scope is not None:
+            address, through = WindowAddress("fwd", *frame.key, scope.collectives), self.timetable.forward(frame.policy.chunk)
+            scope.collectives += 1
+        else:
+            address, through = WindowAddress("bwd", *frame.key, self.ledger.ordinal), self.backward_of(frame.micro_batch)
+            self.ledger.ordinal += 1
         if address not in through.busy and not self.trace.enabled:
             return None
         return lambda work: WindowedWork(work, lambda proper: self._window(through, address, frame.micro_batch, proper))
@@ -347,7 +370,8 @@ class Engine(Progress):
             return gathering[1]
         frame = self.ledger.entered
         self.ledger.ordinal += 1
-        return gathering[1] if frame is None or frame.on_gathered is None else _reporting_gathered(frame.on_gathered, *gathering)
+        report = None if frame is None else frame.on_gathered
+        return gathering[1] if report is None else WindowedWork(gathering[1], lambda proper: (proper(), report(gathering[0]))[0])
 
     @property
     def _gathering(self) -> tuple[Any, Any] | None:
@@ -356,18 +380,6 @@ class Engine(Progress):
             return scope.gathering
         frame = self.ledger.entered
         return frame.gathering if frame is not None else None
-
-    def _in_forward(self, scope: Run) -> tuple[WindowAddress, Pass]:
-        """Address of a forward's collective, and the pass."""
-        address = WindowAddress("fwd", *scope.frame.key, scope.collectives)
-        scope.collectives += 1
-        return address, self.timetable.forward(scope.frame.policy.chunk)
-
-    def _in_backward(self, entered: Frame) -> tuple[WindowAddress, Pass]:
-        """Address of a backward's collective, and the pass."""
-        address = WindowAddress("bwd", *entered.key, self.ledger.ordinal)
-        self.ledger.ordinal += 1
-        return address, self.backward_of(entered.micro_batch)
 
     def _window(self, through: Pass, window: Window, micro_batch: MicroBatch, proper: Callable[[], Any]) -> Any:
         """`proper`: the wait itself."""
@@ -418,24 +430,23 @@ class Engine(Progress):
         return self.timetable.backward(micro_batch.chunk, micro_batch.phase)
 
     def reach(self, through: Pass, reached: Reached) -> None:
-        """Run the tasks of a moment."""
+        """Run the tasks of a moment. Those of a half that is recomputed by now are skipped."""
         for task in through.at(reached.at, reached.place):
             if task.do == "weight_gradient":
                 layer, _, name = task.linear
                 self.weight_gradients.run((layer, name), str(reached.place))
-            elif (frame := self._frame_of(task, reached)) is None:
                 continue
-            elif task.do == "recompute":
+            frame = self.ledger.frame_of(reached.micro_batch, task.half) if reached.micro_batch is not None else None
+            if frame is None or not frame.lets_go:
+                continue
+            if task.do == "recompute":
                 self._recompute(frame, task, reached)
             elif task.do == "begin":
                 self._begin(frame, task, reached)
             elif frame.gathering is None:
-                self._gather(frame, task, reached)
-
-    def _frame_of(self, task: Task, reached: Reached) -> Frame | None:
-        """Return the frame of a task's half if it is still to be recomputed."""
-        frame = self.ledger.frame_of(reached.micro_batch, task.half) if reached.micro_batch is not None else None
-        return frame if frame is not None and frame.lets_go else None
+                begin = self.trace.now()
+                self._recomputations.gather(frame)
+                self.add_span("gather", frame, str(reached.place), begin)
 
     def _recompute(self, frame: Frame, task: Task, reached: Reached) -> None:
         """At `enter`, recompute a checkpoint; the half before that feeds it is recomputed with it. In a window, recompute if rule
@@ -457,11 +468,6 @@ class Engine(Progress):
             self._recomputations.begin(frame, str(task.item))
             self.counts.ahead += not entered
 
-    def _gather(self, frame: Frame, task: Task, reached: Reached) -> None:
-        begin = self.trace.now()
-        self._recomputations.gather(frame)
-        self.add_span("gather", frame, str(reached.place), begin)
-
     def _has_room_for(self, frame: Frame) -> bool:
         """Return whether this half may be recomputed by now (rule R4). It counts as ahead until backward reaches it."""
         ahead, counts = frame.micro_batch.ahead, self.counts
@@ -472,14 +478,3 @@ class Engine(Progress):
         ahead.add(frame.key)
         counts.live_ahead = max(counts.live_ahead, len(ahead))
         return True
-
-
-def _reporting_gathered(on_gathered: Callable[[Tensor], None], gathered: Tensor, work: Any) -> WindowedWork:
-    """Report the gathered input after the wait, before its use."""
-
-    def wait_and_report(wait: Callable[[], Any]) -> Any:
-        waited = wait()
-        on_gathered(gathered)
-        return waited
-
-    return WindowedWork(work, wait_and_report)

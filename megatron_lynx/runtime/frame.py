@@ -103,10 +103,7 @@ def absent(tensor: Tensor) -> Any:
     """Return a stand-in for a tensor's values. Integers are kept: code may branch on them (tokens per expert)."""
     if is_parameter(tensor):
         return tensor
-    return detached(tensor) if tensor.dtype in WHOLE_NUMBERS else Absent.of(tensor)
-
-
-WHOLE_NUMBERS = (torch.int32, torch.int64)
+    return detached(tensor) if tensor.dtype in (torch.int32, torch.int64) else Absent.of(tensor)
 
 
 @dataclass(frozen=True)

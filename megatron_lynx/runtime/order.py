@@ -225,10 +225,7 @@ class Ledger:
     def coming(self) -> MicroBatch | None:
         """The micro-batch whose backward begins next."""
         coming = self._order.backwards[self._begun : self._begun + 1]
-        return self._living(coming[0][0].virtual) if coming else None
-
-    def _living(self, virtual: VirtualMicroBatch | None) -> MicroBatch | None:
-        micro_batch = self._in_flight.get(virtual) if virtual is not None else None
+        micro_batch = self._in_flight.get(coming[0][0].virtual) if coming else None
         return micro_batch if micro_batch is not None and micro_batch.alive else None
 
     def _of(self, output: Any) -> MicroBatch | None:

@@ -23,7 +23,6 @@ from megatron_lynx.runtime.device import Device, Event
 from megatron_lynx.runtime.frame import Frame, MicroBatch
 from megatron_lynx.runtime.offload import Offloader
 from megatron_lynx.runtime.order import Ledger
-from megatron_lynx.runtime.pending import Pending
 from megatron_lynx.runtime.site import Site, SiteCall
 from megatron_lynx.runtime.trace import Clock, Trace
 from megatron_lynx.timeline import SpanKind
@@ -122,7 +121,6 @@ class Progress:
         """Seconds of recomputations."""
         self.counts = Figures()
         """Since the last report."""
-        self.pending = Pending()
         self.scope: Run | None = None
         """The running call of a half."""
 
@@ -131,29 +129,7 @@ class Progress:
         """Whether a half, or its backward, runs."""
         return self.scope is not None or self.ledger.entered is not None
 
-    @property
-    def busy(self) -> bool:
-        """Whether a step is in progress (rule R7)."""
-        return self.scope is not None or self.ledger.busy or len(self.pending) > 0
-
-    def abandon(self) -> None:
-        """Forget the step in progress: it failed."""
-        self.scope = None
-        self.ledger.abort()
-        self.pending.clear()
-        self.offloader.abandon()
-
-    @contextmanager
-    def aborting(self, backward_of: MicroBatch | None = None) -> Iterator[None]:
-        """Abandon the step if an exception leaves this context. `backward_of`: the micro-batch whose backward runs, if any."""
-        try:
-            yield
-        except BaseException as error:
-            note(error, self._whereabouts(backward_of))
-            self.abandon()
-            raise
-
-    def _whereabouts(self, backward_of: MicroBatch | None = None) -> Whereabouts:
+    def whereabouts(self, backward_of: MicroBatch | None = None) -> Whereabouts:
         scope, entered = self.scope, self.ledger.entered
         frame = scope.frame if scope is not None else entered
         micro_batch = frame.micro_batch if frame is not None else backward_of or self.ledger.recording
@@ -179,10 +155,18 @@ class Progress:
         try:
             return scope.run(*given)
         except BaseException as error:
-            note(error, self._whereabouts())
+            note(error, self.whereabouts())
             raise
         finally:
             self.scope = outer
+
+    @contextmanager
+    def recomputing(self, frame: Frame, window: str) -> Iterator[None]:
+        """Time a recomputation. `window`: its label."""
+        begin, clocked = self.trace.now(), self.clock.begin()
+        yield
+        self.clock.end(window, clocked)
+        self.add_span("recompute", frame, window, begin)
 
     def add_span(self, kind: SpanKind, frame: Frame, window: str | None, begin: Event | None) -> None:
         if begin is not None:

@@ -282,15 +282,13 @@ class Recomputations:
     def begin(self, frame: Frame, item: str) -> None:
         """Recompute a checkpoint up to this item, and leave its gather or its dispatch in flight."""
         self._feed(frame)
-        begin, clocked = self._progress.trace.now(), self._progress.clock.begin()
-        if item == frame.policy.gather_site:
-            self._start_gather(frame)
-        else:
-            frame.under_way = UnderWay()
-            self._run(frame, None, starts=item)
-            assert frame.under_way.works, f"the recomputation of {frame.policy.name} communicated nothing behind {item}"
-        self._progress.clock.end(ON_DEMAND, clocked)
-        self._progress.add_span("recompute", frame, ON_DEMAND, begin)
+        with self._progress.recomputing(frame, ON_DEMAND):
+            if item == frame.policy.gather_site:
+                self._start_gather(frame)
+            else:
+                frame.under_way = UnderWay()
+                self._run(frame, None, starts=item)
+                assert frame.under_way.works, f"the recomputation of {frame.policy.name} communicated nothing behind {item}"
 
     def _feed(self, frame: Frame) -> None:
         """Recompute the half before to its end, if that returns inputs of this one."""
@@ -298,10 +296,8 @@ class Recomputations:
         if source is None:
             return
         self._feed(source)
-        begin, clocked = self._progress.trace.now(), self._progress.clock.begin()
-        recomputer = self._run(source, None, whole=True)
-        self._progress.clock.end(ON_DEMAND, clocked)
-        self._progress.add_span("recompute", source, ON_DEMAND, begin)
+        with self._progress.recomputing(source, ON_DEMAND):
+            recomputer = self._run(source, None, whole=True)
         self._progress.counts.on_demand += 1
         assert not source.wanted, f"the recomputation of {source.policy.name} did not regenerate {sorted(source.wanted)}"
         source.give_up_inputs()
@@ -311,13 +307,11 @@ class Recomputations:
 
     def recompute(self, frame: Frame, window: str, until: str | None = None) -> None:
         """Recompute wanted tensors, or those before the item `until`. `window`: label for the trace."""
-        begin, clocked = self._progress.trace.now(), self._progress.clock.begin()
-        if self.would_gather(frame, until):
-            self.gather(frame)
-        if frame.wanted:
-            self._run(frame, until)
-        self._progress.clock.end(window, clocked)
-        self._progress.add_span("recompute", frame, window, begin)
+        with self._progress.recomputing(frame, window):
+            if self.would_gather(frame, until):
+                self.gather(frame)
+            if frame.wanted:
+                self._run(frame, until)
         if not frame.wanted:
             frame.give_up_inputs()
         elif until is None:

@@ -238,27 +238,23 @@ class Recorder(Run):
         if one.key is None:
             assert self._group is not None, "a graph for a half that is offloaded"
             pack = self._group.push
-        elif one.argument is not None:
+        elif one.argument is not None or one.part is not None:
             pack = partial(self._pack_view, one.key, one.argument)
-        elif one.part is not None:
-            pack = partial(self._pack_part, one.key)
         else:
             pack = partial(self.frame.want, one.key)
         return pack if self._observer is None else partial(self._watched, pack)
 
-    def _pack_view(self, key: Key, at: int, tensor: Tensor) -> Any:
+    def _pack_view(self, key: Key, at: int | None, tensor: Tensor) -> Any:
+        """Pack a view of an argument; of a first part's tensor if `at` is None."""
         assert self._call is not None
-        argument = self._call.arguments[at]
-        if not tensor.is_set_to(argument):
-            if storage_of(tensor) != storage_of(argument):
-                self._fits = False
-                return tensor.detach()
-            self.frame.views[key] = View.of(tensor)
-        return self.frame.want(key, tensor)
-
-    def _pack_part(self, key: Key, tensor: Tensor) -> Handle:
+        if at is not None and tensor.is_set_to(argument := self._call.arguments[at]):
+            return self.frame.want(key, tensor)
+        if at is None:
+            self.frame.let_go_bytes -= tensor.nbytes  # counted with the whole
+        elif storage_of(tensor) != storage_of(argument):
+            self._fits = False
+            return tensor.detach()
         self.frame.views[key] = View.of(tensor)
-        self.frame.let_go_bytes -= tensor.nbytes  # counted with the whole
         return self.frame.want(key, tensor)
 
     def _pack(self, tensor: Tensor) -> Any:

@@ -6,6 +6,10 @@
     too many bytes          the oldest ones of the chunk run at once                                      flushed
     the last backward       flush(chunk): all remaining ones run, after its gradient is sent              flushed
 
+    linear_fc1(3)   [micro-batch 0] [micro-batch 1]          a wait, or a flush ──> the oldest of a linear, or of a chunk
+    experts_fc1(3)  [0, expert 0] [0, expert 1] [1, ...      a wait takes those of all experts of a micro-batch
+    linear_fc2(3)   [0, piece 0] [0, piece 1] [1, piece 0]   a wait takes one piece; the operands stay until the last one
+
 The last backward is a chunk's last one before its gradients are reduced or read. If gradients are reduced during that backward
 (`overlap_grad_reduce`, unless stages reduce together after it: `align_grad_reduce`), hooks on parameters must find them complete:
 nothing is delayed in it, and pending ones of a linear run before the linear's last gradient.
@@ -15,13 +19,16 @@ Delays follow from the plan and the schedule's order only (rule R1). Outside of 
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_lynx.anatomy import Half
 from megatron_lynx.anatomy.address import FrameKey
-from megatron_lynx.runtime.pending import Entry, Linear, blocks_of
 from megatron_lynx.runtime.policy import ChunkPolicy
 from megatron_lynx.runtime.progress import Progress
 from megatron_lynx.runtime.surroundings import Surroundings
@@ -30,7 +37,90 @@ FLUSHED = "flushed"
 """Trace label of entries that ran outside of waits."""
 
 
-class WeightGradients:
+Linear = tuple[int, str]
+"""(layer, item)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """One weight gradient of one micro-batch."""
+
+    linear: Linear
+    """For experts, their item: experts that run one by one have an entry each."""
+    half: Half
+    chunk: int
+    micro_batch: int
+    """Number over the whole run."""
+    compute: Callable[[], object]
+    """Adds the weight gradient to where it belongs."""
+    blocks: Mapping[int, int]
+    """Bytes of each block of memory that its operands hold, by address. Entries of experts may share blocks."""
+    surroundings: Any = ()
+    piece: int = 0
+    """Which of the pieces of its weight gradient; for experts, which group of them."""
+
+
+class Pending:
+    """One FIFO queue per linear. Additions to a parameter's gradient keep their order, so that each sum equals stock's in every
+    bit. An entry owns its operands, and their bytes count until it is computed."""
+
+    def __init__(self) -> None:
+        self._of: dict[Linear, deque[Entry]] = {}
+        self._in_order: dict[int, dict[Entry, None]] = {}
+        """Entries of each chunk, oldest first."""
+        self._bytes: Counter[int] = Counter()
+        self._holders: Counter[tuple[int, int]] = Counter()
+        """How many entries hold a block, by (chunk, address)."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self._in_order.values()))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that all entries hold."""
+        return self._bytes.total()
+
+    def bytes_of(self, chunk: int) -> int:
+        return self._bytes[chunk]
+
+    def bytes_with(self, chunk: int, blocks: Mapping[int, int]) -> int:
+        """Return the chunk's bytes after one more entry with these blocks."""
+        return self.bytes_of(chunk) + sum(size for block, size in blocks.items() if not self._holders[chunk, block])
+
+    def add(self, entry: Entry) -> None:
+        self._of.setdefault(entry.linear, deque()).append(entry)
+        self._in_order.setdefault(entry.chunk, {})[entry] = None
+        self._bytes[entry.chunk] = self.bytes_with(entry.chunk, entry.blocks)
+        self._holders.update((entry.chunk, block) for block in entry.blocks)
+
+    def take(self, linear: Linear, taken: Entry | None = None) -> Entry | None:
+        """Remove and return the oldest entry of a linear; None if there is none, or it is of another wait
+        than the one `taken` before."""
+        queue = self._of.get(linear)
+        if not queue or (taken and (taken.micro_batch, taken.piece) != (queue[0].micro_batch, queue[0].piece)):
+            return None
+        entry = queue.popleft()
+        del self._in_order[entry.chunk][entry]
+        self._holders.subtract((entry.chunk, block) for block in entry.blocks)
+        for block, size in entry.blocks.items():
+            if not self._holders[entry.chunk, block]:
+                del self._holders[entry.chunk, block]
+                self._bytes[entry.chunk] -= size
+        return entry
+
+    def take_oldest(self, chunk: int) -> Entry | None:
+        """Remove and return the oldest entry of a chunk, or None."""
+        oldest = next(iter(self._in_order.get(chunk, ())), None)
+        return None if oldest is None else self.take(oldest.linear)
+
+    def clear(self) -> None:
+        self._of.clear()
+        self._in_order.clear()
+        self._bytes.clear()
+        self._holders.clear()
+
+
+class WeightGradients(Pending):
     """All delayed weight gradients of one engine.
 
     Args:
@@ -48,6 +138,7 @@ class WeightGradients:
         *,
         reduced_in_backward: Callable[[], bool],
     ) -> None:
+        super().__init__()
         self._progress = progress
         self._policies = policies
         self._surroundings = surroundings
@@ -79,9 +170,9 @@ class WeightGradients:
         """
         frame = self._progress.ledger.entered
         assert frame is not None, "a weight gradient is put off in its half's backward"
-        chunk, pending, counts = frame.policy.chunk, self._progress.pending, self._progress.counts
+        chunk, counts = frame.policy.chunk, self._progress.counts
         blocks, limit_bytes = blocks_of(operands), self._policies[chunk].most_delayed_bytes
-        while pending.bytes_with(chunk, blocks) > limit_bytes and (oldest := pending.take_oldest(chunk)) is not None:
+        while self.bytes_with(chunk, blocks) > limit_bytes and (oldest := self.take_oldest(chunk)) is not None:
             self._compute(oldest, FLUSHED)
         half, number, surroundings = frame.policy.half, frame.micro_batch.number, self._surroundings.capture()
         counts.deferred += len(pieces)
@@ -90,23 +181,23 @@ class WeightGradients:
             if sum(blocks.values()) > limit_bytes:
                 self._compute(entry, FLUSHED)
             else:
-                pending.add(entry)
-        counts.deferred_bytes = max(counts.deferred_bytes, pending.bytes)
+                self.add(entry)
+        counts.deferred_bytes = max(counts.deferred_bytes, self.bytes)
 
     def catch_up(self, linear: Linear) -> None:
         """Compute the pending ones of a linear, before one that is not delayed."""
-        while (entry := self._progress.pending.take(linear)) is not None:
+        while (entry := self.take(linear)) is not None:
             self._compute(entry, FLUSHED)
 
     def run(self, linear: Linear, window: str) -> None:
         """Compute a linear's oldest weight gradient or piece in a wait, if any; for experts, of all or a group of them."""
         taken = None
-        while (taken := self._progress.pending.take(linear, taken)) is not None:
+        while (taken := self.take(linear, taken)) is not None:
             self._compute(taken, window)
 
     def flush(self, chunk: int) -> None:
         """Compute all pending ones of a chunk, the oldest first."""
-        while (entry := self._progress.pending.take_oldest(chunk)) is not None:
+        while (entry := self.take_oldest(chunk)) is not None:
             self._compute(entry, FLUSHED)
 
     def _compute(self, entry: Entry, window: str) -> None:
@@ -119,3 +210,9 @@ class WeightGradients:
             self._progress.counts.filled += 1
         layer, _ = entry.linear
         self._progress.trace.add("weight_gradient", begin, layer, entry.half, entry.micro_batch, window)
+
+
+def blocks_of(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Return the bytes of each storage that the tensors keep alive, by address."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}

@@ -15,7 +15,6 @@ import torch
 from megatron_lynx.apply.hooks.pieces import Cutter
 from megatron_lynx.apply.hooks.weight_gradients import LinearOf, _Store
 from megatron_lynx.figures import Figures
-from megatron_lynx.runtime.pending import Pending
 from megatron_lynx.runtime.policy import ChunkPolicy
 from megatron_lynx.runtime.surroundings import Surroundings
 from megatron_lynx.runtime.trace import Trace
@@ -31,7 +30,7 @@ class Backward:
         policy = SimpleNamespace(layer=1, chunk=0, half="mlp")
         self._frame = SimpleNamespace(key=FC1.frame, policy=policy, micro_batch=SimpleNamespace(number=0))
         self._ledger = SimpleNamespace(entered=self._frame, running=object(), completes_gradients=False)
-        self.progress = SimpleNamespace(pending=Pending(), trace=Trace(), counts=Figures(), scope=None, ledger=self._ledger)
+        self.progress = SimpleNamespace(trace=Trace(), counts=Figures(), scope=None, ledger=self._ledger)
         deferral = ChunkPolicy(delayed=frozenset([FC1.linear]), most_delayed_bytes=10**6)
         progress: Any = self.progress
         self.gradients = WeightGradients(progress, [deferral], Surroundings(()), reduced_in_backward=lambda: True)
@@ -68,9 +67,9 @@ def test_operands_count_until_a_wait_computes_with_them() -> None:
     """The input, and the gradient of the output."""
     backward = Backward()
     backward.of(0)
-    assert backward.progress.pending.bytes == (3 * 4 + 3 * 5) * 4
+    assert backward.gradients.bytes == (3 * 4 + 3 * 5) * 4
     backward.gradients.run(FC1.linear, "fwd.mlp.0@1")
-    assert (backward.progress.pending.bytes, backward.order) == (0, [0])
+    assert (backward.gradients.bytes, backward.order) == (0, [0])
 
 
 @pytest.mark.parametrize("entered", [None, (2, "mlp")])

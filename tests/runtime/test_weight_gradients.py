@@ -14,11 +14,10 @@ import torch
 from megatron_lynx.figures import Figures
 from megatron_lynx.runtime.frame import Frame, MicroBatch
 from megatron_lynx.runtime.order import StageOrder
-from megatron_lynx.runtime.pending import Entry, Linear, Pending, blocks_of
 from megatron_lynx.runtime.policy import ChunkPolicy
 from megatron_lynx.runtime.surroundings import Surroundings
 from megatron_lynx.runtime.trace import Trace
-from megatron_lynx.runtime.weight_gradients import WeightGradients
+from megatron_lynx.runtime.weight_gradients import Entry, Linear, Pending, WeightGradients, blocks_of
 from megatron_lynx.schedule.schedule import Action
 from tests.runtime.tiny_half import policy
 
@@ -82,11 +81,11 @@ def test_experts_share_the_block_of_their_rows() -> None:
 
 def test_a_wait_takes_those_of_one_micro_batch() -> None:
     """Of experts that run one by one all of them. What is left has later waits, as the plan counts on."""
-    progress, ran = SimpleNamespace(pending=Pending(), trace=Trace(), counts=Figures()), []
+    progress, ran = SimpleNamespace(trace=Trace(), counts=Figures()), []
     gradients = WeightGradients(progress, (), Surroundings(()), reduced_in_backward=lambda: False)  # type: ignore[arg-type]
     for number in range(6):
         computing = partial(ran.append, (number // 2, number % 2))
-        progress.pending.add(Entry(FC1, "mlp", 0, number // 2, computing, {next(ADDRESSES): 10}))
+        gradients.add(Entry(FC1, "mlp", 0, number // 2, computing, {next(ADDRESSES): 10}))
     for micro_batch in range(3):
         gradients.run(FC1, "pipe.recv_backward")
         assert ran == [(done, expert) for done in range(micro_batch + 1) for expert in range(2)]
@@ -98,7 +97,7 @@ def in_backward_of(layer: int, most_bytes: int) -> tuple[WeightGradients, Any]:
     frame = Frame(policy(layer=layer), MicroBatch(0), lambda hidden: hidden)
     running = Action(0, "B")
     ledger = SimpleNamespace(entered=frame, running=running, completes_gradients=False)
-    progress: Any = SimpleNamespace(ledger=ledger, scope=None, pending=Pending(), trace=Trace(), counts=Figures())
+    progress: Any = SimpleNamespace(ledger=ledger, scope=None, trace=Trace(), counts=Figures())
     policies = [ChunkPolicy(delayed=frozenset({FC1, QKV}), most_delayed_bytes=most_bytes)]
     return WeightGradients(progress, policies, Surroundings(()), reduced_in_backward=lambda: False), progress
 
@@ -108,9 +107,9 @@ def test_one_that_is_larger_than_all_that_may_be_pending_is_computed_at_once() -
     gradients, progress = in_backward_of(3, most_bytes=100)
     ran: list[str] = []
     gradients.put_off(FC1, [torch.empty(20)], {0: lambda: ran.append("small")})
-    assert (ran, progress.pending.bytes) == ([], 80)
+    assert (ran, gradients.bytes) == ([], 80)
     gradients.put_off(FC1, [torch.empty(30)], {0: lambda: ran.append("large")})
-    assert (ran, progress.pending.bytes) == (["small", "large"], 0)
+    assert (ran, gradients.bytes) == (["small", "large"], 0)
     assert (progress.counts.deferred, progress.counts.flushed, progress.counts.deferred_bytes) == (2, 2, 80)
 
 

@@ -51,7 +51,7 @@ def _watched(held: Held, engine: Any) -> Iterator[None]:
     def note() -> None:
         storages = [tensor.untyped_storage() for one in queued if (tensor := one()) is not None]
         held.alive.append(sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()))
-        held.counted.append(engine.pending.bytes)
+        held.counted.append(engine.weight_gradients.bytes)
 
     def noting(method: Callable[..., Any]) -> Callable[..., Any]:
         def noted(self: Any, *args: Any) -> Any:
@@ -88,7 +88,7 @@ def pending_when_reduced(rank: int, job: Job, plan: Plan, overlapped: bool) -> t
         weights = {(linear.layer, linear.item): module.weight for linear, module in modules.items()}
 
         def beginning(group: Any, *args: Any, **kwargs: Any) -> Any:
-            pending = installation.engine.pending
+            pending = installation.engine.weight_gradients
             seen.append(sum(weights[linear] in group.params for linear, queue in pending._of.items() for _ in queue))
             return begin(group, *args, **kwargs)
 
@@ -177,7 +177,7 @@ def failing(rank: int, job: Job, plan: Plan) -> Failed:
         seed_random_numbers(7)
         seen: list[int] = []
         said = _failed_step(training, job, installation.engine, seen)
-        then, busy = len(installation.engine.pending), installation.engine.busy
+        then, busy = len(installation.engine.weight_gradients), installation.engine.busy
         seed_random_numbers(7)
         ours = _step(training, job)
     return Failed(said, seen[0], then, busy, [name for name in stock if not torch.equal(stock[name], ours[name])])
@@ -199,7 +199,7 @@ def _failed_step(training: Any, job: Job, engine: Any, seen: list[int]) -> str:
     def fail(gradient: Any) -> None:
         left[0] -= 1
         if not left[0]:
-            seen.append(len(engine.pending))
+            seen.append(len(engine.weight_gradients))
             raise RuntimeError("a kernel failed")
 
     norm = training.chunks[0].module.decoder.layers[0].input_layernorm

@@ -41,9 +41,8 @@ from megatron_lynx.limits import refused
 from megatron_lynx.nest import map_nest
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.runtime.engine import Engine
-from megatron_lynx.runtime.pending import Linear
 from megatron_lynx.runtime.saved import memory_of
-from megatron_lynx.runtime.weight_gradients import WeightGradients
+from megatron_lynx.runtime.weight_gradients import Linear, WeightGradients
 
 
 class LinearOf(NamedTuple):

@@ -55,9 +55,6 @@ class OffloadPolicy:
     layers: tuple[int, int] = (1, 0)
     """The chunk's first layer, and its number of layers."""
 
-    def pace(self, *, whole: bool) -> Pace:
-        return Pace(None if whole else self.pace_bytes, len(HALVES) * self.layers[1])
-
 
 class OffloadedStorage:
     """One storage of one micro-batch: on the device, (partly) on the host, or back on the device."""
@@ -69,7 +66,7 @@ class OffloadedStorage:
         """Whether that tensor fills the storage."""
         self.device = storage.device
         self._original: Tensor | None = saved.detach() if self.whole else _bytes_of(storage)
-        self._dtype, self._shape = self._original.dtype, self._original.shape
+        self.dtype, self.shape = self._original.dtype, self._original.shape
         self._owner = owner
         self._rest: Tensor | None = None
         self._lease: Lease | None = None
@@ -79,10 +76,6 @@ class OffloadedStorage:
         self._back: Copy | None = None
         self._copier = back
         self._returned: Tensor | None = None
-
-    def is_all_of(self, tensor: Tensor) -> bool:
-        """Return whether this tensor in its storage equals the one it was made for."""
-        return self.whole and tensor.dtype is self._dtype and tensor.shape == self._shape and tensor.is_contiguous()
 
     @property
     def here(self) -> bool:
@@ -130,7 +123,7 @@ class OffloadedStorage:
         return target, hosted
 
     def _fresh(self) -> Tensor:
-        return torch.empty(self._shape, dtype=self._dtype, device=self.device)
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
@@ -145,7 +138,8 @@ class OffloadedTensor:
     def __init__(self, tensor: Tensor, storage: OffloadedStorage) -> None:
         self.storage = storage
         self.requires_grad = tensor.requires_grad
-        self.view = None if storage.is_all_of(tensor) else View.of(tensor)
+        same = storage.whole and tensor.dtype is storage.dtype and tensor.shape == storage.shape and tensor.is_contiguous()
+        self.view = None if same else View.of(tensor)
 
     def tensor(self) -> Tensor:
         """Return a tensor with size, stride, offset, dtype and bits of the one that was pushed. May be called again."""
@@ -219,7 +213,7 @@ class OffloadGroup:
 
     def half_begins(self, key: FrameKey, arguments: Any) -> OffloadGroup | None:
         """Return the group if saved tensors of this half may leave, else None."""
-        self.half = self._place(key)
+        self.half = self.place(key)
         if self._chosen_bytes >= self.policy.bytes or self.pace.stays(self.half):
             return None
         input_stays = self.half == 1 and not self.pace.whole  # Megatron holds the chunk's input until its forward is over
@@ -275,7 +269,7 @@ class OffloadGroup:
 
     def half_ends(self, key: FrameKey, outputs: Any, ahead: int) -> None:
         """End a half's forward. `ahead`: how many halves before its own backward its recomputation may begin."""
-        self.half = self._place(key)
+        self.half = self.place(key)
         self.release(self.half)
         if not self.pace.stays(self.half):
             self._choose(outputs, ahead)
@@ -321,10 +315,7 @@ class OffloadGroup:
         while self._away and self._away[-1].turns.back >= place:
             fetch(self._away.pop().alive())
 
-    def backward_reaches(self, key: FrameKey) -> None:
-        self.fetch(self._place(key))
-
-    def _place(self, key: FrameKey) -> int:
+    def place(self, key: FrameKey) -> int:
         """Index, from 1, of a half in its chunk."""
         layer, half = key
         return len(HALVES) * (layer - self.policy.layers[0]) + HALVES.index(half) + 1

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from megatron_lynx.anatomy import HALVES
 from megatron_lynx.anatomy.address import FrameKey
+from megatron_lynx.pace import Pace
 from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.frame import MicroBatch
 from megatron_lynx.runtime.offload.copier import Owner, copiers_for
@@ -55,7 +57,7 @@ class Offloader:
             raise too_little(where, needed_bytes, limit)
         self.trace = Trace(device)
         self.out, self.back = copiers_for(device, self.trace)
-        self._policies = dict(policies)
+        self.policies = dict(policies)
         self._avoids_messages = any(policy.avoids_messages for policy in policies.values())
         self._where = {chunk: where if len(policies) == 1 else f"{where}, chunk {chunk}" for chunk in policies}
         self._limit = limit
@@ -69,14 +71,9 @@ class Offloader:
         self._departing: OffloadGroup | None = None
         """The last micro-batch that left as a whole."""
 
-    @property
-    def chunks(self) -> Container[int]:
-        """Chunks that offload."""
-        return self._policies
-
     def lock_ahead(self) -> None:
         """Page-lock the plan's bytes before the first step, if the limit has a margin. Raises `OffloadError`."""
-        known = [policy for policy in self._policies.values() if policy.sets and not policy.ragged]
+        known = [policy for policy in self.policies.values() if policy.sets and not policy.ragged]
         wanted_bytes = sum(policy.sets * bytes_ahead(policy.bytes, policy.smallest_tensor_bytes) for policy in known)
         if known and wanted_bytes <= self._limit.most_bytes:
             begin_s = time.perf_counter()
@@ -90,7 +87,7 @@ class Offloader:
         self._lasting_of.clear()
 
     def forward_begins(self, ledger: Ledger) -> None:
-        if not self._policies:
+        if not self.policies:
             return
         self._send()
         if ledger.before_other:
@@ -98,7 +95,7 @@ class Offloader:
 
     def group_for(self, micro_batch: MicroBatch, key: FrameKey, arguments: Any, ledger: Ledger) -> OffloadGroup | None:
         """Return the group for saved tensors of a half that is called with these arguments; None if all of them stay."""
-        policy = self._policies.get(micro_batch.chunk)
+        policy = self.policies.get(micro_batch.chunk)
         if policy is None:
             return None
         group = self._groups.get(micro_batch)
@@ -128,11 +125,11 @@ class Offloader:
 
     def gradient_awaited(self, ledger: Ledger) -> None:
         """Report that a backward's gradient is in flight: a message, so copies that avoid messages wait for the backward."""
-        if self._policies and not self._avoids_messages:
+        if self.policies and not self._avoids_messages:
             self._fetch(ledger.coming)
 
     def backward_begins(self, micro_batch: MicroBatch | None, ledger: Ledger) -> None:
-        if not self._policies:
+        if not self.policies:
             return
         self.settle()
         self._send()
@@ -141,7 +138,7 @@ class Offloader:
 
     def backward_reaches(self, micro_batch: MicroBatch, key: FrameKey) -> None:
         if (group := self._groups.get(micro_batch)) is not None:
-            group.backward_reaches(key)
+            group.fetch(group.place(key))
 
     # --- whole micro-batches -------------------------------------------------------------------------------------------
 
@@ -149,8 +146,9 @@ class Offloader:
         """Make the group of a micro-batch in a chunk that offloads."""
         if chunk not in self._lasting_of:
             self._lasting_of[chunk] = {storage_of(tensor) for tensor in self._lasting(chunk)}
-        policy = self._policies[chunk]
-        owner, pace, where = Owner(self._where[chunk], micro_batch), policy.pace(whole=whole), self._device.where
+        policy = self.policies[chunk]
+        pace = Pace(None if whole else policy.pace_bytes, len(HALVES) * policy.layers[1])
+        owner, where = Owner(self._where[chunk], micro_batch), self._device.where
         return OffloadGroup(owner, policy, pace, self._memory, where, self.out, self.back, self._lasting_of[chunk])
 
     def leave(self, group: OffloadGroup, output: Any) -> None:
