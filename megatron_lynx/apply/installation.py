@@ -35,7 +35,7 @@ from megatron_lynx.apply.hooks import (
 from megatron_lynx.apply.hooks.head_in_pieces import head_chunk
 from megatron_lynx.apply.hooks.random_state import MegatronRandom, left_as_they_were
 from megatron_lynx.apply.hooks.sites import marked_in, may_draw_in
-from megatron_lynx.apply.kinds import kinds_of, layers_by_kind, sections_in
+from megatron_lynx.apply.kinds import layers_by_kind, sections_in
 from megatron_lynx.apply.live_run import LiveRun, is_hybrid, live_run, of_all_ranks, recipe_of
 from megatron_lynx.apply.refusals import mismatches, refusals
 from megatron_lynx.apply.releases import Release, present_release, present_te
@@ -81,14 +81,10 @@ class Installation:
     def __init__(self, engine: Engine, hooks: list[Hook], overlapping: Overlapping | None = None) -> None:
         self.engine = engine
         """Counts and trace: `installation.engine.take_counts()`, `.trace`."""
-        self._hooks = hooks
+        self.hooks = tuple(hooks)
         self._overlapping = overlapping
         if overlapping is not None:
             overlapping.under(engine)
-
-    @property
-    def hooks(self) -> tuple[Hook, ...]:
-        return tuple(self._hooks)
 
     def remove(self) -> None:
         """Restore the identical objects. Raises `HookRefused` during a step; a second call does nothing."""
@@ -101,21 +97,21 @@ class Installation:
     def lifted(self) -> Iterator[None]:
         """Run the block without the plan (Megatron has its identical objects), then install it again with the same engine. Raises
         `HookRefused` during a step."""
-        claims = [hook.claim for hook in self._hooks]
+        claims = [hook.claim for hook in self.hooks]
         self._give_back()
         try:
             yield
         finally:
-            self._hooks = holding.put_in_place(claims)
+            self.hooks = tuple(holding.put_in_place(claims))
 
     def _give_back(self) -> None:
-        if self._hooks and self.engine.busy:
+        if self.hooks and self.engine.busy:
             raise HookRefused(
                 "cannot remove the plan now",
                 [Problem("installation", "a step under way", "the end of a step", "call remove() between steps (rule R7)")],
             )
-        holding.give_back(self._hooks)
-        self._hooks = []
+        holding.give_back(self.hooks)
+        self.hooks = ()
 
     def __enter__(self) -> Installation:
         return self
@@ -188,7 +184,7 @@ def _recorded(release: Release, plan: Plan, run: LiveRun) -> Iterator[tuple[str,
     yield "megatron-core does", release.stale()
     if run.uses_te:
         yield "Transformer Engine, or megatron-core beside it, does", _stale_te(release, run)
-    for face in (face for face in kinds_of(run) if face.recorded):
+    for face in (face for face, layers in layers_by_kind(run) if layers and face.recorded):
         yield f"megatron-core's {face.recorded_as}", release.stale(face.recorded)
     if any(map(is_hybrid, run.chunks)):
         yield "megatron-core's hybrid stack does", release.stale("hybrid")
@@ -220,7 +216,8 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun, timetable: Timetable) -> I
         yield from face.claims(engine, plan, run, layers)
     linears = weight_gradients.deferring_linears(plan, run)
     if run.pipeline > 1:
-        apart = run.overlaps_exchanges and _recomputes_in_receives(plan)
+        timetables = [timetable_of(plan, stage) for stage in range(run.pipeline)] if run.overlaps_exchanges else []
+        apart = any(of_stage.receive(chunk, "steady").hides for of_stage in timetables for chunk in range(len(of_stage.chunks)))
         yield from receives.claims(engine, waited_for_later=run.overlaps_exchanges, gradients_apart=apart)
     if run.tensor > 1:
         yield from collectives.claims(engine, run.tensor_group)
@@ -233,12 +230,6 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun, timetable: Timetable) -> I
         yield from head_in_pieces.claims(chunk, plan.head.pieces)
     if linears:
         yield from (weight_gradients.te_claims if run.uses_te else weight_gradients.claims)(engine, plan, run, linears)
-
-
-def _recomputes_in_receives(plan: Plan) -> bool:
-    """Whether any stage recomputes while it receives a gradient in the steady phase."""
-    timetables = (timetable_of(plan, stage) for stage in range(plan.parallel.pipeline))
-    return any(timetable.receive(chunk, "steady").hides for timetable in timetables for chunk in range(len(timetable.chunks)))
 
 
 def policies(

@@ -101,8 +101,11 @@ LOCAL = CLASSES["dense"]["local"]
 class HeldHalf(Running):
     """The usual content of a half, which every layer has, or an opaque one that is recognised."""
 
-    def __init__(self, section: Section, recognised: Callable[[Any], bool] | None = None) -> None:
+    def __init__(
+        self, section: Section, recognised: Callable[[Any], bool] | None = None, recorded: str = "", recorded_as: str = ""
+    ) -> None:
         self.name, self.half, self._section, self._recognised = section.name, section.half, section, recognised
+        self.recorded, self.recorded_as = recorded, recorded_as
         self.stated_as = "model.opaque_layers" if recognised else ""
         self.local, self.te = (UNKNOWN, UNKNOWN) if section.kept_whole else (LOCAL, CLASSES["dense"]["te"])
 
@@ -111,11 +114,6 @@ class HeldHalf(Running):
 
 
 class HeldDeltaNet(HeldHalf):
-    recorded, recorded_as = "delta", "gated delta net does"
-
-    def __init__(self) -> None:
-        super().__init__(DELTA_NET, lambda layer: _class_in(layer, IN_ATTENTION) == "GatedDeltaNet")
-
     def refusals(self, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Problem]:
         """Before 0.18 Megatron's code has no name for the rule that a hook could replace."""
         places = ((entry, layer) for entry in plan.chunks_of(run.stage) for layer in entry.layers if layer in layers)
@@ -123,13 +121,6 @@ class HeldDeltaNet(HeldHalf):
         if (layer := next(touched, None)) and not hasattr(module_at(layers[layer], IN_ATTENTION), "gated_delta_rule"):
             needed = "0.18 or later where a plan recomputes or offloads inside of gated delta nets"
             yield Problem("megatron.core", installed_version(), needed, "keep the items of these layers' attention halves")
-
-
-class HeldMamba(HeldHalf):
-    recorded, recorded_as = "mamba", "Mamba layer does"
-
-    def __init__(self) -> None:
-        super().__init__(MAMBA, lambda layer: _class_in(layer, "mixer") != "")
 
 
 ANY_LATENT = LATENT[True, True, False]
@@ -285,7 +276,7 @@ class HeldExperts(Running):
         if plan.exchanging and plan.model.moe_dispatcher == "deepep":
             yield from collectives.deepep_claims(engine)
         elif plan.exchanging:
-            yield from collectives.exchange_claims(engine, run.expert_group)
+            yield collectives.exchange_claim(engine, run.expert_group)
 
 
 def _dispatched_by(config: Any) -> str:
@@ -331,7 +322,10 @@ IS: dict[OpaqueName, Callable[[Any], bool]] = {
 
 FACES: list[Running] = [HeldHalf(ATTENTION), HeldHalf(MLP), HeldLatentAttention(), HeldSparseAttention(), HeldExperts()]
 FACES += [HeldHalf(OPAQUE[name], recognised) for name, recognised in IS.items()]
-FACES += [HeldDeltaNet(), HeldMamba()]
+FACES += [
+    HeldDeltaNet(DELTA_NET, lambda layer: _class_in(layer, IN_ATTENTION) == "GatedDeltaNet", "delta", "gated delta net does"),
+    HeldHalf(MAMBA, lambda layer: _class_in(layer, "mixer") != "", "mamba", "Mamba layer does"),
+]
 """The usual content of each half first: it accepts every layer."""
 
 
@@ -353,10 +347,6 @@ def layers_by_kind(run: LiveRun) -> list[tuple[Running, Layers]]:
         for half in HALVES:
             having[_face_and_section(half, layer)[0]][number] = layer
     return list(having.items())
-
-
-def kinds_of(run: LiveRun) -> list[Running]:
-    return [face for face, layers in layers_by_kind(run) if layers]
 
 
 def _face_and_section(half: Half, layer: Module) -> tuple[Running, Section]:

@@ -24,7 +24,8 @@ Messages between stages are asynchronous in stock, too. On a CPU, gloo refers to
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from itertools import product
 from operator import attrgetter
 from typing import Any
 
@@ -79,7 +80,6 @@ def refusals(plan: Plan, run: LiveRun) -> list[Problem]:
         *_early_gradients(plan, run),
         *_messages_beside_copies(plan, run),
         *_groups(run),
-        *_wrappers(run),
         *refused_layers(run),
         *_random_numbers(run),
         *refused_deferrals(plan, run),
@@ -136,7 +136,7 @@ def refused_in_fp8(run: LiveRun) -> Iterator[Problem]:
 
 
 def _groups(run: LiveRun) -> Iterator[Problem]:
-    """Hooks use the groups of `parallel_state`, and recognise a window's collectives by their group."""
+    """Hooks use the groups of `parallel_state`, and recognise a window's collectives by their group. Wrappers may not shard."""
     from megatron.core import parallel_state
 
     collection = getattr(run.chunks[0], "pg_collection", None)
@@ -145,13 +145,10 @@ def _groups(run: LiveRun) -> Iterator[Problem]:
         if (model_group := getattr(collection, name, None)) not in (None, group) and model_group.size() > 1:
             todo = "build it with ProcessGroupCollection.use_mpu_process_groups(), or without a collection"
             yield Problem(f"model.pg_collection.{name}", "another group", "parallel_state's", todo)
-
-
-def _wrappers(run: LiveRun) -> Iterator[Problem]:
-    for wrapper in run.wrappers:
-        if "FullyShardedDataParallel" in type(wrapper).__name__:
+    for kind in (type(wrapper).__name__ for wrapper in run.wrappers):
+        if "FullyShardedDataParallel" in kind:
             todo = "use Megatron's DistributedDataParallel; with FSDP parameters do not exist between their uses"
-            yield Problem("model wrapper", type(wrapper).__name__, "no FSDP", todo)
+            yield Problem("model wrapper", kind, "no FSDP", todo)
 
 
 def _random_numbers(run: LiveRun) -> Iterator[Problem]:
@@ -235,8 +232,11 @@ def refused_layers(run: LiveRun) -> Iterator[Problem]:
         for section in sections:
             held = {item: sites[item] for item in section.sites if section.fuses_norm or item.role != "norm"}
             yield from _other_classes(number, held, classes_of(section, te=run.uses_te))
-        if run.uses_te and number == first:  # all are built from one config
-            yield from _te_flags(number, sites, _TE_FLAGS if run.userbuffers else (*OWNS_USERBUFFER, *_TE_FLAGS))
+        flags = _TE_FLAGS if run.userbuffers else (*OWNS_USERBUFFER, *_TE_FLAGS)
+        linears = [site for site in sites if site.is_linear] if run.uses_te and number == first else []  # all have one config
+        for site, flag in product(linears, flags):
+            if setting := getattr(sites[site], flag, None):
+                yield Problem(f"layer {number}.{site.name}.{flag}", str(setting), "off under a plan")
     if run.userbuffers and run.layers and not run.uses_te:
         todo = "drop --tp-comm-overlap, or launch with --transformer-impl transformer_engine"
         yield Problem("config.tp_comm_overlap", "True", "off with Megatron's own layers, which have no userbuffers", todo)
@@ -260,13 +260,6 @@ def _other_classes(number: int, sites: Mapping[Item, Module], classes: Classes) 
             needed = " or ".join(known)
             todo = "launch with --transformer-impl local, or with transformer_engine and its usual layers"
             yield Problem(f"layer {number}.{site.name}", name_of(module), needed, todo)
-
-
-def _te_flags(number: int, sites: Mapping[Item, Module], flags: Sequence[str]) -> Iterator[Problem]:
-    for site, module in sites.items():
-        for flag in flags:
-            if site.is_linear and getattr(module, flag, None):
-                yield Problem(f"layer {number}.{site.name}.{flag}", str(getattr(module, flag)), "off under a plan")
 
 
 def mismatches(plan: Plan, run: LiveRun, overlapping: bool = False) -> list[Problem]:

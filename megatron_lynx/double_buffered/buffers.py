@@ -254,7 +254,9 @@ class TwoLossScales:
     @contextmanager
     def update(self, version: int) -> Iterator[None]:
         """Run the step of a batch with the scale of `version` inside; afterwards the newest scale is shown."""
-        older = [_as_it_is_now(scaler) for scaler in self._scalers]
+        older = [copy(scaler) for scaler in self._scalers]  # their scale is constant, and `update` is the current one's
+        for kept, scaler in zip(older, self._scalers, strict=True):
+            kept.update = scaler.update
         self.show(version)
         yield
         self._older, self._newest = older, self._newest + 1
@@ -263,10 +265,3 @@ class TwoLossScales:
     def start_anew(self) -> None:
         """Count versions from the newest one. Only while none of the micro-batches is in flight."""
         self._newest = 0
-
-
-def _as_it_is_now(scaler: Any) -> Any:
-    """Return a copy whose scale is constant, and whose `update` is that of the current scaler."""
-    kept = copy(scaler)
-    kept.update = scaler.update
-    return kept

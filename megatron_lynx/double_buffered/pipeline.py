@@ -15,12 +15,23 @@ The order of a stage's passes, which the runtime follows: by batch, with micro-b
     stage 0 of 2, m = 2      0F 1F 0B 2F 1B | 3F 2B 4F 3B | 5F 4B 5B          | a batch begins
     turns of batch 1                          3F 2B 4F 3B   5F 4B 6F 5B       its own passes, and those after them, for prefetch
                                                                               before the next batch begins
+
+`claims` are the hooks on Megatron's training loop.
+
+Replaces              `get_forward_backward_func` in the module of the training loop (`megatron.training.training`), and `step` of
+                      its optimizer.
+Why                   the loop's order stays: clear gradients, forward and backward, step. The replaced function leaves forwards
+                      of the next batch in flight, and the step writes the retired buffer.
+Calls the original    `step` once per call; Megatron's own function if it only runs forward.
+Holds                 the pipeline.
+Passes through when   `forward_only`: an evaluation. It is refused while micro-batches are in flight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -29,7 +40,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
-from megatron_lynx.apply.hook import MARK
+from megatron_lynx.apply.hook import MARK, Claim
 from megatron_lynx.double_buffered import releases
 from megatron_lynx.double_buffered.buffers import TwoGradients, TwoLossScales, TwoVersions, owners
 from megatron_lynx.double_buffered.interpreter import Interpreter
@@ -118,21 +129,19 @@ class DoubleBuffered:
         self._announce(drains)
         steps = batch_order(self._pipeline, self._stage, self._microbatches, self._batch, deferral=self._deferral, drains=drains)
         actions = [step for step in steps if isinstance(step, Action)]
-        then = None if drains else self._next_forward()
+        ahead = warmup(self._pipeline, self._stage) + self._deferral
+        then = None if drains else Action((self._batch + 1) * self._microbatches + ahead, "F")
         postpones = self._postpones and not drains
         losses = self._interpreter.run(actions, forward_step_func, batches, batch=self._batch, then=then, postpones=postpones)
-        self._show_newest()
+        self.versions.show(self.versions.newest)  # they are read, logged and saved between batches
+        self._scales.show(self.versions.newest)
         self.drained = drains
         return losses
 
-    def _show_newest(self) -> None:
-        """Show the newest weights and scales, which are read, logged and saved between batches."""
-        self.versions.show(self.versions.newest)
-        self._scales.show(self.versions.newest)
-
     def _announce(self, drains: bool) -> None:
         if self._engine is None:
-            check_no_plan()
+            if problems := list(_of_a_plan()):  # it ignores versions, and would recompute with wrong weights
+                raise HookRefused("a plan was installed into a run without flushes", problems)
             return
         size = self._pipeline, self._stage, self._microbatches
         order = order_of_batch(*size, self._batch, deferral=self._deferral, drains=drains)
@@ -176,11 +185,6 @@ class DoubleBuffered:
             self.gradients.start_anew()
         self._scales.start_anew()
 
-    def _next_forward(self) -> Action:
-        """Return the first forward that this batch leaves to the next."""
-        ahead = warmup(self._pipeline, self._stage) + self._deferral
-        return Action((self._batch + 1) * self._microbatches + ahead, "F")
-
 
 OPTIMIZERS = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer, torch.optim.Optimizer)
 """Optimizers whose tensors that share memory with weights are known (`double_buffered.buffers`)."""
@@ -219,12 +223,6 @@ def _refusals(chunk: torch.nn.Module, optimizer: Any) -> Iterator[Problem]:
         if type(parameter.data) is not torch.Tensor:
             yield Problem(f"parameter {name}", type(parameter.data).__name__, "a plain tensor")
     yield from _of_a_plan()
-
-
-def check_no_plan() -> None:
-    """Raise `HookRefused` if a plan was installed that ignores versions: it would recompute with wrong weights."""
-    if problems := list(_of_a_plan()):
-        raise HookRefused("a plan was installed into a run without flushes", problems)
 
 
 def _of_a_plan() -> Iterator[Problem]:
@@ -269,3 +267,64 @@ def order_of_few_batches(pipeline: int, stage: int, microbatches: int) -> StageO
     """Return the passes from filling to draining."""
     steps = [step for step in order(pipeline, stage, microbatches, FEW_BATCHES) if isinstance(step, Action)]
     return StageOrder([*phases_of(steps, warmup(pipeline, stage))])
+
+
+UNPROVEN = (
+    "collect_non_loss_data",
+    "adjust_tensor_shapes_fn",
+    "force_all_reduce",
+    "decoder_seq_length",
+    "p2p_communicator",
+    "pg_collection",
+)
+"""Arguments of Megatron's schedules that schedules without flushes do not support."""
+
+
+def claims(loop: Any, pipeline: DoubleBuffered, drains: Callable[[], bool]) -> Iterator[Claim]:
+    """Yield the claims (`apply.hook.put_in_place`) for a run that has not begun.
+
+    Args:
+        loop: the module whose global `get_forward_backward_func` the training loop calls.
+        drains: called before each batch: whether the pipeline must be empty after it, to evaluate or save weights or to end.
+            Must be equal on all ranks.
+    """
+
+    def get_function(original: Any) -> Any:
+        @wraps(original)
+        def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
+            return _without_flushes(original(*args, **kwargs), pipeline, drains)
+
+        return get_forward_backward_func
+
+    def step(original: Any) -> Any:
+        @wraps(original)
+        def updating(*args: Any, **kwargs: Any) -> Any:
+            return pipeline.update(lambda: original(*args, **kwargs))
+
+        return updating
+
+    yield Claim(loop, "get_forward_backward_func", get_function, "runs micro-batches without flushes")
+    yield Claim(pipeline.optimizer, "step", step, "updates the version that is retired")
+
+
+def _without_flushes(stock: Any, pipeline: DoubleBuffered, drains: Callable[[], bool]) -> Any:
+    @wraps(stock)
+    def forward_backward(*, forward_step_func: Any, data_iterator: Any, **settings: Any) -> Any:
+        if settings.get("forward_only"):
+            pipeline.check_drained("evaluation")
+            return stock(forward_step_func=forward_step_func, data_iterator=data_iterator, **settings)
+        if problems := list(_changed(pipeline, settings)):
+            raise HookRefused("a batch is not as the pipeline was made for", problems)
+        batches = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
+        return pipeline.forward_backward(forward_step_func, batches, drains=drains())
+
+    return forward_backward
+
+
+def _changed(pipeline: DoubleBuffered, settings: dict[str, Any]) -> Iterator[Problem]:
+    for name, needed in pipeline.made_for.items():
+        if settings.get(name) != needed:
+            yield Problem(name, str(settings.get(name)), str(needed), "batch sizes may not ramp up")
+    for name in UNPROVEN:
+        if settings.get(name):
+            yield Problem(name, str(settings[name]), "none")

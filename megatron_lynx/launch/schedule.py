@@ -32,8 +32,8 @@ import torch.distributed as dist
 
 from megatron_lynx.apply import hook as holding
 from megatron_lynx.apply.hook import Claim
-from megatron_lynx.double_buffered.hooks import claims as schedule_claims
 from megatron_lynx.double_buffered.pipeline import DoubleBuffered
+from megatron_lynx.double_buffered.pipeline import claims as schedule_claims
 from megatron_lynx.errors import HookRefused, LynxError
 from megatron_lynx.launch.ending import agree, on_rank_0
 from megatron_lynx.plan import Plan

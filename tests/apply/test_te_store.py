@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lynx.apply.hooks.pieces import Cutter
-from megatron_lynx.apply.hooks.weight_gradients import LinearOf, _Store
+from megatron_lynx.apply.hooks.weight_gradients import Cutter, LinearOf, _Store
 from megatron_lynx.figures import Figures
 from megatron_lynx.runtime.policy import ChunkPolicy
 from megatron_lynx.runtime.surroundings import Surroundings

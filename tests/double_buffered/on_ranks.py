@@ -297,7 +297,7 @@ def stopped_and_resumed(rank: int, job: Job, how: dict[str, Any]) -> list[Traine
 def hooked(rank: int, job: Job, how: dict[str, Any]) -> tuple[Trained, Trained, list[str]]:
     """The reference, and a loop written for Megatron's schedules under the hooks; what was refused on the way."""
     from megatron_lynx.apply.hook import give_back, put_in_place
-    from megatron_lynx.double_buffered.hooks import claims
+    from megatron_lynx.double_buffered.pipeline import claims
     from megatron_lynx.errors import HookRefused
     from megatron_lynx.testbed import training as loop
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers

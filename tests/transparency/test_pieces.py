@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_lynx.anatomy import EXPERTS, LINEARS
 from megatron_lynx.anatomy.address import RECV_BACKWARD, is_forward
-from megatron_lynx.apply.hooks.pieces import Cutter, refused_pieces
+from megatron_lynx.apply.hooks.weight_gradients import Cutter, refused_pieces
 from megatron_lynx.config.job import Budget
 from megatron_lynx.cost import prices
 from megatron_lynx.plan.plan import Plan

@@ -215,9 +215,9 @@ def latent_claims(engine: Engine, module: str) -> Iterator[Claim]:
         yield Claim(import_module(module), name, remembered, "gathers what was compressed")
 
 
-def exchange_claims(engine: Engine, group: Any) -> Iterator[Claim]:
+def exchange_claim(engine: Engine, group: Any) -> Claim:
     exchange = partial(_in_window, engine, group, exchange=True)
-    yield Claim(torch.distributed, "all_to_all_single", exchange, "brings tokens to experts, and back")
+    return Claim(torch.distributed, "all_to_all_single", exchange, "brings tokens to experts, and back")
 
 
 class WindowedEvent:

@@ -59,7 +59,10 @@ class MegatronRandom(RandomSource):
 
     def capture(self) -> RandomState:
         tracker = self._present_tracker()
-        tracked = {name: _tracked(state) for name, state in tracker.get_states().items()}
+        tracked = {
+            name: Tracked(state, state if isinstance(state, torch.Tensor) else state.get_state())
+            for name, state in tracker.get_states().items()
+        }
         graph_safe = any(tracked_state.state is not tracked_state.value for tracked_state in tracked.values())
         in_use = self._megatron._get_cuda_rng_state(graph_safe=True) if graph_safe else None
         return RandomState(super().capture(), tracked, getattr(tracker, _NAME, None), in_use)
@@ -83,10 +86,6 @@ class MegatronRandom(RandomSource):
             and all(torch.equal(tracked_state.value, other.tracked[name].value) for name, tracked_state in one.tracked.items())
             and super().same(one.default, other.default)
         )
-
-
-def _tracked(state: Any) -> Tracked:
-    return Tracked(state, state if isinstance(state, torch.Tensor) else state.get_state())
 
 
 @contextmanager

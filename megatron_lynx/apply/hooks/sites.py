@@ -109,14 +109,10 @@ def may_draw_in(section: Section, layer: Module, recomputed: Container[str]) -> 
     def may_draw() -> bool:
         if getattr(layer, "hidden_dropout", 1.0):
             return True
-        return any(module.p for module in dropping) or any(_drops(module.attention_dropout) for module in attending)
+        dropouts = (*dropping, *(module.attention_dropout for module in attending))
+        return any(getattr(dropout, "p", dropout) for dropout in dropouts)  # a module, or in Transformer Engine a probability
 
     return may_draw
-
-
-def _drops(dropout: Any) -> bool:
-    """`dropout`: a module (Megatron), or a module or a probability (Transformer Engine)."""
-    return bool(getattr(dropout, "p", dropout))
 
 
 def claims(
