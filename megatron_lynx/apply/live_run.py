@@ -143,8 +143,9 @@ def live_run(model: Any) -> LiveRun | list[Problem]:
     for chunk in chunks:
         if getattr(getattr(chunk, "decoder", None), "layers", None) is None:
             return [Problem("model", f"{type(chunk).__name__} without decoder.layers", "a megatron-core GPTModel")]
-        if (problem := refused_stack(chunk)) is not None:
-            return [problem]
+        if is_hybrid(chunk) and (unknown := unknown_in(_symbols(chunk))):
+            symbols, todo = f"{unknown} in {_symbols(chunk)} on this rank", "other layers are not planned in hybrid models yet"
+            return [Problem("--hybrid-layer-pattern", symbols, NEEDED, todo)]
     if len({id(chunk) for chunk in chunks}) < len(chunks) or not chunks:
         return [Problem("model", f"{len(chunks)} chunks, not all different", "the list of chunks as Megatron built it")]
 
@@ -263,13 +264,6 @@ def _segments_below(chunk: Module, symbols: int) -> Iterator[list[StackLayer]]:
             return
         symbols -= len(segment)
         yield layers_of(segment)
-
-
-def refused_stack(chunk: Module) -> Problem | None:
-    if not is_hybrid(chunk) or not (unknown := unknown_in(_symbols(chunk))):
-        return None
-    symbols, todo = f"{unknown} in {_symbols(chunk)} on this rank", "other layers are not planned in hybrid models yet"
-    return Problem("--hybrid-layer-pattern", symbols, NEEDED, todo)
 
 
 def modules_in_config(config: Any) -> tuple[str, ...]:

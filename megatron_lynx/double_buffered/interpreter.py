@@ -116,7 +116,7 @@ class Interpreter:
         overlaps = self.config.grad_sync_func is None or self.stage == 0
         no_sync = self.config.no_sync_func or nullcontext
         with self._timed():
-            self._exchange.begin_postponed()
+            self._exchange.pass_on_postponed()
             for action, following in pairwise([*actions, then]):
                 assert action is not None
                 with nullcontext() if action == last_backward and overlaps else no_sync():
@@ -163,7 +163,10 @@ class Interpreter:
         gradients = self._exchange.take(action)
         inputs, outputs = self._in_flight.pop(action.micro_batch)
         input_gradients = schedules.backward_step(inputs, outputs, gradients, config=self.config, **self._told_backward)
-        (self._exchange.postpone if postponed else self._exchange.pass_on)(action, input_gradients, following)
+        if postponed:
+            self._exchange.postponed = action, input_gradients, following
+        else:
+            self._exchange.pass_on(action, input_gradients, following)
 
     def _reduce_gradients(self, tokens: torch.Tensor | None, begun: bool) -> None:
         """Reduce over replicas, tensor-parallel ranks and tied embeddings. `begun`: DDP has begun, and only ends it here."""
@@ -194,7 +197,8 @@ class Exchange:
         self._work: dict[str, tuple[Any, torch.Tensor]] = {}
         """Messages in flight, by Megatron's name for the direction, with their tensors."""
         self._begun = False
-        self._postponed: tuple[Action, Tensors, Action | None] | None = None
+        self.postponed: tuple[Action, Tensors, Action | None] | None = None
+        """Arguments of `pass_on`, for the begin of the next run."""
 
     def take(self, action: Action) -> Tensors:
         """Return the input of a forward, or the gradient of a backward's output."""
@@ -217,13 +221,8 @@ class Exchange:
         for name in list(self._work):
             self._wait_for(name)
 
-    def postpone(self, done: Action, made: Tensors, following: Action | None) -> None:
-        """Pass on when the next run begins."""
-        self._postponed = done, made, following
-
-    def begin_postponed(self) -> None:
-        """Pass on what the run before postponed."""
-        postponed, self._postponed = self._postponed, None
+    def pass_on_postponed(self) -> None:
+        postponed, self.postponed = self.postponed, None
         if postponed is not None:
             self.pass_on(*postponed)
 

@@ -173,8 +173,10 @@ class Planning(ABC):
     def half(self, job: Job, shape: LayerShape, roof: Roofline) -> HalfProfile:
         items = self.items(shape, roof)
         for name, linear in self.linears(shape).items() if job.model.adapters is not None else ():
-            more = adapter_s(job, shape, self.section.of_name[name], linear, roof)
-            items[name] = _frozen(items[name], more)
+            more, item = adapter_s(job, shape, self.section.of_name[name], linear, roof), items[name]
+            backward_s = item.backward_s - item.wgrad_s + more.backward_s
+            seconds = {"backward_s": backward_s, "dgrad_s": item.dgrad_s + more.backward_s, "wgrad_s": 0.0}
+            items[name] = item.model_copy(update={"forward_s": item.forward_s + more.forward_s, **seconds})
         return HalfProfile(input_bytes=shape.input_bytes, items=items, tensors=self.tensors(shape))
 
     def listed(self) -> Iterable[Item]:
@@ -272,13 +274,6 @@ class Planning(ABC):
         if linear == self.section.column_parallel:
             return profile.gathered_input(message_bytes), made_bytes(half, linear)
         return kept_of_argument(half, linear), message_bytes
-
-
-def _frozen(item: ItemProfile, adapter: Passes) -> ItemProfile:
-    """Return a linear without its weight's gradient, and with an adapter."""
-    backward_s = item.backward_s - item.wgrad_s + adapter.backward_s
-    seconds = {"backward_s": backward_s, "dgrad_s": item.dgrad_s + adapter.backward_s, "wgrad_s": 0.0}
-    return item.model_copy(update={"forward_s": item.forward_s + adapter.forward_s, **seconds})
 
 
 def adapter_blocks(shape: LayerShape, item: Item, linear: Linear) -> tuple[int, ...]:

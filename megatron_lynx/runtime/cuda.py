@@ -121,7 +121,7 @@ class CudaDevice(Device):
     def unlock(self, memory: Tensor) -> None:
         streams = {*self._streams.values(), torch.cuda.current_stream(self.where)}
         events = [CudaEvent(stream, timed=False) for stream in streams]
-        self._pending.append((partial(_unregister, memory), events))
+        self._pending.append((lambda: torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()), events))
         self._poll()
 
     def _poll(self) -> None:
@@ -131,10 +131,6 @@ class CudaDevice(Device):
                 call()
             else:
                 self._pending.append((call, events))
-
-
-def _unregister(memory: Tensor) -> None:
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 @contextmanager

@@ -399,7 +399,8 @@ class Engine(Progress):
 
     def gradient_sent(self) -> None:
         """Report that the gradient of a backward's input is in flight. Weight gradients left by a chunk's last backward run."""
-        if (sending := self.ledger.take_sending()) is None:
+        sending, self.ledger.sending = self.ledger.sending, None
+        if sending is None:
             return
         chunk, completes = sending
         with self.aborting():

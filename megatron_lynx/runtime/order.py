@@ -68,7 +68,8 @@ class Ledger:
         """Backwards of this step that have begun."""
         self.running: Action | None = None
         """The backward that runs, if the order of the step is known."""
-        self._sending: tuple[int, bool] | None = None
+        self.sending: tuple[int, bool] | None = None
+        """(chunk, whether its gradients may be read then) of the backward whose input's gradient is sent next."""
         self._overlapping = False
         """Whether batches overlap, and begin by `begin_batch`."""
         self._in_flight: dict[VirtualMicroBatch, MicroBatch] = {}
@@ -142,14 +143,9 @@ class Ledger:
         """End the backward. `sends`: the gradient of its input is sent next."""
         if micro_batch is not None:
             del self._in_flight[micro_batch.virtual]
-        self._sending = (self.running.chunk, self.completes_gradients) if sends and self.running is not None else None
+        self.sending = (self.running.chunk, self.completes_gradients) if sends and self.running is not None else None
         self.running = None
         self.leave()
-
-    def take_sending(self) -> tuple[int, bool] | None:
-        """Return (chunk, whether its gradients may be read then) of the backward whose input's gradient was just sent."""
-        sending, self._sending = self._sending, None
-        return sending
 
     def abort(self) -> None:
         """Forget a failed step."""
@@ -157,7 +153,7 @@ class Ledger:
         self.recording = None
         self.in_forward = False
         self._order = StageOrder(())
-        self.running = self._sending = None
+        self.running = self.sending = None
         self.leave()
 
     def micro_batch_for(self, key: FrameKey, chunk: int = 0) -> MicroBatch:

@@ -125,14 +125,15 @@ class MixtureOfExperts(Planning):
         return 0 if linear is None else shape.model.element_bytes * linear.times * linear.rows * linear.made
 
     def half(self, job: Job, shape: LayerShape, roof: Roofline) -> ExpertHalf:
-        half = super().half(job, shape, roof)
+        half, tensor = super().half(job, shape, roof), shape.parallel.tensor
+        shared_s = collective_s(job.cluster, tensor, shape.gathered_bytes * (tensor - 1) / tensor)  # an MLP's, exposed
         return ExpertHalf(
             input_bytes=half.input_bytes,
             items=half.items,
             tensors=half.tensors,
             exchange_s=_exchange_s(job, shape),
             cut_s=_cut_s(job, shape),
-            collective_s=_shared_collective_s(job, shape),
+            collective_s=shared_s if shared_width(shape) else 0.0,
             shared_rate=job.fused_dispatch.computing_kept if experts_of(shape).shared_beside else 0.0,
         )
 
@@ -140,12 +141,14 @@ class MixtureOfExperts(Planning):
         yield from expert_tensors(shape)
 
     def parameters(self, model: Model, layout: Parallel) -> HalfParameters:
-        """Each of `expert` ranks holds its part of the experts, split among `expert_tensor` ranks; every rank has the router;
-        shared experts are an MLP split among `tensor` ranks (`SequentialMLP`, `TopKRouter`, `SharedExpertMLP`)."""
+        """Each of `expert` ranks holds its part of the experts, split among `expert_tensor` ranks; every rank has the router and
+        the projections to a latent width and back; shared experts are an MLP split among `tensor` ranks (`SequentialMLP`,
+        `TopKRouter`, `SharedExpertMLP`)."""
         experts, local = mixture(model), mixture(model).count // layout.expert
         one, shared, router = expert_matrices(model), _mlp(model, experts.shared_ffn, model.hidden), model.hidden * experts.count
         linears, gate = 2 * local + (2 if experts.shared_ffn else 0), model.hidden * experts.shared_gate
-        projections = _projections(model)
+        projections = 0 if experts.latent is None else 2 * model.hidden * model.routed_hidden  # to a latent width and back
+        biases = (2 * experts.ffn if model.gated else experts.ffn) // layout.expert_tensor_size + model.routed_hidden
         return HalfParameters(
             cut=shared,
             passed=experts.per_token * one + shared + router + gate + projections,
@@ -154,7 +157,7 @@ class MixtureOfExperts(Planning):
             biased=linears,
             whole=router + projections,
             router=router,
-            apart=local * (one // layout.expert_tensor_size + _biases(model, layout.expert_tensor_size)),
+            apart=local * (one // layout.expert_tensor_size + biases * model.bias),
         )
 
     def backward(self, shape: LayerShape) -> Iterator[Step]:
@@ -189,18 +192,6 @@ def expert_matrices(model: Model) -> int:
 
 def _mlp(model: Model, ffn: int, hidden: int) -> int:
     return hidden * ffn * (3 if model.gated else 2)
-
-
-def _projections(model: Model) -> int:
-    """Return the weights of the projections to a latent width and back, which every tensor-parallel rank has (`MoELayer`)."""
-    return 0 if mixture(model).latent is None else 2 * model.hidden * model.routed_hidden
-
-
-def _biases(model: Model, tensor: int) -> int:
-    if not model.bias:
-        return 0
-    ffn = mixture(model).ffn
-    return (2 * ffn if model.gated else ffn) // tensor + model.routed_hidden
 
 
 def all_to_all_s(cluster: Cluster, gpus: int, ranks: int, stride: int, size_bytes: float) -> float:
@@ -261,12 +252,6 @@ def _cut_s(job: Job, shape: LayerShape) -> float:
     tensor, row_bytes = shape.parallel.expert_tensor_size, shape.model.routed_hidden * shape.model.element_bytes
     gathered = routed_rows(shape) * row_bytes * (tensor - 1) / tensor
     return collective_s(job.cluster, tensor, gathered)
-
-
-def _shared_collective_s(job: Job, shape: LayerShape) -> float:
-    """Return one exposed collective of shared experts, an MLP on all rows."""
-    tensor = shape.parallel.tensor
-    return collective_s(job.cluster, tensor, shape.gathered_bytes * (tensor - 1) / tensor) if shared_width(shape) else 0.0
 
 
 def _router(shape: LayerShape, roof: Roofline) -> Passes:
