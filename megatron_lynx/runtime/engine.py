@@ -445,9 +445,7 @@ class Engine(Progress):
             elif task.do == "begin":
                 self._begin(frame, task, reached)
             elif frame.gathering is None:
-                begin = self.trace.now()
-                self._recomputations.gather(frame)
-                self.add_span("gather", frame, str(reached.place), begin)
+                self._gather(frame, task, reached)
 
     def _recompute(self, frame: Frame, task: Task, reached: Reached) -> None:
         """At `enter`, recompute a checkpoint; the half before that feeds it is recomputed with it. In a window, recompute if rule
@@ -468,6 +466,11 @@ class Engine(Progress):
         else:
             self._recomputations.begin(frame, str(task.item))
             self.counts.ahead += not entered
+
+    def _gather(self, frame: Frame, task: Task, reached: Reached) -> None:
+        begin = self.trace.now()
+        self._recomputations.gather(frame)
+        self.add_span("gather", frame, str(reached.place), begin)
 
     def _has_room_for(self, frame: Frame) -> bool:
         """Return whether this half may be recomputed by now (rule R4). It counts as ahead until backward reaches it."""
