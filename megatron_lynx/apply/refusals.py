@@ -23,10 +23,12 @@ Messages between stages are asynchronous in stock, too. On a CPU, gloo refers to
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from itertools import product
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -277,47 +279,22 @@ def mismatches(plan: Plan, run: LiveRun, overlapping: bool = False) -> list[Prob
     return problems
 
 
-FLAGS = {
-    "parallel.tensor": "--tensor-model-parallel-size",
-    "parallel.context": "--context-parallel-size",
-    "parallel.pipeline": "--pipeline-model-parallel-size",
-    "parallel.chunks": "--num-virtual-stages-per-pipeline-rank",
-    "parallel.sequence_parallel": "--sequence-parallel",
-    "parallel.userbuffers": "--tp-comm-overlap",
-    "model.layers": "--num-layers",
-    "model.hidden": "--hidden-size",
-    "model.ffn": "--ffn-hidden-size",
-    "model.heads": "--num-attention-heads",
-    "model.seq": "--seq-length",
-    "model.implementation": "--transformer-impl",
-    "model.mtp": "--mtp-num-layers",
-    "model.moe_overlapped": "--overlap-moe-expert-parallel-comm",
-    "model.fp8": "--fp8-recipe",
-    "model.fp8_parameters": "--fp8-param-gather",
-    f"model.{IN_BF16[0]}": "--num-layers-at-start-in-bf16",
-    f"model.{IN_BF16[1]}": "--num-layers-at-end-in-bf16",
-    "batch.micro": "--micro-batch-size",
-}
-"""Facts that a launch states before a model is built: keys of a plan, and their flags."""
-WHY = {
-    "parallel.userbuffers": "with userbuffers linears have no windows",
-    "model.implementation": "windows and bytes differ",
-    "model.fp8": "bytes differ",
-    "model.fp8_parameters": "bytes differ",
-}
+FACTS: Mapping[str, Mapping[str, str]] = json.loads(Path(__file__).with_name("facts.json").read_text(encoding="utf-8"))
+"""Facts that a launch states before a model is built, by a plan's key: their `flag`; their name in Megatron's arguments
+(`argument`), or also in model configurations (`setting`), unless they are computed; and for messages `why` they matter."""
+
+
+def _named(settings: Any, kind: str) -> dict[str, Any]:
+    return {key: getattr(settings, fact[kind], None) for key, fact in FACTS.items() if kind in fact}
 
 
 def facts_of_launch(args: Any) -> dict[str, Any]:
-    tensor = getattr(args, "tensor_model_parallel_size", None)
+    several = getattr(args, "tensor_model_parallel_size", None) != 1
     facts = {
-        "parallel.tensor": tensor,
-        "parallel.context": getattr(args, "context_parallel_size", None),
-        "parallel.pipeline": getattr(args, "pipeline_model_parallel_size", None),
+        **_named(args, "argument"),
         "parallel.chunks": getattr(args, "virtual_pipeline_model_parallel_size", None) or 1,
-        "parallel.sequence_parallel": bool(getattr(args, "sequence_parallel", False)) and tensor != 1,
-        "parallel.userbuffers": bool(getattr(args, "tp_comm_overlap", False)) and tensor != 1,
-        "model.seq": getattr(args, "seq_length", None),
-        "batch.micro": getattr(args, "micro_batch_size", None),
+        "parallel.sequence_parallel": bool(getattr(args, "sequence_parallel", False)) and several,
+        "parallel.userbuffers": bool(getattr(args, "tp_comm_overlap", False)) and several,
         **_of_model(args),
     }
     if not getattr(args, "hybrid_layer_pattern", None):  # two of its layers may be one of a plan's (`live_run`)
@@ -353,9 +330,7 @@ def _of_model(settings: Any) -> dict[str, Any]:
     """Facts that arguments and model configurations have under the same names."""
     recipe, held = recipe_of(settings), ("fp8_param_gather", "fp8_param", "fp4_param")
     return {
-        "model.hidden": getattr(settings, "hidden_size", None),
-        "model.ffn": getattr(settings, "ffn_hidden_size", None),
-        "model.heads": getattr(settings, "num_attention_heads", None),
+        **_named(settings, "setting"),
         "model.mtp": getattr(settings, "mtp_num_layers", None) or 0,
         "model.moe_overlapped": overlapped(settings),
         "model.fp8": recipe,
@@ -374,8 +349,8 @@ def differing(plan: Plan, facts: Mapping[str, Any]) -> Iterator[tuple[str, Any, 
 
 def launch_mismatches(plan: Plan, args: Any) -> Iterator[Problem]:
     for key, planned, fact in differing(plan, facts_of_launch(args)):
-        flag = "--fp4-recipe" if "nvfp4" in (planned, fact) else FLAGS[key]
-        todo = "; ".join(filter(None, ("launch with the plan's, or make a plan for this launch", WHY.get(key))))
+        flag = "--fp4-recipe" if "nvfp4" in (planned, fact) else FACTS[key]["flag"]
+        todo = "; ".join(filter(None, ("launch with the plan's, or make a plan for this launch", FACTS[key].get("why"))))
         yield Problem(flag, _said(fact), f"{_said(planned)}, as the plan has it ({key})", todo)
 
 

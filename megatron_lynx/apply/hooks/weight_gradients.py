@@ -34,7 +34,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, wraps
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -129,43 +128,32 @@ def refused_deferrals(plan: Plan, run: LiveRun) -> Iterator[Problem]:
     if [list(entry.layers) for entry in plan.chunks_of(run.stage)] != live:
         return  # the plan is for another model, which `match` reports
     linears = deferring_linears(plan, run)
-    for unfit in (_ungraded, _storeless, _natively_grouped):
-        problems = (unfit(linear, module, run) for linear, module in linears.items())
-        yield from islice(filter(None, problems), 1)  # the first stands for all
-    yield from _too_small(plan, run, linears)
-    numbers = Counter(linear.linear for linear in linears)
+    numbers, found = Counter(linear.linear for linear in linears), dict[str, Problem]()
     for linear, module in linears.items():
         experts = numbers[linear.linear] * len(weights_of(module)) if linear.of_experts else 0
-        if refused_here := list(refused_pieces(linear.place, module, experts, linear.pieces, fp8=run.fp8)):
-            yield from refused_here
-            return  # the first stands for all
+        cut = refused_pieces(linear.place, module, experts, linear.pieces, fp8=run.fp8)
+        for problem in (*_unfit(linear, module, run), *cut):
+            found.setdefault(problem.needed, problem)  # the first stands for all
+    yield from found.values()
+    yield from _too_small(plan, run, linears)
 
 
-def _ungraded(linear: LinearOf, module: Module, run: LiveRun) -> Problem | None:
-    if all(hasattr(weight, "main_grad") for weight in weights_of(module)):
-        return None
-    todo = "wrap the model in Megatron's DistributedDataParallel before the plan is installed"
-    return Problem(f"{linear.place}.weight", "no main_grad", "main_grad, to which weight gradients are added", todo)
-
-
-def _storeless(linear: LinearOf, module: Module, run: LiveRun) -> Problem | None:
-    if not run.uses_te or getattr(module, "wgrad_store", None) is not None:
-        return None
-    todo = "install a Transformer Engine that has delay_wgrad_compute, or plan without weight_gradients"
-    return Problem(f"{linear.place}.wgrad_store", "none", "Transformer Engine's WeightGradStore", todo)
-
-
-def _natively_grouped(linear: LinearOf, module: Module, run: LiveRun) -> Problem | None:
-    """Grouped GEMMs whose operands are no tensors of experts, or that compute bias gradients as well."""
-    if not linear.of_experts or len(weights_of(module)) == 1:
-        return None
-    if getattr(module, "use_grouped_tensor", False) or os.environ.get(NATIVE, "0") != "0":
+def _unfit(linear: LinearOf, module: Module, run: LiveRun) -> Iterator[Problem]:
+    weights = weights_of(module)
+    if not all(hasattr(weight, "main_grad") for weight in weights):
+        todo = "wrap the model in Megatron's DistributedDataParallel before the plan is installed"
+        yield Problem(f"{linear.place}.weight", "no main_grad", "main_grad, to which weight gradients are added", todo)
+    if run.uses_te and getattr(module, "wgrad_store", None) is None:
+        todo = "install a Transformer Engine that has delay_wgrad_compute, or plan without weight_gradients"
+        yield Problem(f"{linear.place}.wgrad_store", "none", "Transformer Engine's WeightGradStore", todo)
+    if not linear.of_experts or len(weights) == 1:
+        return
+    if getattr(module, "use_grouped_tensor", False) or os.environ.get(NATIVE, "0") != "0":  # operands are no tensors of experts
         needed = "off where weight gradients of grouped experts are deferred"
-        return Problem(linear.place, NATIVE, needed, f"unset {NATIVE}, or plan without weight_gradients of experts")
-    if getattr(module, "apply_bias", False):
+        yield Problem(linear.place, NATIVE, needed, f"unset {NATIVE}, or plan without weight_gradients of experts")
+    elif getattr(module, "apply_bias", False):  # the GEMM computes bias gradients as well
         needed = "False where weight gradients of grouped experts are deferred"
-        return Problem(f"{linear.place}.apply_bias", "True", needed, "plan without weight_gradients of experts")
-    return None
+        yield Problem(f"{linear.place}.apply_bias", "True", needed, "plan without weight_gradients of experts")
 
 
 def _too_small(plan: Plan, run: LiveRun, linears: dict[LinearOf, Module]) -> Iterator[Problem]:
