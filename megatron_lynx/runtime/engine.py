@@ -33,12 +33,12 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_lynx.anatomy.address import RECV_BACKWARD, SEND_BACKWARD, FrameKey, Window, WindowAddress
+from megatron_lynx.anatomy.address import RECV_BACKWARD, SEND_BACKWARD, Window, WindowAddress
 from megatron_lynx.figures import InputSeen
 from megatron_lynx.nest import first_in, map_nest
 from megatron_lynx.runtime.device import Device, device_for
@@ -57,16 +57,7 @@ from megatron_lynx.runtime.surroundings import Autocast, Context, RandomSource, 
 from megatron_lynx.runtime.weight_gradients import WeightGradients
 from megatron_lynx.timeline import SpanKind
 from megatron_lynx.timetable import Pass, Task, Timetable
-from megatron_lynx.timetable.events import At
-
-
-class Reached(NamedTuple):
-    at: At
-    place: FrameKey | Window
-    micro_batch: MicroBatch | None
-    """The one that passes; None while a gradient is sent."""
-    gradients: Any = None
-    """At `enter`: gradients of the half's output."""
+from megatron_lynx.timetable.events import Moment
 
 
 class WindowedWork:
@@ -285,11 +276,11 @@ class Engine(Progress):
         self.ledger.enter(frame)
         self.offloader.backward_reaches(frame.micro_batch, frame.key)
         self._entered_at = self.trace.now()
-        self.reach(self.backward_of(frame.micro_batch), Reached("enter", frame.key, frame.micro_batch, gradients))
+        self.reach(self.backward_of(frame.micro_batch), Moment("enter", frame.key), frame.micro_batch, gradients)
 
     def _midway(self, frame: Frame, _: Any) -> None:
         if self.ledger.entered is frame:
-            self.reach(self.backward_of(frame.micro_batch), Reached("core", frame.key, frame.micro_batch))
+            self.reach(self.backward_of(frame.micro_batch), Moment("core", frame.key), frame.micro_batch)
 
     def _left(self, _: Tensor) -> None:
         self._close_backward_span()
@@ -385,11 +376,11 @@ class Engine(Progress):
         """`proper`: the wait itself."""
         kind: SpanKind = "recv" if window == RECV_BACKWARD else "window"
         begin = self.trace.now()
-        self.reach(through, Reached("in", window, micro_batch))
+        self.reach(through, Moment("in", window), micro_batch)
         waited = proper()
         if begin is not None:
             self.trace.add(kind, begin, micro_batch=micro_batch.number, window=str(window))
-        self.reach(through, Reached("after", window, micro_batch))
+        self.reach(through, Moment("after", window), micro_batch)
         return waited
 
     def exchange_begins(self) -> None:
@@ -404,7 +395,7 @@ class Engine(Progress):
             return
         chunk, completes = sending
         with self.aborting():
-            self.reach(self.timetable.sent(chunk), Reached("in", SEND_BACKWARD, None))
+            self.reach(self.timetable.sent(chunk), Moment("in", SEND_BACKWARD), None)
             if completes:
                 self.weight_gradients.flush(chunk)
 
@@ -430,47 +421,52 @@ class Engine(Progress):
     def backward_of(self, micro_batch: MicroBatch) -> Pass:
         return self.timetable.backward(micro_batch.chunk, micro_batch.phase)
 
-    def reach(self, through: Pass, reached: Reached) -> None:
-        """Run the tasks of a moment. Those of a half that is recomputed by now are skipped."""
-        for task in through.at(reached.at, reached.place):
+    def reach(self, through: Pass, moment: Moment, micro_batch: MicroBatch | None, gradients: Any = None) -> None:
+        """Run the tasks of a moment. Those of a half that is recomputed by now are skipped.
+
+        Args:
+            micro_batch: the one that passes; None while a gradient is sent.
+            gradients: at `enter`, of the half's output.
+        """
+        for task in through.tasks.get(moment, ()):
             if task.do == "weight_gradient":
                 layer, _, name = task.linear
-                self.weight_gradients.run((layer, name), str(reached.place))
+                self.weight_gradients.run((layer, name), str(moment.place))
                 continue
-            frame = self.ledger.frame_of(reached.micro_batch, task.half) if reached.micro_batch is not None else None
+            frame = self.ledger.frame_of(micro_batch, task.half) if micro_batch is not None else None
             if frame is None or not frame.lets_go:
                 continue
             if task.do == "recompute":
-                self._recompute(frame, task, reached)
+                self._recompute(frame, task, moment)
             elif task.do == "begin":
-                self._begin(frame, task, reached)
+                self._begin(frame, task, moment, gradients)
             elif frame.gathering is None:
-                self._gather(frame, task, reached)
+                self._gather(frame, task, moment)
 
-    def _recompute(self, frame: Frame, task: Task, reached: Reached) -> None:
+    def _recompute(self, frame: Frame, task: Task, moment: Moment) -> None:
         """At `enter`, recompute a checkpoint; the half before that feeds it is recomputed with it. In a window, recompute if rule
         R4 allows it and the gather of its input was not missed."""
-        if reached.at == "enter":
+        if moment.at == "enter":
             if not frame.policy.feeds:
                 self._recomputations.on_demand(frame)
         elif not self._recomputations.would_gather(frame, task.item) and self._has_room_for(frame):
-            self._recomputations.recompute(frame, str(reached.place), task.item)
+            self._recomputations.recompute(frame, str(moment.place), task.item)
             self.counts.in_windows += frame.recomputed
 
-    def _begin(self, frame: Frame, task: Task, reached: Reached) -> None:
+    def _begin(self, frame: Frame, task: Task, moment: Moment, gradients: Any) -> None:
         """Start communication of a checkpoint. On entering its half, also gather the gradient, after the input."""
-        entered = frame.key == reached.place
+        entered = frame.key == moment.place
         if entered and not frame.policy.section.exchanges:
             window = str(WindowAddress("bwd", *frame.key, 0))
-            self._recomputations.beside_gradient(frame, first_in(Tensor, reached.gradients), window)
+            self._recomputations.beside_gradient(frame, first_in(Tensor, gradients), window)
         else:
             self._recomputations.begin(frame, str(task.item))
             self.counts.ahead += not entered
 
-    def _gather(self, frame: Frame, task: Task, reached: Reached) -> None:
+    def _gather(self, frame: Frame, task: Task, moment: Moment) -> None:
         begin = self.trace.now()
         self._recomputations.gather(frame)
-        self.add_span("gather", frame, str(reached.place), begin)
+        self.add_span("gather", frame, str(moment.place), begin)
 
     def _has_room_for(self, frame: Frame) -> bool:
         """Return whether this half may be recomputed by now (rule R4). It counts as ahead until backward reaches it."""

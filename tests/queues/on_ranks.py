@@ -65,9 +65,10 @@ def trained(rank: int, job: Job, setting: Setting) -> None:
 
 def named_recomputations(rank: int, job: Job, setting: Setting) -> Log:
     """As `recorded`; what runs while a gradient is received is named after its micro-batch, and whether that is steady."""
-    from megatron_lynx.runtime.engine import Engine, Reached
+    from megatron_lynx.runtime.engine import Engine
     from megatron_lynx.runtime.frame import Frame
     from megatron_lynx.timetable import Task
+    from megatron_lynx.timetable.events import Moment
     from tests.instruments.queues import recorder
 
     original, recorders = Engine._recompute, []
@@ -77,12 +78,11 @@ def named_recomputations(rank: int, job: Job, setting: Setting) -> Log:
             recorders.append(self)
             return super().__enter__()
 
-    def run(engine: Engine, frame: Frame, task: Task, reached: Reached) -> None:
+    def run(engine: Engine, frame: Frame, task: Task, reached: Moment) -> None:
         if reached.place != RECV_BACKWARD:
             original(engine, frame, task, reached)
             return
-        assert reached.micro_batch is not None
-        with recorders[0].part(f"recompute of {task.half} for {reached.micro_batch.number}, {reached.micro_batch.phase}"):
+        with recorders[0].part(f"recompute of {task.half} for {frame.micro_batch.number}, {frame.micro_batch.phase}"):
             original(engine, frame, task, reached)
 
     with pytest.MonkeyPatch.context() as patched:

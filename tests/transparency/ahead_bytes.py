@@ -61,14 +61,14 @@ def bytes_begun(rank: int, job: Job, plan: Plan, model: dict[str, Any]) -> list[
 def _measuring(reach: Callable[..., Any], added: list[int], total: Any) -> Callable[..., Any]:
     from megatron_lynx.measure.memory import wait_for_other_threads
 
-    def measured(through: Any, reached: Any) -> None:
+    def measured(through: Any, reached: Any, *of: Any) -> None:
         tasks = through.at(reached.at, reached.place)
         if not any(task.do == "begin" and task.half != reached.place for task in tasks):
-            reach(through, reached)
+            reach(through, reached, *of)
             return
         wait_for_other_threads()
         before = total.bytes
-        reach(through, reached)
+        reach(through, reached, *of)
         wait_for_other_threads()
         added.append(total.bytes - before)
 

@@ -182,7 +182,7 @@ class _Notes(WorkListener):
     def gather_task(self, engine: Any, frame: Any, task: Any, reached: Any) -> None:
         self._gathers_for = str(reached.place)
 
-    def reached(self, engine: Any, through: Any, reached: Any) -> None:
+    def reached(self, engine: Any, through: Any, reached: Any, *of: Any) -> None:
         if reached.at == "core":
             layer, half = reached.place
             self._events.append(Event("midway", f"{half}({layer})"))
