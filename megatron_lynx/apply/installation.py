@@ -185,7 +185,7 @@ def _recorded(release: Release, plan: Plan, run: LiveRun) -> Iterator[tuple[str,
     if run.uses_te:
         yield "Transformer Engine, or megatron-core beside it, does", _stale_te(release, run)
     for face in (face for face, layers in layers_by_kind(run) if layers and face.recorded):
-        yield f"megatron-core's {face.recorded_as}", release.stale(face.recorded)
+        yield f"megatron-core's code for {face.name} does", release.stale(face.recorded)
     if any(map(is_hybrid, run.chunks)):
         yield "megatron-core's hybrid stack does", release.stale("hybrid")
     if plan.head is not None:

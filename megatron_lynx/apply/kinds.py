@@ -65,8 +65,6 @@ class Running(ABC):
     """The key of a plan that lists the layers of this kind; empty: no key does."""
     recorded: str = ""
     """The table of a release with the functions of this kind alone; empty if there is none."""
-    recorded_as: str = ""
-    """The kind in the message "megatron-core's ... not read as recorded"."""
     local = te = UNKNOWN
     """Allowed classes of its sites, in Megatron's own layers and in Transformer Engine's."""
 
@@ -101,11 +99,9 @@ LOCAL = CLASSES["dense"]["local"]
 class HeldHalf(Running):
     """The usual content of a half, which every layer has, or an opaque one that is recognised."""
 
-    def __init__(
-        self, section: Section, recognised: Callable[[Any], bool] | None = None, recorded: str = "", recorded_as: str = ""
-    ) -> None:
+    def __init__(self, section: Section, recognised: Callable[[Any], bool] | None = None, recorded: str = "") -> None:
         self.name, self.half, self._section, self._recognised = section.name, section.half, section, recognised
-        self.recorded, self.recorded_as = recorded, recorded_as
+        self.recorded = recorded
         self.stated_as = "model.opaque_layers" if recognised else ""
         self.local, self.te = (UNKNOWN, UNKNOWN) if section.kept_whole else (LOCAL, CLASSES["dense"]["te"])
 
@@ -128,7 +124,7 @@ ANY_LATENT = LATENT[True, True, False]
 
 class HeldLatentAttention(Running):
     half, name = ANY_LATENT.half, ANY_LATENT.name
-    recorded, recorded_as = "latent", "latent attention does"
+    recorded = "latent"
     local, te = CLASSES["latent"]["local"], CLASSES["latent"]["te"]
     module, attention = "megatron.core.transformer.multi_latent_attention", "MLASelfAttention"
     """The one with fused down-projections is another class."""
@@ -207,7 +203,7 @@ TODO = OR_ELSE["inside experts"]
 
 class HeldExperts(Running):
     half, name, stated_as = EXPERTS.half, EXPERTS.name, "model.moe_layers"
-    recorded, recorded_as = "experts", "mixtures of experts do"
+    recorded = "experts"
     local, te = CLASSES["experts"]["local"], CLASSES["experts"]["te"]
 
     def section_in(self, layer: Module) -> Section | None:
@@ -323,8 +319,8 @@ IS: dict[OpaqueName, Callable[[Any], bool]] = {
 FACES: list[Running] = [HeldHalf(ATTENTION), HeldHalf(MLP), HeldLatentAttention(), HeldSparseAttention(), HeldExperts()]
 FACES += [HeldHalf(OPAQUE[name], recognised) for name, recognised in IS.items()]
 FACES += [
-    HeldDeltaNet(DELTA_NET, lambda layer: _class_in(layer, IN_ATTENTION) == "GatedDeltaNet", "delta", "gated delta net does"),
-    HeldHalf(MAMBA, lambda layer: _class_in(layer, "mixer") != "", "mamba", "Mamba layer does"),
+    HeldDeltaNet(DELTA_NET, lambda layer: _class_in(layer, IN_ATTENTION) == "GatedDeltaNet", "delta"),
+    HeldHalf(MAMBA, lambda layer: _class_in(layer, "mixer") != "", "mamba"),
 ]
 """The usual content of each half first: it accepts every layer."""
 

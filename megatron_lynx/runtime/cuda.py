@@ -71,8 +71,6 @@ class CudaStream(Stream):
 
 @final
 class CudaDevice(Device):
-    """One GPU."""
-
     def __init__(self, where: torch.device) -> None:
         super().__init__(where)
         self._streams: dict[str, torch.cuda.Stream] = {}

@@ -109,7 +109,6 @@ class Engine(Progress):
         self._recomputations = Recomputations(self, self._random, guard, as_recorded, self._surroundings)
         self._graphs = recorded_graphs()
         self.weight_gradients = WeightGradients(self, self._chunks, self._surroundings, reduced_in_backward=reduced_in_backward)
-        """Interface of the hooks on weight gradients."""
         self.timetable = timetable or Timetable([()] * len(self._chunks))
         self._entered_at: Any = None
         self.observer: Observer | None = None

@@ -156,7 +156,7 @@ class FirstCall:
         regenerated = set(argument_at)  # before a recomputation reaches the site
         if not recomputed:
             regenerated = regenerated - self._resident if self._recompute and not item.exchanges else set()
-        first = self._of_first_part(call, nodes)
+        first, own_node = self._of_first_part(call, nodes), None if call.site.first is None else call.site.first.node
         views, dropped_index = sum(len(site.views) + len(site.parts) for site in self.graph.sites.values()), 0
         for place, node in enumerate(nodes):
             for slot, tensor in saved_in(node):
@@ -164,7 +164,7 @@ class FirstCall:
                 if not memory or not stays.isdisjoint(memory):
                     continue
                 storage = memory[0]
-                if storage in first and type(node).__name__ == call.site.node_of_first:
+                if storage in first and type(node).__name__ == own_node:
                     yield Replaced(place, slot, (segment - 1, first[storage]))
                 elif storage in first:
                     views += 1

@@ -70,11 +70,6 @@ class Site:
     def owns_parameters(self) -> bool:
         return self.module is not None and next(self.module.parameters(), None) is not None
 
-    @property
-    def node_of_first(self) -> str:
-        """Name of the node with the first part's tensors; empty without one."""
-        return "" if self.first is None else self.first.node
-
     @cached_property
     def segments(self) -> int:
         """Segments of a half that it takes: 2 if its first part is an item."""

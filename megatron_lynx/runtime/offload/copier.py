@@ -35,8 +35,6 @@ from megatron_lynx.units import format_bytes
 Direction = Literal["offload", "reload"]
 Pair = tuple[Tensor, Tensor]
 """Target and source, of the same size."""
-Move = Callable[[Tensor, Tensor], object]
-"""Copies the second tensor's bytes into the first."""
 
 
 class Owner(NamedTuple):
@@ -76,7 +74,7 @@ class Copier:
 
     def __init__(self, direction: Direction, device: Device, trace: Trace) -> None:
         self.direction = direction
-        self.move: Move = partial(Tensor.copy_, non_blocking=True)
+        self.move: Callable[[Tensor, Tensor], object] = partial(Tensor.copy_, non_blocking=True)
         self._device = device
         self._trace = trace
         self._stream = device.stream(direction)

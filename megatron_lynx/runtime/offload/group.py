@@ -203,7 +203,6 @@ class OffloadGroup:
     """The newest storage at each address: freed ones leave it to others."""
     _chosen_bytes: int = 0
     _chosen: list[_Leaving] = field(default_factory=list)
-    """Those that leave next."""
     _leaving: deque[tuple[_Leaving, Copy]] = field(default_factory=deque)
     """Those whose originals may still be resident, with their copies."""
     _away: list[_Leaving] = field(default_factory=list)
@@ -243,7 +242,6 @@ class OffloadGroup:
         return OffloadedTensor(tensor, offloaded)
 
     def push_all(self, value: Any) -> Any:
-        """Return the same nest with `OffloadedTensor`s in place of tensors that may leave."""
         return map_nest(Tensor, lambda tensor: tensor if isinstance(tensor, torch.nn.Parameter) else self.push(tensor), value)
 
     def may_go(self, tensor: Tensor, *, any_size: bool = False) -> bool:
@@ -252,7 +250,6 @@ class OffloadGroup:
         return any(self._movable_storage(part, any_size=any_size) is not None for part in parts)
 
     def _movable_storage(self, tensor: Tensor, *, any_size: bool = False) -> torch.UntypedStorage | None:
-        """Storage of a tensor that may leave, or None."""
         if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.device != self.device:
             return None
         if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():

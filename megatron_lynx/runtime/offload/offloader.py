@@ -162,7 +162,6 @@ class Offloader:
                 self._send()
 
     def settle(self) -> None:
-        """Free originals whose copies are over."""
         if self._departing is not None:
             self._departing.settle()
         self.out.settle()
