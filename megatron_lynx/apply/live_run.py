@@ -22,7 +22,7 @@ from torch import distributed
 from torch.nn import Module
 
 from megatron_lynx.anatomy import HALVES, Half, filling
-from megatron_lynx.anatomy.stack import NEEDED, StackLayer, layers_of, segments_of, unknown_in
+from megatron_lynx.anatomy.stack import NEEDED, layers_of, segments_of, unknown_in
 from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.captured import BESIDE, CAPTURED_MODULES, CapturedModule, refused_capture
 from megatron_lynx.kinds.dense.section import LINEARS
@@ -241,8 +241,11 @@ def layers_in(chunk: Module) -> list[Any]:
     layers = list(chunk.decoder.layers)  # type: ignore[union-attr, arg-type]
     if not is_hybrid(chunk) or not layers:
         return layers
-    hybrid_layers, below = layers_of(_symbols(chunk)), layers[0].layer_number - 1
-    first, modules = 1 + sum(len(segment) for segment in _segments_below(chunk, below)), iter(layers)
+    hybrid_layers, modules, first, below = layers_of(_symbols(chunk)), iter(layers), 1, layers[0].layer_number - 1
+    for segment in _segments(chunk):
+        if below > 0:
+            first += len(layers_of(segment))
+        below -= len(segment)
     owners = ({half: next(modules) for half, symbol in zip(HALVES, layer, strict=True) if symbol} for layer in hybrid_layers)
     return [HybridLayer(number, of_half) for number, of_half in enumerate(owners, start=first)]
 
@@ -257,39 +260,26 @@ def _segments(chunk: Any) -> list[str]:
     return segments_of(pattern, max(1, len(pattern) // max(1, layer_count)))
 
 
-def _segments_below(chunk: Module, symbols: int) -> Iterator[list[StackLayer]]:
-    """The layers of the segments that have the first `symbols` symbols."""
-    for segment in _segments(chunk):
-        if symbols <= 0:
-            return
-        symbols -= len(segment)
-        yield layers_of(segment)
-
-
-def modules_in_config(config: Any) -> tuple[str, ...]:
-    """Names of the modules that a model's config captures; empty without capture."""
-    if _implementation(config) == "none":
-        return ()
+def _captured(config: Any) -> tuple[str, tuple[str, ...]]:
+    """How a model's config captures graphs, and the names of its modules; none without capture."""
+    implementation = str(getattr(config, "cuda_graph_impl", None) or "none")
     named = getattr(config, "cuda_graph_modules", None) or getattr(config, "cuda_graph_scope", None) or ()
-    return tuple(getattr(module, "name", str(module)) for module in named)
+    names = tuple(getattr(module, "name", str(module)) for module in named)
+    return implementation, () if implementation == "none" else names
 
 
 def captured_modules(config: Any) -> tuple[CapturedModule, ...]:
     """Those of them that plans support, in the order of plans."""
-    named = modules_in_config(config) if _implementation(config) == "transformer_engine" else ()
-    return tuple(module for module in CAPTURED_MODULES if module in named)
+    implementation, named = _captured(config)
+    return tuple(module for module in CAPTURED_MODULES if module in named and implementation == "transformer_engine")
 
 
 def refused_graphs(config: Any) -> Iterator[Problem]:
     hybrid = bool(getattr(config, "is_hybrid_model", False))
-    refused = refused_capture(_implementation(config), modules_in_config(config), hybrid=hybrid)
+    refused = refused_capture(*_captured(config), hybrid=hybrid)
     if refused is not None:
         setting, why = refused
         yield Problem("config.cuda_graph_impl", setting, f"none under a plan, or {BESIDE}", f"drop --cuda-graph-impl: {why}")
-
-
-def _implementation(config: Any) -> str:
-    return str(getattr(config, "cuda_graph_impl", None) or "none")
 
 
 Value = TypeVar("Value")
