@@ -27,7 +27,6 @@ from megatron_lynx.apply.hooks import (
     collectives,
     halves,
     head_in_pieces,
-    receives,
     sites,
     steps,
     weight_gradients,
@@ -218,7 +217,7 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun, timetable: Timetable) -> I
     if run.pipeline > 1:
         timetables = [timetable_of(plan, stage) for stage in range(run.pipeline)] if run.overlaps_exchanges else []
         apart = any(of_stage.receive(chunk, "steady").hides for of_stage in timetables for chunk in range(len(of_stage.chunks)))
-        yield from receives.claims(engine, waited_for_later=run.overlaps_exchanges, gradients_apart=apart)
+        yield from steps.receive_claims(engine, waited_for_later=run.overlaps_exchanges, gradients_apart=apart)
     if run.tensor > 1:
         yield from collectives.claims(engine, run.tensor_group)
         if run.uses_te:

@@ -316,7 +316,7 @@ def _stream_priority(reading: Reading, variables: Mapping[str, str], plan: Plan 
         costs = f"with several hardware queues these need it: {' '.join(groups)}"
         yield Finding(topic, "note", f"as {path} says", costs, "is_high_priority_stream: true there, for each")
         return
-    # interleaved schedules may receive gradients in other groups than Megatron's (`apply.hooks.receives`)
+    # interleaved schedules may receive gradients in other groups than Megatron's (`apply.hooks.steps`)
     apart = "pp" in groups and reading.is_chunked and given["overlap_p2p_comm"] is not False
     raised = given["high_priority_stream_groups"] or []
     missing = [group for group in groups if group not in raised or (group == "pp" and apart)]

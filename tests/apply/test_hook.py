@@ -12,7 +12,7 @@ import torch
 from megatron_lynx.anatomy import MLP
 from megatron_lynx.apply.hook import Claim, give_back, put_in_place, verify
 from megatron_lynx.apply.hooks.halves import _check_call
-from megatron_lynx.apply.hooks.receives import _apart
+from megatron_lynx.apply.hooks.steps import _apart
 from megatron_lynx.apply.installation import Installation
 from megatron_lynx.errors import HookRefused
 from megatron_lynx.runtime.engine import Engine

@@ -49,7 +49,7 @@ def test_flops_and_collectives(pool_of: Pools, layout: str, like: Any) -> None:
 
 def without_messages(seen: Seen) -> list[str]:
     """The collectives that were issued, in order. Messages are not among them: where gradients have groups of their own
-    (`apply.hooks.receives`), those of one exchange are posted in another order than stock's."""
+    (`apply.hooks.steps`), those of one exchange are posted in another order than stock's."""
     return [name for name in seen.collectives if name not in ("c10d::send", "c10d::recv_")]
 
 
