@@ -169,7 +169,7 @@ class HeldLatentAttention(Running):
 
 class HeldSparseAttention(HeldLatentAttention):
     name = SPARSE[True].name
-    recorded, recorded_as = "sparse", "sparse attention does"
+    recorded = "sparse"
     te = CLASSES["sparse"]["te"]
     module = "megatron.core.transformer.experimental_attention_variant.absorbed_mla"
     attention = "AbsorbedMLASelfAttention"
