@@ -30,6 +30,7 @@ WIDEST = 96
 BENCHMARKS = {
     "when_not": ("One layout, one thing changed at a time", ("when_not",)),
     "when_not_experts": ("Layers with experts, at the bytes of stock's cheapest modules", ("when_not_experts",)),
+    "braided": ("Forwards braided with backwards, as by STP", ("braided",)),
     "never_less": ("At the bytes of stock's full recomputation", ("never_less", "never_less --offloading")),
     "waits_bound": ("No plan can be below these steps", ("waits_bound",)),
     "ready_launches": ("Ready launches: seconds of forwards and backwards, and the fullest device", ("ready_launches",)),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, permutations
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from benchmarks import when_not_experts
+from benchmarks import braided, when_not_experts
 from benchmarks.waits_bound import bound_s
 from benchmarks.when_not import CASES, Row, job_of, row, rows, table, within
 from megatron_lynx.profiler.analytic import analytic_profile
@@ -66,6 +69,43 @@ def test_its_statements_hold(priced: tuple[Row, ...]) -> None:
     assert hidden_s > 0.85 * hideable_s, "what waits could hide is hidden, nearly all of it"
     reference = by_name["t=4, p=2, m=16, A100 (NVLink 300 GB/s)"]
     assert reference.ours_s < reference.hidden_best_s < reference.in_place_s < reference.best_stock_s
+
+
+def test_a_row_of_braided_passes_is_current() -> None:
+    *_, line = braided.lines("H800, t=8, p=1")
+    assert line in PAGE.with_name("braided.md").read_text()
+
+
+def test_a_braid_fills_waits_and_holds_one_micro_batch_more() -> None:
+    job = job_of(dict(CASES)["t=4, p=4"])
+    found = braided.braided(job, analytic_profile(job))
+    assert 0 <= found.left_s < 0.05 * found.waits_s
+    assert found.none_s - job.microbatches * found.waits_s < found.step_s < found.none_s
+    assert found.more_bytes > 0
+
+
+PASSES = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)), min_size=1, max_size=3)
+"""Seconds of compute, and of the wait after it."""
+
+
+@given(st.tuples(PASSES, PASSES))
+def test_the_shortest_braid_is_the_best_of_all_orders(passes: tuple[list[tuple[int, int]], ...]) -> None:
+    stretches, lengths_s = [], []
+    for one in passes:
+        ends = [*accumulate(compute + wait for compute, wait in one)]
+        stretches.append([(end - wait - compute, end - wait) for end, (compute, wait) in zip(ends, one, strict=True)])
+        lengths_s.append(ends[-1])
+    several = permutations([0] * len(passes[0]) + [1] * len(passes[1]))
+    assert braided.braided_s(*stretches, tuple(lengths_s)) == min(in_order_s(order, passes) for order in {*several})
+
+
+def in_order_s(order: tuple[int, ...], passes: tuple[list[tuple[int, int]], ...]) -> float:
+    ready_s, free_s, left = [0, 0], 0, [list(one) for one in passes]
+    for which in order:
+        compute, wait = left[which].pop(0)
+        free_s = max(free_s, ready_s[which]) + compute
+        ready_s[which] = free_s + wait
+    return max(ready_s)
 
 
 @pytest.mark.long
