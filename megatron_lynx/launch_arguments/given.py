@@ -75,6 +75,8 @@ class Flag:
 class FlagTable:
     releases: tuple[str, ...]
     """Oldest first."""
+    coming: tuple[str, ...]
+    """Those that are recorded from Megatron's main branch: their defaults count only for flags that no other has."""
     flags: tuple[Flag, ...]
     no_flag: frozenset[str]
     """Fields of Megatron's configuration that no argument sets, and that change neither activations nor seconds."""
@@ -112,7 +114,7 @@ def flag_table() -> FlagTable:
     data = json.loads((Path(__file__).parent / "flags.json").read_text(encoding="utf-8"))
     flags = tuple(_flag(row, data["groups"]) for row in data["flags"])
     sets = {name: frozenset(data[name]) for name in ("no_flag", "no_flag_of_bridge", "at_least_one")}
-    return FlagTable(tuple(data["releases"]), flags, **sets, conflicts=data["conflicts"])
+    return FlagTable(tuple(data["releases"]), tuple(data["coming"]), flags, **sets, conflicts=data["conflicts"])
 
 
 def _flag(row: dict[str, Any], groups: dict[str, str]) -> Flag:
@@ -235,7 +237,7 @@ class Given:
     @property
     def release(self) -> str:
         """The newest release, whose defaults are used."""
-        return self.releases[-1]
+        return next((one for one in reversed(self.releases) if one not in self.table.coming), self.releases[-1])
 
     def __getitem__(self, name: str) -> Any:
         """Megatron's value under a name; its default if the given one could not be read."""

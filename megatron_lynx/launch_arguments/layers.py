@@ -286,7 +286,7 @@ def _in_layers(figures: dict[str, Any], layers: list[int]) -> dict[str, Any]:
 
 def _linear(given: Given, problems: list[Problem]) -> list[int]:
     """The layers with linear attention, as in `get_linear_attention_pattern`."""
-    if given[VARIANT] != KNOWN and TYPE not in given.unknown:
+    if given[VARIANT] not in (KNOWN, "gdn") and TYPE not in given.unknown:  # since 0.20: gdn
         if given[FREQ] is not None:
             problems.append(Problem(given.origin(FREQ), str(given[FREQ]), f"--experimental-attention-variant {KNOWN} beside it"))
         return []

@@ -14,8 +14,9 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.stock.modules import OFFLOADED, RECOMPUTED, Fact, recompute_module
 from megatron_lynx.stock.setting import WHOLE, StockSetting
 
-RELEASES = ("0.15", "0.16", "0.17", "0.18", "0.19")
-NEWEST = RELEASES[-1]
+RELEASES = ("0.15", "0.16", "0.17", "0.18", "0.19", "0.20")
+NEWEST = "0.19"
+"""The newest that is released."""
 
 FRACTION_SINCE = "0.19"
 """Release that added `activation_offload_fraction`; it also refuses to offload inside a recomputed `moe`."""

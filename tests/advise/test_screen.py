@@ -238,7 +238,7 @@ def test_advise_as_json_has_what_the_screen_says() -> None:
     assert said["neighbours"][0]["launch"].startswith("torchrun --nproc-per-node 8 --nnodes 2 -m megatron_lynx.launch")
     assert said["understood"]["unknown"] == ["--use-mpi"]
     assert said["stages"], "what each stage does"
-    assert result.stderr.count("warning: not known to Megatron 0.16 to 0.19") == 1
+    assert result.stderr.count("warning: not known to Megatron 0.16 to 0.20") == 1
 
 
 def test_plan_prints_the_same_screen_and_the_rest_where_asked(tmp_path: Path) -> None:

@@ -206,6 +206,7 @@ def unfit(chunk: Any) -> None:
     chunk.config.config_logger_dir = "logs"
     chunk.config.cross_entropy_loss_fusion, chunk.config.cross_entropy_fusion_impl = True, "linear"
     chunk.output_layer.gather_output = True
+    chunk.output_layer.output_dtype = torch.float32
     chunk.output_layer.bias = torch.nn.Parameter(torch.zeros(1))
     chunk.output_layer.weight.requires_grad = False
 

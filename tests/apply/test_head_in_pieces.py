@@ -158,6 +158,7 @@ def test_all_that_is_unfit_is_said_at_once(pool_of):
         "config.cross_entropy_fusion_impl",
         "output_layer.bias",
         "output_layer.gather_output",
+        "output_layer.output_dtype",
         "output_layer.weight.requires_grad",
     ]
 

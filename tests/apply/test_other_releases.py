@@ -36,7 +36,7 @@ NEW = {
         "moe_paged_stash": True,
     },
     "0.19": {"gtp_weight_remat_size": 2},
-    "0.20": {"gtp_weight_remat_size": 2},
+    "0.20": {"gtp_weight_remat_size": 2, "enable_mhc_connections": True},
 }
 """What came with a release and works against a plan."""
 

@@ -12,7 +12,7 @@ from megatron_lynx.testbed.tiny_jobs import tiny_job
 from ..te_releases import folder_of, python_path
 from . import on_ranks
 
-RELEASES = ("0.17", "0.18", "0.19")
+RELEASES = ("0.17", "0.18", "0.19", "0.20")
 SHARDED = {"distributed_optimizer": True, "dtype": "bf16"}
 
 

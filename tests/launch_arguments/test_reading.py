@@ -402,7 +402,7 @@ def test_everything_wrong_is_said_at_once() -> None:
         "--hidden-size: found nothing",
         "--seq-length: found $SEQ, needed a whole number; let the shell fill its variables in",
         "'stray'",
-        "--num-layer: found unknown, needed a flag of Megatron 0.16 to 0.19; did you mean --num-layers?",
+        "--num-layer: found unknown, needed a flag of Megatron 0.16 to 0.20; did you mean --num-layers?",
         "--mla-down-proj-fusion",
         "--micro-batch-size",
         "no number of processes",

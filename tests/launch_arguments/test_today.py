@@ -91,7 +91,7 @@ def test_arguments_alone_are_told_what_to_drop() -> None:
         ("--recompute-granularity full", "--recompute-method uniform (or block) beside it; Megatron stops here"),
         (f"{FULL_FLAGS} --recompute-activations", "--recompute-method: found uniform, needed no such flag with selective"),
         ("--recompute-granularity selective --recompute-modules moe_act", "moe_act is recomputed with --moe-grouped-gemm alone"),
-        ("--recompute-granularity selective --recompute-modules attention", "0.19 does not recompute attention"),
+        ("--recompute-granularity selective --recompute-modules attention", "0.20 does not recompute attention"),
         ("--recompute-granularity selective --recompute-modules mla_up_proj", "with --multi-latent-attention alone"),
         ("--fine-grained-activation-offloading", "--offload-modules beside it"),
         ("--fine-grained-activation-offloading --offload-modules attn_proj", "attn_proj is offloaded with core_attn alone"),
@@ -154,7 +154,7 @@ def test_flags_that_megatron_does_not_know_are_planned_unless_strict() -> None:
     assert reading.given.unknown == ("--use-mpi", "--qknorm-impl apex", "--trigger-path /a /b", "--lr-wsd-decay-style 1-sqrt")
     assert reading.problems == ()
     strict = "\n".join(map(str, read(flags, strict=True).problems))
-    assert "--use-mpi: found unknown, needed a flag of Megatron 0.16 to 0.19; drop it for planning" in strict
+    assert "--use-mpi: found unknown, needed a flag of Megatron 0.16 to 0.20; drop it for planning" in strict
     assert "--lr-wsd-decay-style: found unknown, 1-sqrt, needed a value of Megatron" in strict
 
 

@@ -17,7 +17,7 @@ from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.kinds.on_ranks import measured_sparse
 from tests.long import long
-from tests.te_releases import pools_with
+from tests.te_releases import pool_with, pools_with
 from tests.transparency.checkpoints import checkpointed
 from tests.transparency.offloaded import offloading
 from tests.transparency.sparse_layers import compare, logged_losses
@@ -37,6 +37,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def pool_of() -> Iterator[Any]:
     yield from pools_with("2.17", core="0.19")
+
+
+def test_megatron_0_20() -> None:
+    job = job_of("TP2+SP")
+    kept = uniform_plan(job, "none")
+    candidates = [uniform_plan(job, job.model.halves["attention"].recomputable), checkpointed(kept, "layer")]
+    with pool_with("2.20", 2, core="0.20") as pool:
+        for outcomes in pool.run(compare, job, candidates, Trial(canaries=True)):
+            assert [outcome.differing for outcome in outcomes] == [[]] * len(candidates)
 
 
 def job_of(layout: str, sparse: dict[str, Any] = SPARSE, **model: Any) -> Job:

@@ -272,6 +272,7 @@ def _another_projection(chunk: Any) -> Iterator[Problem]:
         "bias": (projection.bias is not None, False),
         "gather_output": (projection.gather_output, False),
         "explicit_expert_comm": (projection.explicit_expert_comm, False),
+        "output_dtype": (getattr(projection, "output_dtype", None), None),  # since 0.20: --output-logit-dtype
         "weight.requires_grad": (weight.requires_grad, True),
     }
     for name, (setting, wanted) in needed.items():

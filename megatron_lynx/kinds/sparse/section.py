@@ -8,8 +8,8 @@ Attention is absorbed: `rotary` multiplies queries by the keys' part of `linear_
 result by the values' part, so that all heads share one key and value of the latent's width. That linear is never called: it is no
 item. Inner norms are modules of their own, because the indexer reads their output.
 
-The core selects keys and trains its indexer. No rule recomputes it alone; a checkpoint of the half runs it again, without adding
-its loss to the log twice. Its collectives depend on loss and kernels, so the half has no tensor-parallel windows.
+The core selects keys and trains its indexer. Only a checkpoint of the half recomputes it, and logs its loss once. Its collectives
+depend on loss and kernels, so the half has no tensor-parallel windows.
 
     latent: {q_rank: 1536, ..., sparse: {heads: 64, head_size: 128, keys: 2048, loss: selected, fused: true}}    DeepSeek-V3.2
 """
