@@ -132,6 +132,11 @@ class Experts(Part):
         return self.model_copy(update={"overlapped": False, "delayed": False})
 
     @property
+    def padded(self) -> bool:
+        """Whether every expert gets its capacity (`--moe-pad-expert-input-to-capacity`), so that the host waits for no counts."""
+        return self.drops and self.holds is None
+
+    @property
     def held_load(self) -> float:
         return self.load if self.holds is None else self.holds
 

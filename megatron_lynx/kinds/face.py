@@ -213,7 +213,8 @@ class Planning(ABC):
         return alone + normed_cast(shape, shape.own_tokens * shape.model.hidden, roof)
 
     def _linear(self, shape: LayerShape, item: Item, linear: Linear, roof: Roofline) -> dict[str, float]:
-        """Return the seconds and FLOPs of a linear. The weight's gradient accumulates in fp32: read and written."""
+        """Return the seconds and FLOPs of a linear. The weight's gradient is added to a buffer: read and written, beside the
+        products of a linear of all rows, after those of an expert, which has few rows."""
         element, flops, weight = shape.model.element_bytes, linear.one_flops, linear.taken * linear.made
         taken, made, recipe = linear.rows * linear.taken, linear.rows * linear.made, shape.model.fp8_recipe
 
@@ -222,7 +223,11 @@ class Planning(ABC):
 
         forward_s = linear.times * roof.linear_s(flops, read(taken + weight) + element * made)
         dgrad_s = linear.times * roof.linear_s(flops, read(made + weight) + element * taken)
-        wgrad_s = linear.times * roof.linear_s(flops, read(taken + made) + 2 * FP32_BYTES * weight)
+        if linear.times > 1:
+            added_s = 2 * roof.gradient_bytes * weight / roof.hbm.byte_per_s
+            wgrad_s = linear.times * (roof.linear_s(flops, read(taken + made)) + added_s)
+        else:
+            wgrad_s = roof.linear_s(flops, read(taken + made) + 2 * FP32_BYTES * weight)
         if self.section.collectives_of and item.role in GATHERING:  # overlapped with collectives
             dgrad_s, wgrad_s = (roof.slowed_s(*times_s) for times_s in zip((dgrad_s, wgrad_s), roof.beside_s, strict=True))
         cast_forward_s, cast_backward_s = self._casts_s(shape, item, linear, roof)

@@ -172,6 +172,8 @@ class Roofline:
     """Seconds of the collectives that stock overlaps with a column-parallel linear's dgrad and wgrad."""
     counts_s: float = 0.0
     """Seconds in which a device waits for the host in each pass of experts."""
+    gradient_bytes: int = FP32_BYTES
+    """Bytes of each number in the buffer in which weight gradients accumulate."""
 
     @classmethod
     def of(cls, job: Job) -> Roofline:
@@ -185,10 +187,11 @@ class Roofline:
         units, recipe = job.cluster.fp8, job.model.fp8_recipe
         casts, speed = None, 1.0
         counts_s = 0.0 if job.cluster.host_time is None else 1e-6 * job.cluster.host_time.counts_us
+        gradient_bytes = FP32_BYTES if job.optimizer.gradients == "fp32" else job.model.element_bytes
         if recipe is not None and units is not None:
             achieved = units.peak_of(recipe) * (units.efficiency or matmul.efficiency)
             casts, speed = Casts(recipe, units.transposes), achieved / (matmul.bf16_tflop_per_s * matmul.efficiency)
-        return cls(matmul, hbm, job.model.dtype, ring, traders, casts, speed, _beside_s(job), counts_s)
+        return cls(matmul, hbm, job.model.dtype, ring, traders, casts, speed, _beside_s(job), counts_s, gradient_bytes)
 
     def seconds(self, flops: float, moved_bytes: float) -> float:
         return self._seconds(self.matmul.gemm_s(flops, self.dtype), moved_bytes)

@@ -41,6 +41,8 @@ class Launch(Part):
     """Most bytes allocated, in 1e9."""
     load: float | None = Field(default=None, gt=0)
     """Load of the fullest rank's experts, where a source states one."""
+    build: str = ""
+    """Commit of Megatron, if the rows of a series have several: steps of different builds are not compared."""
     note: str = ""
 
     def _problems(self) -> Iterator[str]:
@@ -98,7 +100,7 @@ def _of_launch(series: Series, launch: Launch, words: str) -> Iterator[Row]:
     tokens = job.batch.global_ * job.model.seq
     measured_s = launch.step_s or tokens / (job.gpus * (launch.tokens_per_s or 1.0))
     price_s = partial(stock_step_s, setting=reading.today.setting, graphs=reading.today.graphs)
-    workload = series.id if series.compared else ""
+    workload = f"{series.id} {launch.build}" if series.compared else ""
     step = Step(job, measured_s, price_s, series.grade, workload, series.publication, series.noise_percent / 100)
     yield Row.of_step(series.id, f"{launch.what}: step", step, bound=None)
     if launch.peak_gb is not None:

@@ -17,7 +17,7 @@ from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.fp8_recipes import STORED
 from megatron_lynx.kinds.experts.planning import all_to_all_s, expected_parts, routed_rows
 from megatron_lynx.kinds.experts.section import DISPATCHERS, SHARED_EXPERTS, Dispatcher
-from megatron_lynx.launch_arguments import read_launch
+from megatron_lynx.launch_arguments import job_of, read_launch
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape
@@ -144,6 +144,31 @@ def test_a_pass_of_experts_waits_once_for_the_counts_that_the_host_reads() -> No
     assert waiting.forward_s - half.forward_s == pytest.approx(counts_s)
     assert waiting.backward_s - half.backward_s == pytest.approx(counts_s)
     assert waiting.communication_s == half.communication_s
+
+
+@pytest.mark.parametrize(("given", "waits"), [("", True), ("--moe-pad-expert-input-to-capacity", False)])
+def test_experts_padded_to_their_capacity_wait_for_no_counts(given: str, waits: bool) -> None:
+    """NeMo's token drop was priced with a wait in each pass, though the host knows how many rows each expert gets."""
+    words = "--num-experts 8 --moe-grouped-gemm --moe-router-load-balancing-type aux_loss --moe-token-dispatcher-type alltoall"
+    launch = f"pretrain_gpt.py --num-layers 8 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 {words}"
+    sizes = "--max-position-embeddings 1024 --micro-batch-size 1 --vocab-size 32000 --moe-expert-capacity-factor 1.0"
+    job = job_of(read_launch(f"{launch} {sizes} {given}".split(), gpus=8, planning=False), "h100-80g")
+    router = analytic_profile(job).experts.items["router"]
+    counts_s = 1e-6 * job.cluster.host_time.counts_us
+    assert (router.forward_s > counts_s) == waits
+
+
+def test_a_buffer_of_gradients_is_read_and_written_after_the_products_of_an_expert() -> None:
+    """An expert of few rows took as long with 16-bit as with fp32 gradients, and nothing for adding them."""
+    layout = {"tensor": 1, "pipeline": 1, "layers_per_chunk": None, "sequence_parallel": False, "expert": 8}
+    jobs = [
+        catalogued_job("qwen3-30b-a3b", "h100-80g", gpus=8, parallel=layout, optimizer={"gradients": kind})
+        for kind in ("fp32", "bf16")
+    ]
+    exact, half = (analytic_profile(job).experts.items["experts_fc1"] for job in jobs)
+    weights, hbm = 16 * 2048 * 2 * 768, jobs[0].cluster.hbm
+    assert exact.wgrad_s - half.wgrad_s == pytest.approx(2 * (4 - 2) * weights / hbm.byte_per_s)
+    assert exact.wgrad_s - exact.dgrad_s == pytest.approx(2 * 4 * weights / hbm.byte_per_s, rel=0.01)
 
 
 def test_each_expert_casts_its_rows_to_fp8_by_kernels_of_its_own() -> None:

@@ -108,7 +108,8 @@ class MixtureOfExperts(Planning):
 
     def seconds(self, shape: LayerShape, item: Item, roof: Roofline) -> Passes:
         if item.name == ROUTER:
-            return _router(shape, roof) + Passes(roof.counts_s, roof.counts_s)
+            counts_s = 0.0 if experts_of(shape).padded else roof.counts_s
+            return _router(shape, roof) + Passes(counts_s, counts_s)
         if item.name == COMBINE and shape.model.bias:
             return _moved_rows(shape, roof) + kernels_s(_weighted_bias(shape), roof)
         return _moved_rows(shape, roof) if item.exchanges else super().seconds(shape, item, roof)
