@@ -14,7 +14,7 @@ from megatron_lynx.advise.answer import WORTH, Answer
 from megatron_lynx.advise.neighbours import Neighbour
 from megatron_lynx.advise.today import Row, fits, gain, gains, row_of
 from megatron_lynx.cost.host_optimizer import host_shortage
-from megatron_lynx.prediction import precision
+from megatron_lynx.prediction import EVEN, within_error
 from megatron_lynx.units import format_bytes
 
 Run = Literal["launch", "stock", "plan", "neighbour"]
@@ -22,10 +22,6 @@ CHANGES: tuple[Run, ...] = ("launch", "stock", "plan", "neighbour")
 """Smallest change first."""
 
 NOTHING_FASTER = f"nothing else that was found is over {100 * WORTH:.0f} % faster"
-
-EVEN = 0.0005
-"""Relative difference below which no figure is printed."""
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -140,11 +136,9 @@ def _run(answer: Answer, what: str, row: Row, *, layout: bool = False) -> str:
         unknown = f"What your launch takes is not known ({answer.launch.unknown})"
         return f"{what}: {row.step.in_words}, {format_bytes(row.memory_bytes)}. {unknown}."
     compared = f"{what}: {_compared(row, before)} {_today(answer)}, {_room(row, before)}."
-    known = precision(experts=answer.job.model.experts is not None)
-    off = known.layouts or known.ratios if layout else known.ratios
-    if not EVEN < gain(row, before) < off:
-        return compared
-    return f"{compared} That is within the error of such ratios, {100 * off:.0f} %: measure both."
+    experts = answer.job.model.experts is not None
+    unsure = within_error(row.expected_s, before.expected_s, experts=experts, layouts=layout) if gain(row, before) > 0 else ""
+    return f"{compared} {unsure}".strip()
 
 
 def _parts(answer: Answer) -> Iterator[str]:

@@ -475,6 +475,8 @@ def search(
         show_json(ranking.as_json)
     else:
         show(table(ranking))
+        if ranking.within_error:
+            say(ranking.within_error)
         say(f"{ranking.considered} candidates in {ranking.seconds:.2f} s")
 
 

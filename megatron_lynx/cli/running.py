@@ -119,7 +119,7 @@ def _compare_simulated(
     rows = side_by_side(stock_job, costs, ours, prices, first)
     _show_rows(rows, show_simulated, as_json)
     if not as_json:
-        show_lines(verdict(rows, budget_bytes))
+        show_lines(verdict(rows, budget_bytes, experts=job.model.experts is not None))
 
 
 def _show_rows(rows: list[Any], show: Callable[[list[Any]], None], as_json: bool) -> None:

@@ -30,6 +30,7 @@ from megatron_lynx.errors import ConfigError, Infeasible, LynxError, Problem
 from megatron_lynx.plan.plan import ALWAYS, Plan, Stage
 from megatron_lynx.plan.rule import Rule
 from megatron_lynx.planner import Decision, PlanFigures, as_planned, decide, figures_of, least_memory
+from megatron_lynx.prediction import within_error
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.report.given import NEEDED, Given
@@ -326,10 +327,11 @@ def verdict_of(points: Sequence[Point], job: Job | None) -> str:
     best = min(fitting, key=lambda setting: setting["step_s"])
     saved = 1 - shown["step_s"] / best["step_s"]
     difference = f"{abs(saved):.1%} {'less' if saved > 0 else 'more'}".replace("%", " %")
+    unsure = within_error(shown["step_s"], best["step_s"], experts=job.model.experts is not None)
     return (
         f"Simulated: {_in_figures(shown)}. That is {difference} than the fastest of {names} that fits "
-        f"{format_bytes(budget_bytes)}: {_in_figures(best)}."
-    )
+        f"{format_bytes(budget_bytes)}: {_in_figures(best)}. {unsure}"
+    ).rstrip()
 
 
 def _in_figures(shown: Point) -> str:

@@ -29,6 +29,7 @@ from megatron_lynx.cost.stage_memory import always_bytes
 from megatron_lynx.errors import ConfigError, Infeasible, LynxError, Problem, suggestion
 from megatron_lynx.planner import figures_of
 from megatron_lynx.planner.decision import drafted
+from megatron_lynx.prediction import within_error
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.roofline import Roofline
 from megatron_lynx.search.best_first import BestFirst, Lost, Watch, no_collections
@@ -62,6 +63,15 @@ class Ranking:
     """Layouts times micro-batch sizes times policies."""
     losers: tuple[Lost, ...]
     seconds: float
+
+    @property
+    def within_error(self) -> str:
+        """A sentence if the two fastest differ by less than the error of ratios of layouts, otherwise nothing."""
+        if len(self.candidates) < 2:
+            return ""
+        first, second = (candidate.step_s for candidate in self.candidates[:2])
+        unsure = within_error(second, first, experts=self.job.model.experts is not None, layouts=True)
+        return unsure and f"the next takes {100 * (second / first - 1):.1f} % more than the fastest. {unsure}"
 
     @property
     def as_json(self) -> dict[str, Any]:

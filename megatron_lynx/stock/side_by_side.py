@@ -13,6 +13,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.step import StepRange
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.prediction import within_error
 from megatron_lynx.stock.price import Priced, priced
 from megatron_lynx.stock.rival import by_speed
 from megatron_lynx.stock.setting import FULL, NONE
@@ -67,8 +68,8 @@ def _row(price: Priced, added_s: float) -> SimulatedRow:
     return SimulatedRow(f"stock {setting.name}", step, price.most_bytes, price.host_bytes, setting.flags)
 
 
-def verdict(rows: list[SimulatedRow], budget_bytes: int) -> str:
-    """Return a sentence that compares ours with the fastest stock setting that fits."""
+def verdict(rows: list[SimulatedRow], budget_bytes: int, *, experts: bool) -> str:
+    """Return sentences that compare ours with the fastest stock setting that fits. `experts`: whether the model has them."""
     ours = next(row for row in rows if row.ours)
     small = [row for row in rows if not row.ours and row.device_bytes <= budget_bytes]
     best = min(small, key=lambda row: row.step.expected_s, default=None)
@@ -76,4 +77,6 @@ def verdict(rows: list[SimulatedRow], budget_bytes: int) -> str:
         return f"No stock setting fits into {format_bytes(budget_bytes)}."
     how = speed_in_words(ours.step.expected_s, best.step.expected_s)
     flags = " ".join(best.flags) or "no flags"
-    return f"ours is {how} {best.setting}, the fastest stock setting that fits into {format_bytes(budget_bytes)} ({flags})."
+    unsure = within_error(ours.step.expected_s, best.step.expected_s, experts=experts)
+    fastest = f"the fastest stock setting that fits into {format_bytes(budget_bytes)} ({flags})"
+    return f"ours is {how} {best.setting}, {fastest}. {unsure}".rstrip()

@@ -58,6 +58,8 @@ def test_the_header_names_the_fastest_stock_setting_that_fits() -> None:
     assert text.endswith(
         f": stock full takes {format_seconds(full['step_s'])} a step in {format_bytes(full['memory_bytes'] or 0)}."
     )
+    near = verdict_of([{**plan, "step_s": 0.99 * full["step_s"]}, none, selective, full], job)  # type: ignore[list-item]
+    assert near.endswith("within the error of such ratios, 2 %: measure both.")
     none_fits = JOB.model_copy(update={"budget": Budget(memory_gib=1.0)})
     assert "none fits 1.00 GiB" in verdict_of([plan, none, selective, full], none_fits)  # type: ignore[list-item]
     assert verdict_of([plan], JOB) == "", "without a baseline"  # type: ignore[list-item]

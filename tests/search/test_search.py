@@ -218,3 +218,11 @@ def test_what_does_not_divide_lists_what_does() -> None:
     assert 1024 in nearest
     for gpus in nearest:
         assert next(iter(Space(small_job(), gpus)), None) is not None
+
+
+@pytest.mark.parametrize(("more", "said"), [(1.005, "0.5 % more than the fastest"), (1.5, "")])
+def test_a_search_says_that_its_fastest_are_within_the_error_of_ratios(tight: Ranking, more: float, said: str) -> None:
+    first = tight.candidates[0]
+    ranking = replace(tight, candidates=(first, replace(first, step_s=more * first.step_s)))
+    assert said in ranking.within_error
+    assert ("within the error of such ratios" in ranking.within_error) == bool(said)

@@ -128,6 +128,15 @@ def test_rows_are_against_the_fastest_that_fits():
     assert rows[-1].ours
     assert all(row.device_bytes <= budget for row in rows[2:])
     strongest = min(rows[1:-1], key=lambda row: row.step.expected_s if row.device_bytes <= budget else float("inf"))
-    assert strongest.setting in verdict(rows, budget)
-    assert all(flag in verdict(rows, budget) for flag in strongest.flags)
+    assert strongest.setting in verdict(rows, budget, experts=False)
+    assert all(flag in verdict(rows, budget, experts=False) for flag in strongest.flags)
     assert fastest(rivals(job, profile, budget)).step_s + update_s(job, profile) == pytest.approx(strongest.step.expected_s)
+
+
+@pytest.mark.parametrize(("share", "experts", "said"), [(0.985, False, True), (0.97, False, False), (0.98, True, True), (1, True, False)])
+def test_a_comparison_says_that_its_difference_is_within_the_error_of_ratios(share: float, experts: bool, said: bool) -> None:
+    rows = [
+        SimulatedRow("stock none", StepRange.known(10.0), 5),
+        SimulatedRow("ours", StepRange.known(share * 10.0), 4, ours=True),
+    ]
+    assert ("within the error of such ratios" in verdict(rows, 5, experts=experts)) is said
