@@ -23,6 +23,7 @@ CHANGES: tuple[Run, ...] = ("launch", "stock", "plan", "neighbour")
 
 NOTHING_FASTER = f"nothing else that was found is over {100 * WORTH:.0f} % faster"
 
+
 @dataclass(frozen=True)
 class Choice:
     run: Run

@@ -70,8 +70,8 @@ def _host_time(measured: Profile) -> list[str]:
     ours = f"a plan that keeps all {keeps}, recomputes all {recomputed}"
     lines = [f"host time  of a layer: {figures}; {ours} ({host_time.words_for(whose)})"]
     if (adam := host_time.adam) is not None:
-        alone, together = f"{adam.alone_million_per_s:g}", f"{adam.together_million_per_s:g}"
-        lines += [f"AdamW      on the host: {alone} million parameters a second of a rank alone, {together} of each if all step"]
+        together = "" if adam.together_million_per_s is None else f", {adam.together_million_per_s:g} of each if all step"
+        lines += [f"AdamW      on the host: {adam.alone_million_per_s:g} million parameters a second of a rank alone{together}"]
     return lines
 
 

@@ -108,6 +108,10 @@ class ExpertHostTime(Part):
         return HostPasses(forward_us=forward_us, backward_us=backward_us)
 
 
+ADAM_BYTES = 28
+"""Bytes of a parameter's update: reads it, its gradient and two moments, writes all but the gradient, in fp32."""
+
+
 class HostAdam(Part):
     """Speed of PyTorch's fused AdamW on fp32 parameters on a node's CPUs (Megatron's `--optimizer-cpu-offload`)."""
 
@@ -115,12 +119,29 @@ class HostAdam(Part):
     """Tool and thread count of the measurement, or the source of the figures."""
     alone_million_per_s: float = Field(gt=0)
     """Parameters per second of one rank while other ranks of the node are idle."""
-    together_million_per_s: float = Field(gt=0)
-    """Parameters per second of each rank while all ranks of the node step."""
+    together_million_per_s: float | None = Field(default=None, gt=0)
+    """Parameters per second of each rank while all ranks of the node step; None: not measured."""
+    memory_gb_per_s: float | None = Field(default=None, gt=0)
+    """Memory bandwidth that updates reach on a node, in 1e9 bytes per second; None: unknown, no limit."""
+    core_million_per_s: float | None = Field(default=None, gt=0)
+    """Parameters per second of one core."""
+    cores: int | None = Field(default=None, ge=1)
+    """Cores of a node that its ranks may use; None: unknown, no limit."""
 
     def parameters_per_s(self, ranks: int, node_ranks: int) -> float:
         """Return the rate of each of `ranks` ranks of a node, which share its memory bandwidth and cores."""
-        return 1e6 * min(self.alone_million_per_s, self.together_million_per_s * node_ranks / ranks)
+        limits = [self.alone_million_per_s]
+        if self.together_million_per_s is not None:
+            limits.append(self.together_million_per_s * node_ranks / ranks)
+        if self.memory_gb_per_s is not None:
+            limits.append(1e3 * self.memory_gb_per_s / ADAM_BYTES / ranks)
+        if self.cores is not None and self.core_million_per_s is not None:
+            limits.append(self.core_million_per_s * self.cores / ranks)
+        return 1e6 * min(limits)
+
+    def _problems(self) -> Iterator[str]:
+        if self.cores is not None and self.core_million_per_s is None:
+            yield f"cores ({self.cores}) needs core_million_per_s, the rate of one"
 
 
 class HostTime(Part):

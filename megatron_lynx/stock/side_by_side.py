@@ -12,8 +12,8 @@ from typing import Any
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.step import StepRange
 from megatron_lynx.cost.update import update_s
-from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.prediction import within_error
+from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.stock.price import Priced, priced
 from megatron_lynx.stock.rival import by_speed
 from megatron_lynx.stock.setting import FULL, NONE

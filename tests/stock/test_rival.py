@@ -133,7 +133,9 @@ def test_rows_are_against_the_fastest_that_fits():
     assert fastest(rivals(job, profile, budget)).step_s + update_s(job, profile) == pytest.approx(strongest.step.expected_s)
 
 
-@pytest.mark.parametrize(("share", "experts", "said"), [(0.985, False, True), (0.97, False, False), (0.98, True, True), (1, True, False)])
+@pytest.mark.parametrize(
+    ("share", "experts", "said"), [(0.985, False, True), (0.97, False, False), (0.98, True, True), (1, True, False)]
+)
 def test_a_comparison_says_that_its_difference_is_within_the_error_of_ratios(share: float, experts: bool, said: bool) -> None:
     rows = [
         SimulatedRow("stock none", StepRange.known(10.0), 5),
