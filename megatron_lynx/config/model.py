@@ -73,6 +73,8 @@ class Adapters(Part):
     targets: Annotated[tuple[Adaptable, ...], AS_TUPLE] = LINEARS
     """Linears with an adapter, in every layer."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
+    whole: bool = False
+    """Whether each tensor-parallel rank has all of the weight that is not cut like the linear's (ms-swift)."""
 
     def _problems(self) -> Iterator[str]:
         if not self.targets or len(set(self.targets)) < len(self.targets):

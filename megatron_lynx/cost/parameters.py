@@ -131,8 +131,9 @@ def stage_parameters(job: Job, stage: int) -> Parameters:
     """Count the parameters of a stage. Tied embeddings are on both ends of a pipeline. With adapters, theirs are trained."""
     if job.model.adapters is None:
         return _all_parameters(job, stage)
+    parts = 1 if job.model.adapters.whole else job.parallel.tensor
     sizes = [
-        (count * adapter_parameters(section.of_name[name], linear, job.model.adapters.rank, job.parallel.tensor), linear)
+        (count * adapter_parameters(section.of_name[name], linear, job.model.adapters.rank, parts), linear)
         for section, count in sections_on(job, stage).items()
         for name, linear in planning_of(section).linears(LayerShape.of(job)).items()
         if name in job.model.adapted

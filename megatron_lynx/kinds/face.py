@@ -324,10 +324,9 @@ def adapter_s(job: Job, shape: LayerShape, item: Item, linear: Linear, roof: Roo
     return seconds + Passes(0.0, 0.0 if shape.parallel.sequence_parallel else 2 * whole_s)
 
 
-def adapter_parameters(item: Item, linear: Linear, rank: int, tensor: int) -> int:
-    """Return the weights of a linear's adapter on one rank: its first weight is cut like the linear's input or by its own output,
-    its second by its output."""
-    taken, made = (linear.taken, linear.made // tensor) if item.role == "row_parallel" else (linear.taken // tensor, linear.made)
+def adapter_parameters(item: Item, linear: Linear, rank: int, parts: int) -> int:
+    """Return the weights of a linear's adapter on one rank. One weight is cut like the linear; the other is cut into `parts`."""
+    taken, made = (linear.taken, linear.made // parts) if item.role == "row_parallel" else (linear.taken // parts, linear.made)
     return rank * (taken + made)
 
 

@@ -168,12 +168,14 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     counts = {"--gpus": gpus, "the launcher": command.gpus, "the launch": of_launch}
     counted_by, gpus = next(((origin, count) for origin, count in counts.items() if count is not None), ("", None))
     loss = [*log_probability_facts(given, container, of_slime=is_of_slime(given))]
-    own = {subject: tuple(key for key in keys if not any(key in fact.origin for fact in loss)) for subject, keys in own.items()}
+    adapters = [*adapter_facts(container, problems, planning=planning)]
+    read = " ".join(fact.origin for fact in (*loss, *adapters))
+    own = {subject: tuple(key for key in keys if key not in read) for subject, keys in own.items()}
     given = as_gpt(with_packing(given), problems)
     problems += conflicts(given)
     given = replace(given, unknown=tuple(words for words in given.unknown if words.split()[0] not in SLIME))
     facts = [*model_facts(given, problems), *loss, *kind_facts(given, problems)]
-    facts += [*expert_facts(given, problems, planning=planning), *graph_facts(given), *adapter_facts(container, problems)]
+    facts += [*expert_facts(given, problems, planning=planning), *graph_facts(given), *adapters]
     facts += [*optimizer_facts(given, problems), *parallel_facts(given, gpus, problems, left_open=planning)]
     today = today_of(given, problems, planning=planning)
     if planning and given["yaml_cfg"] is not None:  # a user's file is not rewritten, as a command is
@@ -194,8 +196,8 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     lacks = dict.fromkeys(container.row["unavailable"], container.name) if isinstance(container, Frontend) else {}
     if given["deterministic_mode"]:  # refused from 0.19 on
         lacks["userbuffers"] = given.origin("deterministic_mode")
-    if (said := next((fact.origin for fact in facts if fact.place.startswith("model.adapters")), None)) is not None:
-        lacks["userbuffers"] = said
+    if adapters:
+        lacks["userbuffers"] = adapters[0].origin
     if loss and isinstance(container, Frontend) and container.name != VERL:
         lacks["head"] = loss[0].origin
     if lacks:

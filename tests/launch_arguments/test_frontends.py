@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_lynx.cost.parameters import stage_parameters
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.launch_arguments import Reading, job_of, read_launch
 from megatron_lynx.launch_arguments.hf_config import shapes_in
@@ -270,6 +271,23 @@ def test_adapters_of_verl_and_nemo_rl(folder: Path) -> None:
     assert problem.where == f"{peft}.target_modules"
 
 
+def test_adapters_of_ms_swift_are_priced_and_no_plan_is_made(folder: Path) -> None:
+    """Each tensor-parallel rank has the whole first weight of a column-parallel linear's adapter, and the second of others'."""
+    words = f"{SWIFT} --tuner_type lora --lora_rank 16 --target_modules all-linear --tensor_model_parallel_size 2"
+    reading = read(words, folder / "dense", planning=False)
+    found = facts(reading)
+    adapters = {name.rpartition(".")[2]: value for name, value in found.items() if name.startswith("model.adapters")}
+    linears = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+    assert adapters == {"rank": 16, "targets": linears, "dropout": 0.05, "whole": True}
+    assert "--lora_rank" not in " ".join(key for keys in reading.no_matter.values() for key in keys)
+    sizes = (4096 + 6144 // 2) + (4096 // 2 + 4096) + (4096 + 24576 // 2) + (12288 // 2 + 4096)
+    assert stage_parameters(job_of(reading, "h100-80g"), 0).matrices == 36 * 16 * sizes
+    [problem] = read(words, folder / "dense").problems
+    assert str(problem).startswith("--tuner_type: found lora, needed full under a plan")
+    done = lynx("estimate", "--cluster", "h100-80g", "--hf-config", folder / "dense", "--", *shlex.split(words))
+    assert done.exit_code == 0, done.stderr
+
+
 GRPO = SWIFT.replace("megatron sft", "megatron rlhf --rlhf_type grpo")
 SLIME = (
     "python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --num-layers 36 --hidden-size 4096 "
@@ -331,7 +349,7 @@ def test_shapes_that_are_not_known(tmp_path: Path, config: dict[str, Any], found
 
 
 MISTAKES = {
-    "adapters": (f"{SWIFT} --tuner_type lora", "--tuner_type: found lora, needed full"),
+    "adapters": (f"{SWIFT} --tuner_type lora_llm", "--tuner_type: found lora_llm, needed full or lora"),
     "another command": (SWIFT.replace("megatron sft", "megatron sfft"), "needed megatron pt, sft or rlhf; did you mean sft?"),
     "no length": (SWIFT.replace("--max_length 8192", ""), "--max_length: found nothing, needed a whole number"),
     "a shell's variable": (
