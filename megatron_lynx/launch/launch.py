@@ -117,20 +117,19 @@ class Launch:
             error = self._spoken(found)
         agree(error)
         with self._installation:
-            self._say_begun()
-            self._check = self._new_check()
-            self._metrics = Metrics(self._args, *self.host.writers())
-            self._reporter = self._new_reporter(model)
-            with self._metrics.written_before_wandb_ends(), concluded(self._conclude, lambda: not self._in_step):
-                yield
+            self._say_begun(plan)
+            self._check = self._new_check(plan)
+            self._metrics = metrics = Metrics(self._args, *self.host.writers())
+            self._reporter = reporter = self._new_reporter(model, plan)
 
-    def _conclude(self) -> None:
-        assert self._reporter is not None
-        assert self._metrics is not None
-        self._say_checked()
-        self._reporter.ends()
-        self._metrics.close()
-        self._say_done(self._metrics.total)
+            def conclude() -> None:
+                self._say_checked()
+                reporter.ends()
+                metrics.close()
+                self._say_done(metrics.total)
+
+            with metrics.written_before_wandb_ends(), concluded(conclude, lambda: not self._in_step):
+                yield
 
     @contextmanager
     def step(self, arguments: dict[str, Any]) -> Iterator[None]:
@@ -144,11 +143,9 @@ class Launch:
         self.how_far = f"between steps, behind step {self._steps} of this run"
 
     def _step(self, arguments: dict[str, Any]) -> Iterator[None]:
-        if self._installation is None:
+        if self._reporter is None or self._metrics is None:
             yield
             return
-        assert self._reporter is not None
-        assert self._metrics is not None
         usual = self._check is None and not self._trace.comes
         if self._check is not None:
             schedule, optimizer = arguments["forward_backward_func"], arguments["optimizer"]
@@ -172,18 +169,17 @@ class Launch:
             if path is not None and self._args.rank == 0 and (reason := against_file(path)) is not None:
                 yield Problem(flag, f"{path} ({reason})", "a file that can be written")
 
-    def _new_reporter(self, model: Any) -> Reporter:
-        assert self._plan is not None
+    def _new_reporter(self, model: Any, plan: Plan) -> Reporter:
         assert self._peak is not None
         run: Any = live_run(model)  # the plan is installed for it
         path = path_of(self.flags.outcome, self.flags.trace, getattr(self._args, "tensorboard_dir", None))
         device = device_for(next(run.chunks[0].parameters()).device)
-        given = (self._installation.engine, device, self._peak, self._plan, run.stage, str(self.flags.lynx_plan), path)
-        shards, checked = run.shards_of(self._plan.parallel.sequence_parallel), self._check is not None
+        given = (self._installation.engine, device, self._peak, plan, run.stage, str(self.flags.lynx_plan), path)
+        shards, checked = run.shards_of(plan.parallel.sequence_parallel), self._check is not None
         return Reporter(*given, shards=shards, checked=checked)
 
-    def _new_check(self) -> Check | FrameCheck | None:
-        if self.flags.lynx_check is None or self._plan is None:
+    def _new_check(self, plan: Plan) -> Check | FrameCheck | None:
+        if self.flags.lynx_check is None:
             return None
         wanted = self.flags.checked_steps
         last = getattr(self._args, "train_iters", None)
@@ -192,26 +188,25 @@ class Launch:
             on_rank_0(f"megatron-lynx: --lynx-check {wanted}: this run has {steps} steps; all of them are checked")
         if self.flags.checks_frames:
             seed, lag = int(getattr(self._args, "seed", None) or 0), int(self.flags.without_flushes)
-            return FrameCheck(wanted, self._plan, seed=seed, lag=lag)
-        return Check(wanted, self.flags.lynx_check_against, head_in_pieces=self._plan.head is not None)
+            return FrameCheck(wanted, plan, seed=seed, lag=lag)
+        return Check(wanted, self.flags.lynx_check_against, head_in_pieces=plan.head is not None)
 
     def _say_checked(self) -> None:
         check, self._check = self._check, None
         if check is not None and (summary := check.summary()) is not None:
             on_rank_0(f"megatron-lynx: {summary}")
 
-    def _say_begun(self) -> None:
-        assert self._plan is not None
+    def _say_begun(self, plan: Plan) -> None:
         held, locked = f"{len(self._installation.hooks)} hooks on rank 0", self._locked()  # a collective
         on_rank_0(
-            f"megatron-lynx {__version__}: training under {self.flags.lynx_plan} ({self._plan.digest[:12]}), "
+            f"megatron-lynx {__version__}: training under {self.flags.lynx_plan} ({plan.digest[:12]}), "
             f"megatron-core {installed_version()}, {held}{locked}"
         )
-        if checkpointed := self._plan.checkpointed:
+        if checkpointed := plan.checkpointed:
             on_rank_0(f"megatron-lynx: checkpointed layers: {checkpointed}; all inside runs again, with what it communicates")
-        if self._plan.head is not None:
+        if plan.head is not None:
             on_rank_0(
-                f"megatron-lynx: inexact: the head runs in {self._plan.head.pieces} pieces, and the gradient of its weight is "
+                f"megatron-lynx: inexact: the head runs in {plan.head.pieces} pieces, and the gradient of its weight is "
                 "summed in another order than stock's; all else is stock's"
             )
 
