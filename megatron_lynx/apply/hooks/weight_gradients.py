@@ -375,8 +375,8 @@ class _Store:
         ]
 
         def compute() -> None:
-            _, gradient = func(*operands)
-            if self._makes_bias_gradient and gradient is not None and gradient.numel():
+            made = func(*operands)  # of a grouped linear, another tuple
+            if self._makes_bias_gradient and (gradient := made[1]) is not None and gradient.numel():
                 bias = self._module.bias
                 bias.main_grad.add_(gradient.to(bias.dtype).view_as(bias))
 
