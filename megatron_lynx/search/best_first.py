@@ -27,10 +27,10 @@ slower         by the part that exceeds the winner's most: compute, recompute, c
 Bounds of a candidate's step only grow from look to look, until it is simulated:
 
     policies without a plan    floor ──> does it fit? closed form of the step ──> simulated
-    plans                      floor ──> first and last stage solved ──> all stages solved ──> rehearsed
+    plans                      floor ──> first stage solved ──> last stage solved ──> ... ──> rehearsed
 
-Solving all stages costs as much as a hundred floors, so it comes late. Of the first and the last stage one has most micro-batches
-in flight, the other the head.
+Solving a stage costs as much as ten floors, so plans are solved stage by stage, as long as their bound is the least. Of the first
+and the last stage one has most micro-batches in flight, the other the head.
 """
 
 from __future__ import annotations
@@ -104,11 +104,13 @@ def looks_at_plan(job: Job, cost: LayerCost, floor: Spent, *, offload: bool, bes
     stages, pipeline = Stages(job, cost.profile), job.parallel.pipeline
     if not all(stages.fits(stages.least(stage)) for stage in {0, pipeline - 1}):  # no share fits: none is tried
         return _excess(job, stages)
+    solved: dict[int, StageAnswer] = {}
     try:
-        yield _spent(floor, cost, job, [stages.answer(stage) for stage in {0, pipeline - 1}])
-        answers: Sequence[StageAnswer] = [stages.answer(stage) for stage in range(pipeline)]
-        spent = _spent(floor, cost, job, answers)
-        yield spent
+        for stage in dict.fromkeys((0, pipeline - 1, *range(pipeline))):
+            solved[stage] = stages.answer(stage)
+            spent = _spent(floor, cost, job, [*solved.values()])
+            yield spent
+        answers: Sequence[StageAnswer] = [solved[stage] for stage in range(pipeline)]
         plan = written(job, answers, job=job.digest, profile=cost.profile.digest)
         simulation = rehearse(plan, cost.profile, job=job)
         if fullest_bytes(job, simulation) > job.memory_budget_bytes:  # copies lag: plan without such shares

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from megatron_lynx.anatomy import PASSES, Section
 from megatron_lynx.config.job import Job, Policy
@@ -25,16 +24,6 @@ from megatron_lynx.search.candidate import Spent
 
 STOCK: tuple[Policy, ...] = ("none", "selective", "full")
 """Policies that need no plan."""
-
-
-class _Split(NamedTuple):
-    """One micro-batch on the stages of a job without recomputation."""
-
-    layers: int
-    """Fewest on a stage."""
-    slowest_s: float
-    others_s: float
-    """Sum over all other stages."""
 
 
 @dataclass(frozen=True)
@@ -85,20 +74,21 @@ class LayerCost:
 
     def slowest_s(self, job: Job) -> float:
         """Seconds of one micro-batch on the slowest stage without recomputation."""
-        return self._split(job).slowest_s
+        return self._split(job)[1]
 
-    def _split(self, job: Job) -> _Split:
-        """Unequal stages are priced one by one."""
+    def _split(self, job: Job) -> tuple[int, float, float]:
+        """Fewest layers on a stage; seconds of one micro-batch without recomputation on the slowest, and on all others. Unequal
+        stages are priced one by one."""
         pipeline, partition = job.parallel.pipeline, job.partition
         if len(set(partition)) > 1:
             stages_s = of_every_stage(job, lambda stage: stage_seconds(job, self.profile, stage).both_s)
             slowest_s = max(stages_s)
-            return _Split(min(map(job.layers_on, range(pipeline))), slowest_s, sum(stages_s) - slowest_s)
+            return min(map(job.layers_on, range(pipeline))), slowest_s, sum(stages_s) - slowest_s
         layers = job.model.layers // pipeline
         ends_s = self.embedding_s, self.head_s
         if pipeline == 1:
-            return _Split(layers, layers * self.layer_s + sum(ends_s), 0.0)
-        return _Split(layers, layers * self.layer_s + max(ends_s), (pipeline - 1) * layers * self.layer_s + min(ends_s))
+            return layers, layers * self.layer_s + sum(ends_s), 0.0
+        return layers, layers * self.layer_s + max(ends_s), (pipeline - 1) * layers * self.layer_s + min(ends_s)
 
 
 def _collectives_s(job: Job, profile: Profile, message_bytes: int) -> float:

@@ -14,8 +14,8 @@ from megatron_lynx.search.floor import LayerCost
 from megatron_lynx.solver.stages import Stages
 from tests.config.jobs import catalogued_job
 
-LOOKS = 2
-"""At the first and the last stage, then at all of them."""
+LOOKS = 4
+"""One at each stage."""
 
 
 def test_a_candidate_takes_as_long_as_the_plan_of_its_stages() -> None:
