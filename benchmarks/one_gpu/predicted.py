@@ -74,7 +74,7 @@ def _predicted(
         passes_s=run.busy_s(0) + run.exposed_copy_s(0),
         device_s=alone.busy_s(0) + alone.exposed_copy_s(0),
         update_s=update_s(job, profile),
-        states_bytes=memory.before_step,
+        states_bytes=memory.always + memory.buffers,
         moments={str(moment): size for moment, size in memory.totals.items()},
         layers_bytes=layers_bytes,
         recompute_s=run.total(0, "exposed_s") + run.total(0, "hidden_s"),

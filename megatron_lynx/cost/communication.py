@@ -41,12 +41,16 @@ def window_lengths_s(
 
     `deferred`: linears with delayed weight gradients, which hide no collective here.
     """
-    return tuple(
-        _exchanged_s(profile, passing, window)
-        if isinstance(window, Exchange)
-        else _exposed_s(profile, section, window, message_bytes, deferred)
-        for window in windows_of(profile, section, passing)
-    )
+    lengths_s, half = list[float](), profile.experts
+    for window in windows_of(profile, section, passing):
+        if not isinstance(window, Exchange):
+            lengths_s.append(_exposed_s(profile, section, window, message_bytes, deferred))
+        elif window.carries == "tokens":
+            assert half is not None, "a profile with such a section has its figures"
+            lengths_s.append(half.exchange_s - half.beside_s(passing, window.behind))  # shared experts hide a part
+        else:
+            lengths_s.append(0.0)  # probabilities: a few bytes a row
+    return tuple(lengths_s)
 
 
 def windows_of(profile: Profile, section: Section, passing: Pass) -> tuple[Collective | Exchange, ...]:
@@ -81,13 +85,6 @@ def _forward_waits(profile: Profile, section: Section) -> Iterator[tuple[str, st
         else:
             item = window.of or (section.column_parallel if window.carries == "input" else section.row_parallel)
             yield item, window.carries, wait_s
-
-
-def _exchanged_s(profile: Profile, passing: Pass, exchange: Exchange) -> float:
-    """Return an all-to-all of rows, less the part hidden by shared experts. The exchange of probabilities is not counted."""
-    half = profile.experts
-    assert half is not None, "a profile with such a section has its figures"
-    return half.exchange_s - half.beside_s(passing, exchange.behind) if exchange.carries == "tokens" else 0.0
 
 
 def _exposed_s(

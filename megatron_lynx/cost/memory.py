@@ -171,13 +171,6 @@ def held_at_moments(columns: NDArray[Any]) -> NDArray[Any]:
     return moments
 
 
-def held_by_one(columns: NDArray[Any], half: int, halves: int) -> NDArray[Any]:
-    """Return one half's share of `held_at_moments`: (options, COLUMNS) to (options, moments)."""
-    every = np.zeros((len(columns), halves, len(COLUMNS)), columns.dtype)
-    every[:, half] = columns
-    return held_at_moments(every)
-
-
 def peak_bytes(backward_order: Sequence[HalfMemory], in_flight: float, loss_bytes: int = 0) -> int:
     """Return the peak of the stage's layers over all micro-batches in flight.
 

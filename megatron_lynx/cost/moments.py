@@ -65,11 +65,6 @@ class StageMemory:
         return states + self.fp8_weights + self.second_weights + self.second_gradients + self.rest + self.learned
 
     @property
-    def before_step(self) -> int:
-        """Return the bytes when a step begins, from the second step on: buffers stay."""
-        return self.always + self.buffers
-
-    @property
     def kinds(self) -> dict[str, int]:
         return {name: size for name, size in vars(self).items() if name not in ("moment", "totals")}
 

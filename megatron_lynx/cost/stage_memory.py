@@ -42,8 +42,8 @@ after the backward that read them) and Transformer Engine's `make_graphed_callab
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -99,7 +99,7 @@ def stage_memory(job: Job, stage: int, offload_ratio: float = 0.0) -> StageMemor
 
 def memory_of_stages(job: Job, offload_ratio: float = 0.0) -> tuple[StageMemory, ...]:
     """Return `stage_memory` of every stage, faster."""
-    return tuple(parts.fullest for parts in OffloadingStages.of(job).parts(offload_ratio))
+    return tuple(parts.fullest for parts in offloading_stages(job)(offload_ratio))
 
 
 def always_bytes(job: Job) -> int:
@@ -108,26 +108,14 @@ def always_bytes(job: Job) -> int:
     return max(parts.states.always for parts in stages) + REST_BYTES[job.cluster.device]
 
 
-@dataclass(frozen=True)
-class OffloadingStages:
-    """Stages without offloading, to which different shares can be applied."""
-
-    stages: tuple[Parts, ...]
-    in_flight: tuple[int, ...]
-
-    @classmethod
-    def of(cls, job: Job) -> OffloadingStages:
-        states, stages = of_every_stage(job, lambda stage: _states(job, stage)), range(job.parallel.pipeline)
-        whole = tuple(_parts(job, stage, states[stage]) for stage in stages)
-        return cls(whole, tuple(chunks_in_flight(job, stage) for stage in stages))
-
-    def parts(self, ratio: float) -> tuple[Parts, ...]:
-        """Return every stage's parts with this share of each chunk offloaded."""
-        last = len(self.stages) - 1
-        return tuple(
-            _with_share(parts, count, ratio, last=stage == last)
-            for stage, (parts, count) in enumerate(zip(self.stages, self.in_flight, strict=True))
-        )
+def offloading_stages(job: Job) -> Callable[[float], tuple[Parts, ...]]:
+    """Return a function from the offloaded share of each chunk to every stage's parts."""
+    pipeline = job.parallel.pipeline
+    states = of_every_stage(job, lambda stage: _states(job, stage))
+    stages = [(_parts(job, stage, states[stage]), chunks_in_flight(job, stage)) for stage in range(pipeline)]
+    return lambda ratio: tuple(
+        _with_share(parts, count, ratio, last=stage == pipeline - 1) for stage, (parts, count) in enumerate(stages)
+    )
 
 
 def stage_parts(job: Job, stage: int, offload_ratio: float = 0.0) -> Parts:
@@ -188,7 +176,9 @@ def _beside_layers(job: Job, stage: int, states: Parts, *, layer_whole: bool, ov
     head = head_bytes(shape) + beyond_fp8_bytes(shape, shape.model.last_in_bf16) if last else 0
     in_hand = layer_in_hand_bytes(shape) if layer_whole else half_in_hand_bytes(shape)
     if experts:
-        in_hand += dispatched_bytes(shape) + (pair_more_bytes(shape) if job.model.moe_overlapped else 0)
+        in_hand += dispatched_bytes(shape)
+        if job.model.moe_overlapped:  # the other pass of a pair: one layer, saving everything, and its tokens in flight
+            in_hand += kept_bytes(shape, "none", shape.model.kind_sections(experts=True)) + dispatched_bytes(shape)
     embedding_gradient = max(ends.embedding_gradient_bytes(shape), 2 * tied * ends.head_block_bytes(shape)) if first else 0
     backward = {"in_hand": in_hand + (ends.head_block_bytes(shape) if tied else 0)}
     embedded = {"in_hand": embedding_gradient + (remembered := experts * remembered_bytes(shape) if experts else 0)}
@@ -289,12 +279,6 @@ def _recomputed(shape: LayerShape, policy: Policy, kinds: Iterable[LayerKind]) -
     if policy == "none":
         return 0
     return max((kept_bytes(shape, "none", kind) - kept_bytes(shape, policy, kind) for kind in kinds), default=0)
-
-
-def pair_more_bytes(shape: LayerShape) -> int:
-    """Return the extra bytes of an interleaved forward and backward over one of them: one layer, saving everything, and its
-    tokens in flight."""
-    return kept_bytes(shape, "none", shape.model.kind_sections(experts=True)) + dispatched_bytes(shape)
 
 
 def without_overlap(job: Job) -> Job:

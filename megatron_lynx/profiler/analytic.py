@@ -41,13 +41,15 @@ te        maximum and sum 2, gradient in place 4                                
 def analytic_profile(job: Job) -> Profile:
     """Estimate a job's profile. Raises `ConfigError` with every missing figure of the cluster."""
     roof, shape = Roofline.of(job), LayerShape.of(job)
+    moved_s = roof.seconds(0, 2 * shape.input_bytes)
+    embedding = BlockProfile(forward_s=moved_s, backward_s=moved_s, saved_bytes=embedding_bytes(shape))
     figures = {section.profiled_as: planning_of(section).half(job, shape, roof) for section in job.model.every_section}
     usual = {place: half for place, half in figures.items() if place not in OPAQUE}
     return Profile(
         source=Source(how="analytic", machine=job.cluster.name, made_by=f"megatron-lynx {__version__}", repetitions=1),
         shape=shape_of(job),
         links=_links(job, shape),
-        embedding=_with(_embedding(shape, roof), _beyond_fp8(job, figures, job.model.first_in_bf16)),
+        embedding=_with(embedding, _beyond_fp8(job, figures, job.model.first_in_bf16)),
         head=_with(_head(shape, roof), _beyond_fp8(job, figures, job.model.last_in_bf16)),
         head_summand_s=roof.seconds(0, 2 * FP32_BYTES * shape.model.vocab * shape.model.hidden // shape.parallel.tensor),
         interference=_interference(job, roof),
@@ -94,12 +96,6 @@ def on_cluster(profile: Profile, job: Job) -> Profile:
 
 def _said_by(job: Job) -> dict[str, Any]:
     return {"hiding": hiding_of(job), "messages_between_passes": not job.overlap.messages}
-
-
-def _embedding(shape: LayerShape, roof: Roofline) -> BlockProfile:
-    rows = shape.input_bytes
-    seconds = roof.seconds(0, 2 * rows)
-    return BlockProfile(forward_s=seconds, backward_s=seconds, saved_bytes=embedding_bytes(shape))
 
 
 def _head(shape: LayerShape, roof: Roofline) -> BlockProfile:

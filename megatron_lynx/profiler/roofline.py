@@ -127,15 +127,12 @@ def residual_kernels(shape: LayerShape) -> Kernels:
 def softmax_kernels(shape: LayerShape) -> Kernels:
     """Return the kernels of unfused attention's masked softmax. Transformer Engine always uses its own kernel."""
     whole = shape.model.element_bytes * shape.scores
-    if shape.model.uses_te or (shape.model.fuses("masked_softmax") and _kernel_takes(shape)):
+    batches = shape.micro * shape.model.heads // shape.parallel.tensor
+    has_kernel = shape.model.element_bytes == 2 and shape.model.seq in KERNEL_KEYS and batches % KERNEL_BATCHES == 0
+    if shape.model.uses_te or (shape.model.fuses("masked_softmax") and has_kernel):
         return one_kernel(2 * whole, 3 * whole)
     masked = 2 * whole + MASK_BYTES * shape.micro * shape.model.seq * (shape.model.seq // shape.parallel.context)
     return Kernels((masked, 2 * whole), (3 * whole, 3 * whole, 2 * whole, masked))
-
-
-def _kernel_takes(shape: LayerShape) -> bool:
-    batches = shape.micro * shape.model.heads // shape.parallel.tensor
-    return shape.model.element_bytes == 2 and shape.model.seq in KERNEL_KEYS and batches % KERNEL_BATCHES == 0
 
 
 def turned_kernels(shape: LayerShape, width: int, rotary_size: int, *, interleaved: bool = False) -> Kernels:

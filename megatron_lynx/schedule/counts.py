@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache
 from itertools import pairwise
+from operator import ge
 
 from megatron_lynx.schedule.flushes import passes_of
 from megatron_lynx.schedule.schedule import Action, Phase
@@ -47,12 +48,9 @@ def counts_at_backwards(
             counts_by_chunk[action.chunk].add(tuple(counts))
         counts[action.chunk] += 1 if action.kind == "F" else -1
     return tuple(
-        tuple(maximum for maximum in some if not any(_exceeds(other, maximum) for other in some)) for some in counts_by_chunk
+        tuple(one for one in some if not any(other != one and all(map(ge, other, one)) for other in some))
+        for some in counts_by_chunk
     )
-
-
-def _exceeds(some: tuple[int, ...], reference: tuple[int, ...]) -> bool:
-    return some != reference and all(one >= other for one, other in zip(some, reference, strict=True))
 
 
 @lru_cache(maxsize=1024)

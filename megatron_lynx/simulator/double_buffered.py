@@ -17,7 +17,7 @@ Between two updates a stage runs as many forwards and backwards as a batch has m
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -75,16 +75,18 @@ class Unflushed(Simulation):
         return updates[self.steady - 1].end_s, updates[self.steady].begin_s
 
     def timeline(self) -> Timeline:
-        passes = super().timeline().ranks
-        return Timeline({stage: (*spans, *self._update_spans(stage)) for stage, spans in passes.items()})
+        updates = [
+            [
+                Span("update", update.arrived_s, update.end_s, name=f"update {batch}")
+                for batch, update in enumerate(of_stage)
+                if update.end_s > update.arrived_s
+            ]
+            for of_stage in self.updates
+        ]
+        return Timeline({stage: (*spans, *updates[stage]) for stage, spans in super().timeline().ranks.items()})
 
     def _halts(self, stage: int) -> Sequence[float]:
         return [update.end_s for update in self.updates[stage]]
-
-    def _update_spans(self, stage: int) -> Iterator[Span]:
-        for batch, update in enumerate(self.updates[stage]):
-            if update.end_s > update.arrived_s:
-                yield Span("update", update.arrived_s, update.end_s, name=f"update {batch}")
 
 
 def simulate_without_flushes(

@@ -126,7 +126,9 @@ def segments(
     windows_s = window_lengths_s(profile, passing, section, message_bytes, deferred)
     waited, items = windows_of(profile, section, passing), profile.of(section).items
     if passing == "fwd":
-        return _with_rest(profile, passing, section, Segments(tuple(_between_forward(items, section, waited)), windows_s))
+        cuts = [0, *(section.place_behind(collective) + 1 for collective in waited), len(section.names)]
+        compute_s = tuple(sum(items[name].forward_s for name in section.names[begin:end]) for begin, end in pairwise(cuts))
+        return _with_rest(profile, passing, section, Segments(compute_s, windows_s))
     off = {linear: weight_gradient(profile, section, linear).seconds for linear in deferred}
     left = {name: _without(item, off[name]) if name in off else item for name, item in items.items()}
     ends = {linear: min(section.behind_wgrad(linear, profile.shape.sequence_parallel), len(waited)) for linear in section.linears}
@@ -147,12 +149,6 @@ def _with_rest(profile: Profile, passing: Passing, section: Section, parts: Segm
 
 def _without(item: ItemProfile, wgrad_s: float) -> ItemProfile:
     return item.model_copy(update={"backward_s": max(0.0, item.backward_s - wgrad_s), "wgrad_s": 0.0})
-
-
-def _between_forward(items: Mapping[str, ItemProfile], section: Section, waited: Waited) -> Iterator[float]:
-    cuts = [section.place_behind(collective) + 1 for collective in waited]
-    for begin, end in pairwise([0, *cuts, len(section.names)]):
-        yield sum(items[name].forward_s for name in section.names[begin:end])
 
 
 def _between_backward(items: Mapping[str, ItemProfile], section: Section, waited: Waited) -> Iterator[float]:
@@ -183,7 +179,7 @@ def _backward_s(items: Mapping[str, ItemProfile], section: Section, begin: int, 
 
 
 def _forward(walk: Walk, through: Pass, treated: Sequence[Treated], halves: Parts, end_s: float) -> TimedPass:
-    copies = GoingOut() if _leave(treated) else None
+    copies = GoingOut()
     for number, (half, planned) in enumerate(zip(treated, through.halves, strict=True), start=1):
         start_s = walk.clock_s
         parts = halves[half.kind]
@@ -194,8 +190,7 @@ def _forward(walk: Walk, through: Pass, treated: Sequence[Treated], halves: Part
                 walk.window(wait, parts.windows_s[ordinal], through.at("in", wait.window))
         walk.hold(half.memory.resident)
         walk.half("forward", start_s, half)
-        if copies is not None:
-            copies.half_ends(walk, number, half)
+        copies.half_ends(walk, number, half)
     walk.compute(end_s)
     return walk.over()
 
@@ -210,16 +205,14 @@ def _backward(
 ) -> TimedPass:
     """Walk one backward. `treated`: halves in forward order. `flushes`: no weight gradient is pending after it. `delays`: None if
     it delays no weight gradient, else whether it also delays those of the drain."""
-    coming = ComingBack(treated) if _leave(treated) else None
+    coming = ComingBack(treated)
     numbered = reversed(list(enumerate(treated, start=1)))
     not_in_hand = [half.memory.less_in_hand for half in treated] or [0]
     walk.hold(-not_in_hand[-1])
     for (number, half), planned in zip(numbered, through.halves, strict=True):
-        if coming is not None:
-            coming.half_begins(walk, number, half)
+        coming.half_begins(walk, number, half)
         for task in (*through.at("demand", planned.half), *through.at("enter", planned.half)):
-            if coming is not None:
-                coming.needed(walk, walk.halves[task.half])
+            coming.needed(walk, walk.halves[task.half])
             walk.on_demand(task)
         start_s = walk.clock_s
         delayed = frozenset[str]() if delays is None else half.planned.delayed(drains=delays)
@@ -232,10 +225,6 @@ def _backward(
     return walk.over()
 
 
-def _leave(treated: Sequence[Treated]) -> bool:
-    return any(half.leaving is not None for half in treated)
-
-
 def _back_through(
     walk: Walk,
     half: Treated,
@@ -243,7 +232,7 @@ def _back_through(
     planned: HalfPass,
     parts: Segments,
     delayed: frozenset[str],
-    coming: ComingBack | None,
+    coming: ComingBack,
     over_bytes: int,
 ) -> None:
     """Walk one half's backward. `over_bytes`: transient bytes of the next half that count from this half's end."""
@@ -260,8 +249,9 @@ def _back_through(
         if ordinal <= last:
             wait = _wait(planned, "bwd", ordinal)
             during, after = through.at("in", wait.window), through.at("after", wait.window)
-            if coming is not None:
-                coming.ahead(walk, [walk.halves[task.half] for task in (*during, *after) if task.do in ("recompute", "begin")])
+            for task in (*during, *after):
+                if task.do in ("recompute", "begin"):
+                    coming.needed(walk, walk.halves[task.half])
             walk.window(wait, max(0.0, parts.windows_s[ordinal] - ran_s - half.spared_s(wait.gathered)), during, after)
     walk.hold(over_bytes - left, regenerated_bytes=-regenerated)
     _hold_rest(walk, half, *half.deferred)
@@ -320,7 +310,8 @@ def _received(walk: Walk, through: Pass) -> TimedPass:
         walk.regenerate(part.bytes)
         walk.recompute(half, part.seconds, RECV_BACKWARD)
     walk.message(during, RECV_BACKWARD)
-    return walk.over()
+    done = walk.over()
+    return replace(done, hidden_s=done.seconds - done.filled_s)
 
 
 def _sent(walk: Walk, through: Pass, *, flushes: bool) -> TimedPass:

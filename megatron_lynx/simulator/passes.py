@@ -177,7 +177,7 @@ class TimedPass:
 
     seconds: float = 0.0
     hidden_s: float = 0.0
-    """Seconds of recomputation inside windows, without interference."""
+    """Seconds of recomputation inside windows, without interference. Work during a message is all hidden until it is placed."""
     exposed_s: float = 0.0
     """Seconds of recomputation (and of its gathers) that lengthen the pass."""
     memory: tuple[tuple[float, int], ...] = ()
@@ -257,14 +257,12 @@ class Filled:
         known = self.known.get((key, id(pending)))
         if known is None:
             plain = self.plain(key)
-            known = self.known.get((plain, id(pending))) or self._walked(plain, pending)
+            known = self.known.get((plain, id(pending)))
+            if known is None:
+                queue = self.queue(pending)
+                known = pending, self.walks(plain, queue), self.left.setdefault(queue.pending, queue.pending)
             self.known[plain, id(pending)] = self.known[key, id(pending)] = known
         return known[1:]
-
-    def _walked(self, key: PassKey, pending: Pending) -> tuple[Pending, TimedPass, Pending]:
-        queue = self.queue(pending)
-        made = self.walks(key, queue)
-        return pending, made, self.left.setdefault(queue.pending, queue.pending)
 
 
 @dataclass(frozen=True)

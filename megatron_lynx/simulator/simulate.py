@@ -158,14 +158,14 @@ class Run:
 
     def simulation(self) -> Simulation:
         walks = [self._walk(stage) for stage in self._stages]
-        wanted: list[Message | None] = [next(walk, None) for walk in walks]
+        wanted = [next(walk) for walk in walks]
         for number, message in enumerate(wanted):
             self._await(number, message)
         while self._ready:
             number = self._ready.popleft()
             message = wanted[number]
             assert message is not None
-            wanted[number] = _after(walks[number], self._arrivals[message])
+            wanted[number] = walks[number].send(self._arrivals[message])
             self._await(number, wanted[number])
         if any(message is not None for message in wanted):
             stuck = "; ".join(f"stage {number} waits for {message}" for number, message in enumerate(wanted) if message)
@@ -182,7 +182,8 @@ class Run:
         else:
             self._waiting.setdefault(message, []).append(number)
 
-    def _walk(self, stage: RunningStage) -> Generator[Message, float, None]:
+    def _walk(self, stage: RunningStage) -> Generator[Message | None, float, None]:
+        """Run a stage's actions. Yields each message that it waits for, and None at its end."""
         free = 0.0
         recompute: TimedPass = NOTHING
         for step in stage.order.steps:
@@ -198,6 +199,7 @@ class Run:
             free = self._execute(stage, step, (arrived, begin, held_up_s)) + self._behind_each_s
             recompute = NOTHING
         yield from self._end(stage, free)
+        yield None
 
     def _exchange(self, stage: RunningStage, step: Step, free: float) -> Generator[Message, float, tuple[float, float]]:
         """Exchange a pass's output and the next one's input; return when the stage is free to wait, and when both are there."""
@@ -254,14 +256,10 @@ class Run:
         begin = arrived + exposed_s
         end = begin if exposed_s else free + work.seconds * self._interference
         late_s = min(exposed_s, work.filled_s)  # weight gradients run after recomputations
-        shown = replace(
-            work,
-            hidden_s=work.seconds - work.filled_s - (exposed_s - late_s),
-            exposed_s=exposed_s - late_s,
-            filled_s=work.filled_s - late_s,
-            unfilled_s=late_s,
-        )
-        stage.executed.append(Executed(Action(action.micro_batch, kind, action.chunk), phase, free, free, end, shown))
+        if exposed_s:
+            filled_s, hidden_s = work.filled_s - late_s, work.hidden_s - (exposed_s - late_s)
+            work = replace(work, hidden_s=hidden_s, exposed_s=exposed_s - late_s, filled_s=filled_s, unfilled_s=late_s)
+        stage.executed.append(Executed(Action(action.micro_batch, kind, action.chunk), phase, free, free, end, work))
         return begin
 
     def _execute(self, stage: RunningStage, step: Step, times: tuple[float, float, float]) -> float:
@@ -367,11 +365,3 @@ def _asked_by(order: Sequence[Action]) -> dict[Action, Action]:
     backwards = [action for action in passes if action.kind == "B"]
     before_first = passes[max(0, passes.index(backwards[0]) - 1)]
     return {before_first: backwards[0], **dict(pairwise(backwards))}
-
-
-def _after(walk: Generator[Message, float, None], arrival_s: float) -> Message | None:
-    """Resume a stage; return the message that it waits for next, or None at its end."""
-    try:
-        return walk.send(arrival_s)
-    except StopIteration:
-        return None

@@ -346,10 +346,6 @@ class ComingBack:
             walk.copy("reload", coming, start_s, self._free_s)
         self.needed(walk, half)
 
-    def ahead(self, walk: Walk, recomputed: Sequence[Treated]) -> None:
-        """Wait for the copies of halves whose recomputation is about to run."""
-        for half in recomputed:
-            self.needed(walk, half)
-
     def needed(self, walk: Walk, half: Treated) -> None:
+        """Wait for the copy of a half that is about to run, or to be recomputed."""
         walk.wait(self._back_s.get((half.layer, half.half), 0.0))

@@ -33,7 +33,7 @@ from megatron_lynx.cost.host import NO_HOST_TIME, offloading_host_s
 from megatron_lynx.cost.host_optimizer import host_shortage
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.stage import chunks_in_flight, half_seconds
-from megatron_lynx.cost.stage_memory import OffloadingStages, host_bytes, memory_of_stages
+from megatron_lynx.cost.stage_memory import host_bytes, memory_of_stages, offloading_stages
 from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.pace import Pace, Turns
 from megatron_lynx.profiler.profile import Profile
@@ -49,14 +49,14 @@ STEPS = 1000
 
 def smallest_ratio(job: Job) -> float:
     """Return the fraction. Raises `Infeasible` with the excess of every stage if not even offloading everything fits."""
-    stages, budget = OffloadingStages.of(job), job.memory_budget_bytes
+    parts_with, budget = offloading_stages(job), job.memory_budget_bytes
 
     def fits(steps: int) -> bool:
-        return all(parts.peak_bytes <= budget for parts in stages.parts(steps / STEPS))
+        return all(parts.peak_bytes <= budget for parts in parts_with(steps / STEPS))
 
     if fits(0) and _host_shortage(job, 0.0) is None:
         return 0.0
-    if problems := [*too_much(job, [parts.fullest for parts in stages.parts(1.0)]), *_beside_optimizer(job, 1.0)]:
+    if problems := [*too_much(job, [parts.fullest for parts in parts_with(1.0)]), *_beside_optimizer(job, 1.0)]:
         raise Infeasible("no share of offloaded activations makes this job fit", problems)
     ratio = bisect_left(range(STEPS), True, key=fits) / STEPS
     if problem := _host_shortage(job, ratio):

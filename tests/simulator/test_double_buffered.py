@@ -82,7 +82,7 @@ def test_no_more_micro_batches_in_flight_than_with_flushes() -> None:
 
 def test_a_receive_hides_recomputations() -> None:
     plain = plain_passes(1.0, 2.0)
-    recomputing = receiving(plain, TimedPass(0.25))
+    recomputing = receiving(plain, TimedPass(0.25, hidden_s=0.25))
     run = simulate_without_flushes(2, [recomputing, plain], p2p_s=0.3)
     assert run.total(0, "hidden_s") + run.total(0, "exposed_s") == pytest.approx(0.5)
 

@@ -57,7 +57,7 @@ def test_messages_on_one_link_follow_each_other() -> None:
 def test_recomputations_run_while_the_gradient_is_awaited() -> None:
     """1.5 s of recomputation for each micro-batch: the first wait of 2 s hides it, the second, of 1 s, leaves 0.5 s."""
     plain = plain_passes(1.0, 2.0)
-    recomputing = receiving(plain, TimedPass(1.5))
+    recomputing = receiving(plain, TimedPass(1.5, hidden_s=1.5))
     schedule = with_flushes(2, 2)
     schedule = Schedule((tuple(with_recomputations(schedule.orders[0])), schedule.orders[1]), schedule.warmups)
     simulation = simulate(schedule, [[recomputing], [plain]])
@@ -71,7 +71,7 @@ def test_recomputations_run_while_the_gradient_is_awaited() -> None:
 def test_beside_a_message_recomputations_take_longer() -> None:
     """1.5 times: of the first one 2 / 1.5 s are hidden, of the second 1 / 1.5 s; the rest runs alone, as fast as ever."""
     plain = plain_passes(1.0, 2.0)
-    recomputing = receiving(plain, TimedPass(1.5))
+    recomputing = receiving(plain, TimedPass(1.5, hidden_s=1.5))
     schedule = with_flushes(2, 2)
     schedule = Schedule((tuple(with_recomputations(schedule.orders[0])), schedule.orders[1]), schedule.warmups)
     simulation = simulate(schedule, [[recomputing], [plain]], interference=1.5)
@@ -82,7 +82,7 @@ def test_beside_a_message_recomputations_take_longer() -> None:
 def test_a_recomputation_that_outlasts_its_receive_is_shown_in_two_parts() -> None:
     plain = plain_passes(1.0, 2.0)
     span = Span("recompute", 0.0, 1.5, window="pipe.recv_backward")
-    recomputing = receiving(plain, TimedPass(1.5, spans=(span,)))
+    recomputing = receiving(plain, TimedPass(1.5, hidden_s=1.5, spans=(span,)))
     schedule = with_flushes(2, 2)
     schedule = Schedule((tuple(with_recomputations(schedule.orders[0])), schedule.orders[1]), schedule.warmups)
     spans = simulate(schedule, [[recomputing], [plain]]).timeline().ranks[0]
