@@ -168,6 +168,26 @@ def logits_without_labels(rank: int, job: Job, plan: Plan) -> bool:
             return torch.equal(stock, chunk(tokens, tokens, None))
 
 
+def warnings_of_whole_logits(rank: int, job: Job, plan: Plan) -> list[str]:
+    """Warnings of two calls without labels and one that is trained in pieces."""
+    from unittest.mock import patch
+
+    from megatron_lynx.apply.hooks import head_in_pieces
+    from megatron_lynx.apply.installation import install
+    from tests.apply.on_ranks import trained
+
+    training = trained(job)
+    tokens = torch.zeros(job.batch.micro, job.model.seq, dtype=torch.int64)
+    (chunk,) = training.chunks
+    with install(training.chunks, plan), patch.object(head_in_pieces.log, "warning") as warning:
+        with head_in_pieces.LogitsInPieces(chunk, 2):
+            chunk(tokens, tokens, None)
+        in_pieces = warning.call_count
+        for _ in range(2):
+            chunk(tokens, tokens, None)
+        return [str(in_pieces), *(call.args[0] for call in warning.call_args_list)]
+
+
 def scaled(chunk: Any) -> None:
     chunk.config.use_mup = True
 

@@ -93,6 +93,12 @@ def test_without_labels_all_logits_are_there(pool_of):
     assert pool_of(1).run(head_on_ranks.logits_without_labels, job, in_pieces(job)) == [True]
 
 
+def test_logits_that_are_trained_whole_under_a_head_in_pieces_are_named_once(pool_of):
+    job = tiny_job("gpt")
+    [said] = pool_of(1).run(head_on_ranks.warnings_of_whole_logits, job, in_pieces(job))
+    assert said == ["0", "the head runs whole, not in the plan's pieces: its logits are requested (LogitsInPieces)"]
+
+
 def test_removal_restores_the_identical_objects(pool_of):
     job = tiny_job("gpt", **UNTIED)
     (seen,) = pool_of(1).run(install_and_remove, job, in_pieces(job))
