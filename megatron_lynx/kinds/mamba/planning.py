@@ -9,7 +9,8 @@ of N. C = 128 tokens are a chunk of the scan. Columns of what backward reads, by
 
 Scan per token, forward: FLOPs a (2Cp + 4Np) + 2GCN; it moves 5c + 3d columns, states of p N / C per head four times in fp32, and
 scores of C per group twice. Backward repeats convolution and states, with twice the products: 3 times the FLOPs, and 9c + 13d
-columns, ten times the states and six times the scores.
+columns, ten times the states and six times the scores. A forward is within 15 % of Triton's kernels on an H100 (vLLM, pull
+request 27299).
 
 Sources: `MambaMixer._ssm_training` of megatron-core 0.16 to 0.19; `MambaSplitConv1dScanCombinedFn` and `RMSNorm` of mamba_ssm.
 """
