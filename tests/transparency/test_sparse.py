@@ -25,9 +25,13 @@ from tests.transparency.trials import Trial
 
 SPARSE = {"heads": 4, "head_size": 8, "keys": 5, "loss": "all"}
 SIZES = {"q_rank": 12, "kv_rank": 8, "head_size": 8, "rope_size": 4, "value_head_size": 6}
+DIRECT = {**{name: size for name, size in SIZES.items() if name != "q_rank"}, "sparse": SPARSE}
 TE = {"implementation": "transformer_engine"}
+EXPERTS = {"count": 4, "per_token": 2, "ffn": 32, "shared_ffn": 32, "layers": [2]}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {},
+    "EP2": {"replicas": 2, "expert": 2, "experts": EXPERTS},
+    "TP2+SP, queries as they are": {"tensor": 2, "sequence_parallel": True, "latent": DIRECT, "qk_norm": False},
     "TP2+SP": {"tensor": 2, "sequence_parallel": True},
     "PP2": {"pipeline": 2, "microbatches": 4, "layers": 4},
     "PP2xVPP2": {"pipeline": 2, "microbatches": 4, "layers": 4, "layers_per_chunk": 1},
@@ -53,19 +57,19 @@ def job_of(layout: str, sparse: dict[str, Any] = SPARSE, **model: Any) -> Job:
     return tiny_job("gpt", **{**fields, **TE, **LAYOUTS[layout], **model})
 
 
-@pytest.mark.parametrize("layout", ["one rank", "TP2+SP", "PP2xVPP2", *long("PP2")])
+@pytest.mark.parametrize("layout", ["one rank", "TP2+SP", "PP2xVPP2", *long("EP2", "TP2+SP, queries as they are", "PP2")])
 def test_every_bit(pool_of: Any, layout: str) -> None:
     job = job_of(layout)
-    section = job.model.halves["attention"]
-    kept, everything = uniform_plan(job, "none"), uniform_plan(job, section.recomputable)
+    section, cut = job.model.halves["attention"], job.parallel.sequence_parallel
+    kept, everything = uniform_plan(job, "none"), uniform_plan(job, section.recomputable_among(1, sequence_parallel=cut))
     candidates = [
         kept,
         everything,
         uniform_plan(job, ("rotary",)),
-        uniform_plan(job, ("input_layernorm", "q_layernorm", "kv_layernorm")),
+        uniform_plan(job, [item.name for item in section.items if item.role.endswith("norm")]),
         checkpointed(kept, "attention"),
         checkpointed(kept, "layer"),
-        offloading(uniform_plan(job, ("linear_q_up_proj", "rotary")), 8_000),
+        offloading(uniform_plan(job, ("input_layernorm", "rotary")), 8_000),
     ]
     for outcomes in pool_of(job.gpus).run(compare, job, candidates, Trial(canaries=True, steps=2)):
         assert [outcome.differing for outcome in outcomes] == [[]] * len(candidates)
