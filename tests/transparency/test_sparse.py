@@ -77,6 +77,17 @@ def test_every_bit(pool_of: Any, layout: str) -> None:
         assert all(outcome.planned.counts[-1].recomputed > 0 for outcome in outcomes[1:])
 
 
+@pytest.mark.parametrize("recipe", ["delayed", *long("tensorwise")])
+def test_items_run_again_in_fp8(pool_of: Any, recipe: str) -> None:
+    sizes = {"q_rank": 32, "kv_rank": 16, "head_size": 16, "rope_size": 16, "value_head_size": 16}
+    sparse = {**SPARSE, "heads": 16, "head_size": 32}
+    shape = {"hidden": 64, "ffn": 128, "seq": 32, "dtype": "bf16", "fp8": {"format": "hybrid", "recipe": recipe}}
+    job = job_of("one rank", latent={**sizes, "sparse": sparse}, **shape)
+    candidates = [uniform_plan(job, ("input_layernorm", "rotary")), uniform_plan(job, job.model.halves["attention"].recomputable)]
+    [outcomes] = pool_of(1).run(compare, job, candidates, Trial(canaries=True, steps=2))
+    assert [outcome.differing for outcome in outcomes] == [[]] * len(candidates)
+
+
 def test_a_recomputed_indexer_logs_its_loss_once(pool_of: Any) -> None:
     job = job_of("one rank")
     kept = uniform_plan(job, "none")
