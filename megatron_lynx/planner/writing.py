@@ -22,7 +22,7 @@ from megatron_lynx.cost.update import update_s
 from megatron_lynx.plan.consistency import depth
 from megatron_lynx.plan.facts import IN_BF16, BatchFacts, LayerRange, ModelFacts, ParallelFacts, PlannedDevice, Provenance
 from megatron_lynx.plan.plan import ALWAYS, Head, Offload, Plan, Predicted, Stage
-from megatron_lynx.plan.rule import Ahead, ByPhase, CheckpointGroups, CheckpointName, Rule, joined
+from megatron_lynx.plan.rule import Ahead, ByPhase, CheckpointName, Rule, joined
 from megatron_lynx.plan.timetables import planned_halves
 from megatron_lynx.planner.evaluation import held_by_moment
 from megatron_lynx.profiler.profile import Profile
@@ -239,7 +239,9 @@ def _rules(job: Job, where: tuple[int, int], choices: Sequence[LayerChoice]) -> 
         (first, choice), *layers_above = alike
         layers = LayerRange(first=first, last=first + len(layers_above))
         if choice.feeds:
-            yield Rule(layers=layers, checkpoint=CheckpointGroups(layers=len(layers)))
+            seat = layers_above[-1][1].mlp.seat  # the rest of the group's last half may run in a wait
+            windows = {HALVES[1]: seat.steady.window} if seat.steady else {}
+            yield Rule.model_validate({"layers": layers, "checkpoint": {"layers": len(layers)}, "windows": windows})
         else:
             yield _rule(layers, job.model.sections(first), choice)
 
