@@ -13,13 +13,13 @@ both halves of a layer, so `full` is faster than stock Megatron's and holds more
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.config.job import Policy
 from megatron_lynx.cost.layer import recomputed_items
-from megatron_lynx.solver.answer import LayerChoice, Solved, layers_of
+from megatron_lynx.solver.answer import Solved, layers_of
 from megatron_lynx.solver.placement import ON_DEMAND_SEAT
 from megatron_lynx.solver.problem import Choices, Option, StageProblem
 
@@ -29,14 +29,7 @@ def of_policy(problem: StageProblem, policy: Policy) -> Solved:
     if policy == "full":
         return on_demand(recompute_all(problem))
     items = set(recomputed_items(policy))
-    if problem.mixed is not None:
-        chosen = [
-            half.choices.recomputing(items & _ever_recomputed(half.choices) if half.usual else set())
-            for half in problem.mixed.halves
-        ]
-        return Solved(layers_of(chosen), problem.in_flight, loss_bytes=problem.loss_bytes)
-    kinds = (problem.attention, problem.mlp, problem.last_mlp)
-    return _everywhere(problem, *(choices.recomputing(items & _ever_recomputed(choices)) for choices in kinds))
+    return _solved(problem, [choices.recomputing(items & _ever_recomputed(choices)) for choices in problem.halves])
 
 
 def _ever_recomputed(choices: Choices) -> set[str]:
@@ -55,12 +48,9 @@ def keep_all(problem: StageProblem) -> Solved:
 
 def recompute_all(problem: StageProblem) -> Solved:
     """Recompute everything possible, each half in the window of its backward that hides most."""
-    if problem.mixed is not None:
-        *halves, last = (half.choices for half in problem.mixed.halves)
-        chosen = [*(_most_recomputed(choices.best_seated)[0] for choices in halves), _least_exposed(_most_recomputed(last))]
-        return Solved(layers_of(chosen), problem.in_flight, loss_bytes=problem.loss_bytes)
-    attention, mlp = (_most_recomputed(kind.best_seated)[0] for kind in (problem.attention, problem.mlp))
-    return _everywhere(problem, attention, mlp, _least_exposed(_most_recomputed(problem.last_mlp)))
+    *halves, last = problem.halves
+    least_exposed = min(_most_recomputed(last), key=lambda option: option.exposed_s)
+    return _solved(problem, [*(_most_recomputed(choices.best_seated)[0] for choices in halves), least_exposed])
 
 
 def on_demand(solved: Solved) -> Solved:
@@ -74,14 +64,8 @@ def _exposed(option: Option) -> Option:
     return replace(option, seat=seat, exposed_s=option.recompute_s + seat.gather_s, memory=memory)
 
 
-def _everywhere(problem: StageProblem, attention: Option, mlp: Option, last_mlp: Option) -> Solved:
-    below = (LayerChoice(attention, mlp),) * (problem.layers - 1)
-    last = LayerChoice(problem.at_top(attention), last_mlp)
-    return Solved((*below, last), problem.in_flight, loss_bytes=problem.loss_bytes)
-
-
-def _least_exposed(options: Iterable[Option]) -> Option:
-    return min(options, key=lambda option: option.exposed_s)
+def _solved(problem: StageProblem, options: Sequence[Option]) -> Solved:
+    return Solved(layers_of(options), problem.in_flight, loss_bytes=problem.loss_bytes)
 
 
 def _most_recomputed(options: Choices) -> list[Option]:

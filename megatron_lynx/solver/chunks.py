@@ -163,7 +163,7 @@ class Chunks:
     def _problem(self, stage: int, chunks: tuple[int, ...]) -> StageProblem:
         """Return the problem of chunks treated alike. It is the same for all offloaded fractions."""
         if (stage, chunks) not in self._known:
-            problem = self.problems.of(stage, self.problems.job.chunk_layers(stage)[chunks[0]], chunks)
+            problem = self.problems.of(stage, chunks)
             self._known[stage, chunks] = problem.in_backward if self.in_backward else problem
         return self._known[stage, chunks]
 

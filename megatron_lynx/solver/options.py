@@ -26,7 +26,7 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.solver.ahead import Layer, begun_ahead, spared_s
 from megatron_lynx.solver.answer import Solved, layers_of
 from megatron_lynx.solver.placement import NOWHERE, Placement, Portion, Seat, held_in
-from megatron_lynx.solver.problem import Choices, Grouped, Mixed, MixedHalf, Option, StageProblem
+from megatron_lynx.solver.problem import Choices, Grouped, Option, StageProblem
 from megatron_lynx.solver.seats import HalfKind, Seats
 from megatron_lynx.solver.stage_seats import StageSeats
 from megatron_lynx.timeline import Passes
@@ -136,58 +136,56 @@ class StageProblems:
     job: Job
     profile: Profile
 
-    def of(self, stage: int, layers: int | None = None, chunks: tuple[int, ...] | None = None) -> StageProblem:
-        """Return the problem of one stage.
-
-        layers: number of layers, if the partition is open.
-        chunks: chunks that are treated alike; None for all.
-        """
-        budget_mib, in_flight = self.job.budget.activation_mib, chunks_in_flight(self.job, stage)
-        seats = self.seats(stage, chunks)
-        layers = len(self.job.layers_of(stage)) if layers is None else layers
-        attention, mlp, last_mlp = self._with_more(self._everywhere, self._subsets, seats)
+    def of(self, stage: int, chunks: tuple[int, ...] | None = None) -> StageProblem:
+        """Return the problem of one stage. `chunks`: chunks that are treated alike; None for all."""
+        budget_mib, seats = self.job.budget.activation_mib, self.seats(stage, chunks)
+        layers = self.job.layers_of(stage, seats.chunks[0])
+        sections = [section for layer in layers for section in self.job.model.sections(layer)]
         return StageProblem(
             stage,
-            layers,
-            attention,
-            mlp,
-            last_mlp,
-            last_attention=self._at_top(attention),
-            in_flight=in_flight,
+            tuple(self._halves(sections, seats)),
+            in_flight=chunks_in_flight(self.job, stage),
             budget_bytes=None if budget_mib is None else int(budget_mib * MIB),
-            mixed=self._mixed(seats, layers),
-            inside=self._inside(seats, layers),
+            inside=tuple(map(self._inside_of, sections)),
             device=self._device(stage, seats.chunks) if layers else None,
-            forward_s=sum(self._half_seconds[section].forward_s for section in self._sections(seats, layers)),
+            forward_s=sum(self._half_seconds[section].forward_s for section in sections),
             loss_bytes=self._loss_bytes(seats),
         )
 
-    def _at_top(self, attention: Choices) -> Choices | None:
-        """Return the choices in the last layer of a stage, or None if they are the same as elsewhere.
+    def _halves(self, sections: Sequence[Section], seats: StageSeats) -> Iterator[Choices]:
+        """Yield the choices of each half, in forward order."""
+        kinds = [HalfKind(*neighbours) for neighbours in zip(sections, (*sections[1:], None), strict=False)]
+        for kind, other in zip(kinds, _partners(kinds), strict=True):
+            choices = self._offered(kind, other.section)
+            if other.last:
+                yield self._at_top(kind, choices)
+            elif kind.last and seats.has_more:
+                yield Choices((*choices, *self._priced(self._subsets_of(kind), seats.of)))
+            else:
+                yield choices
+
+    def _at_top(self, kind: HalfKind, attention: Choices) -> Choices:
+        """Return an attention half's choices as they are in the last layer of a stage.
 
         An option whose gather has no window there takes the best seat without a gather.
         """
-        kind = self._kinds[0]
         alike = [self._seats.at_top(kind, option.seat) and not _reduces_ahead(option) for option in attention]
         if all(alike):
-            return None
-        known = self._tops.get(id(attention))
-        if known is not None and known[0] is attention:
-            return known[1]
-        best: dict[tuple[str, ...], Option] = {}
-        for option in attention:
-            if self._seats.at_top(kind, option.seat) and not option.memory.early and option.checkpoint is None:
-                best[option.recompute] = min(best.get(option.recompute, option), option, key=lambda one: one.longer_s)
-        top = Choices(
-            option if same else best[option.recompute] if option.checkpoint is None else self._begun_at_top(kind, option)
-            for option, same in zip(attention, alike, strict=True)
-        )
-        self._tops[id(attention)] = attention, top
-        return top
+            return attention
+        if id(attention) not in self._tops:
+            best: dict[tuple[str, ...], Option] = {}
+            for option in attention:
+                if self._seats.at_top(kind, option.seat) and not option.memory.early and option.checkpoint is None:
+                    best[option.recompute] = min(best.get(option.recompute, option), option, key=lambda one: one.longer_s)
+            self._tops[id(attention)] = Choices(
+                option if same else best[option.recompute] if option.checkpoint is None else self._begun_at_top(kind, option)
+                for option, same in zip(attention, alike, strict=True)
+            )
+        return self._tops[id(attention)]
 
     @cached_property
-    def _tops(self) -> dict[int, tuple[Choices, Choices]]:
-        """By identity of the choices below."""
+    def _tops(self) -> dict[int, Choices]:
+        """By identity of the choices below, which `_known_offered` keeps."""
         return {}
 
     def _device(self, stage: int, chunks: tuple[int, ...]) -> Passes | None:
@@ -208,32 +206,6 @@ class StageProblems:
         last = seats.stage == self.job.parallel.pipeline - 1 and self.job.chunks - 1 in seats.chunks
         return loss_bytes(self.job, seats.stage) if last else 0
 
-    def _mixed(self, seats: StageSeats, layers: int) -> Mixed | None:
-        """Return the choices of each half; None if all halves have their usual sections."""
-        sections = self._sections(seats, layers)
-        if not any(section.in_some_layers for section in sections):
-            return None
-        kinds = [HalfKind(*neighbours) for neighbours in zip(sections, (*sections[1:], None), strict=True)]
-        layer_pairs = list(zip(kinds, _partners(kinds), strict=True))  # a layer's halves are checkpointed together
-        pairs = list(dict.fromkeys(layer_pairs))
-        pair_choices = self._with_more(
-            [self._everywhere_beside(pair) for pair in pairs], [self._subsets_known(kind) for kind, _ in pairs], seats
-        )
-        choices = dict(zip(pairs, pair_choices, strict=True))
-        return Mixed(tuple(MixedHalf(not pair[0].section.in_some_layers, choices[pair]) for pair in layer_pairs))
-
-    def _sections(self, seats: StageSeats, layers: int) -> list[Section]:
-        """Sections of the first of some chunks that are treated alike."""
-        numbers = self.job.layers_of(seats.stage, seats.chunks[0])[:layers]
-        return [section for number in numbers for section in self.job.model.sections(number)]
-
-    def _inside(self, seats: StageSeats, layers: int) -> tuple[Grouped | None, ...]:
-        """Every half as it is in a group of layers that keep one input."""
-        sections = self._sections(seats, layers)
-        if not any(section.in_some_layers for section in sections):
-            sections = [kind.section for kind in self._kinds[: len(HALVES)]] * layers
-        return tuple(map(self._inside_of, sections))
-
     def _inside_of(self, section: Section) -> Grouped | None:
         if section not in self._known_inside:
             able = may_checkpoint(self.job, section, INSIDE)
@@ -248,42 +220,33 @@ class StageProblems:
     def _known_inside(self) -> dict[Section, Grouped | None]:
         return {}
 
-    def _everywhere_beside(self, pair: tuple[HalfKind, HalfKind]) -> Choices:
-        """Return the choices on every stage for a half beside another one. Beside an opaque half the layer is no checkpoint."""
-        if pair not in self._known_beside:
-            choices = self._offered_everywhere(self._subsets_known(pair[0]), pair[1].section)
-            self._known_beside[pair] = choices.apart if pair[1].section.kept_whole else choices
-        return self._known_beside[pair]
+    def _offered(self, kind: HalfKind, other: Section) -> Choices:
+        """Return the choices on every stage: all subsets in the seats of its backward, then checkpoints.
+
+        other: section of the layer's other half. Beside an opaque one the layer is no checkpoint.
+        """
+        if (kind, other) not in self._known_offered:
+            subsets = self._subsets_of(kind)
+            seated = self._priced(subsets, self._seats.everywhere)
+            choices = Choices((*seated, *self._checkpoints(kind, other, subsets)))
+            self._known_offered[kind, other] = choices.apart if other.kept_whole else choices
+        return self._known_offered[kind, other]
 
     @cached_property
-    def _known_beside(self) -> dict[tuple[HalfKind, HalfKind], Choices]:
+    def _known_offered(self) -> dict[tuple[HalfKind, Section], Choices]:
         return {}
 
-    def _subsets_known(self, kind: HalfKind) -> tuple[Subset, ...]:
+    def _subsets_of(self, kind: HalfKind) -> tuple[Subset, ...]:
         if kind not in self._known_subsets:
-            self._known_subsets[kind] = tuple(self._subsets_of(kind))
+            self._known_subsets[kind] = tuple(
+                Subset(kind, items, tuple(self._seats.backward(kind, items, price)), price, host)
+                for items, price, host in self._recomputations_of(kind.section)
+            )
         return self._known_subsets[kind]
 
     @cached_property
     def _known_subsets(self) -> dict[HalfKind, tuple[Subset, ...]]:
         return {}
-
-    def _with_more(
-        self, everywhere: Sequence[Choices], of_kinds: Sequence[Sequence[Subset]], seats: StageSeats
-    ) -> Sequence[Choices]:
-        """Return all choices of some kinds of halves, those of every stage first."""
-        if not seats.has_more:
-            return everywhere
-        kinds = zip(everywhere, of_kinds, strict=True)
-        return [Choices((*common, *self._priced(subsets, seats.of))) for common, subsets in kinds]
-
-    def _offered_everywhere(self, subsets: Sequence[Subset], other: Section) -> Choices:
-        """Return the choices on every stage: all subsets in the seats of its backward, then checkpoints.
-
-        other: section of the layer's other half.
-        """
-        kind = subsets[0].kind
-        return Choices((*self._priced(subsets, self._seats.everywhere), *self._checkpoints(kind, other, subsets)))
 
     def _checkpoints(self, kind: HalfKind, other: Section, subsets: Sequence[Subset]) -> Iterator[Option]:
         """Yield a checkpoint of the half if it keeps less than every subset does, and the half's part of a checkpointed layer."""
@@ -424,18 +387,10 @@ class StageProblems:
 
     def _priced(self, subsets: Iterable[Subset], seats_of: SeatsOf) -> Iterator[Option]:
         """Yield every subset in every seat that is offered to it."""
-        offered = (
-            (subset, seat)
-            for subset in subsets
-            for seat in seats_of(subset.kind, subset.recompute, subset.backward, subset.price)
-        )
-        return (subset.option(seat, self.profile, self._kinds[0].section) for subset, seat in offered)
-
-    @cached_property
-    def _everywhere(self) -> tuple[Choices, ...]:
-        """Choices on every stage of an attention half, an MLP half and the last MLP half."""
-        attention, mlp, _ = (kind.section for kind in self._kinds)
-        return tuple(map(self._offered_everywhere, self._subsets, (mlp, attention, attention)))
+        attention, _ = self.job.model.kind_sections(experts=False)
+        for subset in subsets:
+            for seat in seats_of(subset.kind, subset.recompute, subset.backward, subset.price):
+                yield subset.option(seat, self.profile, attention)
 
     @cached_property
     def _less_in_hand(self) -> Mapping[Half, int]:
@@ -444,21 +399,6 @@ class StageProblems:
     @cached_property
     def _seats(self) -> Seats:
         return Seats(self.job, self.profile)
-
-    @cached_property
-    def _subsets(self) -> tuple[tuple[Subset, ...], ...]:
-        """For each of `_kinds`, from keeping everything to recomputing everything."""
-        return tuple(map(self._subsets_known, self._kinds))
-
-    @cached_property
-    def _kinds(self) -> tuple[HalfKind, HalfKind, HalfKind]:
-        """Halves of a stage without experts: attention, MLP, last MLP."""
-        attention, mlp = self.job.model.kind_sections(experts=False)
-        return HalfKind(attention, before=mlp), HalfKind(mlp, before=attention), HalfKind(mlp, before=None)
-
-    def _subsets_of(self, kind: HalfKind) -> Iterator[Subset]:
-        for items, price, host in self._recomputations_of(kind.section):
-            yield Subset(kind, items, tuple(self._seats.backward(kind, items, price)), price, host)
 
     def _recomputations_of(self, section: Section) -> Sequence[tuple[tuple[str, ...], PricedSection, Passes]]:
         """Sets of items of a section that may be recomputed, with their costs, whatever half comes before."""

@@ -1,10 +1,7 @@
 """A solver's problem for one stage.
 
     StageProblem
-      ├── attention   every layer's attention half       Choices: Option, Option, ...   a recomputed subset and its Seat
-      ├── mlp         all MLP halves but the last
-      ├── last_mlp    the stage's last MLP half, whose backward comes first
-      ├── mixed       choices of each half, if layers differ, as with experts
+      ├── halves      choices of each half             Choices: Option, Option, ...   a recomputed subset and its Seat
       └── in_flight, budget_bytes, loss_bytes
 
 An option is a set of recomputed items, or a checkpoint of the half, with its costs. Its seat says where it is recomputed and how
@@ -21,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_lynx.anatomy import HALVES
 from megatron_lynx.cost.host import NO_HOST_TIME
 from megatron_lynx.cost.memory import COLUMNS, HalfMemory
 from megatron_lynx.cost.recompute import Checkpoint
@@ -157,39 +155,6 @@ class Choices(tuple[Option, ...]):
         return min(wanted, key=lambda option: len(option.recompute))
 
 
-class MixedHalf(NamedTuple):
-    """One half of a stage whose layers differ."""
-
-    usual: bool
-    """Whether the half has its usual section, and not one that only some layers have."""
-    choices: Choices
-    """They also depend on the section of the half whose backward comes before."""
-
-
-@dataclass(frozen=True)
-class Mixed:
-    """A stage with unusual sections in its halves: experts, or opaque ones."""
-
-    halves: tuple[MixedHalf, ...]
-    """In forward order."""
-
-    @property
-    def plain(self) -> Mixed:
-        """Without checkpoints."""
-        return self.map(lambda choices: choices.plain)
-
-    @property
-    def best_seated(self) -> Mixed:
-        """With every set of recomputed items in the seat that hides most of it."""
-        return self.map(lambda choices: choices.best_seated)
-
-    def map(self, made: Callable[[Choices], Choices]) -> Mixed:
-        """Return the halves with other choices. Equal choices are converted once."""
-        kinds = {id(half.choices): half.choices for half in self.halves}
-        known = {key: made(choices) for key, choices in kinds.items()}
-        return Mixed(tuple(half._replace(choices=known[id(half.choices)]) for half in self.halves))
-
-
 class Grouped(NamedTuple):
     """A half in a group of layers that keep one input."""
 
@@ -203,15 +168,11 @@ class StageProblem:
     """The problem of one stage. `budget_bytes` bounds what its layers hold at once; if it is None, the least memory is sought."""
 
     stage: int
-    layers: int
-    attention: Choices
-    mlp: Choices
-    last_mlp: Choices
+    halves: tuple[Choices, ...]
+    """Choices of every half, in forward order. Those of halves that are alike are one object."""
     in_flight: float = 1
     """Micro-batches whose resident bytes are held at once; less than their number if a fraction is offloaded."""
     budget_bytes: int | None = None
-    mixed: Mixed | None = None
-    """Halves with unusual sections; None if there are none."""
     device: Passes | None = None
     """One micro-batch on the device without recomputation; None if host seconds are unknown."""
     forward_s: float = 0.0
@@ -223,54 +184,30 @@ class StageProblem:
     inside: tuple[Grouped | None, ...] = ()
     """Every half, in forward order, as it is in a group of layers that keep one input; None where none can be. Empty where no
     group is to be made (`solver.programme`)."""
-    last_attention: Choices | None = None
-    """Attention choices in the stage's last layer, where fewer windows come before it; None if they are the same."""
 
-    def at_top(self, option: Option) -> Option:
-        """Return the option of an attention half as it is in the last layer."""
-        return option if self.last_attention is None else self._at_top[option]
-
-    @cached_property
-    def _at_top(self) -> dict[Option, Option]:
-        assert self.last_attention is not None
-        return dict(zip(self.attention, self.last_attention, strict=True))
+    @property
+    def layers(self) -> int:
+        return len(self.halves) // len(HALVES)
 
     @property
     def best_seated(self) -> StageProblem:
-        """The problem with every recomputation in the window of its backward that hides most: leaving a window empty saves no
-        memory."""
-        mixed = None if self.mixed is None else self.mixed.best_seated
-        attention = self.attention.best_seated
-        top = None if self.last_attention is None else Choices(map(self.at_top, attention))
-        return replace(self, attention=attention, mlp=self.mlp.best_seated, mixed=mixed, last_attention=top)
+        """The problem with every recomputation but the last half's in the window of its backward that hides most: leaving a window
+        empty saves no memory."""
+        seated = self.with_choices(lambda choices: choices.best_seated)
+        return replace(seated, halves=(*seated.halves[:-1], *self.halves[-1:]))
 
     @property
     def in_backward(self) -> StageProblem:
         """The problem without recomputation before a half's own backward, for micro-batches that come back from the host during
         it."""
-        mixed = None if self.mixed is None else self.mixed.map(lambda choices: choices.in_backward)
-        attention = self.attention.in_backward
-        top = None if self.last_attention is None else Choices(map(self.at_top, attention))
-        mlp, last_mlp = self.mlp.in_backward, self.last_mlp.in_backward
-        return replace(self, attention=attention, mlp=mlp, last_mlp=last_mlp, mixed=mixed, last_attention=top)
+        return self.with_choices(lambda choices: choices.in_backward)
 
     @property
     def plain(self) -> StageProblem:
         """Without checkpoints."""
-        mixed, top = self.mixed and self.mixed.plain, self.last_attention and self.last_attention.plain
-        return replace(
-            self,
-            attention=self.attention.plain,
-            mlp=self.mlp.plain,
-            last_mlp=self.last_mlp.plain,
-            mixed=mixed,
-            inside=(),
-            last_attention=top,
-        )
+        return replace(self.with_choices(lambda choices: choices.plain), inside=())
 
-    @cached_property
-    def halves(self) -> tuple[Choices, ...]:
-        """Choices of every half, in forward order."""
-        if self.mixed is None:
-            return (self.attention, self.mlp) * (self.layers - 1) + (self.last_attention or self.attention, self.last_mlp)
-        return tuple(half.choices for half in self.mixed.halves)
+    def with_choices(self, made: Callable[[Choices], Choices]) -> StageProblem:
+        """Return the problem with other choices. Equal choices are converted once."""
+        changed = {id(choices): made(choices) for choices in self.halves}
+        return replace(self, halves=tuple(changed[id(choices)] for choices in self.halves))

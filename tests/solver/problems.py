@@ -71,15 +71,25 @@ def parts(most: int) -> st.SearchStrategy[list[tuple[int, float]]]:
 @st.composite
 def problems(draw, max_layers=4, window_s=windows_s, most_parts=3):
     attention, mlp = draw(parts(most_parts)), draw(parts(most_parts))
+    layers = draw(st.integers(1, max_layers))
+    halves = options(attention, draw(window_s), draw(window_s)), options(mlp, draw(window_s), draw(window_s))
     return StageProblem(
-        stage=0,
-        layers=draw(st.integers(1, max_layers)),
-        attention=options(attention, draw(window_s), draw(window_s)),
-        mlp=options(mlp, draw(window_s), draw(window_s)),
-        last_mlp=options(mlp, 0.0, draw(window_s)),
+        0,
+        alike(layers, *halves, options(mlp, 0.0, draw(window_s))),
         in_flight=draw(st.sampled_from([1, 2, 3, 2.5])),
         loss_bytes=draw(st.sampled_from([0, 0, 30, 300])),
     )
+
+
+def alike(layers: int, attention: Choices, mlp: Choices, last_mlp: Choices) -> tuple[Choices, ...]:
+    """Halves of a stage whose layers differ in the last MLP half only."""
+    return (attention, mlp) * (layers - 1) + (attention, last_mlp)
+
+
+def with_layers(problem: StageProblem, layers: int) -> StageProblem:
+    """A stage with another number of the same layers."""
+    halves = problem.halves[:2] * (layers - 1) + problem.halves[-2:]
+    return replace(problem, halves=halves, inside=problem.inside[:2] * layers)
 
 
 def budgets(problem: StageProblem, steps: int = 3) -> list[StageProblem]:
@@ -90,8 +100,8 @@ def budgets(problem: StageProblem, steps: int = 3) -> list[StageProblem]:
 
 def every_answer(problem: StageProblem) -> list[Solved]:
     """Each half on its own."""
-    layers = [LayerChoice(*halves) for halves in product(problem.attention, problem.mlp)]
-    lasts = [LayerChoice(*halves) for halves in product(problem.attention, problem.last_mlp)]
+    layers = [LayerChoice(*halves) for halves in product(*problem.halves[:2])]
+    lasts = [LayerChoice(*halves) for halves in product(*problem.halves[-2:])]
     every = product(*[layers] * (problem.layers - 1), lasts)
     return [Solved((*some, last), problem.in_flight, loss_bytes=problem.loss_bytes) for *some, last in every]
 
@@ -111,6 +121,6 @@ def catalogued(name: str) -> StageProblems:
 def catalogued_problems(draw, layers=24):
     """A stage with some of its job's memory."""
     stages = catalogued(draw(st.sampled_from(sorted(LAYOUTS))))
-    problem = stages.of(draw(st.integers(0, stages.job.parallel.pipeline - 1)), layers)
+    problem = with_layers(stages.of(draw(st.integers(0, stages.job.parallel.pipeline - 1))), layers)
     least, most = least_memory(replace(problem, inside=())).peak_bytes, keep_all(problem).peak_bytes
     return replace(problem, budget_bytes=least + int(draw(st.floats(0, 1)) * (most - least)))

@@ -37,9 +37,7 @@ def begun(choices: Choices) -> set[str]:
 
 
 def problems(job: Job) -> tuple[Choices, Choices]:
-    found = StageProblems(job, analytic_profile(job)).of(1).mixed
-    assert found is not None
-    attention, experts, *_ = (half.choices for half in found.halves)
+    attention, experts, *_ = StageProblems(job, analytic_profile(job)).of(1).halves
     return attention, experts
 
 

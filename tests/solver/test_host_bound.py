@@ -28,8 +28,7 @@ def hosted(problem: StageProblem, device_s: float, touched: Passes = TOUCHED) ->
         return Choices(replace(option, host=touched if option.recompute else KEPT) for option in some)
 
     seconds = problem.layers * device_s
-    fields = {name: choices(getattr(problem, name)) for name in ("attention", "mlp", "last_mlp")}
-    return replace(problem, device=Passes(seconds, 2 * seconds), **fields)
+    return replace(problem.with_choices(choices), device=Passes(seconds, 2 * seconds))
 
 
 def taken_s(problem: StageProblem, answer) -> float:
@@ -74,7 +73,7 @@ def test_without_a_budget_the_least_memory_is_wanted_whatever_the_host_takes():
 
 def problems_of_two_layers() -> StageProblem:
     some = options([(50, 1.0), (30, 0.5)], 2.0)
-    return StageProblem(0, 2, some, some, options([(50, 1.0)], 0.0), in_flight=2)
+    return StageProblem(0, (some, some, some, options([(50, 1.0)], 0.0)), in_flight=2)
 
 
 @pytest.mark.parametrize(

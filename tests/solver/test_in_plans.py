@@ -57,7 +57,7 @@ def test_every_seat_is_one_that_a_plan_accepts(name: str) -> None:
     stages = catalogued(name)
     offered = [stages.of(stage) for stage in range(stages.job.parallel.pipeline)]
     plain = [keep_all(problem) for problem in offered]
-    for start in range(0, max(len(problem.attention.apart) for problem in offered), offered[0].layers - 1):
+    for start in range(0, max(len(problem.halves[0].apart) for problem in offered), offered[0].layers - 1):
         answers = [with_options(problem, kept, start) for problem, kept in zip(offered, plain, strict=True)]
         found = simulated(name, answers)
         assert all(found.memory(stage).peak_bytes <= answer.peak_bytes for stage, answer in enumerate(answers))
@@ -65,10 +65,10 @@ def test_every_seat_is_one_that_a_plan_accepts(name: str) -> None:
 
 def with_options(problem: StageProblem, kept: Solved, start: int) -> Solved:
     count = problem.layers - 1
-    attention, mlp = (tuple((choices.apart * 2)[start : start + count]) for choices in (problem.attention, problem.mlp))
+    attention, mlp = (tuple((choices.apart * 2)[start : start + count]) for choices in problem.halves[:2])
     below = [LayerChoice(*halves) for halves in zip(attention, mlp, strict=False)]
-    below[1::3] = [LayerChoice(*problem.attention.joined, *problem.mlp.joined)] * len(below[1::3])
-    last = LayerChoice(kept.layers[-1].attention, problem.last_mlp.apart[start % len(problem.last_mlp.apart)])
+    below[1::3] = [LayerChoice(*problem.halves[0].joined, *problem.halves[1].joined)] * len(below[1::3])
+    last = LayerChoice(kept.layers[-1].attention, problem.halves[-1].apart[start % len(problem.halves[-1].apart)])
     return replace(kept, layers=(*below, *kept.layers[len(below) : -1], last))
 
 

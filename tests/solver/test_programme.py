@@ -18,7 +18,17 @@ from megatron_lynx.solver.answer import LayerChoice, Remembering, Solved
 from megatron_lynx.solver.baselines import keep_all, on_demand, recompute_all
 from megatron_lynx.solver.problem import Choices, StageProblem
 from megatron_lynx.solver.programme import least_memory, solve
-from tests.solver.problems import LAYOUTS, budgets, catalogued, catalogued_problems, every_answer, options, problems
+from tests.solver.problems import (
+    LAYOUTS,
+    alike,
+    budgets,
+    catalogued,
+    catalogued_problems,
+    every_answer,
+    options,
+    problems,
+    with_layers,
+)
 
 TOLERANCE_S = 1e-9
 random_problems = settings(max_examples=40, deadline=None)
@@ -98,8 +108,8 @@ def test_no_slower_than_what_any_price_of_a_byte_says(problem):
 def answers_at_prices(problem):
     """All lower layers do what is cheapest at one price, the last layer does anything."""
     for price in (0.0, *(2.0**power for power in range(-12, 8)), 1e6):
-        attention, mlp = (min(kind, key=partial(cost, problem, price)) for kind in (problem.attention, problem.mlp))
-        for last in map(LayerChoice, *zip(*product(problem.attention, problem.last_mlp), strict=True)):
+        attention, mlp = (min(kind, key=partial(cost, problem, price)) for kind in problem.halves[:2])
+        for last in map(LayerChoice, *zip(*product(*problem.halves[-2:]), strict=True)):
             layers = (*[LayerChoice(attention, mlp)] * (problem.layers - 1), last)
             yield Solved(layers, problem.in_flight, loss_bytes=problem.loss_bytes)
 
@@ -140,7 +150,7 @@ def test_no_slower_than_what_is_proven_by_six_thousandths_of_a_stage(name):
     """Where the budget is 3 % above the least memory, the best order may have layers of two columns in turns, which numbers of
     layers do not express: 2.5 %."""
     for _, stage, share, budget_bytes, proven_s in (row for row in PROVEN if row[0] == name):
-        problem = replace(catalogued(name).of(stage, 12), budget_bytes=budget_bytes)
+        problem = replace(with_layers(catalogued(name).of(stage), 12), budget_bytes=budget_bytes)
         answer = solve(replace(problem, device=None))
         assert answer.peak_bytes <= budget_bytes
         assert answer.longer_s <= proven_s + (0.006 if share > 0.1 else 0.025) * problem.device.both_s
@@ -148,12 +158,12 @@ def test_no_slower_than_what_is_proven_by_six_thousandths_of_a_stage(name):
 
 def test_the_same_problem_is_solved_once():
     attention, mlp = options([(30, 1.0)], 0.0), options([(100, 3.5)], 0.0)
-    problem = StageProblem(0, 3, attention, mlp, mlp, in_flight=2, budget_bytes=10**6)
+    problem = StageProblem(0, alike(3, attention, mlp, mlp), in_flight=2, budget_bytes=10**6)
     asked = []
     solver = Remembering(lambda each: asked.append(each) or solve(each))
     assert solver(problem) is solver(replace(problem))
     solver(replace(problem, budget_bytes=10**5))
-    solver(replace(problem, mlp=options([(90, 3.5)], 0.0)))
+    solver(replace(problem, halves=alike(3, attention, options([(90, 3.5)], 0.0), mlp)))
     assert len(asked) == 3, "another budget, and other choices, are other problems"
 
 
@@ -177,7 +187,7 @@ def test_the_same_question_has_the_same_answer(problem):
 @pytest.mark.parametrize("budget", [-1, 0, 10**9, 10**31, 10**40])
 def test_figures_nobody_can_mean_are_answered(seconds, size, budget):
     choices = options([(size, seconds)], 1.0, seconds)
-    problem = StageProblem(0, 5, choices, choices, choices, in_flight=3, budget_bytes=budget)
+    problem = StageProblem(0, (choices,) * 10, in_flight=3, budget_bytes=budget)
     if budget < least_memory(problem).peak_bytes:
         with pytest.raises(Infeasible, match="raise it by"):
             solve(problem)
@@ -188,14 +198,15 @@ def test_figures_nobody_can_mean_are_answered(seconds, size, budget):
 def example(window_s=1.0, layers=8):
     """Halves of 60 and 100 bytes beside their input; a second recomputations either."""
     attention, mlp = options([(60, 1.0)], window_s), options([(100, 1.0)], window_s)
-    return StageProblem(stage=3, layers=layers, attention=attention, mlp=mlp, last_mlp=options([(100, 1.0)], 0.0))
+    return StageProblem(3, alike(layers, attention, mlp, options([(100, 1.0)], 0.0)))
 
 
 def test_the_last_mlp_half_is_kept_where_that_costs_nothing_at_the_peak():
     answer = solve(example())
     assert [half.recompute != () for half in answer.halves] == [True] * 15 + [False]
     assert answer.exposed_s == 0
-    assert answer.peak_bytes == solve(replace(example(), last_mlp=Choices(example().last_mlp[1:]))).peak_bytes
+    *halves, last = example().halves
+    assert answer.peak_bytes == solve(replace(example(), halves=(*halves, Choices(last[1:])))).peak_bytes
     several = solve(replace(example(), in_flight=2))
     assert several.layers[-1].mlp.recompute != (), "each micro-batch in flight would hold it"
 
@@ -209,8 +220,8 @@ def test_budget_that_suffices_for_some_layers_is_used_for_them():
 
 
 def test_layers_on_top_are_recomputed_late_where_only_their_frames_are_too_much():
-    attention, mlp, last_mlp = (long_needed(getattr(example(), name)) for name in ("attention", "mlp", "last_mlp"))
-    problem = StageProblem(0, 8, attention, mlp, Choices(last_mlp[1:]))
+    attention, mlp, last_mlp = (long_needed(example().halves[at]) for at in (0, 1, -1))
+    problem = StageProblem(0, alike(8, attention, mlp, Choices(last_mlp[1:])))
     least = least_memory(problem)
     answer = solve(replace(problem, budget_bytes=least.peak_bytes))
     late = [layer.mlp.seat.steady.on_demand for layer in answer.layers[:-1]]

@@ -13,6 +13,8 @@ from tests.config.jobs import catalogued_job
 from tests.profiler.made_up import made_up_profile
 from tests.solver.problems import LAYOUTS, catalogued
 
+HALF = {"attention": 0, "mlp": 1, "last_mlp": -1}
+
 
 def begun(placement):
     """The window in which a recomputation begins."""
@@ -20,7 +22,7 @@ def begun(placement):
 
 
 def seats(name, stage, kind):
-    return {begun(option.seat.steady) for option in getattr(catalogued(name).of(stage), kind)}
+    return {begun(option.seat.steady) for option in catalogued(name).of(stage).halves[HALF[kind]]}
 
 
 def test_halves_have_the_windows_of_their_backward():
@@ -38,14 +40,14 @@ def test_transformer_engines_recomputations_run_in_the_windows_of_the_half_befor
     """In its first window those that need no gathered input, or have theirs from the half before that; which the attention half
     of the last layer has not."""
     problem = catalogued("Transformer Engine").of(0)
-    found = {(option.seat.gather, option.seat.steady.window) for option in problem.mlp if "activation" in option.recompute}
+    found = {(option.seat.gather, option.seat.steady.window) for option in problem.halves[1] if "activation" in option.recompute}
     assert (None, "bwd.attention.0+1") in found
     assert ("bwd.mlp.0+1", "bwd.attention.0+1 until activation then bwd.attention.2+1") in found
     assert ("bwd.attention.0+1", "bwd.attention.2+1") in found
     assert not any(gather == "bwd.attention.0+1" and window.startswith("bwd.attention.0+1") for gather, window in found)
-    gathers = {option.seat.gather for option in problem.attention}
-    assert gathers - {option.seat.gather for option in problem.last_attention} == {"bwd.attention.0+1"}
-    assert [option.recompute for option in problem.last_attention] == [option.recompute for option in problem.attention]
+    gathers = {option.seat.gather for option in problem.halves[0]}
+    assert gathers - {option.seat.gather for option in problem.halves[-2]} == {"bwd.attention.0+1"}
+    assert [option.recompute for option in problem.halves[-2]] == [option.recompute for option in problem.halves[0]]
 
 
 @pytest.mark.parametrize("kind", ["attention", "mlp", "last_mlp"])
@@ -61,7 +63,7 @@ def test_without_tensor_parallelism_only_the_receive_hides_something():
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
 def test_what_is_gathered_or_masked_is_seated_behind_that(name):
     problem = catalogued(name).of(0)
-    for half, choices in (("attention", problem.attention), ("mlp", problem.mlp), ("mlp", problem.last_mlp)):
+    for half, choices in zip(("attention", "mlp") * problem.layers, problem.halves, strict=True):
         for option in choices:
             early = RECV_BACKWARD in (begun(option.seat.steady), begun(option.seat.cooldown))
             assert not (early and option.seat.gather)
@@ -72,8 +74,8 @@ def test_what_is_gathered_or_masked_is_seated_behind_that(name):
 
 def test_stages_that_are_alike_share_what_is_priced():
     stages = catalogued("sequence parallelism")
-    assert stages.of(7).attention is stages.of(7, layers=3).attention
-    assert len(stages.of(0).last_mlp) > len(stages.of(7).last_mlp)
+    assert stages.of(7).halves[0] is stages.of(0).halves[0]
+    assert len(stages.of(0).halves[-1]) > len(stages.of(7).halves[-1])
 
 
 @settings(max_examples=20, deadline=None)
@@ -81,7 +83,7 @@ def test_stages_that_are_alike_share_what_is_priced():
 def test_windows_without_length_are_no_seats(name, link_s):
     job = catalogued(name).job
     problem = StageProblems(job, made_up_profile(job, link_s=link_s)).of(0)
-    for choices in (problem.attention, problem.mlp):
+    for choices in problem.halves[:2]:
         assert all(option.seat.steady.on_demand or option.seat.steady.seconds > 0 for option in choices)
 
 
@@ -98,15 +100,15 @@ def names(choices):
 
 def test_chunks_have_the_windows_of_their_backwards_and_the_last_half_the_receive():
     problem = chunked().of(0)
-    assert {steady for steady, _ in names(problem.mlp)} == {ON_DEMAND, "bwd.attention.0+1"}
-    assert names(problem.last_mlp) == {(ON_DEMAND,) * 2, (RECV_BACKWARD,) * 2}
+    assert {steady for steady, _ in names(problem.halves[1])} == {ON_DEMAND, "bwd.attention.0+1"}
+    assert names(problem.halves[-1]) == {(ON_DEMAND,) * 2, (RECV_BACKWARD,) * 2}
 
 
 def test_of_the_last_stage_only_the_models_last_chunk_has_none():
     stages = chunked()
-    assert stages.of(3, chunks=(0, 1, 2, 3)).mlp == stages.of(3, chunks=(3,)).mlp
-    assert {steady for steady, _ in names(stages.of(3, chunks=(3,)).last_mlp)} == {ON_DEMAND}
-    assert {steady for steady, _ in names(stages.of(3, chunks=(0, 1, 2)).last_mlp)} == {ON_DEMAND, RECV_BACKWARD}
+    assert stages.of(3, chunks=(0, 1, 2, 3)).halves[1] == stages.of(3, chunks=(3,)).halves[1]
+    assert {steady for steady, _ in names(stages.of(3, chunks=(3,)).halves[-1])} == {ON_DEMAND}
+    assert {steady for steady, _ in names(stages.of(3, chunks=(0, 1, 2)).halves[-1])} == {ON_DEMAND, RECV_BACKWARD}
 
 
 def test_the_last_chunk_waits_for_a_forward_of_the_stages_behind():
