@@ -29,7 +29,7 @@ from megatron_lynx.config.parallel import Overlap
 from megatron_lynx.measure.measurement import this_machine
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import make_plan, uniform_plan
-from megatron_lynx.planner.filling import Filler, Known
+from megatron_lynx.planner.filling import Filler
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.testbed.candidates import FULL, NONE, Candidate, ours
@@ -66,7 +66,7 @@ def training(sequence_parallel: bool, rate: float) -> Job:
 
 def filled(plan: Plan, job: Job, profile: Profile) -> Plan:
     """The plan with weight gradients in its waits, as many as help: memory is no matter here."""
-    return Filler(plan, job, profile, rehearse(plan, profile), Known(), forwards=(0,)).filled([int(job.cluster.memory_gib * GIB)])
+    return Filler(plan, job, profile, rehearse(plan, profile), {}, forwards=(0,)).filled([int(job.cluster.memory_gib * GIB)])
 
 
 def settings(job: Job, profile: Profile) -> Sequence[Candidate]:

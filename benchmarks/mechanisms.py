@@ -27,7 +27,7 @@ from benchmarks import never_less, when_not, when_not_experts
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.loader import bundled_configs, load_job
 from megatron_lynx.errors import Infeasible, LynxError
-from megatron_lynx.planner import decide, decision, filling, packing, partitioning, pieces, rooms, sent_first, slack
+from megatron_lynx.planner import decide, decision, filling, packing, partitioning, rooms, sent_first, slack
 from megatron_lynx.planner.partitioning import partitioned
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.solver import ahead, offload, options, partition, stages
@@ -93,7 +93,7 @@ MECHANISMS = (
         (),
         ((decision, "_Placing", _called_with(decision._Placing, forwards=True)),),
     ),
-    Mechanism(IN_PIECES, (pieces,), ((decision._Placing, "placed", _called_with(decision._Placing.placed, pieces=False)),)),
+    Mechanism(IN_PIECES, (), ((rooms, "PIECES", ()),)),
     Mechanism(SENT_FIRST, (sent_first,), ((decision, "_sending_first", lambda found, profile: found),)),
     Mechanism(
         "recomputation in parts of several waits",
@@ -123,7 +123,7 @@ MECHANISMS = (
     Mechanism(
         "everything kept where recomputation or the host is late",
         (decision._kept_if_late, *_of_class(Stages, "keeping_all")),
-        ((decision, "_kept_if_late", lambda answer, simulation, stages: (answer, answer)),),
+        ((decision, "_kept_if_late", lambda answer, simulation, stages: answer),),
     ),
     Mechanism("offloading within micro-batches", (offload,), ((stages, "may_go_within", lambda job: False),)),
     Mechanism(

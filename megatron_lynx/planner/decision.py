@@ -334,22 +334,20 @@ def _refined(decision: Decision, stages: Stages, job: Job, profile: Profile) -> 
     if job.policy != "planned" or layers_budget_bytes(decision.job, 0) is None:
         return decision
     best = decision
-    for answers in zip(*(_kept_if_late(answer, best.simulation, stages) for answer in best.stages), strict=True):
-        best = _faster_of(best, answers, job, profile)
+    best = _faster_of(best, tuple(_kept_if_late(answer, best.simulation, stages) for answer in best.stages), job, profile)
     enough_s = WORTH_READING * decision.simulation.step_s / (job.microbatches + job.parallel.pipeline - 1)
     begun = tuple(map(stages.beginning_ahead, best.stages))
     spared_s = max(best_answer.longer_s - ahead.longer_s for best_answer, ahead in zip(best.stages, begun, strict=True))
     return _faster_of(best, begun, job, profile) if spared_s > enough_s else best
 
 
-def _kept_if_late(answer: StageAnswer, simulation: Simulation, stages: Stages) -> tuple[StageAnswer, StageAnswer]:
-    """A stage that waits for recomputation or its host, with everything kept: if that fits, and regardless of the budget, because
-    a rehearsal may count less if chunks differ."""
+def _kept_if_late(answer: StageAnswer, simulation: Simulation, stages: Stages) -> StageAnswer:
+    """Return a stage that waits for recomputation or its host with everything kept, if that fits."""
     late_s = simulation.total(answer.stage, "exposed_s") + simulation.total(answer.stage, "host_late_s")
     if not late_s:
-        return answer, answer
+        return answer
     kept = stages.keeping_all(answer.stage)
-    return kept if stages.fits(kept) else answer, kept
+    return kept if stages.fits(kept) else answer
 
 
 def _faster_of(decision: Decision, answers: tuple[StageAnswer, ...], job: Job, profile: Profile) -> Decision:
@@ -376,12 +374,9 @@ def _filled(decision: Decision, profile: Profile, below_s: float = inf) -> Decis
     if (why := why_none_deferred(decision.job)) is not None:
         return replace(decision, weight_gradients=f"none deferred: {why}")
     known, tried = Known(), list[Plan]()
-    cut = (False, True) if decision.job.overlap.weight_gradient_pieces else (False,)
     best = replace(decision, weight_gradients=NONE_DEFERRED)
     for forwards in (True, False) if decision.job.chunks > 1 else (True,):  # several chunks: see `planner.filling`
-        placing = _Placing(decision, profile, known, tried, forwards=forwards)
-        for pieces in cut:
-            best = placing.placed(min(below_s, best.simulation.step_s), pieces=pieces) or best
+        best = _Placing(decision, profile, known, tried, forwards=forwards).placed(min(below_s, best.simulation.step_s)) or best
     return best
 
 
@@ -396,17 +391,18 @@ class _Placing:
     """First plans of all placings: a repeated one is not rehearsed."""
     forwards: bool
 
-    def placed(self, below_s: float, *, pieces: bool) -> Decision | None:
-        """Return the decision with weight gradients, whole or in pieces, if it fits and its step is below `below_s`."""
-        found = _first_that_fits(self.decision, self.profile, partial(self._plan, pieces), below_s, self.tried)
+    def placed(self, below_s: float) -> Decision | None:
+        """Return the decision with weight gradients if it fits and its step is below `below_s`."""
+        found = _first_that_fits(self.decision, self.profile, self._plan, below_s, self.tried)
         if found is None:
             return None
-        said = f"deferred {'in pieces ' if pieces else ''}into waits: the step is {_gained(found[1], self.decision)} shorter"
+        cut = any(rule.weight_gradient_pieces for entry in found[0].stages for rule in entry.rules)
+        said = f"deferred {'in pieces ' if cut else ''}into waits: the step is {_gained(found[1], self.decision)} shorter"
         return _rehearsed(self.decision.job, self.profile, self.decision.stages, *found, said)
 
-    def _plan(self, pieces: bool, budgets: Sequence[int], late: frozenset[int]) -> Plan:
+    def _plan(self, budgets: Sequence[int], late: frozenset[int]) -> Plan:
         """`late` stages defer none to forwards."""
-        return (self._filler_of(late) if late else self._filler).filled(budgets, pieces=pieces)
+        return (self._filler_of(late) if late else self._filler).filled(budgets)
 
     @cached_property
     def _filler(self) -> Filler:

@@ -14,9 +14,8 @@ That may cost more than it gains, so plans without forwards are tried as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from megatron_lynx.anatomy.address import RECV_BACKWARD, is_forward, window_at
 from megatron_lynx.config.job import Job
@@ -26,8 +25,7 @@ from megatron_lynx.cost.stage import phases_of
 from megatron_lynx.plan.facts import LayerRange
 from megatron_lynx.plan.plan import Plan, Stage, WeightGradients
 from megatron_lynx.plan.rule import joined
-from megatron_lynx.planner.packing import NOWHERE, InTurns, Linear, Packed, Wait, Ways, ways_of
-from megatron_lynx.planner.pieces import Placed, best_of, cut, may_gain, placed
+from megatron_lynx.planner.packing import Linear, Placed, Wait, ways_of
 from megatron_lynx.planner.rooms import Rooms
 from megatron_lynx.planner.slack import Slack, next_forward
 from megatron_lynx.profiler.profile import Profile
@@ -40,7 +38,7 @@ class Filler:
 
     Args:
         simulation: of the plan.
-        known: shared with fillers of other plans for the job.
+        known: by waits and linears of a layer, the best ways to fill it; shared with fillers of other plans.
         forwards: stages on which waits of forwards are filled, too.
     """
 
@@ -58,90 +56,58 @@ class Filler:
         self._job = job
         self._simulation = simulation
         prices = Prices(profile, less_in_hand_bytes(job))
-        rooms = (_rooms(plan, entry, job, prices, simulation, forwards=entry.stage in forwards) for entry in plan.stages)
-        self._ways = [_WaysOfLayers(chunk_rooms, known) for chunk_rooms in rooms]
+        self._known = known
+        self._rooms = [_rooms(plan, entry, job, prices, simulation, forwards=entry.stage in forwards) for entry in plan.stages]
 
-    def filled(self, budgets: Sequence[int], *, pieces: bool = False) -> Plan:
+    def filled(self, budgets: Sequence[int]) -> Plan:
         """Return the plan with weight gradients in its waits; unchanged if nothing is gained or fits.
 
-        `budgets`: bytes of each stage's layers. `pieces`: whether weight gradients may be cut.
+        `budgets`: bytes of each stage's layers.
         """
-        fillings = [self._filling(ways, budgets[ways.rooms.entry.stage], pieces) for ways in self._ways]
+        fillings = [self._filling(rooms, budgets[rooms.entry.stage]) for rooms in self._rooms]
         entries = tuple(filling.filled(receives=_receives(self._job, filling.rooms.entry)) for filling in fillings)
         return self._plan.model_copy(update={"stages": entries})
 
-    def _filling(self, ways: _WaysOfLayers, budget_bytes: int, pieces: bool) -> _Filling:
-        entry = ways.rooms.entry
-        first_layers = [chunk.layers.first for chunk in self._plan.chunks_of(entry.stage)]
-        return _Filling(ways.rooms, Slack(self._simulation, entry, first_layers, budget_bytes), partial(ways.of, pieces))
+    def _filling(self, rooms: Rooms, budget_bytes: int) -> _Filling:
+        first_layers = [chunk.layers.first for chunk in self._plan.chunks_of(rooms.entry.stage)]
+        slack = Slack(self._simulation, rooms.entry, first_layers, budget_bytes)
+        return _Filling(rooms, slack, {layer: self._ways(rooms, layer) for layer in rooms.entry.layers})
+
+    def _ways(self, rooms: Rooms, layer: int) -> list[Placed]:
+        key = rooms.waits(layer), rooms.linears(layer)
+        if key not in self._known:
+            self._known[key] = ways_of(*key, rooms.interference)
+        return self._known[key]
 
 
 def _rooms(plan: Plan, entry: Stage, job: Job, prices: Prices, simulation: Simulation, *, forwards: bool) -> Rooms:
     followed = next_forward(simulation, entry.stage, entry.chunk) is not None
-    return Rooms(plan, entry, prices, forwards=forwards and followed, looked_into=not job.model.experts_whole)
+    looked_into, pieces = not job.model.experts_whole, job.overlap.weight_gradient_pieces
+    return Rooms(plan, entry, prices, forwards=forwards and followed, looked_into=looked_into, pieces=pieces)
 
 
 def _receives(job: Job, entry: Stage) -> bool:
     return job.chunks == 1 and phases_of(job, entry.stage).cooldown > 0
 
 
-@dataclass(frozen=True)
-class Known:
-    """Results shared by fillers of other plans for one job."""
-
-    ways: dict[object, Ways | InTurns] = field(default_factory=dict)
-    """Ways to fill layers, by equal waits."""
-    best: dict[object, list[Packed]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _WaysOfLayers:
-    """The best ways to fill the waits of each layer of a chunk."""
-
-    rooms: Rooms
-    known: Known
-    by_layer: dict[tuple[bool, int], list[Placed]] = field(default_factory=dict)
-
-    def of(self, pieces: bool, layer: int) -> list[Placed]:
-        """Return the layer's ways; the first one uses no forward. `pieces`: whether weight gradients may be cut."""
-        if (pieces, layer) not in self.by_layer:
-            waits, linears = self.rooms.waits(layer), self.rooms.linears(layer)
-            longest_s = max((wait.seconds for wait in waits), default=0.0) if pieces else 0.0
-            ways: list[list[Placed]] = []
-            for units in cut(linears, self.rooms.cost, waits, longest_s):
-                if not ways or may_gain(ways, units, waits, self.rooms.interference):
-                    ways.append([placed(packed, units, waits) for packed in self._ways_of(waits, units)])
-            self.by_layer[pieces, layer] = best_of(ways)
-        return self.by_layer[pieces, layer]
-
-    def _ways_of(self, waits: Sequence[Wait], linears: tuple[Linear, ...]) -> list[Packed]:
-        if not waits:
-            return [NOWHERE]
-        lengths_s, filled_s = (tuple(wait.seconds for wait in waits), tuple(wait.filled_s for wait in waits))
-        key = lengths_s, linears
-        if key not in self.known.ways:
-            self.known.ways[key] = ways_of(lengths_s, linears, self.rooms.interference)
-        if (key, filled_s) not in self.known.best:
-            self.known.best[key, filled_s] = self.known.ways[key].best(filled_s)
-        return self.known.best[key, filled_s]
+Known = dict[tuple[tuple[Wait, ...], tuple[Linear, ...]], list[Placed]]
 
 
 @dataclass(frozen=True)
 class _Filling:
     rooms: Rooms
     slack: Slack
-    ways: Callable[[int], list[Placed]]
-    """Placings of a layer by its number; the first uses no forward."""
+    ways: Mapping[int, list[Placed]]
+    """Placings of each layer; the first uses no forward."""
     chosen: dict[int, Placed] = field(default_factory=dict)
 
     def filled(self, *, receives: bool) -> Stage:
-        layers = {layer: self.ways(layer) for layer in self.rooms.entry.layers}
-        for layer, ways in layers.items():
+        for layer, ways in self.ways.items():
             if not self._choose(layer, ways[0]):
                 any(self._choose(layer, some) for some in self._parts(layer, ways[0]))
         gains = [
             ((ways[0].seconds - other.seconds) / self._in_forwards_bytes(other), -layer, other)
-            for layer, ways in layers.items()
+            for layer, ways in self.ways.items()
             for other in ways[1:]
         ]
         for _, layer, other in sorted(gains, key=lambda gain: gain[:2], reverse=True):

@@ -1,4 +1,4 @@
-"""Chooses the waits of a layer in which its weight gradients run, by trying every assignment.
+"""Chooses the waits of a layer in which its weight gradients run, whole or in pieces.
 
     a layer's waits, in order      bwd.mlp.0   bwd.mlp.2   bwd.attention.0   bwd.attention.2   fwd.attention.0 ...
     recomputation takes            ▓▓▓▓▓▓▓▓    ▓▓          ▓▓▓▓▓▓▓           ▓▓
@@ -10,24 +10,18 @@ If not deferred, the column-parallel linear's weight gradient hides the next wai
 one, so a window of the layer below counts as one of this layer's. A weight gradient is deferred only if it gains `WORTH` of its
 seconds; of equals, the shortest wait is taken.
 
-A layer with more than `MOST_AT_ONCE` linears (latent attention has five besides the MLP's two) is searched pair by pair:
-
-    linears    [fc2  fc1] proj kv_up q_up ...      every assignment of the first two, the others not deferred
-               fc2 [fc1  proj] kv_up q_up ...      every assignment of the next two, given the others' choices
-               ...                                 again from the first pair, until nothing changes
-
-The result need not be the best, but is never worse than deferring nothing.
+Work adds to a wait what exceeds it, which is convex. So equal pieces of one weight gradient, given the others, are placed best
+one by one, each where it adds least. Weight gradients are placed anew, one or two at a time, until nothing gets shorter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import chain, combinations, permutations
+from math import gcd, inf
 from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from megatron_lynx.anatomy.address import is_forward
 
@@ -36,6 +30,9 @@ WORTH = 0.02
 
 LONG = 1000
 """Windows that a weight gradient waits for a forward: more than in any backward."""
+
+WINDOW_S = 1e-12
+"""Seconds that count for a window that a weight gradient waits: a tie-break."""
 
 
 class Wait(NamedTuple):
@@ -57,143 +54,124 @@ class Put(NamedTuple):
     """Number of windows that it waits."""
 
 
-@dataclass(frozen=True)
-class Linear:
+class Linear(NamedTuple):
     name: str
-    seconds: float
     bytes: int
     beside: int | None
-    """Index of the wait that its weight gradient hides if not deferred."""
+    """Index of the wait that its weight gradient hides if not deferred. Pieces may run there."""
     places: tuple[Put, ...]
+    cuts: tuple[tuple[float, ...], ...]
+    """Seconds of its pieces for each number of them that is possible, the whole first."""
+
+    @property
+    def seconds(self) -> float:
+        return self.cuts[0][0]
+
+    def cut(self, pieces: int) -> tuple[float, ...]:
+        return next(pieces_s for pieces_s in self.cuts if len(pieces_s) == pieces)
 
 
-class Packed(NamedTuple):
+class Placed(NamedTuple):
     """One assignment of a layer's weight gradients."""
 
     seconds: float
     """Seconds of the layer's waits and weight gradients together."""
-    waits: dict[str, str]
-    """By linear, the wait of its deferred weight gradient."""
+    waits: dict[str, tuple[str, ...]]
+    """By deferred linear, the wait of each piece."""
 
 
-NOWHERE = Packed(0.0, {})
-"""A layer without waits."""
+def ways_of(waits: Sequence[Wait], linears: Sequence[Linear], interference: float) -> list[Placed]:
+    """Return the best assignment found without forwards, then shorter ones: the best of all, and those with forwards for only one
+    or two of the weight gradients that use them there."""
+    first, most = (
+        _Layer(waits, linears, interference, forwards).best() for forwards in ((), [linear.name for linear in linears])
+    )
+    using = [linear for linear, names in most.waits.items() if any(map(is_forward, names))]
+    fewer = chain.from_iterable(combinations(using, size) for size in (1, 2) if size < len(using))
+    others = [most, *(_Layer(waits, linears, interference, forwards).best() for forwards in fewer)]
+    return [first, *(way for way in others if way.seconds < first.seconds)]
 
 
-class Ways:
-    """All assignments of a layer's weight gradients to its waits.
-
-    A row is an assignment: for each linear the index of its place, 0 if it is not deferred.
-    """
-
-    def __init__(self, lengths_s: Sequence[float], linears: Sequence[Linear], interference: float) -> None:
-        self._linears = linears
-        self._interference = interference
-        self._places = [(None, *linear.places) for linear in linears]
-        self._chosen = np.indices([len(places) for places in self._places]).reshape(len(linears), -1)
-        ways = self._chosen.shape[1]
-        self._length = np.tile(np.array(lengths_s), (ways, 1))
-        self._fill = np.zeros_like(self._length)
-        self._alone, self._cost = np.zeros(ways), np.zeros(ways)
-        forwards = np.zeros(ways, dtype=np.intp)
-        for number, (linear, chosen) in enumerate(zip(linears, self._chosen, strict=True)):
-            put_off = linear.places
-            windows = np.array([0.0, *(1e-12 * put.windows * linear.bytes / (1 + linear.bytes) for put in put_off)])
-            worth_s = np.array([0.0, *[WORTH * linear.seconds] * len(put_off)])
-            fill = np.zeros((1 + len(put_off), len(lengths_s)))
-            for at, put in enumerate(put_off, start=1):
-                fill[at, put.wait] = linear.seconds
-            self._fill += fill[chosen]
-            self._cost += (worth_s + windows)[chosen]
-            forwards |= np.array([0, *(is_forward(put.name) << number for put in put_off)])[chosen]
-            self._stays(chosen == 0, linear)
-        self._using = [(used, np.flatnonzero(forwards == used)) for used in np.unique(forwards)]
-        """By bit set of linears that use forwards, the rows in which exactly these do."""
-
-    def _stays(self, rows: NDArray[np.bool_], linear: Linear) -> None:
-        self._alone[rows] += linear.seconds
-        if linear.beside is not None:
-            self._length[rows, linear.beside] = np.maximum(0.0, self._length[rows, linear.beside] - linear.seconds)
-
-    def best(self, filled_s: Sequence[float]) -> list[Packed]:
-        """Return the best assignment for each set of linears that may use forwards, first the empty set, without duplicates."""
-        seconds = self._seconds(filled_s)
-        cost = seconds + self._cost
-        least = [(used, int(rows[cost[rows].argmin()])) for used, rows in self._using]
-        subsets = sorted(product((0, 1), repeat=len(self._linears)), key=sum)
-        masks = [sum(bit << number for number, bit in enumerate(subset)) for subset in subsets]
-        cheapest_rows = (min((cost[row], row) for used, row in least if not used & ~mask) for mask in masks)
-        return [Packed(float(seconds[row]), self._named(row)) for row in dict.fromkeys(row for _, row in cheapest_rows)]
-
-    def best_of_all(self, filled_s: Sequence[float]) -> Packed:
-        """Return the best assignment, whichever linears use forwards."""
-        seconds = self._seconds(filled_s)
-        row = int((seconds + self._cost).argmin())
-        return Packed(float(seconds[row]), self._named(row))
-
-    def _seconds(self, filled_s: Sequence[float]) -> NDArray[np.float64]:
-        """Seconds of the layer's waits and weight gradients, by row."""
-        beyond = np.maximum(0.0, self._fill + np.array(filled_s) - self._length / self._interference)
-        return np.asarray((self._length + beyond).sum(axis=1) + self._alone)
-
-    def _named(self, row: int) -> dict[str, str]:
-        choices = zip(self._linears, self._places, self._chosen[:, row], strict=True)
-        return {linear.name: put.name for linear, places, at in choices if (put := places[at]) is not None}
+Chosen = dict[str, tuple[Put, ...]]
+"""By linear, the place of each piece; none if it is not deferred."""
 
 
-MOST_AT_ONCE = 4
-"""Most linears for which all assignments are tried; layers without latent attention have no more."""
+@dataclass(frozen=True)
+class _Layer:
+    """A layer. `forwards`: linears whose weight gradients may use waits of forwards."""
 
-ROUNDS = 4
+    waits: Sequence[Wait]
+    linears: Sequence[Linear]
+    interference: float
+    forwards: Collection[str]
+
+    def best(self) -> Placed:
+        """Place one weight gradient anew, or two together, until nothing gets shorter."""
+        chosen: Chosen = {linear.name: () for linear in self.linears}
+        least_s, moves = inf, [*((linear,) for linear in self.linears), *permutations(self.linears, 2)]
+        while True:
+            before_s = least_s
+            for move in moves:
+                moved, seconds = {linear.name for linear in move}, inf
+                changed = {name: puts for name, puts in chosen.items() if name not in moved}
+                for linear in move:
+                    seconds, changed[linear.name] = self._cheapest(linear, changed)
+                if seconds < least_s - WINDOW_S:
+                    least_s, chosen = seconds, changed
+            if least_s == before_s:
+                waits = {linear.name: _fewest(chosen[linear.name]) for linear in self.linears if chosen[linear.name]}
+                return Placed(least_s, waits)
+
+    def _cheapest(self, linear: Linear, others: Chosen) -> tuple[float, tuple[Put, ...]]:
+        """Return the layer's seconds and the best places of one weight gradient; none if it is not deferred."""
+        lengths_s, taken_s, alone_s = self._loads(others | {linear.name: ()})
+        staying_s = alone_s + sum(map(self._wait_s, lengths_s, taken_s))
+        lengths_s, taken_s, alone_s = self._loads(others)
+        ways = [self._piece_by_piece(linear, pieces_s, lengths_s, list(taken_s)) for pieces_s in linear.cuts]
+        return min([(staying_s, ()), *((alone_s + seconds, puts) for seconds, puts in ways if puts)], key=lambda way: way[0])
+
+    def _piece_by_piece(
+        self, linear: Linear, pieces_s: Sequence[float], lengths_s: Sequence[float], taken_s: list[float]
+    ) -> tuple[float, tuple[Put, ...]]:
+        puts, places = list[Put](), self._places(linear, cut=len(pieces_s) > 1)
+        late_s = WORTH * linear.seconds
+
+        def longer_s(put: Put) -> float:
+            length_s, before_s = lengths_s[put.wait], taken_s[put.wait]
+            return self._wait_s(length_s, before_s + piece_s) - self._wait_s(length_s, before_s) + WINDOW_S * put.windows
+
+        for piece_s in pieces_s if places else ():
+            puts.append(put := min(places, key=longer_s))
+            taken_s[put.wait] += piece_s
+            late_s += WINDOW_S * put.windows
+        return late_s + sum(map(self._wait_s, lengths_s, taken_s)), tuple(puts)
+
+    def _places(self, linear: Linear, *, cut: bool) -> list[Put]:
+        """Places of a linear, or of its pieces, which may also run in the wait that they hide anyway."""
+        beside = [Put(linear.beside, self.waits[linear.beside].name, 0)] if cut and linear.beside is not None else []
+        return [put for put in (*beside, *linear.places) if linear.name in self.forwards or not is_forward(put.name)]
+
+    def _loads(self, chosen: Chosen) -> tuple[list[float], list[float], float]:
+        """Return the length of each wait, the seconds taken in it, and those of weight gradients that are not deferred."""
+        lengths_s, taken_s, alone_s = [wait.seconds for wait in self.waits], [wait.filled_s for wait in self.waits], 0.0
+        for linear in self.linears:
+            puts = chosen.get(linear.name)
+            if puts:
+                alone_s += WORTH * linear.seconds + WINDOW_S * sum(put.windows for put in puts)
+                for put, seconds in zip(puts, linear.cut(len(puts)), strict=True):
+                    taken_s[put.wait] += seconds
+            elif puts is not None:
+                alone_s += linear.seconds
+                if linear.beside is not None:
+                    lengths_s[linear.beside] = max(0.0, lengths_s[linear.beside] - linear.seconds)
+        return lengths_s, taken_s, alone_s
+
+    def _wait_s(self, length_s: float, taken_s: float) -> float:
+        return length_s + max(0.0, taken_s - length_s / self.interference)
 
 
-def ways_of(lengths_s: Sequence[float], linears: Sequence[Linear], interference: float) -> Ways | InTurns:
-    """All assignments, or pair by pair for many linears."""
-    return (Ways if len(linears) <= MOST_AT_ONCE else InTurns)(lengths_s, linears, interference)
-
-
-class InTurns:
-    """Good assignments of many linears' weight gradients."""
-
-    def __init__(self, lengths_s: Sequence[float], linears: Sequence[Linear], interference: float) -> None:
-        self._lengths_s = lengths_s
-        self._linears = linears
-        self._interference = interference
-
-    def best(self, filled_s: Sequence[float]) -> list[Packed]:
-        """Return the best found without forwards, and the best found at all."""
-        within_backward = self._pack([_without_forwards(linear) for linear in self._linears], filled_s)
-        anywhere = self._pack(self._linears, filled_s)
-        return [within_backward] if anywhere == within_backward else [within_backward, anywhere]
-
-    def _pack(self, linears: Sequence[Linear], filled_s: Sequence[float]) -> Packed:
-        chosen: dict[str, str | None] = dict.fromkeys(linear.name for linear in linears)
-        seconds, known = 0.0, dict[object, Packed]()
-        for _ in range(ROUNDS):
-            before = dict(chosen)
-            for pair in pairwise(linears):
-                choices = {linear: chosen[linear.name] for linear in linears if linear not in pair}
-                key = pair[0].name, *choices.values()
-                if key not in known:
-                    lengths_s, taken_s = self._beside(choices, filled_s)
-                    known[key] = Ways(lengths_s, pair, self._interference).best_of_all(taken_s)
-                packed = known[key]
-                seconds = packed.seconds + sum(linear.seconds for linear, name in choices.items() if name is None)
-                chosen |= {linear.name: packed.waits.get(linear.name) for linear in pair}
-            if chosen == before:
-                break
-        return Packed(seconds, {linear: name for linear, name in chosen.items() if name is not None})
-
-    def _beside(self, choices: dict[Linear, str | None], filled_s: Sequence[float]) -> tuple[list[float], list[float]]:
-        """Length of each wait, and seconds taken in it, given these linears' choices."""
-        lengths_s, taken_s = list(self._lengths_s), list(filled_s)
-        for linear, name in choices.items():
-            if name is not None:
-                taken_s[next(put.wait for put in linear.places if put.name == name)] += linear.seconds
-            elif linear.beside is not None:
-                lengths_s[linear.beside] = max(0.0, lengths_s[linear.beside] - linear.seconds)
-        return lengths_s, taken_s
-
-
-def _without_forwards(linear: Linear) -> Linear:
-    return replace(linear, places=tuple(put for put in linear.places if not is_forward(put.name)))
+def _fewest(puts: Sequence[Put]) -> tuple[str, ...]:
+    """Return the waits of the fewest equal pieces with these shares."""
+    numbers = Counter(put.name for put in puts)
+    pieces = gcd(*numbers.values())
+    return tuple(wait for wait, number in numbers.items() for _ in range(number // pieces))

@@ -20,17 +20,22 @@ from megatron_lynx.planner.packing import LONG, Linear, Put, Wait
 from megatron_lynx.rehearsal import treated_halves
 from megatron_lynx.timetable import Timetable
 
+PIECES = (2, 4)
+"""Numbers of pieces that are tried. More gain nothing (`design/value.md`: four fill every wait), and are GEMMs of less
+efficiency."""
+
 
 @dataclass(frozen=True)
 class Rooms:
     """Waits of one chunk. `forwards`: whether a forward of this chunk follows its backwards. `looked_into`: whether plans may
-    change the inside of experts."""
+    change the inside of experts. `pieces`: whether weight gradients may be cut."""
 
     plan: Plan
     entry: Stage
     prices: Prices
     forwards: bool
     looked_into: bool = True
+    pieces: bool = False
 
     @property
     def interference(self) -> float:
@@ -107,10 +112,10 @@ class Rooms:
         hides = section.beside_wgrad(name, sliced)
         beside = next((at for at in waits_of_half if waits[at].ordinal == hides), None)
         first = self._first(waits, section, name)
-        number = [linear for half in reversed(self._sections(layer)) for linear in reversed(self._deferrable(half))].index(name)
-        return Linear(
-            name, self.cost(name).seconds, self.cost(name).bytes, beside, tuple(self._puts(layer, waits, first, number + 1))
-        )
+        cost = self.cost(name)
+        numbers = [1, *(pieces for pieces in PIECES if self.pieces and pieces <= cost.most_pieces)]
+        cuts = tuple(tuple(piece.seconds for piece in cost.cut(pieces)) for pieces in numbers)
+        return Linear(name, cost.bytes, beside, tuple(self._puts(layer, waits, first)), cuts)
 
     def _first(self, waits: list[WindowAddress], section: Section, name: str) -> int:
         """Index of the first wait of the layer's backward after which this weight gradient could run; their number if there is
@@ -120,11 +125,11 @@ class Rooms:
         over, backward = HALVES[HALVES.index(section.half) + 1 :], (wait for wait in waits if wait.passing == "bwd")
         return sum(wait.half in over or (wait.half == section.half and wait.ordinal < least) for wait in backward)
 
-    def _puts(self, layer: int, waits: list[WindowAddress], first: int, forwards: int) -> Iterator[Put]:
+    def _puts(self, layer: int, waits: list[WindowAddress], first: int) -> Iterator[Put]:
         """Yield waits in which a weight gradient of this layer may run: from index `first` on, then earlier ones in the layer
-        below. Collectives of forwards are alike, so `forwards` of them are enough."""
+        below."""
         backward = sum(wait.passing == "bwd" for wait in waits)
-        for at, wait in enumerate(waits[: backward + forwards]):
+        for at, wait in enumerate(waits):
             if wait.passing == "fwd":
                 yield Put(at, window_name("fwd", wait.half, wait.ordinal), LONG)
             elif at >= first:

@@ -4,7 +4,6 @@ none        keep everything
 selective   recompute the core attention on demand (stock: `--recompute-granularity selective`, where attention is unfused)
 balanced    recompute norms and the activation on demand: no GEMM, no attention (Yuan et al., ATC '24)
 full        recompute everything possible on demand
-block       the same in the stage's first layers only (stock: `--recompute-method block`)
 
 They describe these policies in our runtime. It never repeats a row-parallel GEMM and its reduction, and it keeps the input of
 both halves of a layer, so `full` is faster than stock Megatron's and holds more. Code between submodules runs again as well:
@@ -34,12 +33,6 @@ def of_policy(problem: StageProblem, policy: Policy) -> Solved:
 
 def _ever_recomputed(choices: Choices) -> set[str]:
     return {item for option in choices.plain for item in option.recompute}
-
-
-def block(problem: StageProblem, count: int) -> Solved:
-    """Return `full` in the first `count` layers of the stage, and `none` in the others."""
-    full, kept = on_demand(recompute_all(problem)), keep_all(problem)
-    return replace(kept, layers=full.layers[:count] + kept.layers[count:])
 
 
 def keep_all(problem: StageProblem) -> Solved:

@@ -191,8 +191,8 @@ class StageProblem:
 
     @property
     def best_seated(self) -> StageProblem:
-        """The problem with every recomputation but the last half's in the window of its backward that hides most: leaving a window
-        empty saves no memory."""
+        """The problem with all recomputation, except for the last half's, in the window of its backward that hides most: leaving
+        a window empty saves no memory."""
         seated = self.with_choices(lambda choices: choices.best_seated)
         return replace(seated, halves=(*seated.halves[:-1], *self.halves[-1:]))
 

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_lynx.anatomy import ITEMS, ROW_PARALLEL
 from megatron_lynx.cost.layer import BALANCED
-from megatron_lynx.solver.baselines import block, keep_all, of_policy, on_demand, recompute_all
+from megatron_lynx.solver.baselines import keep_all, of_policy, on_demand, recompute_all
 from tests.solver.problems import LAYOUTS, catalogued
 
 every_layout = pytest.mark.parametrize("name", sorted(LAYOUTS))
@@ -39,16 +39,6 @@ def test_windows_make_a_full_recomputation_no_slower(name):
     recomputed = recompute_all(catalogued(name).of(0))
     assert recomputed.exposed_s <= on_demand(recomputed).exposed_s
     assert recomputed.resident_bytes == on_demand(recomputed).resident_bytes
-
-
-def test_block_is_between_none_and_full():
-    problem = catalogued("long windows").of(0)
-    answers = [block(problem, count) for count in range(problem.layers + 1)]
-    assert answers[0] == keep_all(problem)
-    assert answers[-1] == of_policy(problem, "full")
-    for less, more in pairwise(answers):
-        assert less.exposed_s < more.exposed_s
-        assert less.resident_bytes > more.resident_bytes
 
 
 def test_a_planned_policy_has_to_be_solved_for():
