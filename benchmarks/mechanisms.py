@@ -33,7 +33,6 @@ from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.solver import ahead, offload, options, partition, stages
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.seats import Seats
-from megatron_lynx.solver.stage_seats import StageSeats
 from megatron_lynx.solver.stages import Stages
 from megatron_lynx.stock import priced
 from megatron_lynx.units import GIB
@@ -99,11 +98,6 @@ MECHANISMS = (
         "recomputation in parts of several waits",
         _of_class(Seats, "stops"),
         ((Seats, "stops", lambda seats, kind, recompute, price: {}),),
-    ),
-    Mechanism(
-        "recomputation in receives of gradients",
-        (StageSeats,),
-        ((StageSeats, "of", lambda seats, *subset: iter(())), (StageSeats, "has_more", False)),
     ),
     Mechanism(
         "checkpoints begin ahead",

@@ -23,7 +23,7 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import csr_array
 
-from benchmarks.when_not import CASES, job_of, within
+from benchmarks.when_not import CASES, job_of, received_s, within
 from megatron_lynx import stock as settings
 from megatron_lynx.anatomy import ATTENTION, DENSE, LINEARS, MLP, PASSES, Half, Pass, Section
 from megatron_lynx.config.job import Job
@@ -32,12 +32,11 @@ from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.cost.prices import WeightGradient, weight_gradient
 from megatron_lynx.cost.recompute import sensible_choices
 from megatron_lynx.cost.section import priced
-from megatron_lynx.cost.stage import chunks_in_flight, stage_seconds
+from megatron_lynx.cost.stage import chunks_in_flight, phases_of, stage_seconds
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.solver.options import StageProblems
 
 Name = tuple[object, ...]
 Wait = tuple[Pass, Half, int]
@@ -179,18 +178,18 @@ def bound_s(job: Job, profile: Profile, *, receives: bool = True) -> float:
     `receives`: all of the receives of gradients is taken to hide something; else nothing of them.
     """
     pipeline, count = job.parallel.pipeline, job.microbatches
-    message_s, problems = profile.link_s("p2p", profile.attention.input_bytes), StageProblems(job, profile)
+    message_s = profile.link_s("p2p", profile.attention.input_bytes)
     passes = []
     for stage in range(pipeline):
         layers, budget_bytes = job.layers_on(stage), layers_budget_bytes(job, stage)
-        stock, seats = stage_seconds(job, profile, stage), problems.seats(stage)
+        stock, phases = stage_seconds(job, profile, stage), phases_of(job, stage)
         assert budget_bytes is not None, "the job has a budget"
         budgets = budget_bytes - loss_bytes(job, stage), budget_bytes
         more_s = layers * more_than_none_s(profile, job, layers, chunks_in_flight(job, stage), budgets)
-        received_s = seats.received_s or 0.0 if receives else 0.0
-        waited_s = seats.phases.cooldown * received_s + seats.phases.steady * message_s * (receives and stage < pipeline - 1)
-        passes.append((stock.forward_s, stock.backward_s + more_s, received_s, waited_s))
-    through_s = sum(forward_s + backward_s - received_s for forward_s, backward_s, received_s, _ in passes)
+        waits_s = received_s(job, profile, stage) if receives else 0.0
+        waited_s = phases.cooldown * waits_s + phases.steady * message_s * (receives and stage < pipeline - 1)
+        passes.append((stock.forward_s, stock.backward_s + more_s, waits_s, waited_s))
+    through_s = sum(forward_s + backward_s - waits_s for forward_s, backward_s, waits_s, _ in passes)
     return max(
         through_s + max(0, count - (pipeline - stage)) * forward_s + (count - 1) * backward_s - waited_s
         for stage, (forward_s, backward_s, _, waited_s) in enumerate(passes)

@@ -34,14 +34,14 @@ from megatron_lynx.config.job import Budget, Job, Policy
 from megatron_lynx.config.loader import bundled_configs, cluster_data
 from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.cost.prices import Prices
-from megatron_lynx.cost.stage import phases_of
+from megatron_lynx.cost.stage import phases_of, stage_seconds
 from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.plan.timetables import planned_halves
 from megatron_lynx.planner import Decision, decide
 from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.rehearsal import treated_halves
-from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.stock import NONE
 from megatron_lynx.stock.price import Priced, priced
 from megatron_lynx.stock.rival import rivals
@@ -283,18 +283,24 @@ class Waits(NamedTuple):
         return self.backward_s + self.receivable_s + self.opened_s - self.spared_s - self.filled_s
 
 
+def received_s(job: Job, profile: Profile, stage: int) -> float:
+    """Seconds for which a stage with one chunk waits for a gradient in cool-down: a message and a forward of the next stage."""
+    if stage == job.parallel.pipeline - 1:
+        return 0.0
+    return profile.link_s("p2p", profile.attention.input_bytes) + stage_seconds(job, profile, stage + 1).forward_s
+
+
 def waits_of(decision: Decision, stage: int) -> Waits:
     """The waits of a stage under a plan."""
     job, profile = decision.job, analytic_profile(decision.job)
-    problems = StageProblems(job, profile)
-    seats, phases = problems.seats(stage), phases_of(job, stage)
+    phases = phases_of(job, stage)
     layer_s = {
         passing: sum(sum(window_lengths_s(profile, passing, each, LayerShape.of(job).gathered_bytes)) for each in DENSE.values())
         for passing in PASSES
     }
     last = stage == job.parallel.pipeline - 1
     message_s = 0.0 if last else profile.link_s("p2p", profile.attention.input_bytes) / profile.interference
-    cooldown_s = (seats.received_s or 0.0) / profile.interference
+    cooldown_s = received_s(job, profile, stage) / profile.interference
     entry, message_bytes = decision.plan.stages[stage], LayerShape.of(job).gathered_bytes
     planned = planned_halves(entry, decision.plan.model.sections_of)
     halves = tuple(treated_halves(entry, planned, Prices(profile)))

@@ -18,8 +18,7 @@ same eight columns, shifted by its position:
     of mlp(1)      held        -4   -3        -2  -1                 [A] [B]
 
 Recomputation may use windows of the two preceding halves (`ahead`: bytes live at their four moments); from other windows it is
-live at [A]. The other micro-batches in flight hold their resident parts throughout. Early recomputation (during a forward or a
-receive) is live from before the first backward until its own, for one micro-batch only.
+live at [A]. The other micro-batches in flight hold their resident parts throughout.
 
 The transients of the largest half are counted besides the layers; a half with smaller ones subtracts the difference.
 
@@ -62,8 +61,6 @@ class HalfMemory:
     collectives."""
     ahead: tuple[int, int, int, int] = (0, 0, 0, 0)
     """Recomputed or gathered bytes already live at the four moments before its backward, nearest first."""
-    early: int = 0
-    """Live from before the stage's first backward until its own; in no other part."""
     movable: int = 0
     """Part of `resident` that can be offloaded."""
     less_in_hand: int = 0
@@ -73,14 +70,9 @@ class HalfMemory:
     def whole(self) -> int:
         return self.resident + self.regenerated
 
-    @property
-    def held(self) -> int:
-        """Live bytes before backward reaches the half."""
-        return self.resident + self.early
-
     @cached_property
     def columns(self) -> tuple[int, ...]:
-        held, less = self.held, self.less_in_hand
+        held, less = self.resident, self.less_in_hand
         return held, *(held + size for size in reversed(self.ahead)), self.whole - less, self.tail - less, 0
 
 

@@ -210,10 +210,6 @@ def rule_of(
     return Rule.model_validate(content)
 
 
-def window_of(steady: str, cooldown: str) -> str | ByPhase:
-    return steady if steady == cooldown else ByPhase(steady=steady, cooldown=cooldown)
-
-
 def made_by() -> str:
     return f"megatron-lynx {__version__}"
 
@@ -279,7 +275,7 @@ def _rule(layers: LayerRange, sections: Sequence[Section], choice: LayerChoice) 
     options = [pair for pair in zip(HALVES, choice.halves, strict=True) if pair[1].checkpoint is None]
     recompute = {item for _, option in options for item in option.recompute}
     windows = {
-        half: window_of(option.seat.steady.window, option.seat.cooldown.window)
+        half: option.seat.placement.window
         for half, option in zip(HALVES, choice.halves, strict=True)
         if option.recompute and (option.checkpoint is None or option.checkpoint.rest_in_wait)
     }

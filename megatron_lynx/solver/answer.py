@@ -109,9 +109,9 @@ class Solved:
 
     @cached_property
     def ahead_bytes(self) -> int:
-        """Largest number of bytes recomputed in a window, or recomputed before backward begins."""
-        seated = [half.memory for half in self.halves if not half.seat.steady.on_demand]
-        return max(sum(memory.early for memory in seated), max((memory.regenerated for memory in seated), default=0))
+        """Largest number of bytes recomputed in a window."""
+        seated = [half.memory for half in self.halves if not half.seat.placement.on_demand]
+        return max((memory.regenerated for memory in seated), default=0)
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -276,9 +276,7 @@ class StageAnswer:
         """
         if self.offload_ratio or self.within is not None:
             return 0
-        running = SolvedChunks(
-            replace(chunk, loss_bytes=-sum(half.held for half in chunk.backward_order)) for chunk in self.chunks
-        )
+        running = SolvedChunks(replace(chunk, loss_bytes=-chunk.resident_bytes) for chunk in self.chunks)
         return self.layers_peak_bytes - running.peak_bytes
 
     @property

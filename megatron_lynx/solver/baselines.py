@@ -53,7 +53,7 @@ def on_demand(solved: Solved) -> Solved:
 
 def _exposed(option: Option) -> Option:
     seat = replace(ON_DEMAND_SEAT, gather=option.seat.gather and ON_DEMAND, gather_s=option.seat.gather_s)
-    memory = replace(option.memory, early=0, ahead=(0, 0, 0, 0))
+    memory = replace(option.memory, ahead=(0, 0, 0, 0))
     return replace(option, seat=seat, exposed_s=option.recompute_s + seat.gather_s, memory=memory)
 
 

@@ -3,8 +3,8 @@
    last stage of 2, v = 2      0F0 1F0 | 0F1 0B1   1F1 1B1   2F0 0B0   3F0 1B0 ...
                                                              └ 2, 1 and 0 of chunk 0 are held, and none of chunk 1
 
-[1] Chunks with equal numbers of layers and experts in the same layers are treated alike: they are offered the windows that all of
-    them have, and counted as if every chunk in flight were one of them.
+[1] Chunks with equal numbers of layers and experts in the same layers are treated alike, and counted as if every chunk in flight
+    were one of them.
 [2] Chunks with fewer layers may keep so much more that one with more layers no longer fits. The excess is then taken from the
     budget of those that hold most, until all fit.
 [3] Chunks without layers, which have only the embedding or the loss, have no choices. The others leave memory to the loss.
@@ -44,8 +44,6 @@ class Chunks:
     """Chunks of every stage of a job."""
 
     problems: StageProblems
-    in_backward: bool = False
-    """Without recomputation before a half's own backward."""
 
     def solved(self, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver) -> SolvedChunks:
         """All chunks of a stage, `in_flight` of them at once."""
@@ -118,8 +116,8 @@ class Chunks:
                 replace(problem, budget_bytes=(problem.budget_bytes or 0) - too_much * (answer.resident_bytes == most_bytes))
                 for problem, answer in zip(problems, solved, strict=True)
             ]
-        common = {chunk: answer for some, answer in zip(alike, solved, strict=True) for chunk in some}
-        return SolvedChunks(self.problems.in_chunk(common[chunk], stage, chunk) for chunk in sorted(common))
+        by_chunk = {chunk: answer for some, answer in zip(alike, solved, strict=True) for chunk in some}
+        return SolvedChunks(by_chunk[chunk] for chunk in sorted(by_chunk))
 
     def _alike(self, stage: int) -> list[tuple[int, ...]]:
         """Return the chunks beside each other, grouped by those treated alike."""
@@ -163,8 +161,7 @@ class Chunks:
     def _problem(self, stage: int, chunks: tuple[int, ...]) -> StageProblem:
         """Return the problem of chunks treated alike. It is the same for all offloaded fractions."""
         if (stage, chunks) not in self._known:
-            problem = self.problems.of(stage, chunks)
-            self._known[stage, chunks] = problem.in_backward if self.in_backward else problem
+            self._known[stage, chunks] = self.problems.of(stage, chunks)
         return self._known[stage, chunks]
 
     @cached_property

@@ -6,7 +6,7 @@ checkpoints      ──recomputation_of──> ...                             �
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -24,16 +24,11 @@ from megatron_lynx.cost.stage import HalfSeconds, chunks_in_flight, half_seconds
 from megatron_lynx.kinds.sparse.section import core_kept
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.solver.ahead import Layer, begun_ahead, spared_s
-from megatron_lynx.solver.answer import Solved, layers_of
 from megatron_lynx.solver.placement import NOWHERE, Placement, Portion, Seat, held_in
 from megatron_lynx.solver.problem import Choices, Grouped, Option, StageProblem
 from megatron_lynx.solver.seats import HalfKind, Seats
-from megatron_lynx.solver.stage_seats import StageSeats
 from megatron_lynx.timeline import Passes
 from megatron_lynx.units import MIB
-
-SeatsOf = Callable[[HalfKind, Collection[str], Sequence[Placement], PricedSection], Iterable[Seat]]
-"""Function that returns seats of a set of recomputed items: `Seats.everywhere` or `StageSeats.of`."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +38,7 @@ class Subset:
     kind: HalfKind
     recompute: tuple[str, ...]
     backward: tuple[Placement, ...]
-    """In windows of the stage's backward, the best first."""
+    """In windows of the backward, the best first."""
     price: PricedSection
     """Cost and memory of recomputation on demand."""
     host: Passes
@@ -53,10 +48,9 @@ class Subset:
     def option(self, seat: Seat, profile: Profile, attention: Section) -> Option:
         """Return the option with this seat. `attention`: section of attention halves."""
         price = self.price
-        steady = self._held(seat.steady, seat.gather, profile, attention)
         return Option(
             self.recompute,
-            steady,
+            self._held(seat.placement, seat.gather, profile, attention),
             seat,
             recompute_s=price.recompute_s,
             exposed_s=seat.exposed_s(price.recompute_s, profile.interference),
@@ -138,31 +132,26 @@ class StageProblems:
 
     def of(self, stage: int, chunks: tuple[int, ...] | None = None) -> StageProblem:
         """Return the problem of one stage. `chunks`: chunks that are treated alike; None for all."""
-        budget_mib, seats = self.job.budget.activation_mib, self.seats(stage, chunks)
-        layers = self.job.layers_of(stage, seats.chunks[0])
+        budget_mib, chunks = self.job.budget.activation_mib, chunks or tuple(range(self.job.chunks))
+        layers = self.job.layers_of(stage, chunks[0])
         sections = [section for layer in layers for section in self.job.model.sections(layer)]
         return StageProblem(
             stage,
-            tuple(self._halves(sections, seats)),
+            tuple(self._halves(sections)),
             in_flight=chunks_in_flight(self.job, stage),
             budget_bytes=None if budget_mib is None else int(budget_mib * MIB),
             inside=tuple(map(self._inside_of, sections)),
-            device=self._device(stage, seats.chunks) if layers else None,
+            device=self._device(stage, chunks) if layers else None,
             forward_s=sum(self._half_seconds[section].forward_s for section in sections),
-            loss_bytes=self._loss_bytes(seats),
+            loss_bytes=self._loss_bytes(stage, chunks),
         )
 
-    def _halves(self, sections: Sequence[Section], seats: StageSeats) -> Iterator[Choices]:
+    def _halves(self, sections: Sequence[Section]) -> Iterator[Choices]:
         """Yield the choices of each half, in forward order."""
         kinds = [HalfKind(*neighbours) for neighbours in zip(sections, (*sections[1:], None), strict=False)]
         for kind, other in zip(kinds, _partners(kinds), strict=True):
             choices = self._offered(kind, other.section)
-            if other.last:
-                yield self._at_top(kind, choices)
-            elif kind.last and seats.has_more:
-                yield Choices((*choices, *self._priced(self._subsets_of(kind), seats.of)))
-            else:
-                yield choices
+            yield self._at_top(kind, choices) if other.last else choices
 
     def _at_top(self, kind: HalfKind, attention: Choices) -> Choices:
         """Return an attention half's choices as they are in the last layer of a stage.
@@ -175,7 +164,7 @@ class StageProblems:
         if id(attention) not in self._tops:
             best: dict[tuple[str, ...], Option] = {}
             for option in attention:
-                if self._seats.at_top(kind, option.seat) and not option.memory.early and option.checkpoint is None:
+                if self._seats.at_top(kind, option.seat) and option.checkpoint is None:
                     best[option.recompute] = min(best.get(option.recompute, option), option, key=lambda one: one.longer_s)
             self._tops[id(attention)] = Choices(
                 option if same else best[option.recompute] if option.checkpoint is None else self._begun_at_top(kind, option)
@@ -201,10 +190,10 @@ class StageProblems:
     def _half_seconds(self) -> Mapping[Section, HalfSeconds]:
         return {section: half_seconds(self.profile, section) for section in self.job.model.every_section}
 
-    def _loss_bytes(self, seats: StageSeats) -> int:
+    def _loss_bytes(self, stage: int, chunks: tuple[int, ...]) -> int:
         """Return the bytes of the loss if these chunks include the model's last one, and 0 otherwise."""
-        last = seats.stage == self.job.parallel.pipeline - 1 and self.job.chunks - 1 in seats.chunks
-        return loss_bytes(self.job, seats.stage) if last else 0
+        last = stage == self.job.parallel.pipeline - 1 and self.job.chunks - 1 in chunks
+        return loss_bytes(self.job, stage) if last else 0
 
     def _inside_of(self, section: Section) -> Grouped | None:
         if section not in self._known_inside:
@@ -227,7 +216,7 @@ class StageProblems:
         """
         if (kind, other) not in self._known_offered:
             subsets = self._subsets_of(kind)
-            seated = self._priced(subsets, self._seats.everywhere)
+            seated = self._priced(subsets)
             choices = Choices((*seated, *self._checkpoints(kind, other, subsets)))
             self._known_offered[kind, other] = choices.apart if other.kept_whole else choices
         return self._known_offered[kind, other]
@@ -272,7 +261,7 @@ class StageProblems:
             (begun,), (window_s, *_) = price.stops.values(), self._prices.windows_s("bwd", section, ())
             rest = Placement((Portion(own_window(section.half), window_s, price.recompute_s - begun.seconds + begun.again_s),))
             waits_s += 0.0 if checkpoint.ahead_to else begun.again_s
-        seat = Seat(rest, rest, gather_s=waits_s)
+        seat = Seat(rest, gather_s=waits_s)
         return Option(
             items,
             price.memory,
@@ -348,48 +337,11 @@ class StageProblems:
     def _prices(self) -> Prices:
         return Prices(self.profile, self._less_in_hand)
 
-    def seats(self, stage: int, chunks: tuple[int, ...] | None = None) -> StageSeats:
-        """Return the seats that these chunks of a stage, or all, have in common."""
-        key = stage, tuple(range(self.job.chunks)) if chunks is None else chunks
-        if key not in self._known_seats:
-            self._known_seats[key] = StageSeats(self._seats, *key)
-        return self._known_seats[key]
-
-    @cached_property
-    def _known_seats(self) -> dict[tuple[int, tuple[int, ...]], StageSeats]:
-        return {}
-
-    def in_chunk(self, answer: Solved, stage: int, chunk: int) -> Solved:
-        """Return an answer for several chunks of a stage as it is in one of them."""
-        seats = self.seats(stage, (chunk,))
-        last = len(answer.halves) - 1
-        layers = layers_of([self._taken(option, seats, last=at == last) for at, option in enumerate(answer.halves)])
-        return answer if layers == answer.layers else replace(answer, layers=layers)
-
-    def _taken(self, option: Option, seats: StageSeats, *, last: bool) -> Option:
-        """Return an option as it is in one chunk. Equal layers share one option, for all offloaded shares."""
-        key = id(option), seats.stage, seats.chunks, last
-        if key not in self._known_taken:
-            self._known_taken[key] = option, self._taken_anew(option, seats, last=last)
-        return self._known_taken[key][1]
-
-    @cached_property
-    def _known_taken(self) -> dict[tuple[int, int, tuple[int, ...], bool], tuple[Option, Option]]:
-        """By identity of the option, which is kept: comparing options takes longer than making one."""
-        return {}
-
-    def _taken_anew(self, option: Option, seats: StageSeats, *, last: bool) -> Option:
-        seat = seats.taken(option.seat, last=last)
-        if seat == option.seat:
-            return option
-        exposed_s = seat.exposed_s(option.recompute_s, self.profile.interference)
-        return replace(option, seat=seat, exposed_s=exposed_s)
-
-    def _priced(self, subsets: Iterable[Subset], seats_of: SeatsOf) -> Iterator[Option]:
+    def _priced(self, subsets: Iterable[Subset]) -> Iterator[Option]:
         """Yield every subset in every seat that is offered to it."""
         attention, _ = self.job.model.kind_sections(experts=False)
         for subset in subsets:
-            for seat in seats_of(subset.kind, subset.recompute, subset.backward, subset.price):
+            for seat in self._seats.everywhere(subset.kind, subset.recompute, subset.backward, subset.price):
                 yield subset.option(seat, self.profile, attention)
 
     @cached_property

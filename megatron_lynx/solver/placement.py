@@ -1,8 +1,7 @@
 """Places of a half's recomputation, and its exposed seconds.
 
     Seat
-      ├── steady      Placement: Portion, Portion, ...    for backwards that follow a forward
-      ├── cooldown    Placement                           for backwards that follow another backward
+      ├── placement   Placement: Portion, Portion, ...
       └── gather      collective after which the input is gathered, if it is (sequence parallelism)
 
 A portion is a window, the seconds of it that this recomputation may use, and the items that run there. A placement without
@@ -10,10 +9,9 @@ portions is on demand: recomputation starts when backward asks for its first ten
 
 `held_in` derives the bytes of a half at each moment:
 
-windows of       stage's receive             ...  attention(3)        mlp(2): the half before    attention(2): the half itself
-                                                  [A]       [B]       [A]       [B]              [A]
-recomputed       early ............................................................. until the half's own backward ends
-bytes                    ahead[3]            ahead[3]  ahead[2]  ahead[1]  ahead[0]            whole
+windows of       attention(3)        mlp(2): the half before    attention(2): the half itself
+                 [A]       [B]       [A]       [B]              [A]
+recomputed       ahead[3]  ahead[2]  ahead[1]  ahead[0]         whole ... until the half's own backward ends
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from math import inf
 from typing import NamedTuple
 
 from megatron_lynx.anatomy import ATTENTION, HALVES, MLP, Half, Section
-from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, Stretch, WindowAddress, in_words, window_at
+from megatron_lynx.anatomy.address import ON_DEMAND, Stretch, WindowAddress, in_words, window_at
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.section import Progress
 
@@ -73,23 +71,15 @@ class Placement(tuple[Portion, ...]):
         rest = () if not self or self[-1].until is None else (Stretch(ON_DEMAND),)
         return in_words((*(Stretch(portion.window, portion.until) for portion in self), *rest))
 
-    @property
-    def in_receive(self) -> bool:
-        """Whether some of it runs while the stage waits for the gradient."""
-        return any(portion.window == RECV_BACKWARD for portion in self)
-
 
 NOWHERE = Placement()
 
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a half is recomputed, in both phases of a step."""
+    """Where a half is recomputed."""
 
-    steady: Placement = NOWHERE
-    cooldown: Placement = NOWHERE
-    steady_share: float = 1.0
-    """Fraction of micro-batches whose backward is in the steady phase."""
+    placement: Placement = NOWHERE
     gather: str | None = None
     gather_s: float = 0.0
     """Exposed seconds of that gather."""
@@ -98,17 +88,9 @@ class Seat:
     stays: bool = False
     """Whether the recomputation communicates, so that it may run in no other wait."""
 
-    @property
-    def begins_early(self) -> bool:
-        """Whether some of it runs before the stage's backward."""
-        return self.steady.in_receive or self.cooldown.in_receive
-
     def exposed_s(self, recompute_s: float, interference: float) -> float:
-        """Return the exposed seconds of recomputation, averaged over both phases."""
-        steady, cooldown = (
-            max(0.0, recompute_s - placement.hidden_s(recompute_s, interference)) for placement in (self.steady, self.cooldown)
-        )
-        return self.steady_share * steady + (1 - self.steady_share) * cooldown + self.gather_s
+        """Return the exposed seconds of recomputation."""
+        return max(0.0, recompute_s - self.placement.hidden_s(recompute_s, interference)) + self.gather_s
 
 
 ON_DEMAND_SEAT = Seat()
@@ -137,15 +119,12 @@ def held_in(
         steps.append((gather, stops[section.column_parallel].bytes))
     for portion in placement:
         steps.append((portion.window, memory.regenerated if portion.until is None else stops[portion.until].bytes))
-    early, ahead_bytes = 0, [0] * len(memory.ahead)
+    ahead_bytes = [0] * len(memory.ahead)
     for window, size in steps:
-        if window == RECV_BACKWARD:
-            early = size
-            continue
         ahead = moments_ahead(window, section.half, sequence_parallel=sequence_parallel, exchanges=exchanges, attention=attention)
         ahead_bytes[:ahead] = [size] * min(ahead, len(ahead_bytes))
-    first, second, third, fourth = (max(0, size - early) for size in ahead_bytes)
-    return replace(memory, early=early, ahead=(first, second, third, fourth))
+    first, second, third, fourth = ahead_bytes
+    return replace(memory, ahead=(first, second, third, fourth))
 
 
 @lru_cache(maxsize=256)

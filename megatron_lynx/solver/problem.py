@@ -116,11 +116,6 @@ class Choices(tuple[Option, ...]):
         return Choices(option for option in self if option.checkpoint is None)
 
     @cached_property
-    def in_backward(self) -> Choices:
-        """Options without recomputation before the stage's own backward begins."""
-        return Choices(option for option in self if not option.seat.begins_early)
-
-    @cached_property
     def unbeaten(self) -> Choices:
         """Those that no other one beats or equals in time, in time of the host, in the use of waits and in every kind of memory,
         then those of whole layers."""
@@ -138,20 +133,17 @@ class Choices(tuple[Option, ...]):
 
     @cached_property
     def best_seated(self) -> Choices:
-        """Every set of recomputed items once, in the seat that hides most of it.
-
-        Windows before the stage's backward are left out, because they hold memory longer.
-        """
+        """Every set of recomputed items once, in the seat that hides most of it."""
         subsets: dict[object, Option] = {}
         for option in self:
             known = subsets.get(key := (option.recompute, option.checkpoint))
-            if not option.memory.early and (known is None or option.longer_s < known.longer_s):
+            if known is None or option.longer_s < known.longer_s:
                 subsets[key] = option
         return Choices(subsets.values())
 
     def recomputing(self, items: Set[str]) -> Option:
         """Return the option on demand that recomputes these items, and as few others as possible."""
-        wanted = [option for option in self.plain if items <= set(option.recompute) and option.seat.steady.on_demand]
+        wanted = [option for option in self.plain if items <= set(option.recompute) and option.seat.placement.on_demand]
         return min(wanted, key=lambda option: len(option.recompute))
 
 
@@ -191,16 +183,8 @@ class StageProblem:
 
     @property
     def best_seated(self) -> StageProblem:
-        """The problem with all recomputation, except for the last half's, in the window of its backward that hides most: leaving
-        a window empty saves no memory."""
-        seated = self.with_choices(lambda choices: choices.best_seated)
-        return replace(seated, halves=(*seated.halves[:-1], *self.halves[-1:]))
-
-    @property
-    def in_backward(self) -> StageProblem:
-        """The problem without recomputation before a half's own backward, for micro-batches that come back from the host during
-        it."""
-        return self.with_choices(lambda choices: choices.in_backward)
+        """The problem with all recomputation in the windows that hide most of it: leaving a window empty saves no memory."""
+        return self.with_choices(lambda choices: choices.best_seated)
 
     @property
     def plain(self) -> StageProblem:

@@ -3,9 +3,9 @@
     unknown       number of layers of each kind with each column, and one column for the stage's last layer
     column        an option for each half of a layer, checkpoints included, that no other column beats
     minimise      seconds that layers take longer, and host seconds beyond the device
-    subject to    (in flight - 1) x resident + held at each moment of a backward <= budget        (`cost.memory`)
+    subject to    (in flight - 1) x resident + bytes at each moment of a backward <= budget       (`cost.memory`)
 
-Numbers of layers determine their order: of adjacent layers of one kind, the one with the larger need beyond its held bytes is
+Numbers of layers determine their order: of adjacent layers of one kind, the one with the larger need beyond its resident bytes is
 lower, where the layers above it are finished. Host seconds are counted only if the fastest answer without them is late.
 
 [1] At a price for a byte every layer chooses alone. As the price rises, each kind of layer moves down the lower convex hull of
@@ -46,18 +46,17 @@ class Table(NamedTuple):
     halves: tuple[tuple[Option, Option], ...]
     longer_s: Floats
     resident: Floats
-    held: Floats
     whole: Floats
     """(columns, 4): when the MLP half's backward begins and ends, then the attention half's."""
     ahead: Floats
-    """(columns, 4): bytes beyond `held` at these moments of the layer above."""
+    """(columns, 4): bytes beyond `resident` at these moments of the layer above."""
     host_s: Floats
     """(columns, 2): forward and backward."""
 
     @property
     def need(self) -> Floats:
-        """Bytes beyond `held` at the layer's own moments if the next layer has the same treatment."""
-        return np.asarray((self.whole + self.ahead).max(axis=1) - self.held)
+        """Bytes beyond `resident` at the layer's own moments if the next layer has the same treatment."""
+        return np.asarray((self.whole + self.ahead).max(axis=1) - self.resident)
 
     def at(self, numbers: Sequence[int] | Numbers) -> Table:
         return Table(tuple(self.halves[number] for number in numbers), *(part[numbers] for part in self[1:]))
@@ -74,7 +73,7 @@ def table(attention: Choices, mlp: Choices, *, last: bool, hosted: bool, wait_s:
     columns = _columns([(first[a], second[m]) for a, m in zip(*numbers, strict=True)], wait_s)
     moments = columns.whole.T if last else np.array([np.maximum(columns.need, 0), columns.ahead.max(axis=1)])
     host_s = [columns.host_s.sum(axis=1)] if hosted else []
-    costs = columns.longer_s, columns.resident, columns.held, *moments, *host_s
+    costs = columns.longer_s, columns.resident, *moments, *host_s
     return columns.at(unbeaten(costs))
 
 
@@ -87,7 +86,6 @@ def _columns(halves: Sequence[tuple[Option, Option]], wait_s: float = 0.0) -> Ta
         tuple(halves),
         np.round(first.longer_s + second.longer_s + wait_s * (first.hides + second.hides), SECOND_DIGITS),
         first.resident + second.resident,
-        x[:, 0] + y[:, 0],
         np.stack([y[:, 5] + x[:, 3], y[:, 6] + x[:, 4], x[:, 5], x[:, 6]], axis=1),
         np.stack([y[:, 1], y[:, 2], y[:, 3] + x[:, 1] - x[:, 0], y[:, 4] + x[:, 2] - x[:, 0]], axis=1) - y[:, :1],
         np.array(host_s).reshape(-1, 2),
@@ -147,7 +145,7 @@ class Programme:
             return
         some = ways[ways[:, -1] < 0, :-1]
         if len(some):
-            first = sum(len(each.held) for each in stage.tables)
+            first = sum(len(each.resident) for each in stage.tables)
             grouped = replace(stage, groups=_columns(columns, self.wait_s), ways=np.where(some < 0, some, some + first))
             yield from grouped.best(budget_bytes)
         everywhere = [[columns[number] for number in way] for way in ways[ways[:, -1] >= 0].tolist()]
@@ -250,14 +248,14 @@ class _Stage:
     def _evaluated(self, rows: Numbers) -> tuple[Floats, Floats, Floats]:
         """Return seconds, peaks and resident bytes: (rows, columns of the last layer)."""
         lower, last, others = self._columns, self.last, self.problem.in_flight - 1
-        held = lower.held[rows]
-        below = held.cumsum(axis=1) - held
+        resident = lower.resident[rows]
+        below = resident.cumsum(axis=1) - resident
         moments = lower.whole[rows] + below[..., None]
         moments[:, 1:] += lower.ahead[rows[:, :-1]]
         ahead = lower.ahead[rows[:, -1]] if rows.shape[1] else np.zeros((len(rows), len(HALVES) * 2))
-        on_top = np.maximum((last.whole + ahead[:, None]).max(axis=-1), last.held + self.problem.loss_bytes)
-        peaks = np.maximum(moments.max(axis=(1, 2), initial=0)[:, None], held.sum(axis=1)[:, None] + on_top)
-        resident = lower.resident[rows].sum(axis=1)[:, None] + last.resident
+        on_top = np.maximum((last.whole + ahead[:, None]).max(axis=-1), last.resident + self.problem.loss_bytes)
+        peaks = np.maximum(moments.max(axis=(1, 2), initial=0)[:, None], resident.sum(axis=1)[:, None] + on_top)
+        resident = resident.sum(axis=1)[:, None] + last.resident
         seconds = lower.longer_s[rows].sum(axis=1)[:, None] + last.longer_s
         late_s = self._late_s(rows, seconds)
         return np.round(seconds + late_s, SECOND_DIGITS), peaks + np.ceil(others * resident), resident
@@ -277,12 +275,12 @@ class _Stage:
     @cached_property
     def _least_on_top(self) -> float:
         """Least number of bytes that the last layer adds."""
-        most = np.maximum(self.last.whole.max(axis=1), self.last.held + self.problem.loss_bytes)
+        most = np.maximum(self.last.whole.max(axis=1), self.last.resident + self.problem.loss_bytes)
         return float(((self.problem.in_flight - 1) * self.last.resident + most).min())
 
     @cached_property
     def _size(self) -> Floats:
-        return np.asarray((self.problem.in_flight - 1) * self._columns.resident + self._columns.held)
+        return np.asarray(self.problem.in_flight * self._columns.resident)
 
     @cached_property
     def _columns(self) -> Table:
@@ -293,7 +291,7 @@ class _Stage:
     @cached_property
     def _ranges(self) -> list[tuple[int, int]]:
         """First and last column of each kind."""
-        return list(pairwise(accumulate((len(each.held) for each in self.tables), initial=0)))
+        return list(pairwise(accumulate((len(each.resident) for each in self.tables), initial=0)))
 
     @cached_property
     def _starts(self) -> Numbers:

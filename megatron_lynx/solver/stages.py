@@ -55,8 +55,6 @@ class Worked:
     """Results for all stages of a job that do not depend on excluded fractions."""
 
     chunks: Chunks
-    in_backward: Chunks
-    """Without recomputation before a half's own backward."""
     programme: Programme
     solver: Remembering
     """The programme, which remembers its answers."""
@@ -252,7 +250,7 @@ class Stages:
         leaver = self._leaver(stage)
         asked_bytes = int(share.ratio * self._kept_bytes(stage))
         count = leaver.in_flight
-        solved = partial(solver, self._chunks if count == 1 else self.worked.in_backward, stage, count)
+        solved = partial(solver, self._chunks, stage, count)
         chunks, within = leaver.leaving(asked_bytes, budget_bytes, lambda budget: solved(budget_bytes=budget))
         answer = StageAnswer(
             stage, chunks, count, share, self._stock(stage), 0.0, received_bytes=self._shape.input_bytes, within=within
@@ -319,7 +317,7 @@ class Stages:
     @cached_property
     def worked(self) -> Worked:
         problems, programme = StageProblems(self.job, self.profile), Programme()
-        return self.before or Worked(Chunks(problems), Chunks(problems, in_backward=True), programme, Remembering(programme))
+        return self.before or Worked(Chunks(problems), programme, Remembering(programme))
 
     @property
     def _chunks(self) -> Chunks:

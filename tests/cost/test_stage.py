@@ -55,8 +55,8 @@ def test_what_is_there_ahead_of_time_meets_the_halves_before(moments, peak):
 
 def test_a_table_of_answers_says_what_each_of_them_holds_alone():
     """And what halves hold at a moment is what each of them adds to it."""
-    early, late = HalfMemory(10, 40, 12, early=40), HalfMemory(20, 70, 15, ahead=(70, 60, 50, 40))
-    answers = [[SMALL, LARGE, late, early], [late, late, late, late], [early, late, SMALL, LARGE_AHEAD]]
+    some, late = HalfMemory(10, 40, 12), HalfMemory(20, 70, 15, ahead=(70, 60, 50, 40))
+    answers = [[SMALL, LARGE, late, some], [late, late, late, late], [some, late, SMALL, LARGE_AHEAD]]
     table = np.array([[half.columns for half in answer] for answer in answers])
     held = held_at_moments(table)
     assert held.shape == (3, 9)
@@ -67,13 +67,6 @@ def test_a_table_of_answers_says_what_each_of_them_holds_alone():
 
 def test_large_blocks_may_go_to_the_host_and_in_small_layers_smaller_ones():
     assert [smallest_offloaded_bytes(size) for size in (64 * MIB, 4 * MIB, MIB)] == [MIB, MIB, MIB // 4]
-
-
-def test_what_is_regenerated_early_is_held_once_until_its_backward():
-    early = HalfMemory(resident=10, regenerated=40, tail=12, early=40)
-    assert peak_bytes([SMALL, early], in_flight=1) == 10 + 5 + 10 + 40
-    assert peak_bytes([early, early], in_flight=1) == 2 * 50
-    assert peak_bytes([early, early], in_flight=3) == 2 * 50 + 2 * 20
 
 
 def test_what_is_offloaded_counts_for_less_than_a_micro_batch():

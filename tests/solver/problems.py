@@ -20,7 +20,7 @@ from tests.config.jobs import catalogued_job
 
 RECOMPUTABLE = ("input_layernorm", "linear_qkv", "rotary", "core_attention")
 INPUT = 10
-WINDOWS = {"ahead": "bwd.mlp.0+1", "early": "fwd.mlp.0"}
+WINDOW = "bwd.mlp.0+1"
 
 LAYOUTS = {
     "sequence parallelism": ("llama-65b", "h800-80g", {"tensor": 8, "pipeline": 8, "sequence_parallel": True}),
@@ -32,15 +32,13 @@ LAYOUTS = {
 }
 
 
-def option(count: int, saved: int, regenerated: int, recompute_s: float, window_s: float, kind: str = "ahead") -> Option:
+def option(count: int, saved: int, regenerated: int, recompute_s: float, window_s: float) -> Option:
     """A choice that recomputes the first `count` items."""
     seated = count and window_s
-    placement = Placement.in_window(WINDOWS[kind], window_s) if seated else NOWHERE
-    seat = Seat(placement, placement)
-    ahead, early = (regenerated * bool(seated and kind == each) for each in ("ahead", "early"))
+    seat = Seat(Placement.in_window(WINDOW, window_s) if seated else NOWHERE)
     return Option(
         recompute=RECOMPUTABLE[:count],
-        memory=HalfMemory(INPUT + saved, regenerated, INPUT, (ahead, 0, 0, 0), early),
+        memory=HalfMemory(INPUT + saved, regenerated, INPUT, (regenerated * bool(seated), 0, 0, 0)),
         seat=seat,
         recompute_s=recompute_s,
         exposed_s=seat.exposed_s(recompute_s, 1.0),
@@ -48,16 +46,15 @@ def option(count: int, saved: int, regenerated: int, recompute_s: float, window_
     )
 
 
-def options(parts: list[tuple[int, float]], window_s: float, forward_s: float = 0.0) -> Choices:
+def options(parts: list[tuple[int, float]], window_s: float) -> Choices:
     """Items of (bytes, seconds): option k recomputes the first k of them and keeps the rest, on demand or in a window."""
     total = sum(size for size, _ in parts)
     offered = []
     for count in range(len(parts) + 1):
         regenerated = sum(size for size, _ in parts[:count])
         recompute_s = sum(seconds for _, seconds in parts[:count])
-        windows = [(length, kind) for length, kind in ((window_s, "ahead"), (forward_s, "early")) if count and length]
-        seats = [(0.0, "ahead"), *windows]
-        offered += [option(count, total - regenerated, regenerated, recompute_s, *seat) for seat in seats]
+        windows_s = (0.0, window_s) if count and window_s else (0.0,)
+        offered += [option(count, total - regenerated, regenerated, recompute_s, seconds) for seconds in windows_s]
     return Choices(offered)
 
 
@@ -72,10 +69,10 @@ def parts(most: int) -> st.SearchStrategy[list[tuple[int, float]]]:
 def problems(draw, max_layers=4, window_s=windows_s, most_parts=3):
     attention, mlp = draw(parts(most_parts)), draw(parts(most_parts))
     layers = draw(st.integers(1, max_layers))
-    halves = options(attention, draw(window_s), draw(window_s)), options(mlp, draw(window_s), draw(window_s))
+    halves = options(attention, draw(window_s)), options(mlp, draw(window_s))
     return StageProblem(
         0,
-        alike(layers, *halves, options(mlp, 0.0, draw(window_s))),
+        alike(layers, *halves, options(mlp, 0.0)),
         in_flight=draw(st.sampled_from([1, 2, 3, 2.5])),
         loss_bytes=draw(st.sampled_from([0, 0, 30, 300])),
     )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 
 from megatron_lynx.anatomy import ITEMS, ROW_PARALLEL
 from megatron_lynx.cost.layer import BALANCED
-from megatron_lynx.solver.baselines import keep_all, of_policy, on_demand, recompute_all
+from megatron_lynx.solver.baselines import of_policy, on_demand, recompute_all
 from tests.solver.problems import LAYOUTS, catalogued
 
 every_layout = pytest.mark.parametrize("name", sorted(LAYOUTS))
@@ -31,7 +29,7 @@ def test_policies_recompute_what_they_name(name):
     assert "core_attention" in items["selective"] <= {"rotary", "core_attention"}
     assert items["balanced"] == set(BALANCED)
     assert items["balanced"] < items["full"] <= set(ITEMS) - set(ROW_PARALLEL)
-    assert all(half.seat.steady.on_demand for layer in recomputed.values() for half in layer.halves)
+    assert all(half.seat.placement.on_demand for layer in recomputed.values() for half in layer.halves)
 
 
 @every_layout

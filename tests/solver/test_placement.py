@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_lynx.anatomy import ATTENTION
-from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, Stretch, stretches_in
+from megatron_lynx.anatomy.address import ON_DEMAND, Stretch, stretches_in
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.section import Progress
 from megatron_lynx.solver.placement import NOWHERE, ON_DEMAND_SEAT, Placement, Portion, Seat, held_in, moments_ahead
@@ -19,10 +19,9 @@ def test_on_demand_everything_is_exposed() -> None:
 
 def test_portions_hide_as_much_as_their_seconds_together() -> None:
     several = Placement([Portion("bwd.mlp.0", 1.0, 2.0, "rotary"), Portion("bwd.mlp.2", 0.5)])
-    seat = Seat(several, Placement.in_window("bwd.mlp.2", 0.5), steady_share=0.75)
     assert several.seconds == 1.5
-    assert seat.exposed_s(4.0, 1.0) == 0.75 * 2.5 + 0.25 * 3.5
-    assert seat.exposed_s(4.0, 2.0) == 0.75 * 3.25 + 0.25 * 3.75
+    assert Seat(several).exposed_s(4.0, 1.0) == 2.5
+    assert Seat(several).exposed_s(4.0, 2.0) == 3.25
 
 
 def test_a_window_hides_no_more_than_what_runs_in_it() -> None:
@@ -31,11 +30,10 @@ def test_a_window_hides_no_more_than_what_runs_in_it() -> None:
     assert several.hidden_s(4.0, 1.0) == 3.0
     assert several.hidden_s(4.0, 2.0) == 2.0
     begun = Placement([Portion("bwd.mlp.0", 5.0, 1.0, "rotary")])
-    assert Seat(begun, begun).exposed_s(4.0, 1.0) == 3.0
+    assert Seat(begun).exposed_s(4.0, 1.0) == 3.0
 
 
 def test_what_a_plan_file_says() -> None:
-    assert Placement.in_window(RECV_BACKWARD, 0.0).window == RECV_BACKWARD
     begun = Portion("bwd.mlp.0", 1.0, 1.0, "rotary")
     assert Placement([begun, Portion("bwd.mlp.2", 0.5)]).window == "bwd.mlp.0 until rotary then bwd.mlp.2"
     assert Placement([begun]).window == "bwd.mlp.0 until rotary then on_demand"
@@ -47,25 +45,23 @@ STOPS = {"linear_qkv": Progress(1.0, 5), "rotary": Progress(2.0, 20)}
 
 
 @pytest.mark.parametrize(
-    ("portions", "gather", "early", "ahead"),
+    ("portions", "gather", "ahead"),
     [
-        ([(RECV_BACKWARD, None)], None, 30, (0, 0, 0, 0)),
-        ([("bwd.attention.0", None)], None, 0, (0, 0, 0, 0)),
-        ([("bwd.mlp.2", None)], None, 0, (30, 0, 0, 0)),
-        ([("bwd.mlp.1", None)], None, 0, (30, 30, 0, 0)),
-        ([("bwd.attention.2+1", None)], None, 0, (30, 30, 30, 0)),
-        ([("bwd.attention.0+1", None)], None, 0, (30, 30, 30, 30)),
-        ([], "bwd.mlp.0", 0, (5, 5, 0, 0)),
-        ([("bwd.mlp.0", "rotary"), ("bwd.mlp.2", None)], "bwd.attention.0+1", 0, (30, 20, 5, 5)),
-        ([(RECV_BACKWARD, "rotary"), ("bwd.mlp.2", None)], None, 20, (10, 0, 0, 0)),
+        ([("bwd.attention.0", None)], None, (0, 0, 0, 0)),
+        ([("bwd.mlp.2", None)], None, (30, 0, 0, 0)),
+        ([("bwd.mlp.1", None)], None, (30, 30, 0, 0)),
+        ([("bwd.attention.2+1", None)], None, (30, 30, 30, 0)),
+        ([("bwd.attention.0+1", None)], None, (30, 30, 30, 30)),
+        ([], "bwd.mlp.0", (5, 5, 0, 0)),
+        ([("bwd.mlp.0", "rotary"), ("bwd.mlp.2", None)], "bwd.attention.0+1", (30, 20, 5, 5)),
     ],
 )
 def test_when_what_an_attention_half_regenerates_is_there(
-    portions: list[tuple[str, str | None]], gather: str | None, early: int, ahead: tuple[int, ...]
+    portions: list[tuple[str, str | None]], gather: str | None, ahead: tuple[int, ...]
 ) -> None:
     placement = Placement(Portion(window, 1.0, until=until) for window, until in portions)
     memory = held_in(HalfMemory(10, 30, 10), ATTENTION, placement, gather, STOPS, sequence_parallel=True)
-    assert (memory.early, memory.ahead) == (early, ahead)
+    assert memory.ahead == ahead
 
 
 def test_an_mlp_half_follows_the_attention_half_above() -> None:

@@ -75,23 +75,24 @@ def test_an_answer_fits_its_budget_and_nothing_below_the_least_does(problem):
         assert held_at_most(solve(limited)) <= limited.budget_bytes
     least = least_memory(problem).peak_bytes
     assert solve(replace(problem, budget_bytes=least)).peak_bytes <= least
+    one = with_layers(problem, 1)
     with pytest.raises(Infeasible):
-        solve(replace(problem, layers=1, budget_bytes=least_memory(replace(problem, layers=1)).peak_bytes - 1))
+        solve(replace(one, budget_bytes=least_memory(one).peak_bytes - 1))
 
 
 def held_at_most(answer):
     """A walk through one backward, byte by byte, as the picture in `cost.memory` has it; not its formula."""
     backward = [half.memory for half in reversed(list(answer.halves))]
     resident = sum(half.resident for half in backward)
-    there = {number: half.early for number, half in enumerate(backward) if half.early}
-    held = [resident + sum(there.values()) + answer.loss_bytes]
+    there = dict[int, int]()
+    held = [resident + answer.loss_bytes]
     for number, half in enumerate(backward):
         there[number] = half.regenerated
         held.append(resident + sum(there.values()) - half.less_in_hand)
         following = backward[number + 1 : number + 2]
         del there[number]
         resident -= half.resident
-        ahead = {at: each.early + each.ahead[0] for at, each in enumerate(following, start=number + 1)}
+        ahead = {at: each.ahead[0] for at, each in enumerate(following, start=number + 1)}
         held.append(resident + sum((there | ahead).values()) + half.tail - half.less_in_hand)
     return max(held) + (answer.in_flight - 1) * sum(half.resident for half in backward)
 
@@ -116,8 +117,7 @@ def answers_at_prices(problem):
 
 def cost(problem, price, option):
     memory = option.memory
-    bytes_held = (problem.in_flight - 1) * memory.resident + memory.held
-    return option.longer_s + price * bytes_held, max(memory.columns), option.longer_s
+    return option.longer_s + price * problem.in_flight * memory.resident, max(memory.columns), option.longer_s
 
 
 @settings(max_examples=15, deadline=None)
@@ -224,7 +224,7 @@ def test_layers_on_top_are_recomputed_late_where_only_their_frames_are_too_much(
     problem = StageProblem(0, alike(8, attention, mlp, Choices(last_mlp[1:])))
     least = least_memory(problem)
     answer = solve(replace(problem, budget_bytes=least.peak_bytes))
-    late = [layer.mlp.seat.steady.on_demand for layer in answer.layers[:-1]]
+    late = [layer.mlp.seat.placement.on_demand for layer in answer.layers[:-1]]
     assert 0 < late.count(True) < len(late)
     assert late == sorted(late)
 
