@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import product
 from math import inf
 
 from megatron_lynx.config.job import Job
@@ -375,14 +376,17 @@ def _filled(decision: Decision, profile: Profile, below_s: float = inf) -> Decis
         return replace(decision, weight_gradients=f"none deferred: {why}")
     known, tried = Known(), list[Plan]()
     best = replace(decision, weight_gradients=NONE_DEFERRED)
-    for forwards in (True, False) if decision.job.chunks > 1 else (True,):  # several chunks: see `planner.filling`
-        best = _Placing(decision, profile, known, tried, forwards=forwards).placed(min(below_s, best.simulation.step_s)) or best
+    cut = (False, True) if decision.job.overlap.weight_gradient_pieces else (False,)
+    forwards = (True, False) if decision.job.chunks > 1 else (True,)  # several chunks: see `planner.filling`
+    for some, pieces in product(forwards, cut):
+        placing = _Placing(decision, profile, known, tried, forwards=some, pieces=pieces)
+        best = placing.placed(min(below_s, best.simulation.step_s)) or best
     return best
 
 
 @dataclass(frozen=True)
 class _Placing:
-    """Places weight gradients in a plan's waits, with or without those of forwards."""
+    """Places weight gradients in a plan's waits, with or without those of forwards, whole or in pieces."""
 
     decision: Decision
     profile: Profile
@@ -390,14 +394,14 @@ class _Placing:
     tried: list[Plan]
     """First plans of all placings: a repeated one is not rehearsed."""
     forwards: bool
+    pieces: bool
 
     def placed(self, below_s: float) -> Decision | None:
         """Return the decision with weight gradients if it fits and its step is below `below_s`."""
         found = _first_that_fits(self.decision, self.profile, self._plan, below_s, self.tried)
         if found is None:
             return None
-        cut = any(rule.weight_gradient_pieces for entry in found[0].stages for rule in entry.rules)
-        said = f"deferred {'in pieces ' if cut else ''}into waits: the step is {_gained(found[1], self.decision)} shorter"
+        said = f"deferred {'in pieces ' if self.pieces else ''}into waits: the step is {_gained(found[1], self.decision)} shorter"
         return _rehearsed(self.decision.job, self.profile, self.decision.stages, *found, said)
 
     def _plan(self, budgets: Sequence[int], late: frozenset[int]) -> Plan:
@@ -410,7 +414,9 @@ class _Placing:
 
     def _filler_of(self, late: frozenset[int]) -> Filler:
         decision, stages = self.decision, frozenset(range(len(self.decision.stages)) if self.forwards else ())
-        return Filler(decision.plan, decision.job, self.profile, decision.simulation, self.known, forwards=stages - late)
+        return Filler(
+            decision.plan, decision.job, self.profile, decision.simulation, self.known, forwards=stages - late, pieces=self.pieces
+        )
 
 
 def _sending_first(decision: Decision, profile: Profile) -> Decision:

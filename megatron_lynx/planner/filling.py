@@ -40,6 +40,7 @@ class Filler:
         simulation: of the plan.
         known: by waits and linears of a layer, the best ways to fill it; shared with fillers of other plans.
         forwards: stages on which waits of forwards are filled, too.
+        pieces: whether weight gradients may be cut.
     """
 
     def __init__(
@@ -51,13 +52,20 @@ class Filler:
         known: Known,
         *,
         forwards: Collection[int],
+        pieces: bool = False,
     ) -> None:
         self._plan = plan
         self._job = job
         self._simulation = simulation
         prices = Prices(profile, less_in_hand_bytes(job))
         self._known = known
-        self._rooms = [_rooms(plan, entry, job, prices, simulation, forwards=entry.stage in forwards) for entry in plan.stages]
+        self._rooms = [
+            Rooms(plan, entry, prices, self._followed(entry, forwards), not job.model.experts_whole, pieces)
+            for entry in plan.stages
+        ]
+
+    def _followed(self, entry: Stage, forwards: Collection[int]) -> bool:
+        return entry.stage in forwards and next_forward(self._simulation, entry.stage, entry.chunk) is not None
 
     def filled(self, budgets: Sequence[int]) -> Plan:
         """Return the plan with weight gradients in its waits; unchanged if nothing is gained or fits.
@@ -78,12 +86,6 @@ class Filler:
         if key not in self._known:
             self._known[key] = ways_of(*key, rooms.interference)
         return self._known[key]
-
-
-def _rooms(plan: Plan, entry: Stage, job: Job, prices: Prices, simulation: Simulation, *, forwards: bool) -> Rooms:
-    followed = next_forward(simulation, entry.stage, entry.chunk) is not None
-    looked_into, pieces = not job.model.experts_whole, job.overlap.weight_gradient_pieces
-    return Rooms(plan, entry, prices, forwards=forwards and followed, looked_into=looked_into, pieces=pieces)
 
 
 def _receives(job: Job, entry: Stage) -> bool:
