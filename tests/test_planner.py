@@ -118,15 +118,6 @@ def test_long_windows_hide_everything_but_the_last_half_is_kept():
     assert stage.predicted.ahead_bytes > 0
 
 
-def test_the_last_mlp_half_of_an_early_stage_is_recomputed_while_others_wait():
-    first, last = planned(tensor=2, pipeline=2, microbatches=4).stages
-    assert first.rules[-1].windows.mlp == "pipe.recv_backward"
-    assert last.rules[-1].windows.mlp is None
-    alone = planned(pipeline=2, microbatches=4).stages[0]
-    assert alone.rules[-1].windows.mlp == "pipe.recv_backward"
-    assert alone.rules[-1].windows.attention == "on_demand"
-
-
 def test_sequence_parallelism_keeps_or_gathers_once_as_the_budget_allows():
     layout = {"tensor": 2, "sequence_parallel": True}
     gathering = planned(link_s=1e-5, **layout).stages[0]

@@ -36,7 +36,7 @@ def problem() -> StageProblem:
     """Layers 1 to 4, of which 1 and 3 have experts."""
     job = job_of(2)
     found = StageProblems(job, analytic_profile(job)).of(0)
-    experts = [any("router" in option.recompute for option in choices) for choices in found.halves[1::2]]
+    experts = [any("experts_activation" in option.recompute for option in choices) for choices in found.halves[1::2]]
     assert experts == [True, False, True, False]
     return found
 

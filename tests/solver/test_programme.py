@@ -150,7 +150,7 @@ HiGHS), which proved that none is faster."""
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
 def test_no_slower_than_what_is_proven_by_six_thousandths_of_a_stage(name):
     """Where the budget is 3 % above the least memory, the best order may have layers of two columns in turns, which numbers of
-    layers do not express: 2.5 %. Without tensor parallelism, the answers of that solver recompute in receives, which is planned no
+    layers do not express: 2.5 %. Without tensor parallelism the answers of that solver recompute in receives, which is planned no
     more: 1.25 %."""
     usual = 0.0125 if name == "no tensor parallelism" else 0.006
     for _, stage, share, budget_bytes, proven_s in (row for row in PROVEN if row[0] == name):
