@@ -190,7 +190,7 @@ def test_the_same_question_has_the_same_answer(problem):
 @pytest.mark.parametrize("size", [0, 1, 10**30])
 @pytest.mark.parametrize("budget", [-1, 0, 10**9, 10**31, 10**40])
 def test_figures_nobody_can_mean_are_answered(seconds, size, budget):
-    choices = options([(size, seconds)], 1.0, seconds)
+    choices = options([(size, seconds)], 1.0)
     problem = StageProblem(0, (choices,) * 10, in_flight=3, budget_bytes=budget)
     if budget < least_memory(problem).peak_bytes:
         with pytest.raises(Infeasible, match="raise it by"):
