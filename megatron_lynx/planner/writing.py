@@ -236,7 +236,7 @@ def _rules(job: Job, where: tuple[int, int], choices: Sequence[LayerChoice]) -> 
         layers = LayerRange(first=first, last=first + len(layers_above))
         if choice.feeds:
             seat = layers_above[-1][1].mlp.seat  # the rest of the group's last half may run in a wait
-            windows = {HALVES[1]: seat.steady.window} if seat.steady else {}
+            windows = {HALVES[1]: seat.placement.window} if seat.placement else {}
             yield Rule.model_validate({"layers": layers, "checkpoint": {"layers": len(layers)}, "windows": windows})
         else:
             yield _rule(layers, job.model.sections(first), choice)
