@@ -371,7 +371,7 @@ def small(host_time: str) -> Iterator[Row]:
 
 if __name__ == "__main__":
     if "--small" in sys.argv:
-        priced = small(sys.argv[sys.argv.index("--small") + 1])
+        found = small(sys.argv[sys.argv.index("--small") + 1])
     else:
-        priced = rows({"implementation": "local"} if "--local" in sys.argv else {})
-    print(json.dumps([each.as_json for each in priced], indent=1) if "--json" in sys.argv else table(priced))
+        found = rows({"implementation": "local"} if "--local" in sys.argv else {})
+    print(json.dumps([each.as_json for each in found], indent=1) if "--json" in sys.argv else table(found))

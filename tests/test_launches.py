@@ -18,7 +18,7 @@ import pytest
 from benchmarks.ready_launches import table
 from megatron_lynx.launch.launch import arguments_against
 from megatron_lynx.launch_arguments import read_launch
-from megatron_lynx.launch_arguments.command_line import without_plan
+from megatron_lynx.launch_arguments.command_line import without_option
 from megatron_lynx.plan import load_plan
 from megatron_lynx.plan.layout import layer_flags
 from scripts.make_plans import LAUNCHES, MEMORY_GIB, launch_words, plan_path
@@ -160,7 +160,7 @@ def test_megatrons_own_parser_takes_them_and_reads_the_same(monkeypatch: pytest.
         for setting in (SETTINGS * 2)[at % len(SETTINGS) :][:settings]
     ]
     asked.append(("gpt_tiny_cpu", run("gpt_tiny_cpu.sh", "--print", SETTING="none").stdout.splitlines()))
-    launches = [check_examples.Launch(name, tuple(without_plan(words))) for name, words in asked]
+    launches = [check_examples.Launch(name, tuple(without_option(words, "--lynx-plan")[0])) for name, words in asked]
     for launch, answer in zip(launches, check_examples.megatron_on(wheel, launches), strict=True):
         found = {fact.place: fact.value for fact in read_launch(launch.words, planning=False).facts}
         assert answer["taken"], launch.example
