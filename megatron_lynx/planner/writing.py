@@ -231,12 +231,13 @@ def _rules(job: Job, where: tuple[int, int], choices: Sequence[LayerChoice]) -> 
         grouped = choice.is_fed or choice.feeds
         return begins[layer] if grouped else (choice, job.model.sections(layer))
 
-    for _, alike in groupby(numbered, key=treatment):
-        (first, choice), *layers_above = alike
+    for _, treated in groupby(numbered, key=treatment):
+        (first, choice), *layers_above = treated
         layers = LayerRange(first=first, last=first + len(layers_above))
         if choice.feeds:
-            seat = layers_above[-1][1].mlp.seat  # the rest of the group's last half may run in a wait
-            windows = {HALVES[1]: seat.placement.window} if seat.placement else {}
+            seat = layers_above[-1][1].mlp.seat  # the rest of the group's last half may run in a wait, if all layers have it
+            alike = len({job.model.sections(layer) for layer in layers}) == 1
+            windows = {HALVES[1]: seat.placement.window} if seat.placement and alike else {}
             yield Rule.model_validate({"layers": layers, "checkpoint": {"layers": len(layers)}, "windows": windows})
         else:
             yield _rule(layers, job.model.sections(first), choice)

@@ -9,8 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_lynx.config.job import Budget
+from megatron_lynx.config.loader import load_job
 from megatron_lynx.plan.plan import Plan
+from megatron_lynx.planner import decide
 from megatron_lynx.planner.writing import written
+from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.solver.answer import LayerChoice, Share, Solved, SolvedChunks, StageAnswer
@@ -49,6 +53,14 @@ def test_a_group_of_layers_exposes_no_more_than_was_counted() -> None:
     for stage, answer in enumerate(answers):
         assert found.memory(stage).peak_bytes <= answer.peak_bytes
         assert found.total(stage, "exposed_s") <= answer.exposed_s * stages.job.microbatches * (1 + 1e-9)
+
+
+def test_a_group_of_dense_layers_and_experts_names_no_wait() -> None:
+    """A dense layer without tensor parallelism has no wait, and its plan was refused."""
+    job = load_job("jobs/deepseek-v2-lite-h100-80g").model_copy(update={"budget": Budget(memory_gib=34.58)})
+    plan = decide(job, analytic_profile(job)).plan
+    kinds = [{plan.model.has_experts(layer) for layer in rule.layers} for rule in plan.stages[0].rules]
+    assert {True, False} in kinds, "no rule has both"
 
 
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
