@@ -174,7 +174,7 @@ def test_hooks_are_as_recorded() -> None:
     done = nursery.run("megatron_lynx", "hooks", "--json")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["hooks"]
-    hooks = {"halves", "sites", "collectives", "random_state", "steps", "receives", "double_buffered", "experts", "latent"}
+    hooks = {"halves", "sites", "collectives", "random_state", "steps", "double_buffered", "experts", "latent"}
     hooks |= {"head_in_pieces", "delta"}
     assert {row["hook"] for row in rows} == hooks
     assert all(row["as_recorded"] for row in rows)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_lynx.anatomy import HALVES
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.figures import Figures, InputSeen
 from megatron_lynx.launch.reporter import Peak, Reporter, StepClock, largest_input, lines, path_of, predicted_of, rows, step_input
@@ -332,9 +333,8 @@ def test_a_launch_says_how_it_came_out(run, predicting, tmp_path):
             assert row.measured.passes_s is not None
             assert 0 < row.measured.passes_s <= row.measured.step_s
             assert row.measured.on_demand_s > 0
-    recomputations = (
-        sum(bool(rule.recomputed_in(half)) for rule in predicting.stages[0].rules for half in ("attention", "mlp")) * 4
-    )
+    recomputed = [bool(rule.recomputed_in(half)) for rule in predicting.stages[0].rules for half in HALVES for _ in rule.layers]
+    recomputations = 4 * sum(recomputed)
     first = found.reports[-1].stages[0].measured
     assert first.in_windows + first.on_demand == recomputations
     for row in found.reports[1].stages:
