@@ -61,7 +61,7 @@ def not_judged(table: dict[str, Any]) -> list[str]:
 def flags_of(checkout: Path) -> list[dict[str, Any]]:
     """A row for each flag of a checkout's parser, which is asked in a process of its own."""
     code = "import sys; sys.path[:0] = sys.argv[1:]; import record_flags; record_flags.print_flags()"
-    paths = [str(checkout), str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1]), str(checkout)]  # a checkout has `tests` of its own
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code, *paths], capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{checkout}: its parser cannot be built\n{done.stderr}")
