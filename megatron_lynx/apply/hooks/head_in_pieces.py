@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import Module
 
-from megatron_lynx.apply.hook import Claim
+from megatron_lynx.apply.hook import Claim, Hook
 from megatron_lynx.apply.live_run import LiveRun, name_of
 from megatron_lynx.errors import HookRefused, Problem
 from megatron_lynx.limits import refused
@@ -145,25 +145,27 @@ class LogitsInPieces:
         chunks: Iterator[Any] = (
             one for one in model.modules() if getattr(one, "post_process", False) and hasattr(one, "output_layer")
         )
-        self._projection = None
+        self._hook: Hook | None = None
         if (chunk := next(chunks, None)) is None:
             return
         if problems := list(_another_projection(chunk)):
             raise HookRefused("the output layer cannot run in pieces", problems)
-        projection = self._projection = chunk.output_layer
+        projection = chunk.output_layer
         self._head, self._weight_VH = _Head(chunk, pieces), projection.weight
-        self._own, original = vars(projection).get("forward"), projection.forward
 
-        def forward(input_: Tensor, weight: Tensor | None = None, **kwargs: Any) -> Any:
-            if kwargs.get("runtime_gather_output"):
-                return original(input_, weight, **kwargs)
-            self._weight_VH = projection.weight if weight is None else weight
-            rows_SBH = self._head.shared(input_)
-            if rows_SBH.requires_grad:  # Megatron's all-reduce leaves a strided gradient as it is
-                rows_SBH.register_hook(Tensor.contiguous)
-            return rows_SBH, None
+        def unprojected(original: Any) -> Any:
+            def forward(input_: Tensor, weight: Tensor | None = None, **kwargs: Any) -> Any:
+                if kwargs.get("runtime_gather_output"):
+                    return original(input_, weight, **kwargs)
+                self._weight_VH = projection.weight if weight is None else weight
+                rows_SBH = self._head.shared(input_)
+                if rows_SBH.requires_grad:  # Megatron's all-reduce leaves a strided gradient as it is
+                    rows_SBH.register_hook(Tensor.contiguous)
+                return rows_SBH, None
 
-        projection.forward = forward
+            return forward
+
+        self._hook = Hook(Claim(projection, "forward", unprojected, "returns logits"))
 
     def __call__(self, function: Losses) -> Losses:
         def values_of(hidden_BSH: Tensor, **labels_BS: Tensor) -> dict[str, Tensor]:
@@ -182,13 +184,9 @@ class LogitsInPieces:
         return values_of
 
     def remove(self) -> None:
-        if self._projection is None:
-            return
-        if self._own is None:
-            del self._projection.forward
-        else:
-            self._projection.forward = self._own
-        self._projection = None
+        if self._hook is not None:
+            self._hook.restore()
+            self._hook = None
 
     def __enter__(self) -> LogitsInPieces:
         return self
