@@ -176,10 +176,8 @@ def _near(one: Tensor | None, other: Tensor | None, tolerance: float | None) -> 
 
 def backward_position(name: str, parameter: Parameter) -> Position:
     parts = name.split(".")
-    if parts[0] == "embedding" or getattr(
-        parameter, "shared_embedding", False
-    ):  # the first and the last stage add up their gradients
-        return 3, 0
+    if parts[0] == "embedding" or getattr(parameter, "shared_embedding", False):
+        return 3, 0  # the first and the last stage add up their gradients
     if parts[:2] != ["decoder", "layers"]:
         return 1, 0  # after all layers
     item = next((ITEMS.index(part) for part in reversed(parts) if part in ITEMS), len(ITEMS))

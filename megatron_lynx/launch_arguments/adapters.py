@@ -36,14 +36,14 @@ TUNER, ALL = "tuner_type", "all-linear"
 
 def adapter_facts(launch: Container | Frontend | None, problems: list[Problem], *, planning: bool) -> Iterator[Fact]:
     """Yield the adapters of a launch; nothing without any. `launch`: None for a command of Megatron-LM."""
-    if (own := isinstance(launch, Frontend) and launch.name == SWIFT and launch.get(TUNER) == "lora") and planning:
+    if _is_swifts(launch) and planning:
         todo = "estimate prices them; its layers exchange a function while they run, which a recomputation would miss"
         problems.append(Problem(f"--{TUNER}", "lora", "full under a plan", todo))
     if (found := _adapters(launch)) is None:
         return
     fields, words = found
     get = {name: plain(getattr(fields, name, default)) for name, default in {**USUAL, **DEFAULTS}.items()}
-    said = {name: f"{words}{(RENAMED.get(getattr(launch, 'name', ''), {})).get(name, name)}" for name in get}
+    said = {name: f"{words}{RENAMED.get(getattr(launch, 'name', ''), {}).get(name, name)}" for name in get}
     for name, usual in USUAL.items():
         if get[name] not in (usual, None, "None"):
             problems.append(Problem(said[name], str(get[name]), str(usual), "other adapters are not modelled"))
@@ -57,8 +57,12 @@ def adapter_facts(launch: Container | Frontend | None, problems: list[Problem], 
     yield Fact("model.adapters.rank", get[RANK], said[RANK])
     yield Fact("model.adapters.targets", targets or list(LINEARS), said["target_modules"])
     yield Fact("model.adapters.dropout", get["dropout"], said["dropout"])
-    if own:
+    if _is_swifts(launch):
         yield Fact("model.adapters.whole", True, f"--{TUNER}")
+
+
+def _is_swifts(launch: Container | Frontend | None) -> bool:
+    return isinstance(launch, Frontend) and launch.name == SWIFT and launch.get(TUNER) == "lora"
 
 
 def _adapters(launch: Container | Frontend | None) -> tuple[Any, str] | None:
@@ -66,11 +70,12 @@ def _adapters(launch: Container | Frontend | None) -> tuple[Any, str] | None:
     if isinstance(launch, Container):
         peft = getattr(launch.cfg, "peft", None)
         return None if peft is None else (peft, "cfg.peft.")
-    if launch is not None and launch.name == SWIFT and launch.get(TUNER) == "lora":
+    if launch is not None and _is_swifts(launch):
         fields = {name: value for name in DEFAULTS if (value := launch.get(RENAMED[SWIFT].get(name, name))) is not None}
         targets = fields.pop("target_modules", ALL)
-        if ALL not in (targets if isinstance(targets, list) else str(targets).split()):
-            fields["target_modules"] = targets if isinstance(targets, list) else str(targets).split()
+        targets = targets if isinstance(targets, list) else str(targets).split()
+        if ALL not in targets:
+            fields["target_modules"] = targets
         return SimpleNamespace(**{**SWIFTS, **fields}), "--"
     if launch is None or launch.name not in SECTIONS:
         return None

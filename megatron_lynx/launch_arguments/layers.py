@@ -38,7 +38,7 @@ from megatron_lynx.anatomy.stack import (
 from megatron_lynx.config.experts import as_spans, gated_attention
 from megatron_lynx.errors import Problem
 from megatron_lynx.launch_arguments.given import Fact, Given, Value
-from megatron_lynx.launch_arguments.model_facts import FORKS, STATES_ON_HOST
+from megatron_lynx.launch_arguments.model_facts import FORKS, STATES_ON_HOST, VARIANT
 from megatron_lynx.launch_arguments.parallel_facts import LAYOUT
 
 MOST_LAYERS, MOST_CHARACTERS, DEEPEST = 1_000, 10_000, 50
@@ -212,12 +212,7 @@ def _segments(given: Given) -> list[str]:
     return segments_of(pattern, int(given["pipeline_model_parallel_size"] or 1)) if pattern and not unknown_in(pattern) else []
 
 
-VARIANT, FREQ, GATE, KNOWN = (
-    "experimental_attention_variant",
-    "linear_attention_freq",
-    "attention_output_gate",
-    "gated_delta_net",
-)
+FREQ, GATE, KNOWN = "linear_attention_freq", "attention_output_gate", "gated_delta_net"
 TYPE = f"--linear-attention-type {KNOWN}"
 SIZES = {
     "key_heads": "linear_num_key_heads",

@@ -55,35 +55,27 @@ def _of_slime(given: Given) -> Loss:
 def _of_frontend(given: Given, launch: Frontend) -> Loss | None:
     origin = f"{launch.name}'s log-probabilities"
     if launch.name == VERL:
-        key = next(
-            (key for name in ("entropy_coeff", "calculate_entropy") if launch.get(key := f"actor_rollout_ref.actor.{name}")), None
-        )
+        keys = (f"actor_rollout_ref.actor.{name}" for name in ("entropy_coeff", "calculate_entropy"))
+        key = next(filter(launch.get, keys), None)
         return Loss(origin, 8, 4) if key is None else Loss(f"{origin}, {launch.origin(key)}", 12, 12)
     if launch.name == SWIFT:
         return _of_swift(given, launch, origin) if launch.mode == "rlhf" and launch.get("rlhf_type") == "grpo" else None
-    script = launch.mode.rpartition("/")[2]
-    return (
-        None
-        if script.startswith(("run_rm", "run_distillation", "run_xtoken")) or launch.name != NEMO
-        else _of_nemo(given, launch, origin)
-    )
+    if launch.name != NEMO or launch.mode.rpartition("/")[2].startswith(("run_rm", "run_distillation", "run_xtoken")):
+        return None
+    return _of_nemo(given, launch, origin)
 
 
 def _of_swift(given: Given, launch: Frontend, origin: str) -> Loss:
-    split, entropy = (
-        (given["tensor_model_parallel_size"] or 1) > 1,
-        launch.get("log_entropy") or (launch.get("top_entropy_quantile") or 1) < 1,
-    )
+    split = (given["tensor_model_parallel_size"] or 1) > 1
+    entropy = launch.get("log_entropy") or (launch.get("top_entropy_quantile") or 1) < 1
     return Loss(origin, (16 if split else 12) + (4 if entropy else 0), 8 if split else 4)
 
 
 def _of_nemo(given: Given, launch: Frontend, origin: str) -> Loss:
     sequences, context = given["micro_batch_size"] or 1, given["context_parallel_size"] or 1
     tokens = (given["seq_length"] or 1) * sequences // context
-    fused, deferred, chunk = (
-        f"policy.{key}"
-        for key in ("megatron_cfg.use_fused_linear_logprobs", "megatron_cfg.defer_fp32_logits", "logprob_chunk_size")
-    )
+    settings = "policy.megatron_cfg"
+    fused, deferred, chunk = f"{settings}.use_fused_linear_logprobs", f"{settings}.defer_fp32_logits", "policy.logprob_chunk_size"
     if launch.get(fused):
         rows = launch.get(f"{fused.replace('use_', '')}_chunk_size") or FUSED_CHUNK
         return Loss(launch.origin(fused), 26 * min(1, rows / tokens), 0, 17)

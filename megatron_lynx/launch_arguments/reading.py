@@ -169,7 +169,7 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     counted_by, gpus = next(((origin, count) for origin, count in counts.items() if count is not None), ("", None))
     loss = [*log_probability_facts(given, container, of_slime=is_of_slime(given))]
     adapters = [*adapter_facts(container, problems, planning=planning)]
-    read = " ".join(fact.origin for fact in (*loss, *adapters))
+    read = {option for fact in (*loss, *adapters) for option in fact.origin.split(", ")}
     own = {subject: tuple(key for key in keys if key not in read) for subject, keys in own.items()}
     given = as_gpt(with_packing(given), problems)
     problems += conflicts(given)

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from megatron_lynx.errors import PlanMismatch, Problem
 from megatron_lynx.figures import unit_of
@@ -20,9 +20,6 @@ from megatron_lynx.measure.run_outcome import COLUMNS, RunOutcome
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.report.island import Cell, Column, Point, Table, Tile, Unit, is_wait, kind_of
 from megatron_lynx.timeline import Span, Timeline
-
-if TYPE_CHECKING:
-    pass
 
 TASKS = ("hidden", "weight_gradient")
 
