@@ -80,11 +80,18 @@ def test_norms_that_a_plan_recomputes_in_windows_are_named() -> None:
     assert "14% longer on 132 multiprocessors" in found.todo
 
 
-@pytest.mark.parametrize(("plan", "level"), [("gpt-175b-h800-80g", "slows"), ("llama3-70b-h800-80g", None)])
-def test_a_plan_alone_tells_of_its_norms(plan: str, level: str | None) -> None:
+@pytest.mark.parametrize(
+    ("plan", "norms"),
+    [
+        ("gpt-175b-a100-80g", ["input_layernorm and pre_mlp_layernorm"]),
+        ("gpt-175b-h800-80g", ["pre_mlp_layernorm"]),
+        ("llama3-70b-h800-80g", []),
+    ],
+)
+def test_a_plan_alone_tells_of_its_norms(plan: str, norms: list[str]) -> None:
     findings = list(beside_collectives(None, {}, load_plan(f"configs/plans/{plan}.yaml")))
-    assert [finding.level for finding in findings] == ([] if level is None else [level])
-    assert all("recomputes pre_mlp_layernorm in windows" in finding.costs for finding in findings)
+    assert [finding.level for finding in findings] == ["slows"] * len(norms)
+    assert [finding.costs.partition(" in windows")[0] for finding in findings] == [f"the plan recomputes {one}" for one in norms]
 
 
 def test_a_plan_that_recomputes_no_norm_in_a_window_needs_no_margin() -> None:
