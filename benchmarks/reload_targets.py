@@ -35,12 +35,11 @@ from megatron_lynx.measure.measurement import Summary, summarise
 from megatron_lynx.measure.memory import count_step
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.runtime.device import device_for
-from megatron_lynx.runtime.offload.copier import Copy, Owner, copiers_for
+from megatron_lynx.runtime.offload.copier import Copy, copiers_for
 from megatron_lynx.runtime.trace import Trace
 from megatron_lynx.units import MIB
 from tests.instruments.process_peak import ENVIRONMENT, ProcessPeak
 
-OWNER = Owner("a benchmark", 0)
 Result = TypeVar("Result")
 Target = Callable[[int, int], Tensor]
 """From the micro-batch and the tensor's number to where its bytes come back to."""
@@ -82,7 +81,7 @@ def come_and_go(target: Target, sizes: Sequence[int], device: torch.device, micr
     def reload(micro_batch: int) -> list[tuple[Copy, Tensor]]:
         numbers = reversed(range(len(sizes)))
         targets = ((number, target(micro_batch, number)) for number in numbers)
-        return [(back.start([(tensor, host[number])], OWNER), tensor) for number, tensor in targets]
+        return [(back.start([(tensor, host[number])], 0), tensor) for number, tensor in targets]
 
     seconds, coming = [], reload(0)
     for micro_batch in range(microbatches):

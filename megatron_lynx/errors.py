@@ -7,7 +7,7 @@
      ├── PlannerFault     a finished plan breaks its own budget                 exit status 1
      ├── HookRefused      this Megatron is not supported (rule R6)              exit status 1
      ├── RecomputeError   a training step needs what recomputation cannot give  (raised inside the job)
-     └── OffloadError     activations could not be copied to the host or back   (raised inside the job)
+     └── OffloadError     the host has too little memory for activations      (raised inside the job)
 
 Every error carries *all* its problems, each with its place, the finding, the need and a remedy.
 """
@@ -95,4 +95,4 @@ class RecomputeError(LynxError):
 
 
 class OffloadError(LynxError):
-    """Activations could not be copied to the host or back, or the host has too little memory."""
+    """The host has too little memory for offloaded activations."""

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.reload_targets import OWNER
 from megatron_lynx.anatomy import HALVES
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.memory import smallest_offloaded_bytes
@@ -70,9 +69,9 @@ class Copies:
     def start(self, *, out: bool = True, back: bool = True) -> None:
         for here, there in zip(self._here, self._there, strict=True):
             if out:
-                self._out.start([(there, here)], OWNER)
+                self._out.start([(there, here)], 0)
             if back:
-                self._back.start([(here, there)], OWNER)
+                self._back.start([(here, there)], 0)
 
     def finish(self) -> None:
         self._out.drain()

@@ -11,16 +11,16 @@ HERE = torch.device("cpu")
 
 def there_and_back_on_streams(rank: int) -> dict[str, bool]:
     from megatron_lynx.runtime.cuda import CudaDevice
-    from megatron_lynx.runtime.offload.copier import Owner, copiers_for
+    from megatron_lynx.runtime.offload.copier import copiers_for
     from megatron_lynx.runtime.trace import Trace
 
-    device, owner = CudaDevice(HERE), Owner("stage 0", 0)
+    device = CudaDevice(HERE)
     out, back = copiers_for(device, Trace(device))
     source = torch.arange(100, dtype=torch.uint8)
     host, returned, held = torch.zeros_like(source), torch.zeros_like(source), weakref.ref(source)
-    leaving = out.start([(host, source)], owner)
+    leaving = out.start([(host, source)], 0)
     del source
-    coming = back.start([(returned, host)], owner, after=(leaving, None))
+    coming = back.start([(returned, host)], 0, after=(leaving, None))
     back.wait(coming)
     for copier in (out, back):
         copier.drain()

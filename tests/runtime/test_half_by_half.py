@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.anatomy import DENSE, HALVES
-from megatron_lynx.errors import OffloadError
 from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.offload import HostLimit, Offloader, OffloadPolicy
@@ -166,10 +165,8 @@ def test_a_step_that_fails_in_the_middle_leaves_nothing_and_the_next_one_is_righ
             forward(engine, 0, fails_behind=3)
     else:
         copier.move = breaking
-        with pytest.raises(OffloadError, match=r"stage 0, micro-batch 2 of this run, \d+ bytes") as failed:
+        with pytest.raises(OSError, match="the link is down"):
             step(engine)
-        assert "the link is down" in str(failed.value)
-        del failed
     copier.move = usual
     assert not engine.busy
     assert left() == []
@@ -222,7 +219,7 @@ def test_a_device_without_room_to_come_back_to(engine: Engine, monkeypatch: pyte
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(torch, "empty", full)
-    with pytest.raises(OffloadError, match="copying activations back from the host failed"):
+    with pytest.raises(torch.OutOfMemoryError):
         backward(engine, output)
     monkeypatch.undo()
     assert not engine.busy

@@ -11,7 +11,7 @@ from megatron_lynx.errors import OffloadError
 from megatron_lynx.free_memory import FreeMemory, Pot
 from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.offload import HostFacts, Offloader, OffloadPolicy, limit_of
-from megatron_lynx.runtime.offload.copier import Copier, Owner
+from megatron_lynx.runtime.offload.copier import Copier
 from megatron_lynx.runtime.offload.host_memory import ALIGNMENT, HostLimit, HostMemory, Lease, too_little
 from megatron_lynx.runtime.trace import Trace
 from tests.runtime.devices import CPU
@@ -170,7 +170,7 @@ def test_what_is_given_back_is_lent_again() -> None:
 def test_a_room_comes_with_the_copy_that_may_still_read_it() -> None:
     lender, copier = memory(), Copier("reload", CPU, Trace())
     lease = lender.lend(0, [64])
-    copy = lease.room.last = copier.start([(torch.empty(64, dtype=torch.uint8), parts(lease)[0])], Owner("stage 1", 0))
+    copy = lease.room.last = copier.start([(torch.empty(64, dtype=torch.uint8), parts(lease)[0])], 0)
     del lease
     assert lender.lend(0, [64]).room.last is copy
     copier.close()

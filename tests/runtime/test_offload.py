@@ -244,7 +244,7 @@ def test_a_copy_that_fails_ends_the_step_where_it_is_issued() -> None:
         made.out.move = broken
         group = made.open(0, 0)
         _handles = pushed(group, torch.zeros(64))
-        with pytest.raises(OffloadError, match="copying activations to the host failed"):
+        with pytest.raises(OSError, match="the link is down"):
             made.leave(group, None)
 
 

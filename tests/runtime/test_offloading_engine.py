@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.anatomy import MLP
-from megatron_lynx.errors import OffloadError, RecomputeError
+from megatron_lynx.errors import RecomputeError
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.offload import HostLimit, Offloader, OffloadPolicy
 from megatron_lynx.runtime.order import StageOrder
@@ -129,10 +129,8 @@ def test_a_device_without_room_to_reload_to_fails_the_step(engine: Engine, monke
     passes = [forward(engine, number) for number in range(2)]
     with monkeypatch.context() as patched:
         patched.setattr(torch, "empty", full)
-        with pytest.raises(OffloadError, match="copying activations back from the host failed") as failed:
+        with pytest.raises(torch.OutOfMemoryError):
             engine.receive([Work()])[0].wait()
-    assert failed.value.problems[0].where.startswith("stage 0, micro-batch 0 of this run, ")
-    assert "CUDA out of memory" in failed.value.problems[0].finding
     assert not engine.busy
     del passes
 
@@ -172,7 +170,7 @@ def passes_of_a_step(engine: Engine, fails_at: tuple[str, int, int] | None = Non
 @pytest.mark.parametrize("where", [("F", 1, 1), ("B", 0, 1), "offload", "reload"])
 @pytest.mark.parametrize("avoids_messages", [False, True])
 def test_a_step_of_two_chunks_that_fails_in_the_middle(where: Any, avoids_messages: bool) -> None:
-    """A copy's error names stage, chunk, micro-batch and bytes. Nothing is held afterwards, and the next step is right: once it
+    """Nothing is held afterwards, and the next step is right: once it
     was not, because host memory that a failed copy had to do with was lent again, and failed with it."""
     policies = {chunk: OffloadPolicy(10**6, 1, 2, avoids_messages=avoids_messages) for chunk in range(2)}
     offloader = Offloader(policies, device=CPU, limit=HostLimit(10**7))
@@ -190,7 +188,7 @@ def test_a_step_of_two_chunks_that_fails_in_the_middle(where: Any, avoids_messag
 
     if where in ("offload", "reload"):
         copier.move = breaking
-        with pytest.raises(OffloadError, match=r"stage 0, chunk [01], micro-batch [23] of this run, (256|512|768) bytes"):
+        with pytest.raises(OSError, match="the link is down"):
             passes_of_a_step(engine)
     else:
         with pytest.raises(ValueError, match="in the middle"):

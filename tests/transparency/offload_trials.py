@@ -37,7 +37,6 @@ class Failed:
 def fail_and_recover(rank: int, job: Job, plan: Plan, direction: Literal["offload", "reload"]) -> Failed:
     """The copies of the last micro-batch fail on one stage of one."""
     from megatron_lynx.apply.installation import install
-    from megatron_lynx.errors import OffloadError
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import synthetic_batches
@@ -56,7 +55,7 @@ def fail_and_recover(rank: int, job: Job, plan: Plan, direction: Literal["offloa
     _break_last(installation.engine.offloader, direction, job.microbatches - 1)
     try:
         step()
-    except OffloadError as error:
+    except OSError as error:
         result.error = str(error)
     result.left = left_over()
     result.busy = installation.engine.busy
@@ -75,10 +74,10 @@ def _break_last(offloader: Any, direction: str, micro_batch: int) -> None:
     def breaking(target: Tensor, source: Tensor) -> None:
         raise OSError("the link is down")
 
-    def starting(pairs: Any, owner: Any, after: Any = ()) -> Any:
-        if owner.micro_batch == micro_batch:
+    def starting(pairs: Any, of: int, after: Any = ()) -> Any:
+        if of == micro_batch:
             copier.move = breaking
-        return start(pairs, owner, after)
+        return start(pairs, of, after)
 
     copier.start = starting
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable
@@ -413,11 +412,7 @@ def test_a_copy_that_fails_fails_the_step_and_nothing_is_left(pool_of: Pools, di
     job = tiny_job("llama", microbatches=3)
     plan = offloading(plan_for(job, lambda layer: ["activation"]), chunk_bytes(job), pace=chunk_bytes(job))
     (failed,) = pool_of(1).run(fail_and_recover, job, plan, direction)
-    words = "to the host" if direction == "offload" else "back from the host"
-    assert f"copying activations {words} failed" in failed.error
-    assert "stage 0, micro-batch 2 of this run" in failed.error
-    assert " bytes" in failed.error
-    assert "OSError: the link is down" in failed.error
+    assert failed.error == "the link is down"
     assert (failed.left, failed.busy, failed.threads, failed.equal_afterwards) == ([], False, [], True)
 
 
@@ -432,14 +427,10 @@ def test_an_interleaved_step_that_fails_in_the_middle(where: Any, layout: str) -
     if where == "backward":
         assert first.error == "ValueError: a backward in the middle"
     else:
-        assert re.search(
-            r"OffloadError: copying activations .* failed(?s:.*)stage 0, chunk 0, micro-batch 1 of this run, \d+ bytes",
-            first.error,
-        )
         assert "OSError: the link is down" in first.error
     for other in others:
         assert other.error, "it was told by its group"
-        assert "OffloadError" not in other.error
+        assert "OSError" not in other.error
     for rank in (first, *others):
         assert (rank.left, rank.busy, rank.threads) == ([], False, [])
 

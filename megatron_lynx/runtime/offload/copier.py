@@ -19,39 +19,26 @@ none: its copies may be queued after compute that waits for a dead peer. Their m
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple, final
+from typing import Literal, final
 
 from torch import Tensor
 
-from megatron_lynx.errors import OffloadError, Problem
 from megatron_lynx.runtime.device import Device, Event
 from megatron_lynx.runtime.trace import Clock, Trace
-from megatron_lynx.units import format_bytes
 
-Direction = Literal["offload", "reload"]
 Pair = tuple[Tensor, Tensor]
 """Target and source, of the same size."""
-
-
-class Owner(NamedTuple):
-    """The micro-batch whose bytes a copy moves, for errors and traces."""
-
-    where: str
-    """`stage 0, chunk 1`."""
-    micro_batch: int
-    """Counted from 0 over the run."""
 
 
 @final
 @dataclass(eq=False)
 class Copy:
-    """One copy of several tensors, with one event."""
+    """One copy of several tensors of a micro-batch, which is counted from 0 over the run."""
 
-    owner: Owner
+    micro_batch: int
     pairs: Sequence[Pair] | None
     """Is None once compute may reuse their memory."""
     event: Event
@@ -72,7 +59,7 @@ class Copy:
 class Copier:
     """Copies in one direction. Tests replace `move` to inject faults."""
 
-    def __init__(self, direction: Direction, device: Device, trace: Trace) -> None:
+    def __init__(self, direction: Literal["offload", "reload"], device: Device, trace: Trace) -> None:
         self.direction = direction
         self.move: Callable[[Tensor, Tensor], object] = partial(Tensor.copy_, non_blocking=True)
         self._device = device
@@ -84,19 +71,17 @@ class Copier:
         self._waits = Clock(device, runs=True)
         self._waited_s = 0.0
 
-    def start(self, pairs: Sequence[Pair], owner: Owner, after: Iterable[Copy | None] = ()) -> Copy:
-        """Copy after the compute issued so far and the copies `after`. Raises `OffloadError` if the device refuses the copy."""
+    def start(self, pairs: Sequence[Pair], micro_batch: int, after: Iterable[Copy | None] = ()) -> Copy:
+        """Copy after the compute issued so far and the copies `after`. Errors of the device are raised here."""
         self.settle()
         self._stream.wait(self._device.current.record())  # [1]
         for before in dict.fromkeys(copy for copy in after if copy is not None):
             self._stream.wait(before.event)  # [2]
-        size_bytes = sum(target.nbytes for target, _ in pairs)
         try:
-            with naming(self.direction, owner, size_bytes):
-                self._stream.run(partial(self._move_all, pairs, owner.micro_batch))
+            self._stream.run(partial(self._move_all, pairs, micro_batch))
         finally:
-            self._holding.append(Copy(owner, pairs, self._stream.record()))
-        self._bytes += size_bytes
+            self._holding.append(Copy(micro_batch, pairs, self._stream.record()))
+        self._bytes += sum(target.nbytes for target, _ in pairs)
         return self._holding[-1]
 
     def _move_all(self, pairs: Sequence[Pair], micro_batch: int) -> None:
@@ -115,7 +100,7 @@ class Copier:
         if not copy.done:
             begin, traced = self._waits.begin(), self._trace.now()
             self._device.current.wait(copy.event)  # [4]
-            self._trace.add("copy_wait", traced, micro_batch=copy.owner.micro_batch)
+            self._trace.add("copy_wait", traced, micro_batch=copy.micro_batch)
             self._waits.end("copy", begin)
             copy.release()
 
@@ -154,21 +139,3 @@ class Copier:
 def copiers_for(device: Device, trace: Trace) -> tuple[Copier, Copier]:
     """Return the copiers (to the host, back)."""
     return Copier("offload", device, trace), Copier("reload", device, trace)
-
-
-@contextmanager
-def naming(direction: Direction, owner: Owner, size_bytes: int) -> Iterator[None]:
-    """Raise errors inside as `OffloadError` with stage, micro-batch and bytes."""
-    try:
-        yield
-    except OffloadError:
-        raise
-    except Exception as error:
-        what = "copying activations to the host" if direction == "offload" else "copying activations back from the host"
-        problem = Problem(
-            f"{owner.where}, micro-batch {owner.micro_batch} of this run, {size_bytes} bytes",
-            f"{type(error).__name__}: {error}",
-            f"{format_bytes(size_bytes)} copied",
-            "lower the stage's offload.bytes in the plan if memory was short",
-        )
-        raise OffloadError(f"{what} failed", [problem]) from error

@@ -6,8 +6,7 @@
         └── freed when that copy is over              └── waited for      the rest stays in its own tensor
 
 Half by half (`pace` has the picture), a half's storages leave when it ends, in one copy. The last half stays, and so do storages
-made after the plan's bytes are reached: they are needed first. As a whole, all leave after the forward, and `Offloader` decides
-when originals are freed and copies back begin.
+made after the plan's bytes are reached: they are needed first. As a whole, all leave after the forward.
 
 A tensor stays on the device if its storage lasts (parameters, buffers), or if something else references it: masks and rotary
 tables, which are arguments of a half, and the stage's input and output. Reloads go into fresh tensors: each is freed once
@@ -29,7 +28,7 @@ from megatron_lynx.anatomy import HALVES
 from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.nest import map_nest
 from megatron_lynx.pace import AFTERWARDS, Pace, Turns
-from megatron_lynx.runtime.offload.copier import Copier, Copy, Owner, Pair, naming
+from megatron_lynx.runtime.offload.copier import Copier, Copy, Pair
 from megatron_lynx.runtime.offload.host_memory import HostMemory, Lease
 from megatron_lynx.runtime.saved import View, is_wrapper, parts_of, storage_of, tensors_in, without_parts
 
@@ -59,7 +58,7 @@ class OffloadPolicy:
 class OffloadedStorage:
     """One storage of one micro-batch: on the device, (partly) on the host, or back on the device."""
 
-    def __init__(self, saved: Tensor, storage: torch.UntypedStorage, owner: Owner, back: Copier) -> None:
+    def __init__(self, saved: Tensor, storage: torch.UntypedStorage, micro_batch: int, back: Copier) -> None:
         """`saved`: the first tensor in this storage that was pushed."""
         self.size_bytes = storage.nbytes()
         self.whole = saved.nbytes == self.size_bytes and saved.is_contiguous()
@@ -67,7 +66,7 @@ class OffloadedStorage:
         self.device = storage.device
         self._original: Tensor | None = saved.detach() if self.whole else _bytes_of(storage)
         self.dtype, self.shape = self._original.dtype, self._original.shape
-        self._owner = owner
+        self._micro_batch = micro_batch
         self._rest: Tensor | None = None
         self._lease: Lease | None = None
         self._hosted: Tensor | None = None
@@ -114,16 +113,13 @@ class OffloadedStorage:
     def _copy_to_device(self) -> Pair:
         hosted, self._hosted = self._hosted, None
         assert hosted is not None
-        target = self._returned = self._fresh()
+        target = self._returned = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         if self._rest is not None:
             all_bytes = _bytes_of(target.untyped_storage())
             target = all_bytes[: hosted.nbytes]
             all_bytes[hosted.nbytes :].copy_(self._rest)
             self._rest = None
         return target, hosted
-
-    def _fresh(self) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
@@ -186,7 +182,8 @@ class _Leaving(NamedTuple):
 class OffloadGroup:
     """Storages of one forward of one chunk, in the order in which they were made, and their copies."""
 
-    owner: Owner
+    micro_batch: int
+    chunk: int
     policy: OffloadPolicy
     pace: Pace
     memory: HostMemory
@@ -236,7 +233,7 @@ class OffloadGroup:
         known = self._at.get(address)
         offloaded = known() if known is not None else None
         if offloaded is None or not offloaded.here:
-            offloaded = OffloadedStorage(tensor, storage, self.owner, self.back)
+            offloaded = OffloadedStorage(tensor, storage, self.micro_batch, self.back)
             self._at[address] = weakref.ref(offloaded)
             self._storages.append((address, self._at[address]))
         return OffloadedTensor(tensor, offloaded)
@@ -283,15 +280,13 @@ class OffloadGroup:
             self.release(self.pace.halves)
 
     def send(self) -> None:
-        """Copy the chosen storages to the host, one copy per half. Raises `OffloadError`."""
+        """Copy the chosen storages to the host, one copy per half. Raises `OffloadError` if the host has too little memory."""
         chosen, self._chosen = self._chosen, []
         for leaving in chosen:
             if storages := leaving.alive():
-                sizes = [*storages.values()]
-                with naming("offload", self.owner, sum(sizes)):
-                    lease = self.memory.lend((self.owner.where, leaving.half), sizes, changing=self.policy.ragged)
-                    pairs = [storage._copy_to_host(lease, at, size) for at, (storage, size) in enumerate(storages.items())]
-                copy = lease.room.last = self.out.start(pairs, self.owner, [lease.room.last])
+                lease = self.memory.lend((self.chunk, leaving.half), [*storages.values()], changing=self.policy.ragged)
+                pairs = [storage._copy_to_host(lease, at, size) for at, (storage, size) in enumerate(storages.items())]
+                copy = lease.room.last = self.out.start(pairs, self.micro_batch, [lease.room.last])
                 for storage in storages:
                     storage._out = copy
                 self._leaving.append((leaving, copy))
@@ -344,10 +339,8 @@ def fetch(storages: Iterable[OffloadedStorage]) -> None:
     coming = [storage for storage in reversed(list(storages)) if storage._lease is not None]
     if not coming:
         return
-    copier, owner = coming[0]._copier, coming[0]._owner
-    with naming("reload", owner, sum(storage.size_bytes for storage in coming)):
-        pairs = [storage._copy_to_device() for storage in coming]
-    back = copier.start(pairs, owner, [coming[0]._out])
+    first = coming[0]
+    back = first._copier.start([storage._copy_to_device() for storage in coming], first._micro_batch, [first._out])
     for storage in coming:
         assert storage._lease is not None
         storage._back = storage._lease.room.last = back

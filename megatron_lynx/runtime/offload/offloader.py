@@ -25,7 +25,7 @@ from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.pace import Pace
 from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.frame import MicroBatch
-from megatron_lynx.runtime.offload.copier import Owner, copiers_for
+from megatron_lynx.runtime.offload.copier import copiers_for
 from megatron_lynx.runtime.offload.group import OffloadGroup, OffloadPolicy
 from megatron_lynx.runtime.offload.host_memory import HostLimit, HostMemory, bytes_ahead, too_little
 from megatron_lynx.runtime.order import Ledger
@@ -59,7 +59,6 @@ class Offloader:
         self.out, self.back = copiers_for(device, self.trace)
         self.policies = dict(policies)
         self._avoids_messages = any(policy.avoids_messages for policy in policies.values())
-        self._where = {chunk: where if len(policies) == 1 else f"{where}, chunk {chunk}" for chunk in policies}
         self._limit = limit
         self._memory = HostMemory(where, device, limit)
         self.locked = Locked(0, 0.0)
@@ -148,8 +147,8 @@ class Offloader:
             self._lasting_of[chunk] = {storage_of(tensor) for tensor in self._lasting(chunk)}
         policy = self.policies[chunk]
         pace = Pace(None if whole else policy.pace_bytes, len(HALVES) * policy.layers[1])
-        owner, where = Owner(self._where[chunk], micro_batch), self._device.where
-        return OffloadGroup(owner, policy, pace, self._memory, where, self.out, self.back, self._lasting_of[chunk])
+        where, lasting = self._device.where, self._lasting_of[chunk]
+        return OffloadGroup(micro_batch, chunk, policy, pace, self._memory, where, self.out, self.back, lasting)
 
     def leave(self, group: OffloadGroup, output: Any) -> None:
         """End a group's forward. As a whole it leaves now, and the group before is freed, so that at most two are resident."""
