@@ -39,6 +39,7 @@ FOUNDATION = {
     "pace",
     "prediction",
     "tables",
+    "once",
     "timeline",
     "validation",
     "whole_file",

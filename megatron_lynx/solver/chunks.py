@@ -17,11 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import pairwise
 
 from megatron_lynx.cost.recompute import Checkpoint
 from megatron_lynx.errors import Infeasible
+from megatron_lynx.once import once
 from megatron_lynx.schedule.flushes import goes_back_at_once
 from megatron_lynx.solver.answer import LayerChoice, Solved, SolvedChunks, Solver, infeasible
 from megatron_lynx.solver.baselines import keep_all
@@ -74,7 +75,7 @@ class Chunks:
             return self._with_last(stage, in_flight, budget_bytes, solver)
         enough_bytes = most_bytes = last.loss_bytes
         if last.layers:
-            least, most_bytes = self._leanest(stage, last), keep_all(last).peak_bytes
+            least, most_bytes = self._leanest(stage), keep_all(last).peak_bytes
             enough_bytes = least.peak_bytes - least.resident_bytes  # one of the others is counted that is not held then
         reserves = {enough_bytes, *(part * most_bytes // RESERVES for part in range(RESERVES + 1))}
         divisions, error = list[SolvedChunks](), None
@@ -119,29 +120,17 @@ class Chunks:
         by_chunk = {chunk: answer for some, answer in zip(alike, solved, strict=True) for chunk in some}
         return SolvedChunks(by_chunk[chunk] for chunk in sorted(by_chunk))
 
+    @once
     def _alike(self, stage: int) -> list[tuple[int, ...]]:
         """Return the chunks beside each other, grouped by those treated alike."""
-        if stage not in self._known_alike:
-            chunks = range(self.problems.job.chunks - self._goes_back_at_once(stage))
-            kinds = {chunk: self._kind(stage, chunk) for chunk in chunks}
-            self._known_alike[stage] = [
-                tuple(chunk for chunk in chunks if kinds[chunk] == kind) for kind in sorted(set(kinds.values()))
-            ]
-        return self._known_alike[stage]
+        chunks = range(self.problems.job.chunks - self._goes_back_at_once(stage))
+        kinds = {chunk: self._kind(stage, chunk) for chunk in chunks}
+        return [tuple(chunk for chunk in chunks if kinds[chunk] == kind) for kind in sorted(set(kinds.values()))]
 
-    @cached_property
-    def _known_alike(self) -> dict[int, list[tuple[int, ...]]]:
-        return {}
-
-    def _leanest(self, stage: int, last: StageProblem) -> Solved:
-        """Return the answer with the least peak of the model's last chunk alone. It is the same for all budgets."""
-        if stage not in self._known_leanest:
-            self._known_leanest[stage] = least_memory(replace(last, in_flight=1))
-        return self._known_leanest[stage]
-
-    @cached_property
-    def _known_leanest(self) -> dict[int, Solved]:
-        return {}
+    @once
+    def _leanest(self, stage: int) -> Solved:
+        """Return the answer with the least peak of the model's last chunk alone."""
+        return least_memory(replace(self._problem(stage, (self.problems.job.chunks - 1,)), in_flight=1))
 
     def _kind(self, stage: int, chunk: int) -> tuple[int, tuple[bool, ...], tuple[str, ...]]:
         """Return what chunks treated alike have in common: number of layers, which have experts, and other sections."""
@@ -158,15 +147,10 @@ class Chunks:
         layout = job.parallel.pipeline, stage, job.microbatches, last, job.chunks, job.microbatch_group
         return last > 0 and goes_back_at_once(*layout)
 
+    @once
     def _problem(self, stage: int, chunks: tuple[int, ...]) -> StageProblem:
-        """Return the problem of chunks treated alike. It is the same for all offloaded fractions."""
-        if (stage, chunks) not in self._known:
-            self._known[stage, chunks] = self.problems.of(stage, chunks)
-        return self._known[stage, chunks]
-
-    @cached_property
-    def _known(self) -> dict[tuple[int, tuple[int, ...]], StageProblem]:
-        return {}
+        """Return the problem of chunks treated alike."""
+        return self.problems.of(stage, chunks)
 
 
 def _reserving(solver: Solver, problem: StageProblem, reserved_bytes: int) -> Solved:

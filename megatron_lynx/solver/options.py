@@ -6,9 +6,9 @@ checkpoints      ──recomputation_of──> ...                             �
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 from megatron_lynx.anatomy import HALVES, Half, Section
 from megatron_lynx.anatomy.in_time import own_window, resumes_in_wait
@@ -16,12 +16,12 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import loss_bytes
 from megatron_lynx.cost.host import half_host_s
 from megatron_lynx.cost.in_hand import less_in_hand_bytes
-from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.prices import Prices
 from megatron_lynx.cost.recompute import INSIDE, Checkpoint, sensible_choices
 from megatron_lynx.cost.section import PricedSection, priced
 from megatron_lynx.cost.stage import HalfSeconds, chunks_in_flight, half_seconds, stage_seconds
 from megatron_lynx.kinds.sparse.section import core_kept
+from megatron_lynx.once import once
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.solver.ahead import Layer, begun_ahead, spared_s
 from megatron_lynx.solver.placement import NOWHERE, Placement, Portion, Seat, held_in
@@ -29,53 +29,6 @@ from megatron_lynx.solver.problem import Choices, Grouped, Option, StageProblem
 from megatron_lynx.solver.seats import HalfKind, Seats
 from megatron_lynx.timeline import Passes
 from megatron_lynx.units import MIB
-
-
-@dataclass(frozen=True)
-class Subset:
-    """A set of recomputed items of one kind of half, wherever it runs."""
-
-    kind: HalfKind
-    recompute: tuple[str, ...]
-    backward: tuple[Placement, ...]
-    """In windows of the backward, the best first."""
-    price: PricedSection
-    """Cost and memory of recomputation on demand."""
-    host: Passes
-    known: dict[tuple[Placement, str | None], HalfMemory] = field(default_factory=dict, compare=False, repr=False)
-    """Memory by placement and gather, under the one profile of its problems."""
-
-    def option(self, seat: Seat, profile: Profile, attention: Section) -> Option:
-        """Return the option with this seat. `attention`: section of attention halves."""
-        price = self.price
-        return Option(
-            self.recompute,
-            self._held(seat.placement, seat.gather, profile, attention),
-            seat,
-            recompute_s=price.recompute_s,
-            exposed_s=seat.exposed_s(price.recompute_s, profile.interference),
-            flops=price.flops,
-            host=self.host,
-        )
-
-    def _held(self, placement: Placement, gather: str | None, profile: Profile, attention: Section) -> HalfMemory:
-        if (placement, gather) not in self.known:
-            self.known[placement, gather] = self._held_anew(placement, gather, profile, attention)
-        return self.known[placement, gather]
-
-    def _held_anew(self, placement: Placement, gather: str | None, profile: Profile, attention: Section) -> HalfMemory:
-        price, shape, before = self.price, profile.shape, self.kind.before
-        return held_in(
-            price.memory,
-            self.kind.section,
-            placement,
-            gather,
-            price.stops,
-            sequence_parallel=shape.sequence_parallel,
-            exchanges=0 if before is None or shape.expert == 1 else len(before.exchanges_of.get("bwd", ())),
-            attention=attention,
-        )
-
 
 LAYER: Mapping[Half, Checkpoint] = dict(zip(HALVES, (Checkpoint(feeds=True), Checkpoint(fed=True)), strict=True))
 """Both halves of a checkpointed layer, which keeps its input only."""
@@ -150,32 +103,26 @@ class StageProblems:
         """Yield the choices of each half, in forward order."""
         kinds = [HalfKind(*neighbours) for neighbours in zip(sections, (*sections[1:], None), strict=False)]
         for kind, other in zip(kinds, _partners(kinds), strict=True):
-            choices = self._offered(kind, other.section)
-            yield self._at_top(kind, choices) if other.last else choices
+            yield self._at_top(kind, other.section) if other.last else self._offered(kind, other.section)
 
-    def _at_top(self, kind: HalfKind, attention: Choices) -> Choices:
+    @once
+    def _at_top(self, kind: HalfKind, other: Section) -> Choices:
         """Return an attention half's choices as they are in the last layer of a stage.
 
         An option whose gather has no window there takes the best seat without a gather.
         """
-        alike = [self._seats.at_top(kind, option.seat) and not _reduces_ahead(option) for option in attention]
+        choices = self._offered(kind, other)
+        alike = [self._seats.at_top(kind, option.seat) and not _reduces_ahead(option) for option in choices]
         if all(alike):
-            return attention
-        if id(attention) not in self._tops:
-            best: dict[tuple[str, ...], Option] = {}
-            for option in attention:
-                if self._seats.at_top(kind, option.seat) and option.checkpoint is None:
-                    best[option.recompute] = min(best.get(option.recompute, option), option, key=lambda one: one.longer_s)
-            self._tops[id(attention)] = Choices(
-                option if same else best[option.recompute] if option.checkpoint is None else self._begun_at_top(kind, option)
-                for option, same in zip(attention, alike, strict=True)
-            )
-        return self._tops[id(attention)]
-
-    @cached_property
-    def _tops(self) -> dict[int, Choices]:
-        """By identity of the choices below, which `_known_offered` keeps."""
-        return {}
+            return choices
+        best: dict[tuple[str, ...], Option] = {}
+        for option in choices:
+            if self._seats.at_top(kind, option.seat) and option.checkpoint is None:
+                best[option.recompute] = min(best.get(option.recompute, option), option, key=lambda one: one.longer_s)
+        return Choices(
+            option if same else best[option.recompute] if option.checkpoint is None else self._begun_at_top(kind, option)
+            for option, same in zip(choices, alike, strict=True)
+        )
 
     def _device(self, stage: int, chunks: tuple[int, ...]) -> Passes | None:
         """Return the seconds of one micro-batch in one of the chunks. The ends of the model are divided among all chunks of the
@@ -195,51 +142,49 @@ class StageProblems:
         last = stage == self.job.parallel.pipeline - 1 and self.job.chunks - 1 in chunks
         return loss_bytes(self.job, stage) if last else 0
 
+    @once
     def _inside_of(self, section: Section) -> Grouped | None:
-        if section not in self._known_inside:
-            able = may_checkpoint(self.job, section, INSIDE)
-            options = (
-                self._checkpoint(section, self._with_rest_in_wait(section, checkpoint))
-                for checkpoint in (LAYER[section.half], INSIDE)
-            )
-            self._known_inside[section] = Grouped(*options) if able else None
-        return self._known_inside[section]
+        if not may_checkpoint(self.job, section, INSIDE):
+            return None
+        both = (self._with_rest_in_wait(section, checkpoint) for checkpoint in (LAYER[section.half], INSIDE))
+        return Grouped(*(self._checkpoint(section, checkpoint) for checkpoint in both))
 
-    @cached_property
-    def _known_inside(self) -> dict[Section, Grouped | None]:
-        return {}
-
+    @once
     def _offered(self, kind: HalfKind, other: Section) -> Choices:
         """Return the choices on every stage: all subsets in the seats of its backward, then checkpoints.
 
         other: section of the layer's other half. Beside an opaque one the layer is no checkpoint.
         """
-        if (kind, other) not in self._known_offered:
-            subsets = self._subsets_of(kind)
-            seated = self._priced(subsets)
-            choices = Choices((*seated, *self._checkpoints(kind, other, subsets)))
-            self._known_offered[kind, other] = choices.apart if other.kept_whole else choices
-        return self._known_offered[kind, other]
+        choices = Choices((*self._seated(kind), *self._checkpoints(kind, other)))
+        return choices.apart if other.kept_whole else choices
 
-    @cached_property
-    def _known_offered(self) -> dict[tuple[HalfKind, Section], Choices]:
-        return {}
+    @once
+    def _seated(self, kind: HalfKind) -> tuple[Option, ...]:
+        """Return every set of recomputed items in every seat that is offered to it."""
+        shape, before = self.profile.shape, kind.before
+        held = partial(
+            held_in,
+            section=kind.section,
+            sequence_parallel=shape.sequence_parallel,
+            exchanges=0 if before is None or shape.expert == 1 else len(before.exchanges_of.get("bwd", ())),
+            attention=self.job.model.kind_sections(experts=False)[0],
+        )
+        return tuple(
+            self._option(items, replace(price, memory=memory), seat, host)
+            for items, price, host in self._recomputations_of(kind.section)
+            for seat in self._seats.everywhere(kind, items, price)
+            for memory in [held(price.memory, placement=seat.placement, gather=seat.gather, stops=price.stops)]
+        )
 
-    def _subsets_of(self, kind: HalfKind) -> tuple[Subset, ...]:
-        if kind not in self._known_subsets:
-            self._known_subsets[kind] = tuple(
-                Subset(kind, items, tuple(self._seats.backward(kind, items, price)), price, host)
-                for items, price, host in self._recomputations_of(kind.section)
-            )
-        return self._known_subsets[kind]
+    def _option(
+        self, items: tuple[str, ...], price: PricedSection, seat: Seat, host: Passes, checkpoint: Checkpoint | None = None
+    ) -> Option:
+        exposed_s = seat.exposed_s(price.recompute_s, self.profile.interference)
+        return Option(items, price.memory, seat, price.recompute_s, exposed_s, price.flops, host, checkpoint)
 
-    @cached_property
-    def _known_subsets(self) -> dict[HalfKind, tuple[Subset, ...]]:
-        return {}
-
-    def _checkpoints(self, kind: HalfKind, other: Section, subsets: Sequence[Subset]) -> Iterator[Option]:
+    def _checkpoints(self, kind: HalfKind, other: Section) -> Iterator[Option]:
         """Yield a checkpoint of the half if it keeps less than every subset does, and the half's part of a checkpointed layer."""
-        least_bytes = min(subset.price.memory.resident for subset in subsets)
+        least_bytes = min(price.memory.resident for _, price, _ in self._recomputations_of(kind.section))
         for checkpoint in (Checkpoint(), LAYER[kind.half]):
             if not may_checkpoint(self.job, kind.section, checkpoint):
                 continue
@@ -261,17 +206,8 @@ class StageProblems:
             (begun,), (window_s, *_) = price.stops.values(), self._prices.windows_s("bwd", section, ())
             rest = Placement((Portion(own_window(section.half), window_s, price.recompute_s - begun.seconds + begun.again_s),))
             waits_s += 0.0 if checkpoint.ahead_to else begun.again_s
-        seat = Seat(rest, gather_s=waits_s)
-        return Option(
-            items,
-            price.memory,
-            seat,
-            recompute_s=price.recompute_s,
-            exposed_s=seat.exposed_s(price.recompute_s, self.profile.interference),
-            flops=price.flops,
-            host=half_host_s(self.profile, section, items, checkpointed=True),
-            checkpoint=checkpoint,
-        )
+        host = half_host_s(self.profile, section, items, checkpointed=True)
+        return self._option(items, price, Seat(rest, gather_s=waits_s), host, checkpoint)
 
     def _with_rest_in_wait(self, section: Section, checkpoint: Checkpoint) -> Checkpoint:
         """Return the checkpoint with the rest of its recomputation in its first wait, if it may run there.
@@ -287,23 +223,16 @@ class StageProblems:
         may = waits and not checkpoint.feeds and not model.hidden_dropout
         return checkpoint._replace(rest_in_wait=may and self._prices.windows_s("bwd", section, ())[0] > 0)
 
+    @once
     def begun_anyway(self, sections: tuple[Section, Section], layer: Layer) -> tuple[Option | None, ...]:
         """Return the checkpoints of a layer with communication begun ahead, whatever memory that takes.
 
         Empty if that saves nothing or is not possible. `sections`: see `begun_ahead`.
         """
-        if not self._may_begin(sections):
+        if not self._may_begin(sections) or (begun := begun_ahead(self._prices, sections, layer, anyway=True)) == layer:
             return ()
-        if (key := (sections, layer)) not in self._known_anyway:
-            begun = begun_ahead(self._prices, sections, layer, anyway=True)
-            halves = zip(sections, begun, reversed(sections), strict=True)
-            options = tuple(checkpoint and self._checkpoint(section, checkpoint, other) for section, checkpoint, other in halves)
-            self._known_anyway[key] = () if begun == layer else options
-        return self._known_anyway[key]
-
-    @cached_property
-    def _known_anyway(self) -> dict[tuple[tuple[Section, Section], Layer], tuple[Option | None, ...]]:
-        return {}
+        halves = zip(sections, begun, reversed(sections), strict=True)
+        return tuple(checkpoint and self._checkpoint(section, checkpoint, other) for section, checkpoint, other in halves)
 
     def _begun_at_top(self, kind: HalfKind, option: Option) -> Option:
         """Return a checkpoint that a plan lets begin ahead as it is where no half runs before it."""
@@ -316,33 +245,24 @@ class StageProblems:
         first = kind.half == HALVES[0]
         if (first and not checkpoint.joined) or (kind.last and not first):
             return checkpoint
-        sections = (kind.section, other) if first else (other, kind.section)
-        mlp = self._with_rest_in_wait(sections[-1], LAYER[HALVES[1]] if checkpoint.joined else checkpoint)
-        layer = (LAYER[HALVES[0]], mlp) if checkpoint.joined else (None, mlp)
-        if not self._may_begin(sections):
-            return checkpoint
-        if (key := (sections, checkpoint.joined)) not in self._known_ahead:
-            self._known_ahead[key] = begun_ahead(self._prices, sections, layer)
-        return self._known_ahead[key][not first] or checkpoint
+        return (
+            self._begun_layer((kind.section, other) if first else (other, kind.section), checkpoint.joined)[not first]
+            or checkpoint
+        )
+
+    @once
+    def _begun_layer(self, sections: tuple[Section, Section], joined: bool) -> Layer:
+        mlp = self._with_rest_in_wait(sections[-1], LAYER[HALVES[1]] if joined else Checkpoint())
+        layer = (LAYER[HALVES[0]] if joined else None, mlp)
+        return begun_ahead(self._prices, sections, layer) if self._may_begin(sections) else layer
 
     def _may_begin(self, sections: tuple[Section, Section]) -> bool:
         """Whether communication of a layer may begin ahead; beside opaque sections it may not."""
         return not self.job.no_windows and not any(section.kept_whole for section in sections)
 
     @cached_property
-    def _known_ahead(self) -> dict[tuple[tuple[Section, Section], bool], Layer]:
-        return {}
-
-    @cached_property
     def _prices(self) -> Prices:
         return Prices(self.profile, self._less_in_hand)
-
-    def _priced(self, subsets: Iterable[Subset]) -> Iterator[Option]:
-        """Yield every subset in every seat that is offered to it."""
-        attention, _ = self.job.model.kind_sections(experts=False)
-        for subset in subsets:
-            for seat in self._seats.everywhere(subset.kind, subset.recompute, subset.backward, subset.price):
-                yield subset.option(seat, self.profile, attention)
 
     @cached_property
     def _less_in_hand(self) -> Mapping[Half, int]:
@@ -352,17 +272,12 @@ class StageProblems:
     def _seats(self) -> Seats:
         return Seats(self.job, self.profile)
 
-    def _recomputations_of(self, section: Section) -> Sequence[tuple[tuple[str, ...], PricedSection, Passes]]:
+    @once
+    def _recomputations_of(self, section: Section) -> tuple[tuple[tuple[str, ...], PricedSection, Passes], ...]:
         """Sets of items of a section that may be recomputed, with their costs, whatever half comes before."""
-        if section not in self._known_recomputations:
-            self._known_recomputations[section] = tuple(self._recomputations_anew(section))
-        return self._known_recomputations[section]
+        return tuple(self._recomputations(section))
 
-    @cached_property
-    def _known_recomputations(self) -> dict[Section, Sequence[tuple[tuple[str, ...], PricedSection, Passes]]]:
-        return {}
-
-    def _recomputations_anew(self, section: Section) -> Iterator[tuple[tuple[str, ...], PricedSection, Passes]]:
+    def _recomputations(self, section: Section) -> Iterator[tuple[tuple[str, ...], PricedSection, Passes]]:
         whole_inputs = self.job.keeps_gathered or (self.job.parallel.sequence_parallel and not section.has_windows)
         stays = stays_whole(self.job, section)
         shape, tensors = self.profile.shape, self.profile.of(section).tensors

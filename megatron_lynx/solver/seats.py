@@ -25,15 +25,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import product
+from functools import cached_property, partial
 
-from megatron_lynx.anatomy import HALVES, Half, Section
+from megatron_lynx.anatomy import Half, Section
 from megatron_lynx.anatomy.address import ON_DEMAND, window_name
 from megatron_lynx.anatomy.in_time import amax_reducing, half_before, own_exchanges_in_time, own_windows_in_time
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.communication import gather_lost_and_spared_s, window_lengths_s
 from megatron_lynx.cost.section import PricedSection, Progress
+from megatron_lynx.once import once
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.solver.placement import NOWHERE, ON_DEMAND_SEAT, Placement, Portion, Seat
@@ -71,21 +71,19 @@ class Seats:
     job: Job
     profile: Profile
 
-    def everywhere(
-        self, kind: HalfKind, recompute: Collection[str], backward: Sequence[Placement], price: PricedSection
-    ) -> tuple[Seat, ...]:
-        """Return the seats of a half on every stage, on demand first. `backward`: the result of `backward()` for this half."""
+    def everywhere(self, kind: HalfKind, recompute: Collection[str], price: PricedSection) -> list[Seat]:
+        """Return the seats of a half on every stage, on demand first, then those that hide most."""
         if not recompute:
-            return (ON_DEMAND_SEAT,)
+            return [ON_DEMAND_SEAT]
         communicates, gathers = self.communicates(kind, recompute), self.gathers(kind, recompute)
         if gathers and (communicates or not self._collectives_hide or not kind.windows_before):
-            return (Seat(NOWHERE, ON_DEMAND, *self._gather_s(kind.half, None)),)
+            return [Seat(NOWHERE, ON_DEMAND, *self._gather_s(kind.half, None))]
         if communicates:
-            return (Seat(stays=True),)
-        placements = [NOWHERE, *backward]
-        if not gathers:
-            return tuple(map(Seat, placements))
-        return tuple(Seat(placement, *self._gathered_for(kind, placement)) for placement in placements)
+            return [Seat(stays=True)]
+        placements = _placements(self._waits(kind, recompute), self.stops(kind, recompute, price), price.recompute_s)
+        hidden_s = partial(Placement.hidden_s, recompute_s=price.recompute_s, interference=self.profile.interference)
+        best_first = [NOWHERE, *sorted(placements, key=hidden_s, reverse=True)]
+        return [Seat(placement, *self._gathered_for(kind, placement)) if gathers else Seat(placement) for placement in best_first]
 
     def gathers(self, kind: HalfKind, recompute: Collection[str]) -> bool:
         """Whether the recomputation runs a GEMM whose input is gathered once."""
@@ -95,13 +93,6 @@ class Seats:
         """Whether the recomputation casts a tensor whose amax is reduced over ranks."""
         sliced = self.job.parallel.sequence_parallel
         return bool(amax_reducing(kind.section, recompute, self.job.model.fp8_recipe, sequence_parallel=sliced))
-
-    def backward(self, kind: HalfKind, recompute: Collection[str], price: PricedSection) -> list[Placement]:
-        """Return placements in windows of the stage's backward that come before the half is needed, the best first."""
-        waits = self._waits(kind, recompute)
-        placements = _placements(waits, self.stops(kind, recompute, price), price.recompute_s)
-        interference = self.profile.interference
-        return sorted(placements, key=lambda placement: -placement.hidden_s(price.recompute_s, interference))
 
     def stops(self, kind: HalfKind, recompute: Collection[str], price: PricedSection) -> dict[str, Progress]:
         """Return the items before which recomputation may stop.
@@ -119,7 +110,7 @@ class Seats:
     def _waits(self, kind: HalfKind, recompute: Collection[str]) -> list[Wait]:
         """Return the windows that are offered to this half, in order. [1] [2] [3]"""
         sequence_parallel, te = self.job.parallel.sequence_parallel, self.job.model.uses_te
-        before = self._windows[half_before(kind.half)] if kind.windows_before else []
+        before = self._windows(*half_before(kind.half)) if kind.windows_before else []
         if kind.before is not None and kind.before.exchanges:
             before = self._exchanges[1:]
         own_waits: list[Wait] = []
@@ -129,7 +120,7 @@ class Seats:
             in_time = (
                 own_windows_in_time(kind.section, recompute, sequence_parallel=True, te=te) if kind.section.has_windows else 0
             )
-            before, own_waits = before[-1:], own_waits + self._windows[kind.half, 0][:in_time]
+            before, own_waits = before[-1:], own_waits + self._windows(kind.half, 0)[:in_time]
         return [wait for wait in before + own_waits if wait[1] > 0]
 
     def _gathered_for(self, kind: HalfKind, placement: Placement) -> tuple[str, float, float]:
@@ -138,7 +129,7 @@ class Seats:
         first = window_name("bwd", before, 0, above)
         if not placement or placement[0].window != first:
             return first, *self._gather_s(kind.half, before)
-        return window_name("bwd", kind.half, 0, 1), *self._gather_s(kind.half, kind.half, whole=True)
+        return window_name("bwd", kind.half, 0, 1), *self._gather_s(kind.half, kind.half, True)
 
     def at_top(self, kind: HalfKind, seat: Seat) -> bool:
         """Whether a seat exists in the stage's last layer, where only one half runs backward before the attention half."""
@@ -165,37 +156,25 @@ class Seats:
         lengths_s = window_lengths_s(self.profile, "bwd", section, self.shape.gathered_bytes)
         return [(window_name("bwd", section.half, at), seconds) for at, seconds in enumerate(lengths_s)]
 
-    @cached_property
-    def _windows(self) -> dict[tuple[Half, int], list[Wait]]:
-        """Windows of each half in a backward, by the number of layers above the recomputed half. A gather of an input is no
-        window."""
-        return {
-            (half, above): [
-                (window_name("bwd", half, ordinal, above), seconds)
-                for ordinal, (seconds, collective) in enumerate(
-                    zip(
-                        window_lengths_s(self.profile, "bwd", self._halves[half], self.shape.gathered_bytes),
-                        self._halves[half].collectives("bwd", self.job.parallel.sequence_parallel),
-                        strict=False,
-                    )
-                )
-                if collective.carries != "input" and self._collectives_hide and self._halves[half].has_windows
-            ]
-            for half, above in product(HALVES, (0, 1))
-        }
+    @once
+    def _windows(self, half: Half, above: int) -> list[Wait]:
+        """Windows of a half in a backward, so many layers above the recomputed half. A gather of an input is no window."""
+        section = self._halves[half]
+        if not (self._collectives_hide and section.has_windows):
+            return []
+        lengths_s = window_lengths_s(self.profile, "bwd", section, self.shape.gathered_bytes)
+        collectives = section.collectives("bwd", self.job.parallel.sequence_parallel)
+        return [
+            (window_name("bwd", half, ordinal, above), seconds)
+            for ordinal, (seconds, collective) in enumerate(zip(lengths_s, collectives, strict=False))
+            if collective.carries != "input"
+        ]
 
-    def _gather_s(self, half: Half, behind: Half | None, *, whole: bool = False) -> tuple[float, float]:
+    @once
+    def _gather_s(self, half: Half, behind: Half | None, whole: bool = False) -> tuple[float, float]:
         """Return exposed seconds and saved seconds of gathering a half's input after another half's first collective."""
-        key = half, behind, whole
-        if key not in self._gathers_s:
-            section = None if behind is None else self._halves[behind]
-            where = self.profile, self._halves[half], section, self.shape.gathered_bytes
-            self._gathers_s[key] = gather_lost_and_spared_s(*where, whole=whole)
-        return self._gathers_s[key]
-
-    @cached_property
-    def _gathers_s(self) -> dict[tuple[Half, Half | None, bool], tuple[float, float]]:
-        return {}
+        section = None if behind is None else self._halves[behind]
+        return gather_lost_and_spared_s(self.profile, self._halves[half], section, self.shape.gathered_bytes, whole=whole)
 
     @cached_property
     def _halves(self) -> Mapping[Half, Section]:
