@@ -8,6 +8,7 @@ mixture.
     every GEMM      runs in one wait: it hides no more than the shorter of the two
     every gather    for a recomputation delays nothing, and spares its half's backward the wait for its own
     memory          what all micro-batches in flight keep, beside the loss; what weight gradients hold that wait for a forward
+A checkpointed layer keeps its input alone. All but its last linear runs again, without collectives.
 Nothing else is asked: no order, no memory for what is regenerated or gathered ahead. So no plan of this runtime is below it, and
 one that is near it leaves little to gain. A step is priced by its slowest stage, and by the passes of the others before and
 behind it.
@@ -71,7 +72,11 @@ class Layer:
 
 
 def layers_of(profile: Profile) -> Iterator[Layer]:
-    """Every choice for both halves."""
+    """Every choice for both halves, and a checkpoint."""
+    attention, mlp = (profile.half(section.half) for section in DENSE.values())
+    again_s = attention.forward_s + mlp.forward_s - mlp.items[MLP.row_parallel].forward_s
+    gathering = tuple(section.column_parallel for section in DENSE.values())
+    yield Layer(("checkpoint", *gathering), (again_s,), profile.attention.input_bytes)
     for first in _halves(profile, ATTENTION):
         for second in _halves(profile, MLP):
             resident_bytes = first.resident_bytes + second.resident_bytes
