@@ -28,8 +28,7 @@ setup(
     packages=[*find_packages(include=["megatron_lynx", "megatron_lynx.*"]), "megatron_lynx.configs"],
     package_dir={"megatron_lynx": "megatron_lynx", "megatron_lynx.configs": "configs"},
     package_data={
-        "megatron_lynx": ["py.typed", "**/*.json"],
-        "megatron_lynx.report": [f"assets/*.{suffix}" for suffix in ("html", "css", "js")],
+        "megatron_lynx": ["py.typed", "**/*.json", "report/page.css"],
         "megatron_lynx.configs": ["*.json", "**/*.yaml"],
     },
     install_requires=[

@@ -35,7 +35,7 @@ from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.units import GIB
 from tests.profiler.made_up import made_up_profile
-from tests.report.test_cli_report import island_in
+from tests.report.samples import tiles_in
 from tests.test_cli import lynx
 
 NAME = "jobs/llama3-8b-a100-80g"
@@ -362,8 +362,7 @@ def test_whoever_prices_a_learned_plan_takes_what_was_learned(job, costs, plan, 
     assert json.loads(said.stdout)["step_s"] == pytest.approx(told_s, rel=1e-9)
     page = tmp_path / "report.html"
     assert lynx("report", tmp_path / "plan.yaml", NAME, "--budgets", 0, "-o", page).exit_code == 0
-    (point,) = [each for each in island_in(page)["points"] if each["by"] == "plan"]
-    assert point["step_s"] == pytest.approx(told_s, rel=1e-9)
+    assert tiles_in(page.read_text())["step"][0] == pytest.approx(told_s, rel=1e-9)
     folder = tmp_path / "compared"
     rows = lynx("compare", "--simulate", "--plan", tmp_path / "plan.yaml", "-o", folder, "--json", NAME)
     assert rows.exit_code == 0, rows.output

@@ -24,9 +24,12 @@ from megatron_lynx.advise.answer import WORTH
 from megatron_lynx.config import load_job
 from megatron_lynx.config.job import Policy
 from megatron_lynx.estimate import estimate
+from megatron_lynx.plan import load_plan
+from megatron_lynx.report.contents import devices_of
 from megatron_lynx.search import search
 from megatron_lynx.yaml_file import write_yaml
 from scripts.make_plans import launch_words
+from tests.report.samples import tiles_in
 from tests.test_budgets import jobs_on_gpus
 from tests.test_cli import lynx
 from tests.test_cli_launch import LAUNCH
@@ -54,10 +57,6 @@ def asked(*words: object) -> Any:
 def advice(*words: object) -> Any:
     """`advise`, once for the plan and for the launch."""
     return asked("advise", "--json", *words)
-
-
-def island(page: Path) -> Any:
-    return json.loads(page.read_text().split('<script id="island" type="application/json">')[1].split("</script>")[0])
 
 
 def options_of(subject: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -93,7 +92,7 @@ def of_the_plan(subject: Sequence[str], folder: Path) -> Iterator[Figure]:
     simulated = asked("simulate", path, "--json")
     yield Figure("simulate", simulated["step_s"], simulated["memory_bytes"])
     assert lynx("report", path, "-o", page, "--budgets", 0).exit_code == 0
-    yield from of_the_page(island(page))
+    yield from of_the_page(page.read_text(), path)
     beside = asked("compare", "--simulate", "--plan", path, "--json", "-o", folder / "compare", *shared(options), *launch)
     ours = next(row for row in beside["rows"] if row["ours"])
     yield Figure("compare --simulate", ours["step_s"], ours["device_bytes"])
@@ -102,12 +101,11 @@ def of_the_plan(subject: Sequence[str], folder: Path) -> Iterator[Figure]:
         yield Figure("advise", advised["plan"]["step_s"], advised["plan"]["memory_bytes"])
 
 
-def of_the_page(page: Any) -> Iterator[Figure]:
-    tiles = {tile["label"]: tile["predicted"] for tile in page["tiles"]}
-    yield Figure("report, at its top", tiles["step"], tiles["fullest device"])
-    point = next(point for point in page["points"] if point["shown"])
-    yield Figure("report, among plans", point["step_s"], point["memory_bytes"])
-    yield Figure("report, by stage", None, max(sum(stage["memory_bytes"].values()) for stage in point["stages"]))
+def of_the_page(page: str, path: Path) -> Iterator[Figure]:
+    tiles = tiles_in(page)
+    memory = tiles["fullest device"][0]
+    yield Figure("report, at its top", tiles["step"][0], None if memory is None else int(memory))
+    yield Figure("report, by stage", None, max(device.bytes for device in devices_of(load_plan(path), {})))
 
 
 def of_today(subject: Sequence[str], folder: Path) -> Iterator[Figure]:

@@ -24,7 +24,7 @@ from megatron_lynx.stock.side_by_side import SimulatedRow
 from megatron_lynx.tables import READABLE, WrappedTable
 from megatron_lynx.timeline import write_trace
 from megatron_lynx.units import GIB, format_bytes, format_seconds
-from megatron_lynx.whole_file import against_file, against_folder
+from megatron_lynx.whole_file import against_file, against_folder, write_whole
 
 if TYPE_CHECKING:
     from megatron_lynx.apply.releases import Held
@@ -35,16 +35,15 @@ if TYPE_CHECKING:
 def write_comparison(comparison: Comparison, plan: Plan, folder: Path) -> list[Path]:
     """Write the measurement, the trace of a step, and a page with both."""
     from megatron_lynx.measure.measurement import save_measurement
-    from megatron_lynx.report.contents import Asked, contents
+    from megatron_lynx.report.contents import report
     from megatron_lynx.report.given import Given, ReadTrace
-    from megatron_lynx.report.island import write_page
 
     measured, trace, drawn = folder / "measurement.json", folder / "trace.json", folder / "report.html"
     save_measurement(comparison.measurement, measured)
     write_trace(comparison.timeline, trace)
     given = Given((comparison.measurement.subject,), {"trace": os.fspath(trace)}, plan=plan, measurement=comparison.measurement)
     given.trace = ReadTrace(comparison.timeline, {}, simulated=False)
-    write_page(contents(Asked(given, None, None, 0, lambda done, of: None)), drawn)
+    write_whole(drawn, report(given, None, None))
     return [measured, trace, drawn]
 
 

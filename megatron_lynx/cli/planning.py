@@ -359,9 +359,9 @@ def report(
     from megatron_lynx.cli.answers import check_writable
     from megatron_lynx.cli.inputs import job_named, known_costs, mention_assumed
     from megatron_lynx.profiler.profile import as_learned, load_profile
-    from megatron_lynx.report.contents import Asked, contents
+    from megatron_lynx.report.contents import report as page_of
     from megatron_lynx.report.given import given_in
-    from megatron_lynx.report.island import write_page
+    from megatron_lynx.whole_file import write_whole
 
     given = given_in([*what, *([] if profile_file is None else [str(profile_file)])])
     check_writable(output, read=map(Path, given.sources.values()))
@@ -376,8 +376,8 @@ def report(
         job = None if job is None else job.model_copy(update={"learned": learned})
         costs = None if costs is None else as_learned(costs, learned)
     with in_progress("plans made") as watch:
-        island = contents(Asked(given, job, costs, budgets, watch))
-    write_page(island, output)
+        page = page_of(given, job, costs, budgets, watch)
+    write_whole(output, page)
     say(f"wrote {output} ({output.stat().st_size / 1e6:.1f} MB): open it in a browser")
 
 

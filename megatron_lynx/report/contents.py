@@ -1,56 +1,33 @@
-"""Builds an island: predicted and measured steps, tables, and the front of plans.
-
-job, costs ──decide──> plan, simulated step, bytes by kind ┐
-plan, costs ──rehearse──> simulated step                   ├──> views, tables, tiles
-trace of a run, figures of `simulate`, comparison ─────────┘
-job, costs ──plans_over_budgets, stock_points──> points
-
-The front has plans over several budgets, from the least memory to that of keeping everything, and stock Megatron's settings:
-
-step │ o                                     step time over the memory of the fullest device
-     │   o                                   ◇ full
-     │      o
-     │          o────o────o                  ◇ none
-     └────────────────────────── memory
-"""
+"""The contents of a page: predicted and measured steps, tables, and plans over budgets beside stock Megatron's settings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from contextlib import suppress
+from typing import Literal
 
 from megatron_lynx.advise.today import as_stock
-from megatron_lynx.anatomy import HALVES, Half
+from megatron_lynx.anatomy import HALVES
 from megatron_lynx.compare import verdicts
 from megatron_lynx.config.job import Budget, Job
 from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, Infeasible, LynxError, Problem
-from megatron_lynx.plan.plan import ALWAYS, Plan, Stage
-from megatron_lynx.plan.rule import Rule
-from megatron_lynx.planner import Decision, PlanFigures, as_planned, decide, figures_of, least_memory
+from megatron_lynx.plan.explanation import explanation
+from megatron_lynx.plan.plan import ALWAYS, Plan
+from megatron_lynx.planner import PlanFigures, as_planned, decide, figures_of, least_memory
 from megatron_lynx.prediction import within_error
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
+from megatron_lynx.report.drawing import MEMORY, Device, Point, devices_drawn, legend, points_drawn
 from megatron_lynx.report.given import NEEDED, Given
-from megatron_lynx.report.island import (
-    KINDS,
-    MEMORY_KINDS,
-    VERSION,
-    Island,
-    Point,
-    PointStage,
-    Table,
-    Treatment,
-    with_fallbacks,
-)
+from megatron_lynx.report.page import bullets, heading, page, preformatted, step, table, tiles
 from megatron_lynx.report.tables import (
-    Seen,
     allocated_bytes,
     check_outcome,
     exposed_table,
     outcome_table,
+    points_table,
     stage_table,
     tiles_of,
     use_table,
@@ -62,73 +39,46 @@ from megatron_lynx.units import GIB, format_bytes, format_seconds
 from megatron_lynx.version import __version__
 
 
-def stages_of(
-    plan: Plan, simulation: Simulation | None = None, measured_bytes: Mapping[int, int] | None = None
-) -> list[PointStage]:
-    """Return the entries of a plan by stage and chunk, with seconds of the simulation, by default the plan's own."""
-    held = dict(_planned(plan))
-    entries = sorted(plan.stages, key=lambda entry: (entry.stage, entry.chunk))
-    return [_entry(plan, entry, simulation, held, measured_bytes or {}) for entry in entries]
+def devices_of(plan: Plan, measured_bytes: Mapping[int, int]) -> Iterator[Device]:
+    """Yield the fullest moment of each stage, as far as the plan states it. `measured_bytes`: peaks of a run by stage."""
+    for stage in range(plan.parallel.pipeline):
+        predicted = plan.chunks_of(stage)[0].predicted
+        moments = {moment: predicted.held_at(moment) or {} for moment in predicted.memory if moment != ALWAYS}
+        fullest = max(moments, key=lambda moment: sum(moments[moment].values()), default="")
+        kinds = {kind: size for kind, size in moments.get(fullest, {}).items() if size}
+        if kinds or stage in measured_bytes:
+            yield Device(stage, fullest.replace("_", " "), kinds, measured_bytes.get(stage))
 
 
-def _planned(plan: Plan) -> Iterator[tuple[int, tuple[str, dict[str, int]]]]:
-    """Yield the fullest moment and its bytes by kind for each stage whose memory the plan states."""
-    for entry in plan.stages:
-        stated = entry.predicted.memory
-        moments = {moment: entry.predicted.held_at(moment) or {} for moment in stated if moment != ALWAYS}
-        if moments:
-            fullest = max(moments, key=lambda moment: sum(moments[moment].values()))
-            yield entry.stage, (fullest, {kind: size for kind, size in moments[fullest].items() if size})
-
-
-def _entry(
-    plan: Plan,
-    entry: Stage,
-    simulation: Simulation | None,
-    held: Mapping[int, tuple[str, dict[str, int]]],
-    measured_bytes: Mapping[int, int],
-) -> PointStage:
-    hidden_s, exposed_s = entry.predicted.hidden_recompute_s, entry.predicted.exposed_recompute_s
-    if simulation is not None:
-        hidden_s, exposed_s = (simulation.total(entry.stage, name, entry.chunk) for name in ("hidden_s", "exposed_s"))
-    moment, kinds = held.get(entry.stage, ("", {}))
-    return PointStage(
-        stage=entry.stage,
-        chunk=entry.chunk,
-        layers=str(entry.layers),
-        treatments=[_treatment(plan, entry, rule, half) for rule in entry.rules for half in HALVES],
-        offloaded_bytes=0 if entry.offload is None else entry.offload.bytes,
-        deferred_bytes=0 if entry.weight_gradients is None else entry.weight_gradients.bytes,
-        hidden_recompute_s=hidden_s,
-        exposed_recompute_s=exposed_s,
-        memory_bytes=kinds,
-        moment=moment.replace("_", " "),
-        measured_bytes=measured_bytes.get(entry.stage),
+def point_of(plan: Plan, simulation: Simulation | None, figures: PlanFigures | None, label: str = "the plan") -> Point:
+    """Return the point of a plan. `figures`: of its job, if known, else the plan's own."""
+    predicted = plan.stages[0].predicted
+    passes_s = predicted.step_s if simulation is None else simulation.step_s
+    step_s = None if passes_s is None or predicted.update_s is None else passes_s + predicted.update_s
+    memory_bytes = max(entry.predicted.memory_bytes for entry in plan.stages) or None
+    rules = [rule for entry in plan.stages for rule in entry.rules]
+    items = (item for rule in rules for half in HALVES for item in rule.recomputed_in(half))
+    whole = (f"whole {half}" for rule in rules for half in HALVES if rule.checkpoints(half))
+    return Point(
+        label,
+        "plan",
+        (step_s or 0.0) if figures is None else figures.step_s,
+        memory_bytes if figures is None else figures.memory_bytes,
+        shown=label == "the plan",
+        hidden_s=max(_recomputed_s(plan, simulation, "hidden")),
+        exposed_s=max(_recomputed_s(plan, simulation, "exposed")),
+        recomputed=", ".join(dict.fromkeys([*whole, *items])) or "nothing",
+        offloaded_bytes=max(0 if entry.offload is None else entry.offload.bytes for entry in plan.stages),
     )
 
 
-def _treatment(plan: Plan, entry: Stage, rule: Rule, half: Half) -> Treatment:
-    section = rule.filling(half)
-    recomputed = rule.recomputed_in(half)
-    if rule.checkpoints(half):  # checkpoints name no items
-        section = plan.model.sections_of(rule.layers.last)[HALVES.index(half)]
-        recomputed = section.run_again(whole=rule.feeds(rule.layers.first, half))
-    return Treatment(
-        layers=str(rule.layers),
-        half=half,
-        items=[(item, "recompute" if item in recomputed else "keep") for item in section.names],
-        window=_place(plan, entry, rule, half) if recomputed else "",
-        deferred=[rule.delayed_said(linear) for linear in section.linears if linear in rule.weight_gradients],
-        gather=rule.gather.of(half) or "",
-    )
-
-
-def _place(plan: Plan, entry: Stage, rule: Rule, half: Half) -> str:
-    if rule.checkpoints(half):
-        rest = f", then {wait}" if (wait := rule.wait_of_rest(half)) else ""
-        return f"{rule.checkpoint_said}{rule.ahead_in_words}{rest}: keeps {plan.kept_input(entry, rule, half)}"
-    steady, cooldown = rule.windows.of(half, "steady"), rule.windows.of(half, "cooldown")
-    return " / ".join(filter(None, (steady, f"in cool-down {cooldown}" if cooldown and cooldown != steady else None)))
+def _recomputed_s(plan: Plan, simulation: Simulation | None, which: Literal["hidden", "exposed"]) -> Iterator[float]:
+    """Yield seconds of recomputations of each stage, by the simulation, else as the plan predicts."""
+    for stage in range(plan.parallel.pipeline):
+        if simulation is not None:
+            yield simulation.total(stage, f"{which}_s")
+        else:
+            yield sum(getattr(entry.predicted, f"{which}_recompute_s") for entry in plan.chunks_of(stage))
 
 
 STOCK = (NONE, SELECTIVE, FULL)
@@ -150,95 +100,53 @@ def plans_over_budgets(job: Job, profile: Profile, budgets: int, watch: Watch) -
             continue
         finally:
             watch(number + 1, budgets)
-        plan_point = point_of(decision, profile, f"{budget_bytes / GIB:.1f} GiB", round(budget_bytes))
-        if (key := (plan_point["memory_bytes"], plan_point["step_s"])) not in seen:
+        figures = figures_of(decision.job, profile, decision.simulation)
+        found = point_of(decision.plan, decision.simulation, figures, f"{budget_bytes / GIB:.1f} GiB")
+        if (key := (found.memory_bytes, found.step_s)) not in seen:
             seen.add(key)
-            yield plan_point
-
-
-def point_of(decision: Decision, profile: Profile, label: str, budget_bytes: int) -> Point:
-    figures = figures_of(decision.job, profile, decision.simulation)
-    drawn = shown_point(decision.plan, decision.simulation, figures)
-    return Point(**{**drawn, "label": label, "budget_bytes": budget_bytes, "shown": False})
+            yield found._replace(budget_bytes=round(budget_bytes))
 
 
 def stock_points(job: Job, profile: Profile) -> Iterator[Point]:
     """Yield stock Megatron's settings for the same job, without offloading; settings that its model lacks are left out."""
     under, added_s = as_stock(job), update_s(job, profile)
     for setting in STOCK:
-        try:
+        with suppress(LynxError):
             price = priced(under, profile, setting)
-        except LynxError:
-            continue
-        yield Point(
-            label=f"stock {setting.name}",
-            by="stock",
-            budget_bytes=None,
-            memory_bytes=price.most_bytes,
-            step_s=price.step_s + added_s,
-            shown=False,
-            stages=[
-                PointStage(
-                    stage=stage,
-                    chunk=0,
-                    layers=str(under.layers_on(stage)),
-                    treatments=[],
-                    offloaded_bytes=0,
-                    deferred_bytes=0,
-                    hidden_recompute_s=None,
-                    exposed_recompute_s=None,
-                    memory_bytes={name: size for name, size in memory.kinds.items() if size},
-                    moment=memory.moment.replace("_", " "),
-                    measured_bytes=None,
-                )
-                for stage, memory in enumerate(price.stages)
-            ],
-        )
+            yield Point(f"stock {setting.name}", "stock", price.step_s + added_s, price.most_bytes)
 
 
-@dataclass(frozen=True)
-class Asked:
-    """Inputs of a report, and the figures to predict with."""
-
-    given: Given
-    job: Job | None
-    costs: Profile | None
-    budgets: int
-    """Number of plans on the front."""
-    watch: Watch
-
-
-def contents(asked: Asked) -> Island:
-    given = asked.given
+def report(given: Given, job: Job | None, costs: Profile | None, budgets: int = 0, watch: Watch = lambda done, of: None) -> str:
+    """Return the page about the inputs. `costs`: to predict with; `budgets`: number of plans for other budgets."""
     check_enough(given)
-    plan, simulation, plan_points = _predicted(asked)
+    plan, simulation, points = _predicted(given, job, costs)
     if given.outcome is not None and plan is not None:
         check_outcome(given.outcome, plan, given.sources["outcome"])
-    drawn = views_of(given, plan, simulation)
-    views, seen = [view for view, _ in drawn], [figures for _, figures in drawn]
-    points = list(plan_points)
-    if asked.job is not None and asked.costs is not None and asked.budgets:
-        points += plans_over_budgets(asked.job, asked.costs, asked.budgets, asked.watch)
-        points += stock_points(asked.job, asked.costs)
-    memories = [row["memory"]["kinds"] for view in views for row in view["rows"] if row["memory"] is not None]
-    memory_kinds = {*chain(*memories, *(stage["memory_bytes"] for plan_point in points for stage in plan_point["stages"]))}
-    on_gpus = asked.job is not None and asked.job.cluster.device != "cpu"
-    return Island(
-        version=VERSION,
-        made_by=f"megatron-lynx {__version__}",
-        title=", ".join(given.names),
-        subject="" if plan is None else subject_of(plan),
-        verdict=verdict_of(points, asked.job) if given.measurement is None else " ".join(verdicts(given.measurement)),
-        sources=[f"{kind} {source}" for kind, source in given.sources.items()],
-        notes=list(notes_of(plan, asked.costs, simulation)),
-        tiles=list(tiles_of(seen, points, given.outcome, None if plan is None else plan.stages[0].predicted.step_s)),
-        kinds=with_fallbacks(KINDS, {subject["kind"] for view in views for subject in view["subjects"]}),
-        memory_kinds=with_fallbacks(MEMORY_KINDS, memory_kinds),
-        capacity_bytes=asked.job.memory_budget_bytes if asked.job is not None and on_gpus else None,
-        views=views,
-        points=points,
-        tables=list(_tables(given, seen)),
-    )
+    views = views_of(given, plan, simulation)
+    if job is not None and costs is not None and budgets:
+        points += plans_over_budgets(job, costs, budgets, watch)
+        points += stock_points(job, costs)
+    verdict = verdict_of(points, job) if given.measurement is None else " ".join(verdicts(given.measurement))
+    stated_s = None if plan is None else plan.stages[0].predicted.step_s
+    devices = [] if plan is None else list(devices_of(plan, allocated_bytes(given.outcome)))
+    budget_bytes = job.memory_budget_bytes if job is not None and job.cluster.device != "cpu" else None
+    body = [heading(", ".join(given.names), "" if plan is None else subject_of(plan), verdict)]
+    body.append(tiles(tiles_of(views, points, given.outcome, stated_s)))
+    body += map(step, views)
+    if devices:
+        kinds = {kind for device in devices for kind in device.kinds}
+        body += ["<h2>Memory of devices</h2>", legend(MEMORY, kinds), devices_drawn(devices, budget_bytes)]
+    if len(points) > 1:
+        body += ["<h2>Plans over budgets</h2>", points_drawn(points, budget_bytes), table(points_table(points))]
+    body.append("<h2>Figures</h2>")
+    body += [] if given.outcome is None else [table(outcome_table(given.outcome))]
+    body += [table(stage_table(views))] if views else []
+    body += [table(made(view)) for made in (use_table, exposed_table) for view in views]
+    if plan is not None:
+        body += ["<h2>The plan, layer by layer</h2>", preformatted(explanation(plan))]
+    sources = (f"{kind} {source}" for kind, source in given.sources.items())
+    body += ["<h2>About this page</h2>", bullets([*notes_of(plan, costs, simulation), *sources, f"megatron-lynx {__version__}"])]
+    return page(", ".join(given.names), body)
 
 
 def check_enough(given: Given) -> None:
@@ -253,16 +161,14 @@ def check_enough(given: Given) -> None:
         raise ConfigError("there is nothing to draw", [Problem("report", ", ".join(given.sources) or "nothing", NEEDED)])
 
 
-def _predicted(asked: Asked) -> tuple[Plan | None, Simulation | None, list[Point]]:
+def _predicted(given: Given, asked: Job | None, costs: Profile | None) -> tuple[Plan | None, Simulation | None, list[Point]]:
     """Return the plan, its simulated step if possible, and its point on the front."""
-    given, costs = asked.given, asked.costs
     if given.plan is not None:
-        job, simulation, figures = None if asked.job is None else as_planned(asked.job, given.plan), None, None
+        job, simulation, figures = None if asked is None else as_planned(asked, given.plan), None, None
         if costs is not None:
             simulation = rehearse(given.plan, costs, job=job)
             figures = None if job is None else figures_of(job, costs, simulation)
-        measured_bytes = {} if given.outcome is None else allocated_bytes(given.outcome)
-        return given.plan, simulation, [shown_point(given.plan, simulation, figures, measured_bytes)]
+        return given.plan, simulation, [point_of(given.plan, simulation, figures)]
     if given.job is None:
         return None, None, []
     if costs is None:
@@ -270,36 +176,7 @@ def _predicted(asked: Asked) -> tuple[Plan | None, Simulation | None, list[Point
         raise ConfigError("there are no figures to plan with", [Problem("--profile", "none", needed, todo)])
     decision = decide(given.job, costs)
     figures = figures_of(decision.job, costs, decision.simulation)
-    return decision.plan, decision.simulation, [shown_point(decision.plan, decision.simulation, figures)]
-
-
-def shown_point(
-    plan: Plan, simulation: Simulation | None, figures: PlanFigures | None, measured_bytes: Mapping[int, int] | None = None
-) -> Point:
-    """Return the point of the plan that the page shows. `figures`: of its job, if known, else the plan's own. `measured_bytes`:
-    measured device peaks by stage."""
-    predicted = plan.stages[0].predicted
-    passes_s = predicted.step_s if simulation is None else simulation.step_s
-    step_s = None if passes_s is None or predicted.update_s is None else passes_s + predicted.update_s
-    memory_bytes = max(entry.predicted.memory_bytes for entry in plan.stages) or None
-    return Point(
-        label="the plan",
-        by="plan",
-        budget_bytes=None,
-        memory_bytes=memory_bytes if figures is None else figures.memory_bytes,
-        step_s=(step_s or 0.0) if figures is None else figures.step_s,
-        shown=True,
-        stages=stages_of(plan, simulation, measured_bytes),
-    )
-
-
-def _tables(given: Given, seen: list[Seen]) -> Iterator[Table]:
-    if given.outcome is not None:
-        yield outcome_table(given.outcome)
-    if seen:
-        yield stage_table(seen)
-    yield from (use_table(view.name, view.timeline, view.labels) for view in seen)
-    yield from (exposed_table(view.name, view.timeline, view.labels) for view in seen)
+    return decision.plan, decision.simulation, [point_of(decision.plan, decision.simulation, figures)]
 
 
 def subject_of(plan: Plan) -> str:
@@ -315,19 +192,19 @@ def subject_of(plan: Plan) -> str:
 
 def verdict_of(points: Sequence[Point], job: Job | None) -> str:
     """Return the plan's step and bytes against those of the fastest stock setting that fits; empty without stock's points."""
-    shown = next((drawn for drawn in points if drawn["shown"]), None)
-    baselines = [setting for setting in points if setting["by"] == "stock"]
-    if job is None or shown is None or not shown["step_s"] or not baselines:
+    shown = next((drawn for drawn in points if drawn.shown), None)
+    baselines = [setting for setting in points if setting.by == "stock"]
+    if job is None or shown is None or not shown.step_s or not baselines:
         return ""
     budget_bytes = job.memory_budget_bytes
-    names = ", ".join(setting["label"] for setting in baselines)
-    fitting = [setting for setting in baselines if (setting["memory_bytes"] or 0) <= budget_bytes]
+    names = ", ".join(setting.label for setting in baselines)
+    fitting = [setting for setting in baselines if (setting.memory_bytes or 0) <= budget_bytes]
     if not fitting:
         return f"Simulated: {_in_figures(shown)}; of {names} none fits {format_bytes(budget_bytes)}."
-    best = min(fitting, key=lambda setting: setting["step_s"])
-    saved = 1 - shown["step_s"] / best["step_s"]
+    best = min(fitting, key=lambda setting: setting.step_s)
+    saved = 1 - shown.step_s / best.step_s
     difference = f"{abs(saved):.1%} {'less' if saved > 0 else 'more'}".replace("%", " %")
-    unsure = within_error(shown["step_s"], best["step_s"], experts=job.model.experts is not None)
+    unsure = within_error(shown.step_s, best.step_s, experts=job.model.experts is not None)
     return (
         f"Simulated: {_in_figures(shown)}. That is {difference} than the fastest of {names} that fits "
         f"{format_bytes(budget_bytes)}: {_in_figures(best)}. {unsure}"
@@ -335,14 +212,11 @@ def verdict_of(points: Sequence[Point], job: Job | None) -> str:
 
 
 def _in_figures(shown: Point) -> str:
-    held = "" if shown["memory_bytes"] is None else f" in {format_bytes(shown['memory_bytes'])}"
-    return f"{shown['label']} takes {format_seconds(shown['step_s'])} a step{held}"
+    held = "" if shown.memory_bytes is None else f" in {format_bytes(shown.memory_bytes)}"
+    return f"{shown.label} takes {format_seconds(shown.step_s)} a step{held}"
 
 
 def notes_of(plan: Plan | None, costs: Profile | None, simulation: Simulation | None) -> Iterator[str]:
-    if plan is not None:
-        note = f": {plan.provenance.note}" if plan.provenance.note else ""
-        yield f"The plan was made by {plan.provenance.made_by}{note}."
     if costs is not None:
         how = "measured on" if costs.source.how == "measured" else "computed from the figures of"
         yield f"Predicted seconds are from a profile that was {how} {costs.source.machine}."
@@ -351,5 +225,3 @@ def notes_of(plan: Plan | None, costs: Profile | None, simulation: Simulation | 
     if simulation is not None and simulation.host_bound:
         stages = ", ".join(str(load.stage) for load in simulation.host_bound)
         yield f"Host-bound stages: {stages}. There the device waits for Python, and hiding recomputation gains nothing."
-    if plan is not None and plan.schedule == "double_buffered":
-        yield "The pipeline is never flushed: the schedule is a whole run of several batches; gradients are one update old."

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from math import isfinite
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from megatron_lynx.config.experts import as_spans
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 MICRO = 1e6
 ABOUT_TRACES = "give the file that --lynx-trace, compare or simulate --trace wrote; if it broke off, trace a step again"
-MOST_PROBLEMS = 5
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class ReadTrace:
 
 
 def read_trace(data: Mapping[str, Any], where: str) -> ReadTrace:
-    """Return the timeline of a trace. Raises ConfigError with the events that cannot be read."""
+    """Return the timeline of a trace. Raises ConfigError with the first event that cannot be read."""
     events = data["traceEvents"]
     if not isinstance(events, list):
-        raise _unreadable(where, [Problem(f"{where}: traceEvents", type(events).__name__, "a list of events", ABOUT_TRACES)])
+        raise _unreadable(Problem(f"{where}: traceEvents", type(events).__name__, "a list of events", ABOUT_TRACES))
     rows: defaultdict[int, list[Span]] = defaultdict(list)
     held: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)
-    names, problems = set(), []
+    names = set()
     for number, event in enumerate(events):
         try:
             kind = event["ph"]
@@ -67,15 +67,10 @@ def read_trace(data: Mapping[str, Any], where: str) -> ReadTrace:
             elif event["name"] == "process_name":
                 names.add(str(event["args"]["name"]).partition(" ")[0])
         except (KeyError, TypeError, ValueError) as error:
-            problems.append(
-                Problem(f"{where}: traceEvents.{number}", f"{_cut(event)} ({error!r})", "an event of a trace", ABOUT_TRACES)
-            )
-            if len(problems) == MOST_PROBLEMS:
-                break
-    if problems:
-        raise _unreadable(where, problems)
+            found = f"{shorten(repr(event), 120)} ({error!r})"
+            raise _unreadable(Problem(f"{where}: traceEvents.{number}", found, "an event of a trace", ABOUT_TRACES)) from None
     if not rows:
-        raise _unreadable(where, [Problem(where, "no event with a duration", "a traced step", ABOUT_TRACES)])
+        raise _unreadable(Problem(where, "no event with a duration", "a traced step", ABOUT_TRACES))
     timeline = Timeline({row: tuple(sorted(rows[row], key=lambda span: (span.start_s, -span.end_s))) for row in sorted(rows)})
     memory = {row: MemoryCurve(*zip(*points, strict=True)) for row, points in held.items()}
     return ReadTrace(timeline, memory, names == {"stage"})
@@ -91,13 +86,8 @@ def _span(event: Mapping[str, Any]) -> Span:
     return Span(kind, start_s, start_s + seconds, layer, half, micro_batch, window, str(event["name"]))
 
 
-def _cut(event: object) -> str:
-    text = repr(event)
-    return text if len(text) <= 120 else f"{text[:117]}..."
-
-
-def _unreadable(where: str, problems: list[Problem]) -> ConfigError:
-    return ConfigError(f"{where} is no trace that can be drawn", problems)
+def _unreadable(problem: Problem) -> ConfigError:
+    return ConfigError("this is no trace that can be drawn", [problem])
 
 
 def stages_of_rows(trace: ReadTrace, plan: Plan | None, where: str) -> dict[int, int]:
@@ -105,11 +95,10 @@ def stages_of_rows(trace: ReadTrace, plan: Plan | None, where: str) -> dict[int,
     rows = list(trace.timeline.ranks)
     group = 1 if plan is None or trace.simulated else max(1, len(rows) // plan.parallel.pipeline)
     stages = {row: row // group for row in rows}
-    if plan is not None:
-        problems = list(_wrong_rows(trace, plan, where))
-        problems = problems or [*_wrong_layers(trace, stages, plan, where), *_wrong_batch(trace, plan, where)]
-        if problems:
-            raise PlanMismatch("the trace is of another job than the plan", problems)
+    if plan is None:
+        return stages
+    if problems := list(_wrong_rows(trace, plan, where)) or list(_wrong_layers(trace, stages, plan, where)):
+        raise PlanMismatch("the trace is of another job than the plan", problems)
     return stages
 
 
@@ -138,16 +127,6 @@ def _wrong_layers(trace: ReadTrace, stages: dict[int, int], plan: Plan, where: s
             yield Problem(
                 f"{where}: rank {row}", f"layers {said}", f"layers {needed}, which stage {stages[row]} owns", ABOUT_RUNS
             )
-
-
-def _wrong_batch(trace: ReadTrace, plan: Plan, where: str) -> Iterator[Problem]:
-    if plan.schedule != "flush":
-        return
-    for row, spans in trace.timeline.ranks.items():
-        microbatches = len({span.micro_batch for span in spans if span.micro_batch is not None and span.kind == "forward"})
-        if microbatches > plan.batch.microbatches:
-            needed = f"at most {plan.batch.microbatches}, as in the plan"
-            yield Problem(f"{where}: rank {row}", f"{microbatches} micro-batches in one step", needed, ABOUT_RUNS)
 
 
 FileKind = Literal["plan", "profile", "job", "trace", "measurement", "outcome"]

@@ -10,16 +10,39 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megatron_lynx.errors import PlanMismatch, Problem
 from megatron_lynx.figures import unit_of
 from megatron_lynx.measure.run_outcome import COLUMNS, RunOutcome
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.report.island import Cell, Column, Point, Table, Tile, Unit, is_wait, kind_of
-from megatron_lynx.timeline import Span, Timeline
+from megatron_lynx.report.drawing import Point
+from megatron_lynx.report.views import View, is_wait, kind_of
+from megatron_lynx.timeline import Span
+
+Unit = Literal["text", "s", "bytes", "count", "share"]
+Cell = str | float | int | None
+
+
+class Table(NamedTuple):
+    id: str
+    title: str
+    note: str
+    columns: Mapping[str, Unit]
+    rows: list[list[Cell]]
+
+
+class Tile(NamedTuple):
+    """A main figure."""
+
+    label: str
+    unit: Unit
+    predicted: float | None
+    measured: float | None
+    note: str
+
 
 TASKS = ("hidden", "weight_gradient")
 
@@ -70,21 +93,23 @@ def _within(tasks: Sequence[Span], ends: Sequence[float], wait: Span) -> Iterato
             yield task
 
 
-def use_table(name: str, timeline: Timeline, labels: Mapping[int, str]) -> Table:
+def use_table(view: View) -> Table:
     rows: list[list[Cell]] = [
-        [label, wait, *use.cells] for row, label in labels.items() for wait, use in sorted(waits_of(timeline.ranks[row]).items())
+        [label, wait, *use.cells]
+        for row, label in view.labels.items()
+        for wait, use in sorted(waits_of(view.timeline.ranks[row]).items())
     ]
     note = "Seconds of one step for which a stage would wait for communication, and what of them recomputation used."
     columns: dict[str, Unit] = {"where": "text", "wait": "text", "number": "count"}
     columns |= {"seconds": "s", "each": "s", "used": "s", "unused": "s", "share used": "share", "what ran in it": "text"}
-    return _table(f"waits-{name}", f"Waits, {name}", note, columns, rows)
+    return Table(f"waits-{view.name}", f"Waits, {view.name}", note, columns, rows)
 
 
-def exposed_table(name: str, timeline: Timeline, labels: Mapping[int, str]) -> Table:
+def exposed_table(view: View) -> Table:
     rows: list[list[Cell]] = []
-    for row, label in labels.items():
+    for row, label in view.labels.items():
         exposed: dict[tuple[str, str], list[float]] = defaultdict(list)
-        for span in timeline.ranks[row]:
+        for span in view.timeline.ranks[row]:
             if (kind := kind_of(span)) in EXPOSED:
                 exposed[EXPOSED[kind], span.half or ""].append(span.seconds)
         rows += [
@@ -92,7 +117,7 @@ def exposed_table(name: str, timeline: Timeline, labels: Mapping[int, str]) -> T
         ]
     note = "Recomputation on demand and what went on after its wait was over, other tasks outside of waits, and waits for copies."
     columns: dict[str, Unit] = {"where": "text", "what": "text", "half": "text", "number": "count", "seconds": "s", "each": "s"}
-    return _table(f"exposed-{name}", f"What no wait hid, {name}", note, columns, rows)
+    return Table(f"exposed-{view.name}", f"What no wait hid, {view.name}", note, columns, rows)
 
 
 @dataclass(frozen=True)
@@ -120,46 +145,12 @@ class RowFigures:
         return cls(*seconds.values(), *(figure for pair in waits for figure in pair))
 
 
-@dataclass(frozen=True)
-class Seen:
-    """One view's timeline; label, layers and peak bytes of each row shown."""
-
-    name: str
-    passes_s: float
-    timeline: Timeline
-    labels: Mapping[int, str]
-    layers: Mapping[int, str]
-    held_bytes: Mapping[int, int]
-
-    @property
-    def rows(self) -> dict[int, RowFigures]:
-        return {row: RowFigures.of(self.timeline.ranks[row]) for row in self.labels}
-
-    @property
-    def hidden_share(self) -> float | None:
-        """Recomputations in waits, as a share of all."""
-        rows = self.rows.values()
-        hidden_s, exposed_s = sum(row.hidden_s for row in rows), sum(row.exposed_s for row in rows)
-        return hidden_s / (hidden_s + exposed_s) if hidden_s + exposed_s else None
-
-    @property
-    def unused_share(self) -> float | None:
-        """Unused waits for collectives, as a share of all."""
-        waits_s = sum(row.collectives_s for row in self.rows.values())
-        return sum(row.collectives_unused_s for row in self.rows.values()) / waits_s if waits_s else None
-
-    @property
-    def exposed_s(self) -> float:
-        """Seconds of exposed recomputations on the stage with most."""
-        return max((row.exposed_s for row in self.rows.values()), default=0.0)
-
-
-def stage_table(views: Sequence[Seen]) -> Table:
+def stage_table(views: Sequence[View]) -> Table:
     rows: list[list[Cell]] = []
-    for seen in views:
-        for row, figures in seen.rows.items():
-            held = seen.held_bytes.get(row)
-            rows.append([seen.labels[row], seen.name, seen.layers.get(row, ""), *vars(figures).values(), held])
+    for view in views:
+        for row, figures in figures_of(view).items():
+            held = view.memory[row].peak_bytes if row in view.memory else None
+            rows.append([view.labels[row], view.name, view.layers.get(row, ""), *vars(figures).values(), held])
     columns: dict[str, Unit] = dict.fromkeys(("where", "seen", "layers"), "text")
     passes = ("forward", "backward", "recompute hidden", "recompute exposed")
     waits = ("waits", "unused", "of collectives", "unused of these")
@@ -168,38 +159,61 @@ def stage_table(views: Sequence[Seen]) -> Table:
         "Seconds of one step. Passes include the waits inside them; waits include those for messages between stages. "
         "Communication slows what runs beside it, so a bar is longer than the recomputation would be alone."
     )
-    return _table("stages", "Stages", note, columns, rows)
+    return Table("stages", "Stages", note, columns, rows)
 
 
-FIGURES: tuple[tuple[str, Unit, str, Callable[[Seen], float | None]], ...] = (
-    ("passes", "s", "forwards and backwards of one step", lambda seen: seen.passes_s),
-    ("recompute hidden", "share", "of all seconds of recomputation, those behind waits", lambda seen: seen.hidden_share),
-    ("recompute exposed", "s", "in one step, on the stage that has most", lambda seen: seen.exposed_s),
-    ("collectives unused", "share", "of all seconds of waits for tensor-parallel collectives", lambda seen: seen.unused_share),
-)
+def figures_of(view: View) -> dict[int, RowFigures]:
+    return {row: RowFigures.of(view.timeline.ranks[row]) for row in view.stages}
+
+
+def _shares(view: View | None) -> dict[str, float | None]:
+    """Return the hidden share of recomputations, exposed seconds on the stage with most, and the unused share of collectives."""
+    rows = [] if view is None else figures_of(view).values()
+    hidden_s, exposed_s = sum(row.hidden_s for row in rows), sum(row.exposed_s for row in rows)
+    waits_s, unused_s = sum(row.collectives_s for row in rows), sum(row.collectives_unused_s for row in rows)
+    return {
+        "recompute hidden": hidden_s / (hidden_s + exposed_s) if hidden_s + exposed_s else None,
+        "recompute exposed": max((row.exposed_s for row in rows), default=None),
+        "collectives unused": unused_s / waits_s if waits_s else None,
+    }
+
+
+FIGURES: dict[str, tuple[Unit, str]] = {
+    "recompute hidden": ("share", "of all seconds of recomputation, those during waits"),
+    "recompute exposed": ("s", "in one step, on the stage that has most"),
+    "collectives unused": ("share", "of all seconds of waits for tensor-parallel collectives"),
+}
 
 
 def tiles_of(
-    views: Sequence[Seen], points: Sequence[Point], outcome: RunOutcome | None = None, stated_s: float | None = None
+    views: Sequence[View], points: Sequence[Point], outcome: RunOutcome | None, stated_s: float | None
 ) -> Iterator[Tile]:
     """Yield the tiles. `stated_s`: seconds of passes stated by a plan without a simulation."""
-    predicted = next((seen for seen in views if seen.name == "predicted"), None)
-    measured = next((seen for seen in views if seen.name == "measured"), None)
-    shown = next((point for point in points if point["shown"]), None)
-    if shown is not None and shown["step_s"]:
-        measured_s, note = _last_known(outcome, "step_s"), "the optimizer's update included"
-        yield Tile(label="step", unit="s", predicted=shown["step_s"], measured=measured_s, note=note)
-    for label, unit, note, figure in FIGURES:
-        values = [None if seen is None else figure(seen) for seen in (predicted, measured)]
-        if label == "passes":
-            values[0] = stated_s if values[0] is None else values[0]
-            values[1] = _last_known(outcome, "passes_s") if values[1] is None else values[1]
-        if values != [None, None]:
-            yield Tile(label=label, unit=unit, predicted=values[0], measured=values[1], note=note)
-    if shown is not None and shown["memory_bytes"]:
-        measured_bytes = max([stage["measured_bytes"] or 0 for stage in shown["stages"]], default=0) or None
-        note = "everything on the device that holds most, at its peak"
-        yield Tile(label="fullest device", unit="bytes", predicted=shown["memory_bytes"], measured=measured_bytes, note=note)
+    seen = {view.name: view for view in views}
+    predicted, measured = seen.get("predicted"), seen.get("measured")
+    shown = next((point for point in points if point.shown), None)
+    if shown is not None and shown.step_s:
+        yield Tile("step", "s", shown.step_s, _last_known(outcome, "step_s"), "the optimizer's update included")
+    predicted_s = stated_s if predicted is None else predicted.passes_s
+    measured_s = _last_known(outcome, "passes_s") if measured is None else measured.passes_s
+    tiles = [Tile("passes", "s", predicted_s, measured_s, "forwards and backwards of one step")]
+    of_predicted, of_measured = _shares(predicted), _shares(measured)
+    tiles += [Tile(label, unit, of_predicted[label], of_measured[label], note) for label, (unit, note) in FIGURES.items()]
+    yield from (tile for tile in tiles if (tile.predicted, tile.measured) != (None, None))
+    if shown is not None and shown.memory_bytes:
+        measured_bytes = max(allocated_bytes(outcome).values(), default=None)
+        yield Tile("fullest device", "bytes", shown.memory_bytes, measured_bytes, "everything on the device that holds most")
+
+
+def points_table(points: Sequence[Point]) -> Table:
+    columns: dict[str, Unit] = {"setting": "text", "budget": "bytes", "step": "s", "fullest device": "bytes"}
+    columns |= {"recompute hidden": "s", "recompute exposed": "s", "to the host": "bytes", "recomputed": "text"}
+    note = "Recomputations of the stage with most; activations of a micro-batch that go to the host."
+    rows: list[list[Cell]] = [
+        [at.label, at.budget_bytes, at.step_s, at.memory_bytes, at.hidden_s, at.exposed_s, at.offloaded_bytes, at.recomputed]
+        for at in points
+    ]
+    return Table("plans", "Plans and stock settings", note, columns, rows)
 
 
 def check_outcome(outcome: RunOutcome, plan: Plan, where: str) -> None:
@@ -221,11 +235,11 @@ def outcome_table(outcome: RunOutcome) -> Table:
         for at in outcome.reports
         for row in at.stages
     ]
-    return _table("outcome", "How the run came out", note, columns, rows)
+    return Table("outcome", "How the run came out", note, columns, rows)
 
 
-def allocated_bytes(outcome: RunOutcome) -> dict[int, int]:
-    rows = outcome.reports[-1].stages
+def allocated_bytes(outcome: RunOutcome | None) -> dict[int, int]:
+    rows = () if outcome is None else outcome.reports[-1].stages
     return {row.stage: row.measured.allocated_bytes for row in rows if row.measured.allocated_bytes is not None}
 
 
@@ -236,8 +250,3 @@ def _last_known(outcome: RunOutcome | None, figure: Literal["passes_s", "step_s"
         if seconds:
             return float(max(seconds))
     return None
-
-
-def _table(name: str, title: str, note: str, columns: dict[str, Unit], rows: list[list[Cell]]) -> Table:
-    shown = [Column(label=label, unit=unit) for label, unit in columns.items()]
-    return Table(id=name, title=title, note=note, columns=shown, rows=rows)

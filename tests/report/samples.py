@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from html import unescape
 from pathlib import Path
+from typing import Any
 
 from megatron_lynx.measure.measurement import save_measurement
 from megatron_lynx.plan import save_plan
@@ -42,3 +45,35 @@ def run_folder(folder: Path) -> Path:
     save_measurement(measurement(), folder / "measurement.json")
     write_trace(as_if_run(), folder / "trace.json")
     return folder
+
+
+CELL = r'<data value="(.*?)">.*?</data>'
+
+
+def cell_of(text: str) -> Any:
+    """The exact value of a figure of the page, or its text; None where there is none."""
+    if (figure := re.fullmatch(CELL, text)) is not None:
+        return float(figure[1]) if "." in figure[1] or "e" in figure[1] else int(figure[1])
+    return None if text == "&ndash;" else unescape(text)
+
+
+def table_in(page: str, name: str) -> list[list[Any]]:
+    """The rows of a table of the page."""
+    body = re.search(rf'id="{name}">.*?<tbody>(.*?)</tbody>', page)
+    assert body is not None, f"no table {name}"
+    return [[cell_of(cell) for cell in re.findall(r"<td.*?>(.*?)</td>", row)] for row in re.findall(r"<tr>(.*?)</tr>", body[1])]
+
+
+def tiles_in(page: str) -> dict[str, tuple[float | None, float | None]]:
+    """Predicted and measured figures at the top of the page."""
+    found = {}
+    for label, shown, said in re.findall(r'<div class="tile" .*?>([^<]*)<b>(.*?)</b>(.*?)</div>', page):
+        beside = re.search(CELL, said)
+        value = cell_of(shown)
+        found[label] = (value, None) if said == "predicted" else (cell_of(beside[0]) if beside else None, value)
+    return found
+
+
+def rows_in(page: str) -> list[list[str]]:
+    """The labels of the rows of each picture of a step."""
+    return [re.findall(r'<text class="row" .*?>(.*?)</text>', svg) for svg in re.findall(r'<svg class="step".*?</svg>', page)]

@@ -17,8 +17,10 @@ from megatron_lynx.measure.run_outcome import (
 )
 from megatron_lynx.plan import Plan, save_plan
 from megatron_lynx.plan.plan import Predicted
-from tests.report.samples import PLAN
-from tests.report.test_cli_report import refused, reported, tiles
+from megatron_lynx.report.contents import devices_of
+from megatron_lynx.report.drawing import Device
+from tests.report.samples import PLAN, table_in, tiles_in
+from tests.report.test_cli_report import refused, reported
 
 PARTS = {
     "always": {"parameters": 500, "optimizer": 300},
@@ -63,18 +65,17 @@ def run_under(plan: Plan, folder: Path) -> Path:
 def test_predicted_and_measured_of_every_stage(tmp_path: Path) -> None:
     save_plan(plan(), tmp_path / "plan.yaml")
     run_under(plan(), tmp_path)
-    island = reported(tmp_path, tmp_path / "plan.yaml", tmp_path / FILE_NAME)
-    table = island["tables"][0]
-    assert (table["id"], [line[:2] for line in table["rows"]]) == (
-        "outcome",
-        [["step 1", 0], ["step 1", 1], ["the end", 0], ["the end", 1]],
-    )
-    assert table["rows"][2] == ["the end", 0, 920, 910, None, 2.0, None, 2.5, 0.5, 0.4, 0.0, None]
-    assert table["rows"][3][2] is None, "nothing was predicted of stage 1"
-    assert tiles(island) == {"step": (2.25, 2.5), "passes": (2.0, 2.25), "fullest device": (920, 910)}
-    stages = island["points"][0]["stages"]
-    assert stages[0]["memory_bytes"] == {"parameters": 500, "optimizer": 300, "activations": 80, "logits": 40}
-    assert (stages[0]["moment"], [stage["measured_bytes"] for stage in stages]) == ("loss", [910, 720])
+    page = reported(tmp_path, tmp_path / "plan.yaml", tmp_path / FILE_NAME)
+    rows = table_in(page, "outcome")
+    assert [line[:2] for line in rows] == [["step 1", 0], ["step 1", 1], ["the end", 0], ["the end", 1]]
+    assert rows[2] == ["the end", 0, 920, 910, None, 2.0, None, 2.5, 0.5, 0.4, 0.0, None]
+    assert rows[3][2] is None, "nothing was predicted of stage 1"
+    assert tiles_in(page) == {"step": (2.25, 2.5), "passes": (2.0, 2.25), "fullest device": (920, 910)}
+    assert list(devices_of(plan(), {0: 910, 1: 720})) == [
+        Device(0, "loss", {"parameters": 500, "optimizer": 300, "activations": 80, "logits": 40}, 910),
+        Device(1, "", {}, 720),
+    ]
+    assert "920 B, loss; measured 910 B" in page
 
 
 @pytest.mark.parametrize("named", ["folder", "file"])

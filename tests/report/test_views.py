@@ -1,31 +1,73 @@
-"""A timeline as the page has it, and what each stage holds, by kind."""
+"""Bars and curves of a step, as they are drawn."""
 
 from __future__ import annotations
 
+import re
 from itertools import accumulate
 
 import pytest
 
 from megatron_lynx.report import views
-from megatron_lynx.report.island import FALLBACK, KINDS, kind_of, with_fallbacks
-from megatron_lynx.report.views import by_kind, memory_of, view
-from megatron_lynx.timeline import MemoryCurve, Span, Timeline, curve_of_parts
+from megatron_lynx.report.drawing import COLUMNS, GUTTER, bars_of, legend, part_of, step_drawn
+from megatron_lynx.report.drawing import SPANS as KINDS
+from megatron_lynx.report.views import View, kind_of, shown_rows
+from megatron_lynx.timeline import MemoryCurve, Span, Timeline
 from tests.report.samples import as_if_run, simulated
 
 HALF = Span("backward", 0.0, 4e-3, 1, "mlp", 7, None, "backward mlp(1)")
 WAIT = Span("window", 1e-3, 3e-3, 1, "mlp", 7, "bwd.mlp.0@1", "bwd.mlp.0@1")
 RECOMPUTE = Span("recompute", 1e-3, 2e-3, 1, "attention", 7, "bwd.mlp.0@1", "recompute attention(1)")
+SPANS = (HALF, WAIT, RECOMPUTE)
 
 
-def test_spans_column_by_column_each_with_what_it_is_about() -> None:
-    made = view("measured", "a step", Timeline({0: (HALF, WAIT, RECOMPUTE), 1: (HALF,)}), {0: 0, 1: 0})
-    kinds = [made["subjects"][place]["kind"] for place in made["rows"][0]["spans"]["subject"]]
-    assert kinds == ["backward", "window", "wait", "hidden"], "a wait is what was waited for, and a hole"
-    assert made["rows"][0]["spans"]["start_ns"] == [0, 1_000_000, 1_000_000, 1_000_000]
-    assert made["rows"][0]["spans"]["length_ns"] == [4_000_000, 2_000_000, 2_000_000, 1_000_000]
-    assert made["rows"][0]["spans"]["micro_batch"] == [0, 0, 0, 0], "the first one that is there is 0"
-    assert made["rows"][1]["spans"]["subject"] == [0], "both ranks ran the same half"
-    assert [row["label"] for row in made["rows"]] == ["stage 0, rank 0", "stage 0, rank 1"]
+def view(*spans: Span, **more: object) -> View:
+    timeline = Timeline({0: spans})
+    return View("predicted", "a step", timeline.seconds, timeline, {0: 0}, **more)  # type: ignore[arg-type]
+
+
+def test_a_wait_is_what_was_waited_for_and_a_gap() -> None:
+    assert [kind for kind, _ in bars_of(SPANS)] == ["backward", "window", "wait", "hidden"]
+
+
+def test_bars_are_where_their_spans_are() -> None:
+    svg = step_drawn(view(*SPANS), single=True)
+    bars = {
+        kind: (float(x), float(width)) for kind, x, width in re.findall(r'k-(\w+)" x="([\d.]+)" y="\d+" width="([\d.]+)', svg)
+    }
+    assert list(bars) == ["backward", "wait", "hidden", "window"], (
+        "what is drawn later lies over the rest; communication is below"
+    )
+    quarter = COLUMNS / 4
+    assert bars["backward"] == (GUTTER, COLUMNS)
+    assert bars["wait"] == bars["window"] == (GUTTER + quarter, 2 * quarter)
+    assert bars["hidden"] == (GUTTER + quarter, quarter)
+    assert "recompute attention(1), bwd.mlp.0@1: 1 ms, micro-batch 7" in svg
+
+
+def test_shares_of_time_add_up_in_every_column() -> None:
+    svg = step_drawn(view(*SPANS), single=False)
+    paths = dict(re.findall(r'<path class="k-(\w+)" d="(.*?)"', svg))
+    assert list(paths) == ["hidden", "wait", "backward", "window"], "the highest first"
+    assert paths["backward"] == "M130 54H130V24.0H442V39.0H443V54.0H1067V39.0H1068V24.0H1380V54Z"
+
+
+def test_of_a_long_step_a_part_is_drawn_too() -> None:
+    assert part_of(view(*SPANS)) is None
+    halves = [Span("forward", number, number + 1.0, number, "mlp", 0) for number in range(100)]
+    part = part_of(view(*halves))
+    assert part == (43.0, 57.0)
+    svg = step_drawn(view(*halves), part, single=True)
+    assert svg.count("<rect") == 14
+
+
+def test_memory_has_the_peak_of_every_column() -> None:
+    curve = MemoryCurve((0.0, 1e-3, 1e-3, 3e-3), (0, 1000, 10, 0))
+    svg = step_drawn(view(*SPANS, memory={0: curve}), single=False)
+    (path,) = re.findall(r'class="k-kept" d="(.*?)"', svg)
+    (top, *_) = re.findall(r"V([\d.]+)", path)
+    bottom = float(path.removeprefix("M130 ").partition("H")[0])
+    assert bottom - float(top) == 34, "though it lasts no time"
+    assert "1000 B" in svg
 
 
 @pytest.mark.parametrize(
@@ -44,29 +86,12 @@ def test_kinds_of_bars(kind: str, window: str | None, drawn: str) -> None:
     assert kind_of(Span(kind, 0.0, 1.0, window=window)) == drawn  # type: ignore[arg-type]
 
 
-def test_a_kind_that_nobody_knows_is_drawn_too() -> None:
-    *_, unknown = with_fallbacks(KINDS, {"forward", "checkpoint_write"})
-    assert (unknown["name"], unknown["label"]) == ("checkpoint_write", "checkpoint write")
-    assert (unknown["light"], unknown["dark"]) == FALLBACK
-    assert len({kind["light"] for kind in KINDS} | {kind["dark"] for kind in KINDS}) == 2 * len(KINDS)
-
-
-def test_memory_in_its_kinds_adds_up_to_the_curve() -> None:
-    simulation = simulated()
-    for stage in (0, 1):
-        memory, curve = memory_of(simulation, stage), simulation.memory(stage)
-        totals = [sum(at) for at in zip(*memory["kinds"].values(), strict=True)]
-        assert max(totals) == curve.peak_bytes
-        assert totals[-1] == 0
-        assert max(memory["kinds"]["regenerated"]) == simulation.regenerated(stage).peak_bytes > 0
-        assert min(min(held) for held in memory["kinds"].values()) >= 0
-        assert memory["time_ns"] == sorted(memory["time_ns"])
-
-
-def test_a_peak_of_no_duration_is_kept() -> None:
-    curve = curve_of_parts([(0.0, ((1.0, 5), (2.0, 7), (2.0, -9)))])
-    assert by_kind(curve) == {"time_ns": [0, 10**9, 2 * 10**9, 2 * 10**9], "kinds": {"kept": [0, 5, 12, 3]}}
-    assert by_kind(MemoryCurve((0.0,), (0,))) == {"time_ns": [0], "kinds": {"kept": [0]}}
+def test_a_kind_of_a_later_release_is_drawn_too() -> None:
+    unknown = Span("checkpoint_write", 0.0, 1.0)  # type: ignore[arg-type]
+    assert 'class="k-other"' in step_drawn(view(unknown), single=True)
+    assert "checkpoint write" in legend(KINDS, {"forward", "checkpoint_write"})
+    colours = [colour for _, *pair in KINDS.values() for colour in pair]
+    assert len(colours) == len(set(colours))
 
 
 def test_regenerated_bytes_come_and_go() -> None:
@@ -77,10 +102,10 @@ def test_regenerated_bytes_come_and_go() -> None:
         assert min(accumulate(changes)) >= 0
 
 
-def test_of_too_many_spans_one_rank_of_each_stage_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_too_many_ranks_one_rank_of_each_stage_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     timeline = as_if_run()
     late = Timeline(timeline.ranks | {3: (*timeline.ranks[3], Span("update", 90.0, 91.0))})
     stages = {rank: rank // 2 for rank in range(4)}
-    assert [row["number"] for row in view("measured", "", late, stages)["rows"]] == [0, 1, 2, 3]
-    monkeypatch.setattr(views, "MOST_SPANS", 10)
-    assert [row["number"] for row in view("measured", "", late, stages)["rows"]] == [0, 3], "the one that ends last"
+    assert shown_rows(late, stages) == stages
+    monkeypatch.setattr(views, "MOST_ROWS", 3)
+    assert shown_rows(late, stages) == {0: 0, 3: 1}, "the one that ends last"

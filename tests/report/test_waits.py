@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from megatron_lynx.report.tables import RowFigures, Seen, WaitUse, exposed_table, stage_table, use_table, waits_of
-from megatron_lynx.report.views import trimmed
-from megatron_lynx.timeline import Span, Timeline
+from dataclasses import replace
+
+from megatron_lynx.report.tables import RowFigures, WaitUse, exposed_table, stage_table, tiles_of, use_table, waits_of
+from megatron_lynx.report.views import View, trimmed
+from megatron_lynx.timeline import MemoryCurve, Span, Timeline
 from tests.report.samples import simulated
 
 SPANS = (
@@ -19,7 +21,7 @@ SPANS = (
     Span("recompute", 22.0, 23.0, 4, "mlp", 1, "pipe.recv_backward"),
     Span("copy_wait", 24.0, 24.5),
 )
-TIMELINE = Timeline({0: SPANS})
+VIEW = View("predicted", "a step", 24.5, Timeline({0: SPANS}), {0: 0}, {0: "1-4"}, {0: MemoryCurve((0.0,), (1024,))})
 
 
 def test_what_ran_in_which_wait() -> None:
@@ -27,23 +29,22 @@ def test_what_ran_in_which_wait() -> None:
         "bwd.mlp.0": WaitUse(2, 5.0, 1.5, {"recompute attention", "weight gradient mlp"}),
         "pipe.recv_backward": WaitUse(1, 4.0, 1.0, {"recompute mlp"}),
     }
-    table = use_table("predicted", TIMELINE, {0: "stage 0"})
-    assert table["rows"][0] == ["stage 0", "bwd.mlp.0", 2, 5.0, 2.5, 1.5, 3.5, 0.3, "recompute attention, weight gradient mlp"]
+    table = use_table(VIEW)
+    assert table.rows[0] == ["stage 0", "bwd.mlp.0", 2, 5.0, 2.5, 1.5, 3.5, 0.3, "recompute attention, weight gradient mlp"]
 
 
 def test_what_no_wait_hid() -> None:
-    table = exposed_table("measured", TIMELINE, {0: "stage 0, rank 0"})
-    assert table["rows"] == [
+    assert exposed_table(replace(VIEW, name="measured")).rows == [
         ["stage 0, rank 0", "copy from the host", "", 1, 0.5, 0.5],
         ["stage 0, rank 0", "recompute", "attention", 1, 0.75, 0.75],
     ]
 
 
 def test_where_a_step_went() -> None:
-    seen = Seen("predicted", 24.5, TIMELINE, {0: "stage 0"}, {0: "1-4"}, {0: 1024})
     assert RowFigures.of(SPANS) == RowFigures(0.0, 18.0, 2.0, 0.75, 9.0, 6.5, 5.0, 3.5)
-    assert stage_table([seen])["rows"] == [["stage 0", "predicted", "1-4", 0.0, 18.0, 2.0, 0.75, 9.0, 6.5, 5.0, 3.5, 1024]]
-    assert (seen.hidden_share, seen.unused_share, seen.exposed_s) == (2.0 / 2.75, 0.7, 0.75)
+    assert stage_table([VIEW]).rows == [["stage 0", "predicted", "1-4", 0.0, 18.0, 2.0, 0.75, 9.0, 6.5, 5.0, 3.5, 1024]]
+    tiles = {tile.label: tile.predicted for tile in tiles_of([VIEW], [], None, None)}
+    assert tiles == {"passes": 24.5, "recompute hidden": 2.0 / 2.75, "recompute exposed": 0.75, "collectives unused": 0.7}
 
 
 def test_spans_say_what_the_simulation_says() -> None:
