@@ -128,7 +128,7 @@ _Loader.add_constructor(None, yaml.SafeLoader.construct_undefined)  # type: igno
 
 
 def read_yaml(path: str | os.PathLike[str], needed: str = "") -> dict[str, Any]:
-    """The mapping in a YAML file, keys as text. `needed`: what the file has to be, for errors.
+    """The mapping in a YAML file, keys as text. `needed`: the kind of file, for errors.
 
     Raises `ConfigError` with every problem and its line: a file that cannot be read, is empty, ends early or has something else
     than one mapping, a key given twice, a number with a leading zero.

@@ -2,11 +2,6 @@
 
 A window is a stretch in which the compute stream would wait for communication.
 
-    layer l+1   ...                 forward runs down, backward runs up, attention before MLP in each layer
-    layer l     attention | mlp
-                     │        └ fwd.mlp.0       the collectives of a half, numbered in the order of issue
-                     └ fwd.attention.0
-
     text                   names
     bwd.mlp.0              the first collective that the backward of the *same* layer's MLP half waits for
     bwd.attention.0+1      the first one of the attention half of the layer above (layer l+1)
@@ -17,9 +12,8 @@ A window is a stretch in which the compute stream would wait for communication.
     on_demand              no window: recomputed, exposed, when backward needs the first tensor
     bwd.mlp.0-1            for weight gradients only: the layer below, whose backward is later
 
-The section of a half says how many collectives it has in each pass (`kinds.dense`). A half whose input is gathered once for
-recomputation has no backward window 1. A name is relative to the layer of the recomputed half, so that equal layers have equal
-entries in a plan.
+The collectives of a half are numbered in the order of issue. A half whose input is gathered once for recomputation has no
+backward window 1. A name is relative to the layer of the recomputed half, so that equal layers have equal entries in a plan.
 
 A recomputation may be cut into stretches, each in one window:
 
@@ -27,8 +21,7 @@ A recomputation may be cut into stretches, each in one window:
     bwd.mlp.0 until rotary then bwd.mlp.2                  the part before the code `rotary` in the first one, then the rest
     bwd.mlp.0 until rotary then on_demand                  the rest when backward needs it
 
-It stops between two items after sites only (`Section.stops`), so that no code runs twice. A part that outlasts its window is
-finished in it, and a missed part runs in the next window, or on demand: slow, never wrong.
+It stops between two items after sites only (`Section.stops`), so that no code runs twice.
 """
 
 from __future__ import annotations
@@ -45,7 +38,6 @@ BACKWARD_PHASES: tuple[BackwardPhase, BackwardPhase] = ("steady", "cooldown")
 """A backward is steady if it follows a forward; in cool-down it follows a backward."""
 
 FrameKey = tuple[int, Half]
-"""(layer, half): one frame of a micro-batch."""
 
 ON_DEMAND: Literal["on_demand"] = "on_demand"
 RECV_BACKWARD: Literal["pipe.recv_backward"] = "pipe.recv_backward"
@@ -130,7 +122,6 @@ class Stretch(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def stretches_in(text: str) -> tuple[Stretch, ...]:
-    """The stretches of a text, in order. The last one has no end."""
     parts = (part.partition(UNTIL) for part in text.split(THEN))
     return tuple(Stretch(window, until or None) for window, _, until in parts)
 

@@ -25,7 +25,6 @@ from megatron_lynx.kinds.section import Half, Section
 
 
 def half_before(half: Half) -> tuple[Half, int]:
-    """The half whose backward precedes that of `half`, and the number of layers that it is above."""
     return ("mlp", 0) if half == "attention" else ("attention", 1)
 
 

@@ -46,7 +46,6 @@ class StackLayer(NamedTuple):
 
 
 def unknown_in(pattern: str) -> str:
-    """The unknown symbols of a pattern, each once."""
     return "".join(dict.fromkeys(symbol for symbol in pattern if symbol not in KNOWN + BAR + SLASH))
 
 
@@ -65,7 +64,6 @@ def segments_of(pattern: str, stages: int) -> list[str]:
 
 
 def layers_of(segment: str) -> list[StackLayer]:
-    """The layers of a plan in one segment of known symbols."""
     return [StackLayer(*match.groups()) for match in LAYER.finditer(segment) if match[0]]
 
 

@@ -3,12 +3,9 @@
     one buffer    [ last layer's parameters ... | ... | ... embedding ]    in the order in which backward makes gradients
     one bucket    whole parameters, padded to a multiple that the data-parallel ranks share evenly
 
-Only the buffer of the first stage's first chunk is cut into several buckets, and only if reductions overlap passes. The
-distributed optimizer pads each bucket to a multiple of its ranks and of 128 numbers (65536 with
-`--ddp-pad-buckets-for-high-nccl-busbw`). Padding is part of the parameter and gradient buffers.
-
-Source: megatron-core 0.16.1 (`DistributedDataParallel`, `_ParamAndGradBuffer`) and Megatron-LM's `get_model`. The alignment of
-each parameter to 64 numbers is not counted.
+Only the buffer of the first stage's first chunk is cut, and only if reductions overlap passes. Padding is part of the parameter
+and gradient buffers. Source: megatron-core 0.16.1 (`DistributedDataParallel`, `_ParamAndGradBuffer`) and Megatron-LM's
+`get_model`. The alignment of each parameter to 64 numbers is not counted.
 """
 
 from __future__ import annotations
@@ -22,7 +19,6 @@ from megatron_lynx.kinds.experts.planning import expert_sharers
 BUCKET_PARAMETERS, BUCKET_PARAMETERS_EACH = 40_000_000, 1_000_000
 """Default bucket size: the larger of a constant and a number per sharing rank (`DistributedDataParallel`)."""
 ALIGNED, ALIGNED_FOR_BANDWIDTH = 128, 2**16
-"""A bucket's size is a multiple of this."""
 
 
 def bucket_parameters(job: Job, stage: int, parameters: Parameters, sharers: int) -> int:

@@ -1,24 +1,12 @@
 """Memory available to the layers of a stage: the device's budget less everything else on the device at that moment.
 
-    device budget  -  states, buffers, messages, backward transients          =  layers, while they run backward
-                   -  states, ..., the head's inputs, copies of the logits    =  layers, while the loss is computed
-                   -  states, copies made by the update                       =  no layers; without flushes all micro-batches
-                                                                                 in flight but one
-                   `cost.stage_memory` has the parts, `cost.moments` the moments
-
 budget.activation_mib   bounds the layers alone
 budget.memory_gib       bounds the device; default: its memory less the cluster's reserve and less what others have
 neither, on a GPU       the device's memory; the planner makes the fastest plan that fits
 neither, on the testbed no bound, since other processes share the memory; the planner makes the plan with the least memory
 
-A solver gets the first bound, and the difference to the second (`loss_bytes`).
-
-If an inference engine shares the device, training keeps less between two steps:
-
-    training   parameters, gradients, optimizer, activations  | context, libraries, NCCL, allocator | reserved for others
-    between    the first three, less the parts moved to host  | context, libraries, NCCL            | free for others
-
-The allocator's slack is not counted then: a framework that offloads weights also empties PyTorch's cache.
+If an inference engine shares the device, training keeps less between two steps: states less the parts moved to the host, without
+the allocator's slack, because a framework that offloads weights also empties PyTorch's cache.
 """
 
 from __future__ import annotations
@@ -62,7 +50,6 @@ def loss_bytes(job: Job, stage: int) -> int:
 
 
 def if_it_runs(held_bytes: int) -> str:
-    """Return the advice for a launch that is predicted not to fit but runs."""
     return f"If it runs, it holds less than counted, or has more: state that by --memory-gib {ceil(held_bytes / GIB)}."
 
 
@@ -95,15 +82,12 @@ OF_LEAVING = {
     "gradients": ("gradients", "second_gradients"),
     "optimizer": ("optimizer",),
 }
-"""The kinds of bytes that leave with each part of training."""
 STATES = (*(kind for kinds in OF_LEAVING.values() for kind in kinds), "buffers", "rest")
-"""The kinds that remain between two steps."""
 
 
 @dataclass(frozen=True)
 class BetweenSteps:
     stays: Mapping[str, int]
-    """Bytes that training keeps, by kind."""
     left_bytes: int
     """Bytes free for others; below 0 if training keeps more than the device has."""
     leaves: Sequence[str]

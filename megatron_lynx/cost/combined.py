@@ -1,7 +1,6 @@
 """Time of a forward overlapped with a backward in Megatron's combined schedule (`--overlap-moe-expert-parallel-comm`).
 
-A layer has four nodes in a forward and four in a backward. Exchanges run on a stream of their own. Layers of one micro-batch's
-forward are paired with those of another's backward, and issued in this order (`TransformerLayerSchedulePlan`):
+A layer has four nodes in a forward and four in a backward, issued in this order:
 
     exchanges   combine B │ dispatch F   dispatch B │ combine F             F: attention, norm, router, shared experts = before
     computing   before F  │ experts B   [weights]   experts F │ before B [weights]
@@ -59,7 +58,6 @@ class Nodes(NamedTuple):
 
 
 LayerSeconds = tuple[HalfSeconds, ...]
-"""One entry per half, in forward order."""
 
 
 def keeping_all(profile: Profile, kind: LayerKind) -> LayerSeconds:
@@ -153,7 +151,6 @@ def _pairs_s(pairs: tuple[Pair, ...], beside: Beside, delayed: bool) -> float:
 
 
 def _without(runs: Sequence[tuple[Pair, ...]], at: int, count: int) -> tuple[Pair, ...]:
-    """Drop `count` pairs of one run."""
     return tuple(pair for number, run in enumerate(runs) for pair in (run[count:] if number == at else run))
 
 
@@ -180,7 +177,6 @@ def _issued(f: Nodes | None, b: Nodes | None, delayed: bool) -> Iterator[Task]:
 
 
 def _walked_s(tasks: Sequence[Task], beside: Beside) -> float:
-    """Return the makespan of the two streams."""
     queues = [[at for at, task in enumerate(tasks) if task.stream == stream] for stream in (COMPUTING, EXCHANGING)]
     before, last = [], dict[int, int]()
     for at, task in enumerate(tasks):  # a node waits for its predecessor in its micro-batch and in its stream

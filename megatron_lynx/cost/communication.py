@@ -1,10 +1,5 @@
 """Exposed time of each collective of a layer half (its windows), and the userbuffers of `--tp-comm-overlap`.
 
-    section.collectives(pass)   [ all-gather of the input, overlapped with dgrad ,  reduce-scatter of its gradient, with wgrad ,
-    ... ]
-                                        │ bytes / link rate  -  the part hidden by the overlapped GEMM
-    window_lengths_s                [ exposed seconds ,                             exposed seconds , ... ]         by ordinal
-
 In FP8 inputs are gathered as bytes, after their cast. Block-scaled gradients are gathered by rows and by columns: as many bytes
 as in bf16.
 
@@ -54,7 +49,7 @@ def window_lengths_s(
 
 
 def windows_of(profile: Profile, section: Section, passing: Pass) -> tuple[Collective | Exchange, ...]:
-    """Return the collectives and exchanges of a section in one pass, in order; empty if one rank has all."""
+    """Return the collectives and exchanges of a section in one pass; empty if one rank has all."""
     if section.exchanges:
         return section.exchanges_of[passing] if profile.shape.expert > 1 else ()
     return section.collectives(passing, profile.shape.sequence_parallel) if profile.shape.tensor > 1 else ()
@@ -129,11 +124,8 @@ def kept_gathers_bytes(profile: Profile, section: Section, recompute: Collection
 
 
 def embedding_of(profile: Profile, message_bytes: int) -> BlockProfile:
-    """Return the embedding with its collectives.
-
-    The partial lookups are summed over tensor-parallel ranks: all-reduced, or with sequence parallelism reduce-scattered and the
-    gradient gathered. (Learned positions use an all-reduce; this is ignored.)
-    """
+    """Return the embedding with its collectives: partial lookups are all-reduced, or with sequence parallelism
+    reduce-scattered and the gradient gathered. (Learned positions use an all-reduce; this is ignored.)"""
     if not profile.shape.sequence_parallel:
         return _longer(profile.embedding, profile.link_s("all_reduce", message_bytes), 0.0)
     forward_s, backward_s = (profile.link_s(kind, message_bytes) for kind in SCATTER_AND_GATHER)

@@ -1,14 +1,12 @@
 """Memory and seconds of the model's ends: the embedding on the first stage, the head and the loss on the last.
 
-    bytes per logit, in fp32 + in the model's type (bf16)
+    bytes per logit, in fp32 + in the model's type (bf16); an fp32 model has no copy: 4 throughout
 
     output projection   2                    its output
     loss                2 + 4                `vocab_parallel_cross_entropy` makes an fp32 copy and works in place on it
     after forward           4                the copy is now the softmax, which is saved
     loss backward           4 + 2            the gradient, computed in place, is cast to the model's type
     projection backward         2            and its own gradients
-
-An fp32 model has no copy: 4 bytes throughout.
 
 Fused losses, at most    native   4 + 4 + 2    in backward the compiler copies the softmax to change it in place; in fp32 the
                                                gradient is 2 first, then 4. Eager, as on CPU ranks, 4 + 2 from 16 bits
@@ -18,16 +16,12 @@ Fused losses, at most    native   4 + 4 + 2    in backward the compiler copies t
 With the head in pieces (`apply.hooks.head_in_pieces`) the logits are one piece's. Backward adds the gradient of all rows, the
 sum of the weight's gradient and, with sequence parallelism, the gathered rows.
 
-Counted with the real loss, compiled and eager (`tests/cost/test_moments.py`); `te` from `cross_entropy_forward`.
-
 Multi-token prediction (MTP) adds layers on the last stage, each with a loss, never recomputed by a plan:
 
     tokens shifted by one ──> embedding ─> norm ─┐
                                                  ├─> projection (2h to h) ─> a layer like the last one ─> norm ─> head and loss
     output of the previous layer ─────────> norm ┘
 
-    seconds      layer, embedding and head from the profile, three norms, and the projection, scaled by FLOPs from the attention's
-                 row-parallel linear, with exposed collectives
     saved        by the layer, and six blocks as large as its input: embedding output, both normed ones concatenated, outputs of
                  layer and norm; and a copy of the earlier outputs, since Megatron concatenates all for the head
     parameters   layer, projection, three norms; with pipelining a copy of the embeddings and the head, even if tied
@@ -65,7 +59,6 @@ def logits_at_loss_bytes(shape: LayerShape, pieces: int = 1) -> int:
 
 
 def _loss_bytes(shape: LayerShape) -> int:
-    """Return the bytes per logit (table above)."""
     element, kind = shape.model.element_bytes, shape.model.cross_entropy
     halved = element < FP32_BYTES
     if kind == "te":
@@ -90,22 +83,15 @@ def logits_gradient_bytes(shape: LayerShape, pieces: int = 1) -> int:
 
 
 def loss_in_hand_bytes(shape: LayerShape, pieces: int, *, in_place: bool) -> int:
-    """Return the bytes live with a piece's logits from the second piece of a backward on.
-
-    The gradient of all rows, the gathered rows, and the weight-gradient sum unless it accumulates in Megatron's buffer
-    (`in_place`).
-    """
+    """Return the bytes live with a piece's logits from the second piece of a backward on. `in_place`: the weight's gradient is
+    added to Megatron's buffer."""
     if pieces == 1:
         return 0
     return (2 if shape.parallel.sequence_parallel else 1) * shape.gathered_bytes + (0 if in_place else FP32_BYTES * _words(shape))
 
 
 def head_in_hand_bytes(shape: LayerShape, tied: bool, pieces: int = 1, *, in_place: bool = True) -> int:
-    """Return the transients of the output projection's backward.
-
-    Its input's gradient, with sequence parallelism on all rows and on its own, and its weight's, which is added to Megatron's
-    buffer after the logits' gradient is freed. `tied`: it waits for the embedding's.
-    """
+    """Return the transients of the output projection's backward. `tied`: its weight's gradient waits for the embedding's."""
     if pieces > 1:
         return _pieces_in_hand_bytes(shape, tied, pieces, in_place=in_place)
     scattered = shape.input_bytes if shape.parallel.sequence_parallel else 0
@@ -134,11 +120,9 @@ def _logits(shape: LayerShape) -> int:
 
 
 NORMS = 3
-"""Norms of an MTP layer: of the embedding, its input, and its output."""
 
 
 def projection_weights(model: Model) -> int:
-    """Return the weights of one projection over all tensor-parallel ranks."""
     return 2 * model.hidden**2
 
 
@@ -170,7 +154,6 @@ def last_end_of(profile: Profile, message_bytes: int, pieces: int = 1) -> BlockP
 
 
 def _predicting_s(profile: Profile, message_bytes: int) -> tuple[float, float]:
-    """Return forward and backward seconds of one MTP layer without its head."""
     sections = attention, _ = profile.shape.sections
     halves, embedding = [profile.of(section) for section in sections], embedding_of(profile, message_bytes)
     norm, projection_s = halves[0].items[attention.norm], _projection_s(profile, attention, message_bytes)

@@ -2,7 +2,7 @@
 
 A pass takes at least its host time; a *host-bound* stage waits for Python. Unknown host time counts as 0: the model's ends,
 collectives, and profiles without host time. A captured half is one call, counted as 0. A half that replaces the usual one, such
-as a gated delta net, takes at least its time: it issues as many linears, and more kernels.
+as a gated delta net, takes at least its time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from megatron_lynx.units import format_seconds
 NO_HOST_TIME = Passes()
 
 BY_POLICY: dict[Policy, Setting] = {"none": "none", "selective": "none", "balanced": "partly", "full": "full"}
-"""Setting of each policy. `selective` also issues the core attention again, which is not measured."""
 RUN_AGAIN: tuple[Setting, ...] = ("full", "recomputed", "gathered")
 """Settings whose backward issues the whole forward again. A half with experts takes an MLP's difference to stock none: in its
 own proportion under these, as much under others."""
@@ -33,7 +32,6 @@ own proportion under these, as much under others."""
 class HostLoad:
     stage: int
     host_s: float
-    """To issue its passes."""
     device_s: float
     """To run them without waiting for the host."""
 
@@ -81,7 +79,6 @@ def setting_of(section: Section, recompute: Collection[str], *, gathered: bool) 
 
 
 def issued(device: Passes, job: Job, profile: Profile, stage: int) -> Passes:
-    """Return a stage's passes under the job's policy: the longer of device and host time."""
     return device.at_least(policy_host_s(job, profile, stage))
 
 
@@ -118,7 +115,6 @@ class HostReport:
     """CPU on which it was measured; None if unknown."""
     layers: Implementation | None = None
     words: str = ""
-    """Both, for people, with the implementation that they stand for."""
     bound: Sequence[HostLoad] = ()
 
     @classmethod
@@ -134,7 +130,6 @@ class HostReport:
 
     @property
     def lines(self) -> list[str]:
-        """Lines for a terminal: a single line, or one per host-bound stage and advice."""
         if self.cpu is None:
             return ["host time: not known (megatron-lynx profile and doctor measure it); no pass is taken to wait for Python"]
         if not self.bound:

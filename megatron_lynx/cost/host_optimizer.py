@@ -49,10 +49,8 @@ class HostUpdate:
     """One rank's update on the host, while the node's other ranks run theirs."""
 
     out_s: float
-    """Gradients to the host."""
     step_s: float
     back_s: float
-    """Parameters to the device."""
     overlapped: bool
 
     @property
@@ -65,9 +63,8 @@ class HostUpdate:
 class OnHost:
     share: float
     rank_bytes: int
-    """Host memory of the rank that needs most."""
     seconds: HostUpdate | None
-    """None without the cluster's rates."""
+    """Unknown without the cluster's rates."""
 
     @classmethod
     def of(cls, job: Job, adam: HostAdam | None, *, priced: bool) -> OnHost | None:

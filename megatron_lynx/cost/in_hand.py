@@ -4,11 +4,8 @@
     the residual ──>  (sequence parallelism) ──>  GEMM's input  ──>  inputs of  ──>  ...      ──>  norm's input ──> + residual
         A             G                           F, Q               that: 2F, QKV   G, A          A
 
-    MLP          dropout, linear_fc2, activation, linear_fc1, norm
-    attention    dropout, linear_proj, core attention, rotary, linear_qkv, norm
-
-Each operator allocates its inputs' gradients while its output's gradient and its saved tensors are live, then frees both. The
-walk below does this operator by operator (`kinds.saved` lists them) and returns the highest balance.
+Each operator allocates its inputs' gradients while its output's gradient and its saved tensors are live, then frees both
+(`kinds.saved` lists the operators).
 """
 
 from __future__ import annotations
@@ -46,10 +43,7 @@ def half_in_hand_bytes(shape: LayerShape) -> int:
 
 @lru_cache(maxsize=1024)
 def fullest_half_bytes(shape: LayerShape) -> int:
-    """Return a lower bound on what any layer holds besides its input while its fullest half runs backward.
-
-    All that the half saves, less its saving in transients against `half_in_hand_bytes`. Halves of experts are left out.
-    """
+    """Return a lower bound on what any layer holds besides its input while its fullest half, of experts none, runs backward."""
     peak_bytes, halves = half_in_hand_bytes(shape), shape.model.halves.values()
     asked = [section for section in halves if section.half != MLP.half or shape.model.experts is None]
     saved = ((section, sum(_freed(shape, section).values())) for section in asked)
@@ -73,7 +67,6 @@ def less_in_hand_bytes(job: Job) -> Mapping[Half, int]:
 
 
 def walked(model: Model) -> Iterator[Section]:
-    """Yield all sections but experts."""
     return (section for section in model.every_section if not section.exchanges)
 
 
@@ -87,11 +80,8 @@ def kept_blocks_bytes(shape: LayerShape) -> int:
 
 
 def global_buffer_bytes(shape: LayerShape) -> int:
-    """Return the size of Megatron's global memory buffer, which is never freed.
-
-    Local layers gather their inputs into it, and dispatchers all tokens. Unfused attention passes a block of it to its first GEMM
-    as an unread summand.
-    """
+    """Return the size of Megatron's global memory buffer, which is never freed: gathered inputs of local layers, all tokens of
+    dispatchers, and an unread summand of unfused attention's first GEMM."""
     tokens = 0
     if shape.model.moe_dispatcher == "allgather":
         tokens = gathered_tokens(shape) * shape.model.routed_hidden * shape.model.element_bytes
@@ -115,7 +105,7 @@ def transient_bytes(shape: LayerShape, *sections: Section) -> int:
 
 
 def _freed(shape: LayerShape, section: Section) -> dict[str, int]:
-    """Return the bytes freed after each item's backward: a tensor is freed by its last reader, the first one in forward order."""
+    """Return the bytes freed after each item's backward: a tensor is freed by its first reader in forward order."""
     freed = dict.fromkeys(section.names, 0)
     for tensor in planning_of(section).tensors(shape):
         if tensor.saved_by:

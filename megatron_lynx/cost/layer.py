@@ -21,7 +21,6 @@ from megatron_lynx.profiler.shape import LayerShape
 
 BALANCED = (ATTENTION.norm, MLP.norm, ACTIVATION)
 CORE_ALONE = (CORE_ATTENTION, CORE_ATTENTION)
-"""Tensors made by the core attention and saved by it alone."""
 
 
 def recomputed_items(policy: Policy) -> tuple[str, ...]:

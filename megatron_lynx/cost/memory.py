@@ -1,11 +1,5 @@
 """Peak memory of one stage's layers.
 
-    one micro-batch, layers 1 and 2, backward order:     mlp(2)   attention(2)   mlp(1)   attention(1)
-    [A] backward of a half begins: it is whole, later ones are resident
-           whole  +  resident       +  resident  +  resident
-    [B] in its last window the next half is recomputed, and of itself only its inputs are still needed
-           tail   +  whole          +  resident  +  resident
-
 Peaks come from one table: a row per moment of the backward, a column per half, its live bytes in the cells. Every half has the
 same eight columns, shifted by its position:
 
@@ -17,20 +11,15 @@ same eight columns, shifted by its position:
     of attention(2) held       -2   -1        [A] [B]                over
     of mlp(1)      held        -4   -3        -2  -1                 [A] [B]
 
+    [A] backward of a half begins      [B] its last window: of itself only its inputs are still needed
+
 Recomputation may use windows of the two preceding halves (`ahead`: bytes live at their four moments); from other windows it is
 live at [A]. The other micro-batches in flight hold their resident parts throughout.
 
-The transients of the largest half are counted besides the layers; a half with smaller ones subtracts the difference.
-
-Resident are a half's input, the tensors saved by kept items, and the outputs of kept sites that recomputation passes. Large
-blocks among these can be offloaded (`smallest_offloaded_bytes`).
+Resident are a half's input, the tensors saved by kept items, and the outputs of kept sites that recomputation passes.
 
 A checkpointed layer keeps one input. Its MLP half gets its input from the attention half, which is recomputed when the MLP half's
-backward begins, so that the whole layer is live at once:
-
-    layer 1              mlp(1) [A] [B]                      attention(1) [A] [B]
-    of mlp(1)     0      input and all that it saves         over
-    of attention(1) input  the same, `ahead`                 whole
+backward begins, so that the whole layer is live at once.
 """
 
 from __future__ import annotations
@@ -53,7 +42,6 @@ from megatron_lynx.units import MIB
 @dataclass(frozen=True)
 class HalfMemory:
     resident: int
-    """Saved from forward to backward."""
     regenerated: int
     """Added by recomputation, a gathered input included: the size of its frame."""
     tail: int
@@ -62,7 +50,6 @@ class HalfMemory:
     ahead: tuple[int, int, int, int] = (0, 0, 0, 0)
     """Recomputed or gathered bytes already live at the four moments before its backward, nearest first."""
     movable: int = 0
-    """Part of `resident` that can be offloaded."""
     less_in_hand: int = 0
     """How much smaller its transients are than those counted besides the layers (`cost.in_hand`)."""
 
@@ -77,7 +64,6 @@ class HalfMemory:
 
 
 COLUMNS = ("held", "-4", "-3", "-2", "-1", "begins", "ends", "over")
-"""Moments before its own backward, then [A], [B], after."""
 
 BEGINS = COLUMNS.index("begins")
 

@@ -12,8 +12,6 @@
     optimizer_made       before the first step a partly offloaded optimizer is built from whole parameters
 
 Without flushes the pipeline never drains: reductions and updates have all micro-batches in flight but one.
-
-`Parts` serves stock's policies and plans alike.
 """
 
 from __future__ import annotations
@@ -54,13 +52,10 @@ class StageMemory:
     learned: int = 0
     """Observed by a run besides all counted kinds; below 0 if it used less."""
     moment: Moment = field(default="forward", compare=False)
-    """The binding moment, of a stage's peak."""
     totals: Mapping[Moment, int] = field(default_factory=dict, compare=False)
-    """Total at every moment, of a stage's peak."""
 
     @property
     def always(self) -> int:
-        """Return the bytes before any activation."""
         states = self.parameters + self.gradients + self.optimizer
         return states + self.fp8_weights + self.second_weights + self.second_gradients + self.rest + self.learned
 
@@ -79,15 +74,11 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class Parts:
-    """Device memory of a stage: states, its layers, and everything else by moment and kind.
-
-    Moments that the stage does not have are missing: only the last one has logits, only the first an embedding.
-    """
+    """Device memory of a stage by moment and kind. Moments that the stage does not have are missing."""
 
     states: StageMemory
     """Live at all moments: states, buffers, the rest."""
     beside: Mapping[Moment, Mapping[str, int]]
-    """At each moment, besides states, and layers' activations."""
     running: Mapping[str, int] = field(default_factory=dict)
     """Part of `beside` while micro-batches are in flight: messages, dropout masks of the embedding."""
     activations: int = 0
@@ -110,13 +101,11 @@ class Parts:
 
     @property
     def fullest(self) -> StageMemory:
-        """Return the peak moment; of equals the first."""
         totals = self._totals
         return replace(self.at(max(totals, key=lambda moment: totals[moment])), totals=totals)
 
     @property
     def peak_bytes(self) -> int:
-        """Return the peak; faster than `fullest.total`."""
         return max(self._totals.values())
 
     @property
@@ -133,7 +122,6 @@ class Parts:
         return replace(self.states, moment=moment, **beside)
 
     def more(self, moment: Moment, in_hand: int) -> Parts:
-        """Return the parts with more transients at a moment."""
         sizes = self.beside[moment]
         return replace(self, beside={**self.beside, moment: {**sizes, "in_hand": sizes["in_hand"] + in_hand}})
 

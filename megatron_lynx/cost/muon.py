@@ -33,8 +33,6 @@ IN_HAND_BYTES = 16
 
 
 class Matrices(NamedTuple):
-    """Equal matrices on one rank."""
-
     small: int
     large: int
     times: int
@@ -61,7 +59,6 @@ def matrices(job: Job, stage: int, *, split: bool = True) -> Iterator[Matrices]:
 
 
 def _shared(job: Job, all_matrices: list[Matrices]) -> Iterator[tuple[int, list[Matrices]]]:
-    """Yield the number of ranks that share experts, and all others, with their matrices."""
     yield job.parallel.context * job.replicas, [matrix for matrix in all_matrices if not matrix.experts]
     yield expert_sharers(job), [matrix for matrix in all_matrices if matrix.experts]
 
@@ -76,7 +73,6 @@ def fullest(job: Job, all_matrices: list[Matrices], of: Callable[[Matrices], flo
 
 
 def spared_bytes(job: Job, stage: int) -> int:
-    """Return the optimizer bytes saved against Adam; below 0 if whole matrices are shared unevenly."""
     if not job.optimizer.muon_steps:
         return 0
     sizes, stage_matrices = bytes_each(job), list(matrices(job, stage, split=False))
@@ -89,7 +85,7 @@ def spared_bytes(job: Job, stage: int) -> int:
 
 
 def filled_numbers(job: Job, stage: int) -> int:
-    """Return the padding of a stage's buffers, in numbers, for equal sizes on all ranks."""
+    """Return the padding of a stage's buffers, in numbers, to equal sizes on all ranks."""
     if not job.optimizer.muon_steps or not job.parallel.distributed_optimizer:
         return 0
     filled = 0

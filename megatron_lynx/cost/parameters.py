@@ -50,7 +50,6 @@ class BytesEach:
     gradient: int
     main_parameter: int
     moments: int
-    """Other optimizer state: both moments of Adam."""
     gradient_copy: int
     """fp32 copy of the gradient, made by the update."""
     state_copies: int = 0
@@ -58,7 +57,6 @@ class BytesEach:
     lasting_copy: int = 0
     """fp32 copy of the gradient that is never freed."""
     stays: float = 1.0
-    """Share of the optimizer that is on the device."""
 
     @property
     def optimizer(self) -> float:
@@ -66,7 +64,6 @@ class BytesEach:
 
     @property
     def update_copies(self) -> int:
-        """Return the bytes live only in updates."""
         return self.gradient_copy + self.state_copies
 
 
@@ -91,8 +88,6 @@ def bytes_each(job: Job) -> BytesEach:
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameters of one rank of one stage."""
-
     matrices: int
     """Weights of the layers' linears."""
     vectors: int
@@ -112,7 +107,6 @@ class Parameters:
 
     @property
     def linears(self) -> int:
-        """Return the weights of Transformer Engine's linears without experts."""
         return self.matrices - self.routers
 
     @property
@@ -215,14 +209,13 @@ def held_in_fp8(job: Job, parameters: Parameters) -> tuple[int, int]:
 
 
 def parameter_bytes(job: Job, count: int, in_fp8: int = 0) -> int:
-    """Return the bytes of `count` parameters. `in_fp8`: stored in FP8, without bytes by columns."""
+    """`in_fp8`: of `count`, stored in FP8 without bytes by columns."""
     recipe = job.model.fp8_recipe
     held = buffer_bytes(recipe, in_fp8) if recipe is not None and _in_buffer(job) else 0
     return (count - in_fp8) * bytes_each(job).weight + held
 
 
 def gathered_bytes(job: Job, count: int, in_fp8: int = 0) -> int:
-    """Return the bytes that the distributed optimizer gathers."""
     return parameter_bytes(job, count, in_fp8 if _in_buffer(job) else 0)
 
 
@@ -241,16 +234,12 @@ def optimizer_bytes(job: Job, count: int, experts: int = 0) -> int:
 
 
 def update_copies_bytes(job: Job, parameters: Parameters) -> int:
-    """Return the fp32 copies of this rank's update."""
     return _shared(job, parameters.total, parameters.experts, bytes_each(job).update_copies)
 
 
 def update_in_hand_bytes(job: Job, parameters: Parameters) -> int:
-    """Return an upper bound on an update's transients.
-
-    Fused optimizers step in place. Copies to and from the host convert on the device, one parameter at a time. On a CPU,
-    PyTorch's AdamW has two fp32 roots of one parameter's second moment, and that of the previous one.
-    """
+    """Return an upper bound on an update's transients: copies to and from the host convert on the device, one parameter at a
+    time. On a CPU, PyTorch's AdamW has two fp32 roots of one parameter's second moment, and that of the previous one."""
     owned = owned_parameters(job, parameters)
     if job.cluster.device != "cpu":
         ways = 0 if not job.optimizer.offloaded else 1 + (job.optimizer.gradients != "fp32")  # back, and out
@@ -259,7 +248,6 @@ def update_in_hand_bytes(job: Job, parameters: Parameters) -> int:
 
 
 def owned_parameters(job: Job, parameters: Parameters) -> int:
-    """Return the number of parameters that a rank steps, rounded up."""
     return _shared(job, parameters.total, parameters.experts, 1)
 
 
@@ -273,11 +261,10 @@ def _shared(job: Job, count: int, experts: int, parameter_bytes: float) -> int:
 
 
 class ParameterTensors(NamedTuple):
-    """Number of parameter tensors of one rank: copies and launches of an update depend on it."""
+    """Number of parameter tensors of one rank."""
 
     weights: int
     vectors: int
-    """Biases and norms."""
 
     @property
     def total(self) -> int:

@@ -1,12 +1,8 @@
 """Cached prices of the halves of a plan, since most layers are treated alike, and of delayed weight gradients.
 
-    backward of a linear     dgrad ─> the gradient is passed on     at once
-                             wgrad                                  later, in a wait; its two operands stay until then
-                               └── total input (gathered, with sequence parallelism)  x  gradient of the output (all rows)
-
-Each GEMM is half of the backward's FLOPs; profiles have both, measured or estimated. Both operands count in full. In FP8
-Transformer Engine may keep a tensor by rows and by columns, a byte each: as many bytes as in bf16. Experts of a rank count
-together, under the assumed load.
+Each GEMM of a linear's backward is half of its FLOPs. A delayed weight gradient keeps its two operands, all rows of both: the
+total input (gathered, with sequence parallelism) and the gradient of the output. In FP8 Transformer Engine may keep a tensor by
+rows and by columns, a byte each. Experts of a rank count together, under the assumed load.
 """
 
 from __future__ import annotations
@@ -36,7 +32,6 @@ class Prices:
     _known: dict[tuple[object, ...], Any] = field(default_factory=dict)
 
     def once(self, price: Callable[..., T], *where: object, **how: object) -> T:
-        """Return `price(profile, *where, **how)`."""
         key = price, where, *how.values()
         if key not in self._known:
             self._known[key] = price(self.profile, *where, **how)
@@ -55,7 +50,6 @@ class Prices:
 
     @cached_property
     def text(self) -> str:
-        """Equal for equal prices."""
         return f"{self.profile.model_dump_json()} {dict(self.less_in_hand_bytes)}"
 
     @cached_property
@@ -76,11 +70,8 @@ class WeightGradient(NamedTuple):
 
     seconds: float
     input_bytes: int
-    """Its input, all rows."""
     gradient_bytes: int
-    """Gradient of its output, all rows."""
     most_pieces: int = 1
-    """Into how many it may be cut."""
     copy_s: float = 0.0
     """Seconds to copy its gradient once; 0 for pieces that are experts, which copy nothing."""
     copied_bytes: int = 0

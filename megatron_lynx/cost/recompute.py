@@ -36,7 +36,6 @@ class Checkpoint(NamedTuple):
 
     @property
     def joined(self) -> bool:
-        """Whether it is part of a layer that keeps one input."""
         return self.feeds or self.fed
 
     def items(self, section: Section) -> tuple[str, ...]:
@@ -49,14 +48,12 @@ INSIDE = Checkpoint(feeds=True, fed=True)
 
 @dataclass(frozen=True)
 class Recomputation:
-    """One half under one choice of recomputed items. Bytes exclude the half's input."""
+    """Consequences of recomputing some items of a half. Bytes exclude its input."""
 
     runs: tuple[str, ...]
     """Items that the recomputation runs, in order: code on the way included, kept sites not."""
     stays: tuple[SavedTensor, ...]
-    """Tensors held from forward to backward."""
     regenerated_bytes: int
-    """Bytes that it makes."""
     there_bytes: Mapping[str, int]
     """By item before which it may stop: bytes made by then, memos of the sites that it ran included."""
 
@@ -116,14 +113,12 @@ def sensible_choices(
     sequence_parallel: bool = False,
     te: bool = False,
 ) -> tuple[tuple[str, ...], ...]:
-    """Return each set of recomputed items that equals the items its recomputation runs: at most 2^5.
+    """Return each set of recomputed items that equals the items its recomputation runs: at most 2^5. Other sets are equivalent
+    to one of these.
 
     `context`: number of context-parallel ranks; with several the core attention is kept. `sequence_parallel`, `te`: restrict
-    latent attention, too. Latent attention has hundreds of sets: those are dropped that another one beats in both bytes and
-    items, and of sets that hold equal bytes all but the first with fewest items.
-
-    Other sets are equivalent to one of these: keeping an item that saves nothing has no effect, and code that runs anyway need
-    not hold its outputs.
+    latent attention, too. It has hundreds of sets: those are dropped that another one beats in both bytes and items, and of sets
+    that hold equal bytes all but the first with fewest items.
     """
     recomputable = section.recomputable_among(context, sequence_parallel=sequence_parallel)
     held_bytes: dict[tuple[str, ...], int] = {}

@@ -1,8 +1,4 @@
-"""Price of one section of a layer under one choice of recomputed items.
-
-items of the section ──recomputation_of──> items run, bytes held, bytes made ──> seconds and FLOPs of the recomputation
-                                                                      └─> memory of the half, a gathered input included
-"""
+"""Price of one section of a layer under one choice of recomputed items."""
 
 from __future__ import annotations
 
@@ -34,8 +30,6 @@ class Progress(NamedTuple):
 
 @dataclass(frozen=True)
 class PricedSection:
-    """Price of one micro-batch in one section with these recomputed items."""
-
     memory: HalfMemory
     """Memory if recomputed on demand."""
     recompute_s: float = 0.0
@@ -88,11 +82,7 @@ def _in_parts(
     profile: Profile, section: Section, recompute: Collection[str], checkpoint: Checkpoint, less_in_hand_bytes: int
 ) -> PricedSection:
     """Price a checkpoint recomputed in two parts: to an item, during the backward of the layer above or at the start of its
-    backward, and the rest after that.
-
-    Until then it holds a reduction's result (of a reduce-scatter, its input while in flight). A gathered input has a buffer until
-    the linear has read it. Rows of tokens are counted at every moment elsewhere (`stage_memory.dispatched_bytes`).
-    """
+    backward, and the rest after that. Rows of tokens are counted elsewhere (`stage_memory.dispatched_bytes`)."""
     price = priced(profile, section, recompute, Checkpoint(checkpoint.feeds, checkpoint.fed), less_in_hand_bytes)
     item = checkpoint.ahead_to or section.last_communicating
     assert item is not None, f"nothing of {section.name} communicates"
@@ -126,8 +116,7 @@ def _begun(profile: Profile, section: Section, recompute: Collection[str], check
 
 
 def _from_above(memory: HalfMemory, begun_bytes: int, checkpoint: Checkpoint) -> HalfMemory:
-    """Add the prefetched bytes that are live during the backward of the layer above: its MLP half follows that layer's attention
-    half, its attention half follows the MLP half."""
+    """Add the bytes recomputed in the layer above, whose attention half precedes the MLP half."""
     nearest, *_ = memory.ahead
     before = (nearest, nearest, begun_bytes, begun_bytes) if checkpoint.feeds else (begun_bytes, begun_bytes, 0, 0)
     return dataclasses.replace(memory, ahead=before)

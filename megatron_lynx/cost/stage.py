@@ -1,8 +1,5 @@
 """Seconds of a stage's passes and of a step, and chunks in flight.
 
-stage 0   F F F B F B F B B B        step = (m - 1) x the slowest stage's F+B  +  the F+B of every stage once,
-stage 1     F B F B F B F B                 each with the messages exchanged with its neighbours
-
 Maximum chunks between forward and backward:
 
 1F1B, p = 4          stage 0 1 2 3            p - s
@@ -11,8 +8,7 @@ without flushes            4 3 2 1            p - s, always
 interleaved, v = 2   stage 0 1 2 3            2(p - 1 - s) + (v - 1)g + 1      g: micro-batches of a group, usually p
 chunks in flight          11 9 7 5            on stage 0, g = p: vp + p - 1
 
-Unequal chunks are counted one by one (`schedule.counts.counts_at_backwards`): of the 11, there are 7 of chunk 0 and 4 of chunk
-1 when the first backward begins.
+Unequal chunks are counted one by one (`schedule.counts.counts_at_backwards`).
 """
 
 from __future__ import annotations
@@ -79,7 +75,6 @@ def half_seconds(profile: Profile, section: Section) -> HalfSeconds:
 
 
 def stage_seconds(job: Job, profile: Profile, stage: int) -> Passes:
-    """Return a stock stage without recomputation."""
     return stage_of_layers(job, profile, stage, {section: half_seconds(profile, section) for section in job.model.every_section})
 
 
@@ -113,7 +108,6 @@ def step_s(stages: Sequence[Passes], microbatches: int, p2p_s: float) -> float:
 
 
 def chunks_in_flight(job: Job, stage: int) -> int:
-    """Return a stage's maximum number of (chunk, micro-batch) in flight."""
     return min(job.microbatches * job.chunks, warmup(job.parallel.pipeline, stage, job.chunks, job.microbatch_group) + 1)
 
 

@@ -18,21 +18,17 @@
     second_weights                         without flushes: the other version of the parameters
     second_gradients                       with deferred updates, on all stages but the first: the next batch's
 
-`cost.moments` says which are live together.
-
 Offloading a share r of every chunk's bytes C, N chunks in flight (Yuan et al., ATC '24):
 
     (N - 2)(1 - r)C   +   2C                            +   2rC
     the others            one running, one being copied     ping and pong               =   (N - (N - 4)r)C
 
-so stages with four chunks or fewer do not offload. On the last stage the logits are live only between the forward of its last
-chunk and that chunk's backward. It is not offloaded, so no copy is in flight then: one chunk is whole, not two.
+On the last stage one chunk is whole, not two: the logits' chunk is not offloaded.
 
 Captured CUDA graphs (`model.captured`) hold, besides the tensors that their modules save:
 
     pool       the saved tensors, counted with the layers; graphs never free them, so they are live during updates, too
-    masks      b s/c s bytes per layer and micro-batch in flight if `attn` is captured: b sequences of s tokens over c
-               context-parallel ranks; plus one per call
+    masks      b s/c s bytes per layer and micro-batch in flight if `attn` is captured, plus one per call
     workspace  graphs share one pool that other code cannot use: the transients of the widest captured half
     gradients  one per output of a graph
 
@@ -89,7 +85,6 @@ REST_BYTES = {"cuda": 100_000_000, "cpu": 0}
 Hopper), and Transformer Engine's, as large. CUDA's context and NCCL are in the cluster's reserve. The CPU testbed has none."""
 
 CHUNKS_NOT_OFFLOADED = 4
-"""One chunk runs, one is copied out, two come back: with no more than these, offloading saves nothing."""
 
 
 def stage_memory(job: Job, stage: int, offload_ratio: float = 0.0) -> StageMemory:
@@ -98,7 +93,6 @@ def stage_memory(job: Job, stage: int, offload_ratio: float = 0.0) -> StageMemor
 
 
 def memory_of_stages(job: Job, offload_ratio: float = 0.0) -> tuple[StageMemory, ...]:
-    """Return `stage_memory` of every stage, faster."""
     return tuple(parts.fullest for parts in offloading_stages(job)(offload_ratio))
 
 
@@ -125,7 +119,7 @@ def stage_parts(job: Job, stage: int, offload_ratio: float = 0.0) -> Parts:
 
 @lru_cache(maxsize=1024)
 def parts_beside_layers(job: Job, stage: int, *, layer_whole: bool = False, overlapped: bool = False) -> Parts:
-    """Return a stage's parts without what its layers save and recompute.
+    """Return a stage's parts without saved and recomputed tensors of its layers.
 
     `layer_whole`: count a whole layer's transients, as stock's checkpoints need; else those of a half recomputed right before its
     backward. `overlapped`: experts' exchanges are, though the job does not say so. Cached for planner and stock search.
@@ -152,7 +146,7 @@ def activations_in_flight(job: Job, stage: int, sizes: Sequence[int], more: int 
 
 
 def _with_share(parts: Parts, in_flight: int, ratio: float, *, last: bool) -> Parts:
-    """Offload this share of each chunk; every chunk is taken to be as large as the largest while it is whole."""
+    """Offload this share of each chunk; every chunk counts as the largest while it is whole."""
     if ratio == 0 or in_flight <= CHUNKS_NOT_OFFLOADED:
         return parts
     whole_bytes = (1 if last else 2) * parts.chunk
@@ -221,7 +215,6 @@ def _at_head(job: Job, shape: LayerShape, running: Mapping[str, int], tied: bool
 
 
 def _states(job: Job, stage: int) -> Parts:
-    """Return the parts that depend on parameters only."""
     parameters = stage_parameters(job, stage)
     held = parameters.total + filled_numbers(job, stage, parameters) + muon.filled_numbers(job, stage)
     weights, gradients = parameter_bytes(job, held, sum(held_in_fp8(job, parameters))), gradient_bytes(job, held)
@@ -249,14 +242,12 @@ def _states(job: Job, stage: int) -> Parts:
 
 
 def _messages(job: Job, shape: LayerShape) -> int:
-    """Return a send and a receive buffer; interleaved schedules have both directions at once."""
     if job.parallel.pipeline == 1:
         return 0
     return (4 if job.chunks > 1 else 2) * shape.input_bytes
 
 
 def chunk_bytes(job: Job, stage: int) -> int:
-    """Return the bytes saved by the layers of the largest chunk of one micro-batch (C)."""
     return max(_chunk_sizes(job, stage))
 
 
@@ -266,7 +257,6 @@ def _chunk_sizes(job: Job, stage: int) -> list[int]:
 
 
 def offloads(job: Job, stage: int) -> bool:
-    """Whether offloading saves anything on this stage."""
     return chunks_in_flight(job, stage) > CHUNKS_NOT_OFFLOADED
 
 
@@ -295,7 +285,6 @@ def dispatched_bytes(shape: LayerShape) -> int:
 
 
 OUTPUTS_OF_ROUTER = 3
-"""Outputs of a captured router: rows, residual stream, shared experts' output."""
 
 
 def graph_buffers_bytes(job: Job, shape: LayerShape, stage: int, chunks: int) -> int:
@@ -312,7 +301,6 @@ def graph_buffers_bytes(job: Job, shape: LayerShape, stage: int, chunks: int) ->
 
 
 def mask_bytes(shape: LayerShape) -> int:
-    """Return the static mask of one layer and micro-batch: one byte per query and key."""
     return shape.micro * shape.model.seq // shape.parallel.context * shape.model.seq
 
 

@@ -1,13 +1,9 @@
-"""Seconds of one optimizer step under the job's policy and offload ratio.
+"""Seconds of one optimizer step under the job's policy and offload ratio, in closed form.
 
 m x slowest stage   +   one micro-batch on all other stages / v chunks   +   messages, of which chunks hide all but the first
 +   exposed host copies   +   gradients, optimizer, parameters
 
-stage 0   F F F B F B F B B B | reduce-scatter of gradients, Adam on its share, all-gather of parameters
-stage 1     F B F B F B F B   |
-
-A pass takes at least its host time. Without flushes: m x slowest stage, copies and the update; a simulation adds waits between
-stages and exposed messages (`simulator.double_buffered`).
+A pass takes at least its host time. Without flushes: m x slowest stage, copies and the update.
 """
 
 from __future__ import annotations
@@ -38,12 +34,10 @@ from megatron_lynx.units import format_seconds
 @dataclass(frozen=True)
 class StepSeconds:
     pipeline_s: float
-    """Passes of the slowest stage, recomputation and exposed collectives included."""
     bubble_s: float
     messages_s: float
     copies_s: float
     update_s: float
-    """Exposed reduction of gradients, optimizer, gather of parameters."""
 
     @property
     def total_s(self) -> float:
@@ -69,18 +63,14 @@ def step_seconds(job: Job, profile: Profile, offload_ratio: float = 0.0) -> Step
 
 
 def _messages_s(job: Job, stages: Sequence[Passes], message_s: float) -> float:
-    """Return the exposed messages. With one chunk all of them block both sides."""
     if job.chunks > 1:
         return 2 * waited_messages(job) * message_s
     return step_s(stages, job.microbatches, message_s) - step_s(stages, job.microbatches, 0.0)
 
 
 def waited_messages(job: Job) -> int:
-    """Return the minimum number of consecutive messages that a step waits for in forward direction; the same again in backward.
-
-    They are the first micro-batch's, which passes each stage once per chunk; with groups larger than the pipeline it returns
-    before its next chunk's turn. Without overlapped messages every pass waits for one.
-    """
+    """Return the minimum number of consecutive messages that a step waits for in forward direction; the same again in
+    backward. They are the first micro-batch's, which passes each stage once per chunk."""
     pipeline, chunks = job.parallel.pipeline, job.chunks
     if chunks > 1 and not job.overlap.messages:
         return job.microbatches * chunks + pipeline - 1
@@ -106,7 +96,6 @@ def _recomputing(policy: Policy, profile: Profile, sections: Iterable[Section]) 
 
 
 def _copies_s(job: Job, stages: Sequence[Passes], ratio: float, message_s: float) -> float:
-    """Return the exposed copies of the stage that exposes most, offloading this share."""
     pcie = job.cluster.pcie
     if pcie is None or ratio == 0:
         return 0.0
@@ -175,7 +164,6 @@ class StepRange:
 
     @property
     def expected_s(self) -> float:
-        """Middle of the range; steps are ranked by it."""
         return (self.least_s + self.most_s) / 2
 
     @property

@@ -6,18 +6,12 @@
     parameters           ... B | reduce | Adam | first | F ...       by bucket, during the first forward; the first bucket is
                                                gather ......         exposed
 
-Added: an optimizer on the host (`cost.host_optimizer`), Muon's products (`cost.muon`), fixed costs.
-
 With several instances of the distributed optimizer gradients are reduced within each, then each rank's share between them;
-parameters are gathered within.
-
-Overlap slows GEMMs (`matmul.beside_collective`). The overlapped pass is taken without recomputation, for all policies alike.
+parameters are gathered within. Overlap slows GEMMs (`matmul.beside_collective`). The overlapped pass is taken without
+recomputation, for all policies alike.
 
 Fixed costs, at any batch size: kernel launches, small all-reduces, host synchronisations. Python between these kernels is not
 counted.
-
-    clear grads ... last backward | check, reduce | norms, shared embedding | norm, sync
-    clip, Adam, copy | gather | success sync, largest norm sync | loss sync
 
 Source: megatron-core 0.16.1 (`param_and_grad_buffer.py`, `finalize_model_grads.py`, `distrib_optimizer.py`, `clip_grads.py`) and
 Megatron-LM's `train_step`.
@@ -78,18 +72,13 @@ class UpdateSeconds:
         return Passes(max(0.0, behind.forward_s - self.gather_s), max(0.0, behind.backward_s - reduced_s))
 
     def _left_s(self, job: Job, seconds: float, behind_s: float) -> float:
-        """Return the exposed part of a reduction or gather, and the slowdown of the pass."""
         left_s = max(seconds * self.bucket_share, seconds - behind_s)
         lost = 0.0 if job.cluster.matmul is None else job.cluster.matmul.beside_collective
         return left_s + lost * (seconds - left_s)
 
 
 def update_s(job: Job, profile: Profile) -> float:
-    """Return the seconds that an update adds to a step, under any policy.
-
-    Experts have their own buckets and groups, reduced as soon as a bucket is full (`DistributedDataParallel`,
-    `register_grad_ready` of megatron-core 0.16 to 0.19).
-    """
+    """Return the seconds that an update adds to a step, under any policy. Experts have their own buckets and groups."""
     stages = of_every_stage(job, lambda stage: stage_parameters(job, stage))
     stage = max(range(job.parallel.pipeline), key=lambda stage: stages[stage].total)
     most_parameters, behind = stages[stage], Passes(0.0, 0.0)
@@ -105,7 +94,6 @@ def update_s(job: Job, profile: Profile) -> float:
 
 
 def reduction_s(job: Job) -> float:
-    """Return the exposed gradient reduction after the last backward; 0 if overlapped."""
     return 0.0 if job.overlap.gradients else _reduction_s(job)
 
 
@@ -115,11 +103,8 @@ def _reduction_s(job: Job) -> float:
 
 
 def late_reduction_s(job: Job, idle_at_end_s: Sequence[float]) -> float:
-    """Return the seconds by which overlapped reductions of stages after the first end after the step: those of their first chunk
-    begin when its last weight gradient is computed (--align-grad-reduce). `idle_at_end_s`: from then to the step's end, by stage.
-
-    `update_s` does not count it: it depends on the plan.
-    """
+    """Return the seconds by which overlapped reductions of stages after the first end after the step (--align-grad-reduce).
+    `idle_at_end_s`: from a stage's last weight gradient to the step's end. `update_s` does not count it."""
     if not job.overlap.gradients:
         return 0.0
     return max(0.0, _reduction_s(job) / job.chunks - min(idle_at_end_s[1:], default=inf))
@@ -135,7 +120,6 @@ class _Group:
     cast: int
     """Weights that FP8 casts, on the stage with most."""
     in_fp8: int
-    """Weights stored and gathered in FP8."""
 
 
 def _groups(job: Job, stages: Sequence[Parameters]) -> Iterator[_Group]:
@@ -149,7 +133,6 @@ def _groups(job: Job, stages: Sequence[Parameters]) -> Iterator[_Group]:
 
 
 def _updated(job: Job, group: _Group, bucket: int) -> UpdateSeconds:
-    """Return the update of a group in buckets of `bucket` parameters."""
     count, sharers, stride = group.count, group.sharers, group.stride
     instances = job.parallel.optimizer_instances
     instance_ranks = sharers // instances
@@ -215,13 +198,10 @@ def _replica_byte_per_s(job: Job, sharers: int, stride: int, groups: int = 1) ->
 
 
 BLOCKS, BLOCK_ELEMENTS = 320, 65_536
-"""Limits of one multi-tensor launch (Apex's and Transformer Engine's `multi_tensor_apply`)."""
 TENSORS = {"norm": 110, "clip": 64, "copy": 64, "adam": 36}
 """Maximum tensors of one launch; fewer with more lists (`depth_to_max_tensors`)."""
 CHECK_KERNELS = 4
-"""Kernels that check one bucket: norm, isnan, abs, isinf."""
 NORM_KERNELS = 3
-"""Kernels beside the launches of the norm: clear a flag, add partial sums, square."""
 CHECK_WAITS, RESTART_S = 2, 20e-6
 """Host synchronisations per checked bucket, and seconds from a host call to its kernel's start on an idle device: NVIDIA's guide
 to the overheads in Nsight Systems (element-wise kernel, V100), quoted by groundy.com, "Every CUDA Kernel Pays a Launch Tax"."""
@@ -232,7 +212,6 @@ class Fixed:
     kernels: int
     waits: int
     collectives_s: float
-    """Latencies of collectives, and the whole exchange of a shared embedding's gradient."""
 
     def seconds(self, kernel_s: float, wait_s: float) -> float:
         return self.kernels * kernel_s + self.waits * wait_s + self.collectives_s
@@ -280,7 +259,6 @@ def _kernels(job: Job, stage: int, parameters: Parameters, buckets: int) -> int:
 
 
 def _reduced_s(job: Job, optimizers: int) -> float:
-    """Return the latencies of gradient reductions and parameter gathers. Overlapped ones expose one bucket's."""
     layout = job.parallel
     stage_ranks, buffers = layout.tensor * layout.context * job.replicas, job.chunks * optimizers
     begin_s = collective_s(job.cluster, stage_ranks, 0) if layout.context * job.replicas > 1 else 0.0

@@ -7,19 +7,12 @@
     moe_preprocess            -                                 also the sorting of rows before dispatch
     mamba                     a Mamba layer of a hybrid stack
 
-A graph runs no Python, so hooks inside it run only at capture. A captured half is therefore kept whole, gets no hook, and its
-collectives are no windows. With a captured router one method of the half still runs in Python, from dispatch to combine, as with
-overlapped exchanges (`kinds.experts.section.IN_NODES`).
+A graph runs no Python, so a captured half is kept whole, gets no hook, and its collectives are no windows. With a captured router
+one method of the half still runs in Python, from dispatch to combine (`kinds.experts.section.IN_NODES`).
 
-Plans are refused with other captures:
-
-    transformer_engine, without modules    whole layers
-    local                                  whole layers of a GPT model, or none
-    full_iteration                         forward and backward of whole steps
-
-`local` captures whole layers: `TransformerLayer.create_mcore_cudagraph_manager` makes one manager per layer if no module is
-named, or `attn` or `mlp` is (0.16 to 0.19). Only `MoETransformerLayer`, used by hybrid stacks, has managers for parts: with
-`moe_router` and `moe_preprocess` alone `local` captures nothing of a GPT model (`captures_nothing`), and a plan is allowed.
+`local` captures whole layers of a GPT model, or nothing: `TransformerLayer.create_mcore_cudagraph_manager` makes one manager per
+layer if no module is named, or `attn` or `mlp` is (0.16 to 0.19). Only `MoETransformerLayer` of hybrid stacks has managers for
+parts.
 """
 
 from __future__ import annotations
@@ -48,14 +41,12 @@ def _captured(section: Section) -> Section:
 
 
 BESIDE = "transformer_engine with --cuda-graph-modules (--cuda-graph-scope until 0.17): attn, mlp, moe_router, moe_preprocess"
-"""Captures that a plan allows."""
 NOTHING_LEFT = {
     "local": "it captures layers whole, if only attn or mlp is named, and nothing is left to recompute, to offload or to fill",
     "full_iteration": "forward and backward are one graph, in which nothing can be recomputed, offloaded or put into a wait",
     "whole layers": "without modules whole layers are captured, and nothing is left to recompute, to offload or to fill",
     "moe": "exchanges of experts are in its graph",
 }
-"""Reasons to refuse a plan, by capture."""
 
 
 OF_HYBRID_LAYERS = frozenset({"moe_router", "moe_preprocess", "mamba"})

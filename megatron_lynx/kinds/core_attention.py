@@ -1,27 +1,19 @@
 """Core attention of any kind: saved tensors and seconds, with context parallelism and in deterministic mode.
 
-Exchanges of context-parallel ranks inside it:
-
-    p2p          turn 0 on own keys | turn 1 | ... | turn c-1      each turn but the last receives the next keys and values, in
-                                                                   backward with their gradients: a turn is the slower of the two
-    all_gather   k, v gathered | attention                         backward: gathered again | attention | dk, dv scattered
-    a2a          q, k, v exchanged | attention | output exchanged  backward: its gradient | attention | dq, dk, dv exchanged
+    exchanges    of context-parallel ranks inside it                              saved by fused attention
+    p2p          turn 0 on own keys | turn 1 | ... | turn c-1. A turn but the     its own queries, the last keys and values of the
+                 last receives keys and values, in backward with gradients        ring
+    all_gather   k, v gathered | attention; backward: gathered again |            its own queries, keys and values, which can be
+                 attention | dk, dv scattered                                     recomputed
+    a2a          q, k, v exchanged | attention | output exchanged                 its heads' inputs, its output before that
     a2a+p2p      a2a within groups, a ring between them
 
-Causal attention is balanced: a rank has the i-th slice of a sequence from its front and from its end, so turns are equal. Plans
-put nothing into these exchanges; the part that attention does not hide is in its seconds. Fused attention saves:
+Causal attention is balanced, so turns are equal. In deterministic mode (`model.deterministic`) backward does more:
 
-    p2p          its own queries, and the last keys and values of the ring
-    all_gather   its own queries, keys and values, which can be recomputed
-    a2a          its heads' inputs, and its output before it is exchanged back
-
-In deterministic mode (`model.deterministic`) backward does more:
-
-    copies      FlashAttention-2     dQ in n fp32 copies, cleared first and added up at the end
+    copies      FlashAttention-2     dQ in n fp32 copies, cleared first and added up at the end; n: a block works on one head of
+                                     one sequence, and every multiprocessor gets a block
     products    cuDNN on Hopper      gradients of all scores, written in 16 bits for a kernel that adds by rows
     free        cuDNN on Blackwell   its own kernel for dQ, as fast
-
-n: a block works on one head of one sequence from beginning to end, and every multiprocessor gets a block.
 
 Sources: `AttnFuncWithCPAndKVP2P`, `AttnFuncWithCPAndKVAllGather` and `AttnFuncWithCPAndQKVOA2A` of Transformer Engine 2.20;
 `mha_bwd` of flash-attention (`flash_api.cpp`, `nsplits`); NVIDIA/cudnn-frontend, pull request 398 (before cuDNN 9.25 all products
@@ -55,7 +47,7 @@ class AttentionBytes(NamedTuple):
 
 
 def core_tensors(shape: LayerShape) -> list[SavedTensor]:
-    """Return the tensors that the attention saves besides queries, keys and values."""
+    """Return the saved tensors besides queries, keys and values."""
     element, dropout = shape.model.element_bytes, shape.model.attention_dropout > 0
     if shape.model.attention == "flash":
         return own_tensors(CORE_ATTENTION, FP32_BYTES * shape.scores // shape.model.seq)  # log-sum-exp per row
@@ -82,12 +74,7 @@ def kept_beside_exchange(layout: Parallel, given: AttentionBytes, handed_on: str
 
 
 def core_s(shape: LayerShape, flops: int, given: AttentionBytes, roof: Roofline) -> Passes:
-    """Return both passes, exchange included. `flops`: of a forward over the whole square.
-
-    all_gather: keys and values are gathered one after the other, in backward again, and their gradients scattered. Else around a
-    ring of ranks, or of groups whose ranks each have their heads for the group's rows; within groups queries, keys, values and
-    output are one message each, in backward the gradients of all four.
-    """
+    """Return both passes, exchange included. `flops`: of a forward over the whole square."""
     alone, layout = _alone_s(shape, flops, sum(given), roof), shape.parallel
     if layout.context == 1:
         return alone
@@ -132,7 +119,6 @@ def _ordered_s(free: Passes, shape: LayerShape, roof: Roofline) -> Passes:
 
 
 def ordered_bytes(shape: LayerShape) -> int:
-    """Return the extra allocations of a deterministic backward."""
     if shape.ordered is None:
         return 0
     if (more := _copies_bytes(shape, shape.ordered)) is not None:

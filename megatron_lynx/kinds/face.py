@@ -1,14 +1,5 @@
 """Interface of a kind of section for planning: sizes, seconds, saved tensors, parameters, backward transients.
 
-    a kind defines                      derived for every kind
-    linears      rows and columns       FLOPs, seconds of the GEMMs, weights, output bytes
-    core         attention's inputs     its seconds, with context-parallel exchanges
-    kernels      bytes they move        seconds of all other kernels
-    saved        memory blocks          bytes by item, and those that recomputation makes (`cost.recompute`)
-    parameters   counts                 bytes of weights, gradients and optimizer (`cost.parameters`)
-    backward     its operators          transient memory (`cost.in_hand`)
-    refusals     unsupported settings   jobs refused before planning (`planner.checks`)
-
 Code that walks over layers calls `kinds.planning.planning_of(section)` and knows no kind.
 """
 
@@ -35,13 +26,9 @@ class Linear(NamedTuple):
     """A linear of one rank, or several equal ones of an item of experts."""
 
     rows: int
-    """Rows of each."""
     taken: int
-    """Input columns."""
     made: int
-    """Output columns."""
     times: int = 1
-    """Number of such linears, run one after another."""
 
     @property
     def one_flops(self) -> int:
@@ -62,10 +49,8 @@ class HalfParameters:
     weights: int
     """Weight tensors of one rank."""
     biased: int
-    """Number of these with a bias, if the model has biases."""
     norms: int = 1
     largest: int = 0
-    """Largest weight, over all tensor-parallel ranks."""
     whole: int = 0
     """Weights replicated on every tensor-parallel rank."""
     apart: int = 0
@@ -80,7 +65,6 @@ class Step(NamedTuple):
     item: str
     """Item whose saved tensors are freed afterwards; may be empty."""
     made: int
-    """Bytes allocated while it runs."""
     let_go: int
     """Bytes of these and of earlier gradients freed after it."""
 
@@ -112,7 +96,6 @@ class Planning(ABC):
         """Yield the operators of its backward, from its output's gradient to its input's (`kinds.saved`)."""
 
     def attention(self, shape: LayerShape) -> AttentionBytes:
-        """Return the sizes of its core attention."""
         raise NotImplementedError(f"{self.section.name} has no core attention")
 
     def core_flops(self, shape: LayerShape) -> int:
@@ -180,7 +163,6 @@ class Planning(ABC):
         return HalfProfile(input_bytes=shape.input_bytes, items=items, tensors=self.tensors(shape))
 
     def listed(self) -> Iterable[Item]:
-        """Items in the order in which profiles list them."""
         return self.section.items
 
     def items(self, shape: LayerShape, roof: Roofline) -> dict[str, ItemProfile]:
@@ -200,7 +182,6 @@ class Planning(ABC):
         return priced
 
     def seconds(self, shape: LayerShape, item: Item, roof: Roofline) -> Passes:
-        """Return the seconds of an item other than a linear."""
         if item.role == "core":
             return core_s(shape, self.core_flops(shape), self.attention(shape), roof)
         if item.role == "residual":
@@ -241,10 +222,7 @@ class Planning(ABC):
 
     def _casts_s(self, shape: LayerShape, item: Item, linear: Linear, roof: Roofline) -> tuple[float, float]:
         """Return forward and backward seconds of a linear's FP8 casts: its input, unless a norm makes it, and its output's
-        gradient. The rows of each expert are cast by kernels of their own (Transformer Engine's `split_quantize`).
-
-        Sequence parallelism gathers FP8 bytes, and copies by columns afterwards.
-        """
+        gradient. The rows of each expert are cast apart. Sequence parallelism gathers FP8 bytes, and copies by columns later."""
         casts, sliced = roof.casts, shape.parallel.sequence_parallel
         if casts is None:
             return 0.0, 0.0
@@ -282,8 +260,7 @@ class Planning(ABC):
 
 
 def adapter_blocks(shape: LayerShape, item: Item, linear: Linear) -> tuple[int, ...]:
-    """Return the blocks that an adapter saves: the output of its first weight; its input on all rows, if it is gathered for
-    sequence parallelism or copied by dropout; and dropout's mask."""
+    """Return the blocks that an adapter saves: its first weight's output; its gathered or copied input; dropout's mask."""
     adapters, element = shape.model.adapters, shape.model.element_bytes
     assert adapters is not None, "callers look"
     taken = linear.rows * linear.taken
@@ -331,7 +308,6 @@ def adapter_parameters(item: Item, linear: Linear, rank: int, parts: int) -> int
 
 
 def made_bytes(half: HalfProfile, linear: str) -> int:
-    """Return a linear's output, from its profile."""
     made = (tensor.bytes for tensor in half.tensors if tensor.made_by == linear and tensor.output)
     return next(made, half.items[linear].output_bytes)
 

@@ -1,11 +1,9 @@
 """Planning interfaces of all kinds, by section.
 
-Opaque halves are planned from figures in a job (`config.experts`) or a measured profile:
+Opaque halves are planned from figures in a job (`config.experts`) or a measured profile. Their seconds are lower bounds:
 
     forward     max(FLOPs at a GEMM's rate, saved bytes written and read once)       and two tensor-parallel collectives
     backward    twice the FLOPs, twice the bytes, as many collectives
-
-These seconds are lower bounds, since other kernels are slower than GEMMs; they are the same under every plan.
 """
 
 from __future__ import annotations
@@ -52,7 +50,6 @@ class OpaqueHalf(Planning):
         return shape.model.opaque_in(self.section)
 
     def linears(self, shape: LayerShape) -> Mapping[str, Linear]:
-        """Unknown."""
         return {}
 
     def kernels(self, shape: LayerShape, item: Item) -> Kernels:
@@ -76,7 +73,6 @@ class OpaqueHalf(Planning):
         return Passes(roof.seconds(flops, moved), roof.seconds(2 * flops, 2 * moved))
 
     def saved(self, shape: LayerShape) -> Iterator[SavedTensor]:
-        """One block for all that is saved inside and the norm's output, and the dropout mask."""
         figures, [name] = self.figures(shape), self._inside
         if figures.nothing:
             return
@@ -103,7 +99,6 @@ class OpaqueHalf(Planning):
         yield Step(name, made, made)
 
     def refusals(self, job: Job) -> Iterator[Problem]:
-        """Context parallelism is refused."""
         if job.parallel.context > 1 and not self.figures(LayerShape.of(job)).nothing:
             needed = (
                 f"1 with {self.section.name}: its state goes through the whole sequence, and what it exchanges is not counted"
@@ -125,7 +120,6 @@ FACES: dict[str, type[Planning]] = {
     DELTA_NET.name: DeltaNet,
     MAMBA.name: MambaLayer,
 }
-"""By section name."""
 
 
 @lru_cache(maxsize=64)

@@ -1,6 +1,4 @@
-"""Saved tensors and backward operators shared by several kinds of halves.
-
-Three implementations, by `model.attention` and device:
+"""Saved tensors and backward operators shared by several kinds of halves, for three implementations:
 
     unfused, cpu    Megatron's local layer in eager PyTorch: every operator saves for itself. Scores of the whole s x s square, in
                     fp32 if the model's type is smaller; dropout saves its noise, an element each; RMSNorm its product; SwiGLU
@@ -11,11 +9,8 @@ Three implementations, by `model.attention` and device:
                     In FP8, linears save bytes of their inputs instead, from their own casts (`profiler.shape`).
     unfused, cuda   the same kernels except attention, with its 5as/h: softmax's output 2, dropout's mask 1 and output 2.
 
-In a backward, each operator allocates its inputs' gradients while its output's gradient and its saved tensors are live, then
-frees both (summed in `cost.in_hand`). Every linear returns to autograd a block as large as its weight's gradient: on GPUs the
-GEMM has already added the gradient to Megatron's buffer (`--gradient-accumulation-fusion`, default), and the block, of the
-model's type, only triggers autograd's hooks. Megatron's linears allocate it each time, Transformer Engine keeps one per weight
-shape (`get_dummy_wgrad`). On a CPU it is the gradient.
+Every linear returns to autograd a block as large as its weight's gradient, of the model's type: Megatron's linears allocate it
+each time, Transformer Engine keeps one per weight shape (`get_dummy_wgrad`). On a CPU it is the gradient.
 
 Sources: `LinearWithGradAccumulationAndAsyncCommunication.backward` (gathers), `mha_bwd` of flash-attention (dQ accumulates in
 fp32; grouped keys and values get per-head gradients first), Megatron's fused softmax (in-place backward).
@@ -65,8 +60,8 @@ def statistics(shape: LayerShape, norm: str, output_bytes: int) -> list[SavedTen
 
 
 def rms_products(shape: LayerShape, size: int) -> list[int]:
-    """Return the blocks saved by an eager RMSNorm of an input of `size` bytes: its fp32 product before the weight, and in 16 bits
-    its fp32 copy. The input counts as saved, too, though backward does not read it. The product is for the weight's gradient."""
+    """Return the blocks saved by an eager RMSNorm of an input of `size` bytes: its fp32 product before the weight, which is for
+    the weight's gradient, and in 16 bits its fp32 copy."""
     element, trained = shape.model.element_bytes, shape.model.adapters is None
     return [size // element * FP32_BYTES] * (trained + (element < FP32_BYTES))
 
@@ -104,11 +99,7 @@ def core(shape: LayerShape, query: int, key: int) -> Iterator[Step]:
 
 
 def _exchanged(shape: LayerShape, query: int, key: int) -> int:
-    """Return the buffers of context parallelism in attention's backward (`AttnFuncWithCP...` of Transformer Engine).
-
-    p2p: two buffers each way, with keys, values and their gradients. all_gather: keys and values of all ranks, and their
-    gradients. a2a: gradients of the output, queries, keys and values.
-    """
+    """Return the buffers of context parallelism in attention's backward (`AttnFuncWithCP...` of Transformer Engine)."""
     layout = shape.parallel
     if layout.context == 1:
         return 0
@@ -119,7 +110,6 @@ def _exchanged(shape: LayerShape, query: int, key: int) -> int:
 
 
 def row_parallel(shape: LayerShape, section: Section, given: int) -> Iterator[Step]:
-    """From the residual's gradient, which stays, to that of the linear's input."""
     residual = shape.input_bytes
     dropped = residual if shape.model.hidden_dropout > 0 or shape.eager else 0
     yield Step(section.residual, dropped, 0)
@@ -129,7 +119,6 @@ def row_parallel(shape: LayerShape, section: Section, given: int) -> Iterator[St
 
 
 def column_parallel(shape: LayerShape, section: Section, made: int) -> Iterator[Step]:
-    """From the gradient of the linear's output to the residual's, the end of both halves."""
     residual, whole = shape.input_bytes, shape.gathered_bytes
     again = shape.gathered_input_bytes if shape.parallel.sequence_parallel and shape.model.uses_te else 0
     scattered = residual if shape.parallel.sequence_parallel else 0

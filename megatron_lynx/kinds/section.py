@@ -1,11 +1,7 @@
 """Parts of a transformer layer as data: items and collectives.
 
-    layer    attention half  ──filled by──>  Section "attention"    input_layernorm  linear_qkv  rotary  core_attention  ...
-             mlp half        ──filled by──>  Section "mlp"          pre_mlp_layernorm  linear_fc1  activation  linear_fc2  ...
-                              (or by)        Section "experts"      pre_mlp_layernorm  router  dispatch  experts_fc1  ...
-
-A *half* is one of the two methods in which Megatron runs a layer; plans, traces and frames name it. A *section* fills a half.
-Planner and runtime walk over sections, and know no item by name. To add a kind of layer, add a section (docs/architecture.md).
+A *half* is one of the two methods in which Megatron runs a layer; plans, traces and frames name it. A *section* fills a half:
+`attention`, `mlp`, `experts`, ... Planner and runtime walk over sections, and know no item by name.
 """
 
 from __future__ import annotations
@@ -115,7 +111,6 @@ class Item:
     """Attribute path of the submodule in Megatron's layer; empty for code. `*` stands for each of several experts, or for nothing
     if one module computes all."""
     methods: tuple[str, ...] = ("forward",)
-    """Its methods, in call order."""
     norm_inside: str = ""
     """Inner norm that Transformer Engine fuses into this linear, if any."""
 
@@ -124,12 +119,10 @@ class Item:
         return bool(self.path)
 
     of_experts = _has_role(*EXPERTS_LINEARS)
-    """Whether it stands for the linears of several experts."""
     may_draw = _has_role("core", "residual", "router")
     """Whether it may draw random numbers: dropout, or a router."""
     ends_values = _has_role(*ENDS)
     exchanges = _has_role("dispatch", "combine")
-    """Whether it exchanges tokens with other ranks."""
     any_rows = _has_role("dispatch", "experts_in", "experts_out", "combine")
     """Whether its number of rows changes from call to call."""
     runs_once = _has_role("router", "dispatch", "combine")
@@ -141,7 +134,6 @@ class Item:
 
     @property
     def computes(self) -> bool:
-        """Whether it is a linear, of experts or not."""
         return self.is_linear or self.of_experts
 
 
@@ -168,7 +160,6 @@ class Exchange:
     carries: Literal["tokens", "probabilities"]
     """Rows to or from experts, or their weights; in backward the gradients."""
     behind: Role
-    """As in `Collective`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,7 +249,6 @@ class Section:
 
     @cached_property
     def exchanges_in_windows(self) -> bool:
-        """Whether its token exchanges are windows."""
         return any(self.exchanges_of.values())
 
     @cached_property
@@ -287,7 +277,6 @@ class Section:
 
     @cached_property
     def code_behind(self) -> Mapping[str, str]:
-        """By site: the item of the code that follows it."""
         following = zip(self.items, self.items[1:], strict=False)
         return {site.name: code.name for site, code in following if site.is_site and not code.is_site}
 
@@ -375,7 +364,6 @@ class Section:
 
     @cached_property
     def gathered(self) -> str | None:
-        """Linear whose input is gathered under sequence parallelism, or None."""
         return self.column_parallel or None
 
     @cached_property
@@ -392,7 +380,6 @@ class Section:
 
     @cached_property
     def before_row_parallel(self) -> str:
-        """Item whose output the row-parallel linear reads."""
         return self.names[self.index(self.row_parallel) - 1]
 
     def index(self, name: str) -> int:

@@ -1,10 +1,6 @@
-"""Registry of kinds, and the choice of sections for a model's layers.
-
-    facts of a model ──> for each half, the last of KINDS that answers ──> a section
+"""Registry of kinds, and the choice of sections for a model's layers. Names of items and kinds in files are validated here.
 
 To add a kind, add a line to `KINDS`, one to `kinds.planning` and one to `apply.kinds` (docs/architecture.md).
-
-Names of items and kinds in files are validated here.
 """
 
 from __future__ import annotations
@@ -31,7 +27,6 @@ class Facts(NamedTuple):
 
     te: bool = False
     latent: LatentSizes | None = None
-    """Sizes of multi-latent attention, if used."""
     experts: bool = False
     shared_experts: bool = False
     dispatcher: Dispatcher = "alltoall"
@@ -40,23 +35,18 @@ class Facts(NamedTuple):
     kinds: tuple[str, ...] = ()
     """Names of kinds that no other fact determines."""
     opaque: tuple[OpaqueName, ...] = ()
-    """Opaque halves of one layer."""
     captured: tuple[CapturedModule, ...] = ()
     copies_go: bool = False
     """Whether linears compute in FP8 or FP4, and checkpoints keep no copies of their inputs."""
 
 
 USUAL = Facts()
-"""Facts of a layer with usual attention and an MLP."""
 
 
 LayerKind = tuple[Section, Section]
-"""Sections of a layer in forward order."""
 
 
 class Kind(NamedTuple):
-    """A kind of section for a half."""
-
     sections: tuple[Section, ...]
     """Its sections, largest of each kind; plan files may name all their items."""
     chosen: Callable[[Facts], Section | None]
@@ -118,7 +108,6 @@ def all_items() -> tuple[str, ...]:
 
 
 def kind_names() -> tuple[str, ...]:
-    """Return the names valid in `Facts.kinds`."""
     return tuple(kind.name for kind in KINDS if kind.name)
 
 

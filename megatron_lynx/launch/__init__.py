@@ -7,7 +7,7 @@ hosts                    hooks on Megatron-LM or Megatron-Bridge: flags, initial
 launch                   reads, checks, installs and removes the plan
 schedule                 the training loop without flushes
 check, frames            --lynx-check: bits of a step compared with stock's, or of backward's tensors with the saved ones
-training_state           saves and restores what a pass changes, so that a step can run again
+training_state           saves and restores the state that a pass changes, so that a step can run again
 reporter                 predicted and measured seconds and peaks of each stage
 metrics                  figures in TensorBoard and W&B
 out_of_memory            explains an out-of-memory error

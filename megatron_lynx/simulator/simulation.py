@@ -60,7 +60,7 @@ class Repeated(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """One simulated step, by stage. `executed` and `copied` leave out what is `repeated`."""
+    """One simulated step, by stage. `executed` and `copied` leave out the `repeated` part."""
 
     executed: tuple[tuple[Executed, ...], ...]
     copied: tuple[tuple[Copied, ...], ...]

@@ -17,7 +17,7 @@ from math import inf
 from megatron_lynx.units import SECOND_DIGITS
 
 StageTime = Callable[[int, int], float]
-"""Seconds of one micro-batch, forward and backward, on a stage with so many layers; `inf` if they do not fit."""
+"""Seconds of one micro-batch, forward and backward, on a stage with this number of layers; `inf` if they do not fit."""
 
 Counts = tuple[int, ...]
 """Layers of each stage."""

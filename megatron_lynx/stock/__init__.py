@@ -1,4 +1,4 @@
-"""Stock Megatron's settings against activation memory: which are legal, what each costs, and the fastest one.
+"""Stock Megatron's settings against activation memory: which are legal, their costs, and the fastest one.
 
 setting.py      one setting: its fields and flags
 modules.py      `--recompute-modules` and `--offload-modules` as data

@@ -33,7 +33,6 @@ from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape
 from megatron_lynx.timeline import Passes
 
 CHUNK = 64
-"""Tokens per chunk of the gated delta rule."""
 RULE_FLOP_PER_S = (105e12, 83e12)
 """Rates of the rule's kernels, forward and backward. They are alike on an H200 and a GB200: neither memory nor matrix units bound
 them (flash-linear-attention 0.5.1 in benchmark_results_H200.txt and benchmark_results_GB200.txt of QwenLM/FlashQLA)."""
@@ -50,7 +49,6 @@ class DeltaNet(TokenMixer):
         return sizes
 
     def kernels(self, shape: LayerShape, item: Item) -> Kernels:
-        """Bytes of the convolution, of the copies and norms after it, and of the gated norm."""
         sizes, one = self.sizes(shape.model), column_bytes(shape)
         keys, values, convolved = one * sizes.keys, one * sizes.values, one * (2 * sizes.keys + sizes.values)
         if item.name == GATED_NORM:
@@ -135,7 +133,6 @@ def eager_bytes(sizes: DeltaSizes) -> float:
 
 
 def rule_flops(sizes: DeltaSizes) -> int:
-    """Return the FLOPs of a forward per token and head."""
     key, value = sizes.key_size, sizes.value_size
     return 6 * CHUNK * key + 4 * CHUNK * value + 6 * key * value
 

@@ -40,8 +40,6 @@ from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape, saved_bytes
 
 
 class DenseAttention(Planning):
-    """Attention with one linear for queries, keys and values."""
-
     def linears(self, shape: LayerShape) -> Mapping[str, Linear]:
         hidden = shape.model.hidden
         return {
@@ -177,7 +175,6 @@ def queries_keys_values(shape: LayerShape) -> list[SavedTensor]:
 
 
 def _turning_tables(shape: LayerShape) -> list[SavedTensor]:
-    """Return sine and cosine, for queries and for keys, unless a fused kernel rotates them."""
     if shape.model.fuses("rope") and not shape.eager:
         return []
     table = shape.model.seq // shape.parallel.context * shape.model.head_size * shape.model.element_bytes

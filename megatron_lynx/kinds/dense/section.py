@@ -61,13 +61,11 @@ MLP = Section(
 
 LINEAR_QKV, ROTARY, CORE_ATTENTION, LINEAR_PROJ = ATTENTION.names[1:5]
 LINEAR_FC1, ACTIVATION, LINEAR_FC2 = MLP.names[1:4]
-"""Names for formulas of single items."""
 
 DENSE: Mapping[Half, Section] = {"attention": ATTENTION, "mlp": MLP}
 
 ITEMS: tuple[str, ...] = ATTENTION.names + MLP.names
 RECOMPUTABLE: tuple[str, ...] = ATTENTION.recomputable + MLP.recomputable
-"""Items that a plan may recompute."""
 
 COLUMN_PARALLEL = tuple(section.column_parallel for section in DENSE.values())
 ROW_PARALLEL = tuple(section.row_parallel for section in DENSE.values())

@@ -4,13 +4,9 @@
     └────────────────────┴──────── dispatch ────────────────┘   fc1  activation  fc2      └────────────── combine ──────────────┘
 
 Rows are the fullest rank's (`experts.load`), for which the others wait. Each expert's GEMMs have the efficiency of their own
-size. Exchanges are separate from items. In an all-to-all over `expert` ranks each sends all but its own part,
-
-    to ranks in its node     over NVLink, or PCIe without it
-    to others                over its share of the node's NICs                  concurrently: the longer one counts
-
-Ranks of such a group are `expert_tensor` apart, the ranks that split each expert (`parallel_state.initialize_model_parallel`,
-order tp-ep-dp). If a node contains only part of a group, the rank with fewest peers in its node is slowest:
+size. In an all-to-all over `expert` ranks each sends all but its own part, to ranks in its node over NVLink (or PCIe) and to
+others over its share of the node's NICs, concurrently. Ranks of such a group are `expert_tensor` apart
+(`parallel_state.initialize_model_parallel`, order tp-ep-dp). The rank with fewest peers in its node is slowest:
 
     6 ranks, nodes of 8     node 0  0 1 2 3 4 5 | 6 7     node 1  8 9 10 11 | ...     6 and 7 send four parts of six far away
 
@@ -20,16 +16,8 @@ DeepEP and HybridEP send a token once to each rank with any of its experts, and 
 split experts are ranks of the same group. A token for k of E experts, chosen evenly, goes to one of n parts with E/n of them with
 probability 1 - C(E - E/n, k) / C(E, k).
 
-Saved tensors, rows and widths on one rank:
-
-    T tokens ── norm ──┬── shared experts: an MLP for every token
-                       ├── router ── probabilities, expert choices
-                       └── dispatch: permute ── all-to-all ── R rows ── experts ── combine: all-to-all ── unpermute ──> T
-
-T: a rank's own tokens; k: experts per token; E: experts; f: width of one expert on a rank; R = T k etp x load: rows of the
-fullest rank, with etp ranks that split each expert (`expert_tensor`). Rows are counted as in megatron-core's
-`MoEAlltoAllTokenDispatcher`; `experts.load` is the fullest rank's load over a balanced one. Bytes use `experts.holds` instead, if
-given.
+Saved tensors. T: a rank's own tokens; f: width of one expert on a rank; R = T k etp x load: rows of the fullest rank, with etp
+ranks that split each expert. Bytes use `experts.holds` instead of `experts.load`, if given.
 
     norm         as in a layer with an MLP, but never fused into a linear
     router       `TopKRouter`: chosen experts (int64, twice), their scores in fp32; for all experts `experts.scores` numbers in
@@ -45,8 +33,8 @@ given.
 
 In FP8 each expert's rows are padded to a multiple of 16, or 32 (mxfp8): by `Fp8Padding` before its GEMMs, or by the router, if so
 configured, and padding is then exchanged, too. Linears save bytes and scales of their inputs, each expert its own, and the
-dispatched rows are not saved; recomputation that passes them needs them. Except with delayed scaling, the shared experts' first
-linear saves the norm's output (`set_save_original_input`).
+dispatched rows are not saved. Except with delayed scaling, the shared experts' first linear saves the norm's output
+(`set_save_original_input`).
 """
 
 from __future__ import annotations
@@ -115,13 +103,11 @@ class MixtureOfExperts(Planning):
         return _moved_rows(shape, roof) if item.exchanges else super().seconds(shape, item, roof)
 
     def listed(self) -> Iterable[Item]:
-        """Linears first, then the routed path, then the items of an MLP layer."""
         later_names = (EXPERTS_ACTIVATION, ROUTER, DISPATCH, COMBINE, self.section.norm, self.section.residual, SHARED_ACTIVATION)
         names = *EXPERTS.linears, *SHARED_LINEARS, *later_names
         return (self.section.of_name[name] for name in dict.fromkeys(names) if name in self.section.names)
 
     def output_bytes(self, shape: LayerShape, item: Item) -> int:
-        """Return the outputs of linears; exchanged rows are counted elsewhere."""
         linear = self.linears(shape).get(item.name)
         return 0 if linear is None else shape.model.element_bytes * linear.times * linear.rows * linear.made
 
@@ -166,7 +152,6 @@ class MixtureOfExperts(Planning):
         yield from ()
 
     def operands_bytes(self, profile: Profile, linear: str) -> tuple[int, int]:
-        """Experts return as many rows as they get."""
         half, role = profile.of(self.section), self.section.of_name[linear].role
         if role == "experts_in":
             return kept_of_argument(half, linear), made_bytes(half, linear)
@@ -224,7 +209,6 @@ def _exchange_s(job: Job, shape: LayerShape) -> float:
 
 
 def _fused_exchange_s(cluster: Cluster, shape: LayerShape, row_bytes: int) -> float:
-    """Return the same for a flex dispatcher: every token once per rank, and once per other node."""
     assert cluster.node is not None, "checked by Roofline.of"
     assert cluster.nic is not None, "checked by Roofline.of"
     experts, ranks = experts_of(shape), shape.parallel.expert * shape.parallel.expert_tensor_size
@@ -283,7 +267,6 @@ def _moved_rows(shape: LayerShape, roof: Roofline) -> Passes:
 INDEX_BYTES = 8
 
 SHARED = dict(zip(MLP.names[1:4], SHARED_EXPERTS, strict=True))
-"""Items of shared experts, by the MLP items that they resemble."""
 
 
 @lru_cache(maxsize=256)
@@ -305,7 +288,6 @@ def _router_tensors(shape: LayerShape) -> list[SavedTensor]:
 
 
 def _dispatch(shape: LayerShape) -> Iterator[SavedTensor]:
-    """Dispatch's own saved tensors, its output rows, and the probability of each."""
     experts, element, rows = experts_of(shape), shape.model.element_bytes, routed_rows(shape)
     fused = experts.dispatcher in FUSED
     kept, sorted_by = _fused_maps(shape) if fused else _maps(shape)
@@ -349,7 +331,6 @@ def remembered_bytes(shape: LayerShape) -> int:
 
 
 def _expert_rows(shape: LayerShape) -> Iterator[SavedTensor]:
-    """Tensors between the experts' GEMMs, and their FP8 inputs."""
     model = shape.model
     block, gated = padded_rows(shape) * expert_width(shape) * model.element_bytes, model.gated
     apart = shape.sums_apart
@@ -461,6 +442,5 @@ def expert_linears(shape: LayerShape) -> dict[str, Linear]:
 
 
 def _pair(shape: LayerShape, names: tuple[str, str], rows: int, width: int, count: int, hidden: int) -> dict[str, Linear]:
-    """Return `count` equal pairs of linears around an activation of `width` columns, from rows of `hidden` and back."""
     outer = 2 * width if shape.model.gated else width
     return {names[0]: Linear(rows, hidden, outer, count), names[1]: Linear(rows, width, hidden, count)}

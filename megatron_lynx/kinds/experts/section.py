@@ -5,10 +5,8 @@
 
     ══>  tokens are exchanged between ranks
 
-`router`, `dispatch` and `combine` are always kept: routing must not be decided twice, and tokens are exchanged once. The graph
-holds their outputs anyway, since the experts' first linear saves its input. `experts_fc1`, `experts_activation` and `experts_fc2`
-stand for all experts of a rank; run one by one, each expert has its own call, the same number in every micro-batch. Shared
-items exist only with shared experts.
+`experts_fc1`, `experts_activation` and `experts_fc2` stand for all experts of a rank; run one by one, each expert has its own
+call, the same number in every micro-batch.
 
 Its windows are token exchanges under expert parallelism; tensor-parallel collectives inside are none.
 
@@ -19,8 +17,7 @@ Its windows are token exchanges under expert parallelism; tensor-parallel collec
     allgather   none: its gathers and reductions are synchronous
 
 With overlapped exchanges (`--overlap-moe-expert-parallel-comm`) Megatron does not call the half's method: it interleaves four
-nodes with those of another micro-batch, each with its own backward. Plans recompute in one method of them, and nothing waits for
-an exchange:
+nodes with those of another micro-batch. Plans recompute in one method of them, and nothing waits for an exchange:
 
     norm, shared experts, router │ dispatch │ routed_experts_compute: rows sorted, experts, rows sorted back │ combine, residual
 """
@@ -36,7 +33,6 @@ from megatron_lynx.kinds.dense.section import MLP
 from megatron_lynx.kinds.section import Exchange, Item, Pass, Role, Section
 
 MIXTURE = "mlp"
-"""Attribute path of the mixture in Megatron's layer."""
 
 _SHARED = (
     Item("shared_fc1", "column_parallel", path=f"{MIXTURE}.shared_experts.linear_fc1"),
@@ -67,7 +63,6 @@ Dispatcher = Literal["alltoall", "deepep", "hybridep", "allgather"]
 """Token dispatcher: all-to-all, a flex dispatcher's backend, or all-gather."""
 DISPATCHERS: tuple[Dispatcher, ...] = get_args(Dispatcher)
 FUSED: tuple[Dispatcher, ...] = ("deepep", "hybridep")
-"""Backends of the flex dispatcher."""
 
 _TO_EXPERTS = (Exchange("tokens", "dispatch"), Exchange("probabilities", "dispatch"))
 _BACK = (Exchange("tokens", "combine"),)
@@ -93,7 +88,6 @@ def _section(inside: tuple[Item, ...], dispatcher: Dispatcher) -> Section:
 
 
 def _in_nodes(section: Section) -> Section:
-    """The section with overlapped exchanges."""
     apart = tuple(item.name for item in section.items if item not in _ROUTED or item.role == "router")
     exchanges = EXCHANGES["hybridep"]  # tokens are exchanged in other nodes
     return replace(section, exchanges_of=exchanges, method="routed_experts_compute", owner=MIXTURE, apart=apart)
@@ -103,12 +97,9 @@ MIXTURES: Mapping[tuple[Dispatcher, bool], Section] = {
     (dispatcher, shared): _section(_SHARED + _ROUTED if shared else _ROUTED, dispatcher)
     for dispatcher, shared in product(DISPATCHERS, (False, True))
 }
-"""By dispatcher and presence of shared experts."""
 IN_NODES: Mapping[tuple[Dispatcher, bool], Section] = {key: _in_nodes(section) for key, section in MIXTURES.items()}
-"""The same with overlapped exchanges."""
 EXPERTS, EXPERTS_WITH_SHARED = MIXTURES["alltoall", False], MIXTURES["alltoall", True]
 SHARED_EXPERTS = tuple(item.name for item in _SHARED)
-"""Items that exist only with shared experts."""
 
 SHARED_FC1, SHARED_ACTIVATION, SHARED_FC2 = SHARED_EXPERTS
 BESIDE: Mapping[Role, tuple[str, ...]] = {"dispatch": (SHARED_FC1, SHARED_ACTIVATION), "combine": (SHARED_FC2,)}
@@ -116,4 +107,3 @@ BESIDE: Mapping[Role, tuple[str, ...]] = {"dispatch": (SHARED_FC1, SHARED_ACTIVA
 `MoEAlltoAllTokenDispatcher`, and from 0.18 on `MoEFlexTokenDispatcher`."""
 SHARED_LINEARS = (SHARED_FC1, SHARED_FC2)
 ROUTER, DISPATCH, EXPERTS_FC1, EXPERTS_ACTIVATION, EXPERTS_FC2, COMBINE = EXPERTS.names[1:7]
-"""Names for formulas of single items."""

@@ -36,8 +36,6 @@ DOWN, HEADS = ("down_projection",), ("up_projection", "query_projection")
 
 
 class LatentAttention(Planning):
-    """Down-projections, norms of their outputs, and up-projections to heads."""
-
     def linears(self, shape: LayerShape) -> Mapping[str, Linear]:
         sizes, hidden, te, heads = sizes_of(shape.model), shape.model.hidden, shape.model.uses_te, heads_of(shape)
         whole = 1 if te else shape.parallel.tensor
@@ -57,7 +55,6 @@ class LatentAttention(Planning):
         return 2 * shape.scores * (sizes.query_head_size + sizes.value_head_size)
 
     def attention(self, shape: LayerShape) -> AttentionBytes:
-        """Values keep their own width."""
         one, sizes = shape.model.element_bytes * shape.tokens * heads_of(shape), sizes_of(shape.model)
         query, value = one * sizes.query_head_size, one * sizes.value_head_size
         return AttentionBytes(query, query, value, value)
@@ -225,7 +222,7 @@ def heads_of(shape: LayerShape) -> int:
 
 
 def latent_rows(shape: LayerShape) -> int:
-    """Return the latent rows of a rank: Megatron's layers gather all, and slice the block."""
+    """Megatron's layers gather all rows, and slice the block."""
     return shape.own_tokens if shape.model.uses_te else shape.tokens
 
 

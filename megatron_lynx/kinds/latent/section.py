@@ -3,11 +3,8 @@
     input_layernorm ─┬─> linear_q_down_proj ──> q_layernorm ──> linear_q_up_proj ──┬─(rotary)─> core_attention ─> linear_proj
                      └─> linear_kv_down_proj ─> kv_layernorm ─> linear_kv_up_proj ─┘
 
-Items are in Megatron's call order.
-Uncompressed queries come from `linear_q_proj` on the residual stream. `rotary` splits off and rotates the rotary parts, and
-assembles queries and keys. Inner norms exist only with `--qk-layernorm`; Transformer Engine fuses them into the next linears.
-
-Tensor-parallel communication is the same in all releases:
+Uncompressed queries come from `linear_q_proj` on the residual stream. Inner norms exist only with `--qk-layernorm`; Transformer
+Engine fuses them into the next linears. Tensor-parallel communication:
 
     Megatron's own       down-projections are column-parallel: their input is gathered (sequence parallelism), their output is
                          gathered by columns and sliced by rows; in backward its gradient is gathered by rows
@@ -18,8 +15,6 @@ Recomputed code between two sites must not communicate: gathered tensors there a
 
 The fused rotary kernel rotates queries in place, in the linear's output. Recomputing `rotary` on a kept output would rotate it
 twice, so both are kept or both recomputed.
-
-Sizes in jobs, profiles and plans; each field names that of Megatron's model config, whose flag has dashes (`--kv-lora-rank`):
 
     latent: {kv_rank: 512, head_size: 128, rope_size: 64, value_head_size: 128}                     DeepSeek-V2-Lite
     latent: {q_rank: 1536, kv_rank: 512, head_size: 128, rope_size: 64, value_head_size: 128}       DeepSeek-V3
@@ -101,7 +96,6 @@ def latent_section(sizes: LatentSizes, *, te: bool) -> Section:
 
 
 LATENT_ITEMS: tuple[str, ...] = tuple(item.name for item in (Q_DOWN, KV_DOWN, Q_NORM, KV_NORM, Q_PROJ, Q_UP, KV_UP))
-"""Items of latent attention only."""
 
 
 IndexerLoss = Literal["none", "selected", "all"]
@@ -149,7 +143,6 @@ class LatentSizes(Part):
 
     @property
     def compressed(self) -> bool:
-        """Whether queries are compressed."""
         return self.q_rank is not None
 
     @property

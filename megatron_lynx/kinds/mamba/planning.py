@@ -32,7 +32,6 @@ from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape
 from megatron_lynx.timeline import Passes
 
 CHUNK = 128
-"""Tokens per chunk of the scan (`MambaMixer.chunk_size`)."""
 CONVOLVED = 4
 """Width of the convolution in tokens."""
 
@@ -44,7 +43,6 @@ class MambaLayer(TokenMixer):
         return sizes
 
     def kernels(self, shape: LayerShape, item: Item) -> Kernels:
-        """Bytes of the norm."""
         inner = column_bytes(shape) * self.sizes(shape.model).inner
         return Kernels((2 * inner,), (3 * inner,))
 
@@ -96,5 +94,4 @@ class MambaLayer(TokenMixer):
 
 
 def scan_flops(sizes: MambaSizes) -> int:
-    """Return the FLOPs of a forward per token."""
     return sizes.heads * (2 * CHUNK * sizes.size + 4 * sizes.state * sizes.size) + 2 * sizes.groups * CHUNK * sizes.state

@@ -40,7 +40,6 @@ from megatron_lynx.profiler.shape import FP32_BYTES, MASK_BYTES, LayerShape, sav
 from megatron_lynx.timeline import Passes
 
 INDEX_BYTES = {True: 4, False: 8}
-"""Bytes of the index of a key, by fused kernels."""
 
 
 UNFUSED_BYTES = 48
@@ -128,7 +127,6 @@ class SparseAttention(LatentAttention):
         yield dropout_tensor(shape, self.section)
 
     def _latent(self, shape: LayerShape, down: Item, inner: Item, rank: int, readers: tuple[str, ...]) -> Iterator[SavedTensor]:
-        """Saved tensors from a down-projection to its norm's output. A norm copies its input out of a wider block."""
         normed, width = shape.own_tokens * rank * shape.model.element_bytes, self.linears(shape)[down.name].made
         made = shape.own_tokens * width * shape.model.element_bytes
         if not shape.model.qk_norm:

@@ -50,7 +50,7 @@ MANY = 256
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What one rank reports of its host."""
+    """Report of one rank on its host."""
 
     free: FreeMemory
     state_bytes: int = 0
