@@ -9,10 +9,6 @@ the half's own window 0           in time with sequence parallelism: it gathers 
                                     the row-parallel linear's input is recomputed, in Transformer Engine's layers: its linears
                                     read their saved tensors before they gather
 the half's later windows          too late
-
-The own window 0 of experts that are distributed over ranks is in time, too, except for the dropout mask.
-
-Some recomputations may run in no window, and some checkpoints may resume in none: `amax_reducing`, `resumes_in_wait`.
 """
 
 from __future__ import annotations

@@ -125,11 +125,8 @@ FORWARD, BACKWARD, WEIGHTS = 0, 1, 2
 def paired_s(
     forward: Sequence[Nodes], backward: Sequence[Nodes], beside: Beside = UNDISTURBED, *, delayed: bool = False
 ) -> float:
-    """Return the seconds of one micro-batch's forward overlapped with another's backward.
-
-    The backward starts with its last layer. If one of them is empty, exchanges are exposed. `delayed`: weight gradients are nodes
-    of their own.
-    """
+    """Return the seconds of one micro-batch's forward overlapped with another's backward, which starts with its last layer. If
+    one of them is empty, exchanges are exposed. `delayed`: weight gradients are nodes of their own."""
     return _pairs_s(tuple(zip_longest(forward, reversed(backward))), beside, delayed)
 
 

@@ -47,7 +47,6 @@ def _words(shape: LayerShape) -> int:
 
 
 def embedding_gradient_bytes(shape: LayerShape) -> int:
-    """Return the dense gradient of the word embeddings, before it is added to Megatron's buffer."""
     return _words(shape) * shape.added_gradient_bytes
 
 
@@ -69,14 +68,12 @@ def _loss_bytes(shape: LayerShape) -> int:
 
 
 def loss_kept_bytes(shape: LayerShape) -> int:
-    """Return the logits that the loss saves for backward."""
     if (loss := shape.model.log_probabilities) is not None:
         return round(_logits(shape) * loss.saved_bytes)
     return _logits(shape) * (shape.model.element_bytes if shape.model.cross_entropy == "te" else FP32_BYTES)
 
 
 def logits_gradient_bytes(shape: LayerShape, pieces: int = 1) -> int:
-    """Return the gradient of the logits, the input of the output projection's backward."""
     if (loss := shape.model.log_probabilities) is not None and not loss.saved_bytes:
         return 0
     return _logits(shape) // pieces * shape.model.element_bytes
@@ -182,7 +179,6 @@ def _projection_s(profile: Profile, attention: Section, message_bytes: int) -> t
 
 
 def predicting_bytes(shape: LayerShape) -> int:
-    """Return the bytes saved by all MTP layers of one micro-batch, without losses."""
     times = shape.model.mtp
     if not times:
         return 0

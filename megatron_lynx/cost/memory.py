@@ -134,11 +134,8 @@ def resident_bytes(halves: Iterable[HalfMemory]) -> int:
 
 
 def held_at_moments(columns: NDArray[Any]) -> NDArray[Any]:
-    """Sum halves at every moment of one micro-batch's backward.
-
-    columns: (..., halves in backward order, COLUMNS). Returns (..., 1 + 2 halves): before backward, then [A] and [B] of each
-    half.
-    """
+    """columns: (..., halves in backward order, COLUMNS). Returns (..., 1 + 2 halves): before backward, then [A] and [B] of each
+    half."""
     halves, held = columns.shape[-2], columns[..., 0]
     behind = np.flip(np.flip(held, -1).cumsum(-1), -1)  # of a half and of all later ones
     moments = np.concatenate([behind[..., :1], np.repeat(behind, 2, axis=-1)], axis=-1)
@@ -150,11 +147,8 @@ def held_at_moments(columns: NDArray[Any]) -> NDArray[Any]:
 
 
 def peak_bytes(backward_order: Sequence[HalfMemory], in_flight: float, loss_bytes: int = 0) -> int:
-    """Return the peak of the stage's layers over all micro-batches in flight.
-
-    `in_flight` may be fractional: offloaded parts count less (Yuan et al.). `loss_bytes`: extra bytes of the loss before backward
-    reaches the layers.
-    """
+    """Return the peak of the stage's layers over all micro-batches in flight. `in_flight` may be fractional: offloaded parts
+    count less (Yuan et al.). `loss_bytes`: extra bytes of the loss."""
     if not backward_order:
         return loss_bytes
     moments = held_at_moments(np.array([half.columns for half in backward_order]))

@@ -64,7 +64,6 @@ def _shared(job: Job, all_matrices: list[Matrices]) -> Iterator[tuple[int, list[
 
 
 def fullest(job: Job, all_matrices: list[Matrices], of: Callable[[Matrices], float]) -> float:
-    """Return a sum over the matrices of the rank that has most."""
     total = 0.0
     for sharers, group in _shared(job, all_matrices):
         share = sum(matrix.times * of(matrix) for matrix in group) / (sharers if job.parallel.distributed_optimizer else 1)

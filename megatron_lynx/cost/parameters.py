@@ -41,7 +41,6 @@ from megatron_lynx.profiler.shape import BF16_BYTES, LayerShape, buffer_bytes, w
 
 TYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "remainder": 2}
 FP32_BYTES, MOMENTS_BYTES = 4, 8
-"""Bytes of one number, and of both Adam moments, in fp32."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,6 @@ class BytesEach:
     main_parameter: int
     moments: int
     gradient_copy: int
-    """fp32 copy of the gradient, made by the update."""
     state_copies: int = 0
     """fp32 copies of states in smaller types, made by the update."""
     lasting_copy: int = 0
@@ -89,7 +87,6 @@ def bytes_each(job: Job) -> BytesEach:
 @dataclass(frozen=True)
 class Parameters:
     matrices: int
-    """Weights of the layers' linears."""
     vectors: int
     """Biases and norms, the final norm included."""
     embedding: int
@@ -154,18 +151,15 @@ def _all_parameters(job: Job, stage: int) -> Parameters:
 
 
 def embeds_on(job: Job, stage: int) -> bool:
-    """Whether a stage has the embedding: the first, and with MTP the last."""
     return stage == 0 or (job.model.mtp > 0 and stage == job.parallel.pipeline - 1)
 
 
 def halves_on(job: Job, stage: int) -> list[tuple[HalfParameters, int]]:
-    """Return the halves of a stage's layers, MTP layers included, with their number."""
     counted = sections_on(job, stage)
     return [(planning_of(section).parameters(job.model, job.parallel), count) for section, count in counted.items()]
 
 
 def sections_on(job: Job, stage: int) -> Counter[Section]:
-    """Count the sections of a stage's layers, MTP layers included."""
     counts = job.halves_on(stage)
     if job.model.mtp and stage == job.parallel.pipeline - 1:
         counts.update(dict.fromkeys(job.model.sections(job.model.layers), job.model.mtp))
@@ -180,10 +174,8 @@ def passed_weights(model: Model, kind: LayerKind | None = None) -> int:
 
 
 def fp8_copies_bytes(job: Job, stage: int) -> int:
-    """Return the FP8 copies of a stage's linear weights, made in each step's first micro-batch.
-
-    For weights stored in FP8: their bytes by columns, and scales; for layers that stay in bf16, the extra bytes.
-    """
+    """Return the FP8 copies of a stage's linear weights, made in each step's first micro-batch: of weights stored in FP8 their
+    bytes by columns, and scales; of layers that stay in bf16 the extra bytes."""
     model, recipe = job.model, job.model.fp8_recipe
     if recipe is None:
         return 0
@@ -261,8 +253,6 @@ def _shared(job: Job, count: int, experts: int, parameter_bytes: float) -> int:
 
 
 class ParameterTensors(NamedTuple):
-    """Number of parameter tensors of one rank."""
-
     weights: int
     vectors: int
 

@@ -39,10 +39,6 @@ class Phases:
     steady: int
     cooldown: int
 
-    @property
-    def steady_share(self) -> float:
-        return self.steady / (self.steady + self.cooldown)
-
 
 def phases_of(job: Job, stage: int) -> Phases:
     """Return the phases of a stage with one chunk. Without flushes the cool-down comes only at the end of training."""

@@ -143,11 +143,8 @@ def meet_messages(job: Job) -> bool:
 
 
 def avoid_messages(job: Job) -> bool:
-    """Whether a plan alternates copies and messages, which needs a time without messages.
-
-    With chunks, messages always overlap passes. Without, Megatron synchronises after each exchange (`batch_p2p_sync`): a copy
-    issued before it would be waited for at once, on any link.
-    """
+    """Whether a plan alternates copies and messages: with one chunk Megatron synchronises after each exchange
+    (`batch_p2p_sync`), so that a copy issued before it would be waited for, on any link."""
     return job.chunks == 1 and job.schedule == "flush" and job.parallel.pipeline > 1
 
 

@@ -56,7 +56,6 @@ class UpdateSeconds:
     """Share of one bucket in reductions and gathers."""
 
     def exposed_s(self, job: Job, behind: Passes) -> float:
-        """Return the seconds added to a step. `behind`: one micro-batch of the stage."""
         reduce_s, gather_s = self.reduce_s, self.gather_s
         if job.overlap.gradients:
             reduce_s = self._left_s(job, reduce_s, behind.backward_s)
@@ -112,8 +111,6 @@ def late_reduction_s(job: Job, idle_at_end_s: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class _Group:
-    """Parameters of the fullest stage that the same ranks share, `stride` apart."""
-
     count: int
     sharers: int
     stride: int
@@ -213,9 +210,6 @@ class Fixed:
     waits: int
     collectives_s: float
 
-    def seconds(self, kernel_s: float, wait_s: float) -> float:
-        return self.kernels * kernel_s + self.waits * wait_s + self.collectives_s
-
 
 def fixed_s(job: Job, stage: int, parameters: Parameters, buckets: int) -> float:
     """Return the fixed seconds of an update with this number of gradient buckets; 0 if the cluster's figures are missing."""
@@ -223,16 +217,15 @@ def fixed_s(job: Job, stage: int, parameters: Parameters, buckets: int) -> float
     if cluster.hbm is None or cluster.pcie is None or cluster.nic is None or cluster.node is None:
         return 0.0
     fixed = fixed_of(job, stage, parameters, buckets)
-    return fixed.seconds(1e-6 * cluster.hbm.latency_us, 1e-6 * cluster.pcie.latency_us + RESTART_S)
+    wait_s = 1e-6 * cluster.pcie.latency_us + RESTART_S
+    return fixed.kernels * 1e-6 * cluster.hbm.latency_us + fixed.waits * wait_s + fixed.collectives_s
 
 
 def fixed_of(job: Job, stage: int, parameters: Parameters, buckets: int) -> Fixed:
-    alone = job.parallel.pipeline == 1
     optimizers = 2 if parameters.experts else 1  # experts have their own
-    checks, norms = CHECK_WAITS * buckets, optimizers
     return Fixed(
         kernels=_kernels(job, stage, parameters, buckets),
-        waits=checks + norms + 2 + alone,
+        waits=CHECK_WAITS * buckets + optimizers + 2 + (job.parallel.pipeline == 1),
         collectives_s=_reduced_s(job, optimizers) + _numbers_s(job, optimizers) + shared_embedding_s(job),
     )
 
@@ -280,10 +273,7 @@ def _numbers_s(job: Job, optimizers: int) -> float:
 
 
 def shared_embedding_s(job: Job) -> float:
-    """Return the all-reduce of a shared embedding's gradient between first and last stage (tied embeddings or MTP).
-
-    It is exposed, because the first stage finishes its backward last.
-    """
+    """Return the exposed all-reduce of a shared embedding's gradient between first and last stage (tied embeddings or MTP)."""
     tied = (job.model.tied_embeddings or job.model.mtp) and job.model.adapters is None
     if not tied or job.parallel.pipeline == 1:
         return 0.0

@@ -38,8 +38,6 @@ class Linear(NamedTuple):
 
 @dataclass(frozen=True)
 class HalfParameters:
-    """Parameters of one half of one layer."""
-
     cut: int
     """Weights split over tensor-parallel ranks, summed over all of them."""
     passed: int
@@ -103,7 +101,6 @@ class Planning(ABC):
         raise NotImplementedError(f"{self.section.name} has no core attention")
 
     def core_arguments_bytes(self, shape: LayerShape) -> int:
-        """Return the extra arguments that a checkpoint of the core attention saves."""
         return 0
 
     def refusals(self, job: Job) -> Iterator[Problem]:
@@ -111,15 +108,12 @@ class Planning(ABC):
         yield from ()
 
     def tensors(self, shape: LayerShape) -> tuple[SavedTensor, ...]:
-        """Return the saved tensors of the half, except its input."""
         blocks = self.saved(shape) if shape.model.adapters is None else self._beside_frozen(shape)
         return tuple(block for block in blocks if block.bytes)
 
     def _beside_frozen(self, shape: LayerShape) -> Iterator[SavedTensor]:
-        """Yield the saved tensors where weights are frozen: linears read no input, but their adapters do.
-
-        A linear with a fused norm saves the norm's output if it returns it to an adapter, with or without dropout.
-        """
+        """Yield the saved tensors where weights are frozen: linears read no input, but their adapters do, and norms fused into
+        these linears return it."""
         for block in self.saved(shape):
             maker = self.section.of_name.get(block.made_by)
             readers = tuple(
@@ -137,7 +131,6 @@ class Planning(ABC):
                 yield from own_tensors(name, *adapter_blocks(shape, self.section.of_name[name], linear))
 
     def flops(self, shape: LayerShape) -> dict[str, int]:
-        """Return the forward GEMM FLOPs of each item, as torch's FlopCounterMode counts them."""
         flops = dict.fromkeys(self.section.names, 0)
         flops |= {name: linear.times * linear.one_flops for name, linear in self.linears(shape).items()}
         return flops | {item.name: self.core_flops(shape) for item in self.section.items if item.role == "core"}
@@ -240,7 +233,6 @@ class Planning(ABC):
         return linear.times * forward_s, linear.times * backward_s
 
     def norm_casts(self, shape: LayerShape, item: Item) -> bool:
-        """Whether the norm inside a linear makes its FP8 input."""
         return item.role == "column_parallel" and self.section.fuses_norm
 
     def input_width(self, sizes: Shape, linear: str) -> int:
@@ -274,10 +266,8 @@ def adapter_s(job: Job, shape: LayerShape, item: Item, linear: Linear, roof: Roo
     """Return the seconds of a linear's adapter; 0 without one.
 
     Forward: two GEMMs, scale, sum, dropout. Backward: four GEMMs, scale, dropout, sum of both inputs' gradients. Tensor-parallel
-    ranks gather the output of a row-parallel linear's adapter, whose weight is cut by columns, and under sequence parallelism
-    gather the gradient again; without, they reduce the input's gradient of a column-parallel one's.
-
-    Source: Megatron-Bridge's `ParallelLinearAdapter` and `LoRALinear`.
+    ranks gather the output of a row-parallel linear's adapter, whose weight is cut by columns. Source: Megatron-Bridge's
+    `ParallelLinearAdapter` and `LoRALinear`.
     """
     adapters, element, tensor = shape.model.adapters, shape.model.element_bytes, shape.parallel.tensor
     if adapters is None or item.name not in adapters.targets:
@@ -305,6 +295,12 @@ def adapter_parameters(item: Item, linear: Linear, rank: int, parts: int) -> int
     """Return the weights of a linear's adapter on one rank. One weight is cut like the linear; the other is cut into `parts`."""
     taken, made = (linear.taken, linear.made // parts) if item.role == "row_parallel" else (linear.taken // parts, linear.made)
     return rank * (taken + made)
+
+
+def longer(half: HalfProfile, name: str, waits: Passes) -> HalfProfile:
+    item = half.items[name]
+    seconds = {"forward_s": item.forward_s + waits.forward_s, "backward_s": item.backward_s + waits.backward_s}
+    return half.model_copy(update={"items": {**half.items, name: item.model_copy(update=seconds)}})
 
 
 def made_bytes(half: HalfProfile, linear: str) -> int:

@@ -23,7 +23,7 @@ from megatron_lynx.kinds.dense.planning import DenseAttention, DenseMlp
 from megatron_lynx.kinds.dense.section import ATTENTION, MLP
 from megatron_lynx.kinds.experts.planning import MixtureOfExperts
 from megatron_lynx.kinds.experts.section import EXPERTS
-from megatron_lynx.kinds.face import HalfParameters, Linear, Planning, Step
+from megatron_lynx.kinds.face import HalfParameters, Linear, Planning, Step, longer
 from megatron_lynx.kinds.latent.planning import LatentAttention
 from megatron_lynx.kinds.latent.section import LATENT
 from megatron_lynx.kinds.mamba.planning import MambaLayer
@@ -61,9 +61,7 @@ class OpaqueHalf(Planning):
         half = super().half(job, shape, roof)
         tensor, [name] = shape.parallel.tensor, self._inside
         waits_s = COLLECTIVES * collective_s(job.cluster, tensor, shape.gathered_bytes * (tensor - 1) / tensor)
-        item = half.items[name]
-        longer = {"forward_s": item.forward_s + waits_s, "backward_s": item.backward_s + waits_s}
-        return half.model_copy(update={"items": {**half.items, name: item.model_copy(update=longer)}})
+        return longer(half, name, Passes(waits_s, waits_s))
 
     def seconds(self, shape: LayerShape, item: Item, roof: Roofline) -> Passes:
         if item.role != "opaque":

@@ -38,28 +38,19 @@ Role = Literal[
     "opaque",
     "residual",
 ]
-"""Role of an item.
+"""Role of an item. `WHY_KEPT` says which ones no plan recomputes.
 
-norm             a normalisation, on the rank's own rows under sequence parallelism
 column_parallel  the linear whose input is gathered under sequence parallelism
 down_projection  a linear of latent attention that compresses tokens. Megatron's is split by columns over tensor-parallel ranks,
                  which then gather its output; Transformer Engine's is whole on each rank
-inner_norm       a normalisation of compressed tokens
 up_projection    a linear that makes heads from compressed tokens, split by columns; sequence parallelism gathers its input
 query_projection the same for uncompressed queries: it reads the residual stream
-core             an attention kernel
-sparse_core      one that selects keys by an indexer, and trains that. Recomputed by checkpoints only
+sparse_core      an attention kernel that selects keys by an indexer, and trains that. Recomputed by checkpoints only
 kernel           a scan, or a norm with a gate: a method of the module that calls it
-row_parallel     a linear whose output is reduced over the tensor-parallel group. Always kept: recomputation captures its input
-and
-                 stops, so neither its GEMM nor its reduction is repeated
+row_parallel     recomputation captures its input and stops, so neither its GEMM nor its reduction is repeated
 code             code between two submodules that saves tensors for backward
-router           assigns tokens to experts, and counts them. Always kept, so that it decides once
-dispatch         sends tokens to the ranks of their experts. Always kept: tokens are sent once
-experts_in       first linears of experts, one per expert or one for all of a rank; without communication
-experts_out      second linears of experts. Always kept, like a row-parallel one
-combine          sends tokens back. Always kept
-opaque           all between norm and residual addition of an opaque half. Always kept
+experts_in, _out linears of experts, one per expert or one for all of a rank
+opaque           all between norm and residual addition of an opaque half
 residual         bias, dropout and residual addition, the end of a section
 """
 
@@ -88,7 +79,6 @@ def _has_role(*roles: Role) -> cached_property[bool]:
 
 
 def _named(*roles: Role) -> cached_property[tuple[str, ...]]:
-    """Names of the items with these roles, in forward order."""
     return cached_property(lambda section: tuple(item.name for item in section.items if item.role in roles))
 
 
@@ -158,7 +148,6 @@ class Exchange:
     """All-to-all between expert-parallel ranks that the compute stream waits for."""
 
     carries: Literal["tokens", "probabilities"]
-    """Rows to or from experts, or their weights; in backward the gradients."""
     behind: Role
 
 
@@ -201,14 +190,12 @@ class Section:
     core, column_parallel = _first("core"), _first("column_parallel")
     ends = _named(*ENDS)
     exchanging = _named("core")
-    """Items with context-parallel exchanges."""
     gathering_latents = _named("up_projection")
     """Linears that gather compressed tokens under sequence parallelism. If recomputed, their gathered inputs are kept: they are
     small."""
     handing_on = _named("down_projection", *GATHERING)
     """Linears whose output no item may have saved (later code copies it), though recomputation that passes them needs it."""
     on_own_rows = _named("norm", "residual")
-    """Items on a rank's own rows under sequence parallelism."""
 
     def collectives(self, passing: Pass, sequence_parallel: bool) -> tuple[Collective, ...]:
         """Return the collectives of one pass, in order, for several tensor-parallel ranks."""
@@ -282,7 +269,6 @@ class Section:
 
     @cached_property
     def recomputable(self) -> tuple[str, ...]:
-        """Items that a plan may recompute."""
         kept = self.names if self.kept_whole else self.apart
         return tuple(item.name for item in self.items if item.role not in WHY_KEPT and item.name not in kept)
 
@@ -313,7 +299,6 @@ class Section:
         return (self.in_place[0], *self.names[self.index(self.in_place[1]) :]) if self.in_place else ()
 
     def torn(self, recompute: Collection[str]) -> tuple[str, ...]:
-        """Return the items to recompute in addition, so that nothing is overwritten twice."""
         over = any(item in recompute for item in self._over_in_place)
         return tuple(item for item in self.in_place if over and item not in recompute)
 
@@ -325,7 +310,6 @@ class Section:
         return tuple(linear for linear in dict.fromkeys((*linears, *queries)) if linear not in self.gathering_latents)
 
     def norms_apart(self, recompute: Collection[str]) -> tuple[Item, ...]:
-        """Return the recomputed up-projections whose fused norm is not recomputed."""
         return tuple(
             item for item in self.items if item.name in recompute and item.norm_inside and item.norm_inside not in recompute
         )

@@ -16,7 +16,7 @@ all layers, and rotates queries in place in the output of `linear_q_up_proj`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Parallel
@@ -178,11 +178,14 @@ class LatentAttention(Planning):
         made = {item.name: shape.tokens * element * linears[item.name].made for item in heads}
         turned = made.get(self.section.in_place[0], 0) if self.section.in_place else 0  # gradients of queries are in place
         yield Step(ROTARY, sum(made.values()) - turned, given.query + given.key + given.value - turned)
-        for item in (*reversed(heads), *reversed(down)):
-            linear = linears[item.name]
+        yield from self._paths_back(shape, (*reversed(heads), *reversed(down)))
+
+    def _paths_back(self, shape: LayerShape, order: Iterable[Item]) -> Iterator[Step]:
+        for item in order:
+            linear, element = self.linears(shape)[item.name], shape.model.element_bytes
             weight = 0 if shape.keeps_gradient_blocks else linear.taken * linear.made * shape.added_gradient_bytes
             yield Step(item.name, linear.rows * linear.taken * element + weight, linear.rows * linear.made * element + weight)
-        yield norm(shape, self.section, (len(down) + 1) * shape.input_bytes)
+        yield norm(shape, self.section, (len(self._with_role(*DOWN)) + 1) * shape.input_bytes)
 
     def input_width(self, sizes: Shape, linear: str) -> int:
         latent = sizes_of(sizes)

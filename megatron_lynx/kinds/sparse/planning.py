@@ -21,6 +21,7 @@ Layers that share keys are priced as if each had an indexer.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Model
@@ -28,10 +29,10 @@ from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.core_attention import FUSED_BACKWARD
 from megatron_lynx.kinds.dense.section import LINEAR_PROJ, ROTARY
-from megatron_lynx.kinds.face import HalfParameters, Step
-from megatron_lynx.kinds.latent.planning import DOWN, LatentAttention, heads_of, sizes_of
+from megatron_lynx.kinds.face import HalfParameters, Step, longer
+from megatron_lynx.kinds.latent.planning import DOWN, HEADS, LatentAttention, heads_of, sizes_of
 from megatron_lynx.kinds.latent.section import KV_DOWN, KV_NORM, Q_DOWN, Q_NORM, Q_PROJ, Q_UP, SparseSizes
-from megatron_lynx.kinds.saved import dropout_tensor, norm, norm_tensors, row_parallel, statistics
+from megatron_lynx.kinds.saved import dropout_tensor, norm_tensors, row_parallel, statistics
 from megatron_lynx.kinds.section import Item
 from megatron_lynx.kinds.sparse.section import CORE
 from megatron_lynx.profiler.profile import HalfProfile, SavedTensor, own_tensors
@@ -56,9 +57,7 @@ class SparseAttention(LatentAttention):
         forward, backward = 2 * queries + sizes.kv_down_width + 2 * hidden, 2 * queries + sizes.kv_down_width + hidden
         waits_s = (collective_s(job.cluster, tensor, share * column * columns) for columns in (forward, backward))
         waits = Passes(*waits_s) + Passes(*2 * (roof.ring.seconds((shape.parallel.context - 1) * column * sizes.kv_down_width),))
-        core = half.items[CORE.name]
-        longer = {"forward_s": core.forward_s + waits.forward_s, "backward_s": core.backward_s + waits.backward_s}
-        return half.model_copy(update={"items": {**half.items, CORE.name: core.model_copy(update=longer)}})
+        return longer(half, CORE.name, waits)
 
     def kernels(self, shape: LayerShape, item: Item) -> Kernels:
         if item.name != ROTARY:
@@ -162,33 +161,26 @@ class SparseAttention(LatentAttention):
         scored = round(
             model.heads * seen * (sizes.kv_rank + sizes.kv_down_width) + sparse.heads * sparse.head_size * model.seq / 2
         )
-        return HalfParameters(
-            cut=usual.cut,
+        return replace(
+            usual,
             passed=usual.passed + usual.whole + indexer + scored,
             vectors=usual.vectors + 2 * sparse.head_size,
             weights=usual.weights + 1 + 3 + 2,  # linear_kv_up_proj is no item
-            biased=usual.biased,
-            norms=usual.norms,
-            largest=usual.largest,
             whole=usual.whole + indexer,
         )
 
     def backward(self, shape: LayerShape) -> Iterator[Step]:
         """Gradients of the core's arguments; unfused, of its scores, in fp32."""
-        element, linears, sizes, heads = shape.model.element_bytes, self.linears(shape), sizes_of(shape.model), heads_of(shape)
+        element, sizes, heads = shape.model.element_bytes, sizes_of(shape.model), heads_of(shape)
         one = element * shape.tokens
         result, latent, given = (one * heads * width for width in (sizes.value_head_size, sizes.kv_rank, sizes.kv_down_width))
         yield from row_parallel(shape, self.section, result)
         within = 3 * FP32_BYTES * shape.scores if not sparse_of(shape.model).fused else FP32_BYTES * given // element
         yield Step(CORE.name, latent + given + within, latent + result + within)
         made = Q_UP.name if sizes.compressed else Q_PROJ.name
-        queries = one * linears[made].made
+        queries = one * self.linears(shape)[made].made
         yield Step(ROTARY, queries + latent, latent + given)
-        for item in (*self._with_role("up_projection", "query_projection"), *reversed(self._with_role(*DOWN))):
-            linear = linears[item.name]
-            weight = 0 if shape.keeps_gradient_blocks else linear.taken * linear.made * shape.added_gradient_bytes
-            yield Step(item.name, linear.rows * linear.taken * element + weight, linear.rows * linear.made * element + weight)
-        yield norm(shape, self.section, (len(self._with_role(*DOWN)) + 1) * shape.input_bytes)
+        yield from self._paths_back(shape, (*self._with_role(*HEADS), *reversed(self._with_role(*DOWN))))
 
     def refusals(self, job: Job) -> Iterator[Problem]:
         if job.parallel.tensor > 1 and not job.parallel.sequence_parallel:
