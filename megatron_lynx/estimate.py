@@ -9,11 +9,12 @@ job ──smallest_ratio, if auto──> offload ratio ──stage_memory──>
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import BetweenSteps, between_steps
-from megatron_lynx.cost.host import HostLoad, HostReport, policy_host_s
+from megatron_lynx.cost.host import HostLoad, HostReport, issued, policy_host_s
 from megatron_lynx.cost.host_optimizer import OnHost, host_shortage
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.parameters import mfu
@@ -28,8 +29,10 @@ from megatron_lynx.planner.left_open import least_share_that_fits, with_share
 from megatron_lynx.planner.variants import at_best
 from megatron_lynx.profiler.analytic import analytic_profile, on_cluster
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.search.schedules import without_flushes_s
-from megatron_lynx.simulator.simulation import Simulation
+from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.simulator.double_buffered import simulate_without_flushes
+from megatron_lynx.simulator.passes import plain_passes
+from megatron_lynx.simulator.simulation import Simulation, in_steady_state
 from megatron_lynx.solver.offload import shortages, smallest_ratio, too_much
 from megatron_lynx.stock.price import Priced, priced
 from megatron_lynx.stock.setting import OF_POLICY, StockSetting
@@ -231,7 +234,12 @@ def _step(job: Job, costs: Profile, ratio: float) -> StepSeconds:
     step = step_seconds(job, costs, ratio)
     if job.schedule == "flush":
         return step
-    waited_s = without_flushes_s(job, costs) - step.pipeline_s
+    stages = range(job.parallel.pipeline)
+    seconds = [issued(recomputing_stage_s(job, costs, stage), job, costs, stage) for stage in stages]
+    passes = [plain_passes(stage_s.forward_s, stage_s.backward_s) for stage_s in seconds]
+    message_s = costs.link_s("p2p", LayerShape.of(job).input_bytes) if len(stages) > 1 else 0.0
+    simulated = partial(simulate_without_flushes, chunks=passes, p2p_s=message_s, deferred=job.defer_updates)
+    waited_s = in_steady_state(len(stages), job.microbatches, simulated).step_s - step.pipeline_s
     return replace(step, bubble_s=max(0.0, waited_s))
 
 

@@ -144,5 +144,4 @@ def test_commands(tmp_path: Path) -> None:
     assert any(event["name"] == "update 2" for event in json.loads((tmp_path / "t.json").read_text())["traceEvents"])
     rows = json.loads(run("compare", job_file, "-o", tmp_path / "compared", "--json"))["rows"]
     ours = next(row for row in rows if row["setting"] == "ours, without flushes")
-    assert (ours["gradient_age_updates"], ours["gradients_equal"]) == (1, None)
     assert ours["ratio_to_none"] < 0.75

@@ -77,7 +77,7 @@ MAY_IMPORT = {
     "doctor": {"config", "plan", "profiler", "cost", "rehearsal", "estimate", "launch_arguments", "apply"},
     "search": {"config", "schedule", "plan", "profiler", "cost", "simulator", "solver", "rehearsal", "planner", "stock"},
     "stock": {"config", "schedule", "profiler", "cost", "simulator"},
-    "estimate": {"config", "profiler", "cost", "solver", "planner", "rehearsal", "search.schedules", "simulator", "stock"},
+    "estimate": {"config", "profiler", "cost", "solver", "planner", "rehearsal", "simulator", "stock"},
     "advise": {"config", "plan", "profiler", "cost", "launch_arguments", "planner", "search", "stock"},
     "from_run": {"config", "plan", "profiler", "cost", "rehearsal", "measure.run_outcome"},
     "published": {"config", "launch_arguments", "plan", "profiler", "cost", "solver", "stock", "planner", "rehearsal"},

@@ -19,7 +19,6 @@ from megatron_lynx.plan import Plan
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.published.left_out import LeftOut
 from megatron_lynx.published.row import Row
-from megatron_lynx.search.schedules import ScheduleRow
 from megatron_lynx.stock.side_by_side import SimulatedRow
 from megatron_lynx.tables import READABLE, WrappedTable
 from megatron_lynx.timeline import write_trace
@@ -130,18 +129,6 @@ def show_left_out(answer: LeftOut) -> None:
         table.add(label, str(errors.steps), *figures)
     show(table)
     show_lines(*answer.in_words)
-
-
-def show_schedules(rows: list[ScheduleRow]) -> None:
-    columns = ("setting", "step", "ratio to none", "fullest device", "gradients")
-    table = WrappedTable(columns, words=("setting", "gradients"), title="one batch, its update included, simulated")
-    for row in rows:
-        table.add(
-            row.setting, format_seconds(row.step_s), f"{row.ratio_to_none:.3f}", format_bytes(row.memory_bytes), row.gradients
-        )
-    show(table)
-    if any(row.without_flushes for row in rows):
-        say("a batch without flushes teaches something else than one with: compare losses, not only seconds")
 
 
 def show_simulated(rows: list[SimulatedRow]) -> None:

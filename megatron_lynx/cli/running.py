@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -40,10 +39,10 @@ def compare(
     """Train a job on this machine under stock Megatron's settings and under a plan, side by side.
 
     With --simulate nothing is trained, and the GPUs of the job or launch need not be here. A job without flushes is always
-    simulated, next to the same job with flushes.
+    simulated.
     """
-    from megatron_lynx.cli.answers import make_folder, show_schedules, write_comparison
-    from megatron_lynx.cli.inputs import asked_about, hosts_of, job_or_launch, plan_and_costs, plan_for
+    from megatron_lynx.cli.answers import make_folder, write_comparison
+    from megatron_lynx.cli.inputs import asked_about, hosts_of, job_or_launch, plan_for
     from megatron_lynx.compare import as_json as rows_as_json
     from megatron_lynx.compare import print_report
     from megatron_lynx.planner import as_planned
@@ -55,12 +54,7 @@ def compare(
         problem = Problem("--cluster", asked.cluster, "--simulate beside it", "nothing of a launch is trained here")
         raise ConfigError("a launch is compared by simulating it", [problem])
     make_folder(output)
-    if job.schedule == "double_buffered":
-        from megatron_lynx.search.schedules import side_by_side
-
-        _show_rows(side_by_side(job, *plan_and_costs(job, plan_file, profile_file, output)), show_schedules, as_json)
-        return
-    if simulate:
+    if simulate or job.schedule == "double_buffered":
         _compare_simulated(job, reading, plan_file, profile_file, output, as_json)
         return
     with hosts_of(job) as hosts:
@@ -103,7 +97,8 @@ def _compare_simulated(
             advised.append(answer.stock)
         return answer.decision.plan
 
-    made, costs = plan_and_costs(job, plan_file, profile_file, output, make=as_advised)
+    without_flushes = job.schedule == "double_buffered"
+    made, costs = plan_and_costs(job, plan_file, profile_file, output, make=None if without_flushes else as_advised)
     parted = as_planned(job, made)
     simulation = rehearse(made, costs, job=parted)
     figures = figures_of(parted, costs, simulation)
@@ -112,21 +107,18 @@ def _compare_simulated(
     today = None if reading is None else launch_today(job, costs, reading)
     row = None if today is None else today.row
     first = None if today is None or row is None else SimulatedRow(f"today: {today.setting}", row.step, row.memory_bytes)
-    ours = SimulatedRow("ours", step, figures.memory_bytes, ours=True)
+    ours = SimulatedRow("ours, without flushes" if without_flushes else "ours", step, figures.memory_bytes, ours=True)
     release = NEWEST if reading is None else reading.given.release
     stock_job = as_stock(job)
     prices = advised[0].rivals if advised else rivals(stock_job, costs, budget_bytes, release)
     rows = side_by_side(stock_job, costs, ours, prices, first)
-    _show_rows(rows, show_simulated, as_json)
-    if not as_json:
-        show_lines(verdict(rows, budget_bytes, experts=job.model.experts is not None))
-
-
-def _show_rows(rows: list[Any], show: Callable[[list[Any]], None], as_json: bool) -> None:
     if as_json:
         show_json({"rows": [row.as_json for row in rows]})
-    else:
-        show(rows)
+        return
+    show_simulated(rows)
+    show_lines(verdict(rows, budget_bytes, experts=job.model.experts is not None))
+    if without_flushes:
+        say("a batch without flushes has gradients that are one update old: compare losses, not only seconds")
 
 
 @command

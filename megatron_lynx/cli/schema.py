@@ -51,7 +51,6 @@ class Search(Answer):
     """For the job's own layout; each candidate has its own."""
     candidates: Rows
     considered: int
-    losers: Rows
     seconds: float
 
 

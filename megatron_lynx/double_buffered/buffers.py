@@ -31,26 +31,12 @@ Tensors of Megatron that share memory with weights or gradients, and must follow
     the flat buffer and its buckets         of DDP with the distributed optimizer, which gathers updated weights into them
     a rank's shards of the buckets          as DDP caches them between gathers
     a rank's shards of the parameters       of the distributed optimizer: fp32 ones are updated in place
-
-Two loss scales: a batch keeps the scale of its first backward, whatever updates change meanwhile.
-
-    deferral 1       last stage                                                                    current scale
-    batch j          B(j, last)         loss * s(j)
-    batch j + 1      B(j+1, 0)          loss * s(j+1)      begun, so it stays                      S
-    update Uj        grad / s(j)        overflow or not: the scaler counts, and changes S          S -> S'
-    batch j + 1      B(j+1, 1) ...      loss * s(j+1)      still S
-    update Uj+1      grad / s(j+1)      is S, and the scaler changes S'                            S' -> S''
-    batch j + 2      began under S'
-
-So batch j has the scale of the weights that it reads: S(max(j - 1, 0)). Updates run in order, each reports once to the scaler
-whether its batch overflowed, and an overflow skips the update of that batch only. Megatron logs and saves the current scale.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from copy import copy
 from typing import Any
 
 import torch
@@ -230,38 +216,3 @@ def gradient_owners(chunk: Any) -> Iterator[torch.Tensor]:
         yield from (bucket.grad_data for bucket in buffer.buckets)
     for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
         yield from (shard for shards in group.cached_grad_buffer_shard_list for shard in shards or ())
-
-
-class TwoLossScales:
-    """Loss scales of an optimizer's parts, for the newest version and the one before. Does nothing without scalers.
-
-    `optimizer`: None if updates are not deferred: a batch then begins after the last update.
-    """
-
-    def __init__(self, optimizer: Any) -> None:
-        parts = getattr(optimizer, "chained_optimizers", [optimizer])
-        self._parts = [part for part in parts if getattr(part, "grad_scaler", None) is not None]
-        self._scalers = [part.grad_scaler for part in self._parts]
-        self._older = self._scalers
-        self._newest = 0
-
-    def show(self, version: int) -> None:
-        """Scale losses, and unscale gradients, as for this version: the newest one or the one before."""
-        assert max(self._newest - 1, 0) <= version <= self._newest, f"the scale of version {version} is gone or not there yet"
-        for part, scaler in zip(self._parts, self._scalers if version == self._newest else self._older, strict=True):
-            part.grad_scaler = scaler
-
-    @contextmanager
-    def update(self, version: int) -> Iterator[None]:
-        """Run the step of a batch with the scale of `version` inside; afterwards the newest scale is shown."""
-        older = [copy(scaler) for scaler in self._scalers]  # their scale is constant, and `update` is the current one's
-        for kept, scaler in zip(older, self._scalers, strict=True):
-            kept.update = scaler.update
-        self.show(version)
-        yield
-        self._older, self._newest = older, self._newest + 1
-        self.show(self._newest)
-
-    def start_anew(self) -> None:
-        """Count versions from the newest one. Only while none of the micro-batches is in flight."""
-        self._newest = 0

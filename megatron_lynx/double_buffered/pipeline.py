@@ -42,7 +42,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_lynx.apply.hook import MARK, Claim
 from megatron_lynx.double_buffered import releases
-from megatron_lynx.double_buffered.buffers import TwoGradients, TwoLossScales, TwoVersions, owners
+from megatron_lynx.double_buffered.buffers import TwoGradients, TwoVersions, owners
 from megatron_lynx.double_buffered.interpreter import Interpreter
 from megatron_lynx.errors import ConfigError, HookRefused, Problem
 from megatron_lynx.limits import refused
@@ -97,20 +97,16 @@ class DoubleBuffered:
         self._deferral = deferral(self._stage) if defer_updates else 0
         self._postpones = defer_updates and defers_more_than_before(self._stage)
         self.gradients = TwoGradients(model[0]) if self._deferral else None
-        self._scales = TwoLossScales(optimizer if defer_updates else None)
         self._batch = 0
         self.drained = True
         """Whether no micro-batch is in flight after the last batch: the same on all stages."""
         self._engine: Engine | None = None
 
     def _show(self, action: Action) -> None:
-        """Show the weights and loss scale of this micro-batch, and the gradient that it adds to."""
-        version = version_of(action.micro_batch, self._microbatches)
-        self.versions.show(version)
-        if action.kind == "B":
-            self._scales.show(version)
-            if self.gradients is not None:
-                self.gradients.show(action.micro_batch // self._microbatches)
+        """Show the weights of this micro-batch, and the gradient that it adds to."""
+        self.versions.show(version_of(action.micro_batch, self._microbatches))
+        if action.kind == "B" and self.gradients is not None:
+            self.gradients.show(action.micro_batch // self._microbatches)
 
     def forward_backward(self, forward_step_func: Callable[..., Any], batches: Any, *, drains: bool = False) -> list[Any]:
         """Run all backwards of one batch and reduce its gradient. Parameters are the newest version afterwards.
@@ -134,7 +130,6 @@ class DoubleBuffered:
         postpones = self._postpones and not drains
         losses = self._interpreter.run(actions, forward_step_func, batches, batch=self._batch, then=then, postpones=postpones)
         self.versions.show(self.versions.newest)  # they are read, logged and saved between batches
-        self._scales.show(self.versions.newest)
         self.drained = drains
         return losses
 
@@ -149,8 +144,7 @@ class DoubleBuffered:
 
     def update(self, step: Callable[[], Any] | None = None) -> Any:
         """Run the optimizer's step, or `step` instead, with the gradient that `forward_backward` left. Returns its result."""
-        version = version_of(self._batch * self._microbatches, self._microbatches)
-        with self.versions.update(), self._scales.update(version):
+        with self.versions.update():
             result = (step or self.optimizer.step)()
         self._batch += 1
         if self.drained:
@@ -183,7 +177,6 @@ class DoubleBuffered:
         self.versions.start_anew()
         if self.gradients is not None:
             self.gradients.start_anew()
-        self._scales.start_anew()
 
 
 OPTIMIZERS = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer, torch.optim.Optimizer)

@@ -1,33 +1,11 @@
 """Best-first search for the fastest ways to run a job: exact, but prices only candidates that may win.
 
-    every layout, micro-batch size and policy
-       │ parameters, gradients and optimizer alone do not fit ──> lost, for all policies
-       v
-    floor         seconds without copies and, for a plan, without exposed recomputation: a few additions
-    looked at     whether it fits; closed form of the step
-    simulated     the best micro-batch size and policy of each layout
-    won
-
-One queue, ordered by lower bounds: an entry is popped, looked at, and pushed again with its new, larger bound. A simulated one
-that is popped beats the rest of the queue, so the search ends after `top` of them. Among equals, the first layout of `space` and
-the first policy wins.
-
-Python's garbage collector is disabled meanwhile: a search makes millions of small objects and hardly any cycles.
-
-Losers are counted by reason, with the best of each reason next to the winner:
-
-cannot run     no plan can express the layout
-not asked      plans with context parallelism, which need `--context` or a job that has it
-no plan        everything fits, so a plan would equal policy `none`
-state          parameters, gradients and optimizer alone do not fit
-activations    does not fit; a plan, with everything offloaded
-host memory    the host has too little memory for what is offloaded
-slower         by the part that exceeds the winner's most: compute, recompute, communication, bubble, copies
-
-Bounds of a candidate's step only grow from look to look, until it is simulated:
-
     policies without a plan    floor ──> does it fit? closed form of the step ──> simulated
     plans                      floor ──> first stage solved ──> last stage solved ──> ... ──> rehearsed
+
+One queue, ordered by lower bounds of the step: an entry is popped, looked at, and pushed again with its new, larger bound. A
+simulated one that is popped beats the rest of the queue, so the search ends after `top` of them. Among equals, the first layout
+of `space` and the first policy wins. Of each layout the best micro-batch size and policy counts.
 
 Solving a stage costs as much as ten floors, so plans are solved stage by stage, as long as their bound is the least. Of the first
 and the last stage one has most micro-batches in flight, the other the head.
@@ -36,68 +14,136 @@ and the last stage one has most micro-batches in flight, the other the head.
 from __future__ import annotations
 
 import gc
-from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from typing import Any, Literal
+from typing import Any
 
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.config.parallel import Parallel
+from megatron_lynx.cost.communication import embedding_of
+from megatron_lynx.cost.ends import last_end_of
 from megatron_lynx.cost.host_optimizer import least_left_bytes
+from megatron_lynx.cost.stage import of_every_stage, stage_seconds
 from megatron_lynx.cost.stage_memory import always_bytes
-from megatron_lynx.cost.step import step_seconds
+from megatron_lynx.cost.step import recomputing_stage_s, step_seconds, waited_messages
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, Infeasible
 from megatron_lynx.planner import check_plannable, fitting, least_memory
 from megatron_lynx.planner.evaluation import fullest_bytes
 from megatron_lynx.planner.writing import written
+from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.rehearsal import rehearse
-from megatron_lynx.search.candidate import Candidate, Excess, Spent, fit, in_words, sizes
-from megatron_lynx.search.floor import LayerCost
+from megatron_lynx.search.candidate import Candidate, Excess, fit
 from megatron_lynx.search.space import Space
 from megatron_lynx.solver.answer import StageAnswer
 from megatron_lynx.solver.stages import Stages
 from megatron_lynx.stock import OF_POLICY, priced
-from megatron_lynx.units import GIB, SECOND_DIGITS, format_bytes, format_seconds
+from megatron_lynx.units import GIB, SECOND_DIGITS
 
-Looks = Generator[Spent, None, Candidate | Excess | None]
-"""Yields larger and larger lower bounds; returns None if policy `none` fits and is a candidate, too."""
+STOCK: tuple[Policy, ...] = ("none", "selective", "full")
+"""Policies that need no plan."""
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Seconds of a layer, the embedding and the output layer: one micro-batch, forward and backward, on one rank. Pipelines,
+    chunks and replicas share them; a floor of each is a few additions."""
+
+    profile: Profile
+    layer_s: float
+    recompute_s: Mapping[Policy, float]
+    embedding_s: float
+    head_s: float
+    message_s: float
+
+    @classmethod
+    def of(cls, job: Job) -> LayerCost:
+        profile, shape = analytic_profile(job), LayerShape.of(job)
+        device = profile.model_copy(update={"host_time": None})
+        ends = embedding_of(profile, shape.gathered_bytes), last_end_of(profile, shape.gathered_bytes, job.head_pieces)
+        embedding_s, head_s = (block.forward_s + block.backward_s for block in ends)
+        whole = {policy: _whole_model_s(job, device, policy) for policy in STOCK}
+        return cls(
+            profile=profile,
+            layer_s=(whole["none"] - embedding_s - head_s) / job.model.layers,
+            recompute_s={policy: (whole[policy] - whole["none"]) / job.model.layers for policy in STOCK},
+            embedding_s=embedding_s,
+            head_s=head_s,
+            message_s=profile.link_s("p2p", shape.input_bytes),
+        )
+
+    def floor_s(self, job: Job) -> float:
+        """A lower bound of a step without its update: `cost.step` without copies and host time, where each message between stages
+        is waited for once. A plan may hide all its recomputation."""
+        layers, slowest_s, others_s = self._split(job)
+        again_s = layers * self.recompute_s.get(job.policy, 0.0)
+        passes_s = job.microbatches * (slowest_s + again_s)
+        if job.schedule != "flush":  # later passes can hide all waits
+            return passes_s
+        bubble_s = (others_s + (job.parallel.pipeline - 1) * again_s) / job.chunks
+        return passes_s + bubble_s + 2 * waited_messages(job) * self.message_s
+
+    def slowest_s(self, job: Job) -> float:
+        """Seconds of one micro-batch on the slowest stage without recomputation."""
+        return self._split(job)[1]
+
+    def _split(self, job: Job) -> tuple[int, float, float]:
+        """Fewest layers on a stage; seconds of one micro-batch without recomputation on the slowest, and on all others. Unequal
+        stages are priced one by one."""
+        pipeline = job.parallel.pipeline
+        if len(set(job.partition)) > 1:
+            stages_s = of_every_stage(job, lambda stage: stage_seconds(job, self.profile, stage).both_s)
+            slowest_s = max(stages_s)
+            return min(map(job.layers_on, range(pipeline))), slowest_s, sum(stages_s) - slowest_s
+        layers = job.model.layers // pipeline
+        ends_s = self.embedding_s, self.head_s
+        if pipeline == 1:
+            return layers, layers * self.layer_s + sum(ends_s), 0.0
+        return layers, layers * self.layer_s + max(ends_s), (pipeline - 1) * layers * self.layer_s + min(ends_s)
+
+
+def _whole_model_s(job: Job, profile: Profile, policy: Policy) -> float:
+    """Seconds of one micro-batch with all layers on one stage."""
+    parallel = job.parallel.model_copy(update={"pipeline": 1, "layers_per_chunk": None})
+    flat = job.model_copy(update={"parallel": parallel, "policy": policy})
+    return recomputing_stage_s(flat, profile, 0).both_s
+
+
+Looks = Generator[float, None, Candidate | Excess | None]
+"""Yields larger and larger lower bounds of a step; returns None if policy `none` fits and is a candidate, too."""
 
 
 @dataclass
 class Entry:
-    """`spent`: the lower bound known so far."""
-
     job: Job
-    spent: Spent
+    bound_s: float
     looks: Looks
 
     def closer(self) -> Entry | Candidate | Excess | None:
         """Return the result of the next look."""
         try:
-            self.spent = next(self.looks)
+            self.bound_s = next(self.looks)
         except StopIteration as end:
             result: Candidate | Excess | None = end.value
             return result
         return self
 
 
-def looks_at_stock(job: Job, cost: LayerCost, floor: Spent) -> Looks:
-    """Look closer at a stock policy."""
+def looks_at_stock(job: Job, profile: Profile) -> Looks:
     memory = fit(job)
     if isinstance(memory, Excess):
         return memory
-    messages_s = step_seconds(job, cost.profile).total_s - floor.total_s  # messages that block a stage
-    spent = replace(floor, communication_s=floor.communication_s + messages_s)
-    yield spent
-    price = priced(job, cost.profile, OF_POLICY[job.policy])
-    return Candidate(job, price.step_s + update_s(job, cost.profile), spent, 0.0, price.most_bytes)
+    yield step_seconds(job, profile).total_s
+    price = priced(job, profile, OF_POLICY[job.policy])
+    return Candidate(job, price.step_s + update_s(job, profile), 0.0, price.most_bytes)
 
 
-def looks_at_plan(job: Job, cost: LayerCost, floor: Spent, *, offload: bool, besides_none: bool) -> Looks:
-    """Look closer at a plan. `besides_none`: whether policy `none` is a candidate, too."""
+def looks_at_plan(job: Job, cost: LayerCost, floor_s: float, *, offload: bool, besides_none: bool) -> Looks:
+    """`besides_none`: whether policy `none` is a candidate, too."""
     if besides_none and not isinstance(fit(job.model_copy(update={"policy": "none"})), Excess):
         return None
     job = _to_be_planned(job, offload)
@@ -108,8 +154,8 @@ def looks_at_plan(job: Job, cost: LayerCost, floor: Spent, *, offload: bool, bes
     try:
         for stage in dict.fromkeys((0, pipeline - 1, *range(pipeline))):
             solved[stage] = stages.answer(stage)
-            spent = _spent(floor, cost, job, [*solved.values()])
-            yield spent
+            bound_s = floor_s + _exposed_s(cost, job, [*solved.values()])
+            yield bound_s
         answers: Sequence[StageAnswer] = [solved[stage] for stage in range(pipeline)]
         plan = written(job, answers, job=job.digest, profile=cost.profile.digest)
         simulation = rehearse(plan, cost.profile, job=job)
@@ -120,8 +166,8 @@ def looks_at_plan(job: Job, cost: LayerCost, floor: Spent, *, offload: bool, bes
         return _excess(job, stages)
     ratio = max(answer.offload_ratio for answer in answers)
     # the bound is kept if the simulated step is shorter: only the closed form knows that copies and messages alternate
-    step_s = max(simulation.step_s + update_s(job, cost.profile), spent.total_s)
-    return Candidate(job, step_s, spent, ratio, fullest_bytes(job, simulation))
+    step_s = max(simulation.step_s + update_s(job, cost.profile), bound_s)
+    return Candidate(job, step_s, ratio, fullest_bytes(job, simulation))
 
 
 def _to_be_planned(job: Job, offload: bool) -> Job:
@@ -132,11 +178,11 @@ def _to_be_planned(job: Job, offload: bool) -> Job:
     return job.model_copy(update={"policy": "planned", "offload_ratio": "auto" if offload else 0.0, "budget": budget})
 
 
-def _spent(floor: Spent, cost: LayerCost, job: Job, answers: Sequence[StageAnswer]) -> Spent:
-    """Add the exposed recomputation and copies of these stages to a floor; the slowest stage counts."""
+def _exposed_s(cost: LayerCost, job: Job, answers: Sequence[StageAnswer]) -> float:
+    """Exposed recomputation and copies of these stages in a step; the slowest stage counts."""
     slowest_s = max(answer.stock.both_s + answer.longer_s for answer in answers)
     recompute_s = job.microbatches * max(0.0, slowest_s - cost.slowest_s(job))
-    return replace(floor, recompute_s=recompute_s, copies_s=max(answer.exposed_copies_s for answer in answers))
+    return recompute_s + max(answer.exposed_copies_s for answer in answers)
 
 
 def _excess(job: Job, stages: Stages) -> Excess:
@@ -147,64 +193,6 @@ def _excess(job: Job, stages: Stages) -> Excess:
         return Excess(job, stage, memory[stage], memory[stage].total, job.memory_budget_bytes)
     needed = job.host_sharers * max(stages.least(number).host_bytes for number in range(len(memory)))
     return Excess(job, stage, memory[stage], needed, least_left_bytes(job), host=True)
-
-
-OF_BYTES = ("state", "activations", "host memory")
-NO_NUMBERS = ("cannot run", "not asked", "no plan")
-REASONS = (*NO_NUMBERS, *OF_BYTES, "compute", "recompute", "communication", "bubble", "copies")
-
-
-@dataclass(frozen=True)
-class Lost:
-    """One reason with its best example: the fastest, or the one with the smallest excess.
-
-    `figure` and `limit`: seconds of a part of its step and of the winner's, or bytes and the budget; 0 for reasons
-    without figures.
-    """
-
-    reason: str
-    count: int
-    example: str
-    figure: float
-    limit: float
-    unit: Literal["bytes", "seconds"]
-
-    @property
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @property
-    def numbers(self) -> str:
-        if self.reason in NO_NUMBERS:
-            return ""
-        if self.unit == "bytes":
-            return f"{format_bytes(self.figure)}, at most {format_bytes(self.limit)}"
-        return f"{format_seconds(self.figure)}, the best spends {format_seconds(self.limit)}"
-
-
-@dataclass
-class Losers:
-    _counts: Counter[str] = field(default_factory=Counter)
-    _best: dict[str, tuple[float, Job, float, float]] = field(default_factory=dict)
-
-    def add(self, reason: str, job: Job, figure: float, limit: float, *, rank: float | None = None, count: int = 1) -> None:
-        """`rank`: the least is the example (default `figure`); the first of equals stays."""
-        self._counts[reason] += count
-        rank = figure if rank is None else rank
-        if reason not in self._best or rank < self._best[reason][0]:
-            self._best[reason] = rank, job, figure, limit
-
-    def slower(self, job: Job, spent: Spent, winner: Spent) -> None:
-        """Count a slower candidate, by the part with the most seconds over the winner's."""
-        spent_s, winner_s = vars(spent), vars(winner)
-        name = max(spent_s, key=lambda part: spent_s[part] - winner_s[part])
-        self.add(name.removesuffix("_s"), job, spent_s[name], winner_s[name], rank=spent.total_s)
-
-    def families(self) -> Iterator[Lost]:
-        for reason in (reason for reason in REASONS if reason in self._counts):
-            _, job, figure, limit = self._best[reason]
-            example = sizes(job) if reason == "state" else in_words(job)
-            yield Lost(reason, self._counts[reason], example, figure, limit, "bytes" if reason in OF_BYTES else "seconds")
 
 
 Watch = Callable[[int, int], None]
@@ -221,7 +209,6 @@ class BestFirst:
     offload: bool = True
     watch: Watch | None = None
     considered: int = 0
-    losers: Losers = field(default_factory=Losers)
     excesses: list[Excess] = field(default_factory=list)
     """Excesses of candidates whose state fits."""
     _costs: dict[tuple[Any, ...], LayerCost] = field(default_factory=dict)
@@ -229,7 +216,6 @@ class BestFirst:
     _queue: list[tuple[float, int, Entry | Candidate]] = field(default_factory=list)
     _taken: set[Parallel] = field(default_factory=set)
     """Layouts whose best is simulated."""
-    _beaten: list[Entry] = field(default_factory=list)
 
     def run(self) -> tuple[Candidate, ...]:
         """Return the `top` fastest, or as many as fit."""
@@ -243,58 +229,45 @@ class BestFirst:
             _, order, entry = heappop(self._queue)
             if isinstance(entry, Candidate):
                 won.append(entry)
-            elif entry.job.parallel in self._taken:  # by one whose step is at most this one's bound
-                self._beaten.append(entry)
-            else:
+            elif entry.job.parallel not in self._taken:  # else by one whose step is at most this one's bound
                 self._look(order, entry)
-        if won:
-            for entry in (*self._beaten, *(entry for _, _, entry in self._queue)):
-                self.losers.slower(entry.job, entry.spent, won[0].spent)
         return tuple(won)
 
     def _open(self, jobs: Sequence[Job]) -> None:
         """Queue one layout's micro-batch sizes under each policy."""
-        count, budget = len(jobs) * len(self.policies), jobs[0].memory_budget_bytes
-        self.considered += count
-        if (state := always_bytes(jobs[0])) > budget:
-            self.losers.add("state", jobs[0], state, budget, count=count)
+        self.considered += len(jobs) * len(self.policies)
+        if always_bytes(jobs[0]) > jobs[0].memory_budget_bytes:
             return
-        asked, plannable = self.space.takes_plans(jobs[0].parallel), _is_plannable(jobs[0])
+        takes_plans = self.space.takes_plans(jobs[0].parallel) and _is_plannable(jobs[0])
         for job in jobs:
             for policy in self.policies:
-                policy_job = job.model_copy(update={"policy": policy})
-                if policy == "planned" and not (asked and plannable):
-                    self.losers.add("cannot run" if asked else "not asked", policy_job, 0.0, 0.0)
-                else:
+                if policy != "planned" or takes_plans:
+                    policy_job = job.model_copy(update={"policy": policy})
                     self._queue.append(self._keyed(len(self._queue), self._floored(policy_job)))
 
     def _floored(self, job: Job) -> Entry:
         cost = self._cost(job)
-        spent = cost.floor(job).with_update(self._update_s(job))
+        floor_s = cost.floor_s(job) + self._update_s(job)
         if job.policy == "planned":
-            looks = looks_at_plan(job, cost, spent, offload=self.offload, besides_none="none" in self.policies)
+            looks = looks_at_plan(job, cost, floor_s, offload=self.offload, besides_none="none" in self.policies)
         else:
-            looks = looks_at_stock(job, cost, spent)
-        return Entry(job, spent, looks)
+            looks = looks_at_stock(job, cost.profile)
+        return Entry(job, floor_s, looks)
 
     def _look(self, order: int, entry: Entry) -> None:
         result = entry.closer()
-        if result is None:
-            self.losers.add("no plan", entry.job, 0.0, 0.0)
-        elif isinstance(result, Excess):
+        if isinstance(result, Excess):
             self.excesses.append(result)
-            self.losers.add("host memory" if result.host else "activations", entry.job, result.usage, result.limit)
-        else:
+        elif result is not None:
             if isinstance(result, Candidate):
                 self._taken.add(entry.job.parallel)
             heappush(self._queue, self._keyed(order, result))
 
     def _keyed(self, order: int, entry: Entry | Candidate) -> tuple[float, int, Entry | Candidate]:
-        seconds = entry.step_s if isinstance(entry, Candidate) else entry.spent.total_s
+        seconds = entry.step_s if isinstance(entry, Candidate) else entry.bound_s
         return round(seconds, SECOND_DIGITS), order, entry
 
     def _cost(self, job: Job) -> LayerCost:
-        """Costs of one layer and its links, shared by many pipelines."""
         layout = job.parallel
         key = (layout.tensor, layout.context, layout.sequence_parallel, layout.pipeline > 1, job.batch.micro, layout.expert)
         if key not in self._costs:
@@ -320,7 +293,8 @@ def _is_plannable(job: Job) -> bool:
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Disables the garbage collector inside. Objects made meanwhile become old: the next collection need not visit millions."""
+    """Disables the garbage collector inside: a search makes millions of small objects and hardly any cycles. Objects made
+    meanwhile become old: the next collection need not visit them."""
     enabled = gc.isenabled()
     gc.disable()
     try:

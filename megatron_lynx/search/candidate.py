@@ -1,11 +1,8 @@
-"""A way to run a job that fits: its layout and policy, and the parts of its step.
-
-Also decides whether a job fits its devices under a policy of stock's.
-"""
+"""A way to run a job that fits, and whether a job fits its devices under a policy of stock's."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_lynx.config.job import Job
@@ -17,35 +14,12 @@ from megatron_lynx.units import GIB, format_bytes
 
 
 @dataclass(frozen=True)
-class Spent:
-    """Parts of a step's seconds."""
-
-    compute_s: float
-    """Forwards and backwards of the slowest stage."""
-    recompute_s: float
-    """Recomputation on demand there, with its collectives."""
-    communication_s: float
-    """Exposed collectives of the slowest stage, messages between stages, gradients and parameters, the optimizer."""
-    bubble_s: float
-    copies_s: float = 0.0
-    """Exposed copies to and from the host."""
-
-    @property
-    def total_s(self) -> float:
-        return self.compute_s + self.recompute_s + self.communication_s + self.bubble_s + self.copies_s
-
-    def with_update(self, update_s: float) -> Spent:
-        return replace(self, communication_s=self.communication_s + update_s)
-
-
-@dataclass(frozen=True)
 class Candidate:
     """`job` has its layout, micro-batch size and policy, and its offload ratio unless a plan decides that."""
 
     job: Job
     step_s: float
     """As simulated, with gradients and optimizer."""
-    spent: Spent
     offload_ratio: float
     """The largest of all stages."""
     memory_bytes: int
@@ -64,45 +38,30 @@ class Candidate:
         return mfu(self.job.model, self.tokens_per_s, self.job.gpus * matmul.peak_flop_per_s(self.job.model.dtype))
 
     @property
-    def bubble_share(self) -> float:
-        """Share of the closed form's step in which stages are idle."""
-        return self.spent.bubble_s / self.spent.total_s
-
-    @property
     def as_json(self) -> dict[str, Any]:
         return {
             "parallel": self.job.parallel.model_dump(mode="json", exclude_none=True),
             "replicas": self.job.replicas,
             "batch": self.job.batch.model_dump(mode="json", by_alias=True),
-            "schedule": self.job.schedule,
-            "gradient_age_updates": int(self.job.schedule != "flush"),
             "policy": self.job.policy,
             "offload_ratio": self.offload_ratio,
             "step_s": self.step_s,
-            "closed_form_s": self.spent.total_s,
-            "spent_s": {name.removesuffix("_s"): value for name, value in asdict(self.spent).items()},
             "tokens_per_s": self.tokens_per_s,
             "mfu": self.mfu,
-            "bubble_share": self.bubble_share,
             "memory_bytes": self.memory_bytes,
             "budget_bytes": self.job.memory_budget_bytes,
         }
 
 
 def in_words(job: Job) -> str:
-    """`t4 c1 p8 d8, 2 layers per chunk, SP, micro-batch 2, full`."""
+    """`t4 c1 p8 d8, 2 layers per chunk, SP, micro-batch 2, full`: sizes are tensor, context, pipeline and data parallel."""
     parallel = job.parallel
+    sizes = f"t{parallel.tensor} c{parallel.context} p{parallel.pipeline} d{job.replicas}"
     chunks = f"{parallel.layers_per_chunk} layers per chunk" if parallel.layers_per_chunk else ""
     slices = "SP" if parallel.sequence_parallel else ""
     experts = f"e{parallel.expert}" if job.model.experts is not None else ""
-    parts = (f"{sizes(job)} {experts}".strip(), chunks, slices, f"micro-batch {job.batch.micro}", job.policy)
+    parts = (f"{sizes} {experts}".strip(), chunks, slices, f"micro-batch {job.batch.micro}", job.policy)
     return ", ".join(part for part in parts if part)
-
-
-def sizes(job: Job) -> str:
-    """Tensor, context, pipeline and data parallel sizes: `t4 c1 p8 d8`."""
-    parallel = job.parallel
-    return f"t{parallel.tensor} c{parallel.context} p{parallel.pipeline} d{job.replicas}"
 
 
 @dataclass(frozen=True)
@@ -123,7 +82,6 @@ class Excess:
 
     @property
     def largest_part(self) -> str:
-        """The largest part of the stage's memory."""
         kinds = self.memory.kinds
         name = max(kinds, key=lambda kind: kinds[kind])
         return f"{name} {format_bytes(kinds[name])}"

@@ -1,6 +1,6 @@
 """Searches for the layouts with which a job is fastest on a number of devices.
 
-job, gpus ──Space──> every layout ──BestFirst──> the fastest that fit, and why the others lost ──> Ranking
+job, gpus ──Space──> every layout ──BestFirst──> the fastest that fit ──> Ranking
                                         └── none: the closest, and changes that help ──> Infeasible
 
 The job gives its model, cluster, batch, memory budget, and `parallel.distributed_optimizer` if stated. Layout, micro-batch size,
@@ -19,9 +19,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rich.console import Group
-from rich.text import Text
-
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.cost.moments import StageMemory
@@ -32,9 +29,8 @@ from megatron_lynx.planner.decision import drafted
 from megatron_lynx.prediction import within_error
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.roofline import Roofline
-from megatron_lynx.search.best_first import BestFirst, Lost, Watch, no_collections
+from megatron_lynx.search.best_first import STOCK, BestFirst, Watch, no_collections
 from megatron_lynx.search.candidate import Candidate, Excess, fit, in_words
-from megatron_lynx.search.floor import STOCK
 from megatron_lynx.search.space import Space
 from megatron_lynx.tables import WrappedTable
 from megatron_lynx.units import GIB, format_bytes, format_seconds
@@ -51,17 +47,13 @@ NEIGHBOURS = 4096
 
 @dataclass(frozen=True)
 class Ranking:
-    """Result of a search.
-
-    `candidates`: fastest first, each the best of its layout. `losers`: all others, by reason.
-    """
+    """Result of a search. `candidates`: fastest first, each the best of its layout."""
 
     job: Job
     gpus: int
     candidates: tuple[Candidate, ...]
     considered: int
     """Layouts times micro-batch sizes times policies."""
-    losers: tuple[Lost, ...]
     seconds: float
 
     @property
@@ -80,7 +72,6 @@ class Ranking:
             "budget_bytes": self.job.memory_budget_bytes,
             "candidates": [candidate.as_json for candidate in self.candidates],
             "considered": self.considered,
-            "losers": [lost.as_json for lost in self.losers],
             "seconds": self.seconds,
         }
 
@@ -112,8 +103,7 @@ def search(
         candidates = _finalists(running.run())
         if not candidates:
             raise nothing_fits(space, tried, running.excesses, POLICIES)
-    seconds = time.perf_counter() - began_s
-    return Ranking(job, gpus, candidates, running.considered, tuple(running.losers.families()), seconds)
+    return Ranking(job, gpus, candidates, running.considered, time.perf_counter() - began_s)
 
 
 def _finalists(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
@@ -191,18 +181,17 @@ SIZES = ("t", "c", "p", "d")
 COLUMNS = (*SIZES, "layers per chunk", "schedule", "SP", "micro", "policy", "offload")
 EXPERTS = ("e",)
 
-FIGURES = ("step", "tokens/s", "MFU", "bubble", "memory", "budget")
+FIGURES = ("step", "tokens/s", "MFU", "memory", "budget")
 
 
-def table(ranking: Ranking) -> Group:
-    """Return a row for each candidate, fastest first, then one for each reason of losing."""
+def table(ranking: Ranking) -> WrappedTable:
     title = f"{ranking.job.model.layers} layers on {ranking.gpus} devices"
     experts = EXPERTS if ranking.job.model.experts is not None else ()
     columns = (*experts, *COLUMNS, *FIGURES)
     best = WrappedTable(columns, words=("policy", "schedule"), keys=len(experts) + len(SIZES), title=title)
     for candidate in ranking.candidates:
         best.add(*_layout(candidate), *_figures(candidate))
-    return Group(best, Text(""), _losers_table(ranking.losers)) if ranking.losers else Group(best)
+    return best
 
 
 def _layout(candidate: Candidate) -> tuple[str, ...]:
@@ -221,19 +210,9 @@ def _figures(candidate: Candidate) -> tuple[str, ...]:
         format_seconds(candidate.step_s),
         f"{candidate.tokens_per_s:.0f}",
         f"{candidate.mfu:.1%}",
-        f"{candidate.bubble_share:.1%}",
         format_bytes(candidate.memory_bytes),
         format_bytes(candidate.job.memory_budget_bytes),
     )
-
-
-def _losers_table(losers: tuple[Lost, ...]) -> WrappedTable:
-    words = ("lost by", "best of them", "its figure and the limit")
-    columns = ("lost by", "how many", "best of them", "its figure and the limit")
-    losers_table = WrappedTable(columns, words=words, title="Why the others lost, and the best of each kind")
-    for lost in losers:
-        losers_table.add(lost.reason, str(lost.count), lost.example, lost.numbers)
-    return losers_table
 
 
 TIMES_AS_MANY = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)

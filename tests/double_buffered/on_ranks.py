@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,10 +75,9 @@ def weights(training: Any) -> dict[str, torch.Tensor]:
 
 @dataclass
 class Trained(Run):
-    """A run, what the optimizer's step returned, and the loss scale behind it."""
+    """A run, and what the optimizer's step returned."""
 
     steps: list[Any] = field(default_factory=list)
-    scales: list[float] = field(default_factory=list)
 
 
 def trained_twice(rank: int, job: Job, how: dict[str, Any], batches: int = 4) -> tuple[Trained, Trained]:
@@ -140,51 +138,20 @@ def sent_too_early(rank: int, job: Job, how: dict[str, Any]) -> tuple[int, list[
 
 
 def reference(job: Job, how: dict[str, Any], training: Any, batches: range, run: Trained) -> None:
-    """Megatron's own schedule, a flush per batch: batch j runs on W(j-1), put there by hand, and its update is made to W(j).
-
-    Where updates are deferred, on the loss scale of W(j-1), too; what it is now, Megatron divides by.
-    """
+    """Megatron's own schedule, a flush per batch: batch j runs on W(j-1), put there by hand, and its update is made to W(j)."""
     from megatron_lynx.testbed.training import run_schedule, synthetic_batches
 
-    versions, scales = [weights(training)], [loss_scale(training)]
+    versions = [weights(training)]
     for index, batch in enumerate(batches):
-        older = max(index - 1, 0)
-        load(training, versions[older])
+        load(training, versions[max(index - 1, 0)])
         clear_gradients(training)
         text = synthetic_batches(job, batch)
-        with scaled_by(training, scales[older if how.get("defer_updates") else index]):
-            run.losses += run_schedule(training.chunks, job, text, forward_step_func=forward_step_of(how, job))
-            run.gradients.append(training.gradients())
+        run.losses += run_schedule(training.chunks, job, text, forward_step_func=forward_step_of(how, job))
+        run.gradients.append(training.gradients())
         load(training, versions[index])
         run.steps.append(training.optimizer.step())
         versions.append(weights(training))
-        scales.append(loss_scale(training))
     run.parameters += versions[1:]
-    run.scales += scales[1:]
-
-
-@contextmanager
-def scaled_by(training: Any, scale: float) -> Iterator[None]:
-    """Losses are multiplied by `scale` inside; gradients are as if by Megatron's own scale afterwards. Both are powers of two."""
-    from megatron.core.utils import get_model_config
-
-    config, current = get_model_config(training.chunks[0]), loss_scale(training)
-    if scale == current:
-        yield
-        return
-    assert math.frexp(scale)[0] == math.frexp(current)[0] == 0.5
-    stock, config.grad_scale_func = config.grad_scale_func, lambda loss: loss * torch.tensor([scale])
-    yield
-    config.grad_scale_func = stock
-    for buffer in training.chunks[0].buffers:
-        assert buffer.grad_data.dtype == torch.float32
-        buffer.grad_data.mul_(current / scale)
-
-
-def loss_scale(training: Any) -> float:
-    if not hasattr(training.optimizer, "get_loss_scale"):
-        return 1.0
-    return float(training.optimizer.get_loss_scale())
 
 
 def double_buffered(job: Job, how: dict[str, Any], training: Any, batches: range, run: Trained, pipeline: Any = None) -> None:
@@ -197,7 +164,6 @@ def double_buffered(job: Job, how: dict[str, Any], training: Any, batches: range
         run.losses += pipeline.forward_backward(forward_step_of(how, job), text, drains=batch == batches[-1])
         run.gradients.append(training.gradients())
         run.steps.append(pipeline.update())
-        run.scales.append(loss_scale(training))
         run.parameters.append(weights(training))
         for buffer in getattr(training.chunks[0], "bucket_groups", []) and training.chunks[0].buffers:
             buffer.grad_data.fill_(float("nan"))  # an update leaves nothing there that is still needed

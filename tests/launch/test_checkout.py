@@ -329,8 +329,6 @@ def twin_of(checkout: Path, folder: Path) -> Path:
 
 
 DISTRIBUTED = ["--use-distributed-optimizer", "--overlap-grad-reduce"]
-MOVING_SCALE = ["--fp16", "--no-masked-softmax-fusion", "--accumulate-allreduce-grads-in-fp32"]
-MOVING_SCALE += ["--initial-loss-scale", "1024", "--loss-scale-window", "2"]
 
 
 def without_flushes(script: Path, layout: str, flags: list[str], ranks: int, **more) -> tuple[Launched, Launched]:
@@ -351,10 +349,10 @@ def without_flushes(script: Path, layout: str, flags: list[str], ranks: int, **m
     ("layout", "flags"),
     [
         ("pipeline 2", []),
-        ("pipeline 2", [*MOVING_SCALE, "--calculate-per-token-loss"]),
-        ("pipeline 4", [*MOVING_SCALE, *DISTRIBUTED]),
+        ("pipeline 2", ["--calculate-per-token-loss"]),
+        ("pipeline 4", DISTRIBUTED),
     ],
-    ids=["pipeline 2", "per token, fp16", "pipeline 4, fp16, distributed optimizer"],
+    ids=["pipeline 2", "per token", "pipeline 4, distributed optimizer"],
 )
 def test_without_flushes(script, layout, flags):
     """Every printed digit is that of the version rule."""
@@ -371,7 +369,7 @@ def test_without_flushes_with_transformer_engine_under_a_plan(script, tmp_path):
 
 def test_without_flushes_saved_and_resumed(script, tmp_path):
     """Of a run that is drained behind the third batch."""
-    flags = ["--hidden-dropout", "0", "--attention-dropout", "0", *MOVING_SCALE]
+    flags = ["--hidden-dropout", "0", "--attention-dropout", "0"]
     saving = ["--save", tmp_path, "--save-interval", "3"]
     _, undrained = without_flushes(script, FOUR, flags, 4, drained="3,5", ours=saving)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")

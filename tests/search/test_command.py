@@ -32,7 +32,7 @@ def test_json_has_the_form_of_the_design(job_file: Path) -> None:
     answer = json.loads(result.stdout)
     assert result.exit_code == 0
     assert [line.split(" of ")[0] for line in result.stderr.splitlines()] == ["seconds assume 8 NICs", "published steps"]
-    assert {"candidates", "considered", "seconds", "losers"} <= answer.keys()
+    assert {"candidates", "considered", "seconds"} <= answer.keys()
     assert len(answer["candidates"]) == 4
     asked = {"parallel", "policy", "offload_ratio", "step_s", "tokens_per_s", "memory_bytes"}
     for candidate in answer["candidates"]:
@@ -40,7 +40,6 @@ def test_json_has_the_form_of_the_design(job_file: Path) -> None:
         assert candidate["tokens_per_s"] == pytest.approx(8 * 4096 / candidate["step_s"])
         assert candidate["memory_bytes"] <= answer["budget_bytes"]
         Parallel.model_validate(candidate["parallel"])
-    assert sum(lost["count"] for lost in answer["losers"]) + 4 == answer["considered"]
 
 
 def test_a_candidate_can_be_put_into_a_job(job_file: Path) -> None:
@@ -52,8 +51,7 @@ def test_a_candidate_can_be_put_into_a_job(job_file: Path) -> None:
 
 def test_tables_are_for_people(job_file: Path) -> None:
     result = run(job_file, "--gpus", 8, "--top", 2)
-    assert "Why the others lost" in result.stdout
-    assert "bubble" in result.stdout
+    assert "tokens/s" in result.stdout
     assert [line.split(" of ")[0] for line in result.stderr.splitlines()] == ["seconds assume 8 NICs", "published steps"]
 
 

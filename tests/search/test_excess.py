@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_lynx.config import load_job
-from megatron_lynx.search.best_first import looks_at_plan
+from megatron_lynx.search.best_first import LayerCost, looks_at_plan
 from megatron_lynx.search.candidate import Excess
-from megatron_lynx.search.floor import LayerCost
 from megatron_lynx.solver.stages import Stages
 
 
@@ -17,7 +16,7 @@ def test_no_share_is_tried_where_not_even_the_largest_fits(monkeypatch: pytest.M
     job = job.model_copy(update={"budget": job.budget.model_copy(update={"memory_gib": 20.0})})
     cost, tried = LayerCost.of(job), list[int]()
     monkeypatch.setattr(Stages, "answer", lambda _, stage: tried.append(stage))
-    looks = looks_at_plan(job, cost, cost.floor(job), offload=True, besides_none=False)
+    looks = looks_at_plan(job, cost, cost.floor_s(job), offload=True, besides_none=False)
     with pytest.raises(StopIteration) as end:
         next(looks)
     assert isinstance(end.value.value, Excess)

@@ -8,9 +8,8 @@ from megatron_lynx.config import Job
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.planner.writing import written
 from megatron_lynx.rehearsal import rehearse
-from megatron_lynx.search.best_first import Entry, looks_at_plan
+from megatron_lynx.search.best_first import Entry, LayerCost, looks_at_plan
 from megatron_lynx.search.candidate import Candidate
-from megatron_lynx.search.floor import LayerCost
 from megatron_lynx.solver.stages import Stages
 from tests.config.jobs import catalogued_job
 
@@ -21,7 +20,7 @@ LOOKS = 4
 def test_a_candidate_takes_as_long_as_the_plan_of_its_stages() -> None:
     """Of few micro-batches, from which the others follow."""
     job, cost = mixtral(), LayerCost.of(mixtral())
-    found = Entry(job, cost.floor(job), looks_at_plan(job, cost, cost.floor(job), offload=False, besides_none=False))
+    found = Entry(job, cost.floor_s(job), looks_at_plan(job, cost, cost.floor_s(job), offload=False, besides_none=False))
     for _ in range(LOOKS):
         assert found.closer() is found
     candidate = found.closer()

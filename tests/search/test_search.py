@@ -12,9 +12,8 @@ from megatron_lynx.estimate import estimate
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.search import POLICIES, Ranking, search
-from megatron_lynx.search.best_first import BestFirst, Entry
+from megatron_lynx.search.best_first import STOCK, BestFirst, Entry
 from megatron_lynx.search.candidate import Candidate
-from megatron_lynx.search.floor import STOCK
 from megatron_lynx.search.space import Space
 from tests.config.jobs import catalogued_job
 from tests.long import long
@@ -45,7 +44,7 @@ def everything(job: Job, gpus: int, policies: tuple[str, ...]) -> list[Candidate
             entry = looked_through(running._floored(each.model_copy(update={"policy": policy})))
             order += 1
             if entry is not None:
-                key = (round(entry.spent.total_s, 12), order, entry)
+                key = (round(entry.bound_s, 12), order, entry)
                 best[each.parallel] = min(best.get(each.parallel, key), key, key=lambda known: known[:2])
     candidates = [(order, entry.closer()) for _, order, entry in best.values()]
     found = [(round(each.step_s, 12), order, each) for order, each in candidates if isinstance(each, Candidate)]
@@ -79,9 +78,7 @@ def test_plans_for_cut_sequences_are_looked_at_where_they_are_asked_for() -> Non
     usual, asked = (search(job, 4, top=1000, contexts=contexts) for contexts in (None, (2,)))
     planned_for = {each.job.parallel.context for each in usual.candidates if each.job.policy == "planned"}
     assert planned_for <= {1}
-    assert {lost.reason for lost in usual.losers} >= {"not asked"}
     assert {each.job.parallel.context for each in asked.candidates} == {2}
-    assert not any(lost.reason in ("not asked", "cannot run") for lost in asked.losers)
     with pytest.raises(ConfigError, match="--context: found 0, 2, needed sizes of at least 1"):
         search(job, 4, contexts=(2, 0))
 
@@ -105,14 +102,8 @@ def test_candidates_fit_and_come_in_order(tight: Ranking) -> None:
     assert {each.job.gpus for each in tight.candidates} == {8}
 
 
-def test_everybody_is_accounted_for(tight: Ranking) -> None:
-    """Each candidate won, or lost in exactly one family, for a reason whose numbers say so."""
+def test_everybody_is_considered(tight: Ranking) -> None:
     assert tight.considered == len(POLICIES) * len(list(Space(tight.job, 8)))
-    assert tight.considered == len(tight.candidates) + sum(lost.count for lost in tight.losers)
-    for lost in tight.losers:
-        assert lost.example
-        assert lost.figure >= lost.limit or lost.reason in ("cannot run", "not asked", "no plan")
-    assert {"state", "activations", "bubble"} <= {lost.reason for lost in tight.losers}
 
 
 def test_the_same_answer_every_time(tight: Ranking) -> None:
