@@ -328,18 +328,14 @@ def waits_of(decision: Decision, stage: int) -> Waits:
 
 def filled_in_backwards_s(decision: Decision, stage: int, interference: float) -> float:
     """Seconds of weight gradients in a stage's backwards and receives, as they would take alone."""
-    spans = [
-        span
-        for each in decision.simulation.whole().executed[stage]
-        for span in each.content.spans
-        if span.kind == "weight_gradient"
-        for each in decision.simulation.whole().executed[stage]
-        for span in each.content.spans
-        if span.kind == "weight_gradient"
-    ]
     longer = {"bwd": interference, RECV_BACKWARD.partition(".")[0]: 1.0}
-    named = ((span, (span.window or "").partition(".")[0]) for span in spans)
-    return sum((span.end_s - span.start_s) / longer[kind] for span, kind in named if kind in longer)
+    total_s = 0.0
+    for each, times in zip(decision.simulation.executed[stage], decision.simulation.times(stage), strict=True):
+        for span in each.content.spans:
+            kind = (span.window or "").partition(".")[0]
+            if span.kind == "weight_gradient" and kind in longer:
+                total_s += times * (span.end_s - span.start_s) / longer[kind]
+    return total_s
 
 
 def table(rows: Iterable[Row]) -> str:

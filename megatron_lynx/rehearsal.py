@@ -48,13 +48,16 @@ def rehearse(
     *,
     job: Job | None = None,
     loaded: Mapping[int, Profile] = MappingProxyType({}),
+    whole: bool = False,
 ) -> Simulation:
     """Simulate one step under a plan, with the seconds and bytes of a profile; without the optimizer.
 
     `job`: the plan's. Without it the transient memory (`cost.in_hand`) of all halves counts as equal, and gradients are reduced
     after the last backward of a step; with --overlap-grad-reduce (`Overlap.gradients`) that backward delays nothing.
-    `loaded`: profiles of stages whose experts have another load than the plan's. Without flushes a whole run is simulated, and a
-    step is one batch of its steady state. Raises `PlanMismatch` with every difference between profile and plan.
+    `loaded`: profiles of stages whose experts have another load than the plan's. `whole`: all micro-batches are simulated, not a
+    few from which the others follow. Without flushes a whole run is simulated, and a step is one batch of its steady state.
+
+    Raises `PlanMismatch` with every difference between profile and plan.
     """
     check_shapes(plan, profile)
     less_in_hand = {} if job is None else less_in_hand_bytes(job)
@@ -73,7 +76,7 @@ def rehearse(
             profile.interference,
             deferred=plan.defer_updates,
         )
-    simulated = partial(_simulated, plan, profile)
+    simulated = partial(_simulated, plan, profile, whole=whole)
     apart = simulated(chunks)
     if not plan.model.moe_overlapped:
         return apart
@@ -95,7 +98,9 @@ def _reduces_in_backward(job: Job | None, stage: int) -> bool:
     return not job.overlap.aligned or job.parallel.pipeline == 1 or (stage == 0 and job.chunks == 1)
 
 
-def _simulated(plan: Plan, profile: Profile, chunks: Sequence[Sequence[ChunkPasses]], more: int = 0) -> Simulation:
+def _simulated(
+    plan: Plan, profile: Profile, chunks: Sequence[Sequence[ChunkPasses]], more: int = 0, *, whole: bool
+) -> Simulation:
     """Simulate a step that flushes. `more`: additional warm-up forwards."""
     layout, microbatches = plan.parallel, plan.batch.microbatches
     p2p_s, between = profile.link_s("p2p", profile.attention.input_bytes), profile.messages_between_passes
@@ -104,7 +109,7 @@ def _simulated(plan: Plan, profile: Profile, chunks: Sequence[Sequence[ChunkPass
         schedule = _schedule(layout.pipeline, few, layout.chunks, layout.group, more)
         return simulate(schedule, chunks, p2p_s, profile.interference, between_passes=between)
 
-    if any(entry.whole is not None for entry in plan.stages):  # not all micro-batches are alike
+    if whole or any(entry.whole is not None for entry in plan.stages):  # not all micro-batches are alike
         return simulated(microbatches)
     return in_steady_state(max(layout.pipeline, layout.group), microbatches, simulated)
 

@@ -198,7 +198,7 @@ def test_one_stage_without_room_does_not_take_forwards_from_the_others(monkeypat
     and the step was 0.9 % longer. (No job at hand has such a stage: here a byte is too much with them.)"""
 
     def too_much_bytes(of: Decision, answer: StageAnswer, simulation: Simulation) -> int:
-        forwards = (run for run in simulation.whole().executed[answer.stage] if run.action.kind == "F")
+        forwards = (run for run in simulation.executed[answer.stage] if run.action.kind == "F")
         return int(answer.stage == 0 and any(span.kind == "weight_gradient" for run in forwards for span in run.content.spans))
 
     monkeypatch.setattr(decision, "_too_much_bytes", too_much_bytes)

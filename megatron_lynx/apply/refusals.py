@@ -205,7 +205,7 @@ def refused_windows(plan: Plan, run: LiveRun) -> Iterator[Problem]:
     over_nccl = on_cuda or distributed.get_backend(run.tensor_group) == "nccl"
     if not over_nccl or not records_operands(torch.__version__, os.environ):
         return
-    if any(timetable_of(plan, stage).in_collectives for stage in range(plan.parallel.pipeline)):
+    if any(any(timetable_of(plan, stage).busy_halves) for stage in range(plan.parallel.pipeline)):
         setting = f"{os.environ.get(AVOIDS_RECORDING) or 'not set'}, with torch {torch.__version__.partition('+')[0]}"
         needed = "1 below torch 2.8 for a plan with windows: their collectives would hold memory until the host sees them over"
         todo = f"export {AVOIDS_RECORDING}=1 on all nodes, or install torch 2.8 or later"

@@ -319,7 +319,7 @@ def simulate(
                     job, profile_file = origin[0], profile_file or origin[1]
         costs = figures_for(plan, profile_file, job)
         job = None if job is None else as_planned(job, plan)
-        simulation = rehearse(plan, costs, job=job).whole()
+        simulation = rehearse(plan, costs, job=job, whole=True)
         job_figures = None if job is None else figures_of(job, costs, simulation)
         update_s = plan.stages[0].predicted.update_s if job_figures is None else job_figures.update_s
         if trace is not None:

@@ -166,7 +166,7 @@ def _predicted(given: Given, asked: Job | None, costs: Profile | None) -> tuple[
     if given.plan is not None:
         job, simulation, figures = None if asked is None else as_planned(asked, given.plan), None, None
         if costs is not None:
-            simulation = rehearse(given.plan, costs, job=job)
+            simulation = rehearse(given.plan, costs, job=job, whole=True)
             figures = None if job is None else figures_of(job, costs, simulation)
         return given.plan, simulation, [point_of(given.plan, simulation, figures)]
     if given.job is None:

@@ -72,7 +72,6 @@ def views_of(given: Given, plan: Plan | None, simulation: Simulation | None) -> 
     """Return the views, predicted first. Raises `PlanMismatch` for a trace of another job."""
     views = []
     if simulation is not None:
-        simulation = simulation.whole()
         stages = range(len(simulation.executed))
         memory, regenerated = ({stage: held(stage) for stage in stages} for held in (simulation.memory, simulation.regenerated))
         timeline = trimmed(simulation.timeline())

@@ -20,7 +20,7 @@ A hook that returns a `Work` returns a `WindowedWork` instead:
     issue ──> [ collective in flight .......................... ]
     wait()    │ tasks in the window, on this stream              │ the wait proper │ tasks after it
 
-`Engine.reach` is the only place that runs planned work, the tasks of a moment (`timetable.events`). The table depends on the plan
+`Engine.reach` is the only place that runs planned work, the tasks of a moment (`timetable`). The table depends on the plan
 only (rule R1), and is equal on all ranks of a group. A task that finds nothing to do is skipped. Work that no moment did runs on
 demand (rule R5), or is flushed.
 
@@ -56,8 +56,7 @@ from megatron_lynx.runtime.site import Site, SiteCall
 from megatron_lynx.runtime.surroundings import Autocast, Context, RandomSource, Surroundings
 from megatron_lynx.runtime.weight_gradients import WeightGradients
 from megatron_lynx.timeline import SpanKind
-from megatron_lynx.timetable import Pass, Task, Timetable
-from megatron_lynx.timetable.events import Moment
+from megatron_lynx.timetable import Moment, Pass, Task, Timetable
 
 
 class WindowedWork:

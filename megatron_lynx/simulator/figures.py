@@ -25,7 +25,7 @@ def as_json(simulation: Simulation, update_s: float | None) -> dict[str, Any]:
 def table(simulation: Simulation, update_s: float | None) -> WrappedTable:
     recomputations = ("recompute hidden", "recompute exposed")
     deferred = ("weight gradients hidden", "exposed") if _defers(simulation) else ()
-    waits = ("waits for copies",) if any(map(simulation.copies, range(len(simulation.executed)))) else ()
+    waits = ("waits for copies",) if any(map(simulation.exposed_copy_s, range(len(simulation.executed)))) else ()
     columns = ("stage", "busy", "bubble", *recomputations, *deferred, *waits, "activations at most")
     result = WrappedTable(columns, title=headline(simulation, update_s))
     for row in as_json(simulation, update_s)["stages"]:

@@ -29,15 +29,8 @@ class SideBySide(Simulation):
     more_bytes: tuple[int, ...] = ()
     """Bytes in flight to and from the host in both passes of a pair, beyond those of one pass and a layer."""
 
-    def whole(self) -> SideBySide:
-        together = super().whole()
-        return replace(self, executed=together.executed, copied=together.copied, repeated=None, apart=self.apart.whole())
-
     def holding(self, stage: int) -> tuple[Executed, ...]:
         return self.apart.executed[stage]
-
-    def copies(self, stage: int) -> bool:
-        return super().copies(stage) or self.apart.copies(stage)
 
     def memory(self, stage: int) -> MemoryCurve:
         alone = self.apart.memory(stage)

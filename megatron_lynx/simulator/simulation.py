@@ -40,22 +40,12 @@ class Executed(NamedTuple):
     copy_wait_s: float = 0.0
 
 
-Placed = TypeVar("Placed", Executed, Copied)
-
-
 class Repeated(NamedTuple):
-    """The actions of `group` micro-batches that run `times` more times in a step, every `period_s`."""
+    """The actions of a group of micro-batches that run `times` more times in a step, every `period_s`."""
 
     times: int
-    group: int
     period_s: float
     places: tuple[range, ...]
-
-    def later(self, placed: Placed, times: int) -> Placed:
-        """Return an action or a copy, `times` groups later."""
-        action, more_s = placed.action, times * self.period_s
-        moved = {name: getattr(placed, name) + more_s for name in placed._fields if name in ("arrived_s", "start_s", "end_s")}
-        return placed._replace(action=action._replace(micro_batch=action.micro_batch + times * self.group), **moved)
 
 
 @dataclass(frozen=True)
@@ -79,34 +69,6 @@ class Simulation:
         """By stage, seconds between its last action and the end of the step."""
         ends_s = [stage[-1].end_s for stage in self.executed]
         return [max(ends_s) - end_s for end_s in ends_s]
-
-    def whole(self) -> Simulation:
-        """Return the simulation with all actions and copies."""
-        if self.repeated is None:
-            return self
-        stages = range(len(self.executed))
-        executed, copied = tuple(map(self._all_executed, stages)), tuple(map(self._all_copied, stages))
-        return replace(self, executed=executed, copied=copied, repeated=None)
-
-    def _all_executed(self, stage: int) -> tuple[Executed, ...]:
-        assert self.repeated is not None
-        executed, place, times = self.executed[stage], self.repeated.places[stage], self.repeated.times
-        again = (
-            self.repeated.later(execution, number)
-            for number in range(1, times + 1)
-            for execution in executed[place.start : place.stop]
-        )
-        return (*executed[: place.stop], *again, *(self.repeated.later(execution, times) for execution in executed[place.stop :]))
-
-    def _all_copied(self, stage: int) -> tuple[Copied, ...]:
-        assert self.repeated is not None
-        at = {execution.action: number for number, execution in enumerate(self.executed[stage])}
-        place, times, copied = self.repeated.places[stage], self.repeated.times, list[Copied]()
-        for copy in self.copied[stage]:
-            first = times if at[copy.action] >= place.stop else 0
-            last = times if at[copy.action] >= place.start else 0
-            copied += (self.repeated.later(copy, number) for number in range(first, last + 1))
-        return tuple(sorted(copied, key=lambda copy: copy.start_s))
 
     def times(self, stage: int) -> Sequence[int]:
         """Return how often each executed action of a stage counts in the step."""
@@ -133,10 +95,6 @@ class Simulation:
 
     def exposed_copy_s(self, stage: int) -> float:
         return self._sum(stage, lambda execution: execution.copy_wait_s + execution.content.copy_wait_s)
-
-    def copies(self, stage: int) -> bool:
-        spans = (span for execution in self.executed[stage] for span in execution.content.spans)
-        return bool(self.copied[stage]) or any(span.kind == "offload" for span in spans)
 
     @cached_property
     def host_bound(self) -> tuple[HostLoad, ...]:
@@ -245,7 +203,7 @@ def in_steady_state(group: int, microbatches: int, simulated: Callable[[int], Si
         simulation = simulated(few * group + rest)
         if (period_s := period_of(simulation, group)) is not None:
             places = tuple(_last_group(simulation, stage, group) for stage in range(len(simulation.executed)))
-            return replace(simulation, repeated=Repeated(groups - few, group, period_s, places))
+            return replace(simulation, repeated=Repeated(groups - few, period_s, places))
         few *= 2
     return simulated(microbatches)
 

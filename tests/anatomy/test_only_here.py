@@ -29,7 +29,7 @@ EXCEPTIONS = {
     ("launch_arguments/today.py", "'mlp'"): "one of Megatron's captured modules, which are not our sections",
     ("plan/rule.py", "'mlp'"): "a value of the key `checkpoint`, as plan files spell it",
     ("solver/options.py", "'rotary'"): "the item whose code asks the host for lengths of packed sequences",
-    ("timetable/timetable.py", "[::2]"): "what a layer begins ahead lies in both of its halves and the one above",
+    ("timetable.py", "[::2]"): "what a layer begins ahead lies in both of its halves and the one above",
     ("testbed/training.py", "'q_layernorm'"): "the norm of all queries, which is no item of the usual attention",
     ("testbed/tiny_jobs.py", "'attention'"): "a key of a job: which attention kernel",
     ("testbed/tiny_jobs.py", "'activation'"): "a key of a job: GELU or SwiGLU",

@@ -67,8 +67,7 @@ def named_recomputations(rank: int, job: Job, setting: Setting) -> Log:
     """As `recorded`; what runs while a gradient is received is named after its micro-batch, and whether that is steady."""
     from megatron_lynx.runtime.engine import Engine
     from megatron_lynx.runtime.frame import Frame
-    from megatron_lynx.timetable import Task
-    from megatron_lynx.timetable.events import Moment
+    from megatron_lynx.timetable import Moment, Task
     from tests.instruments.queues import recorder
 
     original, recorders = Engine._recompute, []

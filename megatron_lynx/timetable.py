@@ -1,0 +1,485 @@
+"""The timetable of a pipeline stage: a plan and a schedule's passes as tables from moments to tasks, one for all readers.
+
+    plan ──> PlannedHalf of each layer ──Timetable──>  a forward, the receive of a gradient, a backward, the send of a gradient
+
+Moments and tasks of a pass:
+
+    enter    mlp(4)             backward enters a half
+    demand   mlp(4)             backward unpacks the half's first tensor
+    core     attention(4)       backward reaches its core attention
+    in       bwd.mlp.0@4        a wait for communication: tasks run on the compute stream, and do not communicate (rule R2)
+    after    bwd.mlp.0@4        that wait is over
+
+    recompute         a half, or the part of it between two items
+    begin             a checkpointed half up to an item, whose communication is left in flight
+    gather            the input of a half, once for its recomputation and its backward (sequence parallelism)
+    weight_gradient   the oldest pending one of a linear, or piece of one, of any micro-batch
+
+The plan alone decides which task runs in which wait (rule R1), by pass and phase. A forward runs delayed weight gradients only,
+of any chunk: those of another chunk at the same index of the chunk. A receive and a backward run recomputations, too, which in
+cool-down may be others. A checkpoint is recomputed where backward enters it, or begins ahead (docs/runtime.md). An attention half
+may gather its input ahead, too, before it begins its output, which the same ranks reduce:
+
+    after bwd.attention.0@5     begin attention(4) to its first linear, whose input is gathered
+    core  attention(5)          begin the rest of it, up to its reduction
+    enter mlp(4)                recompute the rest of attention(4); recompute mlp(4)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from megatron_lynx.anatomy import HALVES, Half, Section
+from megatron_lynx.anatomy import Pass as Passing
+from megatron_lynx.anatomy.address import (
+    BACKWARD_PHASES,
+    ON_DEMAND,
+    RECV_BACKWARD,
+    SEND_BACKWARD,
+    BackwardPhase,
+    FrameKey,
+    Window,
+    WindowAddress,
+)
+from megatron_lynx.schedule.schedule import Phase
+
+At = Literal["enter", "demand", "core", "in", "after"]
+
+
+class Moment(NamedTuple):
+    at: At
+    place: FrameKey | Window
+    """A window for `in` and `after`, else a half."""
+
+
+class Linear(NamedTuple):
+    """For experts, the item that stands for their linears."""
+
+    layer: int
+    half: Half
+    name: str
+
+
+class Task(NamedTuple):
+    do: Literal["recompute", "begin", "gather", "weight_gradient"]
+    half: FrameKey
+    item: str | None = None
+    """`recompute`: the item before which it stops, None for the last needed one. `begin`: the item whose communication is left in
+    flight. Weight gradient: the linear."""
+    since: str | None = None
+    """The item at which the part before stopped; None for the first part."""
+    gathered: Window | None = None
+    """Window after which a first part's input is gathered; `on_demand`: just before this task."""
+
+    @property
+    def linear(self) -> Linear:
+        assert self.item is not None, "a weight gradient is of a linear"
+        return Linear(*self.half, self.item)
+
+
+class Wait(NamedTuple):
+    window: Window
+    gathered: Window | None = None
+    """Window after which, or `on_demand` where, its input was already gathered for a recomputation. Such a wait takes no time and
+    is not a window."""
+
+    @property
+    def over(self) -> bool:
+        return self.gathered is not None
+
+
+class HalfPass(NamedTuple):
+    half: FrameKey
+    waits: tuple[Wait, ...] = ()
+
+
+Tasks = Mapping[Moment, tuple[Task, ...]]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass of a chunk, or the receive of a gradient, which has no halves."""
+
+    halves: tuple[HalfPass, ...] = ()
+    tasks: Tasks = field(default_factory=dict)
+
+    def at(self, at: At, place: FrameKey | Window) -> tuple[Task, ...]:
+        return self.tasks.get((at, place), ())  # type: ignore[call-overload, no-any-return]
+
+    @cached_property
+    def busy(self) -> frozenset[Window]:
+        """Windows with a task in or after them."""
+        return frozenset(moment.place for moment in self.tasks if moment.at in ("in", "after"))  # type: ignore[misc]
+
+    @cached_property
+    def hides(self) -> bool:
+        """Whether anything is recomputed in one of its windows, or gathered after one."""
+        places = (tasks for moment, tasks in self.tasks.items() if moment.at in ("in", "after"))
+        return any(task.do in ("recompute", "gather") for tasks in places for task in tasks)
+
+    @cached_property
+    def busy_halves(self) -> frozenset[FrameKey]:
+        """Halves with such a window, or where something begins."""
+        waiting = (window.frame for window in self.busy if isinstance(window, WindowAddress))
+        return frozenset((*waiting, *self.beginning("enter", "core")))
+
+    def beginning(self, *at: At) -> frozenset[FrameKey]:
+        """Halves at such a moment of which something begins."""
+        begins = (moment for moment, tasks in self.tasks.items() if any(task.do == "begin" for task in tasks))
+        return frozenset(moment.place for moment in begins if moment.at in at)  # type: ignore[misc]
+
+
+class Layout(NamedTuple):
+    """Facts that decide the waits of a stage's halves. `exchanging`: layers whose expert exchanges are windows."""
+
+    collectives: bool = True
+    sequence_parallel: bool = False
+    exchanging: Container[int] = ()
+
+    def waits(self, passing: Passing, layer: int, section: Section) -> int:
+        """Waits inside CUDA graphs cannot be used."""
+        if section.captured:
+            return 0
+        if section.exchanges:
+            return len(section.exchanges_of[passing]) if layer in self.exchanging else 0
+        return len(section.collectives(passing, self.sequence_parallel)) if self.collectives else 0
+
+
+class Place(NamedTuple):
+    """Where a half is recomputed in one phase."""
+
+    stretches: tuple[tuple[Window, str | None], ...] = ((ON_DEMAND, None),)
+    """Windows, each with the item before which the recomputation stops there; None: it does not stop."""
+    gather: Window | None = None
+    """Window after which its input is gathered; None: it is not gathered."""
+
+
+ON_DEMAND_PLACE = Place()
+
+
+def ahead_to(section: Section, *, experts: bool, feeds: bool) -> str | None:
+    """Return the item up to which a checkpointed half is recomputed during the backward of the layer above.
+
+    `experts`: whether the layer has experts; then its dispatch is in flight meanwhile, else the reduction of its attention
+    output. `feeds`: whether the next half's recomputation needs the half's output.
+    """
+    if section.exchanges:
+        return section.item("dispatch").name
+    if not feeds:
+        return None
+    return section.residual if experts else section.row_parallel
+
+
+def may_gather_ahead(section: Section, *, experts: bool, feeds: bool) -> bool:
+    """Whether the input of such a half may be gathered ahead, before its output is reduced."""
+    return feeds and not experts and bool(section.gathered and section.core)
+
+
+@dataclass(frozen=True)
+class PlannedHalf:
+    """One half of one layer under a plan."""
+
+    layer: int
+    section: Section
+    recompute: Collection[str] = ()
+    """Recomputed items, in forward order."""
+    steady: Place = ON_DEMAND_PLACE
+    cooldown: Place = ON_DEMAND_PLACE
+    deferred: Mapping[str, tuple[Window, ...]] = field(default_factory=dict)
+    """By linear in backward order, the waits of its delayed weight gradient: each takes the oldest pending one."""
+    pieces: Mapping[str, int] = field(default_factory=dict)
+    """By linear whose delayed weight gradient is cut, the number of its pieces: each wait takes the oldest pending piece."""
+    checkpoint: bool = False
+    """Whether it keeps at most its input: all of `recompute` is recomputed on demand, including communication. If its place is
+    the first wait of its own backward, the part after its last communication runs there."""
+    fed_behind: int = 0
+    """Number of halves after this checkpointed one that get their input from its recomputation."""
+    ahead_to: str | None = None
+    """Item up to which this checkpointed half is recomputed when backward enters the attention half of the layer above; the
+    item's communication is in flight meanwhile. The half's last item: all of it has run. None: it begins when backward enters it.
+    """
+    gathers_ahead: bool = False
+    """Whether its input is gathered ahead, before that."""
+
+    @cached_property
+    def half(self) -> Half:
+        return self.section.half
+
+    def delayed(self, *, drains: bool) -> frozenset[str]:
+        """Linears that delay their weight gradients in one backward. `drains`: it is in cool-down, or its chunk's last: only then
+        does a later stage's gradient reach the stage before sooner than it is needed there."""
+        return frozenset(linear for linear, waits in self.deferred.items() if drains or waits != (SEND_BACKWARD,))
+
+    @cached_property
+    def feeds(self) -> bool:
+        return self.fed_behind > 0
+
+    @cached_property
+    def key(self) -> FrameKey:
+        return self.layer, self.section.half
+
+    @property
+    def leaves_under_way(self) -> str | None:
+        """The item whose communication is in flight, if it begins ahead."""
+        return None if self.ahead_to == self.section.residual else self.ahead_to
+
+    @property
+    def rest_after(self) -> str | None:
+        """The item of a checkpointed half after whose communication the rest is recomputed in the first wait of its backward;
+        None: all of it is recomputed when backward enters it."""
+        return self.section.last_communicating if self.checkpoint and self.steady != ON_DEMAND_PLACE else None
+
+    def place(self, phase: Phase) -> Place:
+        return self.cooldown if phase == "cooldown" else self.steady
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the input of its recomputation is gathered once, so that backward need not gather it again. A checkpoint
+        gathers it as a forward does, into a shared buffer: kept, it would be the checkpoint's largest block."""
+        return self.section.column_parallel in self.recompute and not self.checkpoint
+
+    @cached_property
+    def ahead(self) -> int:
+        """Number of halves before its own backward at which its recomputation or gather may begin. The receive of a gradient does
+        not count: no recomputation of a micro-batch runs between its forward and its backward."""
+        place = _place_in_stage(self.key)
+        window_frames = [at.frame for at in self._windows() if isinstance(at, WindowAddress)]
+        if self.ahead_to is not None:
+            window_frames.append((self.layer + 1, HALVES[0]))
+        return max((_place_in_stage(frame) + 1 - place for frame in window_frames), default=1 + self.fed_behind)
+
+    @property
+    def begins_early(self) -> bool:
+        return RECV_BACKWARD in self._windows()
+
+    def _windows(self) -> Iterator[Window | None]:
+        """Windows in which it is recomputed, or after which its input is gathered."""
+        for place in (self.steady, self.cooldown):
+            yield from (window for window, _ in place.stretches)
+            yield place.gather
+
+
+def _place_in_stage(key: FrameKey) -> int:
+    layer, half = key
+    return len(HALVES) * layer + HALVES.index(half)
+
+
+AT_HALVES: tuple[At, ...] = ("enter", "demand", "core")
+IN_WAITS: tuple[At, ...] = ("in", "after")
+
+
+class Timetable:
+    """`chunks`: for each chunk, its halves in forward order; one chunk may have no layers."""
+
+    def __init__(self, chunks: Sequence[Sequence[PlannedHalf]] = ((),), layout: Layout = Layout()) -> None:  # noqa: B008
+        self.chunks = tuple(map(tuple, chunks))
+        self.layout = layout
+        self._forwards: dict[int, Pass] = {}
+        self._backwards: dict[tuple[int, Phase], Pass] = {}
+        self._known: dict[tuple[int, Phase], Tasks] = {}
+
+    def forward(self, chunk: int) -> Pass:
+        if chunk not in self._forwards:
+            halves = tuple(HalfPass(half.key, tuple(self._waits("fwd", half))) for half in self.chunks[chunk])
+            moments = (Moment("in", wait.window) for half in halves for wait in half.waits)
+            self._forwards[chunk] = Pass(halves, _table(moments, {}, self._weight_gradients[chunk]))
+        return self._forwards[chunk]
+
+    def backward(self, chunk: int, phase: Phase) -> Pass:
+        if (chunk, phase) not in self._backwards:
+            planned = self._planned(chunk, phase)
+            halves = tuple(
+                HalfPass(half.key, tuple(self._waits("bwd", half, half.place(phase).gather or ON_DEMAND)))
+                for half in reversed(self.chunks[chunk])
+            )
+            at_halves = [Moment(at, half.half) for half in halves for at in AT_HALVES]
+            moments = (*at_halves, *(Moment(at, wait.window) for half in halves for wait in half.waits for at in IN_WAITS))
+            self._backwards[chunk, phase] = Pass(halves, _table(moments, planned, self._weight_gradients[chunk]))
+        return self._backwards[chunk, phase]
+
+    def receive(self, chunk: int, phase: Phase) -> Pass:
+        return Pass((), _table([Moment("in", RECV_BACKWARD)], self._planned(chunk, phase), self._deferred[chunk]))
+
+    def sent(self, chunk: int) -> Pass:
+        return Pass((), _table([Moment("in", SEND_BACKWARD)], {}, self._deferred[chunk]))
+
+    def serving(self, chunk: int, phase: BackwardPhase) -> Iterator[tuple[Pass, FrameKey | None, Sequence[Wait]]]:
+        """Yield the waits of all passes that may serve a backward, in order."""
+        yield self.receive(chunk, phase), None, (Wait(RECV_BACKWARD),)
+        backward = self.backward(chunk, phase)
+        yield from ((backward, half.half, half.waits) for half in backward.halves)
+
+    def beside_kept(self, chunk: int) -> Timetable:
+        """The same stage with one more chunk at its end: this chunk for micro-batches that keep everything."""
+        kept = [PlannedHalf(half.layer, half.section) for half in self.chunks[chunk]]
+        return Timetable([*self.chunks, kept], self.layout)
+
+    @property
+    def all_halves(self) -> Iterator[PlannedHalf]:
+        return (half for chunk in self.chunks for half in chunk)
+
+    @cached_property
+    def core_halves(self) -> frozenset[FrameKey]:
+        passes = (backward for chunk in range(len(self.chunks)) for backward in self._backwards_of(chunk))
+        return frozenset[FrameKey]().union(*(backward.beginning("core") for backward in passes))
+
+    @cached_property
+    def busy_halves(self) -> tuple[frozenset[FrameKey], ...]:
+        """By chunk."""
+        return tuple(
+            frozenset[FrameKey]().union(*(one_pass.busy_halves for one_pass in (self.forward(chunk), *self._backwards_of(chunk))))
+            for chunk in range(len(self.chunks))
+        )
+
+    def _backwards_of(self, chunk: int) -> Iterator[Pass]:
+        return (self.backward(chunk, phase) for phase in BACKWARD_PHASES)
+
+    def _waits(self, passing: Passing, half: PlannedHalf, gathered: Window | None = None) -> Iterator[Wait]:
+        """`gathered`: in a backward, the window after which the half's input is gathered."""
+        once = passing == "bwd" and self.layout.sequence_parallel and half.gathers and not half.section.exchanges
+        for ordinal in range(self.layout.waits(passing, half.layer, half.section)):
+            over = once and half.section.collectives("bwd", True)[ordinal].carries == "input"
+            yield Wait(WindowAddress(passing, half.layer, half.half, ordinal), gathered if over else None)
+
+    def _planned(self, chunk: int, phase: Phase) -> Tasks:
+        if (chunk, phase) not in self._known:
+            self._known[chunk, phase] = _planned(self.chunks[chunk], phase, self.layout)
+        return self._known[chunk, phase]
+
+    @cached_property
+    def _deferred(self) -> tuple[Tasks, ...]:
+        """By chunk."""
+        return tuple(_deferred(halves) for halves in self.chunks)
+
+    @cached_property
+    def _weight_gradients(self) -> tuple[Tasks, ...]:
+        """By chunk, weight gradients that run in its waits; those of other chunks run in its forwards, at the same index."""
+        tables = []
+        for running, deferred in enumerate(self._deferred):
+            tasks = dict(deferred)
+            for other, of_other in enumerate(self._deferred):
+                if other == running or not of_other or not self.chunks[running]:
+                    continue
+                above = self.chunks[running][0].layer - self.chunks[other][0].layer
+                for moment, more in _moved(of_other, above).items():
+                    tasks[moment] = (*tasks.get(moment, ()), *more)
+            tables.append(tasks)
+        return tuple(tables)
+
+
+def _table(moments: Iterable[Moment], planned: Tasks, weight_gradients: Tasks) -> Tasks:
+    """Tasks of both tables at these moments; in a wait recomputations come first."""
+    merged = ((moment, (*planned.get(moment, ()), *weight_gradients.get(moment, ()))) for moment in moments)
+    return {moment: tasks for moment, tasks in merged if tasks}
+
+
+def _planned(halves: Sequence[PlannedHalf], phase: Phase, layout: Layout) -> Tasks:
+    tasks: dict[Moment, tuple[Task, ...]] = {}
+    feeding = dict(_feeding(halves))
+    for half in reversed(halves):
+        if half.checkpoint:
+            recomputations = () if half.feeds else _checkpointed(half, feeding.get(half.key, ()), layout)
+        else:
+            recomputations = _recomputed(half, phase) if half.recompute else ()
+        for moment, task in recomputations:
+            tasks[moment] = (*tasks.get(moment, ()), task)
+    _begin_ahead(tasks, halves, layout)
+    return tasks
+
+
+def _recomputed(half: PlannedHalf, phase: Phase) -> Iterator[tuple[Moment, Task]]:
+    since: str | None = None
+    place = half.place(phase)
+    gather = place.gather
+    if gather == ON_DEMAND:
+        yield Moment("demand", half.key), Task("recompute", half.key, gathered=ON_DEMAND)  # no window may communicate (rule R2)
+        return
+    if gather is not None:
+        yield Moment("after", gather), Task("gather", half.key)
+    for window, until in (*place.stretches, (ON_DEMAND, None)):
+        moment = Moment("demand", half.key) if window == ON_DEMAND else Moment("in", window)
+        yield moment, Task("recompute", half.key, until, since, gather)
+        if until is None:
+            return
+        since, gather = until, None
+
+
+def _checkpointed(half: PlannedHalf, before: Sequence[Task], layout: Layout) -> Iterator[tuple[Moment, Task]]:
+    """`before`: tasks that return its input. The part after its last communication may run in a wait."""
+    entered, behind = Moment("enter", half.key), half.rest_after
+    yield from ((entered, task) for task in before)
+    if behind is None or not layout.waits("bwd", half.layer, half.section):
+        yield entered, Task("recompute", half.key)
+        return
+    ((window, _),) = half.steady.stretches
+    yield entered, Task("begin", half.key, behind)
+    yield Moment("in", window), Task("recompute", half.key, since=behind)
+
+
+def _feeding(halves: Sequence[PlannedHalf]) -> Iterator[tuple[FrameKey, tuple[Task, ...]]]:
+    """By checkpointed half that keeps no input, the recomputations of the halves that return it."""
+    before: tuple[Task, ...] = ()
+    for half in halves:
+        if half.feeds:
+            before = (*before, Task("recompute", half.key))
+        elif before:
+            yield half.key, before
+            before = ()
+
+
+def _begin_ahead(tasks: dict[Moment, tuple[Task, ...]], halves: Sequence[PlannedHalf], layout: Layout) -> None:
+    """Begin communication of layers where backward enters the attention half above them, or soon after: the MLP half above is
+    freed by then. Does nothing at the top of a chunk."""
+    for attention, mlp, above in zip(halves[::2], halves[1::2], halves[2::2], strict=False):
+        half = mlp if mlp.leaves_under_way else attention
+        item = half.leaves_under_way
+        if item is None or above.section.kept_whole or not layout.waits("fwd", half.layer, half.section):
+            continue
+        if half is attention and attention.gathers_ahead and not above.section.core:
+            continue  # its reduction would begin at the core
+        entered, place = Moment("enter", mlp.key), Moment("enter", above.key)
+        *before, last_task = tasks[entered]
+        begin = Task("begin", half.key, item)
+        if half is mlp:
+            ahead = (*before, begin)
+            tasks[entered] = (last_task._replace(since=item),)
+            if last_task.do == "begin":
+                del tasks[entered]  # the rest of it runs in a wait
+        else:
+            place, ahead = _place_ahead(above, layout), (begin,)
+            if attention.gathers_ahead:
+                gathered = attention.section.gathered
+                ahead = (Task("begin", half.key, gathered),)
+                tasks[Moment("core", above.key)] = (begin._replace(since=gathered),)
+            tasks[entered] = (Task("recompute", attention.key, since=item), last_task)
+        tasks[place] = (*tasks.get(place, ()), *ahead)
+
+
+def _place_ahead(above: PlannedHalf, layout: Layout) -> Moment:
+    """Moment in a half's backward at which a reduction of the same ranks begins: after the gather of the gradient, which would
+    otherwise queue after it."""
+    first, *_ = above.section.collectives("bwd", layout.sequence_parallel)
+    gathers = first.carries == "gradient"
+    return Moment("after", WindowAddress("bwd", *above.key, 0)) if gathers else Moment("enter", above.key)
+
+
+def _deferred(halves: Sequence[PlannedHalf]) -> Tasks:
+    tasks: dict[Moment, tuple[Task, ...]] = {}
+    for half in reversed(halves):
+        for linear, waits in half.deferred.items():
+            for wait in waits:
+                moment = Moment("in", wait)
+                tasks[moment] = (*tasks.get(moment, ()), Task("weight_gradient", half.key, linear))
+    return tasks
+
+
+def _moved(tasks: Tasks, layers: int) -> Tasks:
+    """Tasks in forwards, moved to the forward of another chunk, whose first layer is `layers` above."""
+    return {
+        moment._replace(place=moment.place._replace(layer=moment.place.layer + layers)): content
+        for moment, content in tasks.items()
+        if isinstance(moment.place, WindowAddress) and moment.place.passing == "fwd"
+    }
