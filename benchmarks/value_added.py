@@ -47,9 +47,9 @@ from megatron_lynx.planner.variants import Planned, planned, variants
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.stock.layer import layer_seconds
 from megatron_lynx.stock.legality import NEWEST
 from megatron_lynx.stock.price import Pricing
-from megatron_lynx.stock.seconds import layer_seconds
 from megatron_lynx.stock.setting import StockSetting
 from megatron_lynx.stock.stage import StockStage
 

@@ -14,8 +14,6 @@ At update j the buffer of version j - 1 is retired. It is filled with version j,
 the optimizer steps there in place. Version j itself is not written: micro-batches in flight read the same memory in backward as
 in forward, through the parameter or through a view that autograd saved.
 
-A parameter stays the same object with the same gradient buffer.
-
 Two gradient buffers: one has a batch's whole gradient until its deferred update, the other one starts the next batch's.
 
     deferral 2      B(j, last)   B(j+1, 0)   B(j+1, 1)   Uj        B(j+1, 2) ...
@@ -57,7 +55,6 @@ class TwoBuffers:
 
     @property
     def extra_bytes(self) -> int:
-        """Size of the second buffer."""
         return sum(storage.nbytes() for storage in self._buffers[1])
 
     def point(self, tensors: Iterable[torch.Tensor], buffer: int) -> None:
@@ -70,12 +67,10 @@ class TwoBuffers:
                 tensor.data = empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def copy(self, source: int, target: int) -> None:
-        """Copy one buffer's bytes over the other's."""
         for original, copied in zip(self.memory(source), self.memory(target), strict=True):
             copied.copy_(original)
 
     def memory(self, buffer: int) -> list[torch.Tensor]:
-        """Return the bytes of one buffer."""
         empties = [torch.empty(0, dtype=torch.uint8, device=storage.device) for storage in self._buffers[buffer]]
         return [
             empty.set_(storage, 0, (storage.nbytes(),), (1,))
@@ -84,12 +79,7 @@ class TwoBuffers:
 
 
 class TwoVersions:
-    """Two versions of one rank's weights.
-
-    Args:
-        parameters: all that a forward reads, trained or not; their memory becomes the first buffer.
-        owners: returns the tensors that point into that memory now, including parameters.
-    """
+    """Two versions of one rank's weights. `owners`: returns the tensors that point into the parameters' memory now."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], owners: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._parameters = tuple(parameters)
@@ -102,7 +92,6 @@ class TwoVersions:
 
     @contextmanager
     def seen(self, version: int) -> Iterator[None]:
-        """Show a version inside, and the version before afterwards."""
         shown = self._shown
         self.show(version)
         try:
@@ -123,9 +112,7 @@ class TwoVersions:
         self.show(self.newest)
         target = self._buffer(self.newest + 1)
         self.refill(self._buffer(self.newest), target)
-        # Keep the version counters that autograd compares in backward: an in-place step increments them, but tensors saved of
-        # these
-        # parameters are in the other buffer, which is not written.
+        # keep the version counters that autograd compares: tensors saved of these parameters are in the other buffer
         with ExitStack() as counters:
             for parameter in self._parameters:
                 counters.enter_context(_unsafe_preserve_version_counter(parameter))
@@ -178,7 +165,6 @@ class TwoGradients:
         self._awaited = under_way
 
     def hidden(self) -> list[torch.Tensor]:
-        """Return the bytes of the buffer that is not shown."""
         return self.buffers.memory(buffer_of(self._shown + self._first_buffer + 1))
 
     def start_anew(self) -> None:

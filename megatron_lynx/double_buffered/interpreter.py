@@ -18,9 +18,7 @@ that the neighbour matches only after its own update is posted in the next run: 
 
 Functions of Megatron's schedules are looked up at each call, so that hooks on them see these calls. The communicator's functions
 for both directions are blocking, so messages are posted with the operations below it, each by itself. NCCL has one stream for all
-messages of two ranks in a group, in both directions. With one hardware queue a message after an unmatched one stalls compute and
-recomputations. So gradients use the group of all ranks, which has another stream (Megatron does the same if a pipeline has two
-stages).
+messages of two ranks in a group, where a message after an unmatched one would stall; so gradients use the group of all ranks.
 """
 
 from __future__ import annotations
@@ -131,7 +129,6 @@ class Interpreter:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """Start and stop the timer that Megatron's schedules use."""
         timers = self.config.timers
         if timers is not None:
             timers("forward-backward", log_level=1).start(barrier=self.config.barrier_with_L1_time)
@@ -186,7 +183,7 @@ Tensors = list[torch.Tensor | None]
 
 
 class Exchange:
-    """One stage's side of the exchanges. Every message has the same `shape`."""
+    """Every message has the same `shape`."""
 
     def __init__(self, group: Any, config: Any, shape: tuple[int, ...]) -> None:
         self.first, self.last = group.rank() == 0, group.rank() == group.size() - 1

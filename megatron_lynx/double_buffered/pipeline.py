@@ -10,12 +10,6 @@ A batch that `drains` starts no forwards of the next one. All micro-batches are 
 evaluated, saved or changed, and the next batch fills the pipeline again. Versions are counted from there, so that continuing
 equals resuming from a checkpoint, which has one version.
 
-The order of a stage's passes, which the runtime follows: by batch, with micro-batches counted since filling.
-
-    stage 0 of 2, m = 2      0F 1F 0B 2F 1B | 3F 2B 4F 3B | 5F 4B 5B          | a batch begins
-    turns of batch 1                          3F 2B 4F 3B   5F 4B 6F 5B       its own passes, and those after them, for prefetch
-                                                                              before the next batch begins
-
 `claims` are the hooks on Megatron's training loop.
 
 Replaces              `get_forward_backward_func` in the module of the training loop (`megatron.training.training`), and `step` of
@@ -63,9 +57,8 @@ class DoubleBuffered:
         microbatches: of one batch, at least as many as there are stages.
         seq_length: tokens of a sequence.
         micro_batch_size: sequences of a micro-batch.
-        defer_updates: every update of Megatron's optimizer is a barrier between all stages. If True, stages that would wait for
-        the
-            first one continue with the next batch, in a second gradient buffer.
+        defer_updates: whether stages that would wait for the first one at an update, a barrier between all stages, continue with
+            the next batch, in a second gradient buffer.
 
     Raises:
         ConfigError: fewer micro-batches than stages, or more than one chunk.
@@ -143,7 +136,7 @@ class DoubleBuffered:
         self._engine.begin_batch(order, fills=self._batch == 0)
 
     def update(self, step: Callable[[], Any] | None = None) -> Any:
-        """Run the optimizer's step, or `step` instead, with the gradient that `forward_backward` left. Returns its result."""
+        """Run the optimizer's step, or `step` instead, and return its result."""
         with self.versions.update():
             result = (step or self.optimizer.step)()
         self._batch += 1
@@ -161,11 +154,10 @@ class DoubleBuffered:
     # --- under a plan (`runtime.order`) --------------------------------------------------------------------------
 
     def few_batches(self, microbatches: int) -> StageOrder:
-        """Return the stage's passes from filling to draining."""
         return order_of_few_batches(self._pipeline, self._stage, microbatches)
 
     def as_recorded(self, micro_batch: int) -> AbstractContextManager[None]:
-        """Show the weights of this micro-batch (counted since the pipeline was filled) inside."""
+        """Show the weights of this micro-batch inside."""
         return self.versions.seen(version_of(micro_batch, self._microbatches))
 
     def under(self, engine: Engine | None) -> None:
@@ -186,12 +178,7 @@ OPTIMIZERS = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptim
 def check_run(
     model: Sequence[torch.nn.Module], optimizer: Any, pipeline: int, microbatches: int, defer_updates: bool = False
 ) -> None:
-    """Raise if this rank's run cannot be trained without flushes.
-
-    Raises:
-        ConfigError: fewer micro-batches than stages, or several model chunks (interleaving).
-        HookRefused: the run uses another feature that two versions do not support.
-    """
+    """Raises as `DoubleBuffered`."""
     double_buffered.check(pipeline, microbatches)
     if len(model) != 1:
         problem = Problem("model chunks of a stage", str(len(model)), "1", "train without interleaving")
@@ -239,7 +226,7 @@ FEW_BATCHES = 3
 
 
 def order_of_batch(pipeline: int, stage: int, microbatches: int, batch: int, *, deferral: int, drains: bool) -> StageOrder:
-    """Return the passes of a batch's run and of the next run."""
+    """Return the passes of a batch's run, and of the next run, whose offloaded tensors return before it begins."""
     batches = [batch] if drains else [batch, batch + 1]
     orders = [batch_order(pipeline, stage, microbatches, index, deferral=deferral, drains=drains) for index in batches]
     runs = [[step for step in order if isinstance(step, Action)] for order in orders]
@@ -257,7 +244,6 @@ def _completing(run: Sequence[Action], microbatches: int, batch: int) -> set[Vir
 
 
 def order_of_few_batches(pipeline: int, stage: int, microbatches: int) -> StageOrder:
-    """Return the passes from filling to draining."""
     steps = [step for step in order(pipeline, stage, microbatches, FEW_BATCHES) if isinstance(step, Action)]
     return StageOrder([*phases_of(steps, warmup(pipeline, stage))])
 
@@ -274,13 +260,8 @@ UNPROVEN = (
 
 
 def claims(loop: Any, pipeline: DoubleBuffered, drains: Callable[[], bool]) -> Iterator[Claim]:
-    """Yield the claims (`apply.hook.put_in_place`) for a run that has not begun.
-
-    Args:
-        loop: the module whose global `get_forward_backward_func` the training loop calls.
-        drains: called before each batch: whether the pipeline must be empty after it, to evaluate or save weights or to end.
-            Must be equal on all ranks.
-    """
+    """Yield the claims for a run that has not begun. `loop`: the module of the training loop. `drains`: called before each batch:
+    whether the pipeline must be empty after it. Must be equal on all ranks."""
 
     def get_function(original: Any) -> Any:
         @wraps(original)

@@ -37,8 +37,6 @@ VERSIONS = 2
 
 @dataclass(frozen=True, order=True, slots=True)
 class Update:
-    """The update of one batch, `U2` as text."""
-
     batch: int
 
     def __str__(self) -> str:
@@ -51,16 +49,12 @@ def version_of(micro_batch: int, microbatches: int) -> int:
 
 
 def buffer_of(version: int) -> int:
-    """Return the buffer of a version of the weights, or of a batch's gradient."""
     return version % VERSIONS
 
 
 def deferral(stage: int, backward_share: float = 2 / 3) -> int:
     """Return how many backwards of the next batch a stage runs before a barrier update, so that all stages reach it together.
-
-    A gradient takes one backward per stage to the first one. Each deferred backward costs a forward and a backward, of which the
-    backward is `backward_share` (0: no deferral; at most 1).
-    """
+    `backward_share`: of a forward and a backward."""
     return round(stage * backward_share)
 
 
@@ -81,14 +75,8 @@ def batch_order(
 ) -> tuple[Action | Update, ...]:
     """Return one stage's steps after update `batch - 1` (or from the start), up to update `batch`.
 
-    Forwards run ahead into the next batch by one micro-batch per later stage and `deferral` pairs of a forward and a backward,
-    unless it `drains`.
-
-    Args:
-        deferral: backwards of the next batch before the update: at most `stage`.
-
-    Raises:
-        ConfigError: a batch has fewer micro-batches than the pipeline has stages.
+    Unless it `drains`, forwards run ahead into the next batch, by one micro-batch per later stage and `deferral` pairs.
+    `deferral`: backwards of the next batch before the update. Raises `ConfigError` as `check`.
     """
     check(pipeline, microbatches)
     assert 0 <= deferral <= stage, f"stage {stage} cannot wait for {deferral} backwards: two versions would not do"

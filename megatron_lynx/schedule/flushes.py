@@ -15,14 +15,11 @@ The forward before a steady backward is w entries later in the same table, so it
     stage 0 of 2     2F0 0B1   3F0 1B1   2F1 0B0   3F1 1B0          chunk 0 hides recomputations of chunk 1, and vice versa
     last stage       0F1 0B1   1F1 1B1   2F0 0B0   3F0 1B0          the last chunk's backward follows its forward at once
 
-In cool-down the last chunk's backwards wait for a forward of later stages; those of the other chunks follow one another.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
-from functools import lru_cache
 
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.schedule.schedule import Action, Phase, Schedule, paired, phases_of
@@ -45,21 +42,13 @@ def warmup(pipeline: int, stage: int, chunks: int = 1, group: int | None = None)
     return ahead if chunks == 1 else 2 * ahead + (chunks - 1) * (group or pipeline)
 
 
-@lru_cache(maxsize=1024)
-def cooldown(pipeline: int, stage: int, microbatches: int, chunks: int, group: int) -> tuple[int, ...]:
-    """Return by chunk how many backwards follow another backward: those in the last w entries of the table."""
-    table = [chunk for _, chunk in _places(microbatches, chunks, group)]
-    last = Counter(table[max(0, len(table) - warmup(pipeline, stage, chunks, group)) :])
-    return tuple(last[chunks - 1 - chunk] for chunk in range(chunks))
-
-
 def goes_back_at_once(pipeline: int, stage: int, microbatches: int, chunk: int, chunks: int, group: int) -> bool:
     """Return whether each forward of a chunk is followed by its backward: on the last stage the last chunk's, in full groups."""
     return (stage, chunk) == (pipeline - 1, chunks - 1) and microbatches % group == 0
 
 
 def _places(microbatches: int, chunks: int, group: int) -> Iterator[tuple[int, int]]:
-    """Yield (micro-batch, chunk) of all forwards, in order. The last group may be smaller."""
+    """(micro-batch, chunk) of all forwards, in order."""
     for first in range(0, microbatches, group):
         for chunk in range(chunks):
             for micro_batch in range(first, min(first + group, microbatches)):
@@ -89,13 +78,13 @@ def order(
 def passes_of(
     pipeline: int, stage: int, microbatches: int, chunks: int = 1, group: int | None = None, more: int = 0
 ) -> Iterator[tuple[Action, Phase]]:
-    """Return a stage's passes with their phases. Arguments and errors: as `order`."""
+    """Arguments and errors: as `order`."""
     actions = order(pipeline, stage, microbatches, chunks, group, more)
     return phases_of(actions, warmup(pipeline, stage, chunks, group) + more)
 
 
 def with_flushes(pipeline: int, microbatches: int, chunks: int = 1, group: int | None = None, more: int = 0) -> Schedule:
-    """Return the orders of all stages. Arguments and errors: as `order`."""
+    """Arguments and errors: as `order`."""
     stages = range(pipeline)
     return Schedule(
         orders=tuple(order(pipeline, stage, microbatches, chunks, group, more) for stage in stages),

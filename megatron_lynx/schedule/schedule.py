@@ -5,7 +5,7 @@ stage 1          F | F B  F B  F B  F B | B           its forward comes from the
 stage 2          F B  F B  F B  F B  F B              its backward from the one after
                  warm-up │ steady      │ cool-down
 
-An action of a stage is a forward, recomputation or backward of one micro-batch and chunk, as data and as text:
+An action as text, without its stage:
 
     0F0 1F0 | 2F0 0R0 0B0 | 3F0 1R0 1B0 | 2R0 2B0 | 3R0 3B0          stage 0 of 3, four micro-batches
     │││
@@ -14,7 +14,6 @@ An action of a stage is a forward, recomputation or backward of one micro-batch 
     │               W weight gradients once the input's gradient is sent
     └── micro-batch
 
-The stage is not in the text. (torch.distributed.pipelining writes the stage first and the micro-batch last.)
 """
 
 from __future__ import annotations
@@ -60,14 +59,12 @@ Phase = Literal["warmup", "steady", "cooldown"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """A pipeline schedule (`flushes`)."""
-
     orders: tuple[tuple[Action, ...], ...]
-    """The actions of each stage."""
+    """By stage."""
     warmups: tuple[int, ...]
-    """Forwards of each stage before its first pair of a forward and a backward, given enough micro-batches."""
+    """By stage, forwards before its first pair of a forward and a backward, given enough micro-batches."""
     chunks: int = 1
-    """Model chunks of each stage."""
+    """Of each stage."""
     blocking: bool = True
     """Whether sends are blocking: in Megatron's 1F1B, not in its interleaved schedule with `overlap_p2p_comm`."""
 
@@ -76,16 +73,13 @@ class Schedule:
         return len(self.orders)
 
     def phases(self, stage: int) -> Iterator[tuple[Action, Phase]]:
-        """Return the actions of a stage with their phases.
-
-        A forward is steady if its collectives may hide recomputations of the backward that follows it. A backward has the phase
-        of the forward before it, and is in cool-down after another backward.
-        """
+        """A forward is steady if its collectives may hide recomputations of the backward that follows. A backward has the phase
+        of the forward before it, and is in cool-down after another backward."""
         return phases_of(self.orders[stage], self.warmups[stage])
 
 
 def phases_of(order: Sequence[Action], warmup: int, in_flight: int = 0) -> Iterator[tuple[Action, Phase]]:
-    """Yield the actions of one stage with their phases. `warmup`: forwards before the first pair. `in_flight`: at the start."""
+    """`warmup`: forwards before the first pair. `in_flight`: at the start."""
     phase: Phase = "cooldown"
     for action in order:
         if action.kind == "F":

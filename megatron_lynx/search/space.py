@@ -30,15 +30,11 @@ from megatron_lynx.config.parallel import Parallel
 
 @dataclass(frozen=True)
 class Space:
-    """The layouts of `job` on `gpus` devices.
-
-    The job gives its model, cluster, batch and budget; and `parallel.distributed_optimizer`, which is on by default.
-    """
+    """The job gives its model, cluster, batch and budget; and `parallel.distributed_optimizer`, which is on by default."""
 
     job: Job
     gpus: int
     contexts: tuple[int, ...] | None = None
-    """Context-parallel sizes; None: all."""
 
     def takes_plans(self, layout: Parallel) -> bool:
         """Whether a layout is planned, which is slow: with context parallelism only if requested."""
@@ -51,7 +47,6 @@ class Space:
             yield from self.on(layout)
 
     def layouts(self) -> Iterator[Parallel]:
-        """Layouts with at least one micro-batch size."""
         return (layout for layout in self._layouts() if any(_runs(layout, count) for _, count in self._sizes(layout)))
 
     def on(self, layout: Parallel) -> Iterator[Job]:
@@ -80,7 +75,7 @@ class Space:
         return stated.distributed_optimizer if "distributed_optimizer" in stated.model_fields_set else True
 
     def _share(self, ranks: int) -> int:
-        """A replica's part of the batch, in sequences."""
+        """A replica's sequences."""
         return self.job.batch.global_ // (self.gpus // ranks)
 
     def _tensors(self) -> Iterator[int]:
@@ -98,7 +93,6 @@ class Space:
         )
 
     def _trades(self, tensor: int, context: int) -> bool:
-        """Whether these ranks can exchange as the job states."""
         model, stated = self.job.model, self.job.parallel
         if stated.context_exchange == "a2a+p2p":
             return context == stated.context
@@ -148,7 +142,6 @@ class Space:
 
 
 def _runs(layout: Parallel, microbatches: int) -> bool:
-    """Whether a schedule and a plan can have this many micro-batches."""
     interleaves = layout.layers_per_chunk is not None
     return microbatches <= MOST_MICROBATCHES and not (interleaves and microbatches % layout.pipeline)
 

@@ -1,11 +1,5 @@
 """Batches of a pipeline that is never flushed (`schedule.double_buffered`), and the seconds of one batch in the steady state.
 
-    stage 0   F F F B F B F B [U] F B F B F B F B [U] F B F B ...          p = 3, m = 4, updates deferred
-    stage 1     F F B F B F B F B [U] F B F B F B F B [U] F B ...
-    stage 2       F B F B F B F B F B [U] F B F B F B F B [U] ...
-                                   │<──────── step ───────>│
-    filled once                                            drained once
-
 An update U is a barrier: it begins when the last stage arrives, and ends on all stages at the same time. A step is the time
 between two updates in the middle of the run; update seconds are added to it.
 
@@ -36,12 +30,10 @@ BATCHES = 5
 
 
 class Updated(NamedTuple):
-    """One stage's part in an update."""
+    """One stage's part in an update. `arrived_s`: of this stage; `begin_s`: of all stages."""
 
     arrived_s: float
-    """Time at which the stage arrives."""
     begin_s: float
-    """Time at which all stages have arrived."""
     end_s: float
 
 
@@ -53,7 +45,7 @@ class Unflushed(Simulation):
 
     @property
     def steady(self) -> int:
-        """Index of the measured batch, which lies between the update before its own and its own."""
+        """Index of the measured batch."""
         return len(self.updates[0]) - 2
 
     @cached_property
@@ -164,7 +156,7 @@ class _UnflushedRun(Run):
         return free, free if received is None else max(free, (yield received))
 
     def _send(self, stage: RunningStage, sent: Message | None, free: float) -> Generator[Message, float, float]:
-        """Send the output of the action before; return the time at which the stage can continue."""
+        """Return when the stage can continue."""
         under_way = self._under_way[stage.number]
         if sent is not None:
             if (earlier := under_way.get(sent.kind)) is not None:
@@ -181,7 +173,7 @@ class _UnflushedRun(Run):
         yield from self._updated(stage, stage.order.last, free)
 
     def _updated(self, stage: RunningStage, before: Action | Update | None, time_s: float) -> Generator[Message, float, float]:
-        """Return the time at which the stage has finished the update after an action; `time_s` if there is no update."""
+        """Return the end of the update after an action; `time_s` if there is none."""
         batch = None if before is None else self._behind[stage.number].get(before)
         if batch is None:
             return time_s

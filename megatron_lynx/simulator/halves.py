@@ -196,15 +196,15 @@ def _forward(walk: Walk, through: Pass, treated: Sequence[Treated], halves: Part
 
 
 def _wait(planned: HalfPass, passing: Passing, ordinal: int) -> Wait:
-    """Return the wait of this index. Opaque exchanges of experts are in no timetable."""
+    """Opaque exchanges of experts are in no timetable."""
     return planned.waits[ordinal] if ordinal < len(planned.waits) else Wait(WindowAddress(passing, *planned.half, ordinal))
 
 
 def _backward(
     walk: Walk, through: Pass, treated: Sequence[Treated], halves: Parts, end_s: float, flushes: bool, delays: bool | None
 ) -> TimedPass:
-    """Walk one backward. `treated`: halves in forward order. `flushes`: no weight gradient is pending after it. `delays`: None if
-    it delays no weight gradient, else whether it also delays those of the drain."""
+    """`treated`: in forward order. `flushes`: no weight gradient is pending after it. `delays`: whether it also delays those of
+    the drain; None: it delays none."""
     coming = ComingBack(treated)
     numbered = reversed(list(enumerate(treated, start=1)))
     not_in_hand = [half.memory.less_in_hand for half in treated] or [0]
@@ -235,7 +235,7 @@ def _back_through(
     coming: ComingBack,
     over_bytes: int,
 ) -> None:
-    """Walk one half's backward. `over_bytes`: transient bytes of the next half that count from this half's end."""
+    """`over_bytes`: transient bytes of the next half that count from this half's end."""
     last, left, regenerated = len(parts.windows_s) - 1, half.memory.whole, half.memory.regenerated
     for ordinal, compute_s in enumerate(parts.compute_s):
         begins, before_s = parts.core
@@ -258,7 +258,7 @@ def _back_through(
 
 
 def _compute(walk: Walk, seconds: float, tasks: Sequence[Task], before_s: float) -> None:
-    """Compute between two windows. `tasks` run after `before_s` of it."""
+    """`tasks` run after `before_s` of it."""
     if tasks:
         walk.compute(before_s)
         seconds -= before_s
@@ -302,7 +302,6 @@ def _defer(walk: Walk, half: Treated, ordinal: int, parts: Segments, delayed: fr
 
 
 def _received(walk: Walk, through: Pass) -> TimedPass:
-    """Walk the recomputations, then the weight gradients, that run while the gradient is received."""
     during = through.at("in", RECV_BACKWARD)
     for task in recomputed(during):
         half = walk.halves[task.half]
@@ -315,7 +314,7 @@ def _received(walk: Walk, through: Pass) -> TimedPass:
 
 
 def _sent(walk: Walk, through: Pass, *, flushes: bool) -> TimedPass:
-    """Walk the weight gradients that run once the input's gradient is sent. `flushes`: and all others that are pending."""
+    """`flushes`: all other weight gradients run as well."""
     walk.message(through.at("in", SEND_BACKWARD), SEND_BACKWARD)
     if flushes:
         walk.flush(during_send=True)

@@ -4,16 +4,9 @@ Times of a pass start at 0; the simulator places it. A pass is at least as long 
 
     device    ├F─┤├F─┤├──B──┤         host    ├─F─┤├─F─┤├───────B───────┤         result          ├─F─┤├─F─┤├───────B───────┤
 
-Delayed weight gradients of a stage:
-
-    backward reaches a linear ──put──> [ oldest ... newest ] ──due──> its oldest runs in a wait, as planned
-                                          │ over its chunk's bound
-                                          └──> the chunk's oldest run at once, exposed; the rest run in its last backward: at its
-                                               end, or once its gradient is sent (W); or, if gradients are reduced meanwhile, each
-                                               before its linear's own
-
-As in the runtime, a wait takes one entry of each planned linear, after recomputations. A forward takes entries of any chunk, the
-receive of a gradient those of its own chunk, and so does the send of one.
+Delayed weight gradients (docs/runtime.md): a wait takes one entry of each planned linear, after recomputations. Over its chunk's
+bound the chunk's oldest run at once, exposed; those left run in its last backward: at its end, or once its gradient is sent (W);
+or, if gradients are reduced meanwhile, each before its linear's own.
 
 Copies of offloaded activations between a device and its host: two streams, one per direction, overlapped with passes.
 
@@ -42,7 +35,7 @@ from megatron_lynx.timetable import Linear
 
 @dataclass(frozen=True)
 class HostCopy:
-    """Offloaded bytes of one micro-batch of one chunk, and seconds of the copy in each direction."""
+    """Of one micro-batch of one chunk."""
 
     out_s: float
     back_s: float
@@ -51,7 +44,7 @@ class HostCopy:
 
 
 class Copied(NamedTuple):
-    """One copy with its times. `action` is the forward that it follows, or the backward that needs it."""
+    """`action`: the forward that the copy follows, or the backward that needs it."""
 
     action: Action
     start_s: float
@@ -76,11 +69,10 @@ class HostCopies:
 
     @property
     def free_s(self) -> float:
-        """Time at which all issued copies are complete."""
         return max(self._out_free_s, self._back_free_s)
 
     def offload_later(self, forward: Action, copy: HostCopy) -> None:
-        """Queue the copy of a finished forward; it starts with the next pass, after the message."""
+        """The copy starts with the next pass, after the message."""
         self._ready.append((forward, copy))
 
     def pass_begins(self, time_s: float) -> None:
@@ -112,8 +104,6 @@ class HostCopies:
 
 
 class Entry(NamedTuple):
-    """A delayed weight gradient of one micro-batch."""
-
     of: Linear
     chunk: int
     cost: WeightGradient
@@ -148,7 +138,6 @@ class Queue:
             yield oldest
 
     def due(self, linears: Sequence[Linear]) -> Iterator[Entry]:
-        """Remove and yield the oldest entry of each of these linears."""
         for linear in linears:
             oldest = next((entry for entry in self._entries if entry.of == linear), None)
             if oldest is not None:
@@ -156,13 +145,11 @@ class Queue:
                 yield oldest
 
     def take(self, of: Linear) -> Iterator[Entry]:
-        """Remove and yield all entries of a linear."""
         entries = [entry for entry in self._entries if entry.of == of]
         self._entries = [entry for entry in self._entries if entry.of != of]
         yield from entries
 
     def flush(self) -> Iterator[Entry]:
-        """Remove and yield all entries of the chunk."""
         entries = [entry for entry in self._entries if entry.chunk == self.chunk]
         self._entries = [entry for entry in self._entries if entry.chunk != self.chunk]
         yield from entries
@@ -187,7 +174,7 @@ class TimedPass:
     regenerated: tuple[tuple[float, int], ...] = ()
     """As `memory`, recomputed tensors only."""
     host_s: float = 0.0
-    """Seconds in which the host issues it; 0 if unknown."""
+    """0 if unknown."""
     host_late_s: float = 0.0
     """Seconds added because it is host-bound."""
     filled_s: float = 0.0
@@ -195,7 +182,7 @@ class TimedPass:
     unfilled_s: float = 0.0
     """Seconds of delayed weight gradients that are exposed."""
     copy_wait_s: float = 0.0
-    """Seconds in which it waits for copies of its own halves (`simulator.walk`)."""
+    """Of its own halves (`simulator.walk`)."""
 
     def issued_in(self, host_s: float) -> TimedPass:
         """Return the pass stretched to its host time, if that is longer. Copies are complete meanwhile."""
@@ -229,7 +216,7 @@ PassKey = tuple[Kind, Phase, bool]
 
 @dataclass(frozen=True)
 class Table:
-    """Passes of a chunk by kind and phase; without work if not listed."""
+    """Passes of a chunk; without work if not listed."""
 
     passes: Mapping[tuple[Kind, Phase], TimedPass]
 
@@ -267,8 +254,6 @@ class Filled:
 
 @dataclass(frozen=True)
 class ChunkPasses:
-    """All passes and copies of one chunk."""
-
     walks: Filled | Table
     copy: HostCopy | None = None
     """Offloaded bytes of each micro-batch. Recomputation during a receive does not wait for it."""
@@ -292,7 +277,6 @@ class ChunkPasses:
 
 
 def by_phase(forward: Mapping[Phase, TimedPass], backward: Mapping[Phase, TimedPass]) -> ChunkPasses:
-    """Return a chunk without recomputation in receives."""
     ways: tuple[tuple[Kind, Mapping[Phase, TimedPass]], ...] = (("F", forward), ("B", backward))
     return ChunkPasses(Table({(kind, phase): passes[phase] for kind, passes in ways for phase in PHASES}))
 

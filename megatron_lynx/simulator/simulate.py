@@ -35,27 +35,23 @@ class Message(NamedTuple):
 
 
 class Step(NamedTuple):
-    """An action of a stage in its schedule, with the messages of the exchange before it."""
+    """An action of a stage, with the messages of the exchange before it. `behind`: the backward that follows a forward at once.
+    `before`: the pass before; `sent`: its output."""
 
     action: Action
     phase: Phase
     behind: Action | None
-    """The backward that follows a forward at once."""
     before: Action | None
-    """The pass before."""
     sent: Message | None
-    """Output of the pass before."""
     received: Message | None
 
 
 class Steps(NamedTuple):
-    """All actions of a stage."""
+    """All actions of a stage. `last`: the last pass; `sent`: its output."""
 
     steps: tuple[Step, ...]
     last: Action | None
-    """The last pass."""
     sent: Message | None
-    """Its output."""
     at_once: frozenset[tuple[int, int]]
     """(micro-batch, chunk) whose own backward follows its forward at once."""
 
@@ -78,8 +74,6 @@ def simulate(
 
 @dataclass(frozen=True)
 class RunningStage:
-    """Costs of one stage, and its progress."""
-
     number: int
     passes: Sequence[ChunkPasses]
     order: Steps
@@ -106,7 +100,6 @@ class RunningStage:
         return self.timed(action, ("F", "steady" if paired else "warmup", False))
 
     def timed(self, action: Action, key: PassKey) -> TimedPass:
-        """A pass of the action's micro-batch, with the weight gradients that it runs."""
         made, self.pending[0] = self.of(action).walks.of(key, self.pending[0])
         return made
 
@@ -119,7 +112,7 @@ class RunningStage:
 
 
 class Run:
-    """A running schedule; call `simulation` once."""
+    """Call `simulation` once."""
 
     def __init__(
         self,
@@ -183,7 +176,7 @@ class Run:
             self._waiting.setdefault(message, []).append(number)
 
     def _walk(self, stage: RunningStage) -> Generator[Message | None, float, None]:
-        """Run a stage's actions. Yields each message that it waits for, and None at its end."""
+        """Yield each message that the stage waits for, and None at its end."""
         free = 0.0
         recompute: TimedPass = NOTHING
         for step in stage.order.steps:
@@ -238,8 +231,7 @@ class Run:
         return NOTHING if before.kind != "B" else stage.timed(before, ("W", "cooldown", before in stage.last))
 
     def _copied_s(self, stage: RunningStage, step: Step) -> float:
-        """Time at which copies issued before a blocking exchange are complete; 0 if there is no exchange, or it does not
-        synchronise."""
+        """Time at which copies issued before a blocking exchange are complete; 0 if no exchange synchronises."""
         if not self._schedule.blocking:
             return 0.0
         exchanges = step.sent is not None or step.received is not None
@@ -248,7 +240,7 @@ class Run:
     def _during_message(
         self, stage: RunningStage, of: tuple[Action, ActionKind, Phase], work: TimedPass, free: float, arrived: float
     ) -> float:
-        """Record the work done during a message between `free` and `arrived`; return when the next pass can begin."""
+        """Return when the next pass can begin. The message takes from `free` to `arrived`."""
         if not work.seconds:
             return arrived
         action, kind, phase = of
@@ -263,8 +255,8 @@ class Run:
         return begin
 
     def _execute(self, stage: RunningStage, step: Step, times: tuple[float, float, float]) -> float:
-        """Record a pass and return its end. `times`: arrival of its messages, its start, and seconds for which its exchange
-        waited for copies."""
+        """Return the pass's end. `times`: arrival of its messages, its start, and seconds for which its exchange waited for
+        copies."""
         action, phase, behind = step[:3]
         (arrived, begin, held_up_s), passes = times, stage.passes[action.chunk].of(action.micro_batch)
         waited = self._copies_back(stage, action, passes, begin) if stage.copying else 0.0
@@ -341,7 +333,6 @@ def _received(schedule: Schedule, stage: int, action: Action) -> Message | None:
 
 
 def _same_pass(forward: Action, behind: Action | None) -> bool:
-    """Whether the backward that follows a forward at once is its own."""
     return behind is not None and behind.micro_batch == forward.micro_batch and behind.chunk == forward.chunk
 
 

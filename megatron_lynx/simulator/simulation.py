@@ -1,8 +1,5 @@
 """Result of a simulated step: start and end of each action, and each stage's figures.
 
-stage   ├─F─┤   wait   ├──B──┤        wait        ├──B──┤        bubble  = everything but passes and exposed recomputations
-                └R┘ hidden           └───R──┤exposed                    (waits, messages, the end of the step)
-
 Extends a simulated step of few micro-batches to one of many.
 
     stage 0   F F F | F B F B | F B F B | F B ... B B B
@@ -28,7 +25,7 @@ from megatron_lynx.timeline import FLUSHED, MemoryCurve, Span, Timeline, curve_o
 
 
 class Executed(NamedTuple):
-    """One executed action. Seconds from the beginning of the step."""
+    """Seconds from the beginning of the step."""
 
     action: Action
     phase: Phase
@@ -66,7 +63,7 @@ class Simulation:
 
     @property
     def idle_at_end_s(self) -> list[float]:
-        """By stage, seconds between its last action and the end of the step."""
+        """By stage."""
         ends_s = [stage[-1].end_s for stage in self.executed]
         return [max(ends_s) - end_s for end_s in ends_s]
 
@@ -78,7 +75,7 @@ class Simulation:
         return [1 + self.repeated.times if at in place else 1 for at in range(len(self.executed[stage]))]
 
     def total(self, stage: int, name: str, chunk: int | None = None) -> float:
-        """Sum a field of `TimedPass` over a stage's actions, or those of one chunk."""
+        """Sum a field of `TimedPass`."""
         return self._sum(stage, lambda execution: getattr(execution.content, name), chunk)
 
     def _sum(self, stage: int, seconds: Callable[[Executed], float], chunk: int | None = None) -> float:
@@ -107,7 +104,7 @@ class Simulation:
         )
 
     def holding(self, stage: int) -> tuple[Executed, ...]:
-        """Actions of a stage, at the times of its `memory`."""
+        """At the times of its `memory`."""
         return self.executed[stage]
 
     def memory(self, stage: int) -> MemoryCurve:
@@ -173,7 +170,7 @@ def _copy(copied: Copied) -> Span:
 
 
 def _parted(recompute: Span, hidden_until_s: float) -> Iterator[Span]:
-    """Split a recomputation, or a weight gradient, into its hidden and its exposed part of a receive."""
+    """Split work in a receive into its hidden and its exposed part."""
     if recompute.start_s < hidden_until_s:
         yield recompute._replace(end_s=min(recompute.end_s, hidden_until_s))
     if recompute.end_s > hidden_until_s:

@@ -2,16 +2,9 @@
 
 compute ──> (window: recomputation, weight gradients, then the rest of the wait) ──> compute ──> ...
 
-Copies of a micro-batch that is offloaded half by half within its own two passes.
-
-    forward     ├─ 1 ─┤├─ 2 ─┤├─ 3 ─┤ ...      backward   ... ├─ 3 ─┤├─ 2 ─┤├─ 1 ─┤
-    to host           └─── 1 ───────┤          back           ├─── 1 ──────┘
-
-A copy out starts when its half ends and the stream is free. Its bytes are freed after the half `turns.away`, where compute waits
-for the copy. Its copy back starts at the half `turns.back` of the backward, where its bytes are allocated. A half, or a
-recomputation of it ahead of time, waits if its copy is incomplete.
-
-These copies share no stream with copies of other chunks.
+Copies half by half (docs/offloading.md): a copy out starts when its half ends and the stream is free. Its bytes are freed after
+the half `turns.away`, where compute waits for the copy. Its copy back starts at the half `turns.back` of the backward, where its
+bytes are allocated. These copies share no stream with copies of other chunks.
 """
 
 from __future__ import annotations
@@ -96,7 +89,6 @@ class Treated:
         return self.price.stops[self.section.column_parallel].bytes
 
     def spared_s(self, gathered: Window | None) -> float:
-        """Seconds saved in backward because its input was gathered after this window."""
         return 0.0 if gathered is None or gathered == ON_DEMAND else self.gathers_s[gathered][1]
 
     def resumes(self, task: Task) -> bool:
@@ -121,12 +113,10 @@ class Treated:
 
 
 Halves = Mapping[FrameKey, Treated]
-"""Halves of all chunks of a stage."""
 
 
 class Walk:
-    """Starts `start_s` after the pass. Work in a window takes `interference` times longer. `halves`: the stage's. `queue`:
-    delayed weight gradients."""
+    """Starts `start_s` after the pass. Work in a window takes `interference` times longer. `halves`: the stage's."""
 
     def __init__(self, interference: float, halves: Halves, queue: Queue, start_s: float = 0.0) -> None:
         self.clock_s = start_s
@@ -163,7 +153,7 @@ class Walk:
         self.hold(change_bytes, regenerated_bytes=change_bytes)
 
     def recompute(self, half: Treated, seconds: float, window: str) -> None:
-        """Run some seconds of a half's recomputation. `window`: where it is drawn; exposed seconds are drawn as on demand."""
+        """`window`: where it is drawn; exposed seconds are drawn as on demand."""
         if seconds:
             start_s, self.clock_s = self.clock_s, self.clock_s + seconds
             self._span("recompute", start_s, half, window)
@@ -183,13 +173,11 @@ class Walk:
             self._under_way_s, self._holds_up = part.under_way_s, not half.section.exchanges
 
     def _await(self) -> None:
-        """Wait for the rest of the communication begun ahead."""
         self.clock_s += self._under_way_s
         self._exposed_s += self._under_way_s
         self._under_way_s = 0.0
 
     def window(self, wait: Wait, seconds: float, during: Sequence[Task] = (), after: Sequence[Task] = ()) -> None:
-        """Wait for `seconds`, with the tasks during it and after it."""
         if self._holds_up or any(self.halves[task.half].resumes(task) for task in during):
             self._await()
         start_s, room_s, name = self.clock_s, seconds / self._interference, str(wait.window)
@@ -228,7 +216,6 @@ class Walk:
         return self.clock_s - start_s
 
     def catch_up(self, of: Linear) -> float:
-        """Run all delayed weight gradients of a linear; return their seconds."""
         start_s = self.clock_s
         for entry in self._queue.take(of):
             self._weight_gradient(entry, 0.0, FLUSHED)
@@ -242,7 +229,6 @@ class Walk:
             self.hold(size_bytes)
 
     def message(self, during: Sequence[Task], window: str) -> None:
-        """Run the delayed weight gradients planned for the receive or the send of a gradient."""
         for entry in self._queue.due(weight_gradients(during)):
             self._weight_gradient(entry, entry.cost.seconds, window)
 
@@ -276,7 +262,7 @@ class Walk:
         )
 
     def _weight_gradient(self, entry: Entry, fits_s: float, window: str, interference: float = 1.0) -> None:
-        """Run a weight gradient, of which `fits_s` seconds fit into the wait."""
+        """`fits_s`: the seconds of it that fit into the wait."""
         name = f"weight gradient {entry.of.name}({entry.of.layer})"
         self.hold(entry.cost.copied_bytes)
         parts = ((fits_s, fits_s * interference, window), (rest_s := entry.cost.seconds - fits_s, rest_s, FLUSHED))
@@ -317,7 +303,7 @@ class GoingOut:
         """(half after which compute waits for the copy, its end, bytes)."""
 
     def half_ends(self, walk: Walk, place: int, half: Treated) -> None:
-        """Handle the end of a half. `place`: its index in its chunk, from 1."""
+        """`place`: the half's index in its chunk, from 1."""
         while self._under_way and self._under_way[0][0] <= place:
             _, end_s, size_bytes = self._under_way.popleft()
             walk.wait(end_s)
@@ -347,5 +333,4 @@ class ComingBack:
         self.needed(walk, half)
 
     def needed(self, walk: Walk, half: Treated) -> None:
-        """Wait for the copy of a half that is about to run, or to be recomputed."""
         walk.wait(self._back_s.get((half.layer, half.half), 0.0))

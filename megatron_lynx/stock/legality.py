@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.stock.modules import OFFLOADED, RECOMPUTED, Fact, recompute_module
+from megatron_lynx.stock.modules import OF_RECOMPUTE, OFFLOADED, RECOMPUTED, Fact
 from megatron_lynx.stock.setting import WHOLE, StockSetting
 
 RELEASES = ("0.15", "0.16", "0.17", "0.18", "0.19", "0.20")
@@ -47,18 +47,14 @@ class Facts:
     has: frozenset[Fact] = field(default_factory=frozenset)
     fp8_recipe: str | None = None
     shared_overlap: bool = False
-    """`--moe-shared-expert-overlap`."""
     op_fuser: bool = False
-    """`--use-transformer-engine-op-fuser`."""
     transformer_engine: bool = True
     bias: bool = False
     pipeline: int = 1
     chunks: int = 1
     expert: int = 1
-    """Ranks that share the experts of a layer."""
     sixteen_bits: bool = True
     mtp: int = 0
-    """Layers of multi-token prediction."""
     gathers: bool = False
     """`--moe-token-dispatcher-type allgather`."""
     tensor: int = 1
@@ -68,8 +64,7 @@ class Facts:
 
     @classmethod
     def of(cls, job: Job, release: str = NEWEST) -> Facts:
-        """Return a job's facts. Transformer Engine's experts are assumed to have grouped GEMMs, which all published recipes
-        enable."""
+        """Transformer Engine's experts are assumed to have grouped GEMMs, which all published recipes enable."""
         model, has = job.model, set[Fact]()
         if model.experts is not None:
             has.add("experts")
@@ -116,7 +111,7 @@ def _recompute_refused(setting: StockSetting, facts: Facts) -> Iterator[str]:
     known = {module.name for module in RECOMPUTED if module.since <= facts.release}
     if unknown := [name for name in setting.recompute if name not in known]:
         yield f"{facts.release} does not recompute {', '.join(unknown)}"
-    for module in (recompute_module(name) for name in setting.recompute if name in known):
+    for module in (OF_RECOMPUTE[name] for name in setting.recompute if name in known):
         if module.needs is not None and module.needs not in facts.has:
             yield f"{module.name} is recomputed with {FLAGS[module.needs]} alone"
         if module.name == "shared_experts" and facts.shared_overlap and "shared_experts" in facts.has:

@@ -24,7 +24,6 @@ A dense layer's MLP offloads nothing. Tensors below 1 Mi elements (`min_offloade
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal
 
 from megatron_lynx.anatomy import ATTENTION, EXPERTS, EXPERTS_WITH_SHARED, LATENT, MLP, SHARED_EXPERTS, Role, Section
@@ -36,22 +35,21 @@ Fact = Literal["experts", "grouped_gemm", "shared_experts", "latent", "gated_del
 
 
 @dataclass(frozen=True)
-class RecomputeModule:
-    """A module of `--recompute-modules`."""
-
+class Module:
     name: str
     sections: tuple[Section, ...] = ()
-    """Sections whose halves it recomputes a part of: the items with one of `roles`."""
+    """Sections of whose halves it selects the items with one of `roles`."""
     roles: tuple[Role, ...] = ()
     discards_output: bool = False
     named: tuple[str, ...] = ()
-    """Recomputed items in halves that only some layers have: experts and gated delta nets."""
+    """Selected items in halves that only some layers have: experts and gated delta nets."""
     needs: Fact | None = None
     """Megatron refuses the module without it."""
     since: str = "0.15"
 
     def items(self, section: Section) -> frozenset[str]:
-        """Items of a section that it recomputes. A module of latent attention does not change other attention."""
+        """Items of a section that it recomputes, or whose saved tensors it offloads. A module of latent attention does not change
+        other attention."""
         if section.in_some_layers:
             return frozenset(section.names).intersection(self.named)
         if section.half not in {module_section.half for module_section in self.sections} or (
@@ -62,64 +60,33 @@ class RecomputeModule:
 
 
 RECOMPUTED = (
-    RecomputeModule("core_attn", (ATTENTION,), ("core", "sparse_core")),
-    RecomputeModule("layernorm", (ATTENTION, MLP), ("norm",), discards_output=True, named=(EXPERTS.norm, DELTA_NET.norm)),
-    RecomputeModule("mlp", (MLP,), ("column_parallel", "code", "row_parallel")),
-    RecomputeModule("moe", named=EXPERTS_WITH_SHARED.names[1:-1]),
-    RecomputeModule("moe_act", discards_output=True, named=(EXPERTS_ACTIVATION,), needs="grouped_gemm"),
-    RecomputeModule("shared_experts", named=SHARED_EXPERTS),
-    RecomputeModule(
+    Module("core_attn", (ATTENTION,), ("core", "sparse_core")),
+    Module("layernorm", (ATTENTION, MLP), ("norm",), discards_output=True, named=(EXPERTS.norm, DELTA_NET.norm)),
+    Module("mlp", (MLP,), ("column_parallel", "code", "row_parallel")),
+    Module("moe", named=EXPERTS_WITH_SHARED.names[1:-1]),
+    Module("moe_act", discards_output=True, named=(EXPERTS_ACTIVATION,), needs="grouped_gemm"),
+    Module("shared_experts", named=SHARED_EXPERTS),
+    Module(
         "mla_up_proj",
         (LATENT[True, True, False],),
         ("up_projection", "query_projection", "code"),
         discards_output=True,
         needs="latent",
     ),
-    RecomputeModule("gdn_norm_out", discards_output=True, named=(GATED_NORM,), needs="gated_delta", since="0.19"),
+    Module("gdn_norm_out", discards_output=True, named=(GATED_NORM,), needs="gated_delta", since="0.19"),
 )
-
-
-@cache
-def recompute_module(name: str) -> RecomputeModule:
-    return next(module for module in RECOMPUTED if module.name == name)
-
+OFFLOADED = (
+    Module("attn_norm", (ATTENTION,), ("norm",), since="0.16"),
+    Module("qkv_linear", (ATTENTION,), ("column_parallel",), since="0.16"),
+    Module("core_attn", (ATTENTION,), ("core",), since="0.16"),
+    Module("attn_proj", (ATTENTION,), ("row_parallel",), since="0.16"),
+    Module("mlp_norm", (MLP,), ("norm",), named=(EXPERTS.norm,), since="0.16"),
+    Module("expert_fc1", named=(EXPERTS_FC1,), since="0.16"),
+    Module("moe_act", named=(EXPERTS_ACTIVATION,), since="0.16"),
+    Module("fused_group_mlp", since="0.19"),
+)
+OF_RECOMPUTE = {module.name: module for module in RECOMPUTED}
+OF_OFFLOAD = {module.name: module for module in OFFLOADED}
 
 LEAST_ELEMENTS = 1024 * 1024
 """Megatron's default of `min_offloaded_tensor_size`."""
-
-
-@dataclass(frozen=True)
-class OffloadModule:
-    """A module of `--offload-modules`."""
-
-    name: str
-    section: Section
-    role: Role | None = None
-    """Item of the section whose saved tensors are offloaded; None inside experts."""
-    experts: str | None = None
-    """Item of the expert half whose saved tensors are offloaded."""
-    since: str = "0.16"
-
-    def items(self, section: Section) -> frozenset[str]:
-        """Items of a section whose saved tensors it offloads."""
-        if section.in_some_layers:
-            return frozenset({self.experts} if self.experts else ()).intersection(section.names)
-        same = section.half == self.section.half
-        return frozenset(item.name for item in section.items if same and item.role == self.role)
-
-
-OFFLOADED = (
-    OffloadModule("attn_norm", ATTENTION, "norm"),
-    OffloadModule("qkv_linear", ATTENTION, "column_parallel"),
-    OffloadModule("core_attn", ATTENTION, "core"),
-    OffloadModule("attn_proj", ATTENTION, "row_parallel"),
-    OffloadModule("mlp_norm", MLP, "norm", experts=EXPERTS.norm),
-    OffloadModule("expert_fc1", MLP, experts=EXPERTS_FC1),
-    OffloadModule("moe_act", MLP, experts=EXPERTS_ACTIVATION),
-    OffloadModule("fused_group_mlp", MLP, since="0.19"),
-)
-
-
-@cache
-def offload_module(name: str) -> OffloadModule:
-    return next(module for module in OFFLOADED if module.name == name)

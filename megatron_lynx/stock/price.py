@@ -59,7 +59,7 @@ def priced(job: Job, profile: Profile, setting: StockSetting) -> Priced:
 
 
 class Pricing:
-    """Prices a setting lazily: memory first, then seconds."""
+    """Lazy: memory first, then seconds."""
 
     def __init__(self, job: Job, profile: Profile, setting: StockSetting) -> None:
         self._job = job.with_userbuffers(True) if setting.userbuffers and not job.userbuffers else job
@@ -76,7 +76,6 @@ class Pricing:
         return [TimedStage(StockStage(job, self._setting, stage), profile, schedule) for stage in stages]
 
     def fits(self, budget_bytes: int) -> bool:
-        """Whether each stage fits. Stops at the first that does not."""
         return all(stage.parts.peak_bytes <= budget_bytes for stage in self._stages)
 
     @cached_property

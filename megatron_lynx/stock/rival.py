@@ -32,11 +32,10 @@ from megatron_lynx.cost.host_optimizer import host_shortage
 from megatron_lynx.cost.stage import of_every_stage
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.stock.layer_bytes import LayerBytes, layer_bytes
+from megatron_lynx.stock.layer import LayerBytes, layer_bytes, layer_seconds
 from megatron_lynx.stock.legality import FRACTION_SINCE, NEWEST, Facts, offered
 from megatron_lynx.stock.modules import LEAST_ELEMENTS, OFFLOADED, RECOMPUTED
 from megatron_lynx.stock.price import Priced, Pricing, least_bytes, priced
-from megatron_lynx.stock.seconds import layer_seconds
 from megatron_lynx.stock.setting import FULL, NONE, WHOLE, StockSetting, block
 
 
@@ -53,7 +52,7 @@ def rivals(job: Job, profile: Profile, budget_bytes: int, release: str = NEWEST)
 
 @dataclass
 class _Rivals:
-    """Settings priced so far. Skips families that could be faster only with copies of negative duration."""
+    """Settings priced so far."""
 
     job: Job
     profile: Profile
@@ -64,25 +63,17 @@ class _Rivals:
     """Steps of settings without copies; if the busiest stage alone is too slow, its seconds."""
     _least_bytes: dict[StockSetting, int] = field(default_factory=dict)
     _needed: dict[Modules, frozenset[str]] = field(default_factory=dict)
-    _too_large: set[StockSetting] = field(default_factory=set)
-    """Sets of modules that do not fit. Neither delayed weight gradients nor overlapped exchanges free memory."""
 
     def take(self, family: Family) -> None:
-        """Price a family that may be the fastest and has a member that fits."""
         last = family[-1]
         without_copies = replace(last, offload=(), fraction=WHOLE)
         if last.method is None and (self._is_known_slower(without_copies) or self._lacks(last)):
             return
         if (last.offload and not self._has_link) or any(_copies_less(price.setting, last) for price in self.priced):
             return
-        if self._is_too_large(last):
+        if any(self._least(setting) > self.budget_bytes for setting in (replace(last, overlap=False), last)):
             return
-        if self._least(last) > self.budget_bytes:
-            self._too_large.add(replace(last, delayed=False))
-            return
-        pricing = self._first_that_fits(family)
-        if pricing is None:
-            self._too_large.add(replace(last, delayed=False))
+        if (pricing := self._first_that_fits(family)) is None:
             return
         if last.method is None and self._is_slower(without_copies):
             return
@@ -96,10 +87,6 @@ class _Rivals:
         number = bisect_left(range(len(family)), True, lo=start, key=lambda number: pricings[number].fits(self.budget_bytes))
         return None if number == len(family) else pricings[number]
 
-    def _is_too_large(self, setting: StockSetting) -> bool:
-        delayed = replace(setting, delayed=False)
-        return setting.overlap and not self._too_large.isdisjoint((delayed, replace(delayed, overlap=False)))
-
     def _lacks(self, setting: StockSetting) -> bool:
         """Whether a module is missing from `offload` without which no setting with these recomputed modules fits."""
         if setting.recompute not in self._needed:
@@ -112,13 +99,14 @@ class _Rivals:
         return self._least(StockSetting(recompute, offload=offload)) <= self.budget_bytes
 
     def _least(self, setting: StockSetting) -> int:
+        setting = replace(setting, delayed=False)
         if setting not in self._least_bytes:
             self._least_bytes[setting] = least_bytes(self.job, setting, self._stages)
         return self._least_bytes[setting]
 
     @cached_property
     def _stages(self) -> frozenset[int]:
-        """One of each group of equal stages."""
+        """One of equal ones."""
         return frozenset(of_every_stage(self.job, int))
 
     @cached_property
@@ -131,7 +119,6 @@ class _Rivals:
         return (recompute for recompute in sorted(sets, key=self._recomputed_s) if not self._is_hopeless(recompute))
 
     def _recomputed_s(self, recompute: Modules) -> float:
-        """Seconds of one micro-batch in one layer of each kind."""
         shape, setting = LayerShape.of(self.job), StockSetting(recompute)
         kinds = self.job.model.kinds_of(range(1, self.job.model.layers + 1))
         return sum(half.again_s for kind in kinds for half in layer_seconds(shape, self.profile, setting, kind))
@@ -185,7 +172,6 @@ def by_speed(price: Priced) -> tuple[float, int]:
 
 
 def fastest(prices: Iterable[Priced]) -> Priced | None:
-    """Of equals the one with fewer bytes."""
     return min(prices, key=by_speed, default=None)
 
 

@@ -46,8 +46,11 @@ class StockSetting:
     @property
     def name(self) -> str:
         """Name in tables, without the word stock."""
-        with_buffers = "userbuffers" if self.userbuffers else ""
-        parts = (self._recomputation, self._offloading, self._overlapping, with_buffers, self._deferring)
+        parts = [self._recomputation, self._offloading]
+        parts += ["exchanges overlapped"] if self.overlap else []
+        parts += ["weight gradients delayed"] if self.delayed else []
+        parts += ["userbuffers"] if self.userbuffers else []
+        parts += ["head's weight gradients deferred"] if self.head is not None else []
         return ", ".join(part for part in parts if part) or "none"
 
     @property
@@ -60,15 +63,6 @@ class StockSetting:
     def _offloading(self) -> str:
         share = "" if self.fraction == WHOLE else f" ({self.fraction:.2f} of the layers)"
         return f"offload {' + '.join(self.offload)}{share}" if self.offload else ""
-
-    @property
-    def _overlapping(self) -> str:
-        delayed = ", weight gradients delayed" if self.delayed else ""
-        return f"exchanges overlapped{delayed}" if self.overlap else delayed.removeprefix(", ")
-
-    @property
-    def _deferring(self) -> str:
-        return "" if self.head is None else "head's weight gradients deferred"
 
     @property
     def fields(self) -> dict[str, Any]:

@@ -1,9 +1,5 @@
 """One stage under a stock setting: the passes of its chunks, and its device bytes at each moment.
 
-layers of each chunk ─┬─ bytes ───> kept and recomputed bytes ───────┬─> parts of the stage at each moment
-                      ├─ copies ──> simulated layer by layer ────────┤
-                      └─ seconds ─> ─────────────────────────────────┴─> passes of each chunk
-
 The layers of one chunk, in order:
 
 block 2 of 4       [input]  [input]  [ whole layer ]  [ whole layer ]
@@ -12,13 +8,31 @@ half offloaded     [ ─────> host   ]  [ ─────> host   ]  [ s
 
 With overlapped exchanges a forward and a backward run as one, layer by layer (`combined`). Together they hold the layers of one
 chunk and one more, which the forward allocates before the backward frees its own. Both have rows in flight.
+
+Copies of stock Megatron's fine-grained offloading, layer by layer:
+
+    compute      F ├ 1 ├ 2 ├ 3 ┤  ...  B ├─ 3 ─┼─ 2 ─┼─ 1 ─┤  B' ├─ 3 ─┼ ...
+    to the host        └1─┘└2─┘└3─┘
+    back                                  └2┘    └1┘    └3'┘
+
+A layer's saved tensors are copied after its modules' forward, and stay on the device until the copy is complete. The backward of
+a layer's attention reloads the layer below and waits for its own; the last one reloads the top layer of the next backward, if its
+forward has run. A micro-batch whose backward follows its forward keeps its top layer, and so does the first backward of a step.
+
+If whole layers are recomputed as well, Megatron loses its place: each tensor is reloaded where it is read, and recomputed tensors
+are offloaded and reloaded once more (counted on CPU ranks). On a GPU Megatron does not wait for the copy out, and may read
+incomplete data; this simulation waits.
+
+Passes of a stage are assumed to follow each other without gaps, as on the slowest stage of a full pipeline. Copies do not slow
+compute or messages down.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from megatron_lynx.anatomy import LayerKind
 from megatron_lynx.config.job import Job
@@ -30,27 +44,23 @@ from megatron_lynx.cost.stage import most_in_flight_bytes
 from megatron_lynx.cost.stage_memory import activations_in_flight, dispatched_bytes, parts_beside_layers, without_overlap
 from megatron_lynx.profiler.profile import BlockProfile, Profile
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.schedule.schedule import Schedule
+from megatron_lynx.schedule.schedule import Action, Phase, Schedule
 from megatron_lynx.simulator.passes import PHASES, ChunkPasses, TimedPass, by_phase
-from megatron_lynx.stock.layer_bytes import LayerBytes, layer_bytes
+from megatron_lynx.stock.layer import LayerBytes, layer_bytes, layer_seconds
 from megatron_lynx.stock.modules import LEAST_ELEMENTS
-from megatron_lynx.stock.seconds import CopiedLayer, StageCopies, layer_seconds
 from megatron_lynx.stock.setting import NONE, StockSetting
 from megatron_lynx.timeline import Passes
 
 
 def deferred_heads(job: Job, setting: StockSetting) -> int:
-    """Micro-batches whose head weight gradients run at the end of the step."""
+    """Number of micro-batches whose head weight gradients run at the end of the step."""
     return 0 if setting.head is None else min(setting.head or job.microbatches, job.microbatches)
 
 
 @dataclass(frozen=True)
 class _OfAllSettings:
-    """What all settings of a job share. Exchanges are overlapped by a setting, not the job.
-
-    `counted`: the job with the modules of its CUDA graphs. Their buffers and pools are counted; seconds and saved tensors are as
-    without.
-    """
+    """What all settings of a job share. Exchanges are overlapped by a setting, not the job. `counted`: the job with its CUDA
+    graphs, whose buffers and pools are counted."""
 
     job: Job
     shape: LayerShape
@@ -77,8 +87,6 @@ _of_all_settings = lru_cache(maxsize=8)(_OfAllSettings.of)
 
 @dataclass(frozen=True)
 class StockStage:
-    """One stage of a job under one setting."""
-
     given: Job
     setting: StockSetting
     stage: int
@@ -118,7 +126,7 @@ class StockStage:
 
     @property
     def _deferred_bytes(self) -> int:
-        """Bytes of head inputs and logits gradients whose weight gradients wait for the end of the step."""
+        """Bytes of the head's inputs and logits gradients until the end of the step."""
         if self.stage < self.job.parallel.pipeline - 1:
             return 0
         shape = self.of_job.shape
@@ -147,7 +155,6 @@ class TimedStage:
 
     @cached_property
     def copies(self) -> StageCopies | None:
-        """Its simulated copies; None without copies."""
         stage, schedule = self.stage, self.schedule
         if not any(layer.copied for chunk in stage.chunks for layer in chunk):
             return None
@@ -184,18 +191,16 @@ class TimedStage:
 
     @cached_property
     def _seconds(self) -> dict[LayerKind, LayerSeconds]:
-        """One layer of each kind of the stage."""
         shape, kinds = self.stage.of_job.shape, {layer.kind for chunk in self.stage.chunks for layer in chunk}
         return {kind: layer_seconds(shape, self.profile, self.stage.setting, kind) for kind in kinds}
 
     @cached_property
     def _nodes(self) -> list[tuple[Nodes, ...]]:
-        """By chunk and layer."""
         known = {kind: nodes_of(self.profile, seconds, kind) for kind, seconds in self._seconds.items()}
         return [tuple(known[layer.kind] for layer in chunk) for chunk in self.stage.chunks]
 
     def _ends(self, chunk: int) -> tuple[BlockProfile, BlockProfile]:
-        """The chunk's embedding and output layer, empty if it has none."""
+        """The chunk's embedding and output layer."""
         job, place = self.stage.job, (self.stage.stage, chunk)
         last = place == (job.parallel.pipeline - 1, job.chunks - 1)
         return ends_of(self.profile, self.stage.of_job.shape.gathered_bytes, first=place == (0, 0), last=last)
@@ -213,7 +218,7 @@ class TimedStage:
 
     @cached_property
     def _layers(self) -> list[list[CopiedLayer]]:
-        """By chunk; the first and last layer include embedding and output layer."""
+        """By chunk, with embedding and output layer."""
         return [
             with_ends([self._timed_layer(layer) for layer in layers], *self._ends(chunk))
             for chunk, layers in enumerate(self.stage.chunks)
@@ -237,8 +242,105 @@ class TimedStage:
         return 2 * self.profile.link_s("host", sum(half.copied for half in halves))
 
 
+class CopiedLayer(NamedTuple):
+    forward_s: float
+    backward_s: tuple[float, float]
+    """Up to the beginning of its attention's backward, and from there on."""
+    copy_s: float = 0.0
+    """In one direction."""
+    leaves: int = 0
+    """Bytes not on the device between forward and backward."""
+    copied: int = 0
+    """Bytes reloaded, into new blocks."""
+
+
+@dataclass
+class StageCopies:
+    """Seconds of a stage's passes with copies, and device bytes of the copied tensors."""
+
+    chunks: Sequence[Sequence[CopiedLayer]]
+    exchange_s: float | None
+    """Seconds of a blocking exchange between stages, which synchronises the device; None without one."""
+    ahead: bool = True
+    """Whether tensors are reloaded one layer ahead."""
+    seconds: dict[tuple[str, int, Phase], float] = field(default_factory=dict)
+    """By kind of pass, chunk and phase: seconds of the last such pass."""
+    _now_s: float = 0.0
+    _out_free_s: float = 0.0
+    _back_free_s: float = 0.0
+    _out_end_s: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    _back_end_s: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    _held: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    _changes: list[tuple[float, int]] = field(default_factory=list)
+
+    def walk(self, actions: Sequence[tuple[Action, Phase]]) -> None:
+        order = [action for action, _ in actions]
+        first = next((action for action in order if action.kind == "B"), None)
+        for at, (action, phase) in enumerate(actions):
+            begin_s = self._now_s
+            if action.kind == "F":
+                behind = order[at + 1] if at + 1 < len(order) else None
+                backward_follows = behind is not None and behind == Action(action.micro_batch, "B", action.chunk)
+                keeps_top = backward_follows or (first is not None and first == Action(action.micro_batch, "B", action.chunk))
+                self._forward(action, keeps_top)
+            else:
+                self._backward(action, next((later_action for later_action in order[at + 1 :] if later_action.kind == "B"), None))
+            if self.exchange_s is not None:  # device synchronisation
+                self._now_s = max(self._now_s, max(self._out_free_s, self._back_free_s) - self.exchange_s)
+            self.seconds[action.kind, action.chunk, phase] = self._now_s - begin_s
+
+    def most_bytes(self) -> int:
+        """Peak device bytes of tensors that are offloaded."""
+        held_bytes = peak_bytes = 0
+        for _, change in sorted(self._changes):
+            held_bytes += change
+            peak_bytes = max(peak_bytes, held_bytes)
+        return peak_bytes
+
+    def _forward(self, action: Action, keeps_top: bool) -> None:
+        layers = self.chunks[action.chunk]
+        for at, layer in enumerate(layers):
+            self._now_s += layer.forward_s
+            if not layer.copied:
+                continue
+            self._changes.append((self._now_s, layer.leaves))
+            if at == len(layers) - 1 and keeps_top and self.ahead:  # the top layer is not offloaded
+                continue
+            self._out_free_s = max(self._now_s, self._out_free_s) + layer.copy_s
+            self._changes.append((self._out_free_s, -layer.leaves))
+            self._out_end_s[action.micro_batch, action.chunk, at] = self._out_free_s
+
+    def _backward(self, action: Action, next_backward: Action | None) -> None:
+        layers = self.chunks[action.chunk]
+        for at in reversed(range(len(layers))):
+            before_s, rest_s = layers[at].backward_s
+            place = action.micro_batch, action.chunk, at
+            self._now_s = max(self._now_s + before_s, self._back_end_s.pop(place, 0.0))
+            if place in self._out_end_s:  # not reloaded ahead
+                self._reload(action, at)
+                self._now_s = max(self._now_s, self._back_end_s.pop(place))
+            if self.ahead and at:
+                self._reload(action, at - 1)
+            elif self.ahead and next_backward is not None:
+                self._reload(next_backward, len(self.chunks[next_backward.chunk]) - 1)  # its top layer
+            self._now_s += rest_s
+            if layers[at].copied:
+                self._changes.append((self._now_s, -self._held.pop(place, layers[at].leaves)))
+
+    def _reload(self, backward: Action, at: int) -> None:
+        """Reload a layer's tensors, if they are in host memory or in flight to it."""
+        place = backward.micro_batch, backward.chunk, at
+        out_end_s = self._out_end_s.pop(place, None)
+        if out_end_s is None:
+            return
+        layer = self.chunks[backward.chunk][at]
+        start_s = max(self._now_s, self._back_free_s, out_end_s)
+        self._back_free_s = self._back_end_s[place] = start_s + layer.copy_s
+        self._changes.append((start_s, layer.copied))
+        self._held[place] = layer.copied
+
+
 def with_ends(layers: Sequence[CopiedLayer], first: BlockProfile, last: BlockProfile) -> list[CopiedLayer]:
-    """The layers, with embedding and output layer added to the first and last."""
     if not layers:
         return [CopiedLayer(first.forward_s + last.forward_s, (last.backward_s, first.backward_s))]
     timed = list(layers)
@@ -254,12 +356,10 @@ def _longer(layer: CopiedLayer, *, forward_s: float, before_s: float = 0.0, rest
 
 @dataclass(frozen=True)
 class StockLayer:
-    """One micro-batch in one layer."""
-
     kind: LayerKind
     halves: LayerBytes
     whole: bool = False
-    """Whether it is recomputed as a whole."""
+    """Whether it is recomputed."""
     begins: bool = True
     """Whether a checkpoint that keeps its input begins with it."""
     input_bytes: int = 0

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lynx.errors import ConfigError
-from megatron_lynx.schedule.flushes import cooldown, goes_back_at_once, passes_of, with_flushes
+from megatron_lynx.schedule.flushes import goes_back_at_once, passes_of, with_flushes
 from megatron_lynx.schedule.schedule import Action, Schedule, with_recomputations
 from tests.schedule.orders import most_in_flight, read_action, read_actions, write_actions
 
@@ -102,18 +102,6 @@ def test_phases_are_warm_up_then_steady_then_cool_down(schedule: Schedule) -> No
         last_stage = schedule.warmups[stage] == 0
         assert ranks == sorted(ranks)
         assert not (last_stage and steady), "forwards of the last stage hide nothing"
-
-
-@given(interleaved_schedules())
-def test_cool_down_is_counted_by_chunk(schedule: Schedule) -> None:
-    microbatches = sum(action.kind == "F" and action.chunk == 0 for action in schedule.orders[0])
-    group = schedule.warmups[-1] // (schedule.chunks - 1)
-    for stage in range(schedule.pipeline):
-        late = [action.chunk for action, phase in schedule.phases(stage) if phase == "cooldown"]
-        first = int(schedule.warmups[stage] >= microbatches * schedule.chunks)  # it follows a forward of the warm-up
-        counts = cooldown(schedule.pipeline, stage, microbatches, schedule.chunks, group)
-        assert sum(counts) == len(late) + first
-        assert [late.count(chunk) + first * (chunk == schedule.chunks - 1) for chunk in range(schedule.chunks)] == list(counts)
 
 
 @given(interleaved_schedules())

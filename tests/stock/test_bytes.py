@@ -12,7 +12,7 @@ import torch
 
 from megatron_lynx.cost.layer import kept_bytes
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.stock.layer_bytes import layer_bytes
+from megatron_lynx.stock.layer import layer_bytes
 from megatron_lynx.stock.setting import FULL, NONE, SELECTIVE, StockSetting, block
 from megatron_lynx.stock.stage import StockStage
 from megatron_lynx.testbed.ranks import RankPool

@@ -13,9 +13,9 @@ from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.published.row import catalogued_job
 from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.stock import NONE, StockSetting, priced
+from megatron_lynx.stock.layer import layer_seconds
 from megatron_lynx.stock.legality import Facts, refused
 from megatron_lynx.stock.rival import families, fastest, rivals
-from megatron_lynx.stock.seconds import layer_seconds
 from megatron_lynx.stock.stage import StockStage
 
 LAYER = Nodes(before_f=2, before_b=5, before_weights=2, experts_f=3, experts_b=6, experts_weights=2, exchange=4)

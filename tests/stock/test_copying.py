@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_lynx.schedule.flushes import with_flushes
-from megatron_lynx.stock.seconds import CopiedLayer, StageCopies
+from megatron_lynx.stock.stage import CopiedLayer, StageCopies
 
 
 def walked(copy_s, *, layers=3, pipeline=1, microbatches=2, stage=0, exchange_s=None, ahead=True):

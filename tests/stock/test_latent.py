@@ -6,7 +6,7 @@ import pytest
 
 from megatron_lynx.kinds.planning import half_tensors
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.stock.layer_bytes import layer_bytes
+from megatron_lynx.stock.layer import layer_bytes
 from megatron_lynx.stock.legality import Facts, refused
 from megatron_lynx.stock.setting import StockSetting
 from megatron_lynx.testbed.tiny_jobs import tiny_job

@@ -1,4 +1,4 @@
-"""Bytes of one micro-batch in one layer under a stock setting.
+"""Bytes and seconds of one micro-batch in one layer under a stock setting. A checkpoint's recomputation repeats its collectives.
 
 tensor                                              where it is between forward and backward
 made inside a checkpoint, and read only there       recomputed
@@ -22,19 +22,22 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_lynx.anatomy import LayerKind, Section
+from megatron_lynx.cost.combined import LayerSeconds
+from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.cost.layer import half_kept_bytes
+from megatron_lynx.cost.stage import HalfSeconds, half_seconds
 from megatron_lynx.kinds.experts.planning import expert_linears
-from megatron_lynx.kinds.experts.section import EXPERTS_FC1
+from megatron_lynx.kinds.experts.section import BESIDE, DISPATCH, EXPERTS_FC1, SHARED_FC1
 from megatron_lynx.kinds.planning import planning_of
-from megatron_lynx.profiler.profile import SavedTensor
+from megatron_lynx.profiler.profile import Profile, SavedTensor
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.stock.modules import LEAST_ELEMENTS, offload_module, recompute_module
+from megatron_lynx.stock.modules import LEAST_ELEMENTS, OF_OFFLOAD, OF_RECOMPUTE
 from megatron_lynx.stock.setting import StockSetting
 
 
 @dataclass(frozen=True)
 class HalfBytes:
-    """Bytes of a half, including its input."""
+    """Including the half's input."""
 
     stays: int
     """On the device from forward to backward."""
@@ -59,8 +62,6 @@ class HalfBytes:
 
 @dataclass(frozen=True)
 class Treatment:
-    """Items of a section that a setting's modules recompute or offload."""
-
     section: Section
     again: frozenset[str]
     """Inside a checkpoint."""
@@ -82,11 +83,10 @@ class Treatment:
         return tensor.made_by in self.again and self.again.issuperset(tensor.saved_by)
 
     def copies(self, readers: tuple[str, ...]) -> int:
-        """Number of modules that copy a tensor read by these items."""
+        """Number of modules that copy a tensor with these readers."""
         return sum(not group.isdisjoint(readers) for group in self.groups)
 
     def sends_away(self, readers: tuple[str, ...]) -> bool:
-        """Whether all of these items offload their tensors, so that none stays on the device."""
         return frozenset[str]().union(*self.groups).issuperset(readers)
 
 
@@ -96,7 +96,7 @@ def treatment(shape: LayerShape, setting: StockSetting, section: Section) -> Tre
     joined = {section.norm, section.column_parallel} if shape.model.uses_te and section.fuses_norm else set[str]()
     inside = {item.name: item.norm_inside for item in section.items if item.norm_inside and shape.model.uses_te}
     again, discarded = set[str](), set[str]()
-    for module in map(recompute_module, setting.recompute):
+    for module in map(OF_RECOMPUTE.__getitem__, setting.recompute):
         names = set(module.items(section))
         names |= {norm for linear, norm in inside.items() if linear in names}
         if module.discards_output:
@@ -104,8 +104,8 @@ def treatment(shape: LayerShape, setting: StockSetting, section: Section) -> Tre
         else:
             again |= names | (joined if names & joined else set())
     groups = []
-    for asked in map(offload_module, setting.offload):
-        names = set(asked.items(section)) - (joined if asked.role == "norm" else set())
+    for asked in map(OF_OFFLOAD.__getitem__, setting.offload):
+        names = set(asked.items(section)) - (joined if "norm" in asked.roles else set())
         groups.append(frozenset(names | joined if names & joined else names) - again)
     return Treatment(section, frozenset(again), frozenset(discarded), tuple(groups), _given(shape, section, discarded))
 
@@ -185,6 +185,37 @@ def layer_bytes(
 @lru_cache(maxsize=4096)
 def _of_section(setting: StockSetting, section: Section) -> StockSetting:
     """Return the setting's modules that change the bytes of a section."""
-    recomputed = (module for module in map(recompute_module, setting.recompute) if module.items(section))
-    offloaded = (module for module in map(offload_module, setting.offload) if module.items(section))
+    recomputed = (module for module in map(OF_RECOMPUTE.__getitem__, setting.recompute) if module.items(section))
+    offloaded = (module for module in map(OF_OFFLOAD.__getitem__, setting.offload) if module.items(section))
     return StockSetting(tuple(module.name for module in recomputed), offload=tuple(module.name for module in offloaded))
+
+
+def layer_seconds(shape: LayerShape, profile: Profile, setting: StockSetting, kind: LayerKind | None = None) -> LayerSeconds:
+    """Return a layer's seconds with modules recomputed. `kind`: as in `layer_bytes`."""
+    sections = kind or shape.model.kind_sections(experts=False)
+    return tuple(_half(shape, profile, setting, section) for section in sections)
+
+
+def _half(shape: LayerShape, profile: Profile, setting: StockSetting, section: Section) -> HalfSeconds:
+    again_s = _experts_again_s if section.exchanges else _again_s
+    return replace(half_seconds(profile, section), again_s=again_s(shape, profile, setting, section))
+
+
+def _again_s(shape: LayerShape, profile: Profile, setting: StockSetting, section: Section) -> float:
+    if section.opaque:
+        return 0.0
+    runs = treatment(shape, setting, section).runs
+    again_s = sum(profile.of(section).items[name].forward_s for name in runs)
+    if section.row_parallel in runs:
+        again_s += sum(window_lengths_s(profile, "fwd", section, shape.gathered_bytes))
+    return again_s
+
+
+def _experts_again_s(shape: LayerShape, profile: Profile, setting: StockSetting, section: Section) -> float:
+    """Seconds of recomputation in an expert half. `moe` repeats the exchange of rows, and shared experts repeat their
+    collectives."""
+    assert profile.experts is not None, "a profile of such a layer has its figures"
+    runs, half = treatment(shape, setting, section).runs, profile.experts
+    again_s = sum(half.items[name].forward_s for name in runs)
+    again_s += 2 * (half.exchange_s + half.cut_s) * (DISPATCH in runs) + 2 * half.collective_s * (SHARED_FC1 in runs)
+    return again_s - (sum(half.beside_s("fwd", role) for role in BESIDE) if DISPATCH in runs else 0.0)
