@@ -63,7 +63,7 @@ def order(
     `more`: additional forwards before the first backward; the combined schedule has one, so that the two passes of a pair are
     independent.
 
-    Raises `ConfigError` if several chunks do not run with so many micro-batches.
+    Raises `ConfigError` if several chunks do not run with this many micro-batches.
     """
     needed = groups_needed(microbatches, group or pipeline, pipeline) if chunks > 1 else None
     if needed is not None:

@@ -64,7 +64,6 @@ class Schedule:
     warmups: tuple[int, ...]
     """By stage, forwards before its first pair of a forward and a backward, given enough micro-batches."""
     chunks: int = 1
-    """Of each stage."""
     blocking: bool = True
     """Whether sends are blocking: in Megatron's 1F1B, not in its interleaved schedule with `overlap_p2p_comm`."""
 

@@ -5,10 +5,10 @@
 
 One queue, ordered by lower bounds of the step: an entry is popped, looked at, and pushed again with its new, larger bound. A
 simulated one that is popped beats the rest of the queue, so the search ends after `top` of them. Among equals, the first layout
-of `space` and the first policy wins. Of each layout the best micro-batch size and policy counts.
+of `space` and the first policy wins. A layout counts with its best micro-batch size and policy.
 
-Solving a stage costs as much as ten floors, so plans are solved stage by stage, as long as their bound is the least. Of the first
-and the last stage one has most micro-batches in flight, the other the head.
+Solving a stage costs as much as ten floors, so plans are solved stage by stage, as long as their bound is the least. The first
+stage has most micro-batches in flight, the last one the head.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from megatron_lynx.timetable import Linear
 
 @dataclass(frozen=True)
 class HostCopy:
-    """Of one micro-batch of one chunk."""
+    """One micro-batch of one chunk."""
 
     out_s: float
     back_s: float
@@ -182,7 +182,7 @@ class TimedPass:
     unfilled_s: float = 0.0
     """Seconds of delayed weight gradients that are exposed."""
     copy_wait_s: float = 0.0
-    """Of its own halves (`simulator.walk`)."""
+    """Waits for copies half by half (`simulator.walk`)."""
 
     def issued_in(self, host_s: float) -> TimedPass:
         """Return the pass stretched to its host time, if that is longer. Copies are complete meanwhile."""

@@ -1,4 +1,4 @@
-"""Stock Megatron's settings against activation memory: which are legal, what each costs, and the fastest one."""
+"""Stock Megatron's settings against activation memory: which are legal, their costs, and the fastest one."""
 
 from megatron_lynx.stock.price import Priced, priced
 from megatron_lynx.stock.rival import fastest, rivals

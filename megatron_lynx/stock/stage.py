@@ -59,8 +59,8 @@ def deferred_heads(job: Job, setting: StockSetting) -> int:
 
 @dataclass(frozen=True)
 class _OfAllSettings:
-    """What all settings of a job share. Exchanges are overlapped by a setting, not the job. `counted`: the job with its CUDA
-    graphs, whose buffers and pools are counted."""
+    """Facts that all settings of a job share. Exchanges are overlapped by a setting, not the job. `counted`: the job with the
+    buffers and pools of its CUDA graphs."""
 
     job: Job
     shape: LayerShape
