@@ -84,7 +84,7 @@ def test_nothing_begins_ahead_where_it_would_never_begin(gathers: bool, sequence
     and the simulated step was too short."""
     begun = below(ATTENTION, gathers=gathers, sequence_parallel=sequence_parallel)
     assert sum(task.do == "begin" for tasks in begun.tasks.values() for task in tasks) == 1 + gathers
-    assert bool(begun.core_halves) == gathers
+    assert bool(begun.beginning("core")) == gathers
     without_core = [section for section in filling("attention") if not section.core and not section.kept_whole]
     assert without_core
     for above in (CAPTURED, GATED, *(without_core if gathers else [])):
