@@ -23,25 +23,26 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lynx.anatomy import DENSE, Half, Section
+from megatron_lynx.anatomy import Half, Section
 from megatron_lynx.config.job import Job
 from megatron_lynx.nest import all_in
-from megatron_lynx.profiler.profile import HalfProfile, ItemProfile, LinkKind, LinkPoint, SavedTensor
+from megatron_lynx.profiler.profile import ExpertHalf, HalfProfile, ItemProfile, LinkKind, LinkPoint, SavedTensor
 from megatron_lynx.profiler.timing import (
     HalfRun,
     HeadStart,
     InnerNorm,
     code_behind,
+    exchanges_rows,
     first_of,
     gradient_gemm_seconds,
     head_start_on,
     item_flops,
     item_seconds,
     nbytes_of,
-    sites_of,
 )
 
 if TYPE_CHECKING:
+    from megatron_lynx.apply.hooks.sites import Place
     from megatron_lynx.runtime.device import Device
 
 
@@ -54,13 +55,21 @@ class _Block:
 
 
 def blocks_of(run: HalfRun) -> tuple[tuple[SavedTensor, ...], dict[str, int]]:
-    first, second = _recorded(run), _recorded(run)
-    tensors = tuple(
+    """Return a half's saved tensors, and its items' output bytes. With experts, which may run one by one, equal tensors count
+    together, and only outputs of linears count."""
+    section, first, (blocks, outputs, _) = run.section, _recorded(run), _recorded(run)
+    tensors = [
         SavedTensor(bytes=block.bytes, made_by=block.made_by, saved_by=tuple(block.saved_by), output=block.output)
-        for address, block in second[0].items()
-        if address not in first[0] and (block.saved_by or (block.output and block.made_by in run.section.handing_on))
-    )
-    return tensors, second[1]
+        for address, block in blocks.items()
+        if address not in first[0] and (block.saved_by or (block.output and block.made_by in section.handing_on))
+    ]
+    if section.exchanges:
+        together: dict[Any, SavedTensor] = {}
+        for one in tensors:
+            size = together[key].bytes if (key := (one.made_by, one.saved_by, one.output)) in together else 0
+            together[key] = one.model_copy(update={"bytes": size + one.bytes})
+        tensors, outputs = list(together.values()), {name: outputs[name] for name in section.linears}
+    return tuple(tensors), outputs
 
 
 def held_bytes(run: Callable[[], Tensor], width: int, sequence_shards: int = 1) -> int:
@@ -111,17 +120,19 @@ def _recorded(run: HalfRun) -> tuple[dict[int, _Block], dict[str, int], Any]:
             block.saved_by.append(item[0])
         return tensor.detach()
 
-    def entered(name: str, arguments: Any) -> None:
+    def entered(place: Place, arguments: Any) -> None:
         for tensor in all_in(Tensor, arguments):
             seen(tensor)
-        item[0], taken[0] = name, arguments
+        item[0], taken[0] = place.item.name, arguments
 
-    def left(name: str, result: Any) -> None:
-        block = seen(first_of(result))
-        block.output = block.output or block.made_by == name
+    def left(place: Place, result: Any) -> None:
+        name = place.item.name
+        for tensor in all_in(Tensor, result):
+            block = seen(tensor)
+            block.output = block.output or block.made_by == name
         if (norm := run.inner_norms.get(name)) is not None:
             _tell_apart(blocks, norm.saved(result, taken[0]), norm.item, name)
-        outputs[name] = nbytes_of(first_of(result))
+        outputs[name] = nbytes_of(first_of(result)) + (outputs.get(name, 0) if place.item.of_experts else 0)
         item[0] = code_behind(run.section, name)
 
     start = run.input.detach().requires_grad_()
@@ -183,12 +194,12 @@ def measure_layer(
     arguments: dict[str, Any],
     device: Device,
     *,
-    sections: Iterable[Section] = tuple(DENSE.values()),
+    sites: Mapping[Section, Sequence[Place]],
     sequence_shards: int = 1,
     repetitions: int = 9,
     te: TeLayer | None = None,
 ) -> dict[Half, HalfProfile]:
-    """Measure both halves of a `TransformerLayer` in training mode. `sections`: their contents.
+    """Measure halves of a `TransformerLayer` in training mode. `sites`: their contents, and the methods of each one's sites.
 
     `hidden` is the layer's input on all rows; `arguments` are the other arguments of its forward (mask, rotary tables). `device`
     is the layer's device, whose clock is used. `sequence_shards` is the tensor-parallel size under sequence parallelism: figures
@@ -196,11 +207,10 @@ def measure_layer(
     """
 
     runs, head_start = list[HalfRun](), head_start_on(device)
-    for section in sections:
+    for section, places in sites.items():
         start, given = (runs[-1].output().detach(), {}) if runs else (hidden, arguments)
-        sites = sites_of(layer, section, norms=te is None)
         norms = {} if te is None else te.norms[section.half]
-        runs.append(HalfRun(section, getattr(layer, section.method), given, start, sites, norms))
+        runs.append(HalfRun(section, getattr(layer, section.method), given, start, places, norms))
     return {run.section.half: _profile(run, head_start, sequence_shards, repetitions, te) for run in runs}
 
 
@@ -208,11 +218,12 @@ def _profile(run: HalfRun, head_start: HeadStart, shards: int, repetitions: int,
     forward, backward = item_seconds(run, head_start, repetitions)
     tensors, outputs = blocks_of(run)
     flops = item_flops(run) if te is None else te.flops
-    if te is not None and te.fp8:
-        gemms = {item: (forward[item], forward[item]) for item in run.section.linears}
-    else:
-        gemms = gradient_gemm_seconds(run, head_start, repetitions)
     section = run.section
+    gemms = {item: (backward[item] / 2, backward[item] / 2) for item in section.linears if section.of_name[item].of_experts}
+    if te is not None and te.fp8:
+        gemms |= {item.name: (forward[item.name], forward[item.name]) for item in section.items if item.is_linear}
+    else:
+        gemms |= gradient_gemm_seconds(run, head_start, repetitions)
 
     def share(item: str) -> int:
         return shards if item in section.on_own_rows else 1
@@ -223,14 +234,37 @@ def _profile(run: HalfRun, head_start: HeadStart, shards: int, repetitions: int,
             forward_s=forward.get(item, 0.0) / share(item),
             backward_s=backward.get(item, 0.0) / share(item),
             saved_bytes=sum(tensor.bytes for tensor in tensors if tensor.saved_by[:1] == (item,)),
-            output_bytes=outputs.get(item, 0) // (shards if item in (*section.on_own_rows, section.row_parallel) else 1),
+            output_bytes=outputs.get(item, 0) // (shards if item in (*section.on_own_rows, *section.ends) else 1),
             flops=flops.get(item, 0),
             dgrad_s=gemms.get(item, (0.0, 0.0))[0],
             wgrad_s=gemms.get(item, (0.0, 0.0))[1],
         )
         for item in section.names
     }
-    return HalfProfile(input_bytes=nbytes_of(run.input) // shards, items=items, tensors=tensors)
+    half = HalfProfile(input_bytes=nbytes_of(run.input) // shards, items=items, tensors=tensors)
+    return ExpertHalf(**dict(half), exchange_s=exchange_s(run, head_start.device, repetitions)) if section.exchanges else half
+
+
+def exchange_s(run: HalfRun, device: Device, repetitions: int) -> float:
+    """Return the slowest rank's seconds of one exchange of a half's rows. All ranks begin it together."""
+    seconds: list[float] = []
+
+    def entered(place: Place, _: Any) -> None:
+        if exchanges_rows(place):
+            device.synchronize()
+            dist.barrier()
+            seconds.append(-time.perf_counter())
+
+    def left(place: Place, _: Any) -> None:
+        if exchanges_rows(place):
+            device.synchronize()
+            seconds[-1] += time.perf_counter()
+
+    with run.watched(entered, left), torch.no_grad():
+        for _ in range(WARMUP + repetitions):
+            run.output()
+    assert dist.group.WORLD is not None, "groups are made"
+    return slowest(median(seconds[2 * WARMUP :]), dist.group.WORLD, device.where)
 
 
 WARMUP = 2

@@ -21,24 +21,25 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from operator import attrgetter
+from functools import partial, wraps
 from statistics import median
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_lynx.anatomy import CODE_ITEMS, Section
+from megatron_lynx.anatomy import Section
 from megatron_lynx.nest import all_in
 from megatron_lynx.profiler.profile import BlockProfile
 
 if TYPE_CHECKING:
+    from megatron_lynx.apply.hooks.sites import Place
     from megatron_lynx.runtime.device import Device, Event
 
 
@@ -62,7 +63,8 @@ class HalfRun:
     forward: Callable[..., Any]
     arguments: dict[str, Any]
     input: Tensor
-    sites: dict[str, nn.Module]
+    places: Sequence[Place]
+    """Its sites' methods."""
     inner_norms: Mapping[str, InnerNorm] = field(default_factory=dict)
 
     def output(self) -> Tensor:
@@ -70,25 +72,39 @@ class HalfRun:
         return first_of(result)
 
     @contextmanager
-    def watched(self, entered: Callable[[str, Any], None], left: Callable[[str, Any], None]) -> Iterator[None]:
-        """Call back at the entry of every site with its arguments, and at its exit with its outputs."""
-        handles = []
-        for name, module in self.sites.items():
-            handles.append(
-                module.register_forward_pre_hook(
-                    lambda _, args, kwargs, name=name: entered(name, (args, kwargs)), with_kwargs=True
-                )
-            )
-            handles.append(module.register_forward_hook(lambda _, args, output, name=name: left(name, output)))
-        try:
+    def watched(self, entered: Callable[[Place, Any], None], left: Callable[[Place, Any], None]) -> Iterator[None]:
+        """Call back at the entry of every site with its arguments, and at its exit with its outputs.
+
+        Sites get aliases of their arguments: the gradient of an alias is complete when this site's backward is, though other
+        sites read the same tensor.
+        """
+
+        def watching(place: Place, original: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(original)
+            def call(*args: Any, **named: Any) -> Any:
+                args, named = tuple(map(_alias, args)), {name: _alias(value) for name, value in named.items()}
+                entered(place, (args, named))
+                outputs = original(*args, **named)
+                left(place, outputs)
+                return outputs
+
+            return call
+
+        with ExitStack() as undo:
+            for place in self.places:
+                owner, method = place.owner, place.method
+                original = getattr(owner, method)
+                restore = partial(setattr, owner, method, original) if method in vars(owner) else partial(delattr, owner, method)
+                undo.callback(restore)
+                setattr(owner, method, watching(place, original))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
+
+    def linear(self, item: str) -> Any:
+        return next(place.owner for place in self.places if place.item.name == item)
 
 
-def sites_of(layer: Any, section: Section, *, norms: bool = True) -> dict[str, nn.Module]:
-    return {item.name: attrgetter(item.path)(layer) for item in section.sites if norms or item.role != "norm"}
+def _alias(value: Any) -> Any:
+    return value.view_as(value) if type(value) is Tensor and value.requires_grad else value
 
 
 def code_behind(section: Section, site: str | None) -> str:
@@ -120,9 +136,12 @@ class HeadStart:
         self._host_s = 0.0
         self._begin_s = 0.0
 
-    def __enter__(self) -> HeadStart:
+    def renew(self) -> None:
         if self._busy is not None:
             self._busy(min(max(LONGER * self._host_s, SHORTEST_S), LONGEST_S))
+
+    def __enter__(self) -> HeadStart:
+        self.renew()
         self._begin_s = time.perf_counter()
         return self
 
@@ -185,25 +204,11 @@ def item_seconds(run: HalfRun, head_start: HeadStart, repetitions: int) -> tuple
     passes = [_timed_pass(run, head_start) for _ in range(WARMUP + repetitions)][WARMUP:]
     medians = [{item: median(one[index].get(item, 0.0) for one in passes) for item in run.section.names} for index in (0, 1)]
     arguments = _read_and_made(run)[0]
-    _share_out(medians[1], run, arguments)
     for linear, norm in run.inner_norms.items():
         for seconds, alone_s in zip(medians, inner_norm_seconds(norm, arguments[linear], head_start, repetitions), strict=True):
             moved_s = min(alone_s, seconds[linear])
             seconds[norm.item], seconds[linear] = seconds[norm.item] + moved_s, seconds[linear] - moved_s
     return medians[0], medians[1]
-
-
-def _share_out(backward_s: dict[str, float], run: HalfRun, arguments: dict[str, Tensor]) -> None:
-    """Split the joint backward of linears that read the same tensor by their weights' sizes: its gradient exists when the last is
-    complete."""
-    reading: dict[int, dict[str, int]] = {}
-    for linear in run.section.linears:
-        weights = run.sites[linear].get_parameter("weight").numel()
-        reading.setdefault(arguments[linear].data_ptr(), {})[linear] = weights
-    for weights_of in reading.values():
-        all_s = sum(backward_s[linear] for linear in weights_of)
-        for linear, weights in weights_of.items():
-            backward_s[linear] = all_s * weights / sum(weights_of.values())
 
 
 def inner_norm_seconds(norm: InnerNorm, rows: Tensor, head_start: HeadStart, repetitions: int) -> tuple[float, float]:
@@ -214,6 +219,15 @@ def inner_norm_seconds(norm: InnerNorm, rows: Tensor, head_start: HeadStart, rep
     outputs = (norm.alone(rows) for _ in range(WARMUP + repetitions))
     backward = [seconds_of(partial(output.backward, torch.ones_like(output)), head_start) for output in outputs]
     return forward_s, median(backward[WARMUP:])
+
+
+EXCHANGE = ""
+"""Name of the intervals in which rows are exchanged: they belong to no item."""
+
+
+def exchanges_rows(place: Place) -> bool:
+    """Whether a method sends rows to other ranks, between those that prepare and sort them."""
+    return place.item.exchanges and place.method == place.item.methods[1]
 
 
 def _timed_pass(run: HalfRun, head_start: HeadStart) -> tuple[dict[str, float], dict[str, float]]:
@@ -227,15 +241,17 @@ def _timed_pass(run: HalfRun, head_start: HeadStart) -> tuple[dict[str, float], 
         if tensor.requires_grad:
             tensor.register_hook(lambda _: backward_marks.append((item, mark(device))))
 
-    def entered(name: str, arguments: Any) -> None:
+    def entered(place: Place, arguments: Any) -> None:
         forward_marks.append((code[0], mark(device)))
         for tensor in all_in(Tensor, arguments):
-            on_gradient(tensor, name)  # the site's backward is complete when these gradients exist
+            on_gradient(tensor, EXCHANGE if exchanges_rows(place) else place.item.name)  # its backward is complete then
 
-    def left(name: str, outputs: Any) -> None:
-        forward_marks.append((name, mark(device)))
-        code[0] = code_behind(run.section, name)
-        if code[0] in CODE_ITEMS:
+    def left(place: Place, outputs: Any) -> None:
+        if exchanges_rows(place):
+            head_start.renew()  # the host has waited for the number of rows
+        forward_marks.append((EXCHANGE if exchanges_rows(place) else place.item.name, mark(device)))
+        code[0] = code_behind(run.section, place.item.name)
+        if code[0] in run.section.code:
             on_gradient(first_of(outputs), code[0])
 
     start = run.input.detach().requires_grad_()
@@ -262,16 +278,17 @@ def _stretches(begin: Event, marks: list[tuple[str, Event]]) -> dict[str, float]
 
 def gradient_gemm_seconds(run: HalfRun, head_start: HeadStart, repetitions: int) -> dict[str, tuple[float, float]]:
     """Return the (dgrad, wgrad) seconds of each linear's backward GEMMs, run alone. With a `main_grad`, wgrad accumulates into
-    it, as in training."""
-    arguments, outputs = ({name: tensor.flatten(0, -2) for name, tensor in tensors.items()} for tensors in _read_and_made(run))
+    it, as in training. Linears of experts, which may be one kernel, are left out."""
+    arguments, outputs = _read_and_made(run)
     result = {}
 
     def weight_gradient(gradient: Tensor, argument: Tensor, weight: Tensor) -> Tensor:
         product = torch.matmul(gradient.t(), argument)
         return weight.main_grad.add_(product) if hasattr(weight, "main_grad") else product
 
-    for name in run.section.linears:
-        weight, gradient, argument = run.sites[name].get_parameter("weight"), outputs[name], arguments[name]
+    for name in (item.name for item in run.section.items if item.is_linear):
+        weight = run.linear(name).get_parameter("weight")
+        gradient, argument = outputs[name].flatten(0, -2), arguments[name].flatten(0, -2)
         with torch.no_grad():
             dgrad = median_seconds(partial(torch.matmul, gradient, weight), head_start, repetitions)
             wgrad = median_seconds(partial(weight_gradient, gradient, argument, weight), head_start, repetitions)
@@ -283,11 +300,11 @@ def _read_and_made(run: HalfRun) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     arguments: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
 
-    def entered(name: str, called_with: Any) -> None:
-        arguments[name] = all_in(Tensor, called_with)[0].detach()
+    def entered(place: Place, called_with: Any) -> None:
+        arguments[place.item.name] = all_in(Tensor, called_with)[0].detach()
 
-    def left(name: str, result: Any) -> None:
-        outputs[name] = first_of(result).detach()
+    def left(place: Place, result: Any) -> None:
+        outputs[place.item.name] = first_of(result).detach()
 
     with run.watched(entered, left), torch.no_grad():
         run.output()
@@ -295,14 +312,14 @@ def _read_and_made(run: HalfRun) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def item_flops(run: HalfRun) -> dict[str, int]:
-    flops: dict[str, int] = {}
+    flops: Counter[str] = Counter()
     with FlopCounterMode(display=False) as counter:
 
-        def entered(name: str, _: Any) -> None:
-            flops[name] = -counter.get_total_flops()
+        def entered(place: Place, _: Any) -> None:
+            flops[place.item.name] -= counter.get_total_flops()
 
-        def left(name: str, _: Any) -> None:
-            flops[name] += counter.get_total_flops()
+        def left(place: Place, _: Any) -> None:
+            flops[place.item.name] += counter.get_total_flops()
 
         with run.watched(entered, left):
             run.output()

@@ -1,6 +1,7 @@
 """Measures a profile: a layer, embedding and output layer on every rank, and the job's messages between the ranks.
 
 each rank on its core     a layer of one tensor-parallel shard, without a group ──measure_layer──> both halves
+                          a layer with experts, over the expert-parallel group ──measure_layer───> its half, and an exchange
    (all at once, as       embedding, and output layer with loss, of the same shard ──measure_block──> seconds
     in training)          messages over the job's groups and links ──measure_links──> points
                           AdamW on the CPU, on all ranks and on one ──measure_adam───> rate of an optimizer on the host
@@ -10,8 +11,9 @@ parent                    the slowest rank's figures ──> Profile
 
 from __future__ import annotations
 
+import importlib.util
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,12 +22,15 @@ from typing import Any
 
 import torch
 
-from megatron_lynx.anatomy import Half, Section
+from megatron_lynx.anatomy import Section
 from megatron_lynx.config.cluster import HostAdam, HostTime
+from megatron_lynx.config.experts import Experts
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.errors import ConfigError, Problem
-from megatron_lynx.kinds.planning import flops_of
+from megatron_lynx.kinds.experts.section import FUSED
+from megatron_lynx.kinds.opaque.section import OPAQUE
+from megatron_lynx.kinds.planning import NO_SECONDS, planning_of
 from megatron_lynx.measure.measurement import this_machine
 from megatron_lynx.profiler.measured import (
     TeLayer,
@@ -57,7 +62,8 @@ HOST_ROUNDS = 6
 
 @dataclass(frozen=True)
 class RankFigures:
-    halves: dict[Half, HalfProfile]
+    halves: dict[str, HalfProfile]
+    """By `Section.profiled_as`."""
     embedding: BlockProfile
     head: BlockProfile
     links: tuple[LinkPoint, ...]
@@ -80,6 +86,8 @@ def measure_profile(job: Job, hosts: Hosts, announce: Callable[[str], AbstractCo
             [layers] = replace(hosts, ranks=1).run(measure_alone, asked_by(job, HOST_ROUNDS), unshaped=True)
             host_time = HostTime(cpu=machine.cpu, adam=figures[0].adam, **{job.model.implementation: layers})
     slowest = max(figures, key=lambda rank: rank.layer_s)
+    experts = [half for rank in figures if (half := rank.halves.pop("experts", None)) is not None]
+    fullest = max(experts, key=lambda half: (half.saved_bytes, half.forward_s + half.backward_s), default=None)
     source = Source(
         how="measured",
         machine=f"{machine.gpu or machine.cpu}, {machine.cores} cores",
@@ -93,6 +101,11 @@ def measure_profile(job: Job, hosts: Hosts, announce: Callable[[str], AbstractCo
         source=source,
         shape=shape_of(job),
         **slowest.halves,
+        experts=fullest,
+        opaque={
+            opaque.kind: HalfProfile(input_bytes=0, items=dict.fromkeys(OPAQUE[opaque.kind].names, NO_SECONDS), tensors=())
+            for opaque in job.model.opaque
+        },
         links=figures[0].links,
         embedding=slowest.embedding,
         head=slowest.head,
@@ -106,6 +119,8 @@ def measure_rank(rank: int, job: Job, repetitions: int) -> RankFigures:
 
     with fused_gradients(job):
         halves, embedding, head, device = _of_one_layer(job, repetitions)
+        if job.model.experts is not None:
+            halves["experts"] = of_experts(job, job.model.experts.one_after_the_other, repetitions)
     initialise(job)
     links = _messages(job, device, repetitions)
     interference = _interference(job, links, device, repetitions)
@@ -113,32 +128,16 @@ def measure_rank(rank: int, job: Job, repetitions: int) -> RankFigures:
     return RankFigures(halves, embedding, head, links, interference, adam)
 
 
-def _of_one_layer(job: Job, repetitions: int) -> tuple[dict[Half, HalfProfile], BlockProfile, BlockProfile, torch.device]:
+def _of_one_layer(job: Job, repetitions: int) -> tuple[dict[str, HalfProfile], BlockProfile, BlockProfile, torch.device]:
     """Measure both halves of a layer, embedding and output layer without a group; also return their device."""
-    from megatron_lynx.testbed.groups import initialise
-    from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import synthetic_batches
 
     alone = _alone(job)
-    initialise(alone)
-    whole = build_model(alone, **fused_gradient_fields(job), **shard_arguments(job))[0]
-    chunk = getattr(whole, "module", whole)
-    give_main_gradients(job, chunk)
-    parameter = next(chunk.parameters())
-    shape = (job.model.seq, job.batch.micro, job.model.hidden)
-    hidden = torch.randn(shape, dtype=parameter.dtype, device=parameter.device)
+    chunk = _chunk(job, alone)
+    hidden = _rows(alone, chunk)
     sequence_shards = job.parallel.tensor if job.parallel.sequence_parallel else 1
-    layer = chunk.decoder.layers[0]
-    halves = measure_layer(
-        layer,
-        hidden,
-        _arguments(alone),
-        device_for(hidden.device),
-        sections=job.model.halves.values(),
-        sequence_shards=sequence_shards,
-        repetitions=repetitions,
-        te=te_layer(job, layer),
-    )
+    sections = job.model.halves.values()
+    halves = _measured(job, chunk, hidden, sections, repetitions, _arguments(alone), sequence_shards)
     batch = synthetic_batches(alone)[0]
 
     def embed() -> torch.Tensor:
@@ -154,11 +153,105 @@ def _of_one_layer(job: Job, repetitions: int) -> tuple[dict[Half, HalfProfile], 
     return halves, embedding, head, hidden.device
 
 
-def _alone(job: Job) -> Job:
+def of_experts(job: Job, experts: Experts, repetitions: int) -> HalfProfile:
+    """Measure a half with experts over its expert-parallel ranks, of which the first gets the load that is stated. Bytes are
+    those of the load that memory is counted for."""
+    alone = _alone(job, experts=experts.model_copy(update={"layers": "all", "shared_beside": False}), ranks=job.parallel.expert)
+    chunk = _chunk(job, alone, moe_grouped_gemm=job.model.uses_te and torch.cuda.is_available())
+    hidden = _rows(alone, chunk, job.parallel.tensor if job.parallel.sequence_parallel else 1)
+    router = chunk.decoder.layers[0].mlp.router
+    gating, rows = router.gating, hidden.shape[0] * hidden.shape[1]
+
+    def loaded(load: float, repetitions: int) -> HalfProfile:
+        chosen = chosen_experts(experts, rows, job.parallel.expert, load).to(hidden.device)
+
+        def decided(given: torch.Tensor) -> torch.Tensor:
+            logits = gating(given)
+            return logits + CHOSEN * chosen.view(logits.shape).to(logits.dtype)  # type: ignore[no-any-return]
+
+        router.gating = decided
+        return _measured(job, chunk, hidden, [experts.section], repetitions)[experts.section.profiled_as]
+
+    half = loaded(experts.load, repetitions)
+    if experts.held_load != experts.load:
+        held = loaded(experts.held_load, 1)
+        sizes = {name: {"saved_bytes": item.saved_bytes} for name, item in held.items.items()}
+        items = {name: item.model_copy(update=sizes[name]) for name, item in half.items.items()}
+        half = half.model_copy(update={"items": items, "tensors": held.tensors})
+    rate = job.fused_dispatch.computing_kept if experts.shared_beside else 0.0
+    alone_s = {"exchange_s": 0.0} if job.parallel.expert == 1 else {}
+    return half.model_copy(update={"shared_rate": rate, **alone_s})
+
+
+CHOSEN = 64.0
+"""Added to the logit of an expert that a token shall choose."""
+
+
+def chosen_experts(experts: Experts, tokens: int, ranks: int, load: float) -> torch.Tensor:
+    """Return 1 where a token (row) chooses an expert (column), else 0. The experts of the first of `ranks` ranks get `load` times
+    the mean; each rank's experts get equally many tokens."""
+    local, each = experts.count // ranks, experts.per_token
+    first = min(round(load * tokens * each / ranks), tokens * min(local, each))
+    columns: list[int] = []
+    for token in range(tokens):
+        near = [first * number // tokens for number in (token, token + 1)]
+        far = [each * number - done for number, done in zip((token, token + 1), near, strict=True)]
+        columns += [choice % local for choice in range(*near)]
+        columns += [local + choice % (experts.count - local) for choice in range(*far)]
+    return torch.zeros(tokens, experts.count).scatter(1, torch.tensor(columns).view(tokens, each), 1.0)
+
+
+def _alone(job: Job, *, experts: Experts | None = None, ranks: int = 1) -> Job:
     """Return a job of one layer and one shard's vocabulary without tensor and pipeline groups, one micro-batch per rank."""
-    model = job.model.model_copy(update={"layers": 1, "vocab": job.model.vocab // job.parallel.tensor})
+    changes = {"layers": 1, "vocab": job.model.vocab // job.parallel.tensor, "experts": experts}
     batch = job.batch.model_copy(update={"global_": job.batch.micro * job.gpus})
-    return job.model_copy(update={"model": model, "parallel": Parallel(), "batch": batch})
+    model = job.model.model_copy(update=changes)
+    return job.model_copy(update={"model": model, "parallel": Parallel(expert=ranks), "batch": batch})
+
+
+def _chunk(job: Job, alone: Job, **fields: Any) -> Any:
+    """Return a model of one layer, with one rank's part of it. `fields`: of TransformerConfig."""
+    from megatron_lynx.testbed.groups import initialise
+    from megatron_lynx.testbed.tiny_models import build_model
+
+    initialise(alone)
+    whole = build_model(alone, **fused_gradient_fields(job), **shard_arguments(job), **fields)[0]
+    chunk = getattr(whole, "module", whole)
+    give_main_gradients(job, chunk)
+    return chunk
+
+
+def _rows(alone: Job, chunk: Any, shards: int = 1) -> torch.Tensor:
+    parameter = next(chunk.parameters())
+    shape = (alone.model.seq // shards, alone.batch.micro, alone.model.hidden)
+    return torch.randn(shape, dtype=parameter.dtype, device=parameter.device)
+
+
+def _measured(
+    job: Job,
+    chunk: Any,
+    hidden: torch.Tensor,
+    sections: Iterable[Section],
+    repetitions: int,
+    arguments: dict[str, Any] | None = None,
+    sequence_shards: int = 1,
+) -> dict[str, HalfProfile]:
+    """Measure halves of a model's only layer."""
+    from megatron_lynx.apply.hooks.sites import places_of
+
+    layer = chunk.decoder.layers[0]
+    sites = {section: places_of(section, layer, te=job.model.uses_te) for section in sections}
+    measured = measure_layer(
+        layer,
+        hidden,
+        arguments or {},
+        device_for(hidden.device),
+        sites=sites,
+        sequence_shards=sequence_shards,
+        repetitions=repetitions,
+        te=te_layer(job, layer, sites),
+    )
+    return {section.profiled_as: measured[section.half] for section in sites}
 
 
 def _arguments(job: Job) -> dict[str, Any]:
@@ -203,8 +296,7 @@ def _interference(job: Job, links: tuple[LinkPoint, ...], device: torch.device, 
 
 
 def check_measurable(job: Job) -> None:
-    """Raise `ConfigError` for layers that cannot be measured: context parallelism and experts, which communicate with further
-    ranks, FP8, adapters, and Transformer Engine's layers if it is not installed. Ranks have the same import path."""
+    """Raise `ConfigError` for layers that cannot be measured. Ranks have the same import path."""
     model, elsewhere = job.model, "plan for a described cluster: seconds and bytes then follow from shapes"
     install = "install it with its compiled part; without a GPU docs/models.md says what a checkout can do"
     latent, engine = "transformer_engine with latent attention, as Megatron has it", "Transformer Engine on the import path"
@@ -215,7 +307,12 @@ def check_measurable(job: Job) -> None:
     if model.latent is not None and not model.uses_te:
         problems.append(Problem("job: model.implementation", "local", latent, elsewhere))
     if model.experts is not None:
-        problems.append(Problem("job: model.experts", f"{model.experts.count} experts", "none", elsewhere))
+        unmeasured = _unmeasured(job, model.experts)
+        problems += [Problem(f"job: {name}", found, needed, elsewhere) for name, found, needed in unmeasured]
+    for opaque in (each for each in model.opaque if not each.nothing):
+        problems.append(Problem("job: model.opaque", opaque.kind, "attention, MLP or experts", elsewhere))
+    if model.latent is not None and model.latent.sparse is not None:
+        problems.append(Problem("job: model.latent.sparse", "an indexer", "none", elsewhere))
     if model.fp8 is not None:
         problems.append(Problem("job: model.fp8", str(model.fp8_recipe), "none", elsewhere))
     if model.adapters is not None:
@@ -226,13 +323,31 @@ def check_measurable(job: Job) -> None:
         raise ConfigError("these layers cannot be measured here", problems)
 
 
-def te_layer(job: Job, layer: Any) -> TeLayer | None:
+def _unmeasured(job: Job, experts: Experts) -> Iterator[tuple[str, str, str]]:
+    """Yield (key, found, needed) of settings under which a layer with experts cannot be measured."""
+    tensor, split = job.parallel.tensor, job.parallel.expert_tensor_size
+    if split > 1:
+        yield "parallel.expert_tensor", str(split), "1: experts are measured whole"
+    if experts.shared_ffn and tensor > 1:
+        yield "parallel.tensor", f"{tensor} with shared experts", "1: they are measured without their collectives"
+    if experts.drops:
+        yield "model.experts.drops", "true", "false: the measured layers drop no token"
+    if experts.latent is not None:
+        yield "model.experts.latent", str(experts.latent), "none: the measured layers route the residual stream"
+    if experts.dispatcher in FUSED and importlib.util.find_spec("deep_ep") is None:
+        yield "model.experts.dispatcher", experts.dispatcher, "DeepEP on the import path (deep_ep), or alltoall"
+
+
+def te_layer(job: Job, layer: Any, sections: Iterable[Section]) -> TeLayer | None:
     """Return the profiler's facts about a Transformer Engine layer; None for local ones. Raises `HookRefused` for unknown
     releases."""
     if not job.model.uses_te:
         return None
-    norms = {half: inner_norms(layer, section) for half, section in job.model.halves.items()}
-    return TeLayer(norms, flops_of(LayerShape.of(job)), job.model.fp8 is not None)
+    norms, flops, shape = {}, dict[str, int](), LayerShape.of(job)
+    for section in sections:
+        norms[section.half] = inner_norms(layer, section)
+        flops |= planning_of(section).flops(shape)
+    return TeLayer(norms, flops, job.model.fp8 is not None)
 
 
 def inner_norms(layer: Any, section: Section) -> dict[str, InnerNorm]:

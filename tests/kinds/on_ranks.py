@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from operator import attrgetter
 from typing import Any
 from unittest.mock import patch
 
@@ -64,21 +63,11 @@ def measured_delta_net(rank: int, job: Job) -> Measured:
         return _measured(job)
 
 
-class Called(torch.nn.Module):
-    """A function that hooks of modules see."""
-
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
-
-
 def _measured(job: Job) -> Measured:
     """Of the first layer."""
+    from megatron_lynx.apply.hooks.sites import places_of
     from megatron_lynx.profiler.measured import blocks_of
-    from megatron_lynx.profiler.timing import HalfRun, item_flops, sites_of
+    from megatron_lynx.profiler.timing import HalfRun, item_flops
     from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.tiny_models import build_model
 
@@ -87,12 +76,7 @@ def _measured(job: Job) -> Measured:
     layer: Any = chunk.decoder.layers[0]
     hidden = torch.randn(job.model.seq, job.batch.micro, job.model.hidden)
     section = job.model.sections(1)[0]
-    sites = sites_of(layer, section)
-    for item in (item for item in section.sites if item.methods != ("forward",)):
-        [method] = item.methods
-        called = sites[item.name] = Called(getattr(owner := attrgetter(item.path)(layer), method))
-        vars(owner)[method] = called
-    run = HalfRun(section, getattr(layer, section.method), {"attention_mask": None}, hidden, sites)
+    run = HalfRun(section, getattr(layer, section.method), {"attention_mask": None}, hidden, places_of(section, layer))
     sizes = [parameter.numel() for parameter in chunk.parameters()]
     return blocks_of(run)[0], item_flops(run), sum(sizes), len(sizes)
 

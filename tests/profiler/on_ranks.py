@@ -15,6 +15,7 @@ def measure_one(rank: int, job: Job) -> dict[Half, HalfProfile]:
     import torch
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
+    from megatron_lynx.apply.hooks.sites import places_of
     from megatron_lynx.profiler.measured import measure_layer, shard_arguments
     from megatron_lynx.runtime.device import device_for
     from megatron_lynx.testbed.groups import initialise
@@ -34,10 +35,23 @@ def measure_one(rank: int, job: Job) -> dict[Half, HalfProfile]:
     hidden = torch.randn(model.seq, job.batch.micro, model.hidden, dtype=dtype)
     sequence_shards = shards if job.parallel.sequence_parallel else 1
     with fp8_context(job, layer):
-        te = te_layer(job, layer)
+        sites = {section: places_of(section, layer, te=model.uses_te) for section in model.halves.values()}
+        te = te_layer(job, layer, sites)
         device = device_for(hidden.device)
-        fields = {"sections": model.halves.values(), "sequence_shards": sequence_shards, "repetitions": 2, "te": te}
+        fields = {"sites": sites, "sequence_shards": sequence_shards, "repetitions": 2, "te": te}
         return measure_layer(layer, hidden, arguments, device, **fields)
+
+
+def measure_experts(rank: int, job: Job, **fields: Any) -> HalfProfile:
+    """Experts of a job's layer over its expert-parallel ranks. `fields`: of TransformerConfig."""
+    from unittest.mock import patch
+
+    from megatron_lynx.testbed import tiny_models
+    from megatron_lynx.testbed.profiling import of_experts
+
+    usual = tiny_models.transformer_config
+    with patch.object(tiny_models, "transformer_config", lambda *args, **named: usual(*args, **{**named, **fields})):
+        return of_experts(job, job.model.experts, 2)
 
 
 def measure_squaring(rank: int) -> tuple[BlockProfile, dict[str, int]]:

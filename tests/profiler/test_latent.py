@@ -52,8 +52,9 @@ def measured(rank: int, job: Job) -> tuple[tuple[SavedTensor, ...], dict[str, in
     """The blocks of one attention half on a rank, and the FLOPs of its items."""
     import torch
 
+    from megatron_lynx.apply.hooks.sites import places_of
     from megatron_lynx.profiler.measured import blocks_of
-    from megatron_lynx.profiler.timing import HalfRun, item_flops, sites_of
+    from megatron_lynx.profiler.timing import HalfRun, item_flops
     from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.profiling import inner_norms
     from megatron_lynx.testbed.tiny_models import build_model
@@ -64,7 +65,8 @@ def measured(rank: int, job: Job) -> tuple[tuple[SavedTensor, ...], dict[str, in
     hidden = torch.randn(job.model.seq, job.batch.micro, job.model.hidden, dtype=next(layer.parameters()).dtype)
     section = job.model.kind_sections(experts=False)[0]
     norms = inner_norms(layer, section) if job.model.uses_te else {}
-    run = HalfRun(section, getattr(layer, section.method), {"attention_mask": None}, hidden, sites_of(layer, section), norms)
+    places = places_of(section, layer, te=job.model.uses_te)
+    run = HalfRun(section, getattr(layer, section.method), {"attention_mask": None}, hidden, places, norms)
     return blocks_of(run)[0], item_flops(run)
 
 

@@ -7,6 +7,7 @@ import time
 import torch
 
 from megatron_lynx.anatomy import MLP
+from megatron_lynx.apply.hooks.sites import Place
 from megatron_lynx.profiler.timing import LONGER, LONGEST_S, SHORTEST_S, WARMUP, HalfRun, HeadStart, item_seconds, measure_block
 from megatron_lynx.runtime.device import Device, Event, Stream
 from tests.runtime.tiny_half import FC1, FC2, NORM, made
@@ -48,7 +49,8 @@ def test_the_host_waits_once_a_pass() -> None:
     """It used to wait at every door: what it takes to issue an item was in the item's seconds."""
     half, hidden = made()
     device = Counting()
-    run = HalfRun(MLP, half, {}, hidden, {NORM: half.norm, FC1: half.fc1, FC2: half.fc2})
+    modules = {NORM: half.norm, FC1: half.fc1, FC2: half.fc2}
+    run = HalfRun(MLP, half, {}, hidden, [Place(MLP.of_name[name], module, "forward") for name, module in modules.items()])
     forward, backward = item_seconds(run, HeadStart(device), repetitions=3)  # type: ignore[arg-type]
     assert device.waits == WARMUP + 3
     assert forward == {**dict.fromkeys(MLP.names, 1.0), NORM: 3.0}, "with the code before and behind it"

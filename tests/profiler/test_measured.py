@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from megatron_lynx.anatomy import DENSE, HALVES
+from megatron_lynx.config.experts import Experts
 from megatron_lynx.errors import ConfigError
-from megatron_lynx.kinds.planning import flops_of, half_tensors
+from megatron_lynx.kinds.planning import flops_of, half_tensors, planning_of
 from megatron_lynx.planner import make_plan
+from megatron_lynx.profiler.profile import HalfProfile, load_profile, save_profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.testbed import stand_in
 from megatron_lynx.testbed.fusions import compiler_for, fusions_of
 from megatron_lynx.testbed.profiling import check_measurable, measure_profile
 from megatron_lynx.testbed.ranks import hosts_for
 from megatron_lynx.testbed.tiny_jobs import tiny_job
-from tests.profiler.on_ranks import measure_messages, measure_one, measure_sleeping, measure_squaring
+from tests.profiler.on_ranks import measure_experts, measure_messages, measure_one, measure_sleeping, measure_squaring
 from tests.te_releases import folder_of, pool_with
+from tests.transparency.opaque_layers import delta_net_in
 
 NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 JOBS = {
@@ -200,3 +204,111 @@ def test_latent_attention_is_measured(te_pool, monkeypatch, fused):
         assert linear.norm_inside or min(seconds.forward_s, seconds.backward_s) > 0, "both down-projections read one tensor"
     with pytest.raises(ConfigError, match="found local, needed transformer_engine with latent attention"):
         check_measurable(tiny_job("llama", kv_groups=4, latent=LATENT))
+
+
+EXPERTS = Experts(count=8, per_token=3, ffn=96)
+SHARED = EXPERTS.model_copy(update={"shared_ffn": 48})
+FUSED = {"bias_activation_fusion": True, "moe_grouped_gemm": True}
+ROWS = ("experts_fc1", "experts_activation", "experts_fc2")
+
+
+def tiny_experts(experts=SHARED, **fields):
+    return tiny_job("llama", **{"seq": 64, "hidden": 64, "expert": 2, "replicas": 2, "experts": experts, **fields})
+
+
+def kept_by(half):
+    """Bytes by who made and who saved them, without the router's and the dispatcher's maps, which are many and small."""
+    kept = Counter()
+    for tensor in half.tensors:
+        if "router" not in (tensor.made_by, *tensor.saved_by[:1]) and tensor.saved_by != ("dispatch",):
+            kept[tensor.made_by, tensor.saved_by, tensor.output] += tensor.bytes
+    return kept
+
+
+def check_experts(half, job):
+    section, shape = job.model.experts.section, LayerShape.of(job)
+    figures = planning_of(section)
+    priced = HalfProfile(input_bytes=shape.input_bytes, items={}, tensors=figures.tensors(shape))
+    assert kept_by(half) == kept_by(priced)
+    assert half.input_bytes == priced.input_bytes
+    assert 0 <= half.saved_bytes - priced.saved_bytes <= (2 * job.model.experts.count + 1) * 4, "an auxiliary loss's counts"
+    assert {item.name: half.items[item.name].output_bytes for item in section.items} == {
+        item.name: figures.output_bytes(shape, item) for item in section.items
+    }
+    flops = {name: half.items[name].flops for name in section.names if name != "router"}
+    assert flops == {name: count for name, count in figures.flops(shape).items() if name != "router"}
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        tiny_experts(),
+        tiny_experts(EXPERTS, expert=1, replicas=1, bias=False, activation="gelu"),
+        tiny_experts(EXPERTS, tensor=2, sequence_parallel=True, expert_tensor=1, replicas=1),
+        tiny_experts(EXPERTS.model_copy(update={"dispatcher": "allgather"})),
+        tiny_experts(EXPERTS.model_copy(update={"load": 1.5})),
+    ],
+    ids=["shared out, with shared ones", "one rank", "a shard's rows", "gathered", "one rank has more"],
+)
+def test_experts_are_measured_over_their_ranks(pool_of, job):
+    """Structure is exactly what is predicted: the first rank has the load that a job states, to the row."""
+    ranks = pool_of(job.gpus).run(measure_experts, job)
+    check_experts(ranks[0], job)
+    items = ranks[0].items
+    assert all(items[name].forward_s > 0 and items[name].backward_s > 0 for name in items)
+    assert all(items[name].dgrad_s + items[name].wgrad_s == pytest.approx(items[name].backward_s) for name in ROWS[::2])
+    assert (ranks[0].exchange_s > 0) == (job.parallel.expert > 1)
+    assert ranks[0].communication_s == pytest.approx(4 * ranks[0].exchange_s)
+    assert len({half.exchange_s for half in ranks}) == 1, "of the slowest rank"
+    if job.model.experts.load > 1:
+        assert all(half.items[name].saved_bytes < items[name].saved_bytes for half in ranks[1:] for name in ROWS[1:])
+
+
+def test_memory_of_measured_experts_is_that_of_the_load_it_is_counted_for(pool_of):
+    job = tiny_experts(EXPERTS.model_copy(update={"holds": 1.75}))
+    held, loaded = tiny_experts(EXPERTS.model_copy(update={"load": 1.75})), tiny_experts(EXPERTS)
+    [half, _] = pool_of(2).run(measure_experts, job)
+    assert kept_by(half) == kept_by(HalfProfile(input_bytes=0, items={}, tensors=half_tensors_of(held)))
+    assert half.items["experts_fc1"].flops == planning_of(EXPERTS.section).flops(LayerShape.of(loaded))["experts_fc1"]
+
+
+def half_tensors_of(job):
+    return planning_of(job.model.experts.section).tensors(LayerShape.of(job))
+
+
+def test_grouped_experts_of_transformer_engine_are_measured(te_pool):
+    """One module of all experts, as on a GPU: its tensors are those of its shape, its FLOPs too, which torch does not count."""
+    job = tiny_experts(EXPERTS, expert=1, replicas=1, **TE | {"fusions": ("bias_activation",)})
+    [half] = te_pool.run(partial(measure_experts, **FUSED), job)
+    check_experts(half, job)
+
+
+def test_a_job_with_experts_is_profiled_and_planned(monkeypatch, tmp_path):
+    """It was refused. The dense first layer and the others have figures of their own."""
+    monkeypatch.setattr("megatron_lynx.testbed.profiling.HOST_ROUNDS", 1)
+    job = tiny_experts(SHARED.model_copy(update={"layers": ("2-4",)}))
+    with hosts_for(job) as hosts:
+        profile = measure_profile(job, hosts, lambda text: nullcontext())
+    save_profile(profile, tmp_path / "profile.yaml")
+    assert load_profile(tmp_path / "profile.yaml") == profile
+    plan = make_plan(job, profile)
+    assert {rule.layers.first: "router" in rule.keep for stage in plan.stages for rule in stage.rules} == {1: False, 2: True}
+    assert plan.stages[0].predicted.step_s > 3 * 2 * profile.experts.communication_s
+
+
+REFUSED = {
+    "parallel.expert_tensor: found 2, needed 1": tiny_job("llama", tensor=2, sequence_parallel=True, experts=EXPERTS),
+    "parallel.tensor: found 2 with shared experts": tiny_job(
+        "llama", tensor=2, sequence_parallel=True, expert_tensor=1, expert=2, experts=SHARED
+    ),
+    "model.experts.drops: found true, needed false": tiny_experts(EXPERTS.model_copy(update={"drops": True})),
+    "model.experts.dispatcher: found deepep, needed DeepEP": tiny_experts(EXPERTS.model_copy(update={"dispatcher": "deepep"})),
+    "model.opaque: found gated_delta_net": tiny_job("llama", opaque=delta_net_in([1])),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_layers_that_cannot_be_measured_are_refused_by_name(message):
+    """Gated delta nets ended in a traceback, after the measurement."""
+    with pytest.raises(ConfigError, match=message):
+        check_measurable(REFUSED[message])

@@ -85,8 +85,9 @@ def compare_hybrid(rank: int, job: Job, plans: list[Plan], trial: Trial) -> list
 
 def mamba_half(rank: int, job: Job) -> tuple[tuple[SavedTensor, ...], tuple[int, int]]:
     """The blocks that the first layer keeps, and the model's parameters: numbers, and tensors."""
+    from megatron_lynx.apply.hooks.sites import places_of
     from megatron_lynx.profiler.measured import blocks_of
-    from megatron_lynx.profiler.timing import HalfRun, sites_of
+    from megatron_lynx.profiler.timing import HalfRun
     from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.profiling import inner_norms
 
@@ -95,8 +96,8 @@ def mamba_half(rank: int, job: Job) -> tuple[tuple[SavedTensor, ...], tuple[int,
     [layer] = chunk.decoder.layers  # type: ignore[union-attr]
     hidden = torch.randn(job.model.seq, job.batch.micro, job.model.hidden)
     section = job.model.sections(1)[0]
-    sites = sites_of(layer, section, norms=False)
-    run = HalfRun(section, layer.forward, {}, hidden, sites, inner_norms(layer, section))
+    places = places_of(section, layer, te=True)
+    run = HalfRun(section, layer.forward, {}, hidden, places, inner_norms(layer, section))
     sizes = [parameter.numel() for parameter in chunk.parameters()]
     return blocks_of(run)[0], (sum(sizes), len(sizes))
 
