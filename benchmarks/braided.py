@@ -24,7 +24,7 @@ from math import inf
 
 from benchmarks.when_not import CASES, REFERENCE, job_of, on_devices_of, under, within
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.prices import Prices
+from megatron_lynx.cost.section import Prices
 from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.planner import decide, uniform_plan
 from megatron_lynx.profiler.analytic import analytic_profile

@@ -37,7 +37,7 @@ from megatron_lynx.anatomy import PASSES
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.loader import load_job
 from megatron_lynx.cost.communication import window_lengths_s
-from megatron_lynx.cost.prices import weight_gradient
+from megatron_lynx.cost.section import weight_gradient
 from megatron_lynx.cost.step import StepRange
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import LynxError, Problem

@@ -30,9 +30,8 @@ from megatron_lynx.anatomy import ATTENTION, DENSE, LINEARS, MLP, PASSES, Half, 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import layers_budget_bytes, loss_bytes
 from megatron_lynx.cost.communication import window_lengths_s
-from megatron_lynx.cost.prices import WeightGradient, weight_gradient
 from megatron_lynx.cost.recompute import sensible_choices
-from megatron_lynx.cost.section import priced
+from megatron_lynx.cost.section import WeightGradient, priced, weight_gradient
 from megatron_lynx.cost.stage import chunks_in_flight, phases_of, stage_seconds
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile

@@ -33,7 +33,7 @@ from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.config.job import Budget, Job, Policy
 from megatron_lynx.config.loader import bundled_configs, cluster_data
 from megatron_lynx.cost.communication import window_lengths_s
-from megatron_lynx.cost.prices import Prices
+from megatron_lynx.cost.section import Prices
 from megatron_lynx.cost.stage import phases_of, stage_seconds
 from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.plan.timetables import planned_halves

@@ -22,8 +22,8 @@ from megatron_lynx.cost.ends import ends_of
 from megatron_lynx.cost.host import half_host_s
 from megatron_lynx.cost.in_hand import less_in_hand_bytes
 from megatron_lynx.cost.memory import movable_bytes
-from megatron_lynx.cost.prices import Prices
 from megatron_lynx.cost.recompute import Checkpoint, recomputation_of
+from megatron_lynx.cost.section import Prices
 from megatron_lynx.errors import PlanMismatch, Problem
 from megatron_lynx.pace import Pace
 from megatron_lynx.plan.plan import Plan, Stage

@@ -16,7 +16,7 @@ from megatron_lynx.anatomy.address import is_forward
 from megatron_lynx.config.job import Budget, Job
 from megatron_lynx.config.loader import job_path, load_job
 from megatron_lynx.config.parallel import Overlap
-from megatron_lynx.cost.prices import weight_gradient
+from megatron_lynx.cost.section import weight_gradient
 from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.plan.plan_file import dump_plan, load_plan

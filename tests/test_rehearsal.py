@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from megatron_lynx.config.job import Budget
 from megatron_lynx.config.loader import job_path, load_job
 from megatron_lynx.config.parallel import Overlap
-from megatron_lynx.cost.prices import Prices
+from megatron_lynx.cost.section import Prices
 from megatron_lynx.cost.stage import stage_seconds, step_s
 from megatron_lynx.errors import PlanMismatch
 from megatron_lynx.plan.facts import LayerRange

@@ -46,7 +46,6 @@ from typing import Any
 from megatron_lynx.anatomy import ATTENTION, HALVES, LayerKind, Section
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost import ends, muon
-from megatron_lynx.cost.buckets import filled_numbers
 from megatron_lynx.cost.communication import userbuffers_bytes
 from megatron_lynx.cost.host_optimizer import made_bytes
 from megatron_lynx.cost.in_hand import (
@@ -60,6 +59,7 @@ from megatron_lynx.cost.layer import beyond_fp8_bytes, half_kept_bytes, kept_byt
 from megatron_lynx.cost.moments import Moment, Parts, StageMemory
 from megatron_lynx.cost.parameters import (
     bytes_each,
+    filled_numbers,
     fp8_copies_bytes,
     gradient_bytes,
     held_in_fp8,

@@ -24,12 +24,13 @@ from dataclasses import dataclass
 from math import ceil, inf
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.buckets import bucket_parameters, buckets
 from megatron_lynx.cost.host_optimizer import host_seconds
 from megatron_lynx.cost.muon import newton_schulz_s
 from megatron_lynx.cost.parameters import (
     FP32_BYTES,
     Parameters,
+    bucket_parameters,
+    buckets,
     bytes_each,
     gathered_bytes,
     held_in_fp8,

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from megatron_lynx.anatomy.address import RECV_BACKWARD, is_forward, window_at
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.in_hand import less_in_hand_bytes
-from megatron_lynx.cost.prices import Prices
+from megatron_lynx.cost.section import Prices
 from megatron_lynx.cost.stage import phases_of
 from megatron_lynx.plan.facts import LayerRange
 from megatron_lynx.plan.plan import Plan, Stage, WeightGradients

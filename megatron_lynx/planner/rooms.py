@@ -13,7 +13,7 @@ from functools import cached_property
 
 from megatron_lynx.anatomy import HALVES, Half, Section
 from megatron_lynx.anatomy.address import WindowAddress, window_name
-from megatron_lynx.cost.prices import Prices, WeightGradient
+from megatron_lynx.cost.section import Prices, WeightGradient
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.plan.timetables import layout_of, planned_halves
 from megatron_lynx.planner.packing import LONG, Linear, Put, Wait

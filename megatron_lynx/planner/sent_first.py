@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from megatron_lynx.anatomy.address import SEND_BACKWARD
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.in_hand import less_in_hand_bytes
-from megatron_lynx.cost.prices import Prices
+from megatron_lynx.cost.section import Prices
 from megatron_lynx.plan.facts import LayerRange
 from megatron_lynx.plan.plan import Plan, Stage, WeightGradients
 from megatron_lynx.plan.rule import joined

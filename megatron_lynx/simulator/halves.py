@@ -26,7 +26,7 @@ from megatron_lynx.anatomy.address import RECV_BACKWARD, SEND_BACKWARD, WindowAd
 from megatron_lynx.cost.communication import window_lengths_s, windows_of
 from megatron_lynx.cost.ends import NO_BLOCK
 from megatron_lynx.cost.host import NO_HOST_TIME
-from megatron_lynx.cost.prices import weight_gradient
+from megatron_lynx.cost.section import weight_gradient
 from megatron_lynx.kinds.section import Exchange
 from megatron_lynx.schedule.schedule import Phase
 from megatron_lynx.simulator.passes import PHASES, ChunkPasses, Filled, PassKey, Queue, TimedPass

@@ -27,7 +27,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-from megatron_lynx.cost.prices import WeightGradient
+from megatron_lynx.cost.section import WeightGradient
 from megatron_lynx.schedule.schedule import Action, Phase
 from megatron_lynx.timeline import Span
 from megatron_lynx.timetable import Linear

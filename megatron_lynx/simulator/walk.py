@@ -18,8 +18,7 @@ from megatron_lynx.anatomy import Half, Section
 from megatron_lynx.anatomy.address import ON_DEMAND, SEND_BACKWARD, FrameKey, Window, WindowAddress
 from megatron_lynx.cost.host import NO_HOST_TIME
 from megatron_lynx.cost.memory import HalfMemory
-from megatron_lynx.cost.prices import WeightGradient
-from megatron_lynx.cost.section import PricedSection, Progress
+from megatron_lynx.cost.section import PricedSection, Progress, WeightGradient
 from megatron_lynx.pace import Turns
 from megatron_lynx.simulator.passes import Entry, Queue, TimedPass
 from megatron_lynx.timeline import FLUSHED, Passes, Span

@@ -15,9 +15,8 @@ from collections.abc import Iterator
 from megatron_lynx.anatomy import Section
 from megatron_lynx.cost.communication import before_core_s, behind_gather_s
 from megatron_lynx.cost.memory import BEGINS, HalfMemory
-from megatron_lynx.cost.prices import Prices
 from megatron_lynx.cost.recompute import Checkpoint
-from megatron_lynx.cost.section import PricedSection
+from megatron_lynx.cost.section import PricedSection, Prices
 from megatron_lynx.fp8_recipes import gathers_once
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.timetable import ahead_to, may_gather_ahead

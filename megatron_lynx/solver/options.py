@@ -16,9 +16,8 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import loss_bytes
 from megatron_lynx.cost.host import half_host_s
 from megatron_lynx.cost.in_hand import less_in_hand_bytes
-from megatron_lynx.cost.prices import Prices
 from megatron_lynx.cost.recompute import INSIDE, Checkpoint, sensible_choices
-from megatron_lynx.cost.section import PricedSection, priced
+from megatron_lynx.cost.section import PricedSection, Prices, priced
 from megatron_lynx.cost.stage import HalfSeconds, chunks_in_flight, half_seconds, stage_seconds
 from megatron_lynx.kinds.sparse.section import core_kept
 from megatron_lynx.once import once

@@ -9,8 +9,7 @@ import pytest
 
 from megatron_lynx.config import Experts, Job
 from megatron_lynx.config.parallel import Overlap
-from megatron_lynx.cost.buckets import ALIGNED, ALIGNED_FOR_BANDWIDTH, buckets, filled_numbers
-from megatron_lynx.cost.parameters import stage_parameters
+from megatron_lynx.cost.parameters import ALIGNED, ALIGNED_FOR_BANDWIDTH, buckets, filled_numbers, stage_parameters
 from megatron_lynx.cost.stage_memory import stage_memory
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job

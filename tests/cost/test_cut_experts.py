@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lynx.cost.buckets import buckets, filled_numbers
-from megatron_lynx.cost.parameters import owned_parameters, stage_parameters
+from megatron_lynx.cost.parameters import buckets, filled_numbers, owned_parameters, stage_parameters
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.cost.buckets_on_ranks import buffers

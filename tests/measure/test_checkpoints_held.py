@@ -10,8 +10,8 @@ import torch
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.in_hand import less_in_hand_bytes
-from megatron_lynx.cost.prices import Prices
 from megatron_lynx.cost.recompute import Checkpoint
+from megatron_lynx.cost.section import Prices
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.solver.ahead import begun_ahead
 from megatron_lynx.testbed.ranks import RankPool

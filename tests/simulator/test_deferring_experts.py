@@ -12,8 +12,7 @@ from megatron_lynx.anatomy import ATTENTION, EXPERTS_WITH_SHARED
 from megatron_lynx.anatomy.address import WindowAddress
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.cost.memory import HalfMemory
-from megatron_lynx.cost.prices import weight_gradient
-from megatron_lynx.cost.section import PricedSection
+from megatron_lynx.cost.section import PricedSection, weight_gradient
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import ExpertHalf, ItemProfile
 from megatron_lynx.simulator.halves import segments

@@ -10,8 +10,7 @@ import pytest
 from megatron_lynx.anatomy import ATTENTION, DENSE, MLP
 from megatron_lynx.anatomy.address import RECV_BACKWARD, SEND_BACKWARD, WindowAddress
 from megatron_lynx.cost.memory import HalfMemory
-from megatron_lynx.cost.prices import WeightGradient, weight_gradient
-from megatron_lynx.cost.section import PricedSection
+from megatron_lynx.cost.section import PricedSection, WeightGradient, weight_gradient
 from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.schedule.schedule import with_recomputations
 from megatron_lynx.simulator.halves import segments

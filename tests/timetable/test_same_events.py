@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.prices import Prices
+from megatron_lynx.cost.section import Prices
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.rehearsal import rehearse, treated_halves

@@ -10,9 +10,8 @@ import pytest
 
 from megatron_lynx.anatomy import DENSE
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.prices import Prices
 from megatron_lynx.cost.recompute import Checkpoint
-from megatron_lynx.cost.section import priced
+from megatron_lynx.cost.section import Prices, priced
 from megatron_lynx.cost.stage_memory import dispatched_bytes
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.timetables import timetable_of

@@ -12,7 +12,7 @@ from megatron_lynx.anatomy import DENSE, EXPERTS, LINEARS
 from megatron_lynx.anatomy.address import SEND_BACKWARD
 from megatron_lynx.apply.installation import order_of
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.prices import weight_gradient
+from megatron_lynx.cost.section import weight_gradient
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.testbed.candidates import deferring

@@ -16,7 +16,7 @@ from megatron_lynx.anatomy import HALVES, MLP
 from megatron_lynx.anatomy.address import is_forward
 from megatron_lynx.apply.refusals import refused_settings
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.prices import weight_gradient
+from megatron_lynx.cost.section import weight_gradient
 from megatron_lynx.errors import PlanMismatch
 from megatron_lynx.kinds.latent.section import LatentSizes
 from megatron_lynx.plan.plan import Plan

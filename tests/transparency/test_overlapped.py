@@ -13,7 +13,7 @@ import pytest
 
 from megatron_lynx.config.experts import Opaque, gated_attention
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.prices import Prices
+from megatron_lynx.cost.section import Prices
 from megatron_lynx.kinds.experts.planning import expert_tensors
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan

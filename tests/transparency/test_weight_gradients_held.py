@@ -9,7 +9,7 @@ import pytest
 
 from megatron_lynx.anatomy import DENSE, LINEARS
 from megatron_lynx.anatomy.address import is_forward
-from megatron_lynx.cost.prices import weight_gradient
+from megatron_lynx.cost.section import weight_gradient
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankPool
