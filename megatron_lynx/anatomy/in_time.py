@@ -25,17 +25,13 @@ def half_before(half: Half) -> tuple[Half, int]:
 
 
 def own_windows_in_time(section: Section, recompute: Collection[str], *, sequence_parallel: bool, te: bool) -> int:
-    """Number of windows of the half's backward before backward needs a tensor that these items recompute.
-
-    `te`: the layers are Transformer Engine's.
-    """
+    """Number of windows of the half's backward before it needs a tensor that these items recompute."""
     row_parallel_input = te and section.before_row_parallel in recompute
     return int(sequence_parallel and not (row_parallel_input or section.residual in recompute))
 
 
 def own_exchanges_in_time(section: Section, recompute: Collection[str]) -> int:
-    """The same for a section whose windows are exchanges of tokens: the first one returns the gradient of the experts' output.
-    Before it backward reads only the dropout mask of the residual addition."""
+    """The same for exchanges of tokens: before the first one backward reads only the dropout mask."""
     return int(section.residual not in recompute)
 
 
@@ -52,11 +48,8 @@ def amax_reducing(
 
 
 def resumes_in_wait(section: Section, recipe: Recipe | None, *, exchanges: bool, gathers: bool, userbuffers: bool) -> bool:
-    """Whether a checkpoint's rest may run in the first wait of its backward.
-
-    `exchanges`: whether tokens of the section are exchanged in windows. `gathers`: whether tensor-parallel ranks gather its
-    gradient; in FP8 backward does not begin with that. With userbuffers halves have no own windows.
-    """
+    """Whether a checkpoint's rest may run in the first wait of its backward. `exchanges`: tokens of the section are exchanged in
+    windows. `gathers`: tensor-parallel ranks gather its gradient; in FP8 backward does not begin with that."""
     if userbuffers or section.exchanges:
         return exchanges and not userbuffers
     return section.last_communicating is not None and gathers and recipe is None

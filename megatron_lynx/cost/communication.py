@@ -33,9 +33,7 @@ def window_lengths_s(
     profile: Profile, passing: Pass, section: Section, message_bytes: int, deferred: Collection[str] = ()
 ) -> tuple[float, ...]:
     """Return the seconds of a section's windows in one pass, by ordinal. `message_bytes`: the gathered tensor (`LayerShape`).
-
-    `deferred`: linears with delayed weight gradients, which hide no collective here.
-    """
+    `deferred`: linears with delayed weight gradients, which hide no collective here."""
     lengths_s, half = list[float](), profile.experts
     for window in windows_of(profile, section, passing):
         if not isinstance(window, Exchange):
@@ -133,12 +131,8 @@ def embedding_of(profile: Profile, message_bytes: int) -> BlockProfile:
 
 
 def head_of(profile: Profile, message_bytes: int, pieces: int = 1) -> BlockProfile:
-    """Return the head with the collectives of its column-parallel linear.
-
-    The gradient's reduction overlaps the wgrad GEMM, taken as a third of the head's backward. Collectives of the loss are a few
-    bytes a row and ignored. In pieces, backward recomputes logits and loss; collectives run once for all pieces, exposed, and the
-    gathered input is kept.
-    """
+    """Return the head with the collectives of its column-parallel linear. The gradient's reduction overlaps the wgrad GEMM, taken
+    as a third of the head's backward. In pieces, backward recomputes logits and loss, and collectives run once, exposed."""
     again_s = profile.head.forward_s + (pieces - 1) * profile.head_summand_s if pieces > 1 else 0.0
     hidden_s = profile.head.backward_s / 3 if pieces == 1 else 0.0
     if not profile.shape.sequence_parallel:
@@ -157,11 +151,11 @@ def _longer(block: BlockProfile, forward_s: float, backward_s: float) -> BlockPr
 def gather_lost_and_spared_s(
     profile: Profile, section: Section, behind: Section | None, message_bytes: int, *, whole: bool = False
 ) -> tuple[float, float]:
-    """Return (lost, saved) seconds of gathering a column-parallel linear's input once, for both recomputation and backward.
+    """Return (lost, saved) seconds of gathering a column-parallel linear's input once, for both recomputation and backward;
+    one of the two is 0.
 
     The gather starts after the first backward collective of the section `behind`, and overlaps the backward of that section's
-    row-parallel linear and of the items before it; `whole`: also the rest of it. `behind` None: gathered on demand, exposed. In
-    exchange, the section's own backward gathers nothing, which stock overlaps with the dgrad GEMM. One of the two is 0.
+    row-parallel linear and of the items before it; `whole`: also the rest of it. `behind` None: exposed.
     """
     gather_s = profile.link_s("all_gather", profile.gathered_input(message_bytes))
     saved_s = max(0.0, gather_s - profile.of(section).items[section.column_parallel].dgrad_s)

@@ -45,10 +45,8 @@ def half_host_s(
     offloads: bool = False,
     deferred: int = 0,
 ) -> Passes:
-    """Return the host time of one half under a plan. `deferred`: number of delayed weight gradients and pieces.
-
-    A checkpoint counts as a half recomputed whole; it gathers its input as in forward.
-    """
+    """Return the host time of one half under a plan. `deferred`: number of delayed weight gradients and pieces. A checkpoint
+    counts as a half recomputed whole."""
     if profile.host_time is None or section.captured:
         return NO_HOST_TIME
     setting = setting_of(section, recompute, gathered=not checkpointed and gathers(profile, section, recompute))

@@ -51,10 +51,8 @@ def fullest_half_bytes(shape: LayerShape) -> int:
 
 
 def less_in_hand_bytes(job: Job) -> Mapping[Half, int]:
-    """Return by half how much lower its transients are than `half_in_hand_bytes`, which is charged everywhere.
-
-    With experts the layer's transients are charged, as under stock's settings. Empty if the budget bounds layers only.
-    """
+    """Return by half how much lower its transients are than `half_in_hand_bytes`, which is charged everywhere; of experts, than
+    the layer's. Empty if the budget bounds layers only."""
     if job.budget.activation_mib is not None:
         return {}
     shape = LayerShape.of(job)

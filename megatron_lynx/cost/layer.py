@@ -31,10 +31,8 @@ def recomputed_items(policy: Policy) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1024)
 def kept_bytes(shape: LayerShape, policy: Policy, kind: LayerKind | None = None) -> int:
-    """Return the bytes one layer saves of one micro-batch, its input included. `kind`: default a layer without experts.
-
-    Sections that only some layers have (experts) recompute nothing under `balanced` and `selective`.
-    """
+    """Return the bytes one layer saves of one micro-batch, its input included. `kind`: default a layer without experts. These
+    recompute nothing under `balanced` and `selective`."""
     if policy == "full":
         return shape.input_bytes
     sections = kind or shape.model.kind_sections(experts=False)
@@ -68,7 +66,6 @@ def beyond_fp8_bytes(shape: LayerShape, layers: range) -> int:
 
 
 def layers_bytes(shape: LayerShape, policy: Policy, kinds: Mapping[LayerKind, int]) -> int:
-    """Return what layers save of one micro-batch. `kinds`: number of layers of each kind."""
     return sum(layers * kept_bytes(shape, policy, kind) for kind, layers in kinds.items())
 
 

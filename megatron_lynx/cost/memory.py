@@ -77,11 +77,8 @@ def half_memory(
     gathered_bytes: int = 0,
     kept_gathers_bytes: int = 0,
 ) -> HalfMemory:
-    """Return the memory of a half that is recomputed on demand.
-
-    `checkpoint`: it saves at most its input; one that feeds the next half is recomputed with that. `gathered_bytes`: buffer of an
-    input gathered once. `kept_gathers_bytes`: gathered inputs kept for recomputation.
-    """
+    """Return the memory of a half that is recomputed on demand. `gathered_bytes`: buffer of an input gathered once.
+    `kept_gathers_bytes`: gathered inputs kept for recomputation."""
     half = profile.of(section)
     resident, regenerated = (
         half.input_bytes + recompute.stays_bytes + kept_gathers_bytes,

@@ -70,10 +70,8 @@ def recomputation_of(
     whole: bool = False,
     stops: Collection[str] | None = None,
 ) -> Recomputation:
-    """Return the consequences of recomputing exactly these items.
-
-    `whole`: run to the half's end. `stops`: items before which it may stop; default: the section's.
-    """
+    """Return the consequences of recomputing exactly these items. `whole`: run to the half's end. `stops`: items before which it
+    may stop; default: the section's."""
     order, code, ends = section.names, section.code, section.ends
     if any(item.role == "dispatch" and item.name in recompute for item in section.items):
         # A recomputed dispatch reads the router's output.
@@ -141,7 +139,6 @@ def sensible_choices(
 
 
 def _lets_go(section: Section, tensor: SavedTensor, item: str, recompute: Collection[str]) -> bool:
-    """Whether `item` frees the tensor and gets it from recomputation."""
     if item in recompute:
         return True  # it frees all that its backward reads
     if item in section.code or not _is_argument(section, tensor, item) or tensor.made_by == "input":
@@ -159,8 +156,7 @@ def _is_argument(section: Section, tensor: SavedTensor, item: str) -> bool:
 
 
 def _last_run(section: Section, tensor: SavedTensor, item: str) -> int:
-    """Return the last item to run before the tensor is available to `item`: a linear's argument exists when the linear is
-    reached."""
+    """Return the last item to run before the tensor is available: a linear's argument exists when it is reached."""
     index = section.index(item)
     runs_item = item in section.code or not _is_argument(section, tensor, item)
     return index if runs_item else index - 1

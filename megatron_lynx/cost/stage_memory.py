@@ -88,7 +88,6 @@ CHUNKS_NOT_OFFLOADED = 4
 
 
 def stage_memory(job: Job, stage: int, offload_ratio: float = 0.0) -> StageMemory:
-    """Return a stage's peak, offloading this share of each chunk. `job.policy` is not `planned`."""
     return stage_parts(job, stage, offload_ratio).fullest
 
 
@@ -119,11 +118,8 @@ def stage_parts(job: Job, stage: int, offload_ratio: float = 0.0) -> Parts:
 
 @lru_cache(maxsize=1024)
 def parts_beside_layers(job: Job, stage: int, *, layer_whole: bool = False, overlapped: bool = False) -> Parts:
-    """Return a stage's parts without saved and recomputed tensors of its layers.
-
-    `layer_whole`: count a whole layer's transients, as stock's checkpoints need; else those of a half recomputed right before its
-    backward. `overlapped`: experts' exchanges are, though the job does not say so. Cached for planner and stock search.
-    """
+    """Return a stage's parts without saved and recomputed tensors of its layers. `layer_whole`: count a whole layer's
+    transients, as stock's checkpoints need; else a half's. `overlapped`: experts' exchanges are, whatever the job says."""
     return _beside_layers(job, stage, _states(job, stage), layer_whole=layer_whole, overlapped=overlapped)
 
 

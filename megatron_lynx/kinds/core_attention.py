@@ -109,7 +109,6 @@ def _alone_s(shape: LayerShape, flops: int, read: int, roof: Roofline) -> Passes
 
 
 def _ordered_s(free: Passes, shape: LayerShape, roof: Roofline) -> Passes:
-    """Return fused attention in deterministic mode; `free`: without."""
     if shape.ordered is None:
         return free
     if (more := _copies_bytes(shape, shape.ordered)) is not None:

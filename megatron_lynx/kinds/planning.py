@@ -126,10 +126,8 @@ def planning_of(section: Section) -> Planning:
 
 
 def half_tensors(shape: LayerShape, half: Half) -> tuple[SavedTensor, ...]:
-    """Return the saved tensors of a half with its usual content, except its input."""
     return planning_of(shape.model.halves[half]).tensors(shape)
 
 
 def flops_of(shape: LayerShape) -> dict[str, int]:
-    """Return the forward GEMM FLOPs of each item of a layer with usual content."""
     return {item: flops for half in HALVES for item, flops in planning_of(shape.model.halves[half]).flops(shape).items()}

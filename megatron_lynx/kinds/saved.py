@@ -77,7 +77,6 @@ EAGER_NORM_BLOCKS = 6
 
 
 def core(shape: LayerShape, query: int, key: int) -> Iterator[Step]:
-    """Core attention, from its output's gradient to those of queries, keys and values."""
     grouped = shape.model.kv_groups < shape.model.heads
     if shape.model.attention == "flash":
         added_up = query * FP32_BYTES // shape.model.element_bytes if shape.model.element_bytes < FP32_BYTES else 0

@@ -23,8 +23,6 @@ from megatron_lynx.kinds.sparse.section import SPARSE
 
 
 class Facts(NamedTuple):
-    """Facts of a model or of one layer that determine its sections."""
-
     te: bool = False
     latent: LatentSizes | None = None
     experts: bool = False
@@ -50,7 +48,6 @@ class Kind(NamedTuple):
     sections: tuple[Section, ...]
     """Its sections, largest of each kind; plan files may name all their items."""
     chosen: Callable[[Facts], Section | None]
-    """Return the section for these facts, or None."""
     name: str = ""
     """Its name in `Facts.kinds`, if no other fact determines it."""
 
@@ -85,7 +82,6 @@ KINDS: list[Kind] = [
 
 
 def filling(half: Half) -> tuple[Section, ...]:
-    """Return the possible sections of a half, largest of each kind, the usual one first."""
     return tuple(section for kind in KINDS if kind.half == half for section in kind.sections)
 
 
@@ -126,7 +122,6 @@ def _without_copies(section: Section) -> Section:
 
 
 def halves_of(facts: Facts) -> Mapping[Half, Section]:
-    """Return the usual sections of a model's halves, without experts."""
     return dict(zip(HALVES, sections_of(facts._replace(experts=False)), strict=True))
 
 

@@ -146,10 +146,8 @@ def _query_key_bytes(shape: LayerShape) -> tuple[int, int]:
 
 
 def queries_keys_values(shape: LayerShape) -> list[SavedTensor]:
-    """Return the attention's inputs: views of the projection's block, or blocks of their own if changed.
-
-    With context parallelism fused attention saves copies even if unchanged.
-    """
+    """Return the attention's inputs: views of the projection's block, or blocks of their own if changed. With context
+    parallelism fused attention saves copies even if unchanged."""
     model, exchanged = shape.model, shape.parallel.context > 1 and not shape.eager
     query, key = _query_key_bytes(shape)
     changed = model.position == "rope" or model.qk_norm
@@ -182,11 +180,8 @@ def _turning_tables(shape: LayerShape) -> list[SavedTensor]:
 
 
 def _query_key_norms(shape: LayerShape, query: int, key: int) -> list[SavedTensor]:
-    """Return the tensors saved by the norms of queries and keys, as part of `rotary`.
-
-    Fused kernels copy their inputs out of the projection's block. Eager ones read them there, except queries of grouped keys,
-    which Megatron copies together; RMSNorm saves its product as well.
-    """
+    """Return the tensors saved by the norms of queries and keys. Fused kernels copy their inputs out of the projection's block;
+    eager ones read them there, except queries of grouped keys, which Megatron copies together."""
     model, layernorm = shape.model, shape.model.norm == "layernorm"
     one = model.element_bytes if shape.eager and layernorm else FP32_BYTES
     heads, groups = (width // model.head_size for width in (shape.query_width, shape.key_width))
@@ -197,7 +192,6 @@ def _query_key_norms(shape: LayerShape, query: int, key: int) -> list[SavedTenso
 
 
 def mlp_tensors(shape: LayerShape) -> list[SavedTensor]:
-    """Return the saved tensors of linears and activation, without norm and dropout."""
     model, apart = shape.model, shape.sums_apart
     rows = shape.tokens * model.element_bytes
     fc1_out, ffn = rows * shape.fc1_width, rows * shape.ffn

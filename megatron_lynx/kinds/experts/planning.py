@@ -166,8 +166,7 @@ def mixture(model: Model) -> Experts:
 
 
 def expert_sharers(job: Job) -> int:
-    """Return the expert data-parallel size, over which experts' optimizer states are sharded
-    (`parallel_state.initialize_model_parallel`)."""
+    """Return the expert data-parallel size (`parallel_state.initialize_model_parallel`)."""
     layout = job.parallel
     return job.gpus // (layout.expert_tensor_size * layout.expert * layout.pipeline)
 
@@ -250,8 +249,7 @@ def _router(shape: LayerShape, roof: Roofline) -> Passes:
 
 
 def _moved_rows(shape: LayerShape, roof: Roofline) -> Passes:
-    """Return one permutation of rows, and the sorting by expert if a rank has several: each row is read and written. Flex
-    dispatchers only sort."""
+    """Return one permutation of rows, and the sorting by expert if a rank has several. Flex dispatchers only sort."""
     row_bytes = 2 * shape.model.routed_hidden * shape.model.element_bytes
     sent_s = roof.seconds(0, row_bytes * routed_rows(shape) / shape.parallel.expert_tensor_size)
     if experts_of(shape).dispatcher == "allgather":  # one copy, from all tokens to the rows of this rank's experts
@@ -271,7 +269,6 @@ SHARED = dict(zip(MLP.names[1:4], SHARED_EXPERTS, strict=True))
 
 @lru_cache(maxsize=256)
 def expert_tensors(shape: LayerShape) -> tuple[SavedTensor, ...]:
-    """Return the saved tensors of the whole half, except its input."""
     shape = as_held(shape)
     section, readers = experts_of(shape).section, (SHARED_FC1, ROUTER) if experts_of(shape).shared_ffn else (ROUTER,)
     if shape.model.fp8_recipe == "delayed" or _gathers_apart(shape):  # the norm's output is not the linear's saved input
@@ -306,8 +303,7 @@ def _latent(shape: LayerShape) -> list[SavedTensor]:
 
 
 def _maps(shape: LayerShape) -> tuple[int, int]:
-    """Return the bytes of (routing map and probabilities, row sources). After gathers every part of an expert has its tokens'
-    own."""
+    """Return the bytes of (routing map and probabilities, row sources); after gathers, of each part of an expert."""
     experts = experts_of(shape)
     parts = shape.parallel.expert_tensor_size if experts.dispatcher == "allgather" else 1
     of_all = parts * shape.own_tokens * experts.count * (1 + shape.model.element_bytes)
@@ -325,8 +321,7 @@ def _fused_maps(shape: LayerShape) -> tuple[int, int]:
 
 
 def remembered_bytes(shape: LayerShape) -> int:
-    """Return the bytes that one layer's dispatcher keeps in attributes until its next call: routing map, probabilities, row
-    sources (`MoEAlltoAllTokenDispatcher`)."""
+    """Return the bytes that one layer's dispatcher keeps in attributes until its next call (`MoEAlltoAllTokenDispatcher`)."""
     return sum(block.bytes for block in _dispatch(as_held(shape)) if DISPATCH in block.saved_by)
 
 
@@ -396,7 +391,6 @@ def gathered_tokens(shape: LayerShape) -> int:
 
 
 def padded_rows(shape: LayerShape) -> int:
-    """Return the rows of the experts' GEMMs: in FP8 each expert's are padded, unless the router did."""
     experts, rows = experts_of(shape), routed_rows(shape)
     if shape.model.fp8_recipe is None or (experts.filled and experts.dispatcher == "alltoall"):
         return rows

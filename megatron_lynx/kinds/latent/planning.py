@@ -107,11 +107,8 @@ class LatentAttention(Planning):
         yield dropout_tensor(shape, self.section)
 
     def _compressed(self, shape: LayerShape, path: tuple[Item, Item, Item], width: int, rank: int) -> Iterator[SavedTensor]:
-        """Saved tensors of one path, from down-projection to the up-projection's input.
-
-        A gathered latent stays for recomputation as long as the always-kept input of `linear_proj`. Transformer Engine's linears
-        save their input, or a copy if it is part of a wider block.
-        """
+        """Yield the saved tensors of one path, from down-projection to the up-projection's input. A gathered latent stays as long
+        as the input of `linear_proj`. Transformer Engine's linears save their input, or a copy of a part of a wider block."""
         (down, norm, up), model, rows = path, shape.model, latent_rows(shape)
         element, recipe = model.element_bytes, model.fp8_recipe
         stays = (LINEAR_PROJ,) if not model.uses_te and shape.parallel.tensor > 1 else ()
@@ -131,7 +128,6 @@ class LatentAttention(Planning):
             yield SavedTensor(bytes=normed, made_by=norm.name, saved_by=(up.name,), output=not model.uses_te)
 
     def _heads(self, shape: LayerShape) -> Iterator[SavedTensor]:
-        """A fused kernel rotates queries in place, with tables shared by all layers."""
         one, linears, given = shape.tokens * shape.model.element_bytes, self.linears(shape), self.attention(shape)
         if shape.parallel.context > 1 and not shape.eager:
             query, *other_tensors = kept_beside_exchange(shape.parallel, given, ROTARY)
@@ -200,11 +196,8 @@ class LatentAttention(Planning):
         return latent.rope_size if sizes.te else latent.kv_down_width
 
     def operands_bytes(self, profile: Profile, linear: str) -> tuple[int, int]:
-        """Transformer Engine's down-projections work on the rank's own rows, Megatron's make a part of the columns.
-
-        Two linears with the same input count it twice. A gathered latent, which stays as long as the input of `linear_proj`, is
-        not part of that input.
-        """
+        """Two linears with the same input count it twice. A gathered latent, which stays as long as the input of `linear_proj`,
+        is not part of that input."""
         sizes, half, down = profile.shape, profile.of(self.section), {item.name for item in self._with_role(*DOWN)}
         if linear == LINEAR_PROJ:
             gathered = sum(one.bytes for one in half.tensors if one.made_by in down and linear in one.saved_by)
