@@ -156,8 +156,6 @@ def launches_of(checkout: Path) -> Iterator[Launch]:
         for script in sorted(examples.glob(pattern)):
             name = script.relative_to(examples).as_posix()
             yield Launch(name, tuple(shlex.split(variable_of(script))), 8)
-    for file in sorted(examples.glob("gpt3/*.yaml")):
-        yield Launch(file.relative_to(examples).as_posix(), ("--yaml-cfg", str(file)), 8)
 
 
 def launches_by(script: Path, examples: Path) -> Iterator[Launch]:
@@ -217,8 +215,6 @@ def variable_of(script: Path) -> str:
 def completed(launch: Launch) -> Launch:
     """The launch with what it leaves to a tokenizer or to another file filled in."""
     words = launch.words
-    if "--yaml-cfg" in words:
-        return replace(launch, words=(*words, "--vocab-size", MISSING["--vocab-size"]))
     launch = replace(launch, gpus=enough_gpus(launch))
     added = [word for flag, value in MISSING.items() if flag not in words for word in (flag, value)]
     return replace(launch, words=(*words, *added))
@@ -264,25 +260,19 @@ def answer() -> None:
 
 def answer_to(arguments: list[str], gpus: int) -> dict[str, Any]:
     from megatron.training.arguments import parse_args, validate_args
-    from megatron.training.yaml_arguments import load_yaml, validate_yaml
 
     os.environ["WORLD_SIZE"] = str(gpus)
-    yaml, sys.argv = "--yaml-cfg" in arguments, ["pretrain_gpt.py", *arguments]
+    sys.argv = ["pretrain_gpt.py", *arguments]
     stopped = None
     try:
         parsed = parse_args(modelopt_flags())
     except SystemExit:
         return {"values": {}, "taken": False, "stopped": "its parser does not take these arguments"}
-    except AttributeError as error:  # its own example lacks names that it looks for
-        parsed, stopped = load_yaml(arguments[arguments.index("--yaml-cfg") + 1]), str(error)
-        parsed.rank, parsed.world_size = 0, gpus
     try:
-        parsed = (validate_yaml if yaml else validate_args)(parsed) or parsed
+        parsed = validate_args(parsed) or parsed
     except Exception as error:  # noqa: BLE001  whatever a validation of three thousand lines may raise
-        stopped = stopped or f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        stopped = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
     values = vars(parsed)
-    if yaml:
-        values |= vars(parsed.language_model) | vars(parsed.model_parallel)
     if stopped and values["tensor_model_parallel_size"] == 1:
         values["sequence_parallel"] = None  # it would have been switched off later
     values["gradients_known"] = not stopped

@@ -252,7 +252,7 @@ def planned_from(plan: Plan) -> tuple[Job, Path | None] | None:
 def _launched(answer: Answer, output: Path, *, chosen: bool) -> str:
     """The command or flags to launch with. `chosen`: an option of `plan` decides the optimizer's share on the host."""
     from megatron_lynx.cli.inputs import command_with
-    from megatron_lynx.launch_arguments.model_facts import OF_THE_HOST, ON_HOST
+    from megatron_lynx.launch_arguments.model_facts import OF_THE_HOST
     from megatron_lynx.plan.layout import launch_flags
     from megatron_lynx.planner.summary import host_optimizer_flags, job_environment, job_flags
 
@@ -263,10 +263,8 @@ def _launched(answer: Answer, output: Path, *, chosen: bool) -> str:
         return f"its launch needs {' '.join([*variables, *launch_flags(decision.plan), *job_flags(decision.job)])}"
     flags = host_optimizer_flags(decision.job) if chosen else []
     without = OF_THE_HOST if chosen and not flags else ()
-    file = reading.given["yaml_cfg"]
-    drop = f"drop {ON_HOST} in {file}; " if without and file is not None and reading.given[ON_HOST] else ""
     added, lost = answer.switched
-    return f"{drop}launch with it:\n\n{command_with(reading, job, decision.plan, output, [*added, *flags], [*without, *lost])}"
+    return f"launch with it:\n\n{command_with(reading, job, decision.plan, output, [*added, *flags], [*without, *lost])}"
 
 
 @command

@@ -14,12 +14,6 @@ blanks.
 # llama3-70b: 64 x H100-80G         a comment: the line is `#`, or begins with `# `
 # cluster: h100-80g                 the cluster, unless --cluster is given
 torchrun --nproc-per-node 8
-
-Megatron's `--yaml-cfg FILE` has the names of its arguments, in two sections and outside of them.
-
-language_model: {num_layers: 24, activation_func: swiglu, ...}     ─┐
-model_parallel: {tensor_model_parallel_size: 2, ...}                ├─> the same values as from arguments
-micro_batch_size: 2                                                ─┘
 """
 
 from __future__ import annotations
@@ -27,16 +21,15 @@ from __future__ import annotations
 import ast
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import Any
 
-from megatron_lynx.errors import ConfigError, Problem, suggestion
-from megatron_lynx.launch_arguments.given import SHELL, Flag, FlagTable, Given, Value, in_range
+from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.launch_arguments.given import SHELL, Flag, FlagTable, Value, in_range
 from megatron_lynx.whole_file import text_in
-from megatron_lynx.yaml_file import read_yaml
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
@@ -156,27 +149,6 @@ def _refused(path: Path, content: str) -> ConfigError:
     return ConfigError(HEADLINE, [Problem(f"{OPTION} {path}", content, NEEDED, TODO)])
 
 
-SECTIONS = ("language_model", "model_parallel")
-BESIDE = ("yaml_cfg", "vocab_size")
-RENAMED = {"num_moe_experts": "num_experts", "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank"}
-"""Fields of Megatron's configuration with another name as an argument."""
-
-ACTIVATIONS = {"gelu": {"swiglu": False}, "swiglu": {"swiglu": True}, "squaredrelu": {"swiglu": False, "squared_relu": True}}
-
-
-def given_file(path: Path, arguments: Given, problems: list[Problem]) -> tuple[Given, list[Problem]]:
-    """Values of a file, which replace the arguments as in Megatron. Only arguments of the tokenizer are used with it."""
-    table, values = arguments.table, {name: arguments.values[name] for name in BESIDE if name in arguments.values}
-    beside = [value.said for name, value in arguments.values.items() if name not in BESIDE]
-    if beside:
-        needed = "no flag beside it: Megatron reads only the file"
-        problems = [*problems, Problem("--yaml-cfg", f"also {', '.join(beside)}", needed)]
-    all_problems = list(problems)
-    stated, others = values_of(_entries(read_yaml(path)), table, arguments.release, all_problems, f"{path}: ")
-    all_problems += [_unknown(f"{path}: {key}", name, table) for key, name, value in others if value not in (None, False)]
-    return Given(values | stated, arguments.releases, table, arguments.unknown), all_problems
-
-
 def value_of(text: str) -> Any:
     """A value on a command line: a Python literal, a word of YAML, a list of words, or text."""
     words = {"true": True, "false": False, "null": None}
@@ -192,32 +164,15 @@ Entry = tuple[str, str, Any]
 """(place as the user wrote it, Megatron's name, value)."""
 
 
-def values_of(
-    entries: Iterable[Entry], table: FlagTable, release: str, problems: list[Problem], where: str = ""
-) -> tuple[dict[str, Value], list[Entry]]:
-    """The values of flags, the last of several, and the entries that no flag sets. `where`: in front of a problem's place."""
+def values_of(entries: Iterable[Entry], table: FlagTable, release: str, problems: list[Problem]) -> dict[str, Value]:
+    """The values of flags, the last of several; entries that no flag sets are left out."""
     values: dict[str, Value] = {}
-    others = []
     for place, name, value in entries:
         flags = table.of_name.get(name, ())
         flag = next((flag for flag in flags if release in flag.releases), None) or next(iter(flags), None)
-        if flag is None and name not in table.no_flag:
-            others.append((place, name, value))
-        elif flag is not None and value is not None:
-            values[name] = Value(flag, place, checked(flag, f"{where}{place}", value, problems))
-    return values, others
-
-
-def _entries(data: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    for key, value in data.items():
-        if key in SECTIONS and isinstance(value, Mapping):
-            yield from ((f"{key}.{inner}", name, one) for inner, name, one in _entries(value))
-        elif key == "activation_func":
-            yield from ((key, name, one) for name, one in ACTIVATIONS.get(str(value), {"activation_func": value}).items())
-        elif key == "cpu_offloading":
-            yield key, "cpu_offloading_num_layers", 1 if value else None
-        elif key != "swiglu":  # only `activation_func` has an effect
-            yield key, RENAMED.get(key, key), value
+        if flag is not None and value is not None:
+            values[name] = Value(flag, place, checked(flag, place, value, problems))
+    return values
 
 
 KINDS = {"int": (int, "a whole number"), "float": (int | float, "a number"), "text": (str | int | float, "text")}
@@ -235,7 +190,3 @@ def checked(flag: Flag, where: str, value: Any, problems: list[Problem]) -> Any:
         is_text = flag.type == "text" and flag.takes == 1 and flag.is_read
         return str(value) if is_text else in_range(flag, where, value, problems)
     return value
-
-
-def _unknown(where: str, name: str, table: FlagTable) -> Problem:
-    return Problem(where, "an unknown key", "a name that Megatron's arguments have", suggestion(name, table.of_name))

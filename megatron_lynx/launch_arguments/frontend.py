@@ -283,14 +283,14 @@ def given_frontend(
             fields = table.no_flag | table.no_flag_of_bridge
             known = key.rpartition(".")[2] in fields or any(fnmatchcase(key, one) for one in row["without_matter"])
             (without_matter if known else unread).append(row["words"].format(key))
-    values, _ = values_of([entry for entry in entries if entry[2] != "none"], table, release, problems)
+    values = values_of([entry for entry in entries if entry[2] != "none"], table, release, problems)
     missing = () if model else ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
     if misread := list(_misread(frontend)):
         problems += misread
         missing = (*missing, "seq_length", "micro_batch_size")
     else:
         batch = {SWIFT: _of_swift, VERL: _of_verl, NEMO: _of_nemo}[frontend.name]
-        values |= values_of(batch(frontend, values, gpus), table, release, problems)[0]
+        values |= values_of(batch(frontend, values, gpus), table, release, problems)
     values |= {name: Value(table.of_name[name][-1], "", None) for name in missing}  # reported above
     unread += [] if model is None else [f"{FILE}: {key}" for key in model.unread]
     subjects = {f"{frontend.name}'s own, which have no effect on activations": tuple(without_matter)} if without_matter else {}

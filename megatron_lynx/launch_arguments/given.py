@@ -1,4 +1,4 @@
-"""The flags of Megatron's parsers, by release, and the values of a launch, from arguments or Megatron's YAML form.
+"""The flags of Megatron's parsers, by release, and the values of a launch.
 
 --swiglu        takes nothing, sets swiglu to True       0.16 0.17 0.18 0.19
 --split         takes one word                           0.16 0.17 0.18 0.19        a flag that changed has a row for each form

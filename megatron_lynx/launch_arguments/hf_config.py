@@ -61,7 +61,7 @@ def shapes_in(path: Path) -> Shapes:
 
 def with_shapes(given: Given, shapes: Shapes, problems: list[Problem]) -> Given:
     """The launch with the model's shapes where its flags say nothing."""
-    values, _ = values_of(shapes.entries, given.table, given.release, problems)
+    values = values_of(shapes.entries, given.table, given.release, problems)
     return replace(
         given, values={**values, **given.values}, unknown=(*given.unknown, *(f"{FILE}: {key}" for key in shapes.unread))
     )

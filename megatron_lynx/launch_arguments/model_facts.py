@@ -327,6 +327,6 @@ def _gradients(given: Given, problems: list[Problem]) -> Fact:
             needed = "--main-grads-dtype fp32: Megatron refuses both"
             problems.append(Problem(summed, f"also {given.origin('main_grads_dtype')} bf16", needed))
         return Fact(place, "bf16", given.origin("main_grads_dtype"))
-    if given["grad_reduce_in_bf16"] and given["yaml_cfg"] is None:
+    if given["grad_reduce_in_bf16"]:
         return Fact(place, "bf16", given.origin("grad_reduce_in_bf16"))
     return Fact(place, "fp32", summed if given[SUM_IN_FP32] else f"{given.origin('bf16')}: gradients are added up in fp32")

@@ -1,7 +1,7 @@
 """Reads a launch: the job, the flag of each value, and the problems.
 
 words ─ command_line ─> arguments ─ given ─> values by Megatron's names ─ kinds ─┬─ read ──────> facts ─> a job's data
-          (or --yaml-cfg, or --bridge)                                           ├─ priced as ─> reported
+          (or --bridge)                                                          ├─ priced as ─> reported
                                                                                  ├─ refused ───> problems
                                                                                  └─ no matter ─> listed
 
@@ -27,7 +27,7 @@ from megatron_lynx.config.loader import load_cluster
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.launch.flags import flags_in
 from megatron_lynx.launch_arguments.adapters import adapter_facts
-from megatron_lynx.launch_arguments.command_line import HEADLINE, LAUNCHER, CommandLine, command_line, given_file, without_option
+from megatron_lynx.launch_arguments.command_line import HEADLINE, LAUNCHER, CommandLine, command_line, without_option
 from megatron_lynx.launch_arguments.container import OPTION as BRIDGE
 from megatron_lynx.launch_arguments.container import Container, given_container, read_container
 from megatron_lynx.launch_arguments.expert_facts import DISPATCHER, expert_facts, has_experts, without_experts
@@ -162,8 +162,6 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
         given, problems = given_arguments(command.arguments, table)
         if shapes is not None:
             given = with_shapes(given, shapes_in(Path(shapes)), problems)
-    if (file := given["yaml_cfg"]) is not None:
-        given, problems = given_file(Path(file), given, problems)
     of_launch = container.gpus if isinstance(container, Frontend) else gpus_of_actor(given)
     counts = {"--gpus": gpus, "the launcher": command.gpus, "the launch": of_launch}
     counted_by, gpus = next(((origin, count) for origin, count in counts.items() if count is not None), ("", None))
@@ -178,9 +176,6 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     facts += [*expert_facts(given, problems, planning=planning), *graph_facts(given), *adapters]
     facts += [*optimizer_facts(given, problems), *parallel_facts(given, gpus, problems, left_open=planning)]
     today = today_of(given, problems, planning=planning)
-    if planning and given["yaml_cfg"] is not None:  # a user's file is not rewritten, as a command is
-        todo = f"drop it in {given['yaml_cfg']}: the plan decides what is recomputed"
-        problems += [Problem(flag, "given in a file", "a launch without it", todo) for flag in today.flags]
     facts.append(_policy(today, given, planning=planning))
     if planning and given[FINE_GRAINED]:
         facts.append(Fact("offload_ratio", "auto", f"{given.origin(FINE_GRAINED)}: a plan offloads what pays, too"))
