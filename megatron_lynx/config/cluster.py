@@ -1,14 +1,7 @@
 """The machine that a job runs on: its devices, links and CPUs.
 
-    node:  device ──NVLink── device ──NVLink── ...     one figure per direction
-             │ PCIe (shared by `gpus_per_link` devices)
-           host memory
-             │ NICs
-           other nodes
-
 Profiling needs only `device`, `memory_gib` and, on the testbed, `link_mbit_per_s`. Estimates need the other fields;
-`configs/clusters/` has them for common nodes, each figure with its source.
-"""
+`configs/clusters/` has them for common nodes, each figure with its source."""
 
 from __future__ import annotations
 
@@ -34,10 +27,8 @@ deferred      activations kept, and the weight gradients of all its linears dela
 """
 
 Implementation = Literal["local", "transformer_engine"]
-"""Layer implementation, as in Megatron's `--transformer-impl`."""
 
 LAYERS: Mapping[Implementation, str] = {"local": "Megatron's own layers", "transformer_engine": "Transformer Engine's layers"}
-"""Names of the implementations in messages."""
 
 
 class HostPasses(Part):
@@ -56,8 +47,6 @@ class HostPasses(Part):
 
 
 class HalfHostTime(Part):
-    """Host time of one half under every setting."""
-
     none: HostPasses
     full: HostPasses
     kept: HostPasses
@@ -70,7 +59,6 @@ class HalfHostTime(Part):
     deferred: HostPasses | None = None
 
     def under(self, setting: Setting) -> HostPasses:
-        """Return the figures of a setting, or of the nearest one that was measured."""
         passes: HostPasses | None = getattr(self, setting)
         return passes or (self.recomputed if setting == "gathered" else self.kept)
 
@@ -79,7 +67,6 @@ class LayerHostTime(Part):
     """Host time of one layer by half and setting, without the collectives that it issues."""
 
     made_by: str
-    """Tool and, where relevant, conditions of the measurement."""
     attention: HalfHostTime
     mlp: HalfHostTime
 
@@ -95,7 +82,6 @@ class ExpertHostTime(Part):
     """Host time of a half with experts under stock none. Other settings differ from it as an MLP's do."""
 
     made_by: str
-    """Tool and conditions of the measurement, or the source of the figures."""
     half: HostPasses
     """Router, permutation, exchanges and the calls of the experts' grouped GEMMs, for any number of experts."""
     each: HostPasses
@@ -116,7 +102,6 @@ class HostAdam(Part):
     """Speed of PyTorch's fused AdamW on fp32 parameters on a node's CPUs (Megatron's `--optimizer-cpu-offload`)."""
 
     made_by: str
-    """Tool and thread count of the measurement, or the source of the figures."""
     alone_million_per_s: float = Field(gt=0)
     """Parameters per second of one rank while other ranks of the node are idle."""
     together_million_per_s: float | None = Field(default=None, gt=0)
@@ -124,7 +109,6 @@ class HostAdam(Part):
     memory_gb_per_s: float | None = Field(default=None, gt=0)
     """Memory bandwidth that updates reach on a node, in 1e9 bytes per second; None: unknown, no limit."""
     core_million_per_s: float | None = Field(default=None, gt=0)
-    """Parameters per second of one core."""
     cores: int | None = Field(default=None, ge=1)
     """Cores of a node that its ranks may use; None: unknown, no limit."""
 
@@ -152,16 +136,13 @@ class HostTime(Part):
     """
 
     cpu: str
-    """Processor name, as reported by the CPU."""
     local: LayerHostTime | None = None
     transformer_engine: LayerHostTime | None = None
     counts_us: float = Field(default=0.0, ge=0)
     """Microseconds in which a device waits, once per pass of experts: the host reads how many rows each expert gets, and only
     then issues the exchange and the experts."""
     experts: ExpertHostTime | None = None
-    """If None: unknown, counted as 0."""
     adam: HostAdam | None = None
-    """If None: unknown."""
 
     def _problems(self) -> Iterator[str]:
         if self.local is None and self.transformer_engine is None:
@@ -238,7 +219,6 @@ class Fp8Units(Part):
     efficiency: float | None = Field(default=None, gt=0, le=1)
     """Share of this peak that very large GEMMs reach; None: as in bf16."""
     recipes: tuple[Recipe, ...] = Field(min_length=1)
-    """FP8 recipes that these GPUs support."""
     fp4_tflop_per_s: float | None = Field(default=None, gt=0)
     """Dense peak in FP4; None: no nvfp4 on these GPUs."""
     transposes: bool
@@ -250,14 +230,11 @@ class Fp8Units(Part):
         return self.recipes if self.fp4_tflop_per_s is None else (*self.recipes, "nvfp4")
 
     def peak_of(self, recipe: Recipe) -> float:
-        """Dense peak of a recipe's GEMMs, in TFLOP/s."""
         fp4 = self.fp4_tflop_per_s
         return self.tflop_per_s if fp4 is None or recipe != "nvfp4" else fp4
 
 
 class Link(Part):
-    """One direction of a link."""
-
     gb_per_s: float = Field(gt=0)
     """Peak rate, in 1e9 bytes per second."""
     efficiency: float = Field(gt=0, le=1)
@@ -273,8 +250,6 @@ class Link(Part):
 
 
 class Pcie(Link):
-    """Link between a device and host memory."""
-
     gpus_per_link: int = Field(default=1, ge=1)
     """Devices that share the uplink of one PCIe switch."""
     shared_with_nic: bool = False
@@ -286,8 +261,6 @@ class Pcie(Link):
 
 
 class Nic(Link):
-    """One port of a network card, one direction."""
-
     per_node: int = Field(ge=1)
 
 
@@ -312,14 +285,10 @@ class AllocatorSlack(Part):
     """Memory that PyTorch's allocator has reserved but not allocated, at its peak."""
 
     expandable_gib: float = Field(ge=0)
-    """With `expandable_segments:True`."""
     fixed_gib: float = Field(ge=0)
-    """Without it."""
 
 
 class Reserve(Part):
-    """Parts of the reserve that do not depend on the layout."""
-
     context_gib: float = Field(ge=0)
     """CUDA driver and PyTorch's kernels."""
     libraries_gib: float = Field(ge=0)
@@ -329,8 +298,6 @@ class Reserve(Part):
 
 
 class Cluster(Part):
-    """Devices of one type and the links between them."""
-
     name: str
     device: Literal["cpu", "cuda"]
     memory_gib: float = Field(gt=0, le=1e9)
@@ -345,9 +312,7 @@ class Cluster(Part):
     fp8: Fp8Units | None = None
     """If None: no FP8 on these GPUs, or unknown."""
     ordered_attention: OrderedAttention | None = None
-    """Cost of `model.deterministic`; None: assumed free."""
     hbm: Link | None = None
-    """The device's own memory."""
     nvlink: Link | None = None
     """Link to all other devices of the node together; None: they communicate over PCIe."""
     pcie: Pcie | None = None

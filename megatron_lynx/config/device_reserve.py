@@ -1,10 +1,5 @@
 """Device memory that a job's plan cannot use, by part: context, libraries, NCCL, DeepEP or HybridEP, allocator slack.
 
-cluster.reserve_gib     a total, if given: the job's own margin, or a paper's
-cluster.reserve         else the parts
-neither                 nothing is reserved (testbed)
-budget.share, .beside   in addition: memory of other processes on the device
-
 NCCL's communicators and the size of their buffers per device:
 
     name             ranks                      used for
@@ -29,9 +24,7 @@ by NCCL 2.18 to 2.28; newer releases connect peers lazily, so these are upper bo
     peers         14 MiB per channel and peer in the same node        8 H100: 3.28e9 B, 32 channels, 7 peers (#1685)
                   512 MiB for all peers in other nodes                a separate pool: 536870912 B (#2363, a B300)
 
-All pairs of a communicator use the smallest channel count of any pair: twice the NVLinks of a pair in one NVLink domain, rounded
-up to a power of two, at most the channels of collectives; over the network 2, from NCCL 2.29 on one per 14 GB/s of NIC
-(`ncclTopoComputeP2pChannels`). An all-to-all among 64 GPUs of an NVL72 rack takes 63 x 32 x 14 MiB = 28 GiB.
+All pairs of a communicator use the smallest channel count of any pair (`ncclTopoComputeP2pChannels`).
 """
 
 from __future__ import annotations
@@ -56,7 +49,6 @@ PEER_MIB, OTHER_NODES_MIB = 14, 512
 PEER_CHANNELS_BETWEEN_NODES = 8
 """Upper bound for communicators over several nodes: a NIC of 800 Gbit/s (ConnectX-8)."""
 NEIGHBOURS = 2
-"""Peers of a pipeline stage, or of a rank in a ring."""
 
 
 @dataclass(frozen=True)
@@ -128,11 +120,8 @@ SLACK = "allocator"
 @dataclass(frozen=True)
 class DeviceReserve:
     memory_bytes: int
-    """Total, as PyTorch reports it."""
     parts: Mapping[str, int]
-    """Ordered by when they are allocated."""
     communicators: Mapping[str, int]
-    """The NCCL part by communicator."""
     taken_bytes: Mapping[str, int] = field(default_factory=dict)
     """Memory of other processes, by name. `parts` excludes them."""
 
@@ -143,7 +132,6 @@ class DeviceReserve:
 
     @property
     def left_bytes(self) -> int:
-        """Bytes that a plan may use; negative if the parts exceed the device."""
         return self.memory_bytes - sum(self.parts.values()) - sum(self.taken_bytes.values())
 
     @property
@@ -154,7 +142,6 @@ class DeviceReserve:
 
     @property
     def in_words(self) -> str:
-        """One line for people; empty if nothing is reserved."""
         if not self.parts and not self.taken_bytes:
             return ""
         names = {"nccl": f"NCCL ({', '.join(self.communicators)})"} if self.communicators else {}
@@ -203,7 +190,6 @@ DEEP_EP_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 HYBRID_EXPERTS, HYBRID_COLUMNS, HYBRID_TOKENS = 4, 16, (65536 - 2) // 3
 """`BufferConfig.is_valid`, `hybrid_ep_token_capacity_is_valid`: three entries per token in a queue of fewer than 65536."""
 SCALED = 128
-"""Values per scale."""
 
 
 class FusedDispatch(NamedTuple):
@@ -227,7 +213,6 @@ class FusedDispatch(NamedTuple):
     model: Model
     parallel: Parallel
     micro: int
-    """Sequences of a micro-batch."""
     cluster: Cluster
 
     @property
@@ -258,7 +243,6 @@ class FusedDispatch(NamedTuple):
 
     @property
     def buffers_bytes(self) -> int:
-        """Bytes of one device's buffers; 0 on the testbed."""
         experts = self._by_kernels
         if experts is None or self.cluster.device == "cpu":
             return 0

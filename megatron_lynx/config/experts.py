@@ -1,25 +1,6 @@
 """Halves that only some layers of a job have: a mixture of experts, opaque ones, and kinds with their sizes.
 
-experts: {count: 8, per_token: 2, ffn: 14336}                                   Mixtral 8x7B: every layer
-experts: {count: 64, per_token: 6, ffn: 1408, shared_ffn: 2816, layers: [2-27]} DeepSeek-V2-Lite: the first layer is dense
-experts: {count: 8, per_token: 2, ffn: 14336, load: 1.5}                        the fullest rank gets 1.5 times the mean rows
-experts: {count: 8, per_token: 2, ffn: 14336, holds: 2}                         memory is counted for twice the mean rows
-experts: {count: 128, per_token: 8, ffn: 768, dispatcher: deepep}               Megatron's flex dispatcher with DeepEP
-
-opaque: [{kind: gated_delta_net, layers: [1-3], delta: {...}}]                       sizes as in `kinds.delta.section`
-opaque: [{kind: mamba, layers: [1-3], mamba: {...}}]                                 sizes as in `kinds.mamba.section`
-opaque: [{kind: own_attention, layers: [1-3], parameters: 33554432, kept_bytes: 95232, in_hand_bytes: 73728, flops: 71000000}]
-
-Bytes and FLOPs are per token and weights per layer, over all tensor-parallel ranks, which share them equally. Launches with
-`--attention-output-gate` get them from the formulas below, read in the named code.
-They were not measured, so bytes are multiplied by `MARGIN`. e: element bytes, h: width of the residual stream.
-
-    gated attention   q width of queries, k of keys                                 `SelfAttention` with `attention_output_gate`
-        e (9q + 6k)         output of the linear; queries and keys before and after their norm and rotated; values; result;
-                            gate, its sigmoid, and the product
-
-Transient bytes in backward: the gradients of the widest of these, and the recomputed chunk states.
-"""
+Bytes and FLOPs are per token and weights per layer, over all tensor-parallel ranks, which share them equally."""
 
 from __future__ import annotations
 
@@ -39,7 +20,6 @@ from megatron_lynx.kinds.opaque.section import NOTHING, OpaqueName
 from megatron_lynx.validation import Part
 
 BALANCED = 1.0
-"""Load if all ranks get the same number of rows."""
 
 BESIDE_EXCHANGES = ("overlapped", "shared_beside")
 """Options that Megatron refuses with the allgather dispatcher."""
@@ -54,8 +34,6 @@ Layers = Annotated[Literal["all"] | Annotated[int, Field(ge=1)] | tuple[int | st
 
 
 class Experts(Part):
-    """A router and experts in place of a layer's MLP."""
-
     count: int = Field(ge=1)
     """Experts per layer, over all ranks (E)."""
     per_token: int = Field(ge=1)
@@ -162,7 +140,6 @@ def as_spans(numbers: Iterable[int]) -> tuple[int | str, ...]:
 
 @lru_cache(maxsize=256)
 def numbers_of(stated: Literal["all"] | int | tuple[int | str, ...], layers: int) -> frozenset[int]:
-    """Return Megatron's numbers (from 1) of the layers that a file names."""
     if isinstance(stated, tuple):
         spans = (_numbers(span) for span in stated)
         return frozenset(number for span in spans for number in range(span.start, min(span.stop, layers + 1)))
@@ -202,9 +179,7 @@ class Opaque(Part):
     margin: float = Field(default=MARGIN, ge=1.0, le=10.0)
     """Factor on the bytes, which were not measured."""
     delta: DeltaSizes | None = None
-    """Sizes of a gated delta net, from which all its figures follow."""
     mamba: MambaSizes | None = None
-    """Sizes of a Mamba layer, in the same way."""
 
     def _problems(self) -> Iterator[str]:
         for name, kind in (("delta", DELTA_NET.name), ("mamba", MAMBA.name)):
@@ -220,7 +195,12 @@ class Opaque(Part):
 
 
 def gated_attention(hidden: int, element: int, *, queries: int, keys: int, seq: int) -> dict[str, Any]:
-    """Return the figures of attention with an output gate, by widths of queries and keys."""
+    """Return the figures of attention with an output gate, by widths of queries and keys, read in `SelfAttention` with
+    `attention_output_gate`. They were not measured, so bytes are multiplied by `MARGIN`.
+
+    Saved: output of the linear; queries and keys before and after their norm and rotated; values; result; gate, its sigmoid, and
+    the product. In hand: the gradients of the widest of these.
+    """
     made = 2 * queries + 2 * keys
     return {
         "kind": "gated_attention",

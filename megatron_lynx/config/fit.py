@@ -1,8 +1,4 @@
-"""Checks that a job's model, layout and GPUs are compatible, before Megatron or Transformer Engine would fail.
-
-ranks of one stage     tensor x context x data                   attention, router, shared experts
-the same ranks         expert_tensor x expert x expert data      experts: each group of `expert` ranks has all of them
-"""
+"""Checks that a job's model, layout and GPUs are compatible, before Megatron or Transformer Engine would fail."""
 
 from __future__ import annotations
 
@@ -178,6 +174,5 @@ def needs_flushes(model: Model) -> list[str]:
 
 
 def _divisors(number: int) -> str:
-    """Return the first ten divisors up to 1000, as suggestions."""
     divisors = [str(divisor) for divisor in range(1, min(number, 1000) + 1) if number % divisor == 0]
     return ", ".join(divisors[:10])

@@ -86,7 +86,6 @@ class Batch(Part):
 
 
 Leaving = Literal["parameters", "gradients", "optimizer"]
-"""Training state that may move to host memory while other processes use the device."""
 
 
 class Beside(Part):
@@ -110,7 +109,6 @@ class Budget(Part):
     """Share of the device memory that PyTorch reports for the training process, including context, libraries, NCCL's buffers and
     allocator slack. The rest belongs to other processes: an inference engine configured with 0.45 leaves 0.55."""
     beside: tuple[Beside, ...] = ()
-    """Other components on each device during training."""
     leaves: tuple[Leaving, ...] = ()
     """State that moves to host memory between phases of training. Plans ignore it; `estimate` shows both phases."""
 
@@ -120,7 +118,6 @@ class Budget(Part):
 
     @property
     def of_device(self) -> bool:
-        """Whether the budget limits a device's memory."""
         return self.memory_gib is not None or self.share is not None or bool(self.beside)
 
 
@@ -152,7 +149,6 @@ class Job(Part):
     """double_buffered only: whether stages continue with the next batch, into a second gradient buffer, until all can update
     together."""
     head: Head | None = None
-    """If None: the output layer is computed whole, as in stock."""
     unavailable: tuple[Literal["head", "offload", "overlap", "userbuffers"], ...] = ()
     """Stock's settings that the launch's training loop has no code for, or refuses; they are not recommended."""
     learned: Learned = Learned()
@@ -218,7 +214,6 @@ class Job(Part):
             yield "head.pieces needs schedule flush, found double_buffered: logits are computed again in backward"
 
     def _flushless_problems(self) -> Iterator[str]:
-        """Return what prevents two weight versions: a batch needs a micro-batch per stage, and stages need one chunk."""
         pipeline, microbatches, todo = self.parallel.pipeline, self.microbatches, "or train with schedule flush"
         if pipeline == 1:
             yield f"parallel.pipeline (1) has no flush to leave out, schedule double_buffered needs at least 2, {todo}"
@@ -239,7 +234,6 @@ class Job(Part):
 
     @property
     def replicas(self) -> int:
-        """Data-parallel size."""
         return self.gpus // self.parallel.ranks
 
     @property
@@ -249,12 +243,10 @@ class Job(Part):
 
     @property
     def microbatches(self) -> int:
-        """Micro-batches of one pipeline per step (m)."""
         return self.batch.global_ // (self.batch.micro * self.replicas)
 
     @property
     def microbatch_group(self) -> int:
-        """Consecutive micro-batches per chunk in the interleaved schedule (g)."""
         return self.parallel.microbatch_group or self.parallel.pipeline
 
     @property
@@ -277,7 +269,6 @@ class Job(Part):
         return self.userbuffers or bool(self.model.adapted)
 
     def with_captured(self, modules: tuple[CapturedModule, ...]) -> Job:
-        """Return the job with these modules in CUDA graphs."""
         if self.model.captured == modules:
             return self
         return self.model_copy(update={"model": self.model.model_copy(update={"captured": modules})})
@@ -298,7 +289,6 @@ class Job(Part):
 
     @property
     def chunks(self) -> int:
-        """Chunks per stage (v); 1 in plain 1F1B."""
         return len(self.partition) // self.parallel.pipeline
 
     @property
@@ -333,7 +323,6 @@ class Job(Part):
 
     @property
     def device_reserve(self) -> DeviceReserve:
-        """Reserved memory of one device by part, independent of a stated budget."""
         segments = self.budget.expandable_segments
         buffers = self.fused_dispatch.buffers_bytes
         reserve = device_reserve(self.cluster, self.communicators, expandable_segments=segments, dispatch_bytes=buffers)
@@ -346,20 +335,17 @@ class Job(Part):
         return self.gpus if node is None else min(node.gpus, self.gpus)
 
     def layers_of(self, stage: int, chunk: int = 0) -> range:
-        """Return Megatron's layer numbers (from 1) of one chunk of a stage."""
         partition, virtual_stage = self.partition, chunk * self.parallel.pipeline + stage
         first = sum(partition[:virtual_stage]) + 1
         return range(first, first + partition[virtual_stage])
 
     def chunk_layers(self, stage: int) -> tuple[int, ...]:
-        """Return the layer count of each chunk of a stage."""
         return self.partition[stage :: self.parallel.pipeline]
 
     def layers_on(self, stage: int) -> int:
         return sum(self.chunk_layers(stage))
 
     def experts_of(self, stage: int, chunk: int = 0) -> int:
-        """Return the count of layers with experts in one chunk of a stage."""
         layers = self.model.expert_layers
         return sum(layer in layers for layer in self.layers_of(stage, chunk)) if layers else 0
 
@@ -373,7 +359,6 @@ class Job(Part):
         return self.model.kinds_of(chain.from_iterable(self.layers_of(stage, chunk) for chunk in range(self.chunks)))
 
     def halves_on(self, stage: int) -> Counter[Section]:
-        """Return the count of halves by section in a stage."""
         counts = Counter[Section]()
         for kind, layers in self.kinds_on(stage).items():
             counts.update(dict.fromkeys(kind, layers))
@@ -390,6 +375,5 @@ class Job(Part):
 
 
 def _nearest(number: int, step: int) -> str:
-    """Suggest the multiples of `step` around a size."""
     below = number // step * step
     return f"such as {below} or {below + step}" if below else f"such as {step}"

@@ -29,10 +29,8 @@ from megatron_lynx.whole_file import text_in
 from megatron_lynx.yaml_file import read_yaml
 
 PARTS: dict[str, type[BaseModel]] = {"model": Model, "cluster": Cluster}
-"""Keys of a job that may name a file instead of a mapping."""
 
 LIKE = "like"
-"""Key of such a mapping that names a file with the remaining values."""
 
 
 def bundled_configs() -> Path:
@@ -78,7 +76,6 @@ def load_job(path: str | os.PathLike[str], overrides: Mapping[str, Any] | None =
 
 
 def lengths_in(file: Path) -> dict[str, float]:
-    """Return the mean and mean square of the lengths in a file."""
     needed = "lengths of sequences in tokens, whole numbers from 1, separated by blanks or lines"
     headline = "the lengths cannot be read"
     text = text_in(file, needed, headline=headline)
@@ -105,13 +102,11 @@ def load_cluster(name: str, where: str) -> Cluster:
 
 
 def load_host_time(name: str, where: str) -> HostTime:
-    """Load a CPU's host time by bundled name (`amd-epyc`) or by path. `where`: place of the name, for errors."""
     file = _named(name, where, "hosts")
     return validated(HostTime, read_yaml(file), file)
 
 
 def load_model(name: str, where: str) -> Model:
-    """Load a model by bundled name (`llama3-70b`) or by path. `where`: place of the name, for errors."""
     file = _named(name, where, "models")
     return validated(Model, read_yaml(file), file)
 
@@ -134,7 +129,6 @@ def _named(name: str, where: str, kind: str) -> Path:
 
 
 def cluster_data(file: Path) -> dict[str, Any]:
-    """Return a cluster file's mapping with the host time it names filled in. Raises `ConfigError` if that is invalid."""
     return _with_host_time(read_yaml(file), file)
 
 
@@ -194,7 +188,6 @@ def override(data: dict[str, Any], overrides: Mapping[str, Any]) -> list[Problem
 
 
 def _blamed(problem: Problem, file: Path, overrides: Mapping[str, Any]) -> Problem:
-    """Return the problem with the override that caused it as its place, if one did."""
     key = problem.where.removeprefix(f"{file}: ")
     for place in overrides:
         if key == place or (problem.finding == "an unknown key" and place.startswith(f"{key}.")):

@@ -71,7 +71,6 @@ class Adapters(Part):
 
     rank: int = Field(ge=1)
     targets: Annotated[tuple[Adaptable, ...], AS_TUPLE] = LINEARS
-    """Linears with an adapter, in every layer."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     whole: bool = False
     """Whether each tensor-parallel rank has all of the weight that is not cut like the linear's (ms-swift)."""
@@ -131,7 +130,6 @@ class Model(Part):
     position: Literal["learned", "rope"] = "learned"
     """Default: rope with rmsnorm (Llama-like models) and with latent attention, else learned."""
     bias: bool = True
-    """Whether linear layers have biases."""
     attention: Literal["flash", "unfused"] = "flash"
     """`unfused` keeps the s x s scores (Megatron's local DotProductAttention)."""
     attention_kernel: AttentionKernel = "usual"
@@ -151,7 +149,6 @@ class Model(Part):
     activation_clamped: bool = False
     """Whether the inputs of a gated activation are clamped (`--activation-func-clamp-value`)."""
     window: Window | None = None
-    """Sliding window of some layers (`--window-size`); None: full attention in every layer."""
     sinks: bool = False
     """Whether each head's softmax has an additional learned logit (`--softmax-type learnable`)."""
     cross_entropy: Literal["unfused", "native", "te"] = "unfused"
@@ -163,7 +160,6 @@ class Model(Part):
     """Whether kernels sum in a fixed order (`--deterministic-mode`): fused attention's backward takes more time and memory, by
     `cluster.ordered_attention`. A measured profile includes this."""
     tied_embeddings: bool = False
-    """Whether input embedding and output layer share their weight."""
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Type of weights in forward and backward, and of activations."""
     fp8: Fp8 | None = None
@@ -182,7 +178,6 @@ class Model(Part):
     """Opaque halves of some layers, which plans keep whole. The first entry that names a layer and half applies."""
 
     adapters: Adapters | None = None
-    """Low-rank adapters, the only weights that are trained; None: all weights are."""
 
     captured: Annotated[tuple[CapturedModule, ...], AS_TUPLE] = ()
     """Modules of every layer that run as CUDA graphs (`--cuda-graph-impl transformer_engine`): plans keep them whole."""
@@ -270,7 +265,6 @@ class Model(Part):
 
     @property
     def adapted(self) -> tuple[str, ...]:
-        """Linears with an adapter, in forward order."""
         return () if self.adapters is None else tuple(name for name in LINEARS if name in self.adapters.targets)
 
     @property
@@ -279,12 +273,10 @@ class Model(Part):
 
     @property
     def first_in_bf16(self) -> range:
-        """Numbers of the layers at the start of an FP8 model that compute in bf16."""
         return range(1, 1 + (0 if self.fp8 is None else self.fp8.first_in_bf16))
 
     @property
     def last_in_bf16(self) -> range:
-        """Numbers of the layers at the end of an FP8 model that compute in bf16."""
         return range(self.layers + 1 - (0 if self.fp8 is None else self.fp8.last_in_bf16), self.layers + 1)
 
     @property
@@ -305,12 +297,10 @@ class Model(Part):
 
     @property
     def moe_delayed(self) -> bool:
-        """Whether weight gradients are separate nodes of the overlapped MoE schedule."""
         return self.experts is not None and self.experts.overlapped and self.experts.delayed
 
     @property
     def moe_overlapped(self) -> bool:
-        """Whether token exchanges overlap another micro-batch, in Megatron's combined 1F1B schedule."""
         return self.experts is not None and self.experts.overlapped
 
     @property
@@ -325,15 +315,12 @@ class Model(Part):
 
     @property
     def moe_load(self) -> float:
-        """Load of the fullest rank's experts for which memory is counted."""
         return BALANCED if self.experts is None else self.experts.held_load
 
     def sections(self, layer: int) -> LayerKind:
-        """Return the sections of a layer (number from 1), in forward order."""
         return self.each_kind([layer])[0]
 
     def each_kind(self, layers: Iterable[int]) -> list[LayerKind]:
-        """Return the sections of each of these layers."""
         experts, opaque_layers = self.expert_layers, [(opaque.kind, opaque.numbers(self.layers)) for opaque in self.opaque]
         contents = [(layer in experts, tuple(kind for kind, numbers in opaque_layers if layer in numbers)) for layer in layers]
         kinds = {content: self.kind_sections(experts=content[0], opaque=content[1]) for content in set(contents)}
@@ -362,7 +349,6 @@ class Model(Part):
 
     @property
     def opaque_layers(self) -> Mapping[OpaqueName, tuple[int | str, ...]]:
-        """Layers of each opaque kind, in the notation of plans."""
         having: dict[OpaqueName, list[int]] = {}
         for layer in range(1, self.layers + 1) if self.opaque else ():
             for section in self.sections(layer):
@@ -397,7 +383,6 @@ class Model(Part):
 
     @property
     def seen(self) -> float:
-        """Mean query-key pairs of all layers, relative to a causal sequence."""
         return 1.0 if self.window is None else self.window.seen(self.seq)
 
     @property

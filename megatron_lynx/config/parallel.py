@@ -82,7 +82,6 @@ class Parallel(Part):
 
     @property
     def expert_tensor_size(self) -> int:
-        """Ranks that split each expert."""
         return self.expert_tensor or self.tensor
 
     @property
@@ -109,19 +108,7 @@ def _partition_problems(partition: tuple[int, ...], pipeline: int, layers_per_ch
 
 
 class Overlap(Part):
-    """Communication that overlaps computation; all other is exposed. Defaults are those of jobs written before these fields.
-
-                                overlapped with                        flag
-    gradient reductions         last micro-batch's backward            --overlap-grad-reduce, --ddp-bucket-size,
-                                                                       --ddp-num-buckets, --no-align-grad-reduce,
-                                                                       --ddp-pad-buckets-for-high-nccl-busbw
-    parameter gathers           first forward                          --overlap-param-gather
-    a linear's input gradient   its weight gradient                    unless --no-async-tensor-model-parallel-allreduce
-    messages between chunks     passes                                 unless --no-overlap-p2p-communication
-    tensor-parallel exchanges   pieces of their own GEMM               --tp-comm-overlap (userbuffers)
-    any of them                 delayed weight gradients of other      a plan, unless --no-gradient-accumulation-fusion,
-                                layers                                 --delay-wgrad-compute
-    """
+    """Communication that overlaps computation; all other is exposed. Defaults are those of jobs written before these fields."""
 
     gradients: bool = False
     """Whether gradients are reduced by bucket during the last micro-batch's backward."""
@@ -132,7 +119,6 @@ class Overlap(Part):
     """Minimum parameters per bucket; None: Megatron's default, the larger of 40 million and a million per rank that shares them.
     Unused without overlapped reductions."""
     buckets: int | None = Field(default=None, ge=1)
-    """Number of buckets of a rank's parameters, instead of `bucket_parameters`."""
     padded_buckets: bool = False
     """Whether the distributed optimizer's buckets are padded to multiples of 65536 values for NCCL bandwidth."""
     parameters: bool = False
@@ -161,7 +147,6 @@ class Overlap(Part):
 
 
 ADAMS = 2
-"""States of Adam: two moments."""
 
 Moment = Literal["fp32", "bf16", "fp16", "fp8"]
 
@@ -187,7 +172,6 @@ class Optimizer(Part):
     offload: Literal["auto"] | Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of a rank's parameters that is updated on the host. auto: the fastest share; 0 until the planner chooses."""
     overlap_copies: bool = False
-    """Whether gradient copies to the host overlap its updates."""
 
     def _problems(self) -> Iterator[str]:
         smaller = {

@@ -1,14 +1,8 @@
 """Low-rank adapters of a launch: Megatron-Bridge's `LoRA`, set in its container, or by verl or NeMo-RL, which build it.
 
-    cfg.peft                                  Megatron-Bridge
-    actor_rollout_ref.model.lora, model.lora  verl, whose `rank` and `type` are `dim` and the class
-    policy.megatron_cfg.peft                  NeMo-RL
-    --tuner_type lora, --lora_rank            ms-swift
-
 ms-swift's adapters are priced as Bridge's, which save as much or, with sequence parallelism, more. They need its backend
 mcore-bridge (1.6.5), whose layers replace Megatron's rotary function during their forward. A recomputation would call Megatron's,
-so plans are refused.
-"""
+so plans are refused."""
 
 from __future__ import annotations
 
@@ -25,12 +19,10 @@ from megatron_lynx.launch_arguments.given import Fact
 RANK = "dim"
 SECTIONS = {VERL: ("actor_rollout_ref.model.lora", "model.lora"), NEMO: ("policy.megatron_cfg.peft",)}
 RENAMED = {VERL: {RANK: "rank", "lora_dtype": "dtype"}, NEMO: {}, SWIFT: {RANK: "lora_rank", "dropout": "lora_dropout"}}
-"""Frontends' names of Bridge's fields."""
 USUAL = {"a2a_experimental": False, "exclude_modules": [], "lora_dtype": None, "sequence_parallel_input_regather": False}
 """Fields that need this value: others communicate, or save, otherwise than is modelled."""
 DEFAULTS = {RANK: 32, "dropout": 0.0, "dropout_position": "pre", "target_modules": list(LINEARS)}
 SWIFTS = {RANK: 8, "dropout": 0.05}
-"""Defaults of ms-swift."""
 TUNER, ALL = "tuner_type", "all-linear"
 
 

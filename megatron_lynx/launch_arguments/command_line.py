@@ -1,20 +1,7 @@
 """Splits the command of a launch, and writes the command under a plan. Shell variables are not expanded.
 
 CUDA_DEVICE_MAX_CONNECTIONS=1  torchrun --nproc-per-node 8 --nnodes 4  pretrain_gpt.py  --num-layers 32 ...
-└────── environment ─────────┘ └───────────── launcher ─────────────┘  └── script ───┘  └── arguments ──┘
-                                             32 GPUs
-
-The arguments alone are accepted, too; then the number of GPUs is unknown.
-
-under a plan   torchrun ... -m megatron_lynx.launch pretrain_gpt.py ARGUMENTS FLAGS --lynx-plan PLAN
-
-Launches in files. `--launch-file` (`-` for standard input) has one word a line, as `SCRIPT --print` writes them; words may have
-blanks.
-
-# llama3-70b: 64 x H100-80G         a comment: the line is `#`, or begins with `# `
-# cluster: h100-80g                 the cluster, unless --cluster is given
-torchrun --nproc-per-node 8
-"""
+└────── environment ─────────┘ └───────────── launcher ─────────────┘  └── script ───┘  └── arguments ──┘"""
 
 from __future__ import annotations
 
@@ -37,13 +24,11 @@ HEADLINE = "the launch cannot be read"
 
 LAUNCHER, TESTBED = ("-m", "megatron_lynx.launch"), ("-m", "tests.instruments")
 RUNNERS = (LAUNCHER, TESTBED)
-"""Modules that already run a script under a plan."""
 
 
 @dataclass(frozen=True)
 class CommandLine:
     environment: tuple[tuple[str, str], ...]
-    """Variables set in front of the command."""
     launcher: tuple[str, ...]
     script: str | None
     arguments: tuple[str, ...]
@@ -122,7 +107,6 @@ NEEDED = "a launch, one word a line; comments begin with '# '"
 TODO = "a shell writes one so: printf '%s\\n' torchrun ... > FILE"
 CLUSTER = re.compile(r"#\s+cluster:\s*(\S+)")
 SHELL_LINE = re.compile(r"\S+\s+--\w|\\$")
-"""A line of shell code: several words of a launch, or a continued line."""
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,7 @@
-"""Launches of Megatron-Bridge: a `ConfigContainer` becomes values under Megatron-LM's names.
-
---bridge recipes:llama  model.seq_length=8192     the container that `llama()` of `recipes.py` returns, with a setting changed
---bridge run_config.yaml                          a saved container (`cfg.to_yaml`, or written by Bridge beside a checkpoint)
-
-cfg.mixed_precision, cfg.comm_overlap    ──> override the model's, optimizer's and DDP's settings, as in Bridge before training
-cfg.model.num_layers: 32                 ──> num_layers: 32         `bridge_settings.places_of`
-cfg.model.activation_func: silu, gated   ──> swiglu: True           `TOLD`
+"""Launches of Megatron-Bridge: a `ConfigContainer`, from a recipe or a file, becomes values under Megatron-LM's names.
 
 A recipe is called without GPU and network, from the current folder or an installed module; its output goes to standard error. A
-file holds the container as Bridge resolved it; it differs from a recipe's in vocabulary padding.
-
-Supported models are GPTs of the usual layers, and hybrid stacks. Fields of `cfg.model` that no flag sets are listed in
-flags.json; unknown ones are refused.
-"""
+file holds the container as Bridge resolved it; it differs from a recipe's in vocabulary padding."""
 
 from __future__ import annotations
 
@@ -279,7 +268,6 @@ def activation(container: Container) -> tuple[str, bool]:
 
 
 def is_of_tokenizer(container: Container) -> bool:
-    """Whether the vocabulary is the tokenizer's, which is padded."""
     return bool(container.get("tokenizer.use_tokenizer_vocab_size")) or container.get("model.vocab_size") is None
 
 
@@ -288,7 +276,6 @@ def vocabulary(container: Container) -> int | None:
 
 
 def given_container(container: Container, table: FlagTable) -> tuple[Given, list[Problem]]:
-    """The container's values by Megatron's names, and all its problems."""
     problems = [*refused_model(container, table), *container.refused()]
     release, values = table.releases[-1], {}
     for name, flags in table.of_name.items():

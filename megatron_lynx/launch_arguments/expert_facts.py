@@ -1,15 +1,4 @@
-"""The mixture of experts of a launch, and its parallel groups.
-
---num-experts 8 --moe-router-topk 2       ──> model.experts.count, per_token
---moe-ffn-hidden-size, or --ffn-hidden-size ──> model.experts.ffn
---use-fused-weighted-squared-relu         ──> model.experts.weighted_relu
---moe-router-score-function sigmoid ...   ──> model.experts.scores
---moe-layer-freq 2, or '([0]+[1]*26)'     ──> model.experts.layers      the first of every two; all but the first of 27
---moe-expert-capacity-factor 1.5          ──> model.experts.holds, drops  tokens beyond are dropped (`get_capacity`)
---moe-pad-expert-input-to-capacity        ──> model.experts.load        every expert gets the capacity
---moe-shared-expert-overlap               ──> model.experts.shared_beside, whole
---moe-expert-rank-capacity-factor 1.5     ──> model.experts.holds       NCCL EP: a rank's rows are in a block of this size
-"""
+"""The mixture of experts of a launch, and its parallel groups."""
 
 from __future__ import annotations
 
@@ -41,9 +30,7 @@ MULTIPROCESSORS = {
     "deepep": ("moe_flex_dispatcher_num_sms", "moe_deepep_num_sms"),
     "hybridep": ("moe_flex_dispatcher_num_sms", "moe_hybridep_num_sms"),
 }
-"""Flags for the number of multiprocessors of a backend's kernels, the newest first."""
 FILLED = ("moe_router_padding_for_quantization", "moe_router_padding_for_fp8")
-"""Two names of one setting; releases until 0.15 have the second."""
 
 
 EXPERTS = "model.experts."
@@ -67,7 +54,6 @@ def routes_naturally(given: Given) -> bool:
 
 
 def balances(given: Given) -> bool:
-    """Whether a loss or a bias of experts balances the router."""
     kinds = given["moe_router_load_balancing_type"]
     return bool(given["moe_router_enable_expert_bias"]) or kinds not in (None, "none", ["none"])
 

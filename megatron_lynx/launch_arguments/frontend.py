@@ -1,14 +1,6 @@
-"""Launches of ms-swift, verl and NeMo-RL: their options become values under Megatron's names.
+"""Launches of ms-swift, verl and NeMo-RL: their options become values under Megatron's names, by the tables of frontends.json.
 
-megatron sft --max_length 8192 --tuner_type full              options, or a YAML file of them      ms-swift
--m verl.trainer.main_ppo actor_rollout_ref.actor.megatron...  overrides, key=value                 verl
-run_grpo.py --config FILE policy.megatron_cfg...              a YAML file, then overrides          NeMo-RL
-
-option, or the frontend's default ── frontends.json ──> Megatron's name ── `values_of` ──> the values that flags would give
-the model's name                  ── --hf-config ─────> shapes (`hf_config`)
-
-Lengths, batches, precision and recomputation follow from several options. An option that is in no table is listed as unread.
-"""
+Lengths, batches, precision and recomputation follow from several options. An option that is in no table is listed as unread."""
 
 from __future__ import annotations
 
@@ -85,13 +77,11 @@ class Frontend:
         return factors[0] * factors[1] if operation == "mul" and len(factors) == words.count(",") + 1 == 2 else None
 
     def origin(self, key: str) -> str:
-        """A key as the user writes it, or as a default."""
         written = self.row["words"].format(key)
         return written if key in self.said else f"{self.name}'s default of {written}"
 
     @property
     def model(self) -> str | None:
-        """The model's name or folder."""
         return next((str(name) for key in self.row["model"] if (name := self.get(key))), None)
 
     @property
@@ -107,7 +97,6 @@ class Frontend:
         return "sft" not in self.mode
 
     def place(self, name: str) -> str:
-        """The key that sets a value of Megatron's."""
         if name in SIZES:
             return next((key for key in _numbers(self) if SIZES[name] in key), SIZES[name])
         fields = [*(field for field, names in _tables()["fields"].items() if name in names), name]
@@ -128,7 +117,6 @@ class Frontend:
         return f"{key}{' false' if key.startswith('--') else '=false'}" if off else key
 
     def setting(self, flag: str) -> str:
-        """A flag with its values, quoted for a shell, as the frontend has it."""
         name, *values = shlex.split(flag)
         said = self.say(name)
         if said.endswith((" false", "=false")) or said == name:
@@ -234,7 +222,6 @@ def _overrides(name: str, words: Sequence[str], problems: list[Problem]) -> dict
 
 
 def _inherited(path: Path, problems: list[Problem], depth: int = 0) -> dict[str, Any]:
-    """The settings of a YAML file, over those of the files that its `defaults` name, with dotted keys."""
     data = dict(read_yaml(path))
     parents = data.pop("defaults", None) or []
     said: dict[str, Any] = {}
@@ -318,7 +305,6 @@ def _shapes(frontend: Frontend, path: Path | None, problems: list[Problem]) -> S
 
 
 def _names(frontend: Frontend, key: str, table: FlagTable) -> list[str]:
-    """Megatron's names for a key; none if it has another meaning, or none."""
     section = next((section for section in frontend.row["sections"] if key.startswith(section)), None)
     if section is None:
         return []

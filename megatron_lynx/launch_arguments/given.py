@@ -1,23 +1,7 @@
 """The flags of Megatron's parsers, by release, and the values of a launch.
 
---swiglu        takes nothing, sets swiglu to True       0.16 0.17 0.18 0.19
---split         takes one word                           0.16 0.17 0.18 0.19        a flag that changed has a row for each form
-
-`scripts/record_flags.py` writes the rows of flags.json. The columns `kind` and `why`, and `groups`, are written by hand; a flag
-whose cost is unknown has neither.
-
-read           becomes part of the job                        --num-layers
-priced as      counted as something else, and reported so      --fp16: as bf16
-no matter      changes neither activations nor seconds         --lr: learning rate
-refused        by a row of `megatron_lynx.limits`              --spec
-
-Arguments are split into pieces, a flag and its words. An unknown flag gets all words up to the next one that begins with `--`.
-
---num-layers 32    --swiglu    --recompute-modules moe layernorm    --use-mpi    --rollout 3 4       stray
-└─── takes 1 ──┘   └ none ┘    └──────────── one or more ─────────┘ └─── unknown to Megatron ──┘     └ no flag's ┘
-
---num-layers 32 --swiglu --lr 3e-4  ─> {num_layers: 32, swiglu: True, lr: 0.0003}, and the releases that accept all of them
-"""
+`scripts/record_flags.py` writes the rows of flags.json: one for each form of a flag. The columns `kind` and `why`, and `groups`,
+are written by hand; a flag whose cost is unknown has neither."""
 
 from __future__ import annotations
 
@@ -34,7 +18,6 @@ from megatron_lynx.errors import Problem
 from megatron_lynx.limits import ARGUMENTS, limits
 
 REFUSED = {limit.argument: limit.reason for limit, _ in limits(["any"], ARGUMENTS)}
-"""Names of Megatron's namespace that cannot be estimated, and why."""
 
 
 class FlagKind(NamedTuple):
@@ -46,8 +29,6 @@ class FlagKind(NamedTuple):
 
 @dataclass(frozen=True)
 class Flag:
-    """One form of one flag."""
-
     options: tuple[str, ...]
     """Spellings. If `takes` is 0 and `to` is None, those that start with --no- switch it off."""
     sets: str
@@ -67,7 +48,6 @@ class Flag:
         return self.kind is not None and self.kind.name == "read"
 
     def switched(self, option: str) -> Any:
-        """The value that this spelling of a flag without words sets."""
         return not option.startswith("--no-") if self.to is None else self.to
 
 
@@ -146,8 +126,6 @@ PAIR = re.compile(r"[\d.]+[A-Za-z]?:\d+")
 
 
 class Piece(NamedTuple):
-    """One flag with its values, or one word that belongs to no flag."""
-
     option: str | None
     """As written, without a value; None for a stray word."""
     flag: Flag | None
@@ -236,7 +214,6 @@ class Given:
 
     @property
     def release(self) -> str:
-        """The newest release, whose defaults are used."""
         return next((one for one in reversed(self.releases) if one not in self.table.coming), self.releases[-1])
 
     def __getitem__(self, name: str) -> Any:
@@ -311,7 +288,6 @@ def mistyped(option: str, table: FlagTable) -> str | None:
 
 
 def unknown_problem(words: str, table: FlagTable) -> Problem:
-    """The problem of a flag, or value, that Megatron does not have."""
     option = words.split()[0]
     close = mistyped(option, table)
     todo = f"did you mean {close}?" if close is not None else "drop it for planning, if it is your own script's"
@@ -321,7 +297,6 @@ def unknown_problem(words: str, table: FlagTable) -> Problem:
 
 
 def _value(flag: Flag, option: str, words: Sequence[str], problems: list[Problem], unknown: list[str]) -> Any:
-    """Convert the words after a flag to its type."""
     if flag.takes == 0:
         return flag.switched(option)
     needed = {"+": "one value or more", "*": "values", 1: "a value"}.get(flag.takes, f"{flag.takes} values")

@@ -36,7 +36,6 @@ class Shapes(NamedTuple):
     model: str
     entries: tuple[Entry, ...]
     unread: tuple[str, ...]
-    """Keys with a value that no table has."""
 
 
 def shapes_in(path: Path) -> Shapes:
@@ -97,7 +96,6 @@ def _problems(file: Path, data: Mapping[str, Any], row: Mapping[str, Any]) -> It
 
 
 def _derived(data: Mapping[str, Any], row: Mapping[str, Any]) -> Iterator[Entry]:
-    """Yield (key, Megatron's name, value) of what follows from several keys."""
     sets, layers = row["sets"], data.get("num_hidden_layers", 0)
     yield "tie_word_embeddings", "untie_embeddings_and_output_weights", not data.get("tie_word_embeddings")
     groups = data.get("num_key_value_heads")

@@ -1,19 +1,9 @@
-"""Layers of a launch that differ from one another, or from the usual halves.
+"""Layers of a launch that differ: windows of attention, hybrid stacks, linear attention.
 
 --moe-layer-freq 2, or '([0]+[1]*2)'                    ──> 2, or [0, 1, 1]: a number, or 0 and 1 for each layer
---window-size 127,0                                     128 keys including the query's own; none after it
---window-attn-skip-freq 4, or ([1]*3+[0])*8             every fourth layer sees all keys; the default is none
---softmax-type learnable                                one learned logit more for each head; off-by-one: it is 0
-
 --hybrid-layer-pattern "*-*-|*-*-"                      ──> --num-layers 4, a stage or a chunk between two bars
 --hybrid-layer-pattern "M-M*-M*E"                       ──> the layers of a plan (`anatomy.stack`), opaque halves, experts
---hybrid-layer-pattern "M*E/*E"                         ──> --mtp-num-layers 1, a layer like the decoder's last one
-
---experimental-attention-variant gated_delta_net        ──> model.opaque gated_delta_net (`config.experts`)
-    --linear-attention-freq 4, or '([1]*3+[0]*1)*12'        its layers: all but every fourth; those with a 1
---linear-attention-type gated_delta_net                 ──> the same, in forks
---attention-output-gate                                 ──> model.opaque gated_attention, in layers with attention
-"""
+--hybrid-layer-pattern "M*E/*E"                         ──> --mtp-num-layers 1, a layer like the decoder's last one"""
 
 from __future__ import annotations
 
@@ -98,7 +88,6 @@ def _few_enough(pattern: list[int], times: int) -> list[int]:
 
 
 def kind_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
-    """Windows of attention, and opaque halves."""
     yield from _windows(given, problems)
     yield from _opaque(given, problems)
 
@@ -132,7 +121,6 @@ PATTERN_FLAG = "--hybrid-layer-pattern"
 OLD_PATTERNS = OLD_PATTERN, OLD_PREDICTING = "hybrid_override_pattern", "mtp_hybrid_override_pattern"
 """Older names of the pattern, and of its parts for multi-token prediction; Megatron joins them."""
 STOCK_SPECS = ("hybrid_stack_spec", "mamba_stack_spec")
-"""Megatron's own, of `megatron.core.models`."""
 HYBRID_ALONE = "is_hybrid_model"
 
 
@@ -194,7 +182,6 @@ def _is_stock(name: str, value: Value) -> bool:
 
 
 def predicting_of(given: Given) -> tuple[str, ...]:
-    """The parts of a hybrid pattern for multi-token prediction."""
     return parts_of(str(given[PATTERN] or ""))[1]
 
 
@@ -255,7 +242,6 @@ def _opaque(given: Given, problems: list[Problem]) -> Iterator[Fact]:
 
 
 def without_known(given: Given) -> Given:
-    """The launch without the flags of forks that are read here."""
     return replace(given, unknown=tuple(words for words in given.unknown if words not in (TYPE, *FORKS)))
 
 

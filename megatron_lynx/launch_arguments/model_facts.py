@@ -1,14 +1,7 @@
-"""The model and the optimizer of a launch, with Megatron's defaults.
+"""The model and the optimizer of a launch, with Megatron's defaults (`validate_args`, `OptimizerConfig`).
 
 hidden ─ 4 h, or with SwiGLU 64 floor(8 h / 3 / 64) ─> ffn          heads ─ without --group-query-attention ─> kv_groups
-vocab_size (+ 1: NullTokenizer before 0.18) ─ up to a multiple of --make-vocab-size-divisible-by x tensor ─> vocab
-
-Gradients and the optimizer's state (`validate_args`, `OptimizerConfig`):
-
---bf16             gradients in fp32, unless --grad-reduce-in-bf16, or --main-grads-dtype bf16
---fp16             gradients in fp16, unless --accumulate-allreduce-grads-in-fp32
---optimizer muon   layers' weights use Muon (`cost.muon`), all others Adam or Lion (--muon-scalar-optimizer)
-"""
+vocab_size (+ 1: NullTokenizer before 0.18) ─ up to a multiple of --make-vocab-size-divisible-by x tensor ─> vocab"""
 
 from __future__ import annotations
 
@@ -26,7 +19,6 @@ NULL_TOKENIZER_ADDS_ONE = ("0.16", "0.17")
 
 
 GPT2, GPT2_ENTRIES = "GPT2BPETokenizer", 50257
-"""The default tokenizer, and its entries."""
 
 
 def model_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:

@@ -1,22 +1,7 @@
-"""Parallel groups, partition, batch and overlapped communication of a launch.
+"""Parallel groups, partition, batch and overlapped communication of a launch, and the arguments that slime, and tools based on
+it, set themselves (`with_packing`), from slime's `megatron_utils/arguments.py`.
 
-nothing                                                 even stages, or decided by a plan
---num-layers-per-virtual-pipeline-stage n               L / n virtual stages, even
---num-virtual-stages-per-pipeline-rank v                v on each stage, of L / (p v) layers
---decoder-{first,last}-pipeline-num-layers              the first and last stage have their own number, the rest is even
---account-for-{embedding,loss}-in-pipeline-split        counts as one layer of its stage
---pipeline-model-parallel-layout 'Et*3|(t*4|)*6tL'      every virtual stage: E embedding, t layer, m prediction, L loss
-
---cp-comm-type a2a                                                          context parallelism, the same in every layer
---cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2            the default is p2p, a ring
-
-Arguments that slime, and tools based on it, set themselves (`with_packing`), from slime's `megatron_utils/arguments.py`:
-
---max-tokens-per-gpu 20480   ──> one packed micro-batch of this many tokens on every context-parallel rank, priced as one sequence
-                                 --seq-length 20480 x context, --micro-batch-size 1
-always                       ──> --use-distributed-optimizer, and --bf16 unless --fp16
-allgather, given or not      ──> --moe-token-dispatcher-type alltoall
---num-steps-per-rollout 4    ──> --global-batch-size: --rollout-batch-size x --n-samples-per-prompt over that
+--max-tokens-per-gpu 20480   ──> one packed micro-batch of this many tokens on each context-parallel rank, priced as one sequence
 """
 
 from __future__ import annotations
@@ -136,7 +121,6 @@ def _groups(given: Given) -> Iterator[Fact]:
 
 
 def _batch(given: Given, gpus: int | None, problems: list[Problem]) -> Iterator[Fact]:
-    """Sizes of micro-batch and batch; the final one if it ramps up."""
     micro = given["micro_batch_size"]
     if micro is None:
         if "micro_batch_size" not in given.values:
@@ -238,13 +222,11 @@ SAMPLES = ("--rollout-batch-size", "--n-samples-per-prompt")
 
 
 def is_of_slime(given: Given) -> bool:
-    """Whether slime's flags are given."""
     said = {words.split()[0] for words in given.unknown}
     return not said.isdisjoint((TOKENS, STEPS, *SAMPLES))
 
 
 def gpus_of_actor(given: Given) -> int | None:
-    """The GPUs that slime trains on, if its flags say so."""
     nodes, each = (_number(given, option) for option in GPUS)
     return nodes * each if nodes and each else None
 

@@ -1,16 +1,9 @@
 """Reads a launch: the job, the flag of each value, and the problems.
 
-words ─ command_line ─> arguments ─ given ─> values by Megatron's names ─ kinds ─┬─ read ──────> facts ─> a job's data
-          (or --bridge)                                                          ├─ priced as ─> reported
+words ─> arguments, container or frontend ─> values by Megatron's names ─ kinds ─┬─ read ──────> facts ─> a job's data
+                                                                                 ├─ priced as ─> reported
                                                                                  ├─ refused ───> problems
-                                                                                 └─ no matter ─> listed
-
-and how it was read, as a table and in lines:
-
-job               value    from
-model.ffn         14336    --ffn-hidden-size
-priced as bf16 ... ; no matter: learning rate (--lr --min-lr), ...
-"""
+                                                                                 └─ no matter ─> listed"""
 
 from __future__ import annotations
 
@@ -67,7 +60,6 @@ DISPATCH = "exchanges in which a token travels once to each rank of its experts"
 
 SCHEDULE = "--lynx-schedule"
 POLICIES: dict[StockSetting, Policy] = {NONE: "none", SELECTIVE: "selective", FULL: "full"}
-"""Stock settings that are a job's policy."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +74,10 @@ class Reading:
     problems: tuple[Problem, ...]
     """Everything that prevents a job: bad values, missing flags, unmodelled features."""
     today: Today
-    """Its own activation memory settings."""
     container: Container | Frontend | None = None
     """Megatron-Bridge's, or a frontend's launch, if one was read; then there are no flags of Megatron."""
 
     def spoken(self, problem: Problem) -> Problem:
-        """A problem in flags, or in Bridge's settings."""
         return problem if self.container is None else self.container.in_words(problem)
 
     def said(self, flags: Sequence[str]) -> str:
@@ -107,7 +97,6 @@ class Reading:
 
     @property
     def is_chunked(self) -> bool:
-        """Whether stages have several chunks, so that the schedule is interleaved."""
         parallel = self.job_data.get("parallel", {})
         partition = parallel.get("partition")
         return "layers_per_chunk" in parallel or (isinstance(partition, list) and len(partition) > parallel["pipeline"])
@@ -228,7 +217,6 @@ def _mistyped(given: Given, *, strict: bool = False) -> list[Problem]:
 
 
 def _policy(today: Today, given: Given, *, planning: bool) -> Fact:
-    """The job's policy: planned, or the one that equals the launch's recomputation."""
     if planning:
         return Fact("policy", "planned", "a plan is asked for")
     name = POLICIES.get(today.setting)

@@ -1,16 +1,7 @@
-"""A launch's own settings for activation memory, which a plan is compared with.
+"""A launch's own settings for activation memory, which a plan is compared with, and which the launch under a plan leaves out.
 
---recompute-granularity full --recompute-method uniform --recompute-num-layers 1      every layer: `full`
---recompute-granularity selective --recompute-modules moe layernorm                  these modules
---fine-grained-activation-offloading --offload-modules core_attn                     copies to the host
---cuda-graph-impl transformer_engine --cuda-graph-modules attn --te-rng-tracker       captured graphs, which save host time
---overlap-moe-expert-parallel-comm --delay-wgrad-compute                             overlapped exchanges of experts
---defer-embedding-wgrad-compute --wgrad-deferral-limit 22                            gradients of logits kept until the step's end
-
-The launch under a plan is printed without these flags, except those of graphs and exchanges that a plan can run with
-(`stays_overlapped`, `graph_facts`). Captured code runs without the host, and so without our hooks. Settings that
-TransformerConfig refuses are problems of the launch.
-"""
+Flags of graphs and of overlapped exchanges stay where a plan can run with them (`graph_facts`, `stays_overlapped`). Captured code
+runs without the host, and so without our hooks."""
 
 from __future__ import annotations
 
@@ -35,13 +26,11 @@ GRAPH_MODULES = ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_dep
 RANDOM = ("te_rng_tracker", "inference_rng_tracker")
 """Random number trackers that graphs need; a plan can run with each."""
 GRAPHS = (GRAPHS_BY, LOCAL, EXTERNAL)
-"""Flags that capture layers, or whole iterations."""
 OF_GRAPHS = (*GRAPHS, *GRAPH_MODULES, "cuda_graph_warmup_steps", *RANDOM)
 """All flags of graphs: kept if the plan runs with graphs, else dropped."""
 
 NOT_TRIED = ("mtp_num_layers", "overlap_moe_expert_parallel_comm", "tp_comm_overlap", "hybrid_layer_pattern")
 ALL_MODULES = "full"
-"""The word of some releases for all modules."""
 
 GRANULARITY, METHOD, LAYERS, MODULES = (f"recompute_{name}" for name in ("granularity", "method", "num_layers", "modules"))
 FINE_GRAINED, OFFLOAD, FRACTION = "fine_grained_activation_offloading", "offload_modules", "activation_offload_fraction"
@@ -71,7 +60,6 @@ NOT_PRICED = {
     BY_LAYERS: "what Transformer Engine copies of whole layers, and when it waits for it, is not recorded",
     SHARED_OUT: "inputs that tensor-parallel ranks share out, and gather again, are not priced",
 }
-"""Settings that cannot be priced, and why."""
 
 LOWER_BOUND = {"min_offloaded_tensor_size": LEAST_ELEMENTS, "delta_offload_bytes_across_pp_ranks": 0}
 """Settings of offloading that are priced only at Megatron's default."""
@@ -84,14 +72,12 @@ class Today:
     not_priced: tuple[str, ...] = ()
     """Why it cannot be priced; empty if it can."""
     beside: bool = False
-    """Whether exchanges stay overlapped under a plan."""
     graphs: bool = False
     """Whether anything is captured; then host time is priced as zero."""
     graph_flags: tuple[str, ...] = ()
     alone: str = ""
     """Why no plan can run with the graphs; empty if one can."""
     keeps_graphs: bool = False
-    """Whether the launch under a plan keeps them."""
 
     @property
     def beside_graphs(self) -> Today:
@@ -157,7 +143,6 @@ def _facts(given: Given, job: Job, release: str) -> Facts:
 
 
 def _setting(given: Given) -> StockSetting:
-    """The stock setting, with modules in the order of `stock`."""
     overlap, delayed = bool(given[OVERLAP]), bool(given[DELAYED])
     head = given[DEFERRED_AT_MOST] if given[DEFERRED_HEAD] else None
     layered = bool(given["moe_layer_recompute"])
@@ -237,7 +222,6 @@ def graph_facts(given: Given) -> Iterator[Fact]:
 
 
 def _captured(given: Given) -> tuple[str, tuple[str, ...]]:
-    """The implementation of graphs, and the captured modules."""
     implementation = "transformer_engine" if given[EXTERNAL] else str(given[GRAPHS_BY] or "none")
     named = next((given[name] for name in GRAPH_MODULES if given[name]), ())
     return "local" if given[LOCAL] else implementation, tuple(str(module) for module in named if str(module) != ALL_MODULES)

@@ -1,15 +1,5 @@
 """Checks whether the parts of a plan are consistent.
 
-launch       chunks, head, schedule, stages and layers fit the layout
-each rule    its gathers and windows exist in this layout
-each stage   if all of that holds: every recomputation finds its window in time and every delayed weight gradient its
-             waits
-
-Every recomputation has its window in time and within the ahead depth:
-
-    before   [pipe.recv_backward]
-    then     mlp(L)  attention(L)  mlp(L-1)  attention(L-1) ...                           each with its bwd.* windows in order
-
 A frame is *ahead* from the first stretch of its recomputation until backward enters its half. Each stretch needs a window after
 that of the previous stretch. With sequence parallelism the first window of a half's own backward gathers its gradient, before
 most saved tensors are needed: it may hide the half's own recomputation (`anatomy.in_time`).
@@ -21,8 +11,7 @@ Every delayed weight gradient has waits that exist, after its own backward:
                                              └ with sequence parallelism after the wait for the gathered gradient
 
 At [1] and [2] stock computes a weight gradient; there it is delayed. Later waits of the same backward are in time; any wait of a
-backward is if another micro-batch follows, and any of a forward if a forward follows.
-"""
+backward is if another micro-batch follows, and any of a forward if a forward follows."""
 
 from __future__ import annotations
 
@@ -52,7 +41,6 @@ from megatron_lynx.timetable import PlannedHalf, Timetable
 
 
 def problems(plan: Plan) -> list[str]:
-    """Every inconsistency of a plan, in words, with both numbers."""
     inconsistencies = [*of_launch(plan), *_missing_stages(plan), *_broken_layers(plan)]
     for at, stage in enumerate(plan.stages):
         for rule in stage.rules:
@@ -124,7 +112,6 @@ def _broken_layers(plan: Plan) -> list[str]:
 
 
 def _unhonoured(plan: Plan, stage: Stage, rule: Rule) -> Iterator[str]:
-    """Requests of a rule that the runtime cannot meet in this layout."""
     yield from _nothing_ahead(plan, stage, rule)
     for half in HALVES:
         yield from _rest_without_wait(plan, rule, half)
@@ -139,7 +126,6 @@ def _unhonoured(plan: Plan, stage: Stage, rule: Rule) -> Iterator[str]:
 
 
 def _rest_without_wait(plan: Plan, rule: Rule, half: Half) -> Iterator[str]:
-    """Layers of a checkpoint whose rest should run in its first wait, and that have no such wait."""
     window, layout = rule.wait_of_rest(half), layout_of(plan)
     if window is None:
         return
@@ -159,13 +145,11 @@ def _rest_without_wait(plan: Plan, rule: Rule, half: Half) -> Iterator[str]:
 
 
 def _sections(plan: Plan, rule: Rule, half: Half) -> list[Section]:
-    """The sections of a half in the rule's layers, each once."""
     sections = (section for layer in rule.layers for section in plan.model.sections_of(layer) if section.half == half)
     return list(dict.fromkeys(sections))
 
 
 def _nothing_ahead(plan: Plan, stage: Stage, rule: Rule) -> Iterator[str]:
-    """Problems of a rule's `ahead`: nothing in its layers can begin ahead."""
     if not rule.ahead:
         return
     layout, halves = layout_of(plan), tuple(planned_halves(stage, plan.model.sections_of))
@@ -206,7 +190,6 @@ def _unmade_inputs(plan: Plan, rule: Rule, half: Half) -> Iterator[str]:
 
 
 def _reduced_amaxes(plan: Plan, rule: Rule, half: Half) -> Iterator[str]:
-    """Recomputations in a window that would reduce an amax there."""
     facts = rule.recompute, plan.model.fp8
     sliced = plan.parallel.sequence_parallel
     reducing = [
@@ -223,7 +206,6 @@ def _reduced_amaxes(plan: Plan, rule: Rule, half: Half) -> Iterator[str]:
 
 
 def _no_window(plan: Plan, stage: Stage, rule: Rule, name: str) -> Iterator[str]:
-    """Why a window of this name never opens for a rule's layers."""
     layout = plan.parallel
     last = stage.stage == layout.pipeline - 1 and stage.chunk == layout.chunks - 1
     if name == RECV_BACKWARD and last:
@@ -255,7 +237,6 @@ def order_problems(stage: Stage, timetable: Timetable, chunk: int, *, te: bool =
 
 
 def depth(timetable: Timetable, chunk: int = 0) -> int:
-    """The most frames that a chunk's windows recompute ahead at once."""
     return max(_deepest(timetable, chunk, phase)[0] for phase in BACKWARD_PHASES)
 
 
@@ -315,7 +296,6 @@ def _misplaced(stage: Stage, half: PlannedHalf, phase: BackwardPhase, windows: P
 
 
 def _deepest(timetable: Timetable, chunk: int, phase: BackwardPhase) -> tuple[int, str]:
-    """The most frames that are ahead at once, and the window at which they are."""
     ahead: set[FrameKey] = set()
     deepest, where = 0, ""
     for through, entered, waits in timetable.serving(chunk, phase):
@@ -329,7 +309,6 @@ def _deepest(timetable: Timetable, chunk: int, phase: BackwardPhase) -> tuple[in
 
 
 def deferral_problems(plan: Plan, stage: Stage, rule: Rule, timetable: Timetable) -> Iterator[str]:
-    """Waits of a rule in which its delayed weight gradients cannot run. `timetable`: the stage's."""
     for linear, waits in rule.weight_gradients.items():
         sections = {
             layer: next((candidate for candidate in plan.model.sections_of(layer) if linear in candidate.linears), None)

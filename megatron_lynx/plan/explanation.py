@@ -28,7 +28,6 @@ MOST_ROWS, MOST_NAMES = 4, 3
 
 
 def summary(plan: Plan) -> RenderableType:
-    """The launch, and a row for the stages that are treated alike; at most `MOST_ROWS`."""
     columns = ("stages", "layers", "treatment", "device GiB", "exposed ms")
     table, rows = WrappedTable(columns, words=("stages", "treatment")), list[tuple[list[int], tuple[int, str]]]()
     for stage in range(plan.parallel.pipeline):
@@ -50,7 +49,6 @@ def summary(plan: Plan) -> RenderableType:
 
 
 def _in_short(chunks: Sequence[Stage]) -> tuple[int, str]:
-    """A stage's number of layers, and in words the recomputed, delayed and offloaded items of them."""
     layers, again, deferred = sum(len(stage.layers) for stage in chunks), Counter[str](), dict[str, None]()
     for rule in (rule for stage in chunks for rule in stage.rules):
         count, halves = rule.layers.last - rule.layers.first + 1, [half for half in HALVES if rule.checkpoints(half)]
@@ -150,7 +148,6 @@ def _head(plan: Plan) -> Iterator[Text]:
 
 
 def _load(plan: Plan) -> Iterator[Text]:
-    """The load of experts that fits, and the consequence of a larger one."""
     fitting = [(stage.predicted.moe_load, stage.stage) for stage in plan.stages if stage.predicted.moe_load]
     if fitting:
         load, stage = min(fitting)
@@ -202,7 +199,6 @@ def _window(rule: Rule, half: Half) -> Text:
 
 
 def _deferred(rule: Rule, half: Half) -> Text:
-    """The linears that delay their weight gradients, and their waits."""
     return _listed([rule.delayed_said(linear) for linear in rule.filling(half).linears if linear in rule.weight_gradients])
 
 
@@ -210,7 +206,6 @@ WHERE_AT_ONCE = "where a micro-batch's own backward follows at once"
 
 
 def _beside(stage: Stage) -> Text | None:
-    """Offloading, delayed weight gradients, and micro-batches that keep everything."""
     lines = []
     if (offload := stage.offload) is not None:
         back = "the copy comes back during the backward before"

@@ -1,7 +1,4 @@
-"""Facts of the launch in a plan: model, layout and batch, as far as plans depend on them; and the plan's origin.
-
-memory of a device, as PyTorch reports it = reserve: outside PyTorch (context, libraries, nccl) + its allocator's slack + budget
-"""
+"""Facts of the launch in a plan: model, layout and batch, as far as plans depend on them; and the plan's origin."""
 
 from __future__ import annotations
 
@@ -42,7 +39,6 @@ class LayerRange(Part):
 
     @classmethod
     def of(cls, layers: range) -> LayerRange:
-        """The range of consecutive layers."""
         first, last = (layers[0], layers[-1]) if layers else NO_LAYERS
         return cls(first=first, last=last)
 
@@ -89,12 +85,9 @@ Layers = Annotated[
 
 
 IN_BF16 = ("first_in_bf16", "last_in_bf16")
-"""Keys for the number of bf16 layers at each end of a model in FP8."""
 
 
 class ModelFacts(Part):
-    """The model, as far as plans depend on it."""
-
     layers: int = Field(ge=1, le=MOST_LAYERS)
     hidden: int = Field(ge=1)
     ffn: int = Field(ge=1)
@@ -117,7 +110,6 @@ class ModelFacts(Part):
     moe_layers: tuple[Layers, ...] = ()
     """Layers whose MLP half is a mixture of experts."""
     shared_experts: bool = False
-    """Whether these layers have shared experts."""
     moe_dispatcher: Dispatcher = "alltoall"
     """Token dispatcher of experts that are distributed over ranks. deepep, hybridep: backends of Megatron's flex dispatcher;
     allgather: gathers of all tokens."""
@@ -172,7 +164,6 @@ class ModelFacts(Part):
 
     @property
     def exchanges_in_windows(self) -> bool:
-        """Whether exchanges of experts' tokens are windows."""
         return not (self.moe_overlapped or ROUTER in self.captured) and any(EXCHANGES[self.moe_dispatcher].values())
 
     def has_experts(self, layer: int) -> bool:
@@ -191,8 +182,6 @@ class ModelFacts(Part):
 
 
 class ParallelFacts(Part):
-    """The layout of the launch."""
-
     tensor: int = Field(ge=1)
     pipeline: int = Field(ge=1, le=MOST_LAYERS)
     chunks: int = Field(default=1, ge=1, le=MOST_LAYERS)
@@ -237,7 +226,6 @@ class Provenance(Part):
     asked: str | None = None
     """The arguments of `megatron-lynx plan`: a job, or a cluster and a launch."""
     learned: Learned | None = None
-    """Corrections by an earlier run."""
     note: str | None = None
 
 
@@ -258,8 +246,6 @@ STATED = "stated"
 
 
 class PlannedDevice(Part):
-    """Memory of one device in bytes."""
-
     memory_bytes: int = Field(ge=1)
     budget_bytes: int
     """Limit of PyTorch's allocations: the job's own, or without the reserve."""

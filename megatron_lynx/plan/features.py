@@ -7,16 +7,7 @@ overlapped      Megatron's combined schedule interleaves nodes of a forward and 
     └ recomputed, or a checkpoint                        └ recomputed
 
 userbuffers     linears communicate inside their GEMMs, so there is no tensor-parallel window and no gather to share. One buffer
-                serves all layers and all micro-batches: a linear that runs out of turn would overwrite the input of another.
-                Checkpoints run between two linears, which leave nothing in a buffer
-
-    linear_qkv, linear_fc1       gather their input piece by piece during the GEMM   recomputing would communicate out of turn
-    linear_proj, linear_fc2      scatter their output piece by piece; always kept
-    weight gradients             communicate during their GEMM, or read a gathered   computed as in stock
-                                 input from a buffer
-    others                       own no userbuffer                                   recomputed, on demand or during messages
-                                                                                     between stages, or offloaded
-"""
+                serves all layers and all micro-batches: a linear that runs out of turn would overwrite the input of another."""
 
 from __future__ import annotations
 
@@ -30,23 +21,22 @@ from megatron_lynx.kinds.sparse.section import core_kept
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.plan.rule import Rule
 
+PACE = "offload.pace_bytes"
 IN_GRAPH = "runs as a captured graph (model.captured)"
 BESIDE = "beside overlapped exchanges of experts (model.moe_overlapped)"
 WITH_UB = "with parallel.userbuffers (--tp-comm-overlap)"
 
 
 def of_launch(plan: Plan) -> Iterator[str]:
-    """Facts of the launch that exclude each other."""
     for facts in (_without_flushes, _experts, _userbuffers, _latent, _overlapped, _opaque, _captured):
         yield from facts(plan)
 
 
 def of_rule(plan: Plan, rule: Rule) -> Iterator[str]:
-    """Requests of a rule that the launch excludes."""
     if plan.parallel.userbuffers:
-        yield from _userbuffers_rule(rule)
-    if plan.model.adapted:
-        yield from _adapters_rule(plan, rule)
+        yield from _without_collectives(plan, rule, WITH_UB)
+    if adapted := plan.model.adapted:
+        yield from _without_collectives(plan, rule, f"beside adapters (model.adapted: {', '.join(adapted)})")
     if plan.model.moe_overlapped:
         yield from _overlapped_rule(plan, rule)
     if plan.model.captured:
@@ -74,7 +64,16 @@ def ranges(numbers: list[int]) -> str:
 def _differing(facts: Iterable[tuple[str, object, object]], beside: str) -> Iterator[str]:
     for name, setting, needed in facts:
         if setting != needed:
-            yield f"{name} is {setting}, needed {'none' if needed is None else needed} {beside}: nothing else was tried"
+            found, least = ("none" if value is None else str(value) for value in (setting, needed))
+            yield f"{name} is {found}, needed {least} {beside}: nothing else was tried"
+
+
+def _in_stages(plan: Plan, *keys: str) -> Iterator[tuple[str, object, object]]:
+    """(place, found, needed) of optional keys of the stages, none of which may be given."""
+    for entry in plan.stages:
+        for key in keys:
+            given = entry.offload and entry.offload.pace_bytes if key == PACE else getattr(entry, key)
+            yield f"{plan.place_of(entry)}.{key}", None if given is None else "given", None
 
 
 def _captured(plan: Plan) -> Iterator[str]:
@@ -125,20 +124,9 @@ def _without_flushes(plan: Plan) -> Iterator[str]:
         return
     if layout.pipeline == 1:
         yield "schedule is double_buffered, but pipeline is 1: it needs at least 2 stages"
-    if layout.chunks > 1:
-        yield f"schedule is double_buffered, but parallel.chunks is {layout.chunks}: it needs 1, as it cannot be interleaved"
-    if plan.model.moe_layers:
-        found_layers = ", ".join(map(str, plan.model.moe_layers))
-        why = "it needs none, as routers keep state from batch to batch, and two are in flight"
-        yield f"schedule is double_buffered, but model.moe_layers is {found_layers}: {why}"
-    for entry in plan.stages:
-        if entry.whole is not None:
-            found_whole = f"{entry.whole.first} of every {entry.whole.of_every} micro-batches"
-            why = "it needs none, as they are counted in each step, and steps overlap"
-            yield f"schedule is double_buffered, but {plan.place_of(entry)}.whole is {found_whole}: {why}"
-        if entry.offload is not None and entry.offload.pace_bytes is not None:
-            why = "it needs none: offloading within a micro-batch was not tried without flushes"
-            yield f"schedule is double_buffered, but {plan.place_of(entry)}.offload.pace_bytes is given: {why}"
+    experts = ", ".join(map(str, plan.model.moe_layers)) or None
+    facts = (("parallel.chunks", layout.chunks, 1), ("model.moe_layers", experts, None))
+    yield from _differing((*facts, *_in_stages(plan, "whole", PACE)), "with schedule double_buffered")
     if microbatches < layout.pipeline:
         needed = f"it needs at least pipeline ({layout.pipeline})"
         yield f"schedule is double_buffered, but batch.microbatches is {microbatches}: {needed}"
@@ -209,8 +197,6 @@ def _latent(plan: Plan) -> Iterator[str]:
         return
     if model.kv_groups != model.heads:
         yield f"model.kv_groups is {model.kv_groups}, needed {model.heads} (heads): latent attention has keys for every head"
-    if plan.parallel.userbuffers:
-        yield "parallel.userbuffers is true, needed false: latent attention with --tp-comm-overlap is not planned"
 
 
 def latent_rule(plan: Plan, rule: Rule) -> Iterator[str]:
@@ -279,18 +265,13 @@ def _overlapped(plan: Plan) -> Iterator[str]:
         ("schedule", plan.schedule, "flush"),
         ("head", None if plan.head is None else f"in {plan.head.pieces} pieces", None),
     )
-    yield from _differing(facts, BESIDE)
+    several = layout.pipeline > 1  # most micro-batches wait for their backward then
+    yield from _differing((*facts, *_in_stages(plan, "weight_gradients", "whole", *([PACE] if several else []))), BESIDE)
     if other := [name for name in model.opaque_layers if name not in IN_NODES]:
         needed = f"none but {', '.join(IN_NODES)}"
         yield f"model.opaque_layers has {', '.join(other)}, needed {needed} {BESIDE}: no others were run in its nodes"
     for entry in plan.stages:
-        for name in ("weight_gradients", "whole"):
-            if getattr(entry, name) is not None:
-                yield f"{plan.place_of(entry)}.{name} is given, needed none {BESIDE}"
-        if layout.pipeline > 1 and entry.offload is not None and entry.offload.pace_bytes is not None:
-            why = "with several stages most micro-batches wait for their backward"
-            yield f"{plan.place_of(entry)}.offload.pace_bytes is given, needed none {BESIDE}: {why}"
-        elif entry.offload is not None and entry.offload.half_by_half == "all":
+        if not several and entry.offload is not None and entry.offload.half_by_half == "all":
             yield f"{plan.place_of(entry)}.offload.half_by_half is all, needed at_once {BESIDE}: there is none but these"
 
 
@@ -308,22 +289,22 @@ def _overlapped_rule(plan: Plan, rule: Rule) -> Iterator[str]:
 
 
 def _userbuffers(plan: Plan) -> Iterator[str]:
-    if not plan.parallel.userbuffers:
-        return
-    if plan.model.adapted:
-        yield "parallel.userbuffers is true, needed false beside adapters (model.adapted): nothing else was tried"
-    if not plan.parallel.sequence_parallel:
-        yield "parallel.userbuffers needs parallel.sequence_parallel: true, found false, as Megatron refuses it"
-    if plan.model.implementation != "transformer_engine":
-        finding = f"found {plan.model.implementation}: Megatron's own layers have no userbuffers"
-        yield f"parallel.userbuffers needs model.implementation transformer_engine, {finding}"
+    model = plan.model
+    facts = (
+        ("model.adapted", ", ".join(model.adapted) or None, None),
+        ("model.latent_attention", None if model.latent_attention is None else "given", None),
+        ("parallel.sequence_parallel", plan.parallel.sequence_parallel, True),
+        ("model.implementation", model.implementation, "transformer_engine"),
+    )
+    if plan.parallel.userbuffers:
+        yield from _differing(facts, WITH_UB)
 
 
-def _adapters_rule(plan: Plan, rule: Rule) -> Iterator[str]:
-    """Adapters issue tensor-parallel collectives between those of the layer, so that none is a window."""
-    beside = f"beside adapters (model.adapted: {', '.join(plan.model.adapted)})"
+def _without_collectives(plan: Plan, rule: Rule, beside: str) -> Iterator[str]:
+    """Where no tensor-parallel collective is a window, and weight gradients are as in stock. Adapters issue collectives between
+    those of the layer."""
     for linear in rule.weight_gradients:
-        yield f"weight_gradients.{linear} is deferred, but {beside} its weight is frozen: leave it out"
+        yield f"weight_gradients.{linear} is deferred, but {beside} none is: leave it out"
     if plan.parallel.tensor == 1:
         return
     if rule.ahead:
@@ -334,18 +315,3 @@ def _adapters_rule(plan: Plan, rule: Rule) -> Iterator[str]:
         for key, name in places(rule, half):
             if name not in (ON_DEMAND, RECV_BACKWARD):
                 yield f"{key}.{half} is {name}, needed {ON_DEMAND} or {RECV_BACKWARD} {beside}"
-
-
-def _userbuffers_rule(rule: Rule) -> Iterator[str]:
-    if rule.ahead:
-        yield f"{rule.ahead_said}, but {WITH_UB} reductions lie inside GEMMs, and no dispatch was tried beside them: leave it out"
-    for linear in rule.weight_gradients:
-        yield f"weight_gradients.{linear} is deferred, but {WITH_UB} it needs a buffer that others fill: leave it out"
-    for half in HALVES:
-        gathered = rule.filling(half).gathered
-        if gathered in rule.recompute:
-            yield f"{gathered} is recomputed, but {WITH_UB} it owns a userbuffer, which a recomputation would fill again: keep it"
-        for key, name in places(rule, half):
-            if name not in (ON_DEMAND, RECV_BACKWARD):
-                todo = f"plan it {ON_DEMAND}, or in {RECV_BACKWARD}"
-                yield f"{key}.{half} is {name}, but {WITH_UB} no tensor-parallel collective is waited for: {todo}"

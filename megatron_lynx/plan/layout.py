@@ -64,6 +64,5 @@ def layout_text(counts: Sequence[int], mtp: int = 0) -> str:
 
 
 def in_words(plan: Plan) -> str:
-    """The flags, one a line, and a note on the global batch size, which a plan does not know."""
     size = plan.batch.micro * plan.batch.microbatches
     return " \\\n".join(launch_flags(plan)) + f"\n(--global-batch-size is {size} x the data-parallel size)"

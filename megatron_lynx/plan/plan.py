@@ -1,15 +1,6 @@
-"""The plan: for every pipeline stage, its layers and the treatment of their activations.
+"""The plan: for every pipeline stage, its layers and the treatment of their activations. docs/plan_file.md explains every key.
 
-    plan.yaml ──load_plan──> Plan ──apply──> a training job
-                              │
-              stages[k].rules[i]: a range of layers with equal treatment. Entry k is chunk k // p of stage k % p
-                              ├── keep / recompute   every item of the layer is in exactly one of them
-                              ├── windows            where each half is recomputed, by phase if phases differ
-                              ├── gather             (sequence parallelism) where a recomputed GEMM's input is gathered
-                              └── weight_gradients   which linears delay theirs, and in which waits they run
-
-Reading a plan checks each part by itself, and all of them together in `consistency`. `apply.refusals` compares it with a run.
-"""
+Reading a plan checks each part by itself, and all of them together in `consistency`. `apply.refusals` compares it with a run."""
 
 from __future__ import annotations
 
@@ -40,7 +31,6 @@ class Predicted(Part):
     update_s: float | None = None
     """Seconds of the gradients' reduction and the optimizer's update."""
     hidden_recompute_s: Annotated[float, formerly("hidden_recompute_s", "hidden_replay_s")] = 0.0
-    """Seconds of recomputation inside windows."""
     exposed_recompute_s: Annotated[float, formerly("exposed_recompute_s", "exposed_replay_s")] = 0.0
     """Seconds of recomputation outside windows, or longer than these."""
     resident_activation_bytes: int = 0
@@ -48,7 +38,6 @@ class Predicted(Part):
     ahead_bytes: int = 0
     """Largest memory of frames that are recomputed ahead, at the ahead depth."""
     weight_gradient_hidden_s: float = 0.0
-    """Seconds of delayed weight gradients inside windows."""
     weight_gradient_exposed_s: float = 0.0
     """Seconds of delayed weight gradients outside windows, or longer than these."""
     recomputed_flops: Annotated[int, formerly("recomputed_flops", "replayed_flops")] = 0
@@ -56,7 +45,6 @@ class Predicted(Part):
     exposed_copy_s: float = 0.0
     """Seconds that the whole stage waits for copies from the host."""
     host_bytes: int = 0
-    """Pinned host memory of the whole stage."""
     memory_bytes: int = 0
     """Peak memory of a device, parameters and optimizer included."""
     memory: Mapping[str, Mapping[str, int]] = {}
@@ -72,7 +60,6 @@ class Predicted(Part):
     """The same once halves of experts have fallen back (`experts_hold`). 0 if none fall back, and in older plans."""
 
     def held_at(self, moment: str) -> Mapping[str, int] | None:
-        """Predicted bytes by kind at one moment, or None if the plan has none."""
         return {**self.memory.get(ALWAYS, {}), **self.memory[moment]} if moment in self.memory else None
 
 
@@ -82,7 +69,6 @@ class Offload(Part):
     bytes: int = Field(ge=1)
     """Bytes of its layers' activations. A tensor at the limit is split."""
     smallest_tensor_bytes: int = Field(default=MIB, ge=0)
-    """Smaller tensors stay on the device."""
     prefetch: int = Field(default=1, ge=1)
     """Ignored; in older plans. A micro-batch is copied back one backward before its own."""
     beside_messages: Literal["allow", "avoid"] = "allow"
@@ -108,8 +94,6 @@ class Offload(Part):
 
 
 class WeightGradients(Part):
-    """Limit of one chunk's delayed weight gradients."""
-
     bytes: int = Field(ge=1)
     """The most bytes of their operands at a time. If a new one does not fit, the oldest are computed."""
 
@@ -129,8 +113,6 @@ class Whole(Part):
 
 
 class Stage(Part):
-    """One pipeline stage, or one chunk of it."""
-
     stage: int = Field(ge=0)
     chunk: int = Field(default=0, ge=0)
     layers: Layers
@@ -139,7 +121,6 @@ class Stage(Part):
     rules: tuple[Rule, ...]
     offload: Offload | None = None
     weight_gradients: WeightGradients | None = None
-    """Given if a rule delays weight gradients."""
     experts_hold: float | None = Field(default=None, gt=0, le=1_000)
     """Load of experts (`model.moe_load`) that fits the stage's memory, averaged over its live halves. A half with which a rank
     exceeds it falls back for this micro-batch: its rows are kept, and the experts' first linears and activation are recomputed,
@@ -177,16 +158,12 @@ class Stage(Part):
 
 
 class Head(Part):
-    """Output projection and loss in pieces."""
-
     pieces: int = Field(ge=2, le=1_000_000)
     """Parts of a sequence, one after the other, with one part's logits, loss and gradients in memory at a time. The weight's
     gradient is summed in another order than stock's, and is not bitwise equal to it."""
 
 
 class Plan(Part):
-    """A whole plan, version 1."""
-
     version: Literal[1]
     model: ModelFacts
     parallel: ParallelFacts
@@ -219,7 +196,6 @@ class Plan(Part):
 
     @property
     def checkpointed(self) -> str:
-        """The checkpointed layers, in words, or ""."""
         rules = joined(rule for stage in self.stages for rule in stage.rules)
         named = (
             (rule.layers, rule.checkpoint_said.removeprefix("checkpoint is ") + rule.ahead_in_words)
@@ -242,7 +218,6 @@ class Plan(Part):
         return digest_of(self, {})
 
     def with_stages(self, stages: Iterable[Stage]) -> Plan:
-        """The same plan with these stages, checked again."""
         return Plan.model_validate(self.model_copy(update={"stages": tuple(stages)}).model_dump())
 
     def _problems(self) -> list[str]:
@@ -257,5 +232,4 @@ class Plan(Part):
 
 @lru_cache
 def _layers_in(spans: tuple[LayerRange, ...]) -> frozenset[int]:
-    """Cached: called for each half of each layer of each candidate plan."""
     return frozenset(layer for span in spans for layer in span)

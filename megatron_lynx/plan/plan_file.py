@@ -1,10 +1,6 @@
-"""Plan files, version 1.
+"""Plan files, version 1. Keys are in reading order, one line per decision, without empty values and defaults.
 
-    plan.yaml ──load_plan──> Plan ──dump_plan──> text ──save_plan──> plan.yaml
-
-Keys are in reading order, one line per decision, without empty values and defaults. Exact both ways: `load_plan` of a dumped plan
-equals it, and dumping that gives the same text.
-"""
+Exact both ways: `load_plan` of a dumped plan equals it, and dumping that gives the same text."""
 
 from __future__ import annotations
 
@@ -23,7 +19,6 @@ from megatron_lynx.yaml_file import FlowMapping, FlowSequence, read_yaml, write_
 
 
 def _listed(halves: Mapping[Half, Section]) -> str:
-    """The items of each half, as the header lists them."""
     return "\n".join(f"#     {half:<12}{' '.join(section.names)}" for half, section in halves.items())
 
 
@@ -60,7 +55,6 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
 
 def dump_plan(plan: Plan) -> str:
-    """The text of a plan file, with an explanatory header."""
     header = HEADER
     if plan.model.halves != DENSE:
         header = header.replace(_ITEMS, _listed(plan.model.halves))
@@ -79,7 +73,6 @@ def plan_schema() -> dict[str, Any]:
 
 
 def _in_lines(data: dict[str, Any]) -> dict[str, Any]:
-    """The same data, with short collections marked to be written on one line."""
     stages = [
         _flow(stage, "offload", "weight_gradients", "whole", "predicted") | {"rules": [_rule(rule) for rule in stage["rules"]]}
         for stage in data["stages"]
@@ -97,6 +90,5 @@ def _rule(rule: dict[str, Any]) -> dict[str, Any]:
 
 
 def _flow(data: dict[str, Any], *keys: str) -> dict[str, Any]:
-    """`data`, with the collections under `keys` on one line each."""
     lines: dict[type, Callable[[Any], Any]] = {dict: FlowMapping, list: FlowSequence}
     return {key: lines[type(value)](value) if key in keys and type(value) in lines else value for key, value in data.items()}

@@ -1,9 +1,4 @@
-"""A rule of a plan: kept and recomputed items of its layers, the windows of recomputation, and the gathers of inputs.
-
-Consecutive layers with equal treatment share one rule (`joined`):
-
-    layer 1: A   layer 2: A   layer 3: B      ─>      layers 1-2: A    layers 3: B
-"""
+"""A rule of a plan: kept and recomputed items of its layers, the windows of recomputation, and the gathers of inputs."""
 
 from __future__ import annotations
 
@@ -169,7 +164,6 @@ class Rule(Part):
     that is named runs one piece, as often as it is named."""
 
     def delayed_said(self, linear: str) -> str:
-        """Return a linear with the waits of its delayed weight gradient, in words."""
         pieces = self.weight_gradient_pieces.get(linear)
         return f"{linear}{f' in {pieces} pieces' if pieces else ''}: {', '.join(self.weight_gradients[linear])}"
 
@@ -205,7 +199,6 @@ class Rule(Part):
         return section.run_again() if self.checkpoints(section.half) else self.recomputed_in(section.half)
 
     def recomputed_in(self, half: Half) -> tuple[str, ...]:
-        """The recomputed items of one half, in the order of the layer's forward."""
         return _recomputed(half, self.keep, self.recompute)
 
     def filling(self, half: Half) -> Section:
@@ -250,7 +243,6 @@ class Rule(Part):
         return any(map(self.wait_of_rest, HALVES))
 
     def wait_of_rest(self, half: Half) -> str | None:
-        """The wait in which the rest of a checkpointed half is recomputed, or None."""
         window = self.windows.of(half, "steady")
         return window if self.checkpoints(half) and window != ON_DEMAND else None
 
@@ -260,7 +252,6 @@ class Rule(Part):
 
     @property
     def ahead_in_words(self) -> str:
-        """Suffix of the words for a checkpoint; empty if nothing begins ahead."""
         gathered = " from its gather on" if self.gathers_ahead else ""
         return f", ahead{gathered}" if self.ahead else ""
 
@@ -279,7 +270,6 @@ class Rule(Part):
         return "its input"
 
     def _rest_problems(self, half: Half) -> Iterator[str]:
-        """Problems of the wait in which the rest of a checkpointed half should be recomputed."""
         window, half_window = getattr(self.windows, half), own_window(half)
         finding = "is by phase" if isinstance(window, ByPhase) else f"is {window}"
         if window is not None and self.feeds(self.layers.last, half):

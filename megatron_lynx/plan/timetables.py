@@ -1,13 +1,4 @@
-"""Makes the timetable of each stage of a plan.
-
-stages[k].rules ──layer by layer──> PlannedHalf, PlannedHalf, ... ──all chunks of a stage──> Timetable
-
-Also lists the norms that run during communication, and Megatron's groups of that communication:
-
-    windows of recomputation, waits of weight gradients     tp    a collective of tensor-parallel ranks
-                                                            ep    an exchange of tokens
-                                                            pp    the receive of a gradient
-"""
+"""Makes the timetable of each stage of a plan, and lists the norms that run during communication, and its process groups."""
 
 from __future__ import annotations
 
@@ -22,7 +13,6 @@ from megatron_lynx.plan.rule import Rule
 from megatron_lynx.timetable import ON_DEMAND_PLACE, Layout, Place, PlannedHalf, Timetable, ahead_to, may_gather_ahead
 
 SectionsOf = Callable[[int], Iterable[Section]]
-"""The sections of a layer, in the order of a forward."""
 
 
 def timetable_of(plan: Plan, stage: int) -> Timetable:
@@ -97,7 +87,6 @@ def _halves(plan: Plan) -> Iterator[PlannedHalf]:
 
 
 def _windows(half: PlannedHalf) -> Iterator[Window]:
-    """Every window in which work of a half may run."""
     for place in map(half.place, BACKWARD_PHASES):
         yield from (window for window, _ in place.stretches)
     for waits in half.deferred.values():

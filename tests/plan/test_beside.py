@@ -69,7 +69,7 @@ CASES: list[tuple[Any, dict[str, Any], str]] = [
         {"stages.0.rules.0.checkpoint": "attention", "stages.0.rules.0.keep": list(MLP.names)},
         "checkpoint is attention, needed the other half or none: it runs as a captured graph",
     ),
-    (userbuffers, {"stages.0.rules.0.ahead": True}, "but with parallel.userbuffers .* reductions lie inside GEMMs"),
+    (userbuffers, {"stages.0.rules.0.ahead": True}, "but with parallel.userbuffers .* no communication begins early"),
     (interleaved, {"parallel.expert": 2}, "parallel.expert is 2, but no layer has experts"),
     (overlapped, {"model.moe_layers": []}, "model.moe_overlapped is true, but no layer has experts"),
     (overlapped, {"parallel.pipeline": 2}, "parallel.chunks is 1, needed several in a pipeline beside overlapped"),
@@ -88,7 +88,7 @@ CASES: list[tuple[Any, dict[str, Any], str]] = [
         {"stages.0.offload": {**HOST, "pace_bytes": 100, "half_by_half": "all"}},
         "half_by_half is all, needed at_once beside",
     ),
-    (latent, {"parallel.userbuffers": True}, "parallel.userbuffers is true, needed false: latent attention"),
+    (latent, {"parallel.userbuffers": True}, "model.latent_attention is given, needed none with parallel.userbuffers"),
     (gathered_ahead, {"model.fp8": "mxfp8"}, "with fp8 mxfp8 a linear gathers more than its input by rows"),
     (interleaved, received_in(3), "names pipe.recv_backward, but the last stage receives no gradient"),
 ]

@@ -50,17 +50,11 @@ def test_a_plan_says_so_and_asks_for_the_flag() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (
-            {"recompute": "linear_fc1"},
-            "linear_fc1 is recomputed, but with parallel.userbuffers .* it owns a userbuffer",
-        ),
-        ({"windows": {"mlp": "bwd.attention.2+1"}}, "windows.mlp is bwd.attention.2.1, but .* no tensor-parallel collective"),
-        ({"gather": {"mlp": "bwd.attention.0+1"}, "recompute": "linear_fc1"}, "gather.mlp is bwd.attention.0.1, but"),
-        ({"sequence_parallel": False}, "parallel.userbuffers needs parallel.sequence_parallel: true, found false"),
-        (
-            {"implementation": "local"},
-            "needs model.implementation transformer_engine, found local: Megatron's own layers",
-        ),
+        ({"recompute": "linear_fc1"}, "linear_fc1 is recomputed, but with parallel.userbuffers .* it would communicate again"),
+        ({"windows": {"mlp": "bwd.attention.2+1"}}, "windows.mlp is bwd.attention.2.1, needed on_demand or pipe.recv_backward"),
+        ({"gather": {"mlp": "bwd.attention.0+1"}, "recompute": "linear_fc1"}, "gather.mlp is bwd.attention.0.1, needed"),
+        ({"sequence_parallel": False}, "parallel.sequence_parallel is False, needed True with parallel.userbuffers"),
+        ({"implementation": "local"}, "model.implementation is local, needed transformer_engine with parallel.userbuffers"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
