@@ -199,7 +199,7 @@ def gated_attention(hidden: int, element: int, *, queries: int, keys: int, seq: 
     `attention_output_gate`. They were not measured, so bytes are multiplied by `MARGIN`.
 
     Saved: output of the linear; queries and keys before and after their norm and rotated; values; result; gate, its sigmoid, and
-    the product. In hand: the gradients of the widest of these.
+    the product. Transient in backward: the gradients of the widest of these.
     """
     made = 2 * queries + 2 * keys
     return {

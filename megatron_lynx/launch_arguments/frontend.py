@@ -367,7 +367,7 @@ def _pairs(launch: Frontend, keys: Sequence[str], in_pairs: bool) -> Iterator[En
 
 
 def _packed(launch: Frontend, key: str, samples: int, longest: int, values: Mapping[str, Value], gpus: int | None) -> list[Entry]:
-    """Micro-batches of so many packed tokens (`key`) for as many samples of the longest length as a step has."""
+    """Micro-batches of `key` packed tokens for as many samples of the longest length as a step has."""
     said, tokens = launch.origin(key), launch.get(key)
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     tensor, pipeline, context = (values[name].value or 1 if name in values else 1 for name in names)

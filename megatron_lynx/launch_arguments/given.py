@@ -222,7 +222,7 @@ class Given:
         return self.table.default(name, self.release) if said is None or said.value is None else said.value
 
     def with_values(self, values: Mapping[str, Any], said: str) -> Given:
-        """The launch with these values in place of its own. `said`: where they come from."""
+        """The launch with these values in place of its own. `said`: their origin."""
         added = {name: Value(self.table.of_name[name][-1], said, value) for name, value in values.items()}
         return replace(self, values={**self.values, **added})
 

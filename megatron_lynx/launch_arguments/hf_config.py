@@ -2,7 +2,7 @@
 
 {"model_type": "qwen3", "hidden_size": 4096, "num_key_value_heads": 8, ...}  ──>  hidden_size 4096, group_query_attention, ...
 
-hf_config.json has, for each `model_type`, the keys that are read and needed, and what the type alone implies. The launch's own
+hf_config.json has, for each `model_type`, the keys that are read and needed, and values that the type implies. The launch's own
 flags replace these values. Keys that are in no table are listed as unread.
 """
 

@@ -160,7 +160,7 @@ class Rule(Part):
     weight_gradients: dict[str, tuple[WaitName, ...]] = Field(default_factory=dict)
     """Linears that delay their weight gradients, and the waits in which these may run; the first wait runs the oldest one."""
     weight_gradient_pieces: dict[str, Annotated[int, Field(ge=2, le=8)]] = Field(default_factory=dict)
-    """Linears whose delayed weight gradients are cut into so many blocks of rows, or experts' into groups of experts. Each wait
+    """Linears whose delayed weight gradients are cut into blocks of rows, or experts' into groups of experts. Each wait
     that is named runs one piece, as often as it is named."""
 
     def delayed_said(self, linear: str) -> str:
