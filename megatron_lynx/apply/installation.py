@@ -61,9 +61,6 @@ log = logging.getLogger(__name__)
 class Overlapping(Protocol):
     """Runs the batches of one stage without draining the pipeline between them (`double_buffered`)."""
 
-    def few_batches(self, microbatches: int) -> StageOrder:
-        """Return the passes from filling to draining, over enough batches to show all cases."""
-
     def as_recorded(self, micro_batch: int) -> AbstractContextManager[None]:
         """Context in which parameters have the values that this micro-batch's forward saw."""
 
@@ -155,7 +152,7 @@ def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) 
         extra["surroundings"] = (Autocast(), Fp8Autocast())
     if without_flushes is not None:
         without_flushes.check_drained("a plan is installed")
-        order, extra["as_recorded"] = without_flushes.few_batches, without_flushes.as_recorded
+        extra["as_recorded"] = without_flushes.as_recorded
     timetable = timetable_of(plan, run.stage)
     engine = Engine(
         timetable,

@@ -43,7 +43,7 @@ from megatron_lynx.limits import refused
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.order import StageOrder
 from megatron_lynx.schedule import double_buffered
-from megatron_lynx.schedule.double_buffered import batch_order, deferral, defers_more_than_before, order, version_of
+from megatron_lynx.schedule.double_buffered import batch_order, deferral, defers_more_than_before, version_of
 from megatron_lynx.schedule.flushes import warmup
 from megatron_lynx.schedule.schedule import Action, VirtualMicroBatch, phases_of
 
@@ -153,9 +153,6 @@ class DoubleBuffered:
 
     # --- under a plan (`runtime.order`) --------------------------------------------------------------------------
 
-    def few_batches(self, microbatches: int) -> StageOrder:
-        return order_of_few_batches(self._pipeline, self._stage, microbatches)
-
     def as_recorded(self, micro_batch: int) -> AbstractContextManager[None]:
         """Show the weights of this micro-batch inside."""
         return self.versions.seen(version_of(micro_batch, self._microbatches))
@@ -221,10 +218,6 @@ def _unproven(of: str, config: Any, under: str = "two versions") -> Iterator[Pro
     yield from refused(config, [under], lambda limit: f"{of.replace('ddp', 'DDP')} config: {limit.setting}", of=[of])
 
 
-FEW_BATCHES = 3
-"""Enough batches for filling, steady running and draining."""
-
-
 def order_of_batch(pipeline: int, stage: int, microbatches: int, batch: int, *, deferral: int, drains: bool) -> StageOrder:
     """Return the passes of a batch's run, and of the next run, whose offloaded tensors return before it begins."""
     batches = [batch] if drains else [batch, batch + 1]
@@ -241,11 +234,6 @@ def _completing(run: Sequence[Action], microbatches: int, batch: int) -> set[Vir
     backwards = [step for step in run if step.kind == "B"]
     last = (batch + 1) * microbatches - 1
     return {step.virtual for step in backwards if step is backwards[-1] or step.micro_batch == last}
-
-
-def order_of_few_batches(pipeline: int, stage: int, microbatches: int) -> StageOrder:
-    steps = [step for step in order(pipeline, stage, microbatches, FEW_BATCHES) if isinstance(step, Action)]
-    return StageOrder([*phases_of(steps, warmup(pipeline, stage))])
 
 
 UNPROVEN = (

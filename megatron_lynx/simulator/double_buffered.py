@@ -53,10 +53,6 @@ class Unflushed(Simulation):
         begin_s, end_s = self._steady_s(0)
         return end_s - begin_s + self._repeated_s
 
-    @property
-    def run_s(self) -> float:
-        return max(updates[-1].end_s for updates in self.updates)
-
     def times(self, stage: int) -> Sequence[int]:
         begin_s, end_s = self._steady_s(stage)
         executions = zip(self.executed[stage], super().times(stage), strict=True)

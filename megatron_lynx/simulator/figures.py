@@ -58,8 +58,6 @@ def _of_a_run(simulation: Simulation) -> dict[str, Any]:
     return {
         "schedule": "double_buffered",
         "gradient_age_updates": 1,
-        "run_s": simulation.run_s,
-        "steady_batch": simulation.steady,
         "updates": [[update._asdict() for update in stage] for stage in simulation.updates],
     }
 

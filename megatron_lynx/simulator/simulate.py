@@ -309,31 +309,24 @@ def _steps(schedule: Schedule) -> tuple[Steps, ...]:
 def _steps_of(schedule: Schedule, stage: int) -> Steps:
     steps, before, sent = list[Step](), None, None
     for (action, phase), behind in zip(schedule.phases(stage), _behind(schedule.orders[stage]), strict=True):
-        received = _received(schedule, stage, action) if action.is_pass else None
+        place, towards = action.chunk * schedule.pipeline + stage, 1 if action.kind == "F" else -1
+        received = _message(schedule, action, place - towards, place) if action.is_pass else None
         steps.append(Step(action, phase, behind, before, sent, received))
         if action.is_pass:
-            before, sent = action, _sent(schedule, stage, action)
+            before, sent = action, _message(schedule, action, place, place + towards)
     own = (step.action for step in steps if step.action.kind == "F" and _same_pass(step.action, step.behind))
-    return Steps(tuple(steps), before, sent, frozenset((action.micro_batch, action.chunk) for action in own))
+    return Steps(tuple(steps), before, sent, frozenset(action.virtual for action in own))
 
 
-def _sent(schedule: Schedule, stage: int, action: Action) -> Message | None:
-    """Message from a pass to the next virtual stage (forward) or the one before (backward)."""
-    place, forward = action.chunk * schedule.pipeline + stage, action.kind == "F"
-    if place == (schedule.pipeline * schedule.chunks - 1 if forward else 0):
-        return None
-    return Message("F" if forward else "B", action.micro_batch, place)
-
-
-def _received(schedule: Schedule, stage: int, action: Action) -> Message | None:
-    place, forward = action.chunk * schedule.pipeline + stage, action.kind == "F"
-    if place == (0 if forward else schedule.pipeline * schedule.chunks - 1):
-        return None
-    return Message("F", action.micro_batch, place - 1) if forward else Message("B", action.micro_batch, place + 1)
+def _message(schedule: Schedule, action: Action, sender: int, receiver: int) -> Message | None:
+    """The message of a pass between two virtual stages; None at the ends of the model."""
+    virtual = range(schedule.pipeline * schedule.chunks)
+    kind: Literal["F", "B"] = "F" if action.kind == "F" else "B"
+    return Message(kind, action.micro_batch, sender) if sender in virtual and receiver in virtual else None
 
 
 def _same_pass(forward: Action, behind: Action | None) -> bool:
-    return behind is not None and behind.micro_batch == forward.micro_batch and behind.chunk == forward.chunk
+    return behind is not None and behind.virtual == forward.virtual
 
 
 def _behind(order: Sequence[Action]) -> list[Action | None]:

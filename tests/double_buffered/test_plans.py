@@ -101,7 +101,7 @@ def test_a_plan_for_another_schedule(pool_of):
 @pytest.mark.parametrize("deferred", [False, True])
 def test_turns_are_those_of_1f1b_until_it_drains(pipeline, stage, microbatches, deferred):
     """Batch by batch, and with the phases that a step of as many micro-batches would have."""
-    from megatron_lynx.double_buffered.pipeline import order_of_batch, order_of_few_batches
+    from megatron_lynx.double_buffered.pipeline import order_of_batch
     from megatron_lynx.schedule.double_buffered import deferral
 
     deferral_ = deferral(stage) if deferred else 0
@@ -115,5 +115,3 @@ def test_turns_are_those_of_1f1b_until_it_drains(pipeline, stage, microbatches, 
         found += [(turn.kind, turn.micro_batch, phase) for turn, phase in turns[:own]]
         length += own
     assert found == expected
-    few = order_of_few_batches(pipeline, stage, microbatches).all
-    assert [(turn.kind, turn.micro_batch, phase) for turn, phase in few] == expected
