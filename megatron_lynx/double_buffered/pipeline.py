@@ -116,8 +116,9 @@ class DoubleBuffered:
             HookRefused: a plan was installed since, and not for this pipeline.
         """
         self._announce(drains)
-        steps = batch_order(self._pipeline, self._stage, self._microbatches, self._batch, deferral=self._deferral, drains=drains)
-        actions = [step for step in steps if isinstance(step, Action)]
+        actions = batch_order(
+            self._pipeline, self._stage, self._microbatches, self._batch, deferral=self._deferral, drains=drains
+        )
         ahead = warmup(self._pipeline, self._stage) + self._deferral
         then = None if drains else Action((self._batch + 1) * self._microbatches + ahead, "F")
         postpones = self._postpones and not drains
@@ -221,8 +222,7 @@ def _unproven(of: str, config: Any, under: str = "two versions") -> Iterator[Pro
 def order_of_batch(pipeline: int, stage: int, microbatches: int, batch: int, *, deferral: int, drains: bool) -> StageOrder:
     """Return the passes of a batch's run, and of the next run, whose offloaded tensors return before it begins."""
     batches = [batch] if drains else [batch, batch + 1]
-    orders = [batch_order(pipeline, stage, microbatches, index, deferral=deferral, drains=drains) for index in batches]
-    runs = [[step for step in order if isinstance(step, Action)] for order in orders]
+    runs = [batch_order(pipeline, stage, microbatches, index, deferral=deferral, drains=drains) for index in batches]
     completing = {virtual for index, run in zip(batches, runs, strict=True) for virtual in _completing(run, microbatches, index)}
     steps = [step for run in runs for step in run]
     ahead = warmup(pipeline, stage)

@@ -25,22 +25,12 @@ makes its update some backwards of the next batch later (`deferral`), when the f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.schedule.flushes import warmup
 from megatron_lynx.schedule.schedule import Action, paired
 
 VERSIONS = 2
 """Copies of the weights."""
-
-
-@dataclass(frozen=True, order=True, slots=True)
-class Update:
-    batch: int
-
-    def __str__(self) -> str:
-        return f"U{self.batch}"
 
 
 def version_of(micro_batch: int, microbatches: int) -> int:
@@ -72,7 +62,7 @@ def defers_more_than_before(stage: int) -> bool:
 
 def batch_order(
     pipeline: int, stage: int, microbatches: int, batch: int, *, deferral: int = 0, drains: bool = False
-) -> tuple[Action | Update, ...]:
+) -> tuple[Action, ...]:
     """Return one stage's steps after update `batch - 1` (or from the start), up to update `batch`.
 
     Unless it `drains`, forwards run ahead into the next batch, by one micro-batch per later stage and `deferral` pairs.
@@ -85,16 +75,7 @@ def batch_order(
     start = batch * microbatches + deferral if batch > 0 else 0
     forwards = [Action(index, "F") for index in range(start + ahead if batch > 0 else 0, end if drains else end + ahead)]
     backwards = [Action(index, "B") for index in range(start, end)]
-    return (*paired(forwards, backwards, ahead if batch == 0 else 0), Update(batch))
-
-
-def order(pipeline: int, stage: int, microbatches: int, batches: int, *, deferral: int = 0) -> tuple[Action | Update, ...]:
-    """Return one stage's steps from start to drain. Raises as `batch_order`."""
-    return tuple(
-        step
-        for batch in range(batches)
-        for step in batch_order(pipeline, stage, microbatches, batch, deferral=deferral, drains=batch == batches - 1)
-    )
+    return paired(forwards, backwards, ahead if batch == 0 else 0)
 
 
 def check(pipeline: int, microbatches: int) -> None:

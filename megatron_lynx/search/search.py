@@ -127,7 +127,7 @@ def _planned(candidate: Candidate) -> Candidate | None:
 
 
 def _checked(space: Space, top: int, policies: Sequence[str]) -> tuple[Policy, ...]:
-    """Policies without duplicates. Raises `ConfigError` with all problems of the request."""
+    """Raises `ConfigError` with all problems of the request."""
     problems = [*_of_numbers(space, top), *_of_names("--policies", policies, POLICIES)]
     activation_mib = space.job.budget.activation_mib
     if activation_mib is not None:
@@ -167,7 +167,6 @@ def _of_names(option: str, names: Sequence[str], known: Sequence[str]) -> Iterat
 
 
 def _what_divides(space: Space) -> Problem:
-    """tensor x context x pipeline x data must be the number of devices; each factor divides something of the job."""
     model, batch = space.job.model, space.job.batch.global_
     near = sorted(range(max(1, space.gpus - NEIGHBOURS), space.gpus + NEIGHBOURS + 1), key=lambda gpus: abs(gpus - space.gpus))
     some = (gpus for gpus in near if next(Space(space.job, gpus).layouts(), None) is not None)
@@ -177,42 +176,31 @@ def _what_divides(space: Space) -> Problem:
     return Problem("--gpus", str(space.gpus), f"{needed}, tensor the heads ({model.heads}) and context the sequence", todo)
 
 
-SIZES = ("t", "c", "p", "d")
-COLUMNS = (*SIZES, "layers per chunk", "schedule", "SP", "micro", "policy", "offload")
-EXPERTS = ("e",)
-
+COLUMNS = ("t", "c", "p", "d", "layers per chunk", "SP", "micro", "policy", "offload")
 FIGURES = ("step", "tokens/s", "MFU", "memory", "budget")
 
 
 def table(ranking: Ranking) -> WrappedTable:
     title = f"{ranking.job.model.layers} layers on {ranking.gpus} devices"
-    experts = EXPERTS if ranking.job.model.experts is not None else ()
-    columns = (*experts, *COLUMNS, *FIGURES)
-    best = WrappedTable(columns, words=("policy", "schedule"), keys=len(experts) + len(SIZES), title=title)
+    experts = ("e",) if ranking.job.model.experts is not None else ()
+    best = WrappedTable((*experts, *COLUMNS, *FIGURES), words=("policy",), keys=len(experts) + 4, title=title)
     for candidate in ranking.candidates:
-        best.add(*_layout(candidate), *_figures(candidate))
+        job, parallel = candidate.job, candidate.job.parallel
+        sizes = (*((parallel.expert,) if experts else ()), parallel.tensor, parallel.context, parallel.pipeline, job.replicas)
+        best.add(
+            *map(str, sizes),
+            "-" if job.chunks == 1 else str(parallel.layers_per_chunk),
+            "yes" if parallel.sequence_parallel else "no",
+            str(job.batch.micro),
+            job.policy,
+            f"{candidate.offload_ratio:g}",
+            format_seconds(candidate.step_s),
+            f"{candidate.tokens_per_s:.0f}",
+            f"{candidate.mfu:.1%}",
+            format_bytes(candidate.memory_bytes),
+            format_bytes(job.memory_budget_bytes),
+        )
     return best
-
-
-def _layout(candidate: Candidate) -> tuple[str, ...]:
-    job, parallel = candidate.job, candidate.job.parallel
-    sizes = (parallel.tensor, parallel.context, parallel.pipeline, job.replicas)
-    slices = "yes" if parallel.sequence_parallel else "no"
-    layers = "-" if job.chunks == 1 else str(parallel.layers_per_chunk)
-    micro, ratio = str(job.batch.micro), f"{candidate.offload_ratio:g}"
-    experts = (str(parallel.expert),) if job.model.experts is not None else ()
-    schedule = "flush" if job.chunks == 1 else "interleaved"
-    return (*experts, *map(str, sizes), layers, schedule, slices, micro, job.policy, ratio)
-
-
-def _figures(candidate: Candidate) -> tuple[str, ...]:
-    return (
-        format_seconds(candidate.step_s),
-        f"{candidate.tokens_per_s:.0f}",
-        f"{candidate.mfu:.1%}",
-        format_bytes(candidate.memory_bytes),
-        format_bytes(candidate.job.memory_budget_bytes),
-    )
 
 
 TIMES_AS_MANY = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -260,7 +248,7 @@ def _then(job: Job, memory: StageMemory) -> str:
 
 
 def first_that_fits(space: Space, policies: Sequence[Policy]) -> tuple[Job, StageMemory] | None:
-    """Return the fitting layout with the smallest state and micro-batch. It need not be the fastest."""
+    """Return the fitting layout with the smallest state and micro-batch."""
     for job in _by_state(space):
         if always_bytes(job) > job.memory_budget_bytes:
             return None
@@ -271,7 +259,6 @@ def first_that_fits(space: Space, policies: Sequence[Policy]) -> tuple[Job, Stag
 
 
 def _by_state(space: Space) -> list[Job]:
-    """One job for each layout, smallest state first."""
     jobs: Iterable[Job] = (next(space.on(parallel)) for parallel in space.layouts())
     return sorted(jobs, key=always_bytes)
 
@@ -281,7 +268,6 @@ def _under(job: Job, policy: Policy) -> Job:
 
 
 TOKENS_OF_A_BATCH = 4 * 2**20
-"""4 million tokens, as for large models."""
 
 
 def batch_of(seq: int, gpus: int) -> int:

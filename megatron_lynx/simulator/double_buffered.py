@@ -1,7 +1,7 @@
 """Batches of a pipeline that is never flushed (`schedule.double_buffered`), and the seconds of one batch in the steady state.
 
-An update U is a barrier: it begins when the last stage arrives, and ends on all stages at the same time. A step is the time
-between two updates in the middle of the run; update seconds are added to it.
+An update U is a barrier: it begins when the last stage arrives, and takes no time here: `cost.update` adds its seconds. A step is
+the time between two updates in the middle of the run.
 
 A message is posted when its pass ends, and in flight once its receiver has posted it, too. The receiver waits when it needs the
 message, the sender before its next message in that direction, so one message may be in flight during an update.
@@ -12,13 +12,12 @@ Between two updates a stage runs as many forwards and backwards as a batch has m
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import NamedTuple
 
-from megatron_lynx.schedule.double_buffered import Update, deferral, order
-from megatron_lynx.schedule.flushes import warmup
+from megatron_lynx.schedule.double_buffered import check, deferral
+from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.schedule.schedule import Action, Schedule, with_recomputations
 from megatron_lynx.simulator.passes import ChunkPasses
 from megatron_lynx.simulator.simulate import Message, Run, RunningStage, Step
@@ -30,11 +29,10 @@ BATCHES = 5
 
 
 class Updated(NamedTuple):
-    """One stage's part in an update. `arrived_s`: of this stage; `begin_s`: of all stages."""
+    """One stage's part in an update: its own arrival, and that of the last stage."""
 
     arrived_s: float
     begin_s: float
-    end_s: float
 
 
 @dataclass(frozen=True)
@@ -60,21 +58,21 @@ class Unflushed(Simulation):
 
     def _steady_s(self, stage: int) -> tuple[float, float]:
         updates = self.updates[stage]
-        return updates[self.steady - 1].end_s, updates[self.steady].begin_s
+        return updates[self.steady - 1].begin_s, updates[self.steady].begin_s
 
     def timeline(self) -> Timeline:
         updates = [
             [
-                Span("update", update.arrived_s, update.end_s, name=f"update {batch}")
+                Span("update", update.arrived_s, update.begin_s, name=f"update {batch}")
                 for batch, update in enumerate(of_stage)
-                if update.end_s > update.arrived_s
+                if update.begin_s > update.arrived_s
             ]
             for of_stage in self.updates
         ]
         return Timeline({stage: (*spans, *updates[stage]) for stage, spans in super().timeline().ranks.items()})
 
     def _halts(self, stage: int) -> Sequence[float]:
-        return [update.end_s for update in self.updates[stage]]
+        return [update.begin_s for update in self.updates[stage]]
 
 
 def simulate_without_flushes(
@@ -84,29 +82,20 @@ def simulate_without_flushes(
     interference: float = 1.0,
     *,
     deferred: bool = True,
-    update_s: float = 0.0,
-    batches: int = BATCHES,
 ) -> Unflushed:
     """Simulate a run. `chunks` is indexed by stage. Raises ConfigError if a batch has fewer micro-batches than there are stages.
 
-    Args:
-        deferred: whether a stage's update runs after the first backwards of the next batch (`schedule.double_buffered.deferral`).
-        update_s: seconds of an update; part of the run, not of its step.
-        batches: at least 4, so that there is a middle.
+    `deferred`: whether a stage's update runs after the first backwards of the next batch (`schedule.double_buffered.deferral`).
     """
-    assert batches >= 4, f"{batches} batches have no steady state"
-    pipeline = len(chunks)
-    steps = [
-        order(pipeline, stage, microbatches, batches, deferral=deferral(stage) if deferred else 0) for stage in range(pipeline)
+    check(len(chunks), microbatches)
+    passes = with_flushes(len(chunks), BATCHES * microbatches)
+    schedule = replace(passes, orders=tuple(tuple(with_recomputations(order)) for order in passes.orders))
+    later = [deferral(stage) if deferred else 0 for stage in range(len(chunks))]
+    drained = BATCHES * microbatches
+    behind = [
+        {Action(min((batch + 1) * microbatches + more, drained) - 1, "B"): batch for batch in range(BATCHES)} for more in later
     ]
-    schedule = Schedule(
-        orders=tuple(
-            tuple(with_recomputations(step for step in stage_steps if isinstance(step, Action))) for stage_steps in steps
-        ),
-        warmups=tuple(warmup(pipeline, stage) for stage in range(pipeline)),
-    )
-    behind = [{before: step.batch for before, step in pairwise(stage_steps) if isinstance(step, Update)} for stage_steps in steps]
-    return _UnflushedRun(schedule, chunks, (p2p_s, interference), behind, update_s, microbatches).unflushed()
+    return _UnflushedRun(schedule, chunks, (p2p_s, interference), behind, microbatches).unflushed()
 
 
 class _UnflushedRun(Run):
@@ -117,14 +106,12 @@ class _UnflushedRun(Run):
         schedule: Schedule,
         chunks: Sequence[ChunkPasses],
         links: tuple[float, float],
-        behind: Sequence[dict[Action | Update, int]],
-        update_s: float,
+        behind: Sequence[dict[Action, int]],
         microbatches: int,
     ) -> None:
         self._microbatches = microbatches
         super().__init__(schedule, [[passes] for passes in chunks], *links)
         self._behind = behind
-        self._update_s = update_s
         self._there: dict[int, list[float]] = {}
         """By batch, the times at which stages reached its update."""
         self._under_way: list[dict[str, Message]] = [{} for _ in chunks]
@@ -168,8 +155,8 @@ class _UnflushedRun(Run):
             free = max(free, (yield sent))
         yield from self._updated(stage, stage.order.last, free)
 
-    def _updated(self, stage: RunningStage, before: Action | Update | None, time_s: float) -> Generator[Message, float, float]:
-        """Return the end of the update after an action; `time_s` if there is none."""
+    def _updated(self, stage: RunningStage, before: Action | None, time_s: float) -> Generator[Message, float, float]:
+        """Return when the update after an action has begun; `time_s` if there is none."""
         batch = None if before is None else self._behind[stage.number].get(before)
         if batch is None:
             return time_s
@@ -180,5 +167,5 @@ class _UnflushedRun(Run):
             self._arrivals[together] = max(arrivals_s)
             self._ready.extend(self._waiting.pop(together, ()))
         begin_s = yield together
-        self._made[stage.number].append(Updated(time_s, begin_s, begin_s + self._update_s))
-        return begin_s + self._update_s
+        self._made[stage.number].append(Updated(time_s, begin_s))
+        return begin_s

@@ -1,10 +1,13 @@
-"""Orders of a stage as text, `0F0 1F0 | 2F0 0B0`, so that a test can write them out; and how many of them are in flight."""
+"""Orders of a stage as text, `0F0 1F0 | 2F0 0B0`, so that a test can write them out, also without flushes; and how many are in
+flight."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 
+from megatron_lynx.schedule.double_buffered import batch_order
 from megatron_lynx.schedule.schedule import Action
 
 
@@ -22,7 +25,26 @@ def read_actions(text: str) -> tuple[Action, ...]:
     return tuple(read_action(word) for word in text.split() if word != "|")
 
 
-def write_actions(actions: Iterable[Action]) -> str:
+@dataclass(frozen=True)
+class Update:
+    """The update of one batch, `U2` as text."""
+
+    batch: int
+
+    def __str__(self) -> str:
+        return f"U{self.batch}"
+
+
+def order(pipeline: int, stage: int, microbatches: int, batches: int, *, deferral: int = 0) -> tuple[Action | Update, ...]:
+    """One stage's actions without flushes, from start to drain, with the updates between them."""
+    steps: list[Action | Update] = []
+    for batch in range(batches):
+        drains = batch == batches - 1
+        steps += [*batch_order(pipeline, stage, microbatches, batch, deferral=deferral, drains=drains), Update(batch)]
+    return tuple(steps)
+
+
+def write_actions(actions: Iterable[Action | Update]) -> str:
     return " ".join(map(str, actions))
 
 

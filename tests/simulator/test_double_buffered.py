@@ -36,11 +36,10 @@ def test_what_was_measured(stages: int, microbatches: int, over_flush: tuple[flo
 
 def test_two_stages_and_their_barrier() -> None:
     """F 1 s, B 2 s. Batch 0 ends for stage 1 at 7 s and for stage 0 at 9 s; stage 1 runs a pair of batch 1 meanwhile."""
-    run = simulate_without_flushes(2, [plain_passes(1.0, 2.0)] * 2, update_s=0.5)
+    run = simulate_without_flushes(2, [plain_passes(1.0, 2.0)] * 2)
     first = [(str(each.action), each.start_s) for each in run.executed[1][:5]]
     assert first == [("0F0", 1.0), ("0B0", 2.0), ("1F0", 4.0), ("1B0", 5.0), ("2F0", 7.0)]
-    assert run.updates[0][0][:2] == (9.0, 10.0)
-    assert run.updates[1][0] == (10.0, 10.0, 10.5)
+    assert [run.updates[stage][0] for stage in (0, 1)] == [(9.0, 10.0), (10.0, 10.0)]
     assert run.step_s == 7.0
     assert [run.busy_s(stage) for stage in (0, 1)] == [6.0, 6.0]
     assert run.bubble_s(1) == 1.0
@@ -56,11 +55,11 @@ def test_an_update_at_once_waits_for_the_gradient_of_the_first_stage() -> None:
 def test_two_backwards_for_three_stages_is_near_the_best(
     monkeypatch: pytest.MonkeyPatch, backward_s: float, bound: float
 ) -> None:
-    """Nearly the best of all numbers of deferred backwards. Forwards take 1 s; the seconds of the update do not count."""
+    """Nearly the best of all numbers of deferred backwards. Forwards take 1 s."""
 
     def step_s(stages: int, share: float) -> float:
         monkeypatch.setattr(double_buffered, "deferral", lambda stage: deferral(stage, share))
-        return simulate_without_flushes(stages, [plain_passes(1.0, backward_s)] * stages, update_s=3.0).step_s
+        return simulate_without_flushes(stages, [plain_passes(1.0, backward_s)] * stages).step_s
 
     for stages in (2, 4, 8):
         best = min(step_s(stages, share / 10) for share in range(3, 11))
@@ -88,13 +87,13 @@ def test_a_receive_hides_recomputations() -> None:
 
 
 def test_the_timeline_has_updates_and_waits_side_by_side() -> None:
-    run = simulate_without_flushes(4, even(4), p2p_s=0.05, update_s=0.1)
+    run = simulate_without_flushes(4, even(4), p2p_s=0.05)
     for stage, spans in run.timeline().ranks.items():
         beside = sorted(
             (span for span in spans if span.kind in ("recv", "update", "forward", "backward")), key=lambda s: s.start_s
         )
         assert all(one.end_s <= after.start_s + 1e-9 for one, after in pairwise(beside)), stage
-        assert sum(span.kind == "update" for span in spans) == 5
+    assert {span.name for spans in run.timeline().ranks.values() for span in spans if span.kind == "update"} > {"update 2"}
 
 
 def test_too_few_micro_batches() -> None:
@@ -118,17 +117,20 @@ def test_a_batch_takes_at_least_its_slowest_stage_and_updates_in_order(
     run: tuple[list[ChunkPasses], int, float, bool],
 ) -> None:
     passes, microbatches, p2p_s, deferred = run
-    found = simulate_without_flushes(microbatches, passes, p2p_s, deferred=deferred, batches=8)
+    found = simulate_without_flushes(microbatches, passes, p2p_s, deferred=deferred)
     busy_s = [microbatches * (each.one("F", "steady").seconds + each.one("B", "steady").seconds) for each in passes]
     assert found.step_s >= max(busy_s) - 1e-9
     assert [found.busy_s(stage) for stage in range(len(passes))] == pytest.approx(busy_s)
-    assert all(len({stage[batch].end_s for stage in found.updates}) == 1 for batch in range(8))
+    assert all(len({stage[batch].begin_s for stage in found.updates}) == 1 for batch in range(double_buffered.BATCHES))
 
 
 @settings(max_examples=40, deadline=None)
 @given(runs())
 def test_the_steady_state_is_steady(run: tuple[list[ChunkPasses], int, float, bool]) -> None:
     passes, microbatches, p2p_s, deferred = run
-    steps = [simulate_without_flushes(microbatches, passes, p2p_s, deferred=deferred, batches=n).step_s for n in (8, 9)]
-    assert steps[0] == pytest.approx(steps[1])
-    assert simulate_without_flushes(microbatches, passes, p2p_s, deferred=deferred).step_s == pytest.approx(steps[0])
+    steps = []
+    for batches in (double_buffered.BATCHES, 8, 9):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(double_buffered, "BATCHES", batches)
+            steps.append(simulate_without_flushes(microbatches, passes, p2p_s, deferred=deferred).step_s)
+    assert steps == pytest.approx([steps[0]] * 3)
