@@ -1,7 +1,5 @@
 """Replaces attributes, and restores them.
 
-    Claim (declared)  ──verify──>  Hook (in place)  ──restore──>  the identical object, or no attribute, as before
-
 A claim names the attribute that is *looked up* at call time: a module's global, or an attribute of one instance. All claims of an
 installation are verified before any attribute changes.
 """

@@ -1,12 +1,4 @@
-"""Installs a plan in three passes; a refusal in any of them leaves Megatron unchanged.
-
-resolve   the live run, the release's table, the plan's stage, every claim; policies of halves and chunks, the order of passes
-verify    fingerprints; `refusals`; claims against each other and against Megatron
-change    all hooks, or none
-
-with install(model, plan) as installation:      # or installation.remove(), between steps
-    train()
-"""
+"""Installs a plan: resolves every claim, verifies all, then changes all or none. A refusal leaves Megatron unchanged."""
 
 from __future__ import annotations
 
@@ -45,9 +37,9 @@ from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.runtime.device import Device, device_for
 from megatron_lynx.runtime.engine import Engine
+from megatron_lynx.runtime.frame import ChunkPolicy, Gather, HalfPolicy
 from megatron_lynx.runtime.offload import HostFacts, HostLimit, Offloader, OffloadPolicy, limit_of
 from megatron_lynx.runtime.order import OrderOfStep, StageOrder
-from megatron_lynx.runtime.policy import ChunkPolicy, Gather, HalfPolicy
 from megatron_lynx.runtime.record import GATHERED
 from megatron_lynx.runtime.saved import memory_of
 from megatron_lynx.runtime.surroundings import NO_HOOKS, Autocast, ForwardHooks

@@ -1,12 +1,5 @@
 """Running side of the kinds of sections: which live layers have one, allowed classes, refusals, hooks.
 
-method                                 reader
-section_in       of a live layer       `sections_in`
-classes          by role               `apply.refusals`: linears that were shown to be recomputed bit for bit
-refusals         modules               `apply.refusals`
-mismatches       plan and live layers  `apply.refusals`
-claims           additional hooks      `apply.installation`
-
 A plan that keeps experts whole, on the device, only needs them to be Megatron's. If it recomputes or offloads their items, or
 delays their weight gradients, experts with an unknown interior are refused. Opaque halves have no hooks.
 """

@@ -1,13 +1,7 @@
 """One rank of a live run: model config, parallel_state, modules.
 
-A hybrid stack (Megatron's HybridModel) splits a GPT layer into two layers:
-
-    GPTModel       layer 1: _forward_attention, _forward_mlp                      layer 2: ...
-    HybridModel    layer 1: _forward_attention   layer 2: _forward_mlp            layer 3: ...      (pattern *-*-)
-                            its MLP passes through        its attention passes through
-                   └────────────── one layer of a plan: 1 ──────────────┘
-
-`anatomy.stack` maps a pattern to layers of a plan. A Mamba layer is a half, too, and a half may be missing (`kinds.opaque`).
+A hybrid stack (Megatron's HybridModel) splits a GPT layer into two layers, each with one half that passes through: with pattern
+*-*- its layers 1 and 2 are a plan's layer 1. A Mamba layer is a half, too, and a half may be missing (`kinds.opaque`).
 """
 
 from __future__ import annotations

@@ -1,25 +1,4 @@
-"""Refuses runs that the hooks do not support (rules R6, R14), and plans for other models or layouts; lists every reason.
-
-settings       unsupported features (`limits`)
-torch          windows whose collectives would retain memory (below)
-groups         a model with other process groups than `parallel_state`'s
-modules        wrappers, layers of another kind, random numbers that a recomputation could not draw again
-schedule       features of the plan that this schedule lacks
-gradients      weight gradients that cannot be delayed (`linears`)
-head           a head that cannot run in pieces, if the plan needs it (`hooks.head_in_pieces`)
-kinds          `apply.kinds`
-match          facts of a launch (arguments), before a model is built, and of the run, before the first step, that differ from the
-               plan's
-
-Windows are refused if torch would retain the operands of their collectives for longer than a plan counts:
-
-stock     a synchronous collective: its operands are free for compute after it
-ours      the same collective, asynchronous, followed by the window's tasks
-          torch below 2.8: NCCL's `record_stream` retains both operands until the host sees the collective complete, long after
-          the device: several GiB more than planned, at 70B
-
-Messages between stages are asynchronous in stock, too. On a CPU, gloo refers to its operands itself.
-"""
+"""Refuses runs that the hooks do not support (rules R6, R14), and plans for other models or layouts; lists every reason."""
 
 from __future__ import annotations
 

@@ -3,10 +3,9 @@ installed source.
 
 releases.json: {"0.16": {"recorded_from": "0.16.1", "fingerprints": {FUNCTION: HASH}, "only_with": {"experts": {FUNCTION: HASH}}}}
 
-The first release lists every function; each later one those that changed, were added, or are `gone`. A fingerprint is a hash of
-the function's unwrapped source text, comments included. If one differs, the plan is refused (rule R6). `also` has fingerprints of
-other patch releases of the same minor one, and of frameworks that replace the function, that were found to be equivalent.
-`scripts/record_release.py` writes the entry of a release.
+The first release lists every function; each later one those that changed, were added, or are `gone`. If one differs, the plan is
+refused (rule R6). `also` has fingerprints of other patch releases of the same minor one, and of frameworks that replace the
+function, that were found to be equivalent. `scripts/record_release.py` writes the entry of a release.
 """
 
 from __future__ import annotations

@@ -1,16 +1,10 @@
 """Recomputes in FP8 with the scales of the recorded forward, and without changing Transformer Engine's state.
 
-    forward of micro-batch i     scales sᵢ ──> quantize ──> saved bytes, their scale
-                                      └──── amax ──> history ── at the end of the autocast: reduced, sᵢ₊₁ computed from it
-    recomputation                scales sᵢ (copied in the forward) ──> the same bytes
-                                      └──── amax ──> dropped
-
-Scales of delayed scaling change with every micro-batch. Transformer Engine's own recomputation keeps copies in a queue, one per
-forward, each for exactly one recomputation, in that order; a norm alone, a kept micro-batch and a recomputation that stops early
-would break that order. So frames keep a copy, and a recomputation has its own quantizers: the live ones, their usages, amax
-histories and scales never change. With current scaling there is nothing to copy, but the quantizers are still separate: a
-recomputation may run inside a call of the same linear. (In 2.9 and 2.14, not in 2.17, they share the one-element workspaces
-`scale` and `amax` with the live ones: harmless, as the call that writes them reads them, on the same stream.)
+Scales of delayed scaling change with every micro-batch, so frames keep a copy, and a recomputation has its own quantizers: the
+live ones, their usages, amax histories and scales never change. (Transformer Engine's own recomputation keeps copies in a queue,
+each for exactly one recomputation, in order.) With current scaling there is nothing to copy, but the quantizers are still
+separate: a recomputation may run inside a call of the same linear. (In 2.9 and 2.14, not in 2.17, they share the one-element
+workspaces `scale` and `amax` with the live ones: harmless, as the call that writes them reads them, on the same stream.)
 
 Weights are quantized in the first micro-batch of a step and kept by the linear; a recomputation finds them there. With
 `--fp8-param-gather` a parameter wraps bytes by rows, which lie in DDP's buffer, bytes by columns, and their scale. Nodes save

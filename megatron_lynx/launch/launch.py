@@ -38,8 +38,7 @@ from megatron_lynx.launch.out_of_memory import MemoryWatch
 from megatron_lynx.launch.reporter import DevicePeak, Reporter, path_of
 from megatron_lynx.limits import ARGUMENTS, Limit, refused
 from megatron_lynx.plan import Plan, load_plan
-from megatron_lynx.runtime.device import device_for
-from megatron_lynx.runtime.trace import Trace
+from megatron_lynx.runtime.device import Trace, device_for
 from megatron_lynx.timeline import Span, timeline_of, write_trace
 from megatron_lynx.units import format_bytes
 from megatron_lynx.version import __version__

@@ -78,9 +78,8 @@ from megatron_lynx.measure.run_outcome import (
     stage_of,
 )
 from megatron_lynx.plan import Plan
-from megatron_lynx.runtime.device import Device
+from megatron_lynx.runtime.device import Clock, Device
 from megatron_lynx.runtime.engine import Engine
-from megatron_lynx.runtime.trace import Clock
 from megatron_lynx.timeline import Span
 from megatron_lynx.units import format_bytes
 from megatron_lynx.version import __version__

@@ -1,8 +1,5 @@
 """A CUDA device: torch's events, and streams from the driver. Only `device` and this file name `torch.cuda`.
 
-The host waits in `synchronize` only. A copy may still read memory that is to be unlocked, so it is unlocked once events recorded
-on all streams are reached; they are polled whenever memory is locked or unlocked.
-
 Copies do not run on torch's streams: torch hands out a pool of 32 in turns, also to NCCL's communicators, and a copy on a stream
 shared with NCCL would queue behind a receive. The driver creates streams on the device's primary context, which is torch's; those
 of torch's binding of the runtime synchronize with the default stream, where torch computes. A stream lives as long as the

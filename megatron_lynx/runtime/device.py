@@ -1,25 +1,21 @@
-"""Streams and events of a device, by which the runtime orders copies and compute.
-
-   compute    ── a ──┬──────────────── b ────────────────┬── current.wait(over) ── c
-                     │ [1]                               │ [3]
-   a stream          └ wait(current.record()) ── run(copy) ── record() = over
-
-[1] the stream waits for the compute issued before: it reads what exists
-[2] the host continues; it blocks in `synchronize` only
-[3] compute issued from now on waits for the copy
+"""Streams and events of a device, by which the runtime orders copies and compute, and spans and seconds between events.
 
 A CPU's stream is the calling thread, its work has finished when the call returns, and its clock is the host's. `cuda` derives
-those of a GPU. `tests/instruments/streams` derives a CPU whose copies run in threads, as late as they may.
+those of a GPU; `tests/instruments/streams` a CPU whose copies run in threads, as late as they may.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from megatron_lynx.timeline import Span, SpanKind, name_of
 
 Work = Callable[[], object]
 
@@ -112,3 +108,72 @@ def _made(where: torch.device) -> Device:
 
         return CudaDevice(where)
     return Device(where)
+
+
+class Trace:
+    """Spans recorded while `enabled`."""
+
+    def __init__(self, device: Device | None = None) -> None:
+        self.enabled = False
+        self._device = device or device_for(torch.device("cpu"))
+        self._origin: Event | None = None
+        self._spans: list[tuple[SpanKind, tuple[Any, ...], Event, Event]] = []
+
+    def start(self) -> None:
+        self._spans.clear()
+        self.enabled, self._origin = True, self._device.current.record(timed=True)
+
+    def stop(self) -> list[Span]:
+        """Return the spans since `start`, sorted by begin; waits for the device. Empty if it was never started."""
+        if self._origin is None:
+            return []
+        self.enabled = False
+        self._device.synchronize()
+        since = self._origin
+        spans = [Span(kind, at.seconds_since(since), end.seconds_since(since), *of) for kind, of, at, end in self._spans]
+        self._spans.clear()
+        return sorted(spans, key=lambda span: (span.start_s, -span.end_s))
+
+    def now(self) -> Event | None:
+        """Return the begin of a span, for `add` (None while disabled)."""
+        return self._device.current.record(timed=True) if self.enabled else None
+
+    def add(
+        self,
+        kind: SpanKind,
+        begin: Event | None,
+        layer: int | None = None,
+        half: str | None = None,
+        micro_batch: int | None = None,
+        window: str | None = None,
+    ) -> None:
+        """End a span now."""
+        if self.enabled and begin is not None:
+            of = (layer, half, micro_batch, window, name_of(kind, layer, half, window))
+            self._spans.append((kind, of, begin, self._device.current.record(timed=True)))
+
+
+class Clock:
+    """Seconds between pairs of events on the current stream. `runs`: whether pairs are recorded."""
+
+    def __init__(self, device: Device, *, runs: bool = False) -> None:
+        self.runs = runs
+        self._device = device
+        self._timed: deque[tuple[str, Event, Event]] = deque()
+
+    def begin(self) -> Event | None:
+        """Return the first event of a pair (None while the clock does not run)."""
+        return self._device.current.record(timed=True) if self.runs else None
+
+    def end(self, what: str, begin: Event | None) -> None:
+        if begin is not None:
+            self._timed.append((what, begin, self._device.current.record(timed=True)))
+
+    def take(self, *, exact: bool = True) -> list[tuple[str, float]]:
+        """Return (label, seconds) since the last call. `exact` waits for the device; otherwise unreached pairs stay."""
+        seconds = []
+        while self._timed and (exact or self._timed[0][2].done):
+            what, begin, end = self._timed.popleft()
+            end.synchronize()
+            seconds.append((what, end.seconds_since(begin)))
+        return seconds

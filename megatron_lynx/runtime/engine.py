@@ -1,30 +1,8 @@
-"""The engine of one rank: hooks report Megatron's progress; it records, recomputes, and runs planned work.
+"""The engine of one rank: hooks report Megatron's progress; it records, recomputes, and runs planned work (docs/runtime.md).
 
-    Megatron                        engine                                     state
-    ------------------------------  -----------------------------------------  ------------------------
-    forward_step begins / ends      forward_pass()                             ledger
-      a half is called              half(): record                             frame, owned by the graph
-        a submodule is called       reported(): it passes, or site()           recorder, recomputer
-        a collective is issued      window(): fwd.*                            the timetable says what runs in it
-    messages between stages         exchange_begins()                          offloader
-    receive of a gradient           receive(): pipe.recv_backward, for its own micro-batch
-    send of a gradient              gradient_sent(): pipe.send_backward
-    backward_step begins / ends     backward_pass(output)                      ledger
-      backward reaches a half       _enter(): a checkpoint is recomputed       ledger, offloader
-        a collective is issued      window(): bwd.*, for its own micro-batch
-        a saved tensor is needed    it was recomputed, or is on demand         recomputations, frame
-        a weight gradient is due    weight_gradients.put_off(): delayed        weight_gradients
-
-A hook that returns a `Work` returns a `WindowedWork` instead:
-
-    issue ──> [ collective in flight .......................... ]
-    wait()    │ tasks in the window, on this stream              │ the wait proper │ tasks after it
-
-`Engine.reach` is the only place that runs planned work, the tasks of a moment (`timetable`). The table depends on the plan
-only (rule R1), and is equal on all ranks of a group. A task that finds nothing to do is skipped. Work that no moment did runs on
-demand (rule R5), or is flushed.
-
-An engine belongs to one installation; it stores nothing on modules (rule R13) and nothing per thread (rule R12).
+The timetable depends on the plan only (rule R1), and is equal on all ranks of a group. A task that finds nothing to do is
+skipped. Work that no moment did runs on demand (rule R5), or is flushed. An engine belongs to one installation; it stores nothing
+on modules (rule R13) and nothing per thread (rule R12).
 """
 
 from __future__ import annotations
@@ -42,10 +20,9 @@ from megatron_lynx.anatomy.address import RECV_BACKWARD, SEND_BACKWARD, Window, 
 from megatron_lynx.figures import InputSeen
 from megatron_lynx.nest import first_in, map_nest
 from megatron_lynx.runtime.device import Device, device_for
-from megatron_lynx.runtime.frame import Fed, Frame, MicroBatch
+from megatron_lynx.runtime.frame import ChunkPolicy, Fed, Frame, HalfPolicy, MicroBatch
 from megatron_lynx.runtime.offload import HostLimit, Offloader, OffloadGroup
 from megatron_lynx.runtime.order import Ledger, OrderOfStep, StageOrder
-from megatron_lynx.runtime.policy import ChunkPolicy, HalfPolicy
 from megatron_lynx.runtime.progress import Progress, Run, note
 from megatron_lynx.runtime.recompute import AsRecorded, Guard, Recomputations
 from megatron_lynx.runtime.record import Observer, Recorder
@@ -294,7 +271,7 @@ class Engine(Progress):
     # --- hooks on communication ----------------------------------------------------------------------------------------
 
     def window(self, *, exchange: bool = False) -> Callable[[Any], Any] | None:
-        """Return what makes a window of the `Work` of a collective, or of an `exchange` of tokens, that is about to be issued.
+        """Return the function that makes a window of the `Work` of a collective (or `exchange` of tokens) that is issued next.
 
         Returns None outside of halves, in halves without windows, and for windows without tasks.
         """

@@ -1,21 +1,9 @@
 """Which passes of this stage are in flight, which backward runs, and which is next.
 
 Megatron's schedule functions pass a backward neither its micro-batch nor its phase, and wait for a gradient before they say which
-micro-batch it is for. The ledger follows the passes by the schedule's order for this stage, which the installer supplies.
-
-    forward_step(i, chunk)   ──>  a micro-batch begins; its recorded halves enter their frames
-    a gradient is received   ──>  the next backward by the order of the stage: its frames may be recomputed now
-    backward_step(output)    ──>  the micro-batch whose forward returned that output, by the tensor's identity
-
-    1F1B, stage s of p (w = p-1-s)    F0 .. F(w-1) | F(w) B0   F(w+1) B1  ...            | B .. B
-    interleaved, stage 0 of 2         0F0 1F0 0F1 1F1 | 2F0 0B1   3F0 1B1   2F1 0B0  ... | 2B1 3B1 2B0 3B0
-                                       warm-up          steady                            cool-down
-
-With overlapping batches, micro-batches of the next batch run before this one is over. Such a schedule (`double_buffered`) reports
-each batch's begin and says which weights a recomputation needs:
-
-    a batch begins           ──>  begin_batch(order, fills=); micro-batches are counted since the pipeline was last filled
-    recomputation of i       ──>  as_recorded(i): context with the weights of micro-batch i
+micro-batch it is for. The ledger follows the order of passes, which the installer supplies, and finds a backward's micro-batch by
+the identity of its forward's output. Where batches overlap (`double_buffered`), each batch's begin is reported, and micro-batches
+are counted since the pipeline was last filled.
 """
 
 from __future__ import annotations

@@ -1,13 +1,6 @@
-"""State that the parts of one engine share.
+"""State that the parts of one engine share, and one call of a half's code, to which sites and collectives report (`Run`).
 
-One call of a half's code is a `Run`, to which sites and collectives report:
-
-Run          keeps all saved tensors, and counts collectives
-Recorder     replaces saved tensors by handles (`runtime.record`)
-Recomputer   recomputes dropped tensors (`runtime.recompute`)
-
-If a step fails, the innermost call notes on the error where the engine was (`whereabouts_of`), because the engine forgets failed
-steps.
+If a step fails, the innermost call notes on the error where the engine was (`whereabouts_of`): the engine forgets failed steps.
 """
 
 from __future__ import annotations
@@ -19,12 +12,11 @@ from typing import Any, Literal
 
 from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.figures import Figures
-from megatron_lynx.runtime.device import Device, Event
+from megatron_lynx.runtime.device import Clock, Device, Event, Trace
 from megatron_lynx.runtime.frame import Frame, MicroBatch
 from megatron_lynx.runtime.offload import Offloader
 from megatron_lynx.runtime.order import Ledger
 from megatron_lynx.runtime.site import Site, SiteCall
-from megatron_lynx.runtime.trace import Clock, Trace
 from megatron_lynx.timeline import SpanKind
 
 _NAME = "_megatron_lynx_whereabouts"

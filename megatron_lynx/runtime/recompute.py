@@ -1,16 +1,7 @@
-"""Recomputes a half: the same code from the same inputs, as far as needed (docs/runtime.md has the pictures).
-
-    half inputs ──> code ── site ── code ── site ── code ...
-                     │       └ with a memo: it is returned. Else the site runs, and its wanted saved tensors are collected
-                     └ wanted tensors among those that it saves are collected
+"""Recomputes a half: the same code from the same inputs, as far as needed (docs/runtime.md).
 
 Memos of kept sites come from the record, memos of recomputed sites from an earlier partial recomputation: no site runs twice. A
 recomputation stops between sites, never inside one (rule R13).
-
-    a handle     ─── not found: recompute(frame, "on_demand") ───> the tensor, dropped here
-    a window     ─── recompute(frame, window), or a part of it: recompute(frame, window, until)
-    after one    ─── gather(frame): up to the site whose input is gathered; the next recomputation uses the result
-    a checkpoint ─── begin(frame, item): up to a communication that is left in flight; the next recomputation waits for it
 """
 
 from __future__ import annotations
@@ -58,7 +49,7 @@ class Recomputer(Run):
         self._has_fixed_end = whole or starts is not None
         """Whether it continues without wanted tensors."""
         self.argument: Tensor | None = None
-        """Input of the site `until`, or of its rest if it has a first part. None if the recomputation stopped earlier."""
+        """Input of the site `until`, or of its rest if it has a first part, once it is reached."""
         self.returned: list[Tensor] = []
         """The half's outputs, after a whole recomputation."""
         self.left: Any = None

@@ -1,11 +1,8 @@
-"""Records a half: runs it once, and drops every saved tensor that its recomputation regenerates.
+"""Records a half: runs it once, and drops every saved tensor that its recomputation regenerates (docs/runtime.md).
 
-    code between sites, and recomputed sites without parameters     run under default hooks: saved tensors become handles
-    any other site                                                  runs without them (rule R11); afterwards single saved tensors
-                                                                    of its nodes become handles (`recorded_graph` says which)
-    outputs of a kept site                                          are remembered if a recomputation passes it
-
-With an offload group, kept tensors are pushed to it, and the group decides which ones go to the host.
+Code between sites, and recomputed sites without parameters, run under default hooks. Any other site runs without them (rule R11);
+afterwards single saved tensors of its nodes become handles (`recorded_graph` says which). With an offload group, kept tensors are
+pushed to it, and the group decides which ones go to the host.
 """
 
 from __future__ import annotations
@@ -19,9 +16,8 @@ from torch import Tensor
 
 from megatron_lynx.anatomy import Item
 from megatron_lynx.nest import map_nest
-from megatron_lynx.runtime.frame import Frame, Handle, Memo, MicroBatch, absent, tensor_of
+from megatron_lynx.runtime.frame import Frame, HalfPolicy, Handle, Memo, MicroBatch, absent, tensor_of
 from megatron_lynx.runtime.offload import OffloadedTensor, OffloadGroup
-from megatron_lynx.runtime.policy import HalfPolicy
 from megatron_lynx.runtime.progress import Run
 from megatron_lynx.runtime.recorded_graph import NOTHING, FirstCall, Graphs, Key, Replaced
 from megatron_lynx.runtime.saved import Packing, View, detached, is_parameter, storage_of

@@ -1,10 +1,5 @@
 """The autograd graph of a half as its first call recorded it: which saved tensors later calls replace by handles.
 
-    first call     walks each site's nodes and compares each saved tensor with the site's arguments
-                   ──> a recorded graph: edges to nodes, slots in them, memos to keep
-    later calls    follow the edges, compare node classes, and register hooks on the recorded slots;
-                   a site with other classes keeps its saved tensors, and the half's next call records anew
-
 saved tensor                                             becomes
 a parameter, or another tensor that outlives the call    unchanged
 in memory of the half's inputs                           unchanged unless it may go to the host: the frame holds it anyway
@@ -14,7 +9,8 @@ any other, of a recomputed site                          a handle
 any other, if kept tensors may go to the host            an `OffloadedTensor` or a tensor
 
 There is one graph per half and signature of its arguments (sizes rounded up to powers of two). A graph never decides about values
-or sizes: the recomputation reads each tensor from the slot that the record replaced. An outdated graph costs memory for one call.
+or sizes: the recomputation reads each tensor from the slot that the record replaced. A site with other classes of nodes keeps its
+saved tensors, and the half's next call records anew.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """Finds saved tensors: those in call arguments, and those of the autograd nodes that a call created.
 
-    arguments ──grad_fn──┐ boundary                       outputs ──grad_fn──┐
-                         ▼                                                   ▼
-                    [ earlier graph ]  <──next_functions──  [ nodes of this call: saved input, weight, ... ]
-
 Default saved-tensor hooks lose the identity of parameters (rule R11). So calls that own parameters run without them, and hooks
-are registered afterwards on single saved tensors of the nodes found here.
+are registered afterwards on single saved tensors of the nodes between outputs and arguments.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """A site: one call of one submodule; and the shortcut through a half's first sites.
 
-A shortcut is a recomputation that runs the half's first sites one after another, without the code around them:
-
-    half(hidden, ...) ──> norm(hidden) ──> linear_qkv(normed) ──> ...       dropped: the norm's saved tensors, linear_qkv's input
-                            └ step 0: input of the half               └ step 1: output of step 0
-
-A shortcut needs that no tensor of the code in between was dropped, and that each site is called with one of the half's arguments
-or an earlier site's output, unchanged. The half's first call learns whether that holds; later calls check it by tensor identity.
+A shortcut recomputes the half's first sites one after another, without the code around them. It needs that no tensor of the code
+in between was dropped, and that each site is called with one of the half's arguments or an earlier site's output, unchanged. The
+half's first call learns whether that holds; later calls check it by tensor identity.
 """
 
 from __future__ import annotations
@@ -57,7 +53,7 @@ class Site:
 
     name: str
     module: torch.nn.Module | None
-    """None for a site that is not a torch module and owns no parameters."""
+    """Its torch module, if it is one; another site owns no parameters."""
     forward: Callable[..., Any]
     first: FirstPart | None = None
     state: SiteState | None = None

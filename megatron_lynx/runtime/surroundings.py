@@ -1,25 +1,11 @@
 """Restores for a recomputation everything that a half's call depends on beside its arguments.
 
-    record       capture() ── a value that later calls do not change
-    recompute    as_captured(value):  [the recorded value] ... [the value before]
+Random state advances with each draw, so a recomputation also restores it where it skips a kept site. `RandomSource` has torch's
+default generators; `apply` adds Megatron's tracker.
 
-Random state advances with each draw, so a recomputation also restores it where it skips a kept site:
-
-    forward      ──[S0]── site ──[S1]── kept site ──[S2]── site ──
-                    │                               │
-    recompute    restore(S0)    …    kept site skipped: restore(S2)    …    restore the state before
-
-A half that cannot draw has no random state (`HalfPolicy.may_draw`). `RandomSource` has torch's default generators; `apply` adds
-Megatron's tracker.
-
-Users' forward hooks are called once per forward:
-
-    forward      modules call their hooks as without a plan
-    recompute    the same code calls the same modules, some on memos without values: no hook is called
-
-Otherwise a hook that counts tokens would count twice, and one that records activations would read uninitialised memory. A hook
-that changes arguments or results is refused by name in a recomputed half: without it the recomputation has other tensors. Hooks
-of whole layers and of the model are outside of halves and run as usual; gradient hooks are not touched.
+Users' forward hooks are not called in a recomputation: one that counts tokens would count twice, and one that records activations
+would read uninitialised memory. A hook that changes arguments or results is refused by name in a recomputed half. Hooks of whole
+layers and of the model are outside of halves and run as usual.
 """
 
 from __future__ import annotations

@@ -1,18 +1,9 @@
-"""Delays weight gradients: which ones backward leaves, and when they are computed.
+"""Delays weight gradients: which ones backward leaves, and when they are computed (docs/runtime.md).
 
-    backward of a half      puts_off? ──yes──> put_off: an entry is pending         ──no──> catch_up, then computed at once
-    a wait                  run(linear): the oldest one, or piece, of each linear that the plan has there filled
-    its gradient is sent    the same (`pipe.send_backward`); the stage before need not wait for them      filled
-    too many bytes          the oldest ones of the chunk run at once                                      flushed
-    the last backward       flush(chunk): all remaining ones run, after its gradient is sent              flushed
-
-    linear_fc1(3)   [micro-batch 0] [micro-batch 1]          a wait, or a flush ──> the oldest of a linear, or of a chunk
-    experts_fc1(3)  [0, expert 0] [0, expert 1] [1, ...      a wait takes those of all experts of a micro-batch
-    linear_fc2(3)   [0, piece 0] [0, piece 1] [1, piece 0]   a wait takes one piece; the operands stay until the last one
-
-The last backward is a chunk's last one before its gradients are reduced or read. If gradients are reduced during that backward
-(`overlap_grad_reduce`, unless stages reduce together after it: `align_grad_reduce`), hooks on parameters must find them complete:
-nothing is delayed in it, and pending ones of a linear run before the linear's last gradient.
+A wait takes the oldest entry of each linear that the plan has there: of experts those of one micro-batch, of a gradient in pieces
+one piece. The last backward is a chunk's last one before its gradients are reduced or read. If they are reduced during that
+backward (`overlap_grad_reduce`, unless stages reduce together after it: `align_grad_reduce`), hooks on parameters must find them
+complete: nothing is delayed in it, and pending ones of a linear run before the linear's last gradient.
 
 Delays follow from the plan and the schedule's order only (rule R1). Outside of Megatron's schedules nothing is delayed.
 """
@@ -29,7 +20,7 @@ from torch import Tensor
 
 from megatron_lynx.anatomy import Half
 from megatron_lynx.anatomy.address import FrameKey
-from megatron_lynx.runtime.policy import ChunkPolicy
+from megatron_lynx.runtime.frame import ChunkPolicy
 from megatron_lynx.runtime.progress import Progress
 from megatron_lynx.runtime.surroundings import Surroundings
 

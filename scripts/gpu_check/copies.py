@@ -25,10 +25,9 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.memory import smallest_offloaded_bytes
 from megatron_lynx.kinds.planning import half_tensors
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.runtime.device import device_for
+from megatron_lynx.runtime.device import Trace, device_for
 from megatron_lynx.runtime.offload.copier import copiers_for
 from megatron_lynx.runtime.offload.host_memory import HostLimit, HostMemory
-from megatron_lynx.runtime.trace import Trace
 from scripts.gpu_check.part import Answer
 
 ROUNDS = 5

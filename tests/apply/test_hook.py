@@ -16,7 +16,7 @@ from megatron_lynx.apply.hooks.steps import _apart
 from megatron_lynx.apply.installation import Installation
 from megatron_lynx.errors import HookRefused
 from megatron_lynx.runtime.engine import Engine
-from megatron_lynx.runtime.policy import HalfPolicy
+from megatron_lynx.runtime.frame import HalfPolicy
 
 
 class Linear:

@@ -14,9 +14,9 @@ import torch
 
 from megatron_lynx.apply.hooks.weight_gradients import Cutter, LinearOf, _Store
 from megatron_lynx.figures import Figures
-from megatron_lynx.runtime.policy import ChunkPolicy
+from megatron_lynx.runtime.device import Trace
+from megatron_lynx.runtime.frame import ChunkPolicy
 from megatron_lynx.runtime.surroundings import Surroundings
-from megatron_lynx.runtime.trace import Trace
 from megatron_lynx.runtime.weight_gradients import WeightGradients
 
 FC1 = LinearOf(1, "mlp", "linear_fc1", "column_parallel")

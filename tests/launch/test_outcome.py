@@ -29,9 +29,8 @@ from megatron_lynx.measure.run_outcome import (
 from megatron_lynx.plan import load_plan
 from megatron_lynx.plan.facts import PackedFacts
 from megatron_lynx.planner import decide, uniform_plan
-from megatron_lynx.runtime.device import device_for
+from megatron_lynx.runtime.device import Clock, device_for
 from megatron_lynx.runtime.engine import Engine
-from megatron_lynx.runtime.trace import Clock
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.units import GIB, format_bytes, format_seconds
 

@@ -11,8 +11,8 @@ HERE = torch.device("cpu")
 
 def there_and_back_on_streams(rank: int) -> dict[str, bool]:
     from megatron_lynx.runtime.cuda import CudaDevice
+    from megatron_lynx.runtime.device import Trace
     from megatron_lynx.runtime.offload.copier import copiers_for
-    from megatron_lynx.runtime.trace import Trace
 
     device = CudaDevice(HERE)
     out, back = copiers_for(device, Trace(device))

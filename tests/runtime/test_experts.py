@@ -18,8 +18,7 @@ from torch.nn.functional import dropout, gelu
 from megatron_lynx.anatomy import EXPERTS
 from megatron_lynx.nest import all_in
 from megatron_lynx.runtime.engine import Engine
-from megatron_lynx.runtime.frame import Frame
-from megatron_lynx.runtime.policy import HalfPolicy
+from megatron_lynx.runtime.frame import Frame, HalfPolicy
 from megatron_lynx.runtime.site import Site, SiteCall
 from tests.runtime.tiny_half import Linear, reporting_to
 

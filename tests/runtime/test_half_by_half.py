@@ -13,10 +13,10 @@ from torch import Tensor
 from megatron_lynx.anatomy import DENSE, HALVES
 from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.engine import Engine
+from megatron_lynx.runtime.frame import HalfPolicy
 from megatron_lynx.runtime.offload import HostLimit, Offloader, OffloadPolicy
 from megatron_lynx.runtime.offload.host_memory import ALIGNMENT
 from megatron_lynx.runtime.order import StageOrder
-from megatron_lynx.runtime.policy import HalfPolicy
 from megatron_lynx.schedule.schedule import Action
 from tests.runtime.devices import CPU, delay, on_every_device
 from tests.runtime.devices import device as device
@@ -135,10 +135,10 @@ def test_originals_go_at_their_turn_and_not_when_a_copy_happens_to_be_over() -> 
             storages = {id(thing): thing for thing in gc.get_objects() if type(thing).__name__ == "OffloadedStorage"}
             (group,) = engine.offloader._groups.values()
             sent = dict(enumerate(group._away, start=1))
-            gone = {half for half, one in sent.items() if not any(storage.here for storage in one.alive())}
+            gone = {half for half, one in sent.items() if not any(storage._original is not None for storage in one.alive())}
             assert gone == away, pace_bytes
             output = engine.half(KEPT[-1], code, (output,), {})
-            assert not any(storage.here for storage in storages.values() if storage._out is not None), (
+            assert not any(storage._original is not None for storage in storages.values() if storage._out is not None), (
                 "behind the last at the latest"
             )
             ended_with(output)

@@ -14,9 +14,9 @@ from torch import Tensor
 from megatron_lynx.anatomy import MLP
 from megatron_lynx.errors import RecomputeError
 from megatron_lynx.runtime.engine import Engine
+from megatron_lynx.runtime.frame import ChunkPolicy, HalfPolicy
 from megatron_lynx.runtime.offload import HostLimit, Offloader, OffloadPolicy
 from megatron_lynx.runtime.order import StageOrder
-from megatron_lynx.runtime.policy import ChunkPolicy, HalfPolicy
 from megatron_lynx.schedule.schedule import Action
 from tests.runtime.devices import CPU
 

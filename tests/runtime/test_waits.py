@@ -20,9 +20,8 @@ from megatron_lynx.anatomy import MLP
 from megatron_lynx.anatomy.address import RECV_BACKWARD, Window, WindowAddress
 from megatron_lynx.errors import RecomputeError
 from megatron_lynx.runtime.engine import Engine
-from megatron_lynx.runtime.frame import Frame, MicroBatch
+from megatron_lynx.runtime.frame import ChunkPolicy, Frame, MicroBatch
 from megatron_lynx.runtime.order import StageOrder
-from megatron_lynx.runtime.policy import ChunkPolicy
 from megatron_lynx.runtime.progress import DONE
 from megatron_lynx.schedule.schedule import Action
 from megatron_lynx.timetable import ON_DEMAND_PLACE, Layout, Place, PlannedHalf, Timetable

@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from megatron_lynx.figures import Figures
-from megatron_lynx.runtime.frame import Frame, MicroBatch
+from megatron_lynx.runtime.device import Trace
+from megatron_lynx.runtime.frame import ChunkPolicy, Frame, MicroBatch
 from megatron_lynx.runtime.order import StageOrder
-from megatron_lynx.runtime.policy import ChunkPolicy
 from megatron_lynx.runtime.surroundings import Surroundings
-from megatron_lynx.runtime.trace import Trace
 from megatron_lynx.runtime.weight_gradients import Entry, Linear, Pending, WeightGradients, blocks_of
 from megatron_lynx.schedule.schedule import Action
 from tests.runtime.tiny_half import policy

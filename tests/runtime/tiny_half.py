@@ -14,8 +14,7 @@ from torch import Tensor
 
 from megatron_lynx.anatomy import MLP
 from megatron_lynx.runtime.engine import Engine
-from megatron_lynx.runtime.frame import Frame, MicroBatch
-from megatron_lynx.runtime.policy import HalfPolicy
+from megatron_lynx.runtime.frame import Frame, HalfPolicy, MicroBatch
 from megatron_lynx.runtime.recompute import Recomputer
 from megatron_lynx.runtime.record import Recorder
 from megatron_lynx.runtime.saved import detached

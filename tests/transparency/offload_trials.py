@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import threading
 import time
 from collections import Counter
@@ -177,7 +176,6 @@ class Reshaped:
     equal: list[bool] = field(default_factory=list)
     host_bytes: list[int] = field(default_factory=list)
     copied_by_evaluation: list[int] = field(default_factory=list)
-    logged: list[list[str]] = field(default_factory=list)
 
 
 def reshape(rank: int, jobs: list[Job], plan: Plan) -> Reshaped:
@@ -197,8 +195,7 @@ def reshape(rank: int, jobs: list[Job], plan: Plan) -> Reshaped:
         return training.gradients()
 
     stock = [step(job) for job in jobs]
-    result, said = Reshaped(), _Said()
-    logging.getLogger("megatron_lynx.runtime.offload.host_memory").addHandler(said)
+    result = Reshaped()
     with install(chunks, plan) as installation:
         for job, expected in zip(jobs, stock, strict=True):
             found = step(job)
@@ -207,22 +204,7 @@ def reshape(rank: int, jobs: list[Job], plan: Plan) -> Reshaped:
             with torch.no_grad():
                 run_schedule(chunks, job, synthetic_batches(job), forward_only=True)
             result.copied_by_evaluation.append(installation.engine.take_counts().offloaded_bytes)
-            result.logged.append(said.take())
-    logging.getLogger("megatron_lynx.runtime.offload.host_memory").removeHandler(said)
     return result
-
-
-class _Said(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self._messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._messages.append(record.getMessage())
-
-    def take(self) -> list[str]:
-        messages, self._messages = self._messages, []
-        return messages
 
 
 def bytes_at_marks(rank: int, job: Job, plans: list[Plan]) -> list[list[int]]:

@@ -388,7 +388,7 @@ def at_halves(plan: Plan, profile: Profile, stage: int) -> list[int]:
 
 
 def test_another_number_of_micro_batches_and_another_sequence_length(pool_of: Pools) -> None:
-    """Host memory is made anew, and says so; from the first other length on its blocks only grow, and soon none is made.
+    """Host memory is made anew; from the first other length on its blocks only grow, and soon none is made.
     What evaluates between the steps copies nothing."""
     longer, shorter = {"microbatches": 6, "seq": 32}, {"microbatches": 2}
     shapes: list[dict[str, Any]] = [{"microbatches": 2}, {"microbatches": 6}, longer, shorter, longer, shorter]
@@ -397,11 +397,6 @@ def test_another_number_of_micro_batches_and_another_sequence_length(pool_of: Po
     first = pool_of(4).run(reshape, jobs, plan)[0]
     assert first.equal == [True] * 6
     assert first.copied_by_evaluation == [0] * 6
-    planned, more, other, *behind = first.logged
-    assert planned == []
-    assert ["more micro-batches on the host than planned" in message for message in more] == [True]
-    assert ["activations have other sizes than before" in message for message in other] == [True]
-    assert behind == [[]] * 3
     assert 2 * first.host_bytes[1] == 3 * first.host_bytes[0]
     assert first.host_bytes[3] == first.host_bytes[4] == first.host_bytes[5], "whatever comes"
     assert first.host_bytes[1] < first.host_bytes[5] < 3 * first.host_bytes[1]

@@ -31,7 +31,7 @@ from megatron_lynx.errors import HookRefused, Problem
 from megatron_lynx.kinds.experts.section import MIXTURE
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.runtime.engine import Engine
-from megatron_lynx.runtime.policy import HalfPolicy
+from megatron_lynx.runtime.frame import HalfPolicy
 
 log = logging.getLogger(__name__)
 

@@ -9,18 +9,9 @@ Calls the original    `_postprocess` once per call; the loss once per piece, and
 Holds                 the number of pieces; while `_postprocess` runs, whether labels were given.
 Passes through when   no labels are given: logits are requested.
 
-Settings that use logits or their gradients otherwise are refused, and heads that are not Megatron's own.
-
-    rows of the input     0 ........ k ........ 2k ........ 3k
-
-    forward    [1]        logits, loss
-               [2]                   logits, loss
-                          ...                              saved: input and labels; logits are dropped
-    backward   [3]        logits and loss again, gradient of the logits ──> of these rows of the input
-               [4]                                                      └─> of the weight: a summand
-
-Backward needs the gradients of the losses (loss mask), so logits are computed twice: one GEMM more. Each row's loss and gradient
-depend on that row only; the weight's gradient is summed in another order than without pieces.
+Settings that use logits or their gradients otherwise are refused, and heads that are not Megatron's own. Backward needs the
+gradients of the losses (loss mask), so logits are computed twice: one GEMM more. Each row's loss and gradient depend on that row
+only; the weight's gradient is summed in another order than without pieces.
 """
 
 from __future__ import annotations
@@ -310,7 +301,7 @@ class _LossInPieces(torch.autograd.Function):
         ctx.loss_of, ctx.adds_in_place = loss_of, adds_in_place
         ctx.rows = -(-len(input_SBH) // pieces)
         rows = zip(input_SBH.split(ctx.rows), *(labels.split(ctx.rows, dim=1) for labels in labels_BS), strict=True)
-        return torch.cat([loss_of(part, weight_VH, *labels) for part, *labels in rows], dim=-1)  # [1] [2]
+        return torch.cat([loss_of(part, weight_VH, *labels) for part, *labels in rows], dim=-1)
 
     @staticmethod
     @once_differentiable
@@ -326,10 +317,10 @@ class _LossInPieces(torch.autograd.Function):
             if ctx.adds_in_place:
                 total = None  # free the previous dummy before the next one is made
             of_rows, of_weight = torch.autograd.grad(losses, (leaf, ctx.weight), gradient, allow_unused=True)
-            result.copy_(of_rows)  # [3]
+            result.copy_(of_rows)
             if of_weight is None or ctx.adds_in_place:
                 total = of_weight
             else:
-                total = of_weight.float() if total is None else total.add_(of_weight)  # [4]
+                total = of_weight.float() if total is None else total.add_(of_weight)
             del losses, of_rows, of_weight
         return input_gradient, None if total is None else total.to(ctx.weight.dtype), *[None] * (3 + len(labels_BS))

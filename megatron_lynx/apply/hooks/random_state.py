@@ -1,12 +1,9 @@
 """Saves and restores Megatron's random states: the default generators and the tracker of the model-parallel ones (no hook).
 
 The tracker's states are restored as a *copy* of its dict, together with the name of the state in use: otherwise a fork inside a
-fork would draw other numbers in the recomputation (rule R13).
-
-    usual tracker        a state is a tensor, and a fork copies it into the device's generator and back
-    graph-safe tracker   (--te-rng-tracker, and with captured graphs Megatron's own) a state is a generator, and a fork makes
-                         it the device's. Graphs refer to these objects, so only their content is restored, and which one is
-                         in use
+fork would draw other numbers in the recomputation (rule R13). A state of the usual tracker is a tensor. One of the graph-safe
+tracker (`--te-rng-tracker`, and with captured graphs Megatron's own) is a generator, to which graphs refer: only its content is
+restored, and which one is in use.
 
 Megatron's NVTX ranges are restored as well: a recomputation stops between a push and its pop, so ranges pushed since are popped.
 """

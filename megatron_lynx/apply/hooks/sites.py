@@ -1,14 +1,7 @@
 """The sites of a layer: the submodule calls for the items of `megatron_lynx.kinds`.
 
-    _forward_attention   input_layernorm ─> self_attention.linear_qkv ─(rotary)─> .core_attention ─> .linear_proj ─(bda)─>
-                         (or latent attention's: `kinds.latent`)
-    _forward_mlp         pre_mlp_layernorm ─> mlp.linear_fc1 ─(activation)─> .linear_fc2 ─(bda)─>
-       with experts      pre_mlp_layernorm ─> mlp.router ─> mlp.token_dispatcher ─> mlp.experts ─> mlp.token_dispatcher ─(bda)─>
-
-Experts that run one by one call a site once each. The dispatcher's sites are methods of an object that is no module.
-
 Replaces              `forward` on the submodule *instances*; with experts also the token dispatcher's methods for dispatch and
-                      combine.
+                      combine. Experts that run one by one call a site once each.
 Why                   the recorder drops the saved tensors of a recomputed site; a recomputation returns a kept site's memo
                       without running it; and work may begin where backward reaches a site.
 Calls the original    once per call, unless a recomputation has the result.

@@ -26,8 +26,7 @@ from typing import Literal, final
 
 from torch import Tensor
 
-from megatron_lynx.runtime.device import Device, Event
-from megatron_lynx.runtime.trace import Clock, Trace
+from megatron_lynx.runtime.device import Clock, Device, Event, Trace
 
 Pair = tuple[Tensor, Tensor]
 """Target and source, of the same size."""

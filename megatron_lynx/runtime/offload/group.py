@@ -5,12 +5,10 @@
     original ──send──> a room on the host ──fetch──> fresh tensor         a part of it, if the plan's bytes end inside it:
         └── freed when that copy is over              └── waited for      the rest stays in its own tensor
 
-Half by half (`pace` has the picture), a half's storages leave when it ends, in one copy. The last half stays, and so do storages
-made after the plan's bytes are reached: they are needed first. As a whole, all leave after the forward.
-
-A tensor stays on the device if its storage lasts (parameters, buffers), or if something else references it: masks and rotary
-tables, which are arguments of a half, and the stage's input and output. Reloads go into fresh tensors: each is freed once
-backward has passed its node.
+Half by half, a half's storages leave when it ends, in one copy; as a whole, all leave after the forward. A tensor stays on the
+device if it was made after the plan's bytes are reached, if its storage lasts (parameters, buffers), or if something else
+references it: masks and rotary tables, which are arguments of a half, and the stage's input and output. Reloads go into fresh
+tensors: each is freed once backward has passed its node.
 """
 
 from __future__ import annotations
@@ -30,27 +28,22 @@ from megatron_lynx.nest import map_nest
 from megatron_lynx.pace import AFTERWARDS, Pace, Turns
 from megatron_lynx.runtime.offload.copier import Copier, Copy, Pair
 from megatron_lynx.runtime.offload.host_memory import HostMemory, Lease
-from megatron_lynx.runtime.saved import View, is_wrapper, parts_of, storage_of, tensors_in, without_parts
+from megatron_lynx.runtime.saved import View, is_parameter, is_wrapper, parts_of, storage_of, tensors_in, without_parts
 
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """How one chunk offloads, from the plan."""
+    """How one chunk offloads, by the keys of `plan.plan.Offload`."""
 
     bytes: int
-    """Bytes of one micro-batch that go to the host."""
     smallest_tensor_bytes: int
-    """Smaller storages stay."""
     sets: int = 1
     """Micro-batches on the host at once."""
     ragged: bool = False
     """Whether sizes differ from one micro-batch to the next."""
     avoids_messages: bool = False
-    """Whether copies and messages between stages are kept apart."""
     pace_bytes: int | None = None
-    """Bytes that are copied during one half's forward, half by half. None: a micro-batch whose own backward follows stays."""
     all_half_by_half: bool = False
-    """Whether every micro-batch moves half by half, and not only one whose own backward follows."""
     layers: tuple[int, int] = (1, 0)
     """The chunk's first layer, and its number of layers."""
 
@@ -76,13 +69,8 @@ class OffloadedStorage:
         self._copier = back
         self._returned: Tensor | None = None
 
-    @property
-    def here(self) -> bool:
-        """Whether its original is still on the device."""
-        return self._original is not None
-
     def tensor(self) -> Tensor:
-        """Return the tensor that it was made for, or its bytes, on the device. Compute that follows waits for its copy back."""
+        """Return the tensor that it was made for, or its bytes. Compute that follows waits for its copy back."""
         if self._out is None:
             assert self._original is not None
             return self._original
@@ -153,10 +141,8 @@ class OffloadedWrapper:
 
     def tensor(self) -> Tensor:
         """Return a wrapper with the same bits as the one that was pushed."""
-        wrapper: Tensor = self.like(
-            {name: part if isinstance(part, Tensor) else part.tensor() for name, part in self.parts.items()}
-        )
-        return wrapper
+        parts = {name: part if isinstance(part, Tensor) else part.tensor() for name, part in self.parts.items()}
+        return self.like(parts)  # type: ignore[no-any-return]
 
 
 def on_device(value: Any) -> Any:
@@ -192,7 +178,7 @@ class OffloadGroup:
     back: Copier
     lasting: set[int]
     half: int = 0
-    """Index, from 1, of the last half whose forward began."""
+    """`place` of the last half whose forward began."""
     _staying: dict[int, Tensor] = field(default_factory=dict)
     _storages: list[tuple[int, _Known]] = field(default_factory=list)
     """Storages that may still leave, with their addresses."""
@@ -204,8 +190,6 @@ class OffloadGroup:
     """Those whose originals may still be resident, with their copies."""
     _away: list[_Leaving] = field(default_factory=list)
     """Those that were not fetched."""
-
-    # --- recording -----------------------------------------------------------------------------------------------------
 
     def half_begins(self, key: FrameKey, arguments: Any) -> OffloadGroup | None:
         """Return the group if saved tensors of this half may leave, else None."""
@@ -232,14 +216,14 @@ class OffloadGroup:
         address = storage.data_ptr()
         known = self._at.get(address)
         offloaded = known() if known is not None else None
-        if offloaded is None or not offloaded.here:
+        if offloaded is None or offloaded._original is None:
             offloaded = OffloadedStorage(tensor, storage, self.micro_batch, self.back)
             self._at[address] = weakref.ref(offloaded)
             self._storages.append((address, self._at[address]))
         return OffloadedTensor(tensor, offloaded)
 
     def push_all(self, value: Any) -> Any:
-        return map_nest(Tensor, lambda tensor: tensor if isinstance(tensor, torch.nn.Parameter) else self.push(tensor), value)
+        return map_nest(Tensor, lambda tensor: tensor if is_parameter(tensor) else self.push(tensor), value)
 
     def may_go(self, tensor: Tensor, *, any_size: bool = False) -> bool:
         """Return whether a tensor may leave: plain, large enough (or of `any_size`), and not held by others."""
@@ -259,8 +243,6 @@ class OffloadGroup:
         stays = held is not None and storage_of(held) == address  # Megatron may have freed this input already
         return None if stays or address in self.lasting else storage
 
-    # --- copies --------------------------------------------------------------------------------------------------------
-
     def half_ends(self, key: FrameKey, outputs: Any, ahead: int) -> None:
         """End a half's forward. `ahead`: how many halves before its own backward its recomputation may begin."""
         self.half = self.place(key)
@@ -271,7 +253,7 @@ class OffloadGroup:
             self.send()
 
     def forward_ends(self, output: Any) -> None:
-        """End the forward, after which others no longer hold their tensors."""
+        """End the forward: others no longer hold their tensors."""
         self._staying.clear()
         if self.pace.whole:
             self.half += 1  # outputs of code after the last half
@@ -284,7 +266,7 @@ class OffloadGroup:
         chosen, self._chosen = self._chosen, []
         for leaving in chosen:
             if storages := leaving.alive():
-                lease = self.memory.lend((self.chunk, leaving.half), [*storages.values()], changing=self.policy.ragged)
+                lease = self.memory.lend((self.chunk, leaving.half), [*storages.values()])
                 pairs = [storage._copy_to_host(lease, at, size) for at, (storage, size) in enumerate(storages.items())]
                 copy = lease.room.last = self.out.start(pairs, self.micro_batch, [lease.room.last])
                 for storage in storages:

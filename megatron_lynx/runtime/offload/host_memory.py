@@ -1,20 +1,12 @@
 """Host memory for offloaded activations: a rank's limit, and reused page-locked rooms.
 
-    a rank's limit     the least, over the pots of memory that it uses, of  (free - reserve) / ranks that use the pot
-                       (`free_memory`)
-    reserve            a tenth of the free memory, for page cache and data loaders, or the ranks' training states if larger: an
-                       asynchronous checkpoint copies them to the host, and a CPU optimizer keeps them there
+A rank may use the least, over the pots of memory that it uses, of (free - reserve) / ranks that use the pot (`free_memory`). The
+reserve is a tenth of the free memory, for page cache and data loaders, or the ranks' training states if larger: an asynchronous
+checkpoint copies them to the host, and a CPU optimizer keeps them there.
 
-    before step 1      bytes are known, sizes are not: a slab of the plan's bytes is page-locked ┌──────────────────────────┐
-    lend               a free room of the same shelf; otherwise one is cut from the slab,        ├──────────┬──────────┐    │
-                       with a part for each storage of the half                                  └────┴──┴──┴────┴──┴──┴────┘
-    slab used up       another slab, as large as the room
-    last storage gone  the room is free; the next copy into it waits for the one that still reads it
-    more bytes         the shelf is replaced; its slab is freed with the last of its rooms. From then on rooms are an eighth
-                       larger than requested, to fit later sizes
-
-A shelf belongs to one half of a chunk, whose sizes repeat. Page-locking takes the host seconds for tens of GB. PyTorch's
-page-locked allocator rounds up to powers of two; a slab has the requested size, up to pages, and is not counted as activations.
+Before the first step a slab of the plan's bytes is page-locked, because that takes the host seconds for tens of GB. Rooms are cut
+from it, or from further slabs: one for a half's storages, on a shelf of its half, whose sizes repeat. PyTorch's page-locked
+allocator would round up to powers of two.
 """
 
 from __future__ import annotations
@@ -50,7 +42,7 @@ MANY = 256
 
 @dataclass(frozen=True)
 class HostFacts:
-    """Report of one rank on its host."""
+    """One rank's report of its host."""
 
     free: FreeMemory
     state_bytes: int = 0
@@ -175,10 +167,6 @@ class HostMemory:
         self._where, self._device, self._limit = where, device, limit
         self._locked: Slab | None = None
         """Locked before sizes were known, while it has space left."""
-        self._planned_bytes: int | None = None
-        """Is None once the rooms have exceeded them."""
-        self._sizes_change = False
-        """Whether that was logged."""
         self._shelves: dict[Hashable, _Shelf] = {}
 
     @property
@@ -188,13 +176,13 @@ class HostMemory:
 
     def lock(self, size_bytes: int) -> None:
         """Page-lock memory from which rooms are cut later. Raises `OffloadError` if the host has too little."""
-        self._locked, self._planned_bytes = Slab(self._where, size_bytes, self._device, self._limit), size_bytes
+        self._locked = Slab(self._where, size_bytes, self._device, self._limit)
 
-    def lend(self, key: Hashable, sizes: Sequence[int], *, changing: bool = False) -> Lease:
-        """Return a room with a part of each size from the shelf `key`. `changing`: sizes differ. Raises `OffloadError`."""
+    def lend(self, key: Hashable, sizes: Sequence[int]) -> Lease:
+        """Return a room with a part of each size from the shelf `key`. Raises `OffloadError`."""
         needed_bytes = sum(map(_aligned, sizes))
         if key not in self._shelves or self._shelves[key].room_bytes < needed_bytes:
-            self._replace(key, needed_bytes, changing)
+            self._replace(key, needed_bytes)
         shelf = self._shelves[key]
         if not shelf.free:
             self._grow(shelf)
@@ -206,30 +194,22 @@ class HostMemory:
         """Free all memory that is not lent. A slab with lent rooms counts until they return."""
         self._shelves, self._locked = {}, None
 
-    def _replace(self, key: Hashable, needed_bytes: int, changing: bool) -> None:
-        """Begin a shelf of larger rooms: of an eighth more than needed, if there was one before and the limit allows as many."""
+    def _replace(self, key: Hashable, needed_bytes: int) -> None:
+        """Begin a shelf of larger rooms: of an eighth more than needed, to fit later sizes, if there was one before and the limit
+        allows as many. The slab of the old one is freed with the last of its rooms."""
         rooms = self._shelves.pop(key).rooms if key in self._shelves else 0
         locked_bytes = self._locked.left_bytes if self._locked is not None else 0
         roomy_bytes = _aligned(needed_bytes + needed_bytes // 8)
         fits = 0 < rooms * roomy_bytes <= self._limit.free_bytes + locked_bytes
         self._shelves[key] = _Shelf(roomy_bytes if fits else needed_bytes)
-        if rooms and not changing and not self._sizes_change:
-            log.warning("%s: activations have other sizes than before", self._where)
-            self._sizes_change, self._planned_bytes = True, None
 
     def _grow(self, shelf: _Shelf) -> None:
-        before = self.bytes
         if self._locked is None or self._locked.left_bytes < shelf.room_bytes:
             self._locked = None  # it is freed with its rooms
         slab = self._locked or Slab(self._where, shelf.room_bytes, self._device, self._limit)
         shelf.free.append(Room(slab.cut(shelf.room_bytes), slab))
         shelf.rooms += 1
-        said = "host memory for offloaded activations", format_bytes(before), format_bytes(self.bytes)
-        if self._planned_bytes is not None and self.bytes > self._planned_bytes:
-            log.warning("%s: more micro-batches on the host than planned; %s: %s before, %s now", self._where, *said)
-            self._planned_bytes = None
-        else:
-            log.info("%s: %s: %s before, %s now", self._where, *said)
+        log.info("%s: %s of host memory for offloaded activations", self._where, format_bytes(self.bytes))
 
 
 def _aligned(size_bytes: int) -> int:

@@ -1,14 +1,9 @@
-"""When the activations of a stage move to the host and back: fixed by the order of passes (rule R1).
+"""When the activations of a stage move to the host and back: fixed by the order of passes (rule R1, docs/offloading.md).
 
-    end of forward         a whole micro-batch is copied out, up to the plan's bytes. Originals are freed after their copy: at
-                           the end of the next such forward at the latest
-    backward before        begins, or the gradient of k is awaited, or the forward before it begins: storages of k are copied
-    that of k              back, last one first
-    exchanges              if copies avoid messages, a copy out waits for the pass after the exchange, and the exchange for all
-                           copies
-
-If its backward follows its forward, a micro-batch stays on the device, or moves half by half if there is a pace. Handles in
-autograd's graph and frames own storages: they are freed with the graph, and so are their rooms on the host (rule R8).
+As a whole, a micro-batch is copied out after its forward, its originals are freed at the end of the next such forward at the
+latest, and it is copied back when the backward before its own begins, or its gradient is awaited. If its backward follows its
+forward, it stays on the device, or moves half by half if there is a pace. Handles in autograd's graph and frames own storages:
+they are freed with the graph, and so are their rooms on the host (rule R8).
 """
 
 from __future__ import annotations
@@ -23,14 +18,13 @@ from torch import Tensor
 from megatron_lynx.anatomy import HALVES
 from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.pace import Pace
-from megatron_lynx.runtime.device import Device
+from megatron_lynx.runtime.device import Device, Trace
 from megatron_lynx.runtime.frame import MicroBatch
 from megatron_lynx.runtime.offload.copier import copiers_for
 from megatron_lynx.runtime.offload.group import OffloadGroup, OffloadPolicy
 from megatron_lynx.runtime.offload.host_memory import HostLimit, HostMemory, bytes_ahead, too_little
 from megatron_lynx.runtime.order import Ledger
 from megatron_lynx.runtime.saved import storage_of
-from megatron_lynx.runtime.trace import Trace
 
 
 class Locked(NamedTuple):
@@ -71,7 +65,7 @@ class Offloader:
         """The last micro-batch that left as a whole."""
 
     def lock_ahead(self) -> None:
-        """Page-lock the plan's bytes before the first step, if the limit has a margin. Raises `OffloadError`."""
+        """Page-lock the plan's bytes, if the limit has a margin. Raises `OffloadError`."""
         known = [policy for policy in self.policies.values() if policy.sets and not policy.ragged]
         wanted_bytes = sum(policy.sets * bytes_ahead(policy.bytes, policy.smallest_tensor_bytes) for policy in known)
         if known and wanted_bytes <= self._limit.most_bytes:
@@ -79,10 +73,8 @@ class Offloader:
             self._memory.lock(wanted_bytes)
             self.locked = Locked(self._limit.held_bytes, time.perf_counter() - begin_s)
 
-    # --- reports of the engine -------------------------------------------------------------------------------------------
-
     def step_begins(self) -> None:
-        """Forget the addresses of weights, which may change between steps."""
+        """Forget the addresses of weights."""
         self._lasting_of.clear()
 
     def forward_begins(self, ledger: Ledger) -> None:
@@ -108,7 +100,6 @@ class Offloader:
         return group.half_begins(key, arguments)
 
     def half_ends(self, micro_batch: MicroBatch, key: FrameKey, outputs: Any, ahead: int) -> None:
-        """End a half's forward. `ahead`: how many halves before its own backward its recomputation may begin."""
         if (group := self._groups.get(micro_batch)) is not None:
             group.half_ends(key, outputs, ahead)
 
@@ -138,8 +129,6 @@ class Offloader:
     def backward_reaches(self, micro_batch: MicroBatch, key: FrameKey) -> None:
         if (group := self._groups.get(micro_batch)) is not None:
             group.fetch(group.place(key))
-
-    # --- whole micro-batches -------------------------------------------------------------------------------------------
 
     def open(self, micro_batch: int, chunk: int, *, whole: bool = True) -> OffloadGroup:
         """Make the group of a micro-batch in a chunk that offloads."""
@@ -176,19 +165,16 @@ class Offloader:
         if group is not None and group.pace.whole:
             group.fetch()
 
-    # --- figures and end -------------------------------------------------------------------------------------------------
-
     @property
     def host_bytes(self) -> int:
         """Bytes of this stage's rooms on the host, without the margin that was locked ahead (`bytes_ahead`)."""
         return self._memory.bytes
 
     def take_bytes(self) -> tuple[int, int]:
-        """Return the bytes copied (out, back) since the last call."""
+        """Bytes copied (out, back) since the last call."""
         return self.out.take_bytes(), self.back.take_bytes()
 
     def take_waited_s(self, *, exact: bool = True) -> float:
-        """Return the seconds for which compute waited for copies since the last call (`Copier.take_waited_s`)."""
         return self.out.take_waited_s(exact=exact) + self.back.take_waited_s(exact=exact)
 
     def abandon(self) -> None:
