@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -107,7 +108,9 @@ def test_from_a_job_to_a_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("megatron_lynx.testbed.profiling.HOST_ROUNDS", 1)
     job = job_file(tmp_path, deferring_job(SMALL))
     profile, plan, folder = tmp_path / "new" / "profile.yaml", tmp_path / "plan.yaml", tmp_path / "out"
-    assert "AdamW      on the host: " in lynx("profile", job, "-o", profile).stdout
+    shown = lynx("profile", job, "-o", profile).stdout
+    assert "AdamW      on the host: " in shown
+    assert re.search(r"links      measured: all_reduce [\d.e-]+ GB/s; ranks talk over this\s+machine's loopback", shown)
     adam = load_profile(profile).host_time.adam
     assert adam.alone_million_per_s >= adam.together_million_per_s > 0
     summary = json.loads(lynx("plan", job, "--profile", profile, "-o", plan, "--json").stdout)

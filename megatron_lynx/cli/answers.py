@@ -47,12 +47,19 @@ def write_comparison(comparison: Comparison, plan: Plan, folder: Path) -> list[P
 
 
 def profile_in_words(measured: Profile, path: Path) -> str:
+    parts = {half: measured.half(half) for half in HALVES} | (
+        {} if (mixture := measured.experts) is None else {"experts": mixture}
+    )
     halves = [
         f"{name:<10} forward {format_seconds(half.forward_s)}, backward {format_seconds(half.backward_s)}, "
         f"saves {format_bytes(half.saved_bytes)}"
-        for name, half in ((half, measured.half(half)) for half in HALVES)
+        for name, half in parts.items()
     ]
     links = [f"{point.kind:<10} {format_bytes(point.bytes)} in {format_seconds(point.seconds)}" for point in measured.links]
+    if mixture is not None and mixture.exchange_s:
+        links.append(f"exchange   of experts' rows, four a layer, {format_seconds(mixture.exchange_s)}")
+    rates = ", ".join(f"{kind} {rate / 1e9:.3g} GB/s" for kind, rate in measured.link_rates.items()) or "none of this job"
+    links.append(f"links      measured: {rates}; {measured.source.interconnect}")
     on = measured.source.fusions
     fusions = [] if on is None else [f"fusions    {', '.join(on) or 'none'}"]
     return "\n".join([*halves, *links, *fusions, *_host_time(measured), f"wrote {path}"])

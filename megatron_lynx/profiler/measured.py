@@ -281,6 +281,8 @@ def messages_of(job: Job) -> dict[LinkKind, int]:
         messages["all_reduce"] = whole
     if parallel.pipeline > 1:
         messages["p2p"] = whole // parallel.tensor if parallel.sequence_parallel else whole
+    if job.cluster.device == "cuda":
+        messages["host"] = whole // parallel.tensor if parallel.sequence_parallel else whole
     return messages
 
 
@@ -290,6 +292,7 @@ def measure_links(
     """Time messages of these kinds and sizes over `group`. Every rank of the group makes the same call and gets the same result.
 
     Sizes are rounded down to whole fp32 elements on every rank. `p2p` goes from each rank to the next one and needs two ranks.
+    `host` is a copy to host memory, of all ranks at once.
     """
     points = []
     for kind, size in product(kinds, sizes_bytes):
@@ -310,6 +313,10 @@ def collective(kind: LinkKind, size_bytes: int, group: ProcessGroup, device: tor
 
 
 def _message(kind: LinkKind, size_bytes: int, group: ProcessGroup, device: torch.device) -> Callable[[], Any]:
+    if kind == "host":
+        here = torch.zeros(max(1, size_bytes // 4), device=device)
+        there = torch.empty(here.shape, device="cpu", pin_memory=device.type == "cuda")
+        return lambda: there.copy_(here, non_blocking=True)
     if kind == "p2p":
         whole = torch.zeros(max(1, size_bytes // 4), device=device)
         return lambda: _pass_on(whole, group)

@@ -308,6 +308,12 @@ class Profile(Part):
         return max(points[0][1], left_s + slope * (size_bytes - left)) if above else points[0][1]
 
     @property
+    def link_rates(self) -> dict[LinkKind, float]:
+        """Bytes per second of the largest message of each kind."""
+        largest = {point.kind: point for point in sorted(self.links, key=lambda point: point.bytes)}
+        return {kind: point.bytes / point.seconds for kind, point in largest.items() if point.seconds}
+
+    @property
     def host_adam(self) -> HostAdam | None:
         return None if self.host_time is None else self.host_time.adam
 

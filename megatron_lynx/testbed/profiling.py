@@ -27,6 +27,7 @@ from megatron_lynx.config.cluster import HostAdam, HostTime
 from megatron_lynx.config.experts import Experts
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.parallel import Parallel
+from megatron_lynx.doctor.links import Links
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.kinds.experts.section import FUSED
 from megatron_lynx.kinds.opaque.section import OPAQUE
@@ -93,7 +94,7 @@ def measure_profile(job: Job, hosts: Hosts, announce: Callable[[str], AbstractCo
         machine=f"{machine.gpu or machine.cpu}, {machine.cores} cores",
         made_by=f"megatron-lynx {__version__}, torch {machine.torch}, megatron-core {machine.megatron_core}",
         repetitions=REPETITIONS,
-        interconnect=hosts.description,
+        interconnect=hosts.description if hosts.device == "cpu" else f"{hosts.description}; {Links.of_machine().in_words}",
         stood_in_for=missing,
         fusions=fusions_of(job),
     )
@@ -276,10 +277,8 @@ def _messages(job: Job, device: torch.device, repetitions: int) -> tuple[LinkPoi
 
     points: list[LinkPoint] = []
     for kind, size in messages_of(job).items():
-        pipeline = kind == "p2p"
-        group = (
-            parallel_state.get_pipeline_model_parallel_group() if pipeline else parallel_state.get_tensor_model_parallel_group()
-        )
+        pipeline, tensor = parallel_state.get_pipeline_model_parallel_group, parallel_state.get_tensor_model_parallel_group
+        group = pipeline() if kind == "p2p" else tensor()  # the only rank's own without tensor parallelism
         points += measure_links((kind,), (size // 4, size // 2, size), group, device, repetitions)
     return tuple(points)
 
@@ -288,7 +287,7 @@ def _interference(job: Job, links: tuple[LinkPoint, ...], device: torch.device, 
     """Return the slowdown of computation during a collective; 1 without tensor parallelism, which has no windows."""
     from megatron.core import parallel_state
 
-    longest = max((point for point in links if point.kind != "p2p"), key=lambda point: point.seconds, default=None)
+    longest = max((point for point in links if point.kind not in ("p2p", "host")), key=lambda point: point.seconds, default=None)
     if longest is None:
         return 1.0
     group = parallel_state.get_tensor_model_parallel_group()

@@ -10,10 +10,12 @@ from functools import partial
 import pytest
 
 from megatron_lynx.anatomy import DENSE, HALVES
+from megatron_lynx.cli.answers import profile_in_words
 from megatron_lynx.config.experts import Experts
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.kinds.planning import flops_of, half_tensors, planning_of
 from megatron_lynx.planner import make_plan
+from megatron_lynx.profiler.measured import messages_of
 from megatron_lynx.profiler.profile import HalfProfile, load_profile, save_profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.testbed import stand_in
@@ -81,7 +83,7 @@ def test_a_block_is_timed_both_ways(pool_of):
 
 
 def test_ranks_agree_on_the_links(pool_of):
-    kinds, sizes = ("all_reduce", "all_gather", "reduce_scatter", "p2p"), (4096, 65536)
+    kinds, sizes = ("all_reduce", "all_gather", "reduce_scatter", "p2p", "host"), (4096, 65536)
     one, other = pool_of(2).run(measure_messages, kinds, sizes)
     assert one == other, "every rank plans with the same figures"
     assert [(point.kind, point.bytes) for point in one] == [(kind, size) for kind in kinds for size in sizes]
@@ -91,6 +93,14 @@ def test_ranks_agree_on_the_links(pool_of):
 def test_a_collective_disturbs_what_it_slows_and_nothing_else(pool_of):
     assert all(1 <= found < 1.5 for found in pool_of(2).run(measure_sleeping, 1.0))
     assert all(2 < found < 4 for found in pool_of(2).run(measure_sleeping, 3.0))
+
+
+def test_links_of_a_gpu_machine_are_measured_and_named():
+    """Copies to the host were free in a measured profile, and no screen said which links it was measured on."""
+    job = tiny_job("llama", tensor=2, sequence_parallel=True)
+    assert set(messages_of(job)) == {"all_gather", "reduce_scatter"}
+    on_gpus = job.model_copy(update={"cluster": job.cluster.model_copy(update={"device": "cuda"})})
+    assert messages_of(on_gpus)["host"] == messages_of(on_gpus)["all_gather"] // 2, "of own rows"
 
 
 TE = {"implementation": "transformer_engine", "dtype": "bf16", "bias": False, "position": "learned", **NO_DROPOUT}
@@ -290,9 +300,12 @@ def test_a_job_with_experts_is_profiled_and_planned(monkeypatch, tmp_path):
     with hosts_for(job) as hosts:
         profile = measure_profile(job, hosts, lambda text: nullcontext())
     save_profile(profile, tmp_path / "profile.yaml")
+    shown = profile_in_words(profile, tmp_path).splitlines()
+    assert [line.split()[0] for line in shown[:5]] == ["attention", "mlp", "experts", "exchange", "links"]
+    assert "links      measured: none of this job; ranks talk over this machine's loopback" in shown[4]
     assert load_profile(tmp_path / "profile.yaml") == profile
     plan = make_plan(job, profile)
-    assert {rule.layers.first: "router" in rule.keep for stage in plan.stages for rule in stage.rules} == {1: False, 2: True}
+    assert all(("router" in rule.keep) == (rule.layers.first > 1) for stage in plan.stages for rule in stage.rules)
     assert plan.stages[0].predicted.step_s > 3 * 2 * profile.experts.communication_s
 
 
