@@ -12,7 +12,7 @@ from megatron_lynx.kinds.dense.section import (
     ROW_PARALLEL,
 )
 from megatron_lynx.kinds.experts.section import EXPERTS, EXPERTS_WITH_SHARED, SHARED_EXPERTS
-from megatron_lynx.kinds.latent.section import LATENT, LATENT_ITEMS
+from megatron_lynx.kinds.latent.section import LATENT
 from megatron_lynx.kinds.section import EXPERTS_LINEARS, HALVES, PASSES, Collective, Half, Item, Pass, Role, Section
 from megatron_lynx.kinds.sections import Facts, LayerKind, all_items, filling, halves_of, names_in, sections_of
 
@@ -31,7 +31,6 @@ __all__ = [
     "ITEMS",
     "Item",
     "LATENT",
-    "LATENT_ITEMS",
     "LINEARS",
     "LayerKind",
     "MLP",

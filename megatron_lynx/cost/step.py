@@ -123,15 +123,6 @@ def exposed_copies_s(job: Job, stage: Passes, number: int, copy_s: float, messag
     return ends * exposed_s + pairs * max(0.0, copy_s - behind_pair_s)
 
 
-def copy_to_compute_ratio(copied_bytes: int, forward_flops: int, compute_flop_per_s: float, copy_byte_per_s: float) -> float:
-    """Return seconds to copy a layer's activations out and back, over seconds of its forward and backward.
-
-    Up to 1 all can be offloaded for free (PipeOffload, 2503.01328). A backward counts as two forwards. `copy_byte_per_s`: of one
-    direction at a time.
-    """
-    return (2 * copied_bytes / copy_byte_per_s) / (3 * forward_flops / compute_flop_per_s)
-
-
 def meet_messages(job: Job) -> bool:
     """Whether copies and pipeline messages share a link: a NIC below the device's PCIe switch, or PCIe within a node."""
     cluster = job.cluster

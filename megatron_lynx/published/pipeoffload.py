@@ -14,7 +14,6 @@ from typing import Any
 
 from megatron_lynx.config import Model, Parallel
 from megatron_lynx.cost.layer import kept_bytes
-from megatron_lynx.cost.step import copy_to_compute_ratio
 from megatron_lynx.kinds.planning import flops_of
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.published.row import Row
@@ -42,7 +41,11 @@ def _ratio(shape: LayerShape) -> float:
     """They do not count fused attention's statistics, four bytes for each row and head."""
     statistics = kept_bytes(shape, "none") - kept_bytes(shape, "selective")
     copied = kept_bytes(shape, "balanced") - statistics
-    return copy_to_compute_ratio(copied, sum(flops_of(shape).values()), COMPUTE_FLOP_PER_S, COPY_BYTE_PER_S)
+    return copy_to_compute_ratio(copied, sum(flops_of(shape).values()))
+
+
+def copy_to_compute_ratio(copied_bytes: int, forward_flops: int, flop_per_s: float = COMPUTE_FLOP_PER_S) -> float:
+    return (2 * copied_bytes / COPY_BYTE_PER_S) / (3 * forward_flops / flop_per_s)
 
 
 def _gpt(hidden: int, seq: int) -> Model:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_lynx.anatomy import HALVES, ITEMS, LATENT_ITEMS
+from megatron_lynx.anatomy import HALVES, ITEMS, LATENT
 from tests.test_ranks_of_packages import PACKAGE
 
 TABLES = (
@@ -36,6 +36,7 @@ EXCEPTIONS = {
 }
 """(file, what is written there): why it is no half, item or window."""
 
+LATENT_ITEMS = {name for section in LATENT.values() for name in section.names}
 WINDOW = re.compile(rf"\b(fwd|bwd)\.({'|'.join(HALVES)})")
 NAME_ENDS = {"linear_", "_bda", "layernorm"}
 """Parts of items' names that once told what an item is for."""

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from megatron_lynx.cli import app
 from megatron_lynx.cost.stage_memory import memory_of_stages, stage_memory
-from megatron_lynx.cost.step import copy_to_compute_ratio
 from megatron_lynx.published import all_rows, steps, yuan
+from megatron_lynx.published.pipeoffload import copy_to_compute_ratio
 from megatron_lynx.published.row import Row, published_figures
 
 ROWS = all_rows()
@@ -62,7 +62,7 @@ def test_k_without_shared_key_value_heads_is_their_formula() -> None:
     hidden, seq = 4096, 8192
     forward = seq * hidden * (24 * hidden + 4 * seq)
     formula = 10 / (3 * (6 * hidden + seq)) * 220e12 / 15e9
-    assert copy_to_compute_ratio(20 * seq * hidden, forward, 220e12, 15e9) == pytest.approx(formula)
+    assert copy_to_compute_ratio(20 * seq * hidden, forward, 220e12) == pytest.approx(formula)
 
 
 def test_the_rows_that_chose_a_constant_say_so_and_are_few() -> None:

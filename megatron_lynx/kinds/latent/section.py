@@ -95,9 +95,6 @@ def latent_section(sizes: LatentSizes, *, te: bool) -> Section:
     return LATENT[sizes.compressed, te, sizes.fused_rotary]
 
 
-LATENT_ITEMS: tuple[str, ...] = tuple(item.name for item in (Q_DOWN, KV_DOWN, Q_NORM, KV_NORM, Q_PROJ, Q_UP, KV_UP))
-
-
 IndexerLoss = Literal["none", "selected", "all"]
 
 
