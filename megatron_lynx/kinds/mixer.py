@@ -4,36 +4,21 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Protocol
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Model
 from megatron_lynx.errors import Problem
+from megatron_lynx.kinds.delta.section import DeltaSizes
 from megatron_lynx.kinds.face import Linear, Planning
+from megatron_lynx.kinds.mamba.section import MambaSizes
 from megatron_lynx.kinds.section import Item
 from megatron_lynx.profiler.profile import SavedTensor, own_tensors
 from megatron_lynx.profiler.shape import LayerShape, saved_bytes
 
 
-class MixerSizes(Protocol):
-    """Sizes over all tensor-parallel ranks."""
-
-    @property
-    def made(self) -> int:
-        """Output columns of the first linear."""
-
-    @property
-    def result(self) -> int:
-        """Input columns of the last linear."""
-
-    @property
-    def shared(self) -> Mapping[str, int]:
-        """Counts that tensor-parallel ranks divide among them, by name."""
-
-
 class TokenMixer(Planning):
     @abstractmethod
-    def sizes(self, model: Model) -> MixerSizes: ...
+    def sizes(self, model: Model) -> DeltaSizes | MambaSizes: ...
 
     def linears(self, shape: LayerShape) -> Mapping[str, Linear]:
         sizes, hidden, tensor = self.sizes(shape.model), shape.model.hidden, shape.parallel.tensor

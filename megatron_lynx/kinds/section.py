@@ -176,9 +176,9 @@ class Section:
     """Attribute path in Megatron's layer of the module with `method`; empty for the layer."""
     apart: tuple[str, ...] = ()
     """Items that Megatron runs outside that method, if it splits the layer into nodes. They are kept."""
-    profiled: str = ""
-    """Key of its figures in a profile, if other than the half's: some layers have this section, others the half's usual one.
-    Rules of a plan need not name its items; unnamed ones are kept."""
+    in_some_layers: bool = False
+    """Whether some layers have it instead of the half's usual section. Rules of a plan need not name its items; unnamed ones are
+    kept."""
     opaque: bool = False
     """Whether it is opaque: kept whole on the device, without windows or hooks."""
     captured: bool = False
@@ -212,12 +212,7 @@ class Section:
     @property
     def profiled_as(self) -> str:
         """Key of its figures in a profile."""
-        return self.profiled or self.half
-
-    @property
-    def in_some_layers(self) -> bool:
-        """Whether some layers have it instead of the half's usual section."""
-        return bool(self.profiled)
+        return self.name if self.in_some_layers else self.half
 
     @cached_property
     def has_windows(self) -> bool:

@@ -36,7 +36,7 @@ DELTA_NET = Section(
         ATTENTION.items[-1],
     ),
     COLLECTIVES,
-    profiled="gated_delta_net",
+    in_some_layers=True,
 )
 IN_PROJ, CONVOLUTION, RULE, GATED_NORM, OUT_PROJ = DELTA_NET.names[1:-1]
 
@@ -76,8 +76,10 @@ class DeltaSizes(Part):
 
     @property
     def result(self) -> int:
+        """Input columns of the last linear."""
         return self.values
 
     @property
     def shared(self) -> Mapping[str, int]:
+        """Counts that tensor-parallel ranks divide among them."""
         return {"key_heads": self.key_heads, "value_heads": self.value_heads}

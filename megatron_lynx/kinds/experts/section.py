@@ -83,7 +83,7 @@ def _section(inside: tuple[Item, ...], dispatcher: Dispatcher) -> Section:
         items=(norm, *inside, residual),
         exchanges_of=EXCHANGES[dispatcher],
         fuses_norm=False,
-        profiled="experts",
+        in_some_layers=True,
     )
 
 

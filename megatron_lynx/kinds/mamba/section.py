@@ -31,7 +31,7 @@ MAMBA = Section(
         ATTENTION.items[-1],
     ),
     COLLECTIVES,
-    profiled="mamba",
+    in_some_layers=True,
 )
 IN_PROJ, SCAN, GATED_NORM, OUT_PROJ = MAMBA.names[1:-1]
 
@@ -65,8 +65,10 @@ class MambaSizes(Part):
 
     @property
     def result(self) -> int:
+        """Input columns of the last linear."""
         return self.inner
 
     @property
     def shared(self) -> Mapping[str, int]:
+        """Counts that tensor-parallel ranks divide among them."""
         return {"heads": self.heads, "groups": self.groups}

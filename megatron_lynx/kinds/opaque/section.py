@@ -34,7 +34,7 @@ IN_NODES: tuple[OpaqueName, ...] = ("gated_delta_net", "gated_attention", "own_a
 def _opaque(name: OpaqueName, usual: Section) -> Section:
     norm, residual = (Item(getattr(usual, role), role) for role in ("norm", "residual"))
     items = (norm, Item(name, "opaque"), residual)
-    return Section(name, usual.half, usual.method, items, fuses_norm=False, profiled=name, opaque=True)
+    return Section(name, usual.half, usual.method, items, fuses_norm=False, in_some_layers=True, opaque=True)
 
 
 OPAQUE: Mapping[OpaqueName, Section] = {
