@@ -180,7 +180,9 @@ def passes_of_chunks(
 ) -> list[ChunkPasses]:
     """Costs of one micro-batch on each chunk of one stage."""
     timetable = timetable_of(plan, entries[0].stage)
-    halves = {half.key: half for entry in entries for half in treated_halves(entry, timetable.chunks[entry.chunk], prices)}
+    halves = {
+        half.planned.key: half for entry in entries for half in treated_halves(entry, timetable.chunks[entry.chunk], prices)
+    }
     return [_chunk_passes(plan, entry, prices, timetable, halves, reduced_in_backward=reduced_in_backward) for entry in entries]
 
 

@@ -43,12 +43,8 @@ from megatron_lynx.schedule.schedule import Action
 class Interpreter:
     """One stage of a pipeline, with the micro-batches in flight and the received input of the next action.
 
-    Args:
-        chunk: this rank's model, wrapped or not.
-        microbatches: of one batch: losses are divided by it.
-        seq_length: tokens of a sequence.
-        micro_batch_size: sequences of a micro-batch.
-        before: called with each action before it; with a batch's last backward again before its gradient is reduced.
+    `microbatches`: of one batch: losses are divided by it. `before`: called with each action before it; with a batch's last
+    backward again before its gradient is reduced.
     """
 
     def __init__(
@@ -84,7 +80,6 @@ class Interpreter:
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """Micro-batches between forward and backward."""
         return tuple(self._in_flight)
 
     def run(
@@ -100,15 +95,13 @@ class Interpreter:
         """Run `actions`; then reduce the gradient of `batch`, as Megatron's schedules do at their end.
 
         Args:
-            actions: forwards and backwards of this stage, including the last backward of `batch`.
-            forward_step_func: as in Megatron's schedules.
+            actions: including the last backward of `batch`.
             batches: the data of `forward_step_func`; forwards of the next batch that run ahead read from it too.
             batch: whose gradient is complete afterwards. Its micro-batches are numbered from `batch * microbatches`.
             then: the first action of the next run; None: nothing is in flight afterwards.
             postpones: the exchange before `then` is begun by the next run. The last of `actions` is a backward then.
 
-        Returns:
-            Reports of the loss function, by micro-batch of `batch`, on the last stage; elsewhere an empty list.
+        Returns reports of the loss function, by micro-batch of `batch`, on the last stage; elsewhere an empty list.
         """
         last_backward = Action((batch + 1) * self.microbatches - 1, "B")
         overlaps = self.config.grad_sync_func is None or self.stage == 0

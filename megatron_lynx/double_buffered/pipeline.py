@@ -55,8 +55,6 @@ class DoubleBuffered:
         model: this rank's list of one chunk, wrapped or not.
         optimizer: Megatron's, or one of torch's; stepped by `update`.
         microbatches: of one batch, at least as many as there are stages.
-        seq_length: tokens of a sequence.
-        micro_batch_size: sequences of a micro-batch.
         defer_updates: whether stages that would wait for the first one at an update, a barrier between all stages, continue with
             the next batch, in a second gradient buffer.
 
@@ -104,16 +102,9 @@ class DoubleBuffered:
     def forward_backward(self, forward_step_func: Callable[..., Any], batches: Any, *, drains: bool = False) -> list[Any]:
         """Run all backwards of one batch and reduce its gradient. Parameters are the newest version afterwards.
 
-        Args:
-            forward_step_func: as in Megatron's schedules.
-            batches: an iterator that continues from call to call, for forwards that run ahead of their batch.
-            drains: whether the pipeline must be empty afterwards.
-
-        Returns:
-            Reports of the loss function, by micro-batch of this batch, on the last stage; elsewhere an empty list.
-
-        Raises:
-            HookRefused: a plan was installed since, and not for this pipeline.
+        `batches`: an iterator that continues from call to call, for forwards that run ahead of their batch. `drains`: whether the
+        pipeline must be empty afterwards. Returns as `Interpreter.run`. Raises `HookRefused` if a plan was installed since, and
+        not for this pipeline.
         """
         self._announce(drains)
         actions = batch_order(

@@ -90,7 +90,7 @@ class Rooms:
     def _by_layer(self) -> dict[int, dict[WindowAddress, Wait]]:
         """Waits of each layer, without exchanges that take no time."""
         timetable = Timetable([tuple(planned_halves(self.entry, self.plan.model.sections_of))], layout_of(self.plan))
-        halves = {half.key: half for half in treated_halves(self.entry, timetable.chunks[0], self.prices)}
+        halves = {half.planned.key: half for half in treated_halves(self.entry, timetable.chunks[0], self.prices)}
         passes = [timetable.backward(0, "steady"), *([timetable.forward(0)] if self.forwards else [])]
         waits_of_layers: dict[int, dict[WindowAddress, Wait]] = {}
         waits = (

@@ -14,7 +14,6 @@ The forward before a steady backward is w entries later in the same table, so it
 
     stage 0 of 2     2F0 0B1   3F0 1B1   2F1 0B0   3F1 1B0          chunk 0 hides recomputations of chunk 1, and vice versa
     last stage       0F1 0B1   1F1 1B1   2F0 0B0   3F0 1B0          the last chunk's backward follows its forward at once
-
 """
 
 from __future__ import annotations

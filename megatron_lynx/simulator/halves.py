@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
-from megatron_lynx.anatomy import PASSES, Collective, Section
+from megatron_lynx.anatomy import Collective, Section
 from megatron_lynx.anatomy import Pass as Passing
 from megatron_lynx.anatomy.address import RECV_BACKWARD, SEND_BACKWARD, WindowAddress
 from megatron_lynx.cost.communication import window_lengths_s, windows_of
@@ -30,7 +30,7 @@ from megatron_lynx.cost.section import weight_gradient
 from megatron_lynx.kinds.section import Exchange
 from megatron_lynx.schedule.schedule import Phase
 from megatron_lynx.simulator.passes import PHASES, ChunkPasses, Filled, PassKey, Queue, TimedPass
-from megatron_lynx.simulator.walk import ComingBack, GoingOut, HalfKind, Halves, Treated, Walk, recomputed
+from megatron_lynx.simulator.walk import ComingBack, GoingOut, Halves, Treated, Walk, recomputed
 from megatron_lynx.timetable import HalfPass, Linear, Pass, Task, Timetable, Wait
 
 if TYPE_CHECKING:
@@ -51,7 +51,8 @@ class Segments:
 
 Waited = Sequence[Collective | Exchange]
 
-Parts = Mapping[HalfKind, Segments]
+Parts = Mapping[tuple[Section, frozenset[str]], Segments]
+"""By section, and its linears whose weight gradients are delayed in that backward."""
 
 
 def stage_passes(
@@ -71,19 +72,16 @@ def stage_passes(
     """Return the passes of one chunk of a stage.
 
     Args:
-        chunk_halves: the chunk's halves in forward order.
+        chunk_halves: in forward order.
         halves: those of all chunks.
-        embedding, head: without seconds on stages that do not have them.
         deferral: this chunk's (index, most bytes of delayed weight gradients); its last backward computes the rest.
-        reduced_in_backward: gradients are reduced during the chunk's last backward of a step (--overlap-grad-reduce), which then
-            delays none.
+        reduced_in_backward: gradients are reduced during the chunk's last backward of a step, which then delays none.
         read_after_send: weight gradients left by the chunk's last backward run once the gradient of its input is sent.
     """
     kinds = {(half.section, half.planned.delayed(drains=drains)) for half in chunk_halves for drains in (False, True)}
     kinds |= {(half.section, frozenset[str]()) for half in chunk_halves if reduced_in_backward}
-    forward, backward = (
-        {(section, off): segments(profile, passing, section, message_bytes, off) for section, off in kinds} for passing in PASSES
-    )
+    forward = {section: segments(profile, "fwd", section, message_bytes) for section, _ in kinds}
+    backward = {(section, off): segments(profile, "bwd", section, message_bytes, off) for section, off in kinds}
     host = sum((half.host for half in chunk_halves), start=NO_HOST_TIME)
 
     def walked(key: PassKey, queue: Queue) -> TimedPass:
@@ -178,11 +176,13 @@ def _backward_s(items: Mapping[str, ItemProfile], section: Section, begin: int, 
     return sum(sum(items[name].backward_s for name in names) for _, names in stretches)
 
 
-def _forward(walk: Walk, through: Pass, treated: Sequence[Treated], halves: Parts, end_s: float) -> TimedPass:
+def _forward(
+    walk: Walk, through: Pass, treated: Sequence[Treated], halves: Mapping[Section, Segments], end_s: float
+) -> TimedPass:
     copies = GoingOut()
     for number, (half, planned) in enumerate(zip(treated, through.halves, strict=True), start=1):
         start_s = walk.clock_s
-        parts = halves[half.kind]
+        parts = halves[half.section]
         for ordinal, compute_s in enumerate(parts.compute_s):
             walk.compute(compute_s)
             if ordinal < len(parts.windows_s):

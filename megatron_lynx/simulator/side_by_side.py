@@ -43,15 +43,14 @@ class SideBySide(Simulation):
 
 @dataclass(frozen=True)
 class PairedChunk:
-    """One chunk of a stage: its separate passes, and the nodes of its layers."""
+    """One chunk of a stage: its separate passes, and the nodes of its layers. `again_s`: recomputation in its backward, a part of
+    these nodes. `ends_s`: of the embedding and of the output layer, forward and backward."""
 
     passes: ChunkPasses
     nodes: tuple[Nodes, ...]
     again_s: float
-    """Seconds of recomputation in its backward, a part of these nodes."""
     without_again: tuple[Nodes, ...]
     ends_s: tuple[float, float]
-    """Seconds of the embedding and of the output layer, forward and backward, if the chunk has them."""
     copy_s: float = 0.0
     """Shortest duration of a pair, because of its host copies."""
 

@@ -24,9 +24,6 @@ from megatron_lynx.simulator.passes import Entry, Queue, TimedPass
 from megatron_lynx.timeline import FLUSHED, Passes, Span
 from megatron_lynx.timetable import Linear, PlannedHalf, Task, Wait
 
-HalfKind = tuple[Section, frozenset[str]]
-"""Section, and its linears whose weight gradients are delayed."""
-
 
 class Leaving(NamedTuple):
     """Offloaded bytes of a half whose own backward follows its forward at once."""
@@ -52,10 +49,6 @@ class Treated:
     leaving: Leaving | None = None
 
     @property
-    def key(self) -> FrameKey:
-        return self.planned.key
-
-    @property
     def layer(self) -> int:
         return self.planned.layer
 
@@ -66,11 +59,6 @@ class Treated:
     @property
     def half(self) -> Half:
         return self.planned.half
-
-    @property
-    def kind(self) -> HalfKind:
-        """Halves of one kind have equal passes except for recomputation."""
-        return self.section, frozenset(self.deferred)
 
     @property
     def memory(self) -> HalfMemory:

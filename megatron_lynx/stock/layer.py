@@ -40,11 +40,9 @@ class HalfBytes:
     """Including the half's input."""
 
     stays: int
-    """On the device from forward to backward."""
     again: int = 0
     """Recomputed at the beginning of its backward."""
     leaves: int = 0
-    """In host memory from forward to backward."""
     copied: int = 0
     """Copied in each direction: above `leaves` if a tensor is also kept on the device, or copied by two modules."""
     input_leaves: int = 0

@@ -15,16 +15,10 @@ Copies of stock Megatron's fine-grained offloading, layer by layer:
     to the host        └1─┘└2─┘└3─┘
     back                                  └2┘    └1┘    └3'┘
 
-A layer's saved tensors are copied after its modules' forward, and stay on the device until the copy is complete. The backward of
-a layer's attention reloads the layer below and waits for its own; the last one reloads the top layer of the next backward, if its
-forward has run. A micro-batch whose backward follows its forward keeps its top layer, and so does the first backward of a step.
-
-If whole layers are recomputed as well, Megatron loses its place: each tensor is reloaded where it is read, and recomputed tensors
-are offloaded and reloaded once more (counted on CPU ranks). On a GPU Megatron does not wait for the copy out, and may read
-incomplete data; this simulation waits.
-
-Passes of a stage are assumed to follow each other without gaps, as on the slowest stage of a full pipeline. Copies do not slow
-compute or messages down.
+The backward of a layer's attention reloads the layer below and waits for its own; the last one reloads the top layer of the next
+backward, if its forward has run. A micro-batch whose backward follows its forward keeps its top layer, and so does the first
+backward of a step. If whole layers are recomputed as well, Megatron reloads each tensor where it is read, and offloads recomputed
+tensors once more (counted on CPU ranks). Passes follow each other without gaps, as on the slowest stage of a full pipeline.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ def passes_of_halves(halves: tuple[Treated, ...], profile: Any, *ends: Any, **mo
     shape, layers = profile.shape, [half.layer for half in halves]
     layout = Layout(shape.tensor > 1, shape.sequence_parallel, layers if shape.expert > 1 else ())
     timetable = Timetable([[half.planned for half in halves]], layout)
-    return stage_passes(timetable, 0, halves, {half.key: half for half in halves}, profile, 100, *ends, **more)
+    return stage_passes(timetable, 0, halves, {half.planned.key: half for half in halves}, profile, 100, *ends, **more)
 
 
 def receiving(plain: ChunkPasses, received: TimedPass) -> ChunkPasses:
