@@ -10,8 +10,10 @@ from megatron_lynx.config import Job
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.planner import Decision, decide
-from megatron_lynx.planner.left_open import QUARTERS, best_share
+from megatron_lynx.planner import decision as deciding
+from megatron_lynx.planner.left_open import QUARTERS
 from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.profiler.profile import Profile
 from tests.config.jobs import catalogued_job
 
 LAYOUT = {"tensor": 2, "pipeline": 2, "sequence_parallel": True, "distributed_optimizer": True}
@@ -35,16 +37,17 @@ def test_nothing_goes_where_everything_fits() -> None:
 
 
 @pytest.mark.slow
-def test_where_recomputations_cannot_spare_enough_some_of_the_optimizer_goes() -> None:
+def test_where_recomputations_cannot_spare_enough_some_of_the_optimizer_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     """No plan fits with all of it on the device; the answer is the fastest of the few shares that were tried, and fits."""
-    job, made = job_of(25), {}
+    job, made, making = job_of(25), {}, deciding._made
 
-    def remembering(own: Job) -> Decision:
+    def remembering(own: Job, profile: Profile) -> Decision:
         made[own.optimizer.offloaded] = None
-        made[own.optimizer.offloaded] = decide(own, analytic_profile(job))
+        made[own.optimizer.offloaded] = making(own, profile)
         return made[own.optimizer.offloaded]
 
-    decision = best_share(job, remembering, seconds)
+    monkeypatch.setattr(deciding, "_made", remembering)
+    decision = decide(job, analytic_profile(job))
     assert made[0.0] is None, "infeasible"
     assert {*QUARTERS} <= {*made}
     assert len(made) <= 8

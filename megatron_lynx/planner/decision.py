@@ -31,7 +31,7 @@ from megatron_lynx.planner import left_open
 from megatron_lynx.planner.checks import check_plannable, check_profile, why_none_deferred
 from megatron_lynx.planner.evaluation import check_budget_kept, memory_of_plan, peak_bytes
 from megatron_lynx.planner.filling import Filler, Known
-from megatron_lynx.planner.left_open import best_share
+from megatron_lynx.planner.left_open import Setting
 from megatron_lynx.planner.nearest import loads_of_falling_back, loads_that_fit, nearest_change, smallest_budget
 from megatron_lynx.planner.packed import packed_facts
 from megatron_lynx.planner.partitioning import partitioned
@@ -98,7 +98,7 @@ def drafted(job: Job, profile: Profile) -> Decision:
     try:
         return fastest_decision(job, profile)
     except Infeasible as error:
-        tried = left_open.last_tried(job)
+        tried = left_open.with_least_memory(job)
         changes = [*smallest_budget(tried, profile, least_memory(partitioned(tried, profile)[0], profile), plannable)]
         changes += [*nearest_change(tried, profile, plannable), *left_open.inexact_change(tried, profile, plannable)]
         raise Infeasible(error.headline, [*error.problems, *changes]) from None
@@ -111,77 +111,41 @@ def completed(decision: Decision, profile: Profile) -> Decision:
 
 def fastest_decision(job: Job, profile: Profile) -> Decision:
     """Decide without `completed`. Raises as `decide` does, without changes that would fit."""
-    if job.model.captured:
-        return _beside_graphs(job, profile)
-    return _without_graphs(job, profile)
-
-
-def _beside_graphs(job: Job, profile: Profile) -> Decision:
-    """Decide for a launch that captures graphs: with them, or without them if that is faster or nothing else fits. Raises the
-    problems that remain without graphs."""
-    without = job.with_captured(())
-    try:
-        beside = _without_graphs(job, profile)
-    except Infeasible:
-        return _as_of(job, _without_graphs(without, profile))
-    try:
-        alone = _without_graphs(without, profile)
-    except Infeasible:
-        return beside
-    return beside if beside.simulation.step_s <= alone.simulation.step_s else _as_of(job, alone)
-
-
-def _without_graphs(job: Job, profile: Profile) -> Decision:
-    """Decide with the choice of captured graphs fixed."""
-    if job.optimizer.offload == "auto":
-        return _with_best_share(job, profile)
     check_plannable(job)
     check_profile(job, profile)
-    if job.head is None or job.head.pieces != "auto":
-        return _decided(job, profile)
-    whole, pieced = left_open.with_whole_head(job), left_open.with_pieces(job)
-    if pieced is None:
-        return _decided(whole, profile)
-    try:
-        decision = _fastest(whole, profile)
-    except Infeasible:
-        return _decided(pieced, profile)
-    return _worth_its_bits(decision, pieced, profile)
+    return _best_way(job, profile, left_open.SETTINGS)
 
 
-def _worth_its_bits(decision: Decision, pieced: Job, profile: Profile) -> Decision:
-    """Return the decision with the head in pieces if it gains enough (on the testbed, memory), else the given one."""
-    try:
-        other = _fastest(pieced, profile)
-    except Infeasible:
-        return decision
-    if bounded_by_device(pieced):
-        better = other.simulation.step_s < (1 - left_open.WORTH_BITS) * decision.simulation.step_s
-    else:
-        better = max(memory.total for memory in other.memory) < max(memory.total for memory in decision.memory)
-    return other if better else decision
-
-
-def _decided(job: Job, profile: Profile) -> Decision:
-    """Decide with the head's choice fixed."""
-    try:
-        return _fastest(job, profile)
-    except Infeasible:
-        if (again := [*left_open.with_rotary_again(job)][1:]) and plannable(job, profile):
-            return _as_of(job, _fastest(again[0], profile))
-        raise
-
-
-def _fastest(job: Job, profile: Profile) -> Decision:
-    """Decide with all these choices fixed; in FP8, with or without kept copies if there are checkpoints."""
-    if job.model.fp8 is None or job.model.fp8.copies_kept is not None:
+def _best_way(job: Job, profile: Profile, settings: Sequence[Setting]) -> Decision:
+    """Decide for a job that leaves these settings open. Raises what the last way that was tried raises if none fits."""
+    if not settings:
         return _made(job, profile)
-    least = _made(left_open.with_copies(job, kept=False), profile)
-    decisions = [least]
-    if any(rule.checkpoint for entry in least.plan.stages for rule in entry.rules):
-        with suppress(Infeasible):
-            decisions.append(_made(left_open.with_copies(job, kept=True), profile))
-    return _as_of(job, min(decisions, key=lambda decision: decision.simulation.step_s))
+    best: Decision | None = None
+    failed: Infeasible | None = None
+    costs: list[float] = []
+    for way in settings[0](job, costs):
+        if way.is_idle(None if best is None else best.plan):
+            continue
+        try:
+            found = _best_way(way.job, profile, settings[1:])
+        except Infeasible as error:
+            failed = error
+            costs.append(inf)
+            continue
+        costs.append(_cost(found, profile))
+        if best is None or costs[-1] < (1 - way.worth) * _cost(best, profile):
+            best = found
+    if best is None:
+        assert failed is not None, "a setting has a way"
+        raise failed
+    return _as_of(job, best)
+
+
+def _cost(decision: Decision, profile: Profile) -> float:
+    """Seconds of a step with its update; on the testbed without a budget for devices, bytes."""
+    if not bounded_by_device(decision.job):
+        return max(memory.total for memory in decision.memory)
+    return decision.simulation.step_s + update_s(decision.job, profile)
 
 
 def keeping_all(job: Job, profile: Profile, *, deferring: bool = True) -> Decision:
@@ -236,15 +200,6 @@ def _with_weight_gradients(decision: Decision, stages: Stages, job: Job, profile
     return replace(refined, weight_gradients=NONE_DEFERRED) if _faster(refined.simulation, filled) else filled
 
 
-def _with_best_share(job: Job, profile: Profile) -> Decision:
-    """Decide for a job that leaves the optimizer's share on the host open."""
-
-    def step_s(decision: Decision) -> float:
-        return decision.simulation.step_s + update_s(decision.job, profile)
-
-    return _as_of(job, best_share(job, lambda candidate: fastest_decision(candidate, profile), step_s))
-
-
 def _as_of(job: Job, decision: Decision) -> Decision:
     """Relabel the plan with the original job's digest."""
     origin = decision.plan.provenance.model_copy(update={"job": job.digest})
@@ -281,11 +236,11 @@ def _with_lengths(decision: Decision, profile: Profile) -> Decision:
 
 def plannable(job: Job, profile: Profile) -> bool:
     """Whether any plan fits."""
-    for candidate in left_open.with_rotary_again(job):
-        with suppress(LynxError):
-            check_plannable(candidate)
-            _fitting(candidate, Stages(partitioned(candidate, profile)[0], profile))
-            return True
+    with suppress(LynxError):
+        check_plannable(job)
+        least = left_open.with_least_memory(job)
+        _fitting(least, Stages(partitioned(least, profile)[0], profile))
+        return True
     return False
 
 

@@ -1,34 +1,19 @@
-"""Decides settings that a job leaves open besides its layers.
-
-Optimizer share on the host (`optimizer.offload: auto`): optimizer bytes cost seconds of the update, once per step; activation
-bytes cost recomputation and copies in each micro-batch. Plans with a few shares are compared:
-
-    quarters, and the least share with which everything could be kept ──> a plan each ──> shortest step with its update
-                                                                                       └─> again, halfway to its neighbours
-
-RoPE of packed sequences, whose recomputation makes the host wait for the device: recomputed only if no other plan fits.
-
-FP8 copies of checkpoints (`fp8: {copies_kept: ...}`): a checkpointed half keeps the FP8 copy of its last linear's input, or
-recomputes it, which holds less. Both are planned if the latter plan has checkpoints, and the faster one is taken.
-
-Pieces of the head (`head: {pieces: auto}`): the fewest with which the loss is not the last stage's fullest moment. The plan with
-them is taken if no other fits, or if its step is shorter by `WORTH_BITS`.
-"""
+"""Settings that a job leaves open besides its layers, and the ways to decide them."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from math import inf
+from typing import NamedTuple
 
 from megatron_lynx.config.job import Head, Job
+from megatron_lynx.cost.budget import bounded_by_device
 from megatron_lynx.cost.stage_memory import memory_of_stages, parts_beside_layers
-from megatron_lynx.errors import Infeasible, Problem
+from megatron_lynx.errors import Problem
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner.partitioning import with_partition
 from megatron_lynx.profiler.profile import Profile
-
-DecisionT = TypeVar("DecisionT")
 
 QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)
 STEPS = 100
@@ -59,13 +44,6 @@ def with_exchanges(job: Job, *, overlapped: bool, delayed: bool) -> Job:
     return job.model_copy(update={"model": job.model.model_copy(update={"experts": experts})})
 
 
-def with_rotary_again(job: Job) -> Iterator[Job]:
-    """Yield the job, then, if it keeps RoPE, the one that may recompute it and let the host wait."""
-    yield job
-    if job.rotary_asks_host:
-        yield job.model_copy(update={"batch": job.batch.model_copy(update={"packed": False})})
-
-
 def with_copies(job: Job, *, kept: bool) -> Job:
     """Return a job in FP8 whose checkpoints keep copies, or do not."""
     assert job.model.fp8 is not None, "asked only of jobs in FP8"
@@ -89,30 +67,6 @@ def endless(job: Job) -> Iterator[Job]:
         yield job.with_captured(())
 
 
-def best_share(job: Job, decide: Callable[[Job], DecisionT], step_s: Callable[[DecisionT], float]) -> DecisionT:
-    """Return the decision for the share with the shortest step, including its update. Raises `Infeasible` if none fits, with the
-    excess when everything is on the host."""
-    decisions: dict[float, DecisionT] = {}
-    failed: dict[float, Infeasible] = {}
-
-    def tried(share: float) -> None:
-        try:
-            decisions[share] = decide(with_share(job, share))
-        except Infeasible as error:
-            failed[share] = error
-
-    def best() -> float:
-        return min(sorted(decisions), key=lambda share: step_s(decisions[share]))
-
-    for share in sorted({*QUARTERS, _least_that_keeps_all(job)}):
-        tried(share)
-    if not decisions:
-        raise failed[1.0]
-    for share in _between(best(), sorted({*decisions, *failed})):
-        tried(share)
-    return decisions[best()]
-
-
 def least_share_that_fits(job: Job) -> Job:
     """Return a job under a stock policy with the least share of its optimizer on the host that fits, else with all of it."""
 
@@ -123,28 +77,90 @@ def least_share_that_fits(job: Job) -> Job:
     return with_share(job, bisect_left(range(STEPS), True, key=fits) / STEPS)
 
 
-def last_tried(job: Job) -> Job:
-    """Return the job with every open choice as in the last plan that is tried."""
-    job = job.with_captured(())
-    job = with_share(job, 1.0) if job.optimizer.offload == "auto" else job
-    return (with_pieces(job) or with_whole_head(job)) if job.head is not None and job.head.pieces == "auto" else job
-
-
 def with_share(job: Job, share: float) -> Job:
     return job.model_copy(update={"optimizer": job.optimizer.model_copy(update={"offload": share})})
 
 
-def _least_that_keeps_all(job: Job) -> float:
-    """The least share with which stock fits without recomputation; 1 if there is none."""
+class Way(NamedTuple):
+    """A job with one setting decided."""
 
-    return least_share_that_fits(job.model_copy(update={"policy": "none", "offload_ratio": 0.0})).optimizer.offloaded
+    job: Job
+    worth: float = 0.0
+    """Relative gain from which it is taken instead of an earlier way; 1 if only where no earlier way fits."""
+    of_checkpoints: bool = False
+    """Whether it differs only in plans with checkpoints."""
+
+    def is_idle(self, best: Plan | None) -> bool:
+        """Whether it cannot be taken. `best`: plan of the best earlier way, if any fits."""
+        if best is None:
+            return self.of_checkpoints
+        return self.worth == 1 or (
+            self.of_checkpoints and not any(rule.checkpoint for entry in best.stages for rule in entry.rules)
+        )
 
 
-def _between(best: float, tried: list[float]) -> list[float]:
-    """Halfway to the nearest shares that were tried."""
-    at = tried.index(best)
-    near = [*tried[max(0, at - 1) : at], *tried[at + 1 : at + 2]]
-    return [round((best + other) / 2, 2) for other in near if round((best + other) / 2, 2) not in tried]
+Setting = Callable[[Job, Sequence[float]], Iterator[Way]]
+"""Yields the ways to decide a setting, one if it is not open. The list grows by the cost of each way's plan, infinite if none
+fits."""
+
+
+def _graphs(job: Job, costs: Sequence[float]) -> Iterator[Way]:
+    """With captured graphs, or without."""
+    yield Way(job)
+    if job.model.captured:
+        yield Way(job.with_captured(()))
+
+
+def _shares(job: Job, costs: Sequence[float]) -> Iterator[Way]:
+    """Share of the optimizer on the host: quarters, the least with which everything could be kept, then halfway from the best of
+    them to its neighbours. Optimizer bytes cost seconds of the update, once per step; activation bytes cost seconds in each
+    micro-batch."""
+    if job.optimizer.offload != "auto":
+        yield Way(job)
+        return
+    kept = job.model_copy(update={"policy": "none", "offload_ratio": 0.0})
+    shares = sorted({*QUARTERS, least_share_that_fits(kept).optimizer.offloaded})
+    yield from (Way(with_share(job, share)) for share in shares)
+    if (best_cost := min(costs)) < inf:
+        at = costs.index(best_cost)
+        halfway = (round((shares[at] + share) / 2, 2) for share in (*shares[max(0, at - 1) : at], *shares[at + 1 : at + 2]))
+        yield from [Way(with_share(job, share)) for share in halfway if share not in shares]
+
+
+def _heads(job: Job, costs: Sequence[float]) -> Iterator[Way]:
+    """The whole head, or the fewest pieces with which the loss is not the last stage's fullest moment."""
+    if job.head is None or job.head.pieces != "auto":
+        yield Way(job)
+        return
+    yield Way(job.model_copy(update={"head": None}))
+    if (pieced := with_pieces(job)) is not None:
+        yield Way(pieced, WORTH_BITS if bounded_by_device(job) else 0.0)
+
+
+def _rotary(job: Job, costs: Sequence[float]) -> Iterator[Way]:
+    """RoPE of packed sequences kept. Its recomputation makes the host wait for the device."""
+    yield Way(job)
+    if job.rotary_asks_host:
+        yield Way(job.model_copy(update={"batch": job.batch.model_copy(update={"packed": False})}), worth=1)
+
+
+def _copies(job: Job, costs: Sequence[float]) -> Iterator[Way]:
+    """In FP8, a checkpointed half recomputes its last linear's input, or keeps its FP8 copy, which holds more."""
+    if job.model.fp8 is None or job.model.fp8.copies_kept is not None:
+        yield Way(job)
+        return
+    yield Way(with_copies(job, kept=False))
+    yield Way(with_copies(job, kept=True), of_checkpoints=True)
+
+
+SETTINGS: tuple[Setting, ...] = (_graphs, _shares, _heads, _rotary, _copies)
+
+
+def with_least_memory(job: Job) -> Job:
+    """Return the job with every setting decided as in the last plan that is tried, which needs the least memory."""
+    for setting in SETTINGS:
+        *_, job = (way.job for way in setting(job, [inf]) if not way.of_checkpoints)
+    return job
 
 
 LEAST_TOKENS = {"cuda": 1024, "cpu": 1}
@@ -161,10 +177,6 @@ def with_pieces(job: Job) -> Job | None:
         return None
     several = list(_several(job))
     return next((candidate for candidate in several if not _loss_binds(candidate)), several[-1] if several else None)
-
-
-def with_whole_head(job: Job) -> Job:
-    return job.model_copy(update={"head": None})
 
 
 def inexact_change(job: Job, profile: Profile, plannable: Callable[[Job, Profile], bool]) -> Iterator[Problem]:
