@@ -12,12 +12,13 @@ hide recomputation leaves waits for them (`Stages.leaving_waits`). Both are fill
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
 from math import inf
+from types import MappingProxyType
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import bounded_by_device, layers_budget_bytes
@@ -41,7 +42,7 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.solver.answer import NOTHING_FITS, LayerChoice, StageAnswer
-from megatron_lynx.solver.stages import Stages
+from megatron_lynx.solver.stages import Lag, Stages
 from megatron_lynx.units import SECOND_DIGITS
 
 NONE_DEFERRED = "none deferred: no wait that is left, and for which there is memory, makes it faster"
@@ -171,12 +172,14 @@ def _step_s(decision: Decision) -> float:
 
 
 def _made(job: Job, profile: Profile) -> Decision:
-    decisions = [_fitting(job, Stages(parted, profile)) for parted in partitioned(job, profile)]
-    decision, stages = min(decisions, key=lambda pair: pair[0].simulation.step_s)
+    parted = [Stages(parted, profile) for parted in partitioned(job, profile)]
+    decision, stages = min(((_fitting(job, stages), stages) for stages in parted), key=lambda pair: pair[0].simulation.step_s)
     filled = _with_weight_gradients(decision, stages, job, profile)
     leaving_waits = stages.leaving_waits
     if job.policy == "planned" and why_none_deferred(decision.job) is None and _differ(leaving_waits, decision):
-        other = _with_weight_gradients(*_fitting(job, leaving_waits), job, profile, below_s=filled.simulation.step_s)
+        other = _with_weight_gradients(
+            _fitting(job, leaving_waits), leaving_waits, job, profile, below_s=filled.simulation.step_s
+        )
         filled = min(filled, other, key=_step_s)
     filled = _sending_first(filled, profile)
     check_budget_kept(filled.job, filled.simulation)
@@ -246,7 +249,7 @@ def plannable(job: Job, profile: Profile) -> bool:
 
 def fitting(stages: Stages) -> Decision:
     """Decide for a known partition, before weight gradients are placed. Raises `Infeasible`."""
-    return _fitting(stages.job, stages)[0]
+    return _fitting(stages.job, stages)
 
 
 def least_memory(job: Job, profile: Profile) -> tuple[StageMemory, ...]:
@@ -255,30 +258,23 @@ def least_memory(job: Job, profile: Profile) -> tuple[StageMemory, ...]:
     return tuple(least_memory_of(job, stages.least(stage)) for stage in range(job.parallel.pipeline))
 
 
-def _fitting(job: Job, stages: Stages) -> tuple[Decision, Stages]:
-    """Decide for a known partition; also return what solved its stages.
-
-    Copies may lag behind the solver's estimate. A share that then exceeds the budget in the rehearsal is solved with less memory,
-    and excluded if it still does.
-    """
+def _fitting(job: Job, stages: Stages) -> Decision:
+    """Decide for a known partition. Copies may lag behind the solver's estimate: stages that then exceed the budget in the
+    rehearsal are solved again."""
     parted, profile = stages.job, stages.profile
+    lags: dict[int, tuple[Lag, ...]] = {}
     while True:
-        answers = _answers(stages)
+        answers = _answers(stages, lags)
         plan = written(parted, answers, job=job.digest, profile=profile.digest, note=profile.source.caution)
         simulation = rehearse(plan, profile, job=parted)
         over = {
-            (answer.stage, answer.asked): too_much
+            answer.stage: (answer.asked, too_much)
             for answer in answers
             if answer.offload_ratio and (too_much := _over_budget_bytes(parted, answer.stage, simulation))
         }
         if not over:
-            return _rehearsed(parted, profile, answers, plan, simulation), stages
-        if parted.policy == "planned" and (lags := {stage for stage, share in over if not share.within} - stages.paced):
-            stages = replace(stages, paced=stages.paced | lags, before=stages.worked)
-            continue
-        excluded = stages.excluded | (over.keys() & stages.lagging_bytes.keys())
-        lagging_bytes = over | dict(stages.lagging_bytes)
-        stages = replace(stages, excluded=excluded, lagging_bytes=lagging_bytes, before=stages.worked)
+            return _rehearsed(parted, profile, answers, plan, simulation)
+        lags |= {stage: (*lags.get(stage, ()), lag) for stage, lag in over.items()}
 
 
 def _refined(decision: Decision, stages: Stages, job: Job, profile: Profile) -> Decision:
@@ -458,13 +454,13 @@ def _layers_of(answers: Iterable[StageAnswer]) -> list[tuple[LayerChoice, ...]]:
     return [chunk.layers for answer in answers for chunk in answer.chunks]
 
 
-def _answers(stages: Stages) -> tuple[StageAnswer, ...]:
+def _answers(stages: Stages, lags: Mapping[int, tuple[Lag, ...]] = MappingProxyType({})) -> tuple[StageAnswer, ...]:
     """Solve all stages. Raises `Infeasible` with the problems of all of them."""
     answers: list[StageAnswer] = []
     problems: list[Problem] = []
     for stage in range(stages.job.parallel.pipeline):
         try:
-            answers.append(stages.answer(stage))
+            answers.append(stages.answer(stage, lags.get(stage, ())))
         except Infeasible as error:
             problems += error.problems
     if problems:

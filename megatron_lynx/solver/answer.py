@@ -10,7 +10,7 @@ If nothing fits, `Infeasible` is raised. It says what binds and by how much.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 from typing import NamedTuple
@@ -125,22 +125,6 @@ class Solved:
 
 
 Solver = Callable[[StageProblem], Solved]
-
-
-@dataclass(frozen=True)
-class Remembering:
-    """A solver that remembers the last answer to each stage's problem at each budget."""
-
-    solver: Solver
-    known: dict[object, tuple[StageProblem, Solved]] = field(default_factory=dict)
-
-    def __call__(self, problem: StageProblem) -> Solved:
-        key = problem.stage, problem.layers, problem.in_flight, problem.budget_bytes, problem.loss_bytes
-        asked, answer = self.known.get(key, (None, None))
-        if answer is None or asked != problem:
-            answer = self.solver(problem)
-            self.known[key] = problem, answer
-        return answer
 
 
 def infeasible(problem: StageProblem, least: Solved) -> Infeasible:

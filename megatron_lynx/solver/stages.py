@@ -16,8 +16,8 @@ excluded if all devices of a node together would offload more than its host memo
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import ceil, floor
 
@@ -28,11 +28,12 @@ from megatron_lynx.cost.stage import chunks_in_flight, stage_seconds
 from megatron_lynx.cost.stage_memory import CHUNKS_NOT_OFFLOADED
 from megatron_lynx.cost.step import exposed_copies_s
 from megatron_lynx.errors import Infeasible, Problem
+from megatron_lynx.once import once
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.counts import sets_on_host
 from megatron_lynx.solver import baselines
-from megatron_lynx.solver.answer import NOTHING_FITS, Remembering, Share, Solved, SolvedChunks, StageAnswer, infeasible
+from megatron_lynx.solver.answer import NOTHING_FITS, Share, Solved, SolvedChunks, Solver, StageAnswer, infeasible
 from megatron_lynx.solver.chunks import Chunks
 from megatron_lynx.solver.offload import Leaver, bytes_copied_in, host_of_stage, may_go_within
 from megatron_lynx.solver.options import StageProblems
@@ -50,20 +51,8 @@ WAIT_S = 1e-9
 """Seconds of a half that hides recomputation, where waits are left to weight gradients: less than any recomputation takes."""
 
 
-@dataclass(frozen=True)
-class Worked:
-    """Results for all stages of a job that do not depend on excluded fractions."""
-
-    chunks: Chunks
-    programme: Programme
-    solver: Remembering
-    """The programme, which remembers its answers."""
-    answers: dict[object, StageAnswer | Infeasible] = field(default_factory=dict)
-    """By stage, fraction, budget, and whether it is paced."""
-    leavers: dict[int, Leaver] = field(default_factory=dict)
-    kept_bytes: dict[int, int] = field(default_factory=dict)
-    stock: dict[int, Passes] = field(default_factory=dict)
-    """Seconds of each stage without recomputation."""
+Lag = tuple[Share, int]
+"""A share whose copies lagged in a rehearsal, and the bytes by which the budget was then exceeded."""
 
 
 @dataclass(frozen=True)
@@ -72,72 +61,35 @@ class Stages:
 
     job: Job
     profile: Profile
-    excluded: frozenset[tuple[int, Share]] = field(default_factory=frozenset)
-    """Stages and fractions that are not to be offloaded."""
-    paced: frozenset[int] = frozenset()
-    """Stages that offload no more of a chunk than is copied during its forward, because copies lag otherwise."""
-    lagging_bytes: Mapping[tuple[int, Share], int] = field(default_factory=dict)
-    """By such a pair, reduction of the budget because copies lag."""
-    before: Worked | None = None
-    """Results for the same stages with other exclusions."""
+    wait_s: float = 0.0
+    """See `Programme`."""
+    priced: Chunks | None = None
+    """Chunks of the same job, priced before."""
 
-    def answer(self, stage: int) -> StageAnswer:
-        """Return the fastest answer that fits (cached). Raises `Infeasible` if none fits."""
-        if stage not in self._answers:
-            self._answers[stage] = self._best(stage)
-        return self._answers[stage]
+    @once
+    def answer(self, stage: int, lags: tuple[Lag, ...] = ()) -> StageAnswer:
+        """Return the fastest answer that fits. Raises `Infeasible` if none fits.
 
-    def least(self, stage: int) -> StageAnswer:
-        """Return the answer with the least peak, regardless of the budget."""
-        solver = partial(Chunks.solved, solver=self.worked.programme.least if self.job.policy == "planned" else self._solved)
-        largest_shares = dict.fromkeys([NOTHING, *(shares[-1] for shares in self._shares(stage) if shares)])
-        answers = [self._offloading(stage, share, None, solver) for share in largest_shares]
-        return min(answers, key=lambda answer: answer.peak_bytes)
-
-    def beginning_ahead(self, answer: StageAnswer) -> StageAnswer:
-        """Return the answer in which as many of the lowest checkpointed layers as fit begin their communication ahead. Less is
-        held when backward reaches them."""
-        budget_bytes = self._budget_bytes(answer.stage)
-        if budget_bytes is None:
-            return answer
-        for number, chunk in enumerate(answer.chunks):
-            before, behind = answer.chunks[:number], answer.chunks[number + 1 :]
-            ways = [
-                replace(answer, chunks=SolvedChunks((*before, begun, *behind)))
-                for begun in self._chunks.begun_anyway(answer.stage, number, chunk)
-            ]
-            fit = bisect_left(ways, True, key=lambda way: way.peak_bytes > budget_bytes)
-            answer = ways[fit - 1] if fit else answer
-        return answer
-
-    @property
-    def leaving_waits(self) -> Stages:
-        """The same stages; of equally fast answers, those that leave the most waits to weight gradients."""
-        programme = Programme(WAIT_S)
-        return replace(self, before=replace(self.worked, programme=programme, solver=Remembering(programme), answers={}))
-
-    def keeping_all(self, stage: int) -> StageAnswer:
-        """Return the stage without recomputation and offload, regardless of the budget."""
-        return self._offloading(stage, NOTHING, None, partial(Chunks.solved, solver=baselines.keep_all))
-
-    def fits(self, answer: StageAnswer) -> bool:
-        budget_bytes = self._budget_bytes(answer.stage)
-        return budget_bytes is None or answer.peak_bytes <= budget_bytes
-
-    def _best(self, stage: int) -> StageAnswer:
-        budget_bytes = self._budget_bytes(stage)
+        After the first lag between passes, the stage offloads no more of a chunk than is copied during its forward. After another
+        one the same share gets so much less memory, and then it is excluded.
+        """
+        pacing = [at for at, (share, _) in enumerate(lags) if not share.within and self.job.policy == "planned"][:1]
+        counted = [lag for at, lag in enumerate(lags) if at not in pacing]
+        budget_bytes = layers_budget_bytes(self.job, stage)
         best: StageAnswer | None = None
         problems: Callable[[], list[Problem]] = partial(_lagging, stage)
         for shares in self._shares(stage):
             for share in shares:
-                lagging_bytes = self.lagging_bytes.get((stage, share), 0)
-                try:
-                    candidate = self._known(stage, share, budget_bytes and budget_bytes - lagging_bytes)
-                except Infeasible as error:
-                    lags = lagging_bytes or stage in self.paced
-                    problems = partial(_lagging, stage) if lags else partial(self._shortage, stage, error)
+                lagging_bytes = [size for lagging, size in counted if lagging == share]
+                if lagging_bytes[1:]:
                     continue
-                if too_small := self._host_shortage(candidate):
+                less_bytes = sum(lagging_bytes)
+                try:
+                    candidate = self._known(stage, share, budget_bytes and budget_bytes - less_bytes, bool(pacing))
+                except Infeasible as error:
+                    problems = partial(_lagging, stage) if less_bytes or pacing else partial(self._shortage, stage, error)
+                    continue
+                if too_small := host_shortage(self.job, candidate.host_bytes, stage):
                     problems = partial(list, (too_small,))
                     continue
                 if best is None or self._late_s(candidate) < self._late_s(best):
@@ -148,8 +100,40 @@ class Stages:
             raise Infeasible(NOTHING_FITS, problems())
         return best
 
-    def _budget_bytes(self, stage: int) -> int | None:
-        return layers_budget_bytes(self.job, stage)
+    def least(self, stage: int) -> StageAnswer:
+        """Return the answer with the least peak, regardless of the budget."""
+        solver = self._programme.least if self.job.policy == "planned" else self._solved
+        largest_shares = dict.fromkeys([NOTHING, *(shares[-1] for shares in self._shares(stage) if shares)])
+        answers = [self._offloading(stage, share, None, solver) for share in largest_shares]
+        return min(answers, key=lambda answer: answer.peak_bytes)
+
+    def beginning_ahead(self, answer: StageAnswer) -> StageAnswer:
+        """Return the answer in which as many of the lowest checkpointed layers as fit begin their communication ahead. Less is
+        held when backward reaches them."""
+        if layers_budget_bytes(self.job, answer.stage) is None:
+            return answer
+        for number, chunk in enumerate(answer.chunks):
+            before, behind = answer.chunks[:number], answer.chunks[number + 1 :]
+            ways = [
+                replace(answer, chunks=SolvedChunks((*before, begun, *behind)))
+                for begun in self._chunks.begun_anyway(answer.stage, number, chunk)
+            ]
+            fit = bisect_left(ways, True, key=lambda way: not self.fits(way))
+            answer = ways[fit - 1] if fit else answer
+        return answer
+
+    @property
+    def leaving_waits(self) -> Stages:
+        """The same stages; of equally fast answers, those that leave the most waits to weight gradients."""
+        return Stages(self.job, self.profile, WAIT_S, self._chunks)
+
+    def keeping_all(self, stage: int) -> StageAnswer:
+        """Return the stage without recomputation and offload, regardless of the budget."""
+        return self._offloading(stage, NOTHING, None, baselines.keep_all)
+
+    def fits(self, answer: StageAnswer) -> bool:
+        budget_bytes = layers_budget_bytes(self.job, answer.stage)
+        return budget_bytes is None or answer.peak_bytes <= budget_bytes
 
     def _shares(self, stage: int) -> Iterator[list[Share]]:
         """Yield the fractions to try: between passes, and within micro-batches."""
@@ -158,48 +142,31 @@ class Stages:
         between = asked != 0 and chunks_in_flight(self.job, stage) > CHUNKS_NOT_OFFLOADED
         ratios = [step / STEPS for step in range(STEPS + 1)] if asked == "auto" else [float(asked)]
         if between or not within:
-            yield self._allowed(stage, map(Share, ratios if between else [0.0]))
+            yield [*map(Share, ratios if between else [0.0])]
         if within:
             if asked == "auto":  # exposed copies save no memory, because they are waited for at the end
                 hidden = self._leaver(stage).hidden_bytes() / max(1, self._kept_bytes(stage))
                 ratios = [floor(1000 * ratio * min(1.0, hidden)) / 1000 for ratio in ratios]
-            yield self._allowed(stage, (Share(ratio, within=ratio > 0) for ratio in ratios if ratio or not between))
+            yield [Share(ratio, within=ratio > 0) for ratio in ratios if ratio or not between]
 
-    def _allowed(self, stage: int, shares: Iterable[Share]) -> list[Share]:
-        return [share for share in shares if (stage, share) not in self.excluded]
-
-    def _known(self, stage: int, share: Share, budget_bytes: int | None) -> StageAnswer:
-        """Return the answer for a fraction, which is solved once for all exclusions. Raises `Infeasible`."""
-        key = stage, share, budget_bytes, stage in self.paced
-        if key not in self.worked.answers:
-            try:
-                self.worked.answers[key] = self._offloading(stage, share, budget_bytes)
-            except Infeasible as error:
-                self.worked.answers[key] = error
-        if isinstance(answer := self.worked.answers[key], Infeasible):
-            raise answer
-        return answer
-
-    def _offloading(
-        self, stage: int, share: Share, budget_bytes: int | None, solver: Callable[..., SolvedChunks] | None = None
-    ) -> StageAnswer:
-        if share.within:
-            return self._within(stage, share, budget_bytes, solver)
-        paced = partial(self._paced, share) if stage in self.paced and share.ratio else self._solved
-        solver = solver or partial(Chunks.solved, solver=paced)
-        solved = partial(solver, self._chunks, stage, budget_bytes=budget_bytes)
-        answer = self._leaving(stage, share, share.ratio, solved)
-        while answer.movable_share < answer.offloaded_share:
-            answer = self._leaving(stage, share, answer.movable_share, solved)
-        if not share.ratio:
-            return answer
-        layout = self.job.parallel.pipeline, stage, self.job.microbatches, self.job.chunks, self.job.microbatch_group
-        return replace(answer, exposed_copies_s=self._exposed_copies_s(answer), host_sets=sets_on_host(*layout))
+    @once
+    def _known(self, stage: int, share: Share, budget_bytes: int | None, paced: bool) -> StageAnswer:
+        """Return the answer for a fraction. Raises `Infeasible`."""
+        if not share.within:
+            paces = paced and share.ratio
+            return self._offloading(stage, share, budget_bytes, partial(self._paced, share) if paces else self._solved)
+        try:  # layers that hold most are lowest, because they leave first
+            return self._offloading(stage, share, budget_bytes, lambda problem: self._solved(replace(problem, leaving=True)))
+        except Infeasible:
+            least = self._offloading(stage, share, None, self._solved)
+            if budget_bytes is None or least.peak_bytes > budget_bytes:
+                raise
+            return least
 
     def _solved(self, problem: StageProblem) -> Solved:
         """Return a policy's answer. Policies of stock Megatron recompute on demand."""
         if self.job.policy == "planned":
-            return self.worked.solver(problem)
+            return self._programme(problem)
         answer = baselines.of_policy(problem, self.job.policy)
         if problem.budget_bytes is not None and answer.peak_bytes > problem.budget_bytes:
             raise infeasible(problem, answer)
@@ -215,66 +182,49 @@ class Stages:
             solved = self._solved(problem)
         return solved
 
-    def _leaving(self, stage: int, asked: Share, share: float, solved: Callable[[float], SolvedChunks]) -> StageAnswer:
-        """Return the answer that offloads `share` where `asked` was requested. `solved`: solves the chunks for a number in
-        flight."""
+    def _offloading(self, stage: int, share: Share, budget_bytes: int | None, solver: Solver) -> StageAnswer:
         count = chunks_in_flight(self.job, stage)
-        chunks = solved(count - (count - CHUNKS_NOT_OFFLOADED) * share if share else count)
-        received_bytes = self._shape.input_bytes
-        host = host_of_stage(self.job, self.profile, stage, chunks, offloads=share > 0)
-        return StageAnswer(
-            stage, chunks, count, asked, self._stock(stage), 0.0, received_bytes=received_bytes, offloaded_share=share, host=host
-        )
+        made = partial(StageAnswer, stage=stage, in_flight=count, asked=share, stock=self._stock(stage))
+        made = partial(made, exposed_copies_s=0.0, received_bytes=self._shape.input_bytes)
+        if share.within:
+            return self._within(stage, int(share.ratio * self._kept_bytes(stage)), budget_bytes, solver, made)
+        answer, moved = None, share.ratio
+        while answer is None or answer.movable_share < answer.offloaded_share:
+            moved = moved if answer is None else answer.movable_share
+            in_flight = count - (count - CHUNKS_NOT_OFFLOADED) * moved if moved else count
+            chunks = self._chunks.solved(stage, in_flight, budget_bytes, solver)
+            host = host_of_stage(self.job, self.profile, stage, chunks, offloads=moved > 0)
+            answer = made(chunks=chunks, offloaded_share=moved, host=host)
+        if not share.ratio:
+            return answer
+        layout = self.job.parallel.pipeline, stage, self.job.microbatches, self.job.chunks, self.job.microbatch_group
+        return replace(answer, exposed_copies_s=self._exposed_copies_s(answer), host_sets=sets_on_host(*layout))
 
     def _within(
-        self, stage: int, share: Share, budget_bytes: int | None, solver: Callable[..., SolvedChunks] | None
+        self, stage: int, asked_bytes: int, budget_bytes: int | None, solver: Solver, made: Callable[..., StageAnswer]
     ) -> StageAnswer:
-        """Return the answer of a stage that offloads, within micro-batches, a fraction of its bytes without recomputation.
-
-        Layers that hold most are lowest, because they leave first. If that does not fit, the answer with the least peak.
-        """
-        if solver is not None:
-            return self._leaving_within(stage, share, budget_bytes, solver)
-        leaving = partial(Chunks.solved, solver=lambda problem: self._solved(replace(problem, leaving=True)))
-        try:
-            return self._leaving_within(stage, share, budget_bytes, leaving)
-        except Infeasible:
-            least = self._leaving_within(stage, share, None, partial(Chunks.solved, solver=self._solved))
-            if budget_bytes is None or least.peak_bytes > budget_bytes:
-                raise
-            return least
-
-    def _leaving_within(
-        self, stage: int, share: Share, budget_bytes: int | None, solver: Callable[..., SolvedChunks]
-    ) -> StageAnswer:
+        """Return the answer of a stage that offloads so many bytes within micro-batches."""
         leaver = self._leaver(stage)
-        asked_bytes = int(share.ratio * self._kept_bytes(stage))
-        count = leaver.in_flight
-        solved = partial(solver, self._chunks, stage, count)
-        chunks, within = leaver.leaving(asked_bytes, budget_bytes, lambda budget: solved(budget_bytes=budget))
-        answer = StageAnswer(
-            stage, chunks, count, share, self._stock(stage), 0.0, received_bytes=self._shape.input_bytes, within=within
+        chunks, within = leaver.leaving(
+            asked_bytes, budget_bytes, lambda budget: self._chunks.solved(stage, leaver.in_flight, budget, solver)
         )
         exposed_s = self.job.microbatches * leaver.exposed_s(chunks, within)
-        return replace(answer, exposed_copies_s=exposed_s, host=leaver.host_s(chunks, within), host_sets=leaver.host_sets)
+        answer = made(chunks=chunks, within=within, host=leaver.host_s(chunks, within), host_sets=leaver.host_sets)
+        return replace(answer, exposed_copies_s=exposed_s)
 
+    @once
     def _leaver(self, stage: int) -> Leaver:
-        if stage not in self.worked.leavers:
-            self.worked.leavers[stage] = Leaver(self.job, self.profile, stage)
-        return self.worked.leavers[stage]
+        return Leaver(self.job, self.profile, stage)
 
+    @once
     def _kept_bytes(self, stage: int) -> int:
         """Return the bytes that the stage keeps of one micro-batch without recomputation."""
-        known = self.worked.kept_bytes
-        if stage not in known:
-            known[stage] = self._chunks.solved(stage, 1, None, baselines.keep_all).most_resident_bytes
-        return known[stage]
+        return self._chunks.solved(stage, 1, None, baselines.keep_all).most_resident_bytes
 
+    @once
     def _stock(self, stage: int) -> Passes:
         """Return the seconds of the stage without recomputation."""
-        if stage not in self.worked.stock:
-            self.worked.stock[stage] = stage_seconds(self.job, self.profile, stage)
-        return self.worked.stock[stage]
+        return stage_seconds(self.job, self.profile, stage)
 
     def _exposed_copies_s(self, answer: StageAnswer) -> float:
         copy_s = self.profile.link_s("host", ceil(answer.offloaded_share * answer.chunk_bytes))
@@ -286,9 +236,6 @@ class Stages:
     def _late_s(self, answer: StageAnswer) -> float:
         late_s = answer.longer_s + answer.host_late_s
         return round(self.job.microbatches * late_s + answer.exposed_copies_s, SECOND_DIGITS)
-
-    def _host_shortage(self, answer: StageAnswer) -> Problem | None:
-        return host_shortage(self.job, answer.host_bytes, answer.stage)
 
     def _shortage(self, stage: int, error: Infeasible) -> list[Problem]:
         """Return the shortage of device memory if that binds, and otherwise the solver's problems."""
@@ -311,17 +258,12 @@ class Stages:
         ]
 
     @cached_property
-    def _answers(self) -> dict[int, StageAnswer]:
-        return {}
+    def _programme(self) -> Programme:
+        return Programme(self.wait_s)
 
     @cached_property
-    def worked(self) -> Worked:
-        problems, programme = StageProblems(self.job, self.profile), Programme()
-        return self.before or Worked(Chunks(problems), programme, Remembering(programme))
-
-    @property
     def _chunks(self) -> Chunks:
-        return self.worked.chunks
+        return self.priced or Chunks(StageProblems(self.job, self.profile))
 
     @cached_property
     def _shape(self) -> LayerShape:

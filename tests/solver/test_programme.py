@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lynx.errors import Infeasible
-from megatron_lynx.solver.answer import LayerChoice, Remembering, Solved
+from megatron_lynx.solver.answer import LayerChoice, Solved
 from megatron_lynx.solver.baselines import keep_all, on_demand, recompute_all
 from megatron_lynx.solver.problem import Choices, StageProblem
 from megatron_lynx.solver.programme import least_memory, solve
@@ -158,17 +158,6 @@ def test_no_slower_than_what_is_proven_by_six_thousandths_of_a_stage(name):
         answer = solve(replace(problem, device=None))
         assert answer.peak_bytes <= budget_bytes
         assert answer.longer_s <= proven_s + (usual if share > 0.1 else 0.025) * problem.device.both_s
-
-
-def test_the_same_problem_is_solved_once():
-    attention, mlp = options([(30, 1.0)], 0.0), options([(100, 3.5)], 0.0)
-    problem = StageProblem(0, alike(3, attention, mlp, mlp), in_flight=2, budget_bytes=10**6)
-    asked = []
-    solver = Remembering(lambda each: asked.append(each) or solve(each))
-    assert solver(problem) is solver(replace(problem))
-    solver(replace(problem, budget_bytes=10**5))
-    solver(replace(problem, halves=alike(3, attention, options([(90, 3.5)], 0.0), mlp)))
-    assert len(asked) == 3, "another budget, and other choices, are other problems"
 
 
 @random_problems

@@ -116,8 +116,8 @@ def test_of_many_in_flight_what_is_faster_leaves_between_passes_or_within_them()
     decision = decided(job)
     first = decision.stages[0]
     assert (first.in_flight, first.asked.within) == (8, True)
-    within = frozenset((0, Share(ratio / 1000, within=True)) for ratio in range(1001))
-    between = Stages(decision.job, analytic_profile(job), within).answer(0)
+    excluded = tuple((Share(ratio / 1000, within=True), 1) for ratio in range(1001)) * 2
+    between = Stages(decision.job, analytic_profile(job)).answer(0, excluded)
     assert between.asked.ratio > 0
     assert first.seconds(job.microbatches) < between.seconds(job.microbatches)
 
