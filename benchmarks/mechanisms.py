@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -30,7 +31,7 @@ from megatron_lynx.errors import Infeasible, LynxError
 from megatron_lynx.planner import decide, decision, filling, packing, partitioning, rooms, sent_first, slack
 from megatron_lynx.planner.partitioning import partitioned
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.solver import ahead, offload, options, partition, stages
+from megatron_lynx.solver import ahead, offload, options, stages
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.seats import Seats
 from megatron_lynx.solver.stages import Stages
@@ -71,10 +72,6 @@ def _of_class(cls: type, *names: str) -> tuple[Any, ...]:
     return tuple(vars(cls)[name] for name in names)
 
 
-def _called_with(function: Callable[..., Any], **always: bool) -> Callable[..., Any]:
-    return lambda *given, **named: function(*given, **named | always)
-
-
 def _spread_evenly(parted: Callable[..., list[Job]]) -> Callable[..., list[Job]]:
     return lambda job, profile: parted(job, profile)[:1]
 
@@ -90,7 +87,7 @@ MECHANISMS = (
     Mechanism(
         "weight gradients with several chunks: with forwards or without",
         (),
-        ((decision, "_Placing", _called_with(decision._Placing, forwards=True)),),
+        ((decision, "product", lambda forwards, pieces: product(forwards[:1], pieces)),),
     ),
     Mechanism(IN_PIECES, (), ((rooms, "PIECES", ()),)),
     Mechanism(SENT_FIRST, (sent_first,), ((decision, "_sending_first", lambda found, profile: found),)),
@@ -122,7 +119,7 @@ MECHANISMS = (
     Mechanism("offloading within micro-batches", (offload,), ((stages, "may_go_within", lambda job: False),)),
     Mechanism(
         "layers of stages as is fastest by the closed form",
-        (partitioning, partition),
+        (partitioning,),
         ((decision, "partitioned", _spread_evenly(partitioned)),),
     ),
 )

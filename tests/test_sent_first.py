@@ -53,7 +53,7 @@ def test_the_lowest_layers_come_first() -> None:
     decided = decide(job.model_copy(update={"overlap": Overlap(weight_gradients="none")}), analytic_profile(job))
     placing = SendingFirst(decided.plan, decided.job, analytic_profile(job), decided.simulation, True)
     peaks = [decided.simulation.memory(stage).peak_bytes for stage in range(job.parallel.pipeline)]
-    few, none = placing.placed([peak // 4 for peak in peaks]), placing.placed([0] * len(peaks))
+    few, none = placing.filled([peak // 4 for peak in peaks]), placing.filled([0] * len(peaks))
     assert none == decided.plan
     entry = few.stages[-1]
     layers = sorted({layer for layer, _ in sent(entry)})

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, partial
 from itertools import product
 from math import inf
 from types import MappingProxyType
@@ -322,52 +322,29 @@ def _rehearsed(
 
 
 def _filled(decision: Decision, profile: Profile, below_s: float = inf) -> Decision:
-    """Defer weight gradients into waits if that is faster and fits; in fewer ways if none is faster than `below_s`."""
-    if (why := why_none_deferred(decision.job)) is not None:
+    """Defer weight gradients into waits, with or without those of forwards, whole or in pieces, if that is faster and fits; in
+    fewer ways if none is faster than `below_s`."""
+    job = decision.job
+    if (why := why_none_deferred(job)) is not None:
         return replace(decision, weight_gradients=f"none deferred: {why}")
     known, tried = Known(), list[Plan]()
     best = replace(decision, weight_gradients=NONE_DEFERRED)
-    cut = (False, True) if decision.job.overlap.weight_gradient_pieces else (False,)
-    forwards = (True, False) if decision.job.chunks > 1 else (True,)  # several chunks: see `planner.filling`
-    for some, pieces in product(forwards, cut):
-        placing = _Placing(decision, profile, known, tried, forwards=some, pieces=pieces)
-        best = placing.placed(min(below_s, best.simulation.step_s)) or best
+    cut = (False, True) if job.overlap.weight_gradient_pieces else (False,)
+    forwards = (range(job.parallel.pipeline), ()) if job.chunks > 1 else (range(job.parallel.pipeline),)  # see `planner.filling`
+    for stages, pieces in product(forwards, cut):
+        fillers = cache(partial(_filler, decision, profile, known, frozenset(stages), pieces))
+        found = _first_that_fits(decision, profile, fillers, min(below_s, best.simulation.step_s), tried)
+        if found is not None:
+            said = f"deferred {'in pieces ' if pieces else ''}into waits: the step is {_gained(found[1], decision)} shorter"
+            best = _rehearsed(job, profile, decision.stages, *found, said)
     return best
 
 
-@dataclass(frozen=True)
-class _Placing:
-    """Places weight gradients in a plan's waits, with or without those of forwards, whole or in pieces."""
-
-    decision: Decision
-    profile: Profile
-    known: Known
-    tried: list[Plan]
-    """First plans of all placings: a repeated one is not rehearsed."""
-    forwards: bool
-    pieces: bool
-
-    def placed(self, below_s: float) -> Decision | None:
-        """Return the decision with weight gradients if it fits and its step is below `below_s`."""
-        found = _first_that_fits(self.decision, self.profile, self._plan, below_s, self.tried)
-        if found is None:
-            return None
-        said = f"deferred {'in pieces ' if self.pieces else ''}into waits: the step is {_gained(found[1], self.decision)} shorter"
-        return _rehearsed(self.decision.job, self.profile, self.decision.stages, *found, said)
-
-    def _plan(self, budgets: Sequence[int], late: frozenset[int]) -> Plan:
-        """`late` stages defer none to forwards."""
-        return (self._filler_of(late) if late else self._filler).filled(budgets)
-
-    @cached_property
-    def _filler(self) -> Filler:
-        return self._filler_of(frozenset())
-
-    def _filler_of(self, late: frozenset[int]) -> Filler:
-        decision, stages = self.decision, frozenset(range(len(self.decision.stages)) if self.forwards else ())
-        return Filler(
-            decision.plan, decision.job, self.profile, decision.simulation, self.known, forwards=stages - late, pieces=self.pieces
-        )
+def _filler(
+    decision: Decision, profile: Profile, known: Known, forwards: frozenset[int], pieces: bool, late: frozenset[int]
+) -> Filler:
+    forwards -= late
+    return Filler(decision.plan, decision.job, profile, decision.simulation, known, forwards=forwards, pieces=pieces)
 
 
 def _sending_first(decision: Decision, profile: Profile) -> Decision:
@@ -378,7 +355,7 @@ def _sending_first(decision: Decision, profile: Profile) -> Decision:
     best, said = decision, "deferred" if decision.weight_gradients == NONE_DEFERRED else decision.weight_gradients
     latest_s = late_reduction_s(job, decision.simulation.idle_at_end_s) + 10.0**-SECOND_DIGITS
     for placing in (SendingFirst(decision.plan, job, profile, decision.simulation, hiding) for hiding in (False, True)):
-        found = _first_that_fits(decision, profile, partial(_sent_first, placing), best.simulation.step_s, [])
+        found = _first_that_fits(decision, profile, partial(_as_it_is, placing), best.simulation.step_s, [])
         if found is None or late_reduction_s(job, found[1].idle_at_end_s) > latest_s:
             continue
         gained = f"{said}; gradients sent before others: {_gained(found[1], decision)} shorter"
@@ -386,14 +363,14 @@ def _sending_first(decision: Decision, profile: Profile) -> Decision:
     return best
 
 
-def _sent_first(placing: SendingFirst, budgets: Sequence[int], late: frozenset[int]) -> Plan:
-    return placing.placed(budgets)
+def _as_it_is(placing: SendingFirst, late: frozenset[int]) -> SendingFirst:
+    return placing
 
 
 def _first_that_fits(
     decision: Decision,
     profile: Profile,
-    placed: Callable[[Sequence[int], frozenset[int]], Plan],
+    fillers: Callable[[frozenset[int]], Filler | SendingFirst],
     below_s: float,
     tried: list[Plan],
 ) -> tuple[Plan, Simulation] | None:
@@ -403,13 +380,13 @@ def _first_that_fits(
     them, so a plan that is too slow is not tried again.
 
     Args:
-        placed: makes a plan, from each stage's budget and the stages for which less memory alone did not help.
+        fillers: by the stages for which less memory alone did not help.
         tried: plans with which others began; None is returned if this one begins with one of them.
     """
     budgets = [_budget_bytes(decision, answer) for answer in decision.stages]
     late = frozenset[int]()
     for again in range(PLACED_AGAIN):
-        plan = placed(budgets, late)
+        plan = fillers(late).filled(budgets)
         if plan == decision.plan or (not again and plan in tried):
             return None
         tried += [] if again else [plan]

@@ -1,22 +1,34 @@
 """Decides the layers of each stage if a job leaves them open (`parallel.partition: auto`).
 
-every stage with n layers: one job ──Stages──> seconds of each stage ──partition.best──> layers of each stage ──> its chunks
+every stage with n layers: one job ──Stages──> seconds of each stage ──best──> layers of each stage ──> its chunks
 
-Layers are only moved if the job allows it, because the launch must agree with the plan.
+    step = (m - 1) x slowest stage  +  all stages once       time(s, n): stage s with n layers; infinite if none fits
+
+For every pace, from the fastest: the least sum with no stage slower than that, by a dynamic programme over (stage, layers before
+it), up to the first pace that cannot beat the best step. m times a stage's seconds without recomputation is a lower bound, which
+excludes counts before they are priced.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from math import inf
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.stage import stage_seconds
 from megatron_lynx.errors import Infeasible
+from megatron_lynx.once import once
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.solver.partition import best, even, spread, step_s
 from megatron_lynx.solver.stages import Stages
+from megatron_lynx.units import SECOND_DIGITS
+
+StageTime = Callable[[int, int], float]
+"""Seconds of one micro-batch, forward and backward, on a stage with so many layers; `inf` if they do not fit."""
+
+Counts = tuple[int, ...]
+"""Layers of each stage."""
 
 
 def partitioned(job: Job, profile: Profile) -> list[Job]:
@@ -59,20 +71,16 @@ class _Times:
 
     job: Job
     profile: Profile
-    alike: dict[int, Stages] = field(default_factory=dict)
-    known: dict[tuple[int, int], float] = field(default_factory=dict)
 
+    @once
     def of(self, stage: int, count: int) -> float:
         """Infinite if the layers do not fit, or are fewer than the chunks."""
         if count < self.job.chunks:
             return inf
-        if (stage, count) not in self.known:
-            try:
-                answer = self._stages(count).answer(stage)
-                self.known[stage, count] = answer.seconds(self.job.microbatches) + self._messages_s(stage)
-            except Infeasible:
-                self.known[stage, count] = inf
-        return self.known[stage, count]
+        try:
+            return self._stages(count).answer(stage).seconds(self.job.microbatches) + self._messages_s(stage)
+        except Infeasible:
+            return inf
 
     def least(self, stage: int, count: int) -> float:
         """Seconds of a stage without recomputation."""
@@ -87,8 +95,96 @@ class _Times:
         neighbours = (stage > 0) + (stage < self.job.parallel.pipeline - 1)
         return neighbours * self.profile.link_s("p2p", LayerShape.of(self.job).input_bytes)
 
+    @once
     def _stages(self, count: int) -> Stages:
-        if count not in self.alike:
-            counts = (count,) * self.job.parallel.pipeline
-            self.alike[count] = Stages(with_partition(self.job, _by_virtual_stage(counts, self.job.chunks)), self.profile)
-        return self.alike[count]
+        counts = (count,) * self.job.parallel.pipeline
+        return Stages(with_partition(self.job, _by_virtual_stage(counts, self.job.chunks)), self.profile)
+
+
+def step_s(counts: Sequence[int], microbatches: int, time: StageTime) -> float:
+    """Return the seconds of a step by the closed form of 1F1B (`cost.stage.step_s`). Times include delaying messages."""
+    times = [time(stage, count) for stage, count in enumerate(counts)]
+    return inf if inf in times else round((microbatches - 1) * max(times) + sum(times), SECOND_DIGITS)
+
+
+def even(layers: int, stages: int) -> Counts:
+    """Spread layers evenly. The remainder goes to the last stages, which have fewer micro-batches in flight."""
+    count, more = divmod(layers, stages)
+    return (count,) * (stages - more) + (count + 1,) * more
+
+
+def best(layers: int, stages: int, microbatches: int, time: StageTime, least: StageTime | None = None) -> Counts | None:
+    """Return the fastest partition, or None if none fits. Ties go to the even one.
+
+    least: a cheap lower bound of `time`. Both grow with the number of layers.
+    """
+    start = even(layers, stages)
+    start_s = step_s(start, microbatches, time)
+    other = exact(layers, promising(layers, stages, microbatches, start_s, least or time), microbatches, time)
+    if other is not None and step_s(other, microbatches, time) < start_s:
+        return other
+    return start if start_s < inf else None
+
+
+def exact(layers: int, ranges: Sequence[range], microbatches: int, time: StageTime) -> Counts | None:
+    """Return the optimum among counts in `ranges`, one for each stage; None if none fits."""
+    times = [_affordable(stage, counts, time) for stage, counts in enumerate(ranges)]
+    least = _least_sum(layers, times, inf)
+    optimum: tuple[float, Counts] | None = None
+    if least is None:
+        return None
+    for pace_s in sorted({seconds for stage in times for seconds in stage.values()}):
+        if optimum is not None and (microbatches - 1) * pace_s + least[0] >= optimum[0]:
+            break
+        answer = _least_sum(layers, times, pace_s)
+        if answer is None:
+            continue
+        step = (microbatches - 1) * pace_s + answer[0]
+        if optimum is None or step < optimum[0]:
+            optimum = step, answer[1]
+    return None if optimum is None else optimum[1]
+
+
+def promising(layers: int, stages: int, microbatches: int, bound_s: float, least: StageTime) -> list[range]:
+    """Return for each stage the counts that may give a step shorter than `bound_s`."""
+    most_layers = [_count_within(layers - stages + 1, least, stage, bound_s / microbatches) for stage in range(stages)]
+    return [range(max(1, layers - (sum(most_layers) - most_layers[stage])), most_layers[stage] + 1) for stage in range(stages)]
+
+
+def spread(count: int, chunks: int, *, last_stage: bool) -> Counts:
+    """Spread the layers of a stage evenly over its chunks. Chunks with an end of the model get fewer: the first ones, or on the
+    last stage the last ones."""
+    counts = even(count, chunks)
+    return tuple(reversed(counts)) if last_stage else counts
+
+
+def _affordable(stage: int, counts: Iterable[int], time: StageTime) -> dict[int, float]:
+    """Return the finite times. If a count does not fit, larger ones do not either; a small one may be too few for the stage's
+    chunks."""
+    times: dict[int, float] = {}
+    for count in counts:
+        seconds = time(stage, count)
+        if seconds < inf:
+            times[count] = seconds
+        elif times:
+            break
+    return times
+
+
+def _least_sum(layers: int, times: Sequence[dict[int, float]], pace_s: float) -> tuple[float, Counts] | None:
+    """Return the least sum over counts with no stage slower than `pace_s`. Ties go to fewer layers on the first stages."""
+    reached: dict[int, tuple[float, Counts]] = {0: (0.0, ())}
+    for stage in times:
+        longer: dict[int, tuple[float, Counts]] = {}
+        for before, (total_s, counts) in reached.items():
+            for count, seconds in stage.items():
+                place, candidate = before + count, (total_s + seconds, (*counts, count))
+                if seconds <= pace_s and place <= layers and (place not in longer or candidate < longer[place]):
+                    longer[place] = candidate
+        reached = longer
+    return reached.get(layers)
+
+
+def _count_within(limit: int, least: StageTime, stage: int, bound_s: float) -> int:
+    """Return the largest count up to `limit` within the bound, at least 1. All smaller counts are within it, too."""
+    return next((count - 1 for count in range(2, limit + 1) if least(stage, count) > bound_s), max(1, limit))

@@ -36,7 +36,7 @@ class SendingFirst:
     simulation: Simulation
     hiding: bool
 
-    def placed(self, budgets: Sequence[int]) -> Plan:
+    def filled(self, budgets: Sequence[int]) -> Plan:
         """Return the plan with as many as fit. `budgets`: bytes of each stage's layers."""
         prices = Prices(self.profile, less_in_hand_bytes(self.job))
         entries = tuple(

@@ -12,12 +12,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from math import inf
 from types import MappingProxyType
 
 from megatron_lynx.config.job import Budget, Job
 from megatron_lynx.cost.step import StepRange, hiding_all
 from megatron_lynx.errors import LynxError
+from megatron_lynx.once import once
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner.checks import check_plannable, why_none_deferred
 from megatron_lynx.planner.decision import Decision, completed, fastest_decision, keeping_all
@@ -36,8 +38,7 @@ WORTH_COPIES = 0.02
 """Relative gain from which copies to the host are recommended."""
 
 OF_DEFERRED = 0.1
-"""Relative gain that deferred weight gradients may have. A bound defers them only if the variant needs more than that to win: it
-takes half as long as a plan, and excluded one variant in ten."""
+"""Relative gain that deferred weight gradients may have."""
 
 OVERLAPPED = (StockSetting(overlap=True), StockSetting(overlap=True, delayed=True))
 
@@ -135,18 +136,22 @@ class Variants:
         """Plans by the variant's number. Variants with the most changed flags, the fastest if they fit, are planned first; those
         that cannot win are not. `in_more`: their plans in more memory."""
         plans: dict[int, Planned] = {}
-        for place, variant in reversed([*enumerate(self._variants)]):
-            known = in_more.get(place)
-            if plans and (variant.is_slower(plans.values()) if known is None else _is_slower(known.step, plans.values())):
+        for place, job in reversed([*enumerate(self._jobs)]):
+            if plans and self._is_slower(place, in_more.get(place), plans.values()):
                 continue
             with suppress(LynxError):
-                plans[place] = planned(variant.job.model_copy(update=dict(changes)), self.profile)
+                plans[place] = planned(job.model_copy(update=dict(changes)), self.profile)
         return plans
+
+    def _is_slower(self, place: int, in_more: Planned | None, plans: Collection[Planned]) -> bool:
+        if in_more is not None:
+            return _is_slower(in_more.step, plans)
+        return _is_slower(self._endless(place), plans, OF_DEFERRED if why_none_deferred(self._jobs[place]) is None else 0.0)
 
     def may_take(self, seconds: float) -> bool:
         """Whether a plan may have a shorter step than this, however much memory there is."""
-        kept = any(variant.kept.expected_s < seconds for variant in self._variants)
-        return kept or any(variant.bound.expected_s < seconds for variant in self._variants)
+        ways = product((False, True), range(len(self._jobs)))
+        return any(self._endless(place, deferring).expected_s < seconds for deferring, place in ways)
 
     def fastest_with_copies(self, without: Planned | None, rival_s: float | None = None) -> Planned | None:
         """Return the fastest plan that offloads activations if it gains `WORTH_COPIES` over the fastest `without`, or anything
@@ -161,39 +166,17 @@ class Variants:
         return None if offloading is None or offloading.step.expected_s >= below_s else offloading
 
     @cached_property
-    def _variants(self) -> tuple[_Variant, ...]:
-        jobs = (self.job,) if self.release is None else tuple(variants(self.job, self.release))
-        return tuple(_Variant(job, self.profile) for job in jobs)
+    def _jobs(self) -> tuple[Job, ...]:
+        return (self.job,) if self.release is None else tuple(variants(self.job, self.release))
 
-
-@dataclass(frozen=True)
-class _Variant:
-    """A variant's steps in endless memory, infinite if it has no plan. No plan is faster than the shorter by more than what
-    heuristics miss."""
-
-    job: Job
-    profile: Profile
-
-    @cached_property
-    def kept(self) -> StepRange:
-        """Without deferred weight gradients."""
-        return self._endless(deferring=False)
-
-    @cached_property
-    def bound(self) -> StepRange:
-        return self.kept if why_none_deferred(self.job) is not None else self._endless(deferring=True)
-
-    def is_slower(self, plans: Collection[Planned]) -> bool:
-        """Whether it is slower than the best of these plans, by longest steps and by middles of ranges. False if its bound takes
-        longer than planning it would save on average."""
-        defers = why_none_deferred(self.job) is None
-        if not _is_slower(self.kept, plans, OF_DEFERRED if defers else 0.0):
-            return False
-        return not defers or _is_slower(self.bound, plans)
-
-    def _endless(self, *, deferring: bool) -> StepRange:
+    @once
+    def _endless(self, place: int, deferring: bool = False) -> StepRange:
+        """A variant's step in endless memory, infinite if it has no plan. `deferring`: with deferred weight gradients; then no
+        plan is faster by more than what heuristics miss."""
+        if deferring and why_none_deferred(self._jobs[place]) is not None:
+            return self._endless(place)
         try:
-            return _figures(keeping_all(self.job, self.profile, deferring=deferring), self.profile)[0]
+            return _figures(keeping_all(self._jobs[place], self.profile, deferring=deferring), self.profile)[0]
         except LynxError:
             return StepRange.known(inf)
 
