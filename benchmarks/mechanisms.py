@@ -28,7 +28,7 @@ from benchmarks import never_less, when_not, when_not_experts
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.loader import bundled_configs, load_job
 from megatron_lynx.errors import Infeasible, LynxError
-from megatron_lynx.planner import decide, decision, filling, packing, partitioning, rooms, sent_first, slack
+from megatron_lynx.planner import decide, decision, filling, packing, partitioning, rooms, slack
 from megatron_lynx.planner.partitioning import partitioned
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.solver import ahead, offload, options, stages
@@ -90,7 +90,7 @@ MECHANISMS = (
         ((decision, "product", lambda forwards, pieces: product(forwards[:1], pieces)),),
     ),
     Mechanism(IN_PIECES, (), ((rooms, "PIECES", ()),)),
-    Mechanism(SENT_FIRST, (sent_first,), ((decision, "_sending_first", lambda found, profile: found),)),
+    Mechanism(SENT_FIRST, (filling.SendingFirst,), ((decision, "_sending_first", lambda found, profile: found),)),
     Mechanism(
         "recomputation in parts of several waits",
         _of_class(Seats, "stops"),

@@ -300,7 +300,6 @@ def _simulated(job: Job, simulation: Simulation, costs: Profile) -> StepSeconds:
 
 
 def _ratio(job: Job) -> tuple[float, tuple[Problem, ...]]:
-    """The offload ratio, and its shortages."""
     if job.offload_ratio != "auto":
         return job.offload_ratio, tuple(shortages(job, job.offload_ratio))
     try:

@@ -13,7 +13,7 @@ from megatron_lynx.config.parallel import Overlap
 from megatron_lynx.cost.update import late_reduction_s, reduction_s
 from megatron_lynx.planner import decide, decision
 from megatron_lynx.planner.evaluation import peak_bytes
-from megatron_lynx.planner.sent_first import SendingFirst
+from megatron_lynx.planner.filling import SendingFirst
 from megatron_lynx.profiler.analytic import analytic_profile
 
 JOB = "gpt-175b-a100-80g"

@@ -10,7 +10,6 @@ writing.py       solver answers as a plan
 uniform.py       plans that treat all layers alike, without a solver
 variants.py      plans with other launch flags
 checks.py        jobs that no plan can express, and profiles of another job
-packed.py        facts about packed sequences in a plan
 left_open.py     choices that a job leaves open: optimizer share on the host, pieces of the head, copies in FP8
 """
 

@@ -120,7 +120,6 @@ def check_profile(job: Job, profile: Profile) -> None:
 
 
 def why_none_deferred(job: Job) -> str | None:
-    """Why no weight gradient is deferred; None if they may be."""
     asked = job.overlap.weight_gradients
     if job.model.adapters is not None:
         return "beside adapters (model.adapters) all other weights are frozen, and an adapter's are small"

@@ -30,13 +30,11 @@ from megatron_lynx.plan.features import may_fall_back
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.planner import left_open
 from megatron_lynx.planner.checks import check_plannable, check_profile, why_none_deferred
-from megatron_lynx.planner.evaluation import check_budget_kept, memory_of_plan, peak_bytes
-from megatron_lynx.planner.filling import Filler, Known
+from megatron_lynx.planner.evaluation import check_budget_kept, memory_of_plan, packed_facts, peak_bytes
+from megatron_lynx.planner.filling import Filler, Known, SendingFirst
 from megatron_lynx.planner.left_open import Setting
 from megatron_lynx.planner.nearest import loads_of_falling_back, loads_that_fit, nearest_change, smallest_budget
-from megatron_lynx.planner.packed import packed_facts
 from megatron_lynx.planner.partitioning import partitioned
-from megatron_lynx.planner.sent_first import SendingFirst
 from megatron_lynx.planner.writing import least_memory_of, with_rehearsed, written
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
@@ -72,7 +70,6 @@ class Decision:
 
     @property
     def memory(self) -> tuple[StageMemory, ...]:
-        """Bytes on a device of each stage, by kind."""
         return memory_of_plan(self.job, self.simulation)
 
 
@@ -204,7 +201,6 @@ def _with_weight_gradients(decision: Decision, stages: Stages, job: Job, profile
 
 
 def _as_of(job: Job, decision: Decision) -> Decision:
-    """Relabel the plan with the original job's digest."""
     origin = decision.plan.provenance.model_copy(update={"job": job.digest})
     return replace(decision, plan=decision.plan.model_copy(update={"provenance": origin}))
 
@@ -229,7 +225,6 @@ def _with_loads(decision: Decision, profile: Profile) -> Decision:
 
 
 def _with_lengths(decision: Decision, profile: Profile) -> Decision:
-    """State the lengths of packed sequences that the plan is for."""
     packed = packed_facts(decision.plan, decision.job, profile, decision.simulation.step_s)
     if packed is None:
         return decision
@@ -238,7 +233,6 @@ def _with_lengths(decision: Decision, profile: Profile) -> Decision:
 
 
 def plannable(job: Job, profile: Profile) -> bool:
-    """Whether any plan fits."""
     with suppress(LynxError):
         check_plannable(job)
         least = left_open.with_least_memory(job)
@@ -348,7 +342,6 @@ def _filler(
 
 
 def _sending_first(decision: Decision, profile: Profile) -> Decision:
-    """Send gradients before weight gradients if that is faster and fits."""
     job = decision.job
     if why_none_deferred(job) is not None or job.parallel.pipeline == 1:
         return decision
@@ -413,7 +406,6 @@ def _budget_bytes(decision: Decision, answer: StageAnswer) -> int:
 
 
 def _too_much_bytes(decision: Decision, answer: StageAnswer, simulation: Simulation) -> int:
-    """Bytes by which a stage exceeds its budget in a simulation."""
     held_bytes = simulation.memory(answer.stage).peak_bytes
     too_much = held_bytes - max(_budget_bytes(decision, answer), decision.simulation.memory(answer.stage).peak_bytes)
     if bounded_by_device(decision.job):
@@ -427,7 +419,6 @@ def _faster(simulation: Simulation, decision: Decision) -> bool:
 
 
 def _layers_of(answers: Iterable[StageAnswer]) -> list[tuple[LayerChoice, ...]]:
-    """Choice of every layer, chunk by chunk."""
     return [chunk.layers for answer in answers for chunk in answer.chunks]
 
 

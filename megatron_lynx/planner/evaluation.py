@@ -31,6 +31,9 @@ from megatron_lynx.cost.moments import BETWEEN_BATCHES, MOMENTS, Moment, StageMe
 from megatron_lynx.cost.stage_memory import parts_beside_layers
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import PlannerFault, Problem
+from megatron_lynx.kinds.dense.section import CORE_ATTENTION
+from megatron_lynx.plan.facts import PackedFacts
+from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.simulator.double_buffered import Unflushed
 from megatron_lynx.simulator.passes import TimedPass
@@ -123,7 +126,6 @@ def peak_bytes(job: Job, simulation: Simulation, stage: int) -> int:
 
 
 def fullest_bytes(job: Job, simulation: Simulation) -> int:
-    """Bytes of the fullest device."""
     return max(peak_bytes(job, simulation, stage) for stage in range(job.parallel.pipeline))
 
 
@@ -218,7 +220,6 @@ def _taken_at_once(content: TimedPass) -> int:
 
 
 def _at_updates(simulation: Simulation, stage: int) -> int:
-    """Most bytes of the layers when an update begins."""
     if not isinstance(simulation, Unflushed):
         return 0
     curve = simulation.memory(stage)
@@ -234,3 +235,30 @@ def _over(job: Job, held: Held) -> Iterator[Problem]:
     if job.budget.activation_mib is not None and (excess := held.layers_bytes - int(job.budget.activation_mib * MIB)) > 0:
         held_in_words = f"{format_bytes(held.layers_bytes)} held by the layers, {format_bytes(excess)} too much"
         yield Problem(held.where, held_in_words, f"at most {job.budget.activation_mib:g} MiB", todo)
+
+
+def packed_facts(plan: Plan, job: Job, profile: Profile, step_s: float) -> PackedFacts | None:
+    """Return the facts from which a run with other lengths can scale the predicted seconds; None if sequences are not packed.
+
+    passes  =  (m + (p - 1) / v) micro-batches of the slowest stage, each with the core attention of its layers
+
+    job: with its layers.
+    step_s: of the plan's rehearsal.
+    """
+    if not job.batch.is_packed:
+        return None
+    per_token = float(job.model.seq) if job.batch.lengths is None else min(job.model.seq, job.batch.lengths.squares_per_token)
+    core_s = max(sum(_core_s(plan.chunks_of(stage), job, profile)) for stage in range(plan.parallel.pipeline))
+    return PackedFacts(
+        squares_per_token=per_token, core_share=round(min(1.0, core_s * plan.passes(job.microbatches) / step_s), 4)
+    )
+
+
+def _core_s(entries: tuple[Stage, ...], job: Job, profile: Profile) -> Iterator[float]:
+    """Seconds of each layer's core attention in one micro-batch, including recomputation."""
+    for entry in entries:
+        for layer in entry.layers:
+            section, rule = job.model.sections(layer)[0], entry.rule_for(layer)
+            if (core := profile.of(section).items.get(CORE_ATTENTION)) is not None:
+                again = CORE_ATTENTION in rule.recomputed(section)
+                yield core.forward_s * (1 + again) + core.backward_s

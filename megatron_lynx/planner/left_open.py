@@ -37,7 +37,6 @@ def as_planned(job: Job, plan: Plan) -> Job:
 
 
 def with_exchanges(job: Job, *, overlapped: bool, delayed: bool) -> Job:
-    """Return the job with exchanges of experts overlapped, and their weight gradients delayed, or not."""
     if (experts := job.model.experts) is None or (experts.overlapped, experts.delayed) == (overlapped, delayed):
         return job
     experts = experts.model_copy(update={"overlapped": overlapped, "delayed": delayed})
@@ -45,7 +44,6 @@ def with_exchanges(job: Job, *, overlapped: bool, delayed: bool) -> Job:
 
 
 def with_copies(job: Job, *, kept: bool) -> Job:
-    """Return a job in FP8 whose checkpoints keep copies, or do not."""
     assert job.model.fp8 is not None, "asked only of jobs in FP8"
     fp8 = job.model.fp8.model_copy(update={"copies_kept": kept})
     return job.model_copy(update={"model": job.model.model_copy(update={"fp8": fp8})})
@@ -105,7 +103,6 @@ fits."""
 
 
 def _graphs(job: Job, costs: Sequence[float]) -> Iterator[Way]:
-    """With captured graphs, or without."""
     yield Way(job)
     if job.model.captured:
         yield Way(job.with_captured(()))

@@ -227,13 +227,11 @@ def _of_rows_bytes(profiles: tuple[Profile, Profile], section: Section, recomput
 
 
 def rehearsed_with_load_of(job: Job, plan: Plan, profile: Profile) -> Simulation:
-    """Simulate a plan made for another load of experts than this job's."""
     loaded = plan.model_copy(update={"model": plan.model.model_copy(update={"moe_load": job.model.moe_load})})
     return rehearse(loaded, _loaded(job, profile), job=job)
 
 
 def _loaded(job: Job, profile: Profile) -> Profile:
-    """The profile at this job's load."""
     shape = profile.shape.model_copy(update={"experts": job.model.experts})
     return profile.model_copy(update={"experts": analytic_profile(job).experts, "shape": shape})
 

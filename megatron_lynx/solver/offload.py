@@ -216,7 +216,6 @@ class _ChunkLeaver:
     chunk: int
 
     def leaves(self, solved: Solved, asked_bytes: int) -> _Leaves:
-        """Return what leaves, at most `asked_bytes`."""
         sizes = self._sizes(solved, asked_bytes)
         if not (size_bytes := sum(sizes)):
             return _Leaves()
@@ -226,7 +225,6 @@ class _ChunkLeaver:
         return _Leaves(size_bytes, pace_bytes, sum(size for size, turn in turns if turn.away < self.halves))
 
     def exposed_s(self, solved: Solved, size_bytes: int, pace_bytes: int) -> float:
-        """Return the seconds in which its passes wait for copies, out and back."""
         pace, link_s = Pace(pace_bytes, self.halves), partial(self.profile.link_s, "host")
         sizes = self._sizes(solved, size_bytes)
         copies = {place: (link_s(size), pace.leaves(place, size)) for place, size in enumerate(sizes, start=1) if size}
@@ -235,13 +233,11 @@ class _ChunkLeaver:
         return _waits_out_s(forwards_s, copies) + _waits_back_s(longer_s, copies)
 
     def sections_leaving(self, solved: Solved, size_bytes: int) -> Iterator[Section]:
-        """Yield the sections of halves from which something leaves."""
         sections = (section for layer in self._layers for section in self.job.model.sections(layer))
         return compress(sections, self._sizes(solved, size_bytes))
 
     @property
     def hidden_bytes(self) -> int:
-        """Bytes that can be copied during its forward."""
         copied_bytes = bytes_copied_in(self.profile, (1 - 1 / self.halves) * self._forward_s)
         return int(copied_bytes) if copied_bytes < inf else 0
 
@@ -271,7 +267,6 @@ class _ChunkLeaver:
 
     @property
     def _forward_s(self) -> float:
-        """Seconds of its layers' forward."""
         return sum(self._halves_s[0])
 
     @cached_property

@@ -42,7 +42,6 @@ def stays_whole(job: Job, section: Section) -> bool:
 
 
 def _reduces_ahead(option: Option) -> bool:
-    """Whether this is an attention half whose reduction begins ahead."""
     return option.checkpoint is not None and option.checkpoint.ahead_to in option.recompute[:-1]
 
 
@@ -99,7 +98,6 @@ class StageProblems:
         )
 
     def _halves(self, sections: Sequence[Section]) -> Iterator[Choices]:
-        """Yield the choices of each half, in forward order."""
         kinds = [HalfKind(*neighbours) for neighbours in zip(sections, (*sections[1:], None), strict=False)]
         for kind, other in zip(kinds, _partners(kinds), strict=True):
             yield self._at_top(kind, other.section) if other.last else self._offered(kind, other.section)

@@ -89,7 +89,6 @@ class Seat:
     """Whether the recomputation communicates, so that it may run in no other wait."""
 
     def exposed_s(self, recompute_s: float, interference: float) -> float:
-        """Return the exposed seconds of recomputation."""
         return max(0.0, recompute_s - self.placement.hidden_s(recompute_s, interference)) + self.gather_s
 
 

@@ -102,7 +102,6 @@ class Choices(tuple[Option, ...]):
 
     @cached_property
     def joined(self) -> Choices:
-        """Options that both halves of a layer take together."""
         return Choices(option for option in self if option.joined)
 
     @cached_property
@@ -112,7 +111,6 @@ class Choices(tuple[Option, ...]):
 
     @cached_property
     def plain(self) -> Choices:
-        """Options without checkpoints."""
         return Choices(option for option in self if option.checkpoint is None)
 
     @cached_property
@@ -188,7 +186,6 @@ class StageProblem:
 
     @property
     def plain(self) -> StageProblem:
-        """Without checkpoints."""
         return replace(self.with_choices(lambda choices: choices.plain), inside=())
 
     def with_choices(self, made: Callable[[Choices], Choices]) -> StageProblem:

@@ -173,7 +173,6 @@ class Programme:
 
 
 def _host_late_s(problem: StageProblem, answer: Solved) -> float:
-    """Return the host seconds beyond the device."""
     assert problem.device is not None
     host = sum((half.host for half in answer.halves), start=NO_HOST_TIME)
     return host.beyond(problem.device.forward_s, problem.device.backward_s + answer.longer_s)
@@ -185,7 +184,6 @@ def solve(problem: StageProblem) -> Solved:
 
 
 def least_memory(problem: StageProblem) -> Solved:
-    """Return the answer with the least peak."""
     return Programme().least(problem)
 
 
@@ -261,7 +259,6 @@ class _Stage:
         return np.round(seconds + late_s, SECOND_DIGITS), peaks + np.ceil(others * resident), resident
 
     def _late_s(self, rows: Numbers, seconds: Floats) -> Floats | float:
-        """Return the host seconds beyond the device."""
         if (device := self.problem.device) is None:
             return 0.0
         host_s = self._columns.host_s[rows].sum(axis=1)[:, None] + self.last.host_s
@@ -410,7 +407,6 @@ def _hull(seconds: Floats, size: Floats, begin: int, end: int) -> list[int]:
 
 
 def _price(seconds: Floats, size: Floats, own: int, to: int) -> float:
-    """Return seconds for a byte."""
     return float((seconds[to] - seconds[own]) / (size[own] - size[to]))
 
 

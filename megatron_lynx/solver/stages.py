@@ -218,12 +218,10 @@ class Stages:
 
     @once
     def _kept_bytes(self, stage: int) -> int:
-        """Return the bytes that the stage keeps of one micro-batch without recomputation."""
         return self._chunks.solved(stage, 1, None, baselines.keep_all).most_resident_bytes
 
     @once
     def _stock(self, stage: int) -> Passes:
-        """Return the seconds of the stage without recomputation."""
         return stage_seconds(self.job, self.profile, stage)
 
     def _exposed_copies_s(self, answer: StageAnswer) -> float:
