@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from megatron_lynx.cost.host import NO_HOST_TIME
 from megatron_lynx.cost.memory import HalfMemory, peak_bytes, resident_bytes
-from megatron_lynx.cost.recompute import INSIDE
 from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.solver.problem import Option, StageProblem
 from megatron_lynx.timeline import Passes
@@ -48,10 +47,6 @@ class LayerChoice:
         """Whether the next layer keeps no input."""
         return self.mlp.checkpoint is not None and self.mlp.checkpoint.feeds
 
-    @property
-    def resident_bytes(self) -> int:
-        return sum(half.memory.resident for half in self.halves)
-
 
 def layers_of(halves: Sequence[Option]) -> tuple[LayerChoice, ...]:
     """Return layers made of options in forward order."""
@@ -70,11 +65,6 @@ class Solved:
     in_flight: float
     loss_bytes: int = 0
     """Bytes of the loss before backward reaches the layers (`StageProblem`)."""
-
-    @property
-    def grouped(self) -> bool:
-        """Whether several layers keep one input (`solver.programme`)."""
-        return any(half.checkpoint == INSIDE for half in self.halves)
 
     @cached_property
     def halves(self) -> tuple[Option, ...]:

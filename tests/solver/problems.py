@@ -9,6 +9,7 @@ from itertools import product
 from hypothesis import strategies as st
 
 from megatron_lynx.cost.memory import HalfMemory
+from megatron_lynx.cost.recompute import INSIDE
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.solver.answer import LayerChoice, Solved
 from megatron_lynx.solver.baselines import keep_all
@@ -121,3 +122,8 @@ def catalogued_problems(draw, layers=24):
     problem = with_layers(stages.of(draw(st.integers(0, stages.job.parallel.pipeline - 1))), layers)
     least, most = least_memory(replace(problem, inside=())).peak_bytes, keep_all(problem).peak_bytes
     return replace(problem, budget_bytes=least + int(draw(st.floats(0, 1)) * (most - least)))
+
+
+def grouped(answer: Solved) -> bool:
+    """Whether several layers keep one input."""
+    return any(half.checkpoint == INSIDE for half in answer.halves)
