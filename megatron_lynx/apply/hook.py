@@ -19,8 +19,6 @@ MARK = "__megatron_lynx__"
 
 @dataclass(frozen=True, eq=False)
 class Claim:
-    """Request to replace `owner.name` by `replaced_by(original)`."""
-
     owner: Any
     name: str
     replaced_by: Callable[[Any], Any]
@@ -87,7 +85,6 @@ def verify(claims: Sequence[Claim], *, around_others: bool = False) -> list[Prob
 
 
 def put_in_place(claims: Sequence[Claim]) -> list[Hook]:
-    """Install all claims, or none if one raises."""
     hooks: list[Hook] = []
     try:
         for claim in claims:

@@ -168,7 +168,6 @@ def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) 
 
 
 def _recorded(release: Release, plan: Plan, run: LiveRun) -> Iterator[tuple[str, list[Problem]]]:
-    """The code that this run relies on, in words, with the functions that differ from the recorded ones."""
     yield "megatron-core does", release.stale()
     if run.uses_te:
         yield "Transformer Engine, or megatron-core beside it, does", _stale_te(release, run)

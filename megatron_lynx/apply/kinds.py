@@ -50,8 +50,6 @@ Layers = Mapping[int, Module]
 
 
 class Running(ABC):
-    """One kind of section in a live run."""
-
     half: Half
     name: str
     stated_as: str = "model.kinds"
@@ -189,7 +187,6 @@ class HeldSparseAttention(HeldLatentAttention):
 _MOE = "megatron.core.transformer.moe."
 LAYER_CLASS = f"{_MOE}moe_layer.MoELayer"
 _KINDS = (f"{_MOE}experts.SequentialMLP", f"{_MOE}experts.TEGroupedMLP")
-"""Kinds of experts that call their linears as modules."""
 _DISPATCHERS = tuple(f"{_MOE}token_dispatcher.MoE{kind}TokenDispatcher" for kind in ("AllGather", "AlltoAll", "Flex"))
 TODO = OR_ELSE["inside experts"]
 
@@ -286,7 +283,6 @@ def _touched(plan: Plan, entry: Stage) -> Iterator[int]:
 
 
 def _class_in(layer: Any, path: str) -> str:
-    """Class name of the submodule at a path, or ""."""
     module = module_at(layer, path)
     return "" if module is None else type(module).__name__
 
@@ -319,7 +315,6 @@ FACES += [
 
 
 def sections_in(layer: Module) -> tuple[Section, Section]:
-    """The sections of a live layer, in the order of a forward."""
     attention, mlp = (in_graph(_face_and_section(half, layer)[1], captured_modules(layer.config)) for half in HALVES)
     return attention, mlp
 
@@ -330,7 +325,6 @@ def classes_of(section: Section, *, te: bool) -> Classes:
 
 
 def layers_by_kind(run: LiveRun) -> list[tuple[Running, Layers]]:
-    """Every kind with the rank's layers that have it."""
     having: dict[Running, dict[int, Module]] = {face: {} for face in FACES}
     for number, layer in run.layers.items():
         for half in HALVES:

@@ -22,7 +22,6 @@ from megatron_lynx.kinds.captured import BESIDE, CAPTURED_MODULES, CapturedModul
 from megatron_lynx.kinds.dense.section import LINEARS
 
 TE_MODULE = "megatron.core.extensions.transformer_engine."
-"""Prefix of the full names of Megatron's wrappers of Transformer Engine's layers."""
 
 OWNS_USERBUFFER = (
     "ub_overlap_ag_fprop",
@@ -60,7 +59,6 @@ class LiveRun:
 
     @property
     def all_layers(self) -> int:
-        """Number of layers of the whole model, counted as in a plan."""
         if not is_hybrid(self.chunks[0]):
             return int(self.config.num_layers)
         return sum(map(len, map(layers_of, _segments(self.chunks[0]))))
@@ -74,7 +72,6 @@ class LiveRun:
 
     @property
     def adapted(self) -> tuple[str, ...]:
-        """Names of the linears with an adapter in any layer, in forward order."""
         modules = (named for layer in self.layers.values() for owner in layer.modules() for named in owner.named_children())
         found = {name for name, module in modules if name_of(module) in ADAPTED}
         return tuple(sorted(found, key=lambda name: LINEARS.index(name) if name in LINEARS else len(LINEARS)))
@@ -101,7 +98,6 @@ class LiveRun:
 
     @property
     def userbuffers(self) -> bool:
-        """Whether tensor-parallel linears communicate inside their GEMMs (--tp-comm-overlap)."""
         return self.tensor > 1 and bool(getattr(self.config, "tp_comm_overlap", False))
 
     def shards_of(self, sequence_parallel: bool) -> int:
@@ -131,7 +127,6 @@ def recipe_of(config: Any) -> str | None:
 
 
 def live_run(model: Any) -> LiveRun | list[Problem]:
-    """The run of `model` (a module, or Megatron's list of chunks), or why it cannot be read."""
     wrapped_chunks = [unwrapped(chunk) for chunk in (model if isinstance(model, (list, tuple)) else [model])]
     chunks = tuple(chunk for _, chunk in wrapped_chunks)
     for chunk in chunks:
@@ -164,7 +159,6 @@ def live_run(model: Any) -> LiveRun | list[Problem]:
 
 
 def unwrapped(model: Module) -> tuple[tuple[Module, ...], Module]:
-    """A model's wrappers, outermost first, and the GPTModel inside."""
     wrappers = []
     while not hasattr(model, "decoder") and isinstance(getattr(model, "module", None), Module):
         wrappers.append(model)
@@ -185,7 +179,6 @@ ADAPTED = {"megatron.bridge.peft.lora_layers.LoRALinear": "to_wrap"}
 
 
 def linear_in(module: Any) -> Any:
-    """The linear inside an adapter; another module is returned as it is."""
     return getattr(module, ADAPTED.get(name_of(module), ""), module)
 
 
@@ -199,7 +192,6 @@ CLASSES: Mapping[Half, tuple[str, ...]] = {
     HALVES[0]: (f"{_TRANSFORMER}TransformerLayer", "megatron.core.ssm.mamba_layer.MambaLayer"),
     HALVES[1]: ("megatron.core.ssm.mlp_layer.MLPLayer", f"{_TRANSFORMER}MoETransformerLayer"),
 }
-"""Layer classes of each half in Megatron's own specification of a hybrid stack."""
 
 
 class HybridLayer:
@@ -231,7 +223,6 @@ def is_hybrid(chunk: Module) -> bool:
 
 
 def layers_in(chunk: Module) -> list[Any]:
-    """The layers of a plan in one chunk, in order: Megatron's own, or those of a hybrid stack."""
     layers = list(chunk.decoder.layers)  # type: ignore[union-attr, arg-type]
     if not is_hybrid(chunk) or not layers:
         return layers

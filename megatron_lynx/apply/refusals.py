@@ -77,7 +77,6 @@ UNSET = {
 
 
 def refused_settings(config: Any, *, te: bool) -> Iterator[Problem]:
-    """Every unsupported setting. `te`: the layers are Transformer Engine's."""
     latent, experts = getattr(config, "multi_latent_attention", False), getattr(config, "num_moe_experts", None)
     circumstances = {
         "plan": True,
@@ -306,7 +305,6 @@ def facts_of_run(run: LiveRun) -> dict[str, Any]:
 
 
 def _of_model(settings: Any) -> dict[str, Any]:
-    """Facts that arguments and model configurations have under the same names."""
     recipe, held = recipe_of(settings), ("fp8_param_gather", "fp8_param", "fp4_param")
     return {
         **_named(settings, "setting"),
@@ -319,7 +317,6 @@ def _of_model(settings: Any) -> dict[str, Any]:
 
 
 def differing(plan: Plan, facts: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """(key, planned value, found value) of every fact that differs."""
     for key, fact in facts.items():
         planned = attrgetter(key)(plan)
         if planned != fact:

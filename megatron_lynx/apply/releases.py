@@ -32,8 +32,6 @@ Fingerprints = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Held:
-    """One function that a hook relies on."""
-
     hook: str
     site: str
     release: str
@@ -42,7 +40,6 @@ class Held:
     fingerprint: str | None
     """Its fingerprint now, or None if it does not exist."""
     missing: str = ""
-    """Why it does not exist."""
 
     @property
     def as_recorded(self) -> bool:
@@ -62,9 +59,7 @@ class Release:
     """The functions that hooks rely on in one minor release."""
 
     version: str
-    """Major and minor number, as in `0.16`."""
     fingerprints: Fingerprints
-    """Functions that matter in every run."""
     only_with: Mapping[str, Fingerprints] = field(default_factory=dict)
     """Functions that matter only in some runs, by feature: `experts`, `latent` and `sparse` attention, `delta` nets, `mamba`
     layers, a `head` in pieces, `hybrid` models, `overlapped` exchanges of experts, layers of Transformer Engine (`te`: importable
@@ -126,7 +121,6 @@ def present_release() -> Release:
 
 
 def installed_te() -> str:
-    """The version of the imported Transformer Engine, e.g. `2.12.0`. Raises `HookRefused` if it cannot be imported."""
     try:
         import transformer_engine.pytorch
     except (ImportError, OSError, RuntimeError) as missing:  # it looks for its libraries and loads them
@@ -136,7 +130,6 @@ def installed_te() -> str:
 
 
 def present_te() -> Release:
-    """The release of the imported Transformer Engine. Raises `HookRefused` if it is unknown."""
     todo = "install one of these, or launch with --transformer-impl local"
     return table_of(installed_te(), KNOWN_TE, "transformer_engine", "Transformer Engine", todo)
 

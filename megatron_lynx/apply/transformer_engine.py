@@ -88,7 +88,6 @@ def own_quantizers(live: Any, scale: Tensor | None) -> Any:
 
 
 def in_fp8() -> bool:
-    """Whether Transformer Engine computes in FP8 now."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     return bool(FP8GlobalStateManager.is_fp8_enabled())

@@ -88,11 +88,7 @@ class Engine(Progress):
         self.timetable = timetable or Timetable([()] * len(self._chunks))
         self._entered_at: Any = None
         self.observer: Observer | None = None
-        """Sees saved tensors and what backward gets instead; normally None."""
         self.met: InputSeen | None = None
-        """Optional counts of the micro-batches' tokens and lengths."""
-
-    # --- hooks on the schedule -------------------------------------------------------------------------
 
     def begin_batch(self, order: StageOrder, *, fills: bool) -> None:
         """Begin a batch of a schedule with overlapping batches (`runtime.order`)."""
@@ -136,7 +132,6 @@ class Engine(Progress):
         return self.scope is not None or self.ledger.busy or len(self.weight_gradients) > 0
 
     def abandon(self) -> None:
-        """Forget the step in progress: it failed."""
         self.scope = None
         self.ledger.abort()
         self.weight_gradients.clear()
@@ -151,8 +146,6 @@ class Engine(Progress):
             note(error, self.whereabouts(backward_of))
             self.abandon()
             raise
-
-    # --- hooks on layers -------------------------------------------------------------------------------
 
     def reported(self, site: Site) -> Callable[..., Any]:
         """Return a replacement for a site's code that reports its calls to the running half."""
@@ -242,8 +235,6 @@ class Engine(Progress):
         if hidden is not None and hidden.requires_grad:
             hidden.register_hook(self._left)
 
-    # --- backward ------------------------------------------------------------------------------------------------------
-
     def _enter(self, frame: Frame, gradients: Any) -> None:
         if frame.policy.recompute and not torch.autograd._is_checkpoint_valid():
             raise PARTIAL_BACKWARD.of(frame.policy.name)
@@ -267,8 +258,6 @@ class Engine(Progress):
             self.add_span("backward", frame, None, self._entered_at)
             frame.gathering = None
             frame.take_gathered_gradient(None)
-
-    # --- hooks on communication ----------------------------------------------------------------------------------------
 
     def window(self, *, exchange: bool = False) -> Callable[[Any], Any] | None:
         """Return the function that makes a window of the `Work` of a collective (or `exchange` of tokens) that is issued next.
@@ -359,7 +348,6 @@ class Engine(Progress):
         return waited
 
     def exchange_begins(self) -> None:
-        """Report that messages between stages are about to be issued."""
         with self.aborting():
             self.offloader.exchange_begins()
 
@@ -382,7 +370,6 @@ class Engine(Progress):
             scope.experts_got(rows, balanced)
 
     def gathered(self, whole: Any) -> None:
-        """Report the gathered input of the half's present site."""
         if self.scope is not None:
             self.scope.keep_gathered(whole)
 
@@ -390,8 +377,6 @@ class Engine(Progress):
     def owns_gathered(self) -> bool:
         """Whether the site's gathered input needs a buffer that is not shared, because it is kept for recomputation."""
         return self.scope is not None and self.scope.owns_gathered
-
-    # --- tasks ---------------------------------------------------------------------------------------------------------
 
     def backward_of(self, micro_batch: MicroBatch) -> Pass:
         return self.timetable.backward(micro_batch.chunk, micro_batch.phase)

@@ -30,12 +30,9 @@ Gather = Callable[[Tensor], tuple[Tensor, Any]]
 
 @dataclass(frozen=True)
 class ChunkPolicy:
-    """Treatment of one chunk of the stage."""
-
     ahead_depth: int = 0
     """How many halves of a micro-batch may be recomputed before backward reaches them (rule R4)."""
     whole: Container[int] = ()
-    """Indices of micro-batches that keep everything."""
     delayed: frozenset[tuple[int, str]] = frozenset()
     """(layer, item) of each linear whose weight gradients are delayed."""
     in_drain: frozenset[tuple[int, str]] = frozenset()
@@ -50,14 +47,12 @@ class HalfPolicy(PlannedHalf):
     """A half under a plan, in a run."""
 
     recompute: frozenset[str] = frozenset()
-    """Items whose saved tensors are dropped."""
     gather_site: str | None = None
     """The recomputed site whose first argument is gathered once (sequence parallelism)."""
     gather: Gather | None = None
     keeps_gathered: frozenset[str] = frozenset()
     """Recomputed sites whose gathered argument is small, and kept (sequence parallelism)."""
     chunk: int = 0
-    """Index of the layer's chunk in the stage."""
     may_draw: Callable[[], bool] = lambda: True
     """Whether the half may draw random numbers in the call that begins now."""
     stays: bool = False
@@ -67,16 +62,13 @@ class HalfPolicy(PlannedHalf):
     passed_over: bool = False
     """Whether it is kept on the device and its collectives have no tasks, so that it needs no record."""
     below_passed_over: bool = False
-    """Whether the half before it is passed over."""
     fed_by: FrameKey | None = None
-    """The half before it, if that feeds this one."""
     marked: tuple[object, ...] = ()
     """Objects on which each call of its code leaves attributes; a recomputation restores them (rule R13)."""
     allowed_load: float | None = None
     """Load of experts (rows over balanced rows) that the plan's bytes allow, averaged over the halves in flight. Set if the half
     falls back at more (`record.too_many`): its first linears and activation are recomputed, too."""
     hooks: ForwardHooks = field(default=NO_HOOKS, compare=False)
-    """Hooks of the modules that it calls, if anything is recomputed."""
 
     @cached_property
     def keeping(self) -> HalfPolicy:
@@ -187,7 +179,6 @@ class Fed:
     """Placeholder in a frame's inputs for a tensor that recomputing the half before returns."""
 
     place: int
-    """Index among the tensors that the half before returns."""
 
 
 @dataclass
@@ -206,7 +197,6 @@ class GatheredGradient(NamedTuple):
     whole: Tensor
     work: Any
     version: int
-    """Version of the source when the gather began."""
 
 
 def _never(frame: Frame) -> None:
@@ -224,24 +214,19 @@ class Frame:
     """Recomputes all dropped tensors that are still missing."""
     inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     draws: bool = False
-    """Whether it may have drawn random numbers."""
     random: Any = None
     """Random state at its begin, if it may have drawn. A fed half begins with the state that the half before leaves; if that one
     may draw, this is None until that one was recomputed."""
     surroundings: Any = ()
     site_states: dict[int, Any] = field(default_factory=dict)
-    """State of its sites (FP8 scales), by segment."""
     memos: dict[int, Memo] = field(default_factory=dict)
     views: dict[Key, View] = field(default_factory=dict)
     """Views of a site's argument among the saved tensors."""
     sites: dict[int, SiteGraph] = field(default_factory=dict)
-    """Saved tensors that were dropped, by segment."""
     lets_go_in: Collection[int] = ()
-    """Segments with dropped tensors."""
     shortcut: tuple[ShortcutStep, ...] = ()
     """Steps that a recomputation runs instead of the half's code, if they suffice."""
     offloaded: bool = False
-    """Whether its inputs or memos may be on the host."""
     wanted: set[Key] = field(default_factory=set)
     results: dict[Key, Tensor] = field(default_factory=dict)
     recomputed: bool = False
@@ -251,7 +236,6 @@ class Frame:
     returned: tuple[weakref.ref[Tensor], ...] = ()
     """Its outputs, if the half after may not keep them."""
     under_way: UnderWay | None = None
-    """Communication in flight of its stopped recomputation."""
     gathered: dict[int, Any] = field(default_factory=dict)
     """Gathered inputs that the record keeps for the recomputation, by segment."""
     gathering: tuple[Tensor, Any] | None = None
@@ -282,13 +266,11 @@ class Frame:
         return self.lets_go or bool(self.results)
 
     def keep(self, key: Key, tensor: Tensor) -> None:
-        """Store a recomputed tensor until backward takes it, if it is wanted."""
         if key in self.wanted:
             self.wanted.discard(key)
             self.results[key] = tensor.detach()
 
     def want(self, key: Key, tensor: Tensor) -> Handle:
-        """Return the handle that autograd stores instead of a dropped tensor."""
         self.let_go_bytes += tensor.nbytes if type(tensor) is Tensor else sum(part.nbytes for part in memory_of([tensor]))
         self.wanted.add(key)
         return Handle(self, key)

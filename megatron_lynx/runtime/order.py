@@ -53,19 +53,15 @@ class Ledger:
         self._order_of_step = order_of_step or (lambda microbatches: StageOrder(()))
         self._order = StageOrder(())
         self._begun = 0
-        """Backwards of this step that have begun."""
         self.running: Action | None = None
-        """The backward that runs, if the order of the step is known."""
         self.sending: tuple[int, bool] | None = None
         """(chunk, whether its gradients may be read then) of the backward whose input's gradient is sent next."""
         self._overlapping = False
-        """Whether batches overlap, and begin by `begin_batch`."""
         self._in_flight: dict[VirtualMicroBatch, MicroBatch] = {}
         self._frames: weakref.WeakValueDictionary[tuple[int, FrameKey], Frame] = weakref.WeakValueDictionary()
         """Living frames by (micro-batch number, half). Autograd's graph owns them."""
         self._first = self._count = 0
         self.recording: MicroBatch | None = None
-        """The micro-batch whose forward runs."""
         self.in_forward = False
         self._entered: weakref.ref[Frame] | None = None
         self.ordinal = 0
@@ -136,7 +132,6 @@ class Ledger:
         self.leave()
 
     def abort(self) -> None:
-        """Forget a failed step."""
         self._in_flight.clear()
         self.recording = None
         self.in_forward = False
@@ -154,11 +149,9 @@ class Ledger:
         return recording
 
     def keep(self, frame: Frame) -> None:
-        """Register the frame of a half for as long as the graph owns it."""
         self._frames[frame.micro_batch.number, frame.key] = frame
 
     def frame_of(self, micro_batch: MicroBatch, key: FrameKey) -> Frame | None:
-        """Return a half's frame, if its graph still lives."""
         return self._frames.get((micro_batch.number, key))
 
     def enter(self, frame: Frame) -> None:

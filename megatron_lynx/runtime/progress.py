@@ -24,17 +24,13 @@ _NAME = "_megatron_lynx_whereabouts"
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """Where a rank's step was."""
-
     passing: Literal["forward", "backward"]
     micro_batch: int | None = None
     """Counted from 0 in the step. Is None if it was not recorded."""
     chunk: int = 0
     half: FrameKey | None = None
-    """The half that ran, was recomputed, or was reached by backward."""
     recomputes: bool = False
     expert_load: float = 0.0
-    """Largest load of this step so far (`Figures`)."""
 
 
 def note(error: BaseException, where: Whereabouts) -> None:
@@ -71,7 +67,6 @@ class Run:
         return self.frame.code(*args, **kwargs)
 
     def passes(self, site: Site) -> bool:
-        """Return whether a site is called as without a plan."""
         return True
 
     def site(self, call: SiteCall) -> Any:
@@ -88,7 +83,6 @@ class Run:
         """Report the rows that experts are called with. `balanced`: rows under uniform routing."""
 
     def _enter(self, item: str | None = None) -> None:
-        """Begin the next segment."""
         self._segment += 1
         self._ordinal = 0
         self._item = item
@@ -110,15 +104,11 @@ class Progress:
         self.offloader = offloader
         self.trace: Trace = offloader.trace
         self.clock = Clock(device)
-        """Seconds of recomputations."""
         self.counts = Figures()
-        """Since the last report."""
         self.scope: Run | None = None
-        """The running call of a half."""
 
     @property
     def in_half(self) -> bool:
-        """Whether a half, or its backward, runs."""
         return self.scope is not None or self.ledger.entered is not None
 
     def whereabouts(self, backward_of: MicroBatch | None = None) -> Whereabouts:
@@ -154,7 +144,6 @@ class Progress:
 
     @contextmanager
     def recomputing(self, frame: Frame, window: str) -> Iterator[None]:
-        """Time a recomputation. `window`: its label."""
         begin, clocked = self.trace.now(), self.clock.begin()
         yield
         self.clock.end(window, clocked)

@@ -45,19 +45,15 @@ class Recomputer(Run):
         self._whole = whole
         self._starts = starts
         self._last = until is None and starts is None
-        """Whether this is the frame's last recomputation."""
         self._has_fixed_end = whole or starts is not None
         """Whether it continues without wanted tensors."""
         self.argument: Tensor | None = None
         """Input of the site `until`, or of its rest if it has a first part, once it is reached."""
         self.returned: list[Tensor] = []
-        """The half's outputs, after a whole recomputation."""
         self.left: Any = None
         """Random state after a whole recomputation, if the half may draw."""
         self._site: str | None = None
-        """Name of the site that runs."""
         self._rows: list[weakref.ref[Tensor]] = []
-        """Rows that an earlier recomputation dispatched."""
         self._packing: Packing
 
     def _is_at(self, site: str | None) -> bool:
@@ -137,7 +133,6 @@ class Recomputer(Run):
         return outputs
 
     def _run_first(self, first: FirstPart, call: SiteCall, arguments: list[Tensor]) -> None:
-        """Run a site's first part alone if the rest has a memo, is not needed, or must not be reached."""
         segment_keys = {key for key in self.frame.wanted if key[0] == self._segment}
         passed = self._segment + 1 in self.frame.memos
         ends_here = call.site.name == self._until
@@ -208,7 +203,6 @@ class Recomputer(Run):
                 self.frame.keep(one.key, argument if view is None else view.in_(argument))
 
     def _collect_saved(self, call: SiteCall, outputs: Any) -> None:
-        """Collect wanted tensors from the slots that the record replaced."""
         site, wanted = self.frame.sites.get(self._segment, NOTHING), self.frame.wanted
         if not any(one.key in wanted for one in site.replaced):
             return
@@ -282,7 +276,6 @@ class Recomputations:
                 assert frame.under_way.works, f"the recomputation of {frame.policy.name} communicated nothing behind {item}"
 
     def _feed(self, frame: Frame) -> None:
-        """Recompute the half before to its end, if that returns inputs of this one."""
         source, frame.source = frame.source, None
         if source is None:
             return
@@ -316,12 +309,10 @@ class Recomputations:
         return site is not None and frame.gathering is None and (until is None or section.index(until) > section.index(site))
 
     def gather(self, frame: Frame) -> None:
-        """Gather the input of a recomputed site, for the recomputation and its backward."""
         self._start_gather(frame)
         self._progress.counts.gathered += 1
 
     def _start_gather(self, frame: Frame) -> None:
-        """Recompute up to the site, and start to gather its input into a buffer of the frame."""
         policy = frame.policy
         argument = self._run(frame, policy.gather_site).argument
         assert argument is not None, f"{policy.name} never reached {policy.gather_site}"

@@ -33,15 +33,11 @@ Returned = Callable[[Tensor], None]
 
 
 Again = Literal["recomputed", "reloaded", "gathered"]
-"""How backward gets the tensor."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where in a half a tensor was saved."""
-
     item: str | None
-    """Is None before the first item."""
     segment: int
     ordinal: int
     again: Again
@@ -64,8 +60,6 @@ class Observer(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Observed:
-    """What autograd stores for an observed tensor."""
-
     packed: Handle | OffloadedTensor
     returned: Returned
 
@@ -102,7 +96,6 @@ class Recorder(Run):
         self._undecided = frame.policy.allowed_load is not None
         self._observer = observer
         self._hosted = 0
-        """Observed tensors that may go to the host."""
         self._fits = True
         self._call: SiteCall | None = None
         """The site whose saved tensors are being replaced."""
@@ -110,7 +103,6 @@ class Recorder(Run):
         self._follow(frame.policy, None if group is None else group.may_go)
 
     def _follow(self, policy: HalfPolicy, may_go: Callable[..., bool] | None) -> None:
-        """Follow the graph of an earlier call that recomputes the same, or record one."""
         self._recompute, graph = policy.recompute, self._graphs.get(policy.recompute)
         self._first: FirstCall | None = None
         if graph is None:
@@ -213,7 +205,6 @@ class Recorder(Run):
         return outputs
 
     def _let_go(self, call: SiteCall, outputs: Any) -> None:
-        """Replace saved tensors of the site's nodes by handles."""
         if self._first is not None:
             self._first.read(call, self._of(call.site), self._segment, outputs)
         site = self._graph.sites.get(self._segment, NOTHING)
@@ -266,7 +257,6 @@ class Recorder(Run):
         return tensor.detach() if self._group is None else self._group.push(tensor)
 
     def _watched(self, pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
-        """Report a tensor that is replaced to the observer."""
         packed, item = pack(tensor), self._item
         again: Again = "recomputed"
         if isinstance(packed, Tensor):
@@ -322,7 +312,6 @@ class Recorder(Run):
                 self.frame.memos[segment] = Memo(map_nest(Tensor, absent, memo.outputs), memo.random)
 
     def _push_needed_by_recomputation(self, group: OffloadGroup) -> None:
-        """Push the half's inputs and memos to the group."""
         self.frame.offloaded = True
         self.frame.inputs = group.push_all(self.frame.inputs)
         for segment, memo in self.frame.memos.items():

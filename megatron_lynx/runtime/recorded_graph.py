@@ -33,20 +33,16 @@ Key = tuple[int, int]
 
 class Replaced(NamedTuple):
     node: int
-    """Index of the node among the site's."""
     slot: Slot
     key: Key | None
     """Is None for a tensor that is kept, on the device or the host."""
     argument: int | None = None
-    """For a view: index of the argument."""
     part: int | None = None
     """For a view that another node has of a first part's tensor: index of the tensor."""
 
 
 @dataclass(frozen=True)
 class SiteGraph:
-    """The nodes of one site's call in which tensors are replaced."""
-
     replaced: tuple[Replaced, ...] = ()
     edges: tuple[Edge, ...] = ()
     kinds: tuple[type, ...] = ()
@@ -85,8 +81,6 @@ NOTHING = SiteGraph()
 
 @dataclass
 class RecordedGraph:
-    """Record of a half's first call for later calls, by segment."""
-
     sites: dict[int, SiteGraph] = field(default_factory=dict)
     memos: dict[int, bool] = field(default_factory=dict)
     """Kept sites that a recomputation passes: whether it reads the values of their outputs."""
@@ -95,7 +89,6 @@ class RecordedGraph:
     lets_go: frozenset[int] = frozenset()
     """Segments with dropped tensors. Memos exist only up to the last of these, so no tensor of other segments may be dropped."""
     shortcut: int = 0
-    """Steps of the shortcut; 0 if there is none."""
 
 
 class FirstCall:
@@ -107,7 +100,6 @@ class FirstCall:
         self._recompute = recompute
         self._may_go = may_go
         self._held = {storage_of(tensor) for tensor in tensors_in(inputs)}
-        """Storages that the frame holds on the device until its recomputation."""
         self._resident = set(self._held)
         """Storages that are held until backward."""
         self.normed: dict[int, Tensor] = {}
@@ -141,7 +133,6 @@ class FirstCall:
             self._resident.update(map(storage_of, tensors_in(outputs)))
 
     def read(self, call: SiteCall, item: Item, segment: int, outputs: Any) -> None:
-        """Read the graph of a site's call."""
         walked = edges_between(outputs, call.arguments)
         self.graph.sites[segment] = SiteGraph.of(walked, self._replaced(call, item, segment, [node for node, _ in walked]))
 
@@ -218,5 +209,4 @@ Graphs = dict[frozenset[str], RecordedGraph]
 
 
 def recorded_graphs(limit: int = MOST_GRAPHS) -> Callable[[Any, Signature], Graphs]:
-    """Return the recorded graphs of one engine, an LRU cache by half and signature. A recorder adds to them."""
     return lru_cache(maxsize=limit)(lambda half, signature: {})

@@ -23,7 +23,6 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """Return whether it is a parameter, faster for plain tensors than `isinstance`."""
     return type(tensor) is not Tensor and isinstance(tensor, torch.nn.Parameter)
 
 
@@ -71,7 +70,6 @@ def is_wrapper(tensor: Any) -> bool:
 
 
 def parts_of(wrapper: Any) -> dict[str, Tensor]:
-    """Return the tensors in a wrapper, by name of its constructor's argument."""
     return {name: part for name, part in wrapper.get_metadata().items() if isinstance(part, Tensor)}
 
 
@@ -85,8 +83,6 @@ def without_parts(wrapper: Any) -> Callable[[Mapping[str, Any]], Any]:
 
 
 class View(NamedTuple):
-    """Geometry of a tensor in its storage."""
-
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -97,7 +93,6 @@ class View(NamedTuple):
         return cls(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def in_(self, tensor: Tensor) -> Tensor:
-        """Return the same view of another tensor's storage."""
         empty = torch.empty(0, dtype=self.dtype, device=tensor.device)
         return empty.set_(tensor.untyped_storage(), self.offset, self.size, self.stride)
 
@@ -143,12 +138,9 @@ def _default_hooks_off() -> Iterator[None]:
 
 
 class Edge(NamedTuple):
-    """How a node is reached."""
-
     before: int | None
     """Index of the node that leads to it, among the walked ones; None for nodes of outputs."""
     at: int
-    """Index among that node's inputs, or among the outputs."""
 
 
 def nodes_between(outputs: Any, arguments: Any) -> list[Any]:
@@ -201,9 +193,7 @@ class Slot(NamedTuple):
     raws: str
     """Attribute for raw saved tensors, on which hooks are registered."""
     tensors: str
-    """Attribute for unpacked tensors."""
     at: int | None
-    """Index, if the attribute returns several."""
 
     def among(self, had: Any) -> Any:
         return had if self.at is None else had[self.at]
@@ -226,6 +216,5 @@ _OF_PYTHON = "_raw_saved_tensors", "saved_tensors"
 
 @cache
 def _names_of(kind: type) -> tuple[str, ...]:
-    """Names of the saved tensors of a built-in node class; cached, because listing them is slow."""
     prefix = "_raw_saved_"
     return tuple(name.removeprefix(prefix) for name in dir(kind) if name.startswith(prefix))

@@ -58,7 +58,6 @@ class Site:
     first: FirstPart | None = None
     state: SiteState | None = None
     may_draw: bool = True
-    """Whether it can draw random numbers. Norms and linears cannot."""
     has_next_method: bool = False
     """Whether another method of the same item follows, the only reader of its output."""
 
@@ -73,8 +72,6 @@ class Site:
 
 
 class SiteCall:
-    """One submodule call of a half, before it is made."""
-
     __slots__ = ("_arguments", "args", "kwargs", "site")
 
     def __init__(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -88,7 +85,6 @@ class SiteCall:
 
     @property
     def arguments(self) -> list[Tensor]:
-        """Tensors among the arguments."""
         if self._arguments is None:
             self._arguments = tensors_in((self.args, self.kwargs) if self.kwargs else self.args)
         return self._arguments
@@ -106,7 +102,6 @@ class SiteCall:
         return nullcontext() if self.site.state is None else self.site.state.as_captured(captured)
 
     def without_graph(self) -> SiteCall:
-        """Return the same call on detached arguments."""
         kwargs = map_nest(Tensor, detached, self.kwargs) if self.kwargs else self.kwargs
         return SiteCall(self.site, map_nest(Tensor, detached, self.args), kwargs)
 
@@ -119,8 +114,6 @@ class ShortcutStep(NamedTuple):
 
 
 class ShortcutFinder:
-    """Learns the steps of a shortcut from one call of a half."""
-
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], step_count: int | None = None) -> None:
         """`step_count`: how many steps to look for, if known."""
         self._values = [*args, *kwargs.values()]

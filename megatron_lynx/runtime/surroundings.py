@@ -96,7 +96,6 @@ class RandomSource:
         return self._device.random_states()
 
     def restore(self, state: Any) -> None:
-        """Set the state. It can be restored several times."""
         self._device.restore_random_states(state)
 
     def same(self, one: Any, other: Any) -> bool:
@@ -164,13 +163,10 @@ class ForwardHooks:
         return _replaced(self._tables, refusing) if any(number not in self._harmless for number, _ in new) else nullcontext()
 
     def silent(self) -> AbstractContextManager[None]:
-        """Call no hooks inside the context."""
         return _replaced(self._tables, lambda table: {}) if any(self._tables) else nullcontext()
 
 
 def _refusing(hook: Hook, half: str, *, after: bool) -> Hook:
-    """Wrap a hook that must not change tensors. `after`: the hook gets the module's output."""
-
     def watched(module: torch.nn.Module, *given: Any) -> Any:
         tensors = tensors_in(given)
         versions = [tensor._version for tensor in tensors]

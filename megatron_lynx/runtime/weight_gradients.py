@@ -25,25 +25,19 @@ from megatron_lynx.runtime.progress import Progress
 from megatron_lynx.runtime.surroundings import Surroundings
 
 FLUSHED = "flushed"
-"""Trace label of entries that ran outside of waits."""
 
 
 Linear = tuple[int, str]
-"""(layer, item)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """One weight gradient of one micro-batch."""
-
     linear: Linear
     """For experts, their item: experts that run one by one have an entry each."""
     half: Half
     chunk: int
     micro_batch: int
-    """Number over the whole run."""
     compute: Callable[[], object]
-    """Adds the weight gradient to where it belongs."""
     blocks: Mapping[int, int]
     """Bytes of each block of memory that its operands hold, by address. Entries of experts may share blocks."""
     surroundings: Any = ()
@@ -58,7 +52,6 @@ class Pending:
     def __init__(self) -> None:
         self._of: dict[Linear, deque[Entry]] = {}
         self._in_order: dict[int, dict[Entry, None]] = {}
-        """Entries of each chunk, oldest first."""
         self._bytes: Counter[int] = Counter()
         self._holders: Counter[tuple[int, int]] = Counter()
         """How many entries hold a block, by (chunk, address)."""
@@ -68,14 +61,12 @@ class Pending:
 
     @property
     def bytes(self) -> int:
-        """Bytes that all entries hold."""
         return self._bytes.total()
 
     def bytes_of(self, chunk: int) -> int:
         return self._bytes[chunk]
 
     def bytes_with(self, chunk: int, blocks: Mapping[int, int]) -> int:
-        """Return the chunk's bytes after one more entry with these blocks."""
         return self.bytes_of(chunk) + sum(size for block, size in blocks.items() if not self._holders[chunk, block])
 
     def add(self, entry: Entry) -> None:
@@ -100,7 +91,6 @@ class Pending:
         return entry
 
     def take_oldest(self, chunk: int) -> Entry | None:
-        """Remove and return the oldest entry of a chunk, or None."""
         oldest = next(iter(self._in_order.get(chunk, ())), None)
         return None if oldest is None else self.take(oldest.linear)
 
@@ -137,7 +127,6 @@ class WeightGradients(Pending):
 
     @property
     def backward_of(self) -> FrameKey | None:
-        """The half whose backward runs, outside of forwards and recomputations."""
         frame = self._progress.ledger.entered if self._progress.scope is None else None
         return None if frame is None else frame.key
 
@@ -176,7 +165,6 @@ class WeightGradients(Pending):
         counts.deferred_bytes = max(counts.deferred_bytes, self.bytes)
 
     def catch_up(self, linear: Linear) -> None:
-        """Compute the pending ones of a linear, before one that is not delayed."""
         while (entry := self.take(linear)) is not None:
             self._compute(entry, FLUSHED)
 
@@ -187,7 +175,6 @@ class WeightGradients(Pending):
             self._compute(taken, window)
 
     def flush(self, chunk: int) -> None:
-        """Compute all pending ones of a chunk, the oldest first."""
         while (entry := self.take_oldest(chunk)) is not None:
             self._compute(entry, FLUSHED)
 

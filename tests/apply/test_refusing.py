@@ -321,7 +321,7 @@ OWN_DEVICES = {"cpu_offloading", "fine_grained_activation_offloading"}
 
 
 def test_weight_gradients_that_cannot_be_deferred(pool_of):
-    """Every reason at once: not added up where they lie, another decider, no main gradients, a bound too small for one."""
+    """Every reason at once: not added up where they lie, another decider, no main gradients."""
     job = tiny_job(tensor=2)
     plan = deferring(plan_of(job), most_bytes=1000)
     refusals = refused(pool_of, job, partial(on_ranks.set_config, defer_embedding_wgrad_compute=True), plan)
@@ -331,21 +331,18 @@ def test_weight_gradients_that_cannot_be_deferred(pool_of):
             "config.gradient_accumulation_fusion: found False",
             "config.defer_embedding_wgrad_compute: found True",
             "layer 1.linear_qkv.weight: found no main_grad",
-            "plan: stages.0.weight_gradients.bytes: found 1000",
         ]
-        assert "needed at least 10240, what one micro-batch of linear_qkv holds" in str(refusal.error)
         assert all(problem.todo for problem in refusal.error.problems)
 
 
 def test_weight_gradients_of_experts_that_cannot_be_deferred(pool_of):
-    """Experts that nobody has looked into, and a bound too small for one expert's share of the tokens."""
+    """Experts that nobody has looked into."""
     job = tiny_job(experts=EXPERTS, bias=False, replicas=2, expert=2)
     plan = exchanging(plan_for(job, lambda layer: (), windows=False), {})
     plan = deferring(plan, linears=MIXTURE.linears, chosen=lambda wait: "fwd" in wait, most_bytes=1000)
     for refusal in refused(pool_of, job, on_ranks.experts_of_my_own, plan):
         assert "config.moe_shared_expert_overlap" in refusal.places
         assert "needed off where a plan recomputes, offloads or defers inside experts" in str(refusal.error)
-        assert "what one micro-batch of experts_fc" in str(refusal.error)
 
 
 def test_experts_whose_weights_are_gathered_by_collectives_of_their_own():

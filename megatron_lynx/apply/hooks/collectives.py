@@ -141,7 +141,6 @@ def _takes_largest(tensor: Any, op: Any = None, *args: Any, **kwargs: Any) -> bo
 
 
 def waited(work: Any, async_op: bool | None) -> Any:
-    """Return the `Work` of an asynchronous call; wait for that of a synchronous one."""
     if async_op:
         return work
     work.wait()
@@ -198,7 +197,6 @@ def te_claims(engine: Engine, group: Any) -> Iterator[Claim]:
 
 
 def _of_kind(tensor: Any, gathered: Any) -> Any:
-    """An alias of the gathered input. `tensor`: the rank's part, or its FP8 bytes."""
     if is_wrapper(gathered):
         return as_alias(gathered)
     return gathered.detach() if isinstance(tensor, Tensor) else with_bytes(tensor, gathered.detach())
@@ -231,7 +229,6 @@ class WindowedEvent:
         return self._work.wait()
 
     def wait(self) -> Any:
-        """Wait for the event itself, as its `Work` does."""
         return self._event.current_stream_wait()
 
     def __getattr__(self, name: str) -> Any:

@@ -85,7 +85,6 @@ def claims(
 
 
 def _shape(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int]:
-    """(s, b) of the hidden states on this rank."""
     s, b, _ = (args[0] if args else kwargs["hidden_states"]).shape
     return s, b
 

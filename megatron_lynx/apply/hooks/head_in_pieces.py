@@ -44,8 +44,6 @@ def claims(chunk: Module, pieces: int) -> Iterator[Claim]:
 
 @dataclass(frozen=True)
 class _Unprojected:
-    """Stands for the logits between projection and loss."""
-
     hidden_SBH: Tensor
     weight_VH: Tensor
 
@@ -229,12 +227,10 @@ def refused_head(plan: Plan, run: LiveRun) -> Iterator[Problem]:
 
 
 def readers_of_logits(projection: Module) -> list[str]:
-    """Names of hooks that read all logits, such as a second loss."""
     return [getattr(hook, "__qualname__", name_of(hook)) for hook in projection._forward_hooks.values()]
 
 
 def head_chunk(run: LiveRun) -> Any:
-    """The chunk of this rank that has the model's head, or None."""
     return run.chunks[-1] if getattr(run.chunks[-1], "post_process", False) else None
 
 

@@ -31,14 +31,10 @@ class Tracked(NamedTuple):
 
 
 class RandomState(NamedTuple):
-    """All random states that Megatron draws from."""
-
     default: tuple[torch.Tensor, ...]
     tracked: dict[str, Tracked]
     name: str | None
-    """Name of the state in use, if the tracker has it."""
     in_use: Any
-    """The device's current generator, if states are generators."""
 
 
 class MegatronRandom(RandomSource):

@@ -130,7 +130,6 @@ def claims(
 
 
 def _site_at(place: Place, section: Section, *, te: bool, fp8: bool) -> Callable[..., Site]:
-    """Makes the site from its code."""
     item, owner, method = place
     norm, linear = "", linear_in(owner)
     if te and item.role == "column_parallel" and section.fuses_norm:

@@ -145,7 +145,6 @@ def receive_claims(engine: Engine, *, waited_for_later: bool, gradients_apart: b
 
 
 def _apart(original: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Send outputs in the given group, gradients in others."""
     outputs = original(**{**kwargs, "tensor_send_prev": None, "tensor_recv_next": None})
     gradients = {**kwargs, "tensor_send_next": None, "tensor_recv_prev": None}
     if dist.get_backend(kwargs["group"]) == "ucc":  # other groups use NCCL, which UCC was chosen to avoid

@@ -46,7 +46,7 @@ from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.apply.hook import Claim
 from megatron_lynx.apply.hooks.sites import modules_named
 from megatron_lynx.apply.kinds import sections_in
-from megatron_lynx.apply.live_run import LiveRun, layers_in, recipe_of
+from megatron_lynx.apply.live_run import LiveRun, layers_in
 from megatron_lynx.errors import Problem
 from megatron_lynx.limits import refused
 from megatron_lynx.nest import map_nest
@@ -69,9 +69,7 @@ class LinearOf(NamedTuple):
     item: str
     role: Role
     expert: int | None = None
-    """Index of the rank's expert, if several run one by one."""
     pieces: int = 1
-    """Number of pieces into which its weight gradient is cut."""
     piece: int = 0
     """Which of these its expert is in, if experts run one by one."""
 
@@ -81,12 +79,10 @@ class LinearOf(NamedTuple):
 
     @property
     def linear(self) -> Linear:
-        """Its key in the runtime."""
         return self.layer, self.item
 
     @property
     def of_experts(self) -> bool:
-        """Whether it is of one of several experts, or of all."""
         return self.role in EXPERTS_LINEARS
 
     @property
@@ -95,12 +91,10 @@ class LinearOf(NamedTuple):
 
 
 def weights_of(linear: Module) -> list[Parameter]:
-    """Its weight, or those of all experts of a grouped linear."""
     return [parameter for name, parameter in linear.named_parameters(recurse=False) if name.startswith("weight")]
 
 
 def deferring_linears(plan: Plan, run: LiveRun) -> dict[LinearOf, Module]:
-    """Those of this rank, in the order of a forward."""
     linears: dict[LinearOf, Module] = {}
     for entry in plan.chunks_of(run.stage):
         for layer in entry.layers:
@@ -135,7 +129,6 @@ def refused_deferrals(plan: Plan, run: LiveRun) -> Iterator[Problem]:
         for problem in (*_unfit(linear, module, run), *cut):
             found.setdefault(problem.needed, problem)  # the first stands for all
     yield from found.values()
-    yield from _too_small(plan, run, linears)
 
 
 def _unfit(linear: LinearOf, module: Module, run: LiveRun) -> Iterator[Problem]:
@@ -156,36 +149,7 @@ def _unfit(linear: LinearOf, module: Module, run: LiveRun) -> Iterator[Problem]:
         yield Problem(f"{linear.place}.apply_bias", "True", needed, "plan without weight_gradients of experts")
 
 
-def _too_small(plan: Plan, run: LiveRun, linears: dict[LinearOf, Module]) -> Iterator[Problem]:
-    """Limits that are too small for a single entry: nothing would ever be delayed."""
-    for entry in plan.chunks_of(run.stage):
-        inside = {linear: module for linear, module in linears.items() if linear.layer in entry.layers}
-        sizes = {linear: _least_bytes(plan, run, linear, module) for linear, module in inside.items()}
-        largest = max(sizes, key=lambda linear: sizes[linear], default=None)
-        if largest is None or entry.weight_gradients is None or entry.weight_gradients.bytes >= sizes[largest]:
-            continue
-        place = f"plan: {plan.place_of(entry)}.weight_gradients.bytes"
-        needed = f"at least {sizes[largest]}, what one micro-batch of {largest.item} holds"
-        yield Problem(place, str(entry.weight_gradients.bytes), needed, "raise it, or plan without weight_gradients")
-
-
-def _least_bytes(plan: Plan, run: LiveRun, linear: LinearOf, module: Module) -> int:
-    """Bytes of one entry of a linear: its input and the gradient of its output, for all tokens of a micro-batch; for experts
-    their share under balanced routing. Entries that do not fit at run time are computed at once."""
-    weights = weights_of(module)
-    outputs, inputs = weights[0].shape
-    in_fp8 = 4 if recipe_of(run.config) == "nvfp4" else 8
-    bits = in_fp8 if run.fp8 else 8 * weights[0].element_size()
-    tokens = plan.model.seq * plan.batch.micro
-    if linear.of_experts:
-        shares = run.expert * (run.config.expert_tensor_parallel_size or 1) * run.config.moe_router_topk
-        rows = tokens // run.shards_of(plan.parallel.sequence_parallel) * shares
-        tokens = rows * len(weights) // run.config.num_moe_experts
-    return int(tokens * (inputs + outputs) * bits // 8)
-
-
 ONE_KERNEL = "NVTE_USE_CUTLASS_GROUPED_GEMM"
-"""With it one kernel computes the GEMMs of all experts."""
 TODO = "leave weight_gradient_pieces out for it"
 
 
@@ -224,7 +188,6 @@ class Cutter:
         self.equal[shape] = torch.equal(whole, blocks)
 
     def say_whole(self) -> None:
-        """Log the shapes that stay whole, if any."""
         differing = [shape for shape, equal in self.equal.items() if not equal]
         if differing:
             shapes = ", ".join(f"{outputs} x {inputs} in {pieces}" for _, inputs, outputs, pieces in differing)
@@ -249,7 +212,6 @@ def te_gemm(weight_gradient: Callable[..., Any]) -> tuple[Gemm, Tensor]:
 
 
 def te_gemm_alone() -> Gemm:
-    """Return Transformer Engine's GEMM, as a linear in 16 bits calls it."""
     from transformer_engine.pytorch.module import linear
 
     module: Any = linear
@@ -279,7 +241,6 @@ def refused_pieces(place: str, module: Any, experts: int, pieces: int, *, fp8: b
 
 
 def _cutter(plan: Plan, run: LiveRun, linears: Mapping[LinearOf, Module], gemm_of: Callable[[Any], Gemm]) -> Cutter:
-    """Compare all shapes that are planned in pieces. `gemm_of`: by type of the `main_grad`."""
     cutter = Cutter()
     for linear, module in linears.items():
         if linear.pieces > 1 and not linear.of_experts:
@@ -350,8 +311,6 @@ def te_claims(engine: Engine, plan: Plan, run: LiveRun, linears: Mapping[LinearO
 
 
 class _Store:
-    """Replaces one linear's `WeightGradStore`."""
-
     def __init__(self, original: Any, gradients: WeightGradients, linear: LinearOf, module: Any, cutter: Cutter) -> None:
         self._original = original
         self._gradients = gradients
@@ -401,7 +360,6 @@ class _Store:
 
     @property
     def _makes_bias_gradient(self) -> bool:
-        """Whether the wgrad GEMM computes the bias gradient, too. In FP8 it does not."""
         return bool(self._module.apply_bias and not self._module.gemm_bias_unfused_add)
 
     def __getattr__(self, name: str) -> Any:

@@ -41,7 +41,6 @@ class Copy:
     pairs: Sequence[Pair] | None
     """Is None once compute may reuse their memory."""
     event: Event
-    """Its end on the copier's stream."""
 
     @property
     def done(self) -> bool:
@@ -66,7 +65,6 @@ class Copier:
         self._stream = device.stream(direction)
         self._bytes = 0
         self._holding: deque[Copy] = deque()
-        """Copies that may hold tensors, oldest first."""
         self._waits = Clock(device, runs=True)
         self._waited_s = 0.0
 
@@ -121,7 +119,6 @@ class Copier:
             self._device.hold(copy, copy.event)
 
     def take_bytes(self) -> int:
-        """Bytes of the copies started since the last call."""
         taken, self._bytes = self._bytes, 0
         return taken
 
@@ -136,5 +133,4 @@ class Copier:
 
 
 def copiers_for(device: Device, trace: Trace) -> tuple[Copier, Copier]:
-    """Return the copiers (to the host, back)."""
     return Copier("offload", device, trace), Copier("reload", device, trace)

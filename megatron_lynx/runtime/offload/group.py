@@ -63,7 +63,6 @@ class OffloadedStorage:
         self._rest: Tensor | None = None
         self._lease: Lease | None = None
         self._hosted: Tensor | None = None
-        """Its part of the room."""
         self._out: Copy | None = None
         self._back: Copy | None = None
         self._copier = back
@@ -178,10 +177,8 @@ class OffloadGroup:
     back: Copier
     lasting: set[int]
     half: int = 0
-    """`place` of the last half whose forward began."""
     _staying: dict[int, Tensor] = field(default_factory=dict)
     _storages: list[tuple[int, _Known]] = field(default_factory=list)
-    """Storages that may still leave, with their addresses."""
     _at: dict[int, _Known] = field(default_factory=dict)
     """The newest storage at each address: freed ones leave it to others."""
     _chosen_bytes: int = 0
@@ -275,7 +272,6 @@ class OffloadGroup:
                 self._away.append(leaving)
 
     def settle(self) -> None:
-        """Free originals whose copies are over."""
         while self._leaving and self._leaving[0][1].done:
             self._release(*self._leaving.popleft())
 
@@ -290,7 +286,6 @@ class OffloadGroup:
             fetch(self._away.pop().alive())
 
     def place(self, key: FrameKey) -> int:
-        """Index, from 1, of a half in its chunk."""
         layer, half = key
         return len(HALVES) * (layer - self.policy.layers[0]) + HALVES.index(half) + 1
 

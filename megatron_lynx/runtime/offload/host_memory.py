@@ -34,7 +34,6 @@ RESERVE = 10
 """Divisor: this part of the free memory is left alone."""
 
 ALIGNMENT = 256
-"""Bytes; parts of rooms begin at multiples."""
 
 MANY = 256
 """Least average size of offloaded tensors that is assumed, in units of `ALIGNMENT`."""
@@ -56,7 +55,6 @@ class HostLimit:
     most_bytes: int
     held_bytes: int = 0
     words: str = ""
-    """Source of the limit, for messages."""
 
     @property
     def free_bytes(self) -> int:
