@@ -37,9 +37,9 @@ def training_under(
         HookRefused: a Bridge without the functions of a launch. An invalid plan or configuration ends all ranks with one message,
             before the model is built. A rank that is out of device memory explains it, and ends.
     """
-    from megatron_lynx.launch.flags import BRIDGE, read_flags
     from megatron_lynx.launch.hosts import host_named
     from megatron_lynx.launch.launch import Launch, in_force
+    from megatron_lynx.launch.script import BRIDGE, read_flags
 
     given = {"--lynx-plan": plan, "--lynx-check": check, "--lynx-outcome": outcome, "--lynx-trace": trace}
     words = [word for flag, value in given.items() if value is not None for word in (flag, str(value))]

@@ -1,10 +1,8 @@
 """Maps Megatron-LM's flags to Megatron-Bridge's configuration (`ConfigContainer`, called `cfg`).
 
-    seq_length            cfg.model.seq_length          --seq-length
-    micro_batch_size      cfg.train.micro_batch_size    --micro-batch-size
-    the first part that has a field of that name; other names are in `RENAMED`
-
-Used by the planner to read a container, and by a launch for its messages.
+seq_length            cfg.model.seq_length          --seq-length
+micro_batch_size      cfg.train.micro_batch_size    --micro-batch-size
+the first part that has a field of that name; other names are in `RENAMED`
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
 """Reports a comparison on the terminal and in JSON, with a verdict and notes on the measurement.
 
-setting          step_s  ratio  resident bytes  peak bytes
-stock none        1.00   1.00      100             120          the reference
-stock full        1.40   1.40       10              40          ┐ at most our bytes:
-stock block-2     1.20   1.20       50              70          │ opponents; the fastest counts
-ours              1.01   1.01       18              45          ┘ (here full: block-2 has more)
+Opponents of a plan are the stock settings of at most its bytes; the fastest of them counts.
 """
 
 from __future__ import annotations
@@ -97,13 +93,11 @@ def print_report(measurement: Measurement, console: Console) -> None:
 
 
 def verdicts(measurement: Measurement) -> list[str]:
-    """Ours against the fastest stock setting with at most its bytes, by resident bytes and by peak bytes."""
     sentences = (verdict(measurement.settings, "resident_bytes"), verdict(measurement.settings, "peak_bytes"))
     return [sentence for sentence in sentences if sentence is not None]
 
 
 def notes(measurement: Measurement) -> Iterator[str]:
-    """How times and bytes were counted, on which machine, and which settings were left out: a sentence each."""
     yield f"Machine: {measurement.machine}."
     yield (
         f"Times: settings took turns, {measurement.rounds} timed rounds after {measurement.warmups} of warm-up; "

@@ -4,20 +4,14 @@ TORCH_NCCL_AVOID_RECORD_STREAMS   below torch 2.8 an asynchronous collective, as
                                   `record_stream`: memory is free when the host sees the collective complete, not in the device's
                                   order (pytorch #111431, fixed by #150398). `=1` retains them by reference instead
 PYTORCH_ALLOC_CONF                below torch 2.11 expandable segments exclude the memory pool of `--use-nccl-ub`: Megatron raises
-NVTE_*_LAYERNORM_SM_MARGIN        some norms need all their thread blocks to start at once:
-
-    row of up to 8192     one thread block per row             blocks start independently
-    a longer row          several thread blocks per row        *cooperative* launch: all blocks start together
-
-While an NCCL kernel occupies some multiprocessors, a cooperative kernel does not fit. It waits for the end of the collective,
-with everything after it in its stream: a recomputation that begins with such a norm hides nothing. With a *margin* the kernel
-leaves that many multiprocessors free, and overlaps with the collective.
+NVTE_*_LAYERNORM_SM_MARGIN        norms with several thread blocks per row are *cooperative* launches: all blocks start together.
+                                  While an NCCL kernel occupies some multiprocessors, such a norm waits for the end of the
+                                  collective, and a recomputation that begins with it hides nothing. With a *margin* the kernel
+                                  leaves that many multiprocessors free, and overlaps
 
 Source: Transformer Engine 2.4 to 2.18, whose tables are equal: `launch_*_tuned_` and `launch_*_general_` in
-`common/normalization/*/*_cuda_kernel.cu` launch cooperatively if a row has more than one block, and the tables below them list
-the widths. Other widths use the general kernel, which starts at most one block per row: with few rows it may fit all the same.
-The margin is subtracted from the number of multiprocessors of the launch (`pytorch/csrc/extensions/normalization.cpp`); modules
-read it when they are built. Untested on a GPU.
+`common/normalization/*/*_cuda_kernel.cu`, and `pytorch/csrc/extensions/normalization.cpp`. Modules read the margin when they are
+built. Untested on a GPU.
 """
 
 from __future__ import annotations

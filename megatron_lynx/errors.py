@@ -2,9 +2,9 @@
 
     LynxError
      ├── ConfigError      a file, a key or a flag is wrong                      exit status 2
-     ├── PlanMismatch     the plan does not fit the run                         exit status 2
+     ├── PlanMismatch     the plan was made for another model, layout or launch exit status 2
      ├── Infeasible       the question was right and its answer is no           exit status 1
-     ├── PlannerFault     a finished plan breaks its own budget                 exit status 1
+     ├── PlannerFault     a finished plan breaks its own budget: to be reported exit status 1
      ├── HookRefused      this Megatron is not supported (rule R6)              exit status 1
      ├── RecomputeError   a training step needs what recomputation cannot give  (raised inside the job)
      └── OffloadError     the host has too little memory for activations      (raised inside the job)
@@ -67,32 +67,24 @@ class LynxError(Exception):
 
 
 class ConfigError(LynxError):
-    """A file, a key or a flag is wrong."""
-
     exit_status = 2
 
 
 class PlanMismatch(LynxError):
-    """The plan is valid, but was made for another model, layout or launch."""
-
     exit_status = 2
 
 
 class Infeasible(LynxError):
-    """There is no answer; the problems name the binding limits and by how much they are exceeded."""
+    """The problems name the binding limits, and by how much they are exceeded."""
 
 
-class PlannerFault(LynxError):
-    """A fault of the planner: its finished plan exceeds the budget. To be reported."""
+class PlannerFault(LynxError): ...
 
 
-class HookRefused(LynxError):
-    """Megatron, or its configuration, is not supported by the hooks (rules R6 and R14)."""
+class HookRefused(LynxError): ...
 
 
-class RecomputeError(LynxError):
-    """Training used a recomputed activation in an unsupported way (a second backward, for example)."""
+class RecomputeError(LynxError): ...
 
 
-class OffloadError(LynxError):
-    """The host has too little memory for offloaded activations."""
+class OffloadError(LynxError): ...

@@ -1,9 +1,5 @@
 """The figures of a step: their names, and how those of several steps or ranks become one.
 
-    Figures          counts of an engine         runtime/; TensorBoard and W&B
-    StageMeasured    + a launch's seconds, bytes lynx_outcome.json and the table of a run   (measure.run_outcome)
-    RankResult       + a comparison's samples    measurement.json and the table of compare  (measure.measurement)
-
 A name ends in its unit, seconds (`_s`) or bytes (`_bytes`); the others are counts and ratios. An unknown figure is None.
 """
 
@@ -28,7 +24,7 @@ class Figure(NamedTuple):
 
     over_steps: Callable[[Iterable[Any]], Any]
     logged: str = ""
-    """In TensorBoard and W&B, without the prefix. Empty: not logged."""
+    """In TensorBoard and W&B; empty: not logged."""
 
 
 SUM, MOST = Figure(sum), Figure(max)
@@ -54,7 +50,7 @@ class Figures(Part):
     recorded: Annotated[int, SUM] = 0
     """Halves that dropped activations."""
     let_go_bytes: Annotated[int, SUM] = 0
-    """Bytes of dropped tensors. Those that share memory count each."""
+    """Dropped tensors. Those that share memory count each."""
     in_windows: Annotated[int, Figure(sum, "recomputations_hidden"), formerly("in_windows", "hidden_replays")] = 0
     """Recomputations that ran in windows."""
     on_demand: Annotated[int, Figure(sum, "recomputations_on_demand"), formerly("on_demand", "on_demand_replays")] = 0
@@ -106,9 +102,6 @@ class InputSeen:
 
     def add(self, tokens: int, squares: float | Tensor) -> None:
         self.microbatches, self.tokens, self.squares = self.microbatches + 1, self.tokens + tokens, self.squares + squares
-
-    def __add__(self, other: InputSeen) -> InputSeen:
-        return InputSeen(self.microbatches + other.microbatches, self.tokens + other.tokens, self.squares + other.squares)
 
 
 class Learned(Part):

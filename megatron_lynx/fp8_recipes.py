@@ -27,8 +27,6 @@ Recipe = Literal["delayed", "tensorwise", "mxfp8", "blockwise", "nvfp4"]
 
 @dataclass(frozen=True)
 class Storage:
-    """How a recipe stores a tensor."""
-
     made_by: str
     """The class of Transformer Engine's recipe (`transformer_engine.common.recipe`)."""
     block: int | None = None
@@ -71,7 +69,6 @@ def gathers_once(recipe: Recipe | None) -> bool:
 
 
 def lacking(recipe: Recipe, where: str) -> Problem:
-    """The problem of a Transformer Engine without a recipe."""
     option = "--fp4-recipe" if STORED[recipe].bits == 4 else "--fp8-recipe"
     needed = f"one that this Transformer Engine has: it has no {STORED[recipe].made_by}"
     return Problem(where, recipe, needed, f"install a Transformer Engine that has it, or drop {option}")

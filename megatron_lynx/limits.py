@@ -2,13 +2,6 @@
 
     {"setting": "qk_clip", "under": ["te", "two versions"], "reason": "..."}     a row: must be off in these circumstances
 
-reader                       settings                          circumstances
-`launch_arguments.reading`   flags, by the names they set      any, and those of the launch and of the plan
-`launch.launch`              Megatron's parsed arguments       a plan, two versions
-`apply.refusals`             a live model's configuration      those of the run and of its plan
-`double_buffered.pipeline`   live configurations               two versions, deferred updates
-`bridge_settings`            Megatron-Bridge's container       a plan
-
 Optional keys of a row: `allowed` (values besides None; by default anything false), `of` (the configuration with the field;
 "arguments": only Megatron's arguments have it; "cfg...": only Bridge's container), `argument` (another name in Megatron's
 arguments; empty: no flag sets it) and `flag` (the flag to drop, if it differs from the argument's name).
@@ -57,10 +50,10 @@ class Limit:
     setting: str
     under: tuple[str, ...]
     reason: str
-    of: str
     argument: str
     flag: str
-    allowed: tuple[Any, ...]
+    of: str = "model"
+    allowed: tuple[Any, ...] = ()
 
     def allows(self, value: object) -> bool:
         return value is None or (value in self.allowed if self.allowed else not value)
@@ -83,15 +76,10 @@ class Limit:
 
 def _limit(row: dict[str, Any]) -> Limit:
     argument = row.get("argument", row["setting"])
-    return Limit(
-        setting=row["setting"],
-        under=tuple(row["under"]),
-        reason=row["reason"],
-        of=row.get("of", "model"),
-        argument=argument,
-        flag=row.get("flag", f"--{argument.replace('_', '-')}" if argument else ""),
-        allowed=tuple(row.get("allowed", ())),
-    )
+    lists = {name: tuple(row[name]) for name in ("under", "allowed") if name in row}
+    usual = {"argument": argument, "flag": f"--{argument.replace('_', '-')}" if argument else ""}
+    values: dict[str, Any] = usual | row | lists
+    return Limit(**values)
 
 
 LIMITS = tuple(map(_limit, json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))))

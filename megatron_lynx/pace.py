@@ -3,8 +3,8 @@
     pace 2, halves 1 .. 6     ├─ 1 ─┤├─ 2 ─┤├─ 3 ─┤├─ 4 ─┤├─ 5 ─┤├─ 6 ─┤     bytes copied during one half's forward
     to the host, 3 of each           └── 1 ───┤└── 2 ───┤└── 3 ───┤          1 is away after half 3, 2 after 4, 3 after 6
 
-The copy back of a half begins when backward reaches the half after which it was away, so a backward needs no more memory than its
-forward. A half that is recomputed in windows of halves above it is copied back in time for these.
+The copy back of a half begins when backward reaches the half after which it was away, or earlier for a half that is recomputed in
+windows of halves above it. So a backward needs no more memory than its forward.
 
 Without a pace a micro-batch moves as a whole: it is copied after its forward, is away when the stage's next such forward ends,
 and returns before its backward.

@@ -1,14 +1,7 @@
 """Tables on a terminal: as wide as their contents, never wider than the terminal.
 
-stage  moment    total  parameters  gradients         columns that do not fit into a line continue below,
-────────────────────────────────────────────          after the key columns, which are repeated
-    0  backward  65.47        2.48       4.47
-
-stage  moment    optimizer  activations
-───────────────────────────────────────
-    0  backward      13.42        41.17
-
-Figures are never broken; text is folded at blanks.
+Columns that do not fit into a line continue below, after the key columns, which are repeated. Figures are never broken; text is
+folded at blanks.
 """
 
 from __future__ import annotations

@@ -32,8 +32,6 @@ FLUSHED = "flushed"
 
 @dataclass(frozen=True)
 class Passes:
-    """Seconds of a forward and of a backward."""
-
     forward_s: float = 0.0
     backward_s: float = 0.0
 
@@ -60,7 +58,7 @@ class Passes:
 
 
 class Span(NamedTuple):
-    """One event of one rank. `window` is that of a recomputation, or the window itself. Seconds."""
+    """`window`: that of a recomputation, or the window itself."""
 
     kind: SpanKind
     start_s: float
@@ -79,19 +77,6 @@ class Span(NamedTuple):
     def on_demand(self) -> bool:
         return self.kind == "recompute" and self.window in (None, ON_DEMAND)
 
-    @property
-    def hidden(self) -> bool:
-        """Whether it is a recomputation inside a window, hidden as far as the communication lasts."""
-        return self.kind == "recompute" and not self.on_demand
-
-    @property
-    def flushed(self) -> bool:
-        return self.kind == "weight_gradient" and self.window in (None, FLUSHED)
-
-    @property
-    def filling(self) -> bool:
-        return self.kind == "weight_gradient" and not self.flushed
-
 
 @dataclass(frozen=True)
 class Timeline:
@@ -101,12 +86,7 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """Seconds from the first beginning to the last end (0 without spans)."""
         return max((span.end_s for spans in self.ranks.values() for span in spans), default=0.0)
-
-    def on_demand_s(self, rank: int) -> float:
-        """Seconds of on-demand recomputations: a lower bound of the exposed ones, some of which outlast their window."""
-        return sum(span.seconds for span in self.ranks[rank] if span.on_demand)
 
 
 @dataclass(frozen=True)
@@ -160,17 +140,12 @@ def name_of(kind: str, layer: int | None, half: str | None, window: str | None) 
 
 THREADS = {"compute": 0, "recompute": 1, "communication": 2, "gather": 3, "offload": 4, "reload": 5, "weight_gradient": 6}
 """Spans of one thread must nest in a trace viewer; recomputations, gathers, copies and weight gradients overlap others."""
-COLOURS = {"forward": "thread_state_running", "backward": "thread_state_runnable", "window": "grey", "recv": "grey"}
-"""Names of the trace viewer's palette."""
 
 
 def write_trace(
     timeline: Timeline, path: str | os.PathLike[str], row_name: str = "rank", memory: Mapping[int, MemoryCurve] | None = None
 ) -> None:
     """Write a Chrome trace, for ui.perfetto.dev: one process per rank, one thread per lane, microseconds.
-
-        {"traceEvents": [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "rank 0"}}, ...
-                         {"ph": "X", "name": "recompute mlp(3)", "pid": 0, "tid": 1, "ts": 12.5, "dur": 3.0, "args": {...}}, ...]}
 
     Raises ConfigError if the file cannot be written.
     """
@@ -194,9 +169,6 @@ def _names(rank: int, row_name: str) -> Iterator[dict[str, Any]]:
 
 
 def _event(rank: int, span: Span) -> dict[str, Any]:
-    colour = COLOURS.get(span.kind)
-    for wanted, applies in (("good", span.hidden), ("terrible", span.on_demand), ("vsync_highlight_color", span.filling)):
-        colour = wanted if applies else colour
     thread = "compute" if span.kind in ("forward", "backward") else span.kind if span.kind in THREADS else "communication"
     known = {"layer": span.layer, "half": span.half, "micro_batch": span.micro_batch, "window": span.window}
     return {
@@ -207,6 +179,5 @@ def _event(rank: int, span: Span) -> dict[str, Any]:
         "tid": THREADS[thread],
         "ts": span.start_s * 1e6,
         "dur": span.seconds * 1e6,
-        **({"cname": colour} if colour else {}),
         "args": {key: value for key, value in known.items() if value is not None},
     }

@@ -1,11 +1,7 @@
 """Validates user data; reports all errors at once.
 
-    data ──pydantic──> instance                                                   done
-          └─ errors ──> faults ──> a misspelt name is corrected in a copy ──┐
-                          │                                                 │ again, because pydantic checks a whole only
-                          └─> problems <──── faults of the repaired copy <──┘ if its parts are valid
-
-So a misspelt site does not hide a missing stage. The repaired copy is never returned: problems are raised in any case.
+Pydantic checks a whole only if its parts are valid. So misspelt names are corrected in a copy, and that is checked again: a
+misspelt site does not hide a missing stage. The copy is never returned: problems are raised in any case.
 """
 
 from __future__ import annotations
@@ -196,7 +192,6 @@ def _path_in(data: Any, location: tuple[str | int, ...]) -> Path:
 
 
 def _keys_at(model_class: type[BaseModel], path: Path) -> list[str]:
-    """The valid keys of the mapping at `path`."""
     models = [model_class]
     for part in path:
         inner = [field.annotation for model in models for key, field in _fields_of(model) if key == part]

@@ -1,14 +1,7 @@
-"""Reads and writes the files that users name.
-
-text_in, json_in    a file, or standard input for `-` ─> text or JSON, or a `ConfigError`
-write_whole         plan.yaml ─> .plan.yaml.<random>.tmp, in its folder ─> flushed to disk ─> renamed to plan.yaml, with its
-                    permissions
-against_file        why a file cannot be written
-"""
+"""Reads and writes the files that users name."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import sys
@@ -81,7 +74,7 @@ def json_in(path: str | os.PathLike[str], needed: str, *, todo: str = "", most_b
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Replace a file's content at once. Text is written as UTF-8.
+    """Replace a file's content at once, by renaming a temporary file in its folder. Text is written as UTF-8.
 
     Raises `ConfigError` if the path cannot be written. Devices and pipes (`/dev/stdout`) are written through, not replaced.
     """
@@ -90,19 +83,10 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
         if Path(path).exists() and not Path(path).is_file() and not Path(path).is_dir():
             Path(path).write_bytes(written)
         else:
-            _replace(_target(path), written)
+            _replace(Path(os.path.realpath(path)), written)
     except OSError as error:
         problem = Problem(os.fspath(path), in_words(error), "a file that can be written")
         raise ConfigError(f"{os.fspath(path)} cannot be written", [problem]) from error
-
-
-def _target(path: str | os.PathLike[str]) -> Path:
-    """The file at the end of a path's symbolic links. Raises `OSError` if these are circular (`Path.resolve` raises
-    `RuntimeError` for them up to Python 3.12)."""
-    target = Path(os.path.realpath(path))
-    if target.is_symlink():
-        raise OSError(errno.ELOOP, "symbolic links that lead in a circle", os.fspath(path))
-    return target
 
 
 def _replace(target: Path, content: bytes) -> None:
@@ -124,7 +108,7 @@ def against_file(file: Path) -> str | None:
     try:
         if file.is_dir():
             return in_words(IsADirectoryError())
-        return against_folder(_target(file).parent)
+        return against_folder(Path(os.path.realpath(file)).parent)
     except OSError as error:
         return in_words(error)
 

@@ -1,9 +1,6 @@
 """Reads YAML files strictly, and writes them.
 
-    read_yaml(path)           text ─> a mapping, or every problem with its line
-    write_yaml(data)          a mapping ─> text that read_yaml gives back unchanged
-
-PyYAML reads YAML 1.1, which surprises people. This reads the core of YAML 1.2, without its surprising parts:
+PyYAML reads YAML 1.1. This reads the core of YAML 1.2, without its surprising parts:
 
     written          PyYAML gives        read here
     yes, on, off     a boolean           text; only true and false are booleans
@@ -33,8 +30,6 @@ MOST_VALUES = 100_000
 MOST_EXPLAINED = MIB
 """Largest text, in characters, for which PyYAML's own parser, five times slower than libyaml's, explains syntax errors."""
 
-MOST_DIGITS = 300
-
 LINE_WIDTH = 120
 """Characters after which a written line wraps."""
 
@@ -50,7 +45,7 @@ _SCALARS = (
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with the scalars above; collects readable mistakes in `problems`."""
+    """Collects readable mistakes in `problems`."""
 
     yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012  PyYAML's own attribute, replaced so that none of 1.1's remain
 
@@ -97,9 +92,6 @@ class _Loader(yaml.SafeLoader):
         return list(self.construct_mapping(node))
 
     def construct_whole(self, node: yaml.ScalarNode) -> int:
-        if len(node.value) > MOST_DIGITS:
-            self.add_problem(node, f"a number of {len(node.value)} digits", f"at most {MOST_DIGITS}", "")
-            return 0
         return int(node.value)
 
     def construct_decimal(self, node: yaml.ScalarNode) -> int | float:
@@ -179,7 +171,7 @@ class FlowSequence(list[Any]):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that YAML 1.1 or this module's reader would read as another type. Shares nothing (no `&id001`)."""
+    """Quotes text that YAML 1.1 or this module's reader would read as another type."""
 
     yaml_implicit_resolvers = {key: list(value) for key, value in yaml.SafeDumper.yaml_implicit_resolvers.items()}  # noqa: RUF012
 

@@ -31,24 +31,6 @@ def launch_file(folder: Path, more: str = "") -> Path:
     return path
 
 
-def test_a_circle_of_links_is_no_place_for_an_answer(tmp_path: Path) -> None:
-    """`Path.resolve` raised `RuntimeError` for it."""
-    circle = tmp_path / "circle.yaml"
-    circle.symlink_to(circle)
-    job = "jobs/llama-7b-a100-80g"
-    for arguments in (
-        ("plan", job, "-o", circle),
-        ("simulate", PLAN, "--job", job, "--trace", circle),
-        ("report", PLAN, "-o", circle),
-    ):
-        done = lynx(*arguments)
-        assert done.exit_code == 2, done.output
-        assert "circle.yaml: found symbolic links that lead in a circle, needed a file that can be written" in done.stderr
-    with pytest.raises(ConfigError, match="lead in a circle"):
-        write_whole(circle, "content")
-    assert circle.is_symlink()
-
-
 def test_a_link_to_a_file_that_is_not_there_yet_is_written_through(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "target")
     write_whole(tmp_path / "link", "content")

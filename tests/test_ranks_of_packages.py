@@ -73,7 +73,7 @@ MAY_IMPORT = {
         *("config", "schedule", "timetable", "plan", "profiler", "cost", "simulator", "solver", "rehearsal"),
         *("stock.legality", "stock.modules", "stock.setting"),
     },
-    "launch_arguments": {"config", "launch.flags", "stock.setting", "stock.legality", "stock.modules"},
+    "launch_arguments": {"config", "launch.script", "stock.setting", "stock.legality", "stock.modules"},
     "doctor": {"config", "plan", "profiler", "cost", "rehearsal", "estimate", "launch_arguments", "apply"},
     "search": {"config", "schedule", "plan", "profiler", "cost", "simulator", "solver", "rehearsal", "planner", "stock"},
     "stock": {"config", "schedule", "profiler", "cost", "simulator"},

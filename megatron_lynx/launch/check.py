@@ -4,24 +4,20 @@ schedule.
     1. the state that the pass will change is saved
     2. hooks lifted: stock; its losses and gradients are copied to the host
     3. a pass under the plan, from which training continues
-    4. all ranks compare bits; at a difference stock runs again, to tell whether stock differs from itself
+    4. all ranks compare bits: NaN equals the same NaN, and 0 is not -0. At a difference stock runs again, to tell whether it
+       differs from itself
 
-A rank that runs out of memory in 2 to 4 says so and exits, and torchrun ends the others.
-
-Losses and gradients of one pass over a step, and the first difference between two.
-
-Values are compared on every rank, by bits: NaN equals the same NaN, and 0 is not -0. Differences are in the order of the pass:
-losses by micro-batch, then gradients from the last layer to the first, since later ones mostly follow from the first. A gradient
-with a tolerance need only be near.
+Differences are in the order of the pass: losses by micro-batch, then gradients from the last layer to the first, since later ones
+mostly follow from the first.
 """
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any
 
@@ -120,7 +116,7 @@ def differences(
     """Return all values that differ, earliest first. `tolerances`: fractions of the largest value, by names of gradients."""
     all_differences = [
         Difference((0, index), rank, stage, f"the loss of micro-batch {index}", what)
-        for index, pair in enumerate(_paired(one.losses, other.losses))
+        for index, pair in enumerate(zip_longest(one.losses, other.losses))
         if (what := _loss_difference(*pair, names))
     ]
     all_differences += [
@@ -130,11 +126,6 @@ def differences(
         and (what := _difference(mine, other.gradients[name], names))
     ]
     return sorted(all_differences)
-
-
-def _paired(one: Sequence[Any], other: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    for index in range(max(len(one), len(other))):
-        yield (one[index] if index < len(one) else None), (other[index] if index < len(other) else None)
 
 
 def _loss_difference(one: Any, other: Any, names: tuple[str, str]) -> str:
@@ -164,14 +155,10 @@ def _near(one: Tensor | None, other: Tensor | None, tolerance: float | None) -> 
     """Whether two gradients differ by at most `tolerance` times the largest value of the first. Compares in pieces."""
     if tolerance is None or one is None or other is None or one.shape != other.shape:
         return False
-    largest_difference = largest = 0.0
-    for mine, yours in zip(one.flatten().split(_AT_ONCE), other.flatten().split(_AT_ONCE), strict=True):
-        mine = mine.to(yours.device).double()
-        difference = float((mine - yours.double()).abs().max())
-        if math.isnan(difference):
-            return False
-        largest_difference, largest = max(largest_difference, difference), max(largest, float(mine.abs().max()))
-    return largest_difference <= tolerance * largest
+    pieces = zip(one.flatten().split(_AT_ONCE), other.flatten().split(_AT_ONCE), strict=True)
+    largest = [[(mine.to(yours.device).double() - yours.double()).abs().max().cpu(), mine.abs().max()] for mine, yours in pieces]
+    difference, value = torch.tensor(largest, dtype=torch.float64).amax(dim=0)
+    return bool(difference <= tolerance * value)  # not for NaN
 
 
 def backward_position(name: str, parameter: Parameter) -> Position:
@@ -302,18 +289,14 @@ def stock(setting: str, chunks: Sequence[Module]) -> Iterator[None]:
             "distribute_saved_activations": False,
         }
     configs = {id(module.config): module.config for chunk in chunks for module in chunk.modules() if hasattr(module, "config")}
-    before = [
-        (config, {name: getattr(config, name) for name in settings if hasattr(config, name)}) for config in configs.values()
-    ]
+    before = [(one, name, getattr(one, name)) for one in configs.values() for name in settings if hasattr(one, name)]
     try:
-        for config, present in before:
-            for name in present:
-                setattr(config, name, settings[name])
+        for config, name, _ in before:
+            setattr(config, name, settings[name])
         yield
     finally:
-        for config, present in before:
-            for name, value in present.items():
-                setattr(config, name, value)
+        for config, name, value in before:
+            setattr(config, name, value)
 
 
 Schedule = Callable[..., Any]
@@ -451,12 +434,7 @@ def enough_memory(step: int, what: str) -> Iterator[None]:
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:
-        reason = f"{what} ran out of device memory in step {step} ({_how_much(error)})"
+        figures = str(error).partition("\n")[0].partition(" Including ")[0].removeprefix("CUDA out of memory. ").rstrip(".")
+        reason = f"{what} ran out of device memory in step {step} ({figures})"
         problem = Problem("--lynx-check", reason, "", INSTEAD.get(what, WITHOUT_CHECK))
         raise LynxError("the plan cannot be checked like this", [problem]) from None
-
-
-def _how_much(error: BaseException) -> str:
-    """The allocator's figures: bytes requested, capacity, and bytes free."""
-    first = str(error).partition("\n")[0].partition(" Including ")[0]
-    return first.removeprefix("CUDA out of memory. ").rstrip(".") or "no figures"

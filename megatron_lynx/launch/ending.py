@@ -10,10 +10,7 @@
                                                   exit without a message
     a signal, an abort                            Python's stacks of all threads
 
-torchrun exits with status 1 whatever a rank's status was, and prints its report after the ranks' messages.
-
-    rank 0   ok           ─┐                 ┌─ prints "rank 1: plan.yaml: no such file" ─┐ barrier ┌─ exit 2
-    rank 1   no such file ─┴── all gather ───┴─                                          ─┴─────────┴─ exit 2
+torchrun exits with status 1 whatever a rank's status was.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ import torch.distributed as dist
 
 from megatron_lynx.apply.live_run import of_all_ranks
 from megatron_lynx.errors import ConfigError, LynxError, Problem
-from megatron_lynx.launch.message import say
+from megatron_lynx.launch.script import say
 
 ENDED = "megatron-lynx/ended"
 """Key in the store of the process group: the number of ranks that failed by themselves."""

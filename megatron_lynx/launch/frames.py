@@ -204,19 +204,15 @@ class Draw:
         return sum(count > 0 for count in self._drawn.values()), len(self._drawn)
 
     def step_begins(self) -> None:
-        before, self._seen = self._seen, Counter()
-        self._left = self._per_step
-        self._chosen.clear()
-        planned, left = Counter(self._drawn), Counter(before)
-        for _ in range(self._per_step):
-            open_kinds = sorted((kind for kind in before if left[kind]), key=str)
-            if not open_kinds:
-                return
-            kind = min(open_kinds, key=lambda kind: (planned[kind], self._random.random()))
-            free = [number for number in range(before[kind]) if (kind, number) not in self._chosen]
-            self._chosen.add((kind, self._random.choice(free)))
-            planned[kind] += 1
-            left[kind] -= 1
+        """Choose among as many frames as the step before had: those of the kinds that were drawn least, at random."""
+        candidates = [
+            ((self._drawn[kind] + more, self._random.random()), (kind, number))
+            for kind, count in self._seen.items()
+            for more, number in enumerate(self._random.sample(range(count), min(count, self._per_step)))
+        ]
+        least_drawn = sorted(candidates, key=lambda candidate: candidate[0])[: self._per_step]
+        self._chosen = {chosen for _, chosen in least_drawn}
+        self._seen, self._left = Counter(), self._per_step
 
     def takes(self, kind: Hashable) -> bool:
         """Whether to draw this frame, the next one of its kind in this step."""

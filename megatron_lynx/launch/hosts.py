@@ -2,16 +2,13 @@
 
 MegatronLM: `pretrain_gpt.py` and other scripts that read flags and call `pretrain` of `megatron.training`.
 
-Replaces              `add_megatron_arguments` of `megatron.training.arguments` (a global, read by `parse_args`);
-                      `_initialize_distributed` of `megatron.training.initialize` (a global, read by `initialize_megatron`);
-                      `train` and `train_step` of `megatron.training.training` (globals, read by `pretrain` and by `train`).
-Why                   our flags appear in `--help`, in Megatron's log, and in the arguments that checkpoints record; all ranks
-                      refuse a wrong plan together as soon as they can communicate, before a model is built; the plan is
-                      installed when the loop begins, with the model built, wrapped and loaded, and removed when it ends, so
-                      that evaluation, saving and a second `pretrain` use Megatron's own objects.
+Replaces              `add_megatron_arguments` of `megatron.training.arguments`, `_initialize_distributed` of
+                      `megatron.training.initialize`, `train` and `train_step` of `megatron.training.training` (globals, read at
+                      each call).
+Why                   our flags appear in `--help`, in Megatron's log and in checkpoints; all ranks refuse a wrong plan together,
+                      before a model is built; the plan is installed when the loop begins, and removed when it ends.
 Calls the original    once per call, with the same arguments (they differ by release); a checked step with another
-                      `forward_backward_func`. Help texts that argparse cannot format are escaped: a per cent sign in one of
-                      Megatron's makes `--help` of 0.18 and 0.19 fail.
+                      `forward_backward_func`.
 Holds                 nothing.
 Passes through when   no plan is given. A script that only evaluates (`--skip-train`) never reaches the loop.
 
@@ -19,14 +16,10 @@ Bridge: scripts that make a `ConfigContainer` and call `pretrain` or `finetune` 
 
 Replaces              `initialize_megatron` of `setup`, `train` of `pretrain`, and `train_step` of `train`, all in
                       `megatron.bridge.training` (globals of these modules, read at each call).
-Why                   after the first, torch.distributed is initialised and no model is built; the second is the training loop,
-                      the third one step. Bridge's callbacks are not enough: `on_train_end` does not come if a loop fails.
+Why                   as above. Bridge's callbacks are not enough: `on_train_end` does not come if a loop fails.
 Calls the original    once per call; a checked step with another `forward_backward_func`.
 Holds                 the configuration; nothing per step.
 Passes through when   no plan is given.
-
-Bridge logs every exception that leaves `pretrain`, with a traceback. An error of ours is printed once instead, and the process
-exits.
 """
 
 from __future__ import annotations
@@ -48,14 +41,11 @@ from megatron_lynx.apply.hook import Claim
 from megatron_lynx.bridge_settings import BridgeSettings
 from megatron_lynx.errors import ConfigError, LynxError, Problem
 from megatron_lynx.launch.ending import Ended
-from megatron_lynx.launch.flags import BRIDGE, add_flags
-from megatron_lynx.launch.message import stop
+from megatron_lynx.launch.script import BRIDGE, add_flags, stop
 
 
 class LaunchCallbacks(Protocol):
-    """The part of a launch that a host's hooks call.
-
-    `args` has the names of Megatron-LM's (`seq_length`, `tensor_model_parallel_size`, ...), accepts our flags, and its
+    """`args` has the names of Megatron-LM's (`seq_length`, `tensor_model_parallel_size`, ...), accepts our flags, and its
     `curr_iteration` follows the loop. The arguments of a step have `forward_backward_func` and `optimizer`, and may be replaced.
     """
 
@@ -68,15 +58,24 @@ class LaunchCallbacks(Protocol):
 
 class Host(Protocol):
     name: str
-    """Its name in messages."""
 
     def arguments_of(self, words: Sequence[str]) -> Sequence[str]:
         """The script's `sys.argv[1:]`. Megatron-LM's parser shows and records our flags."""
         return words
 
+    loop: str
+    """The module of its training loop."""
+    needed: str
+    """In words."""
+
     def find(self, script: str) -> None:
         """Raises `ConfigError` if the framework cannot be imported as the script would import it."""
-        ...
+        try:
+            import_module(self.loop)
+        except ModuleNotFoundError as missing:
+            todo = "install it, or put the checkout that the script belongs to on PYTHONPATH"
+            problem = Problem(script, f"no {missing.name} that it could import", self.needed, todo)
+            raise ConfigError(f"the launch cannot find the training of {self.name}", [problem]) from None
 
     def claims(self, callbacks: LaunchCallbacks) -> Iterator[Claim]:
         """Hooks that call `callbacks` when distributed is initialised, around the training loop, and around a step."""
@@ -113,24 +112,12 @@ def around(module: Any, name: str, context: Callable[[dict[str, Any]], AbstractC
 
 
 def host_named(name: str) -> Host:
-    if name == BRIDGE:
-        return Bridge()
-    return MegatronLM()
+    return Bridge() if name == BRIDGE else MegatronLM()
 
 
 class MegatronLM(Host):
     name = "Megatron-LM"
-
-    def find(self, script: str) -> None:
-        try:
-            import_module("megatron.training.training")
-        except ModuleNotFoundError as missing:
-            if (missing.name or "").split(".")[0] != "megatron":
-                raise
-            cause = f"no {missing.name} that it could import"
-            needed = "megatron.training (of Megatron-LM, or of a megatron-core wheel from 0.17)"
-            todo = "put the Megatron-LM checkout that the script belongs to on PYTHONPATH"
-            raise ConfigError("the launch cannot find Megatron's training", [Problem(script, cause, needed, todo)]) from None
+    loop, needed = "megatron.training.training", "megatron.training (of Megatron-LM, or of a megatron-core wheel from 0.17)"
 
     def claims(self, callbacks: LaunchCallbacks) -> Iterator[Claim]:
         arguments, initialize, training = (
@@ -138,7 +125,7 @@ class MegatronLM(Host):
         )
 
         def declared(original: Any) -> Any:
-            return wraps(original)(lambda parser: printable(add_flags(original(parser))))
+            return wraps(original)(lambda parser: add_flags(original(parser)))
 
         @contextmanager
         def initialised(_: Mapping[str, Any]) -> Iterator[None]:
@@ -156,18 +143,6 @@ class MegatronLM(Host):
         from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
         return get_tensorboard_writer(), get_wandb_writer()
-
-
-def printable(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Escape help texts that `--help` could not print, and return the parser."""
-    for action in parser._actions:
-        if action.help is None:
-            continue
-        try:
-            action.help % {**vars(action), "prog": parser.prog}
-        except (KeyError, TypeError, ValueError):
-            action.help = action.help.replace("%", "%%")
-    return parser
 
 
 TRAINING = "megatron.bridge.training"
@@ -199,6 +174,7 @@ class Settings(BridgeSettings):
 
 class Bridge(Host):
     name = "Megatron-Bridge"
+    loop, needed = f"{TRAINING}.pretrain", f"{TRAINING} (Megatron-Bridge 0.5 or 0.6)"
 
     def __init__(self) -> None:
         self._settings: Settings | None = None
@@ -206,15 +182,6 @@ class Bridge(Host):
     def arguments_of(self, words: Sequence[str]) -> Sequence[str]:
         """The script's arguments without our flags, which its parser would refuse."""
         return add_flags(argparse.ArgumentParser(add_help=False, allow_abbrev=False)).parse_known_args(list(words))[1]
-
-    def find(self, script: str) -> None:
-        try:
-            import_module(f"{TRAINING}.pretrain")
-        except ModuleNotFoundError as missing:
-            cause = f"no {missing.name} that it could import"
-            todo = "install megatron-bridge and what it needs, or put its checkout's src folder on PYTHONPATH"
-            problem = Problem(script, cause, f"{TRAINING} (Megatron-Bridge 0.5 or 0.6)", todo)
-            raise ConfigError("the launch cannot find Megatron-Bridge's training", [problem]) from None
 
     def claims(self, callbacks: LaunchCallbacks) -> Iterator[Claim]:
         setup, pretrain, train = (import_module(f"{TRAINING}.{name}") for name in ("setup", "pretrain", "train"))

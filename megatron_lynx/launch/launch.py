@@ -1,24 +1,12 @@
-"""One launch: what our hooks on Megatron's training call.
-
-the host (`hosts`)                       Launch
------------------------------------------------------------------------------------------
-torch.distributed is initialised         prepare(args): the plan is read and checked, and all ranks agree
-the training loop begins                 training(model, optimizer): the plan is installed
-  a step begins / ends                   step(): trace, checks, figures
-the training loop ends normally          the last table and figures; then, however it ends, the plan is removed
-"""
+"""One launch: what our hooks on Megatron's training (`hosts`) call."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from importlib import import_module
+from contextlib import ExitStack, contextmanager
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
-
-import torch.distributed as dist
 
 from megatron_lynx.apply import hook
 from megatron_lynx.apply.hook import Hook
@@ -29,17 +17,15 @@ from megatron_lynx.apply.releases import installed_version
 from megatron_lynx.errors import ConfigError, HookRefused, LynxError, Problem
 from megatron_lynx.figures import Figures
 from megatron_lynx.launch.check import Check
-from megatron_lynx.launch.ending import agree, concluded, gathered_on_rank_0, named_ending, on_rank_0
-from megatron_lynx.launch.flags import Flags
+from megatron_lynx.launch.ending import agree, concluded, named_ending, on_rank_0
 from megatron_lynx.launch.frames import FrameCheck
 from megatron_lynx.launch.hosts import Host, host_named
-from megatron_lynx.launch.metrics import Metrics
 from megatron_lynx.launch.out_of_memory import MemoryWatch
-from megatron_lynx.launch.reporter import DevicePeak, Reporter, path_of
+from megatron_lynx.launch.reporter import DevicePeak, Metrics, Reporter, path_of
+from megatron_lynx.launch.script import Flags
 from megatron_lynx.limits import ARGUMENTS, Limit, refused
 from megatron_lynx.plan import Plan, load_plan
-from megatron_lynx.runtime.device import Trace, device_for
-from megatron_lynx.timeline import Span, timeline_of, write_trace
+from megatron_lynx.runtime.device import device_for
 from megatron_lynx.units import format_bytes
 from megatron_lynx.version import __version__
 from megatron_lynx.whole_file import against_file
@@ -52,7 +38,6 @@ class Launch:
         self.flags = flags
         self.host = host
         self._plan: Plan | None = None
-        self._trace = TraceFile(flags.trace, flags.lynx_trace_step)
         self._installation: Any = None
         self._check: Check | FrameCheck | None = None
         self._args: Any = None
@@ -73,22 +58,23 @@ class Launch:
         self._args = args
         for name, value in vars(self.flags).items():
             setattr(args, name, value)
-        if self.flags.plan is None and not self.flags.without_flushes:
+        if self.flags.lynx_plan is None and not self.flags.without_flushes:
             return
         error: LynxError | None = None
         try:
             headline = "this launch cannot train without flushes"
             problems = [*against_two_versions(args)] if self.flags.without_flushes else []
-            if self.flags.plan is not None:
-                self._plan = load_plan(self.flags.plan)
+            if self.flags.lynx_plan is not None:
+                self._plan = load_plan(self.flags.lynx_plan)
                 if mismatches := [*arguments_against(self._plan, args), *self.host.refused(args), *self._unwritable()]:
                     headline, problems = "this launch and its plan do not fit", [*problems, *mismatches]
             if problems:
                 raise ConfigError(headline, problems)
         except LynxError as found:
             error = self._spoken(found)
-        self.memory.under(self._plan, str(self.flags.lynx_plan))
-        self._peak = None if self._plan is None else DevicePeak()
+        if self._plan is not None:
+            self.memory.under(self._plan, str(self.flags.lynx_plan))
+            self._peak = DevicePeak()
         agree(error, same=None if self._plan is None else self._plan.digest, what=f"--lynx-plan {self.flags.lynx_plan}")
 
     @contextmanager
@@ -124,10 +110,10 @@ class Launch:
             def conclude() -> None:
                 self._say_checked()
                 reporter.ends()
-                metrics.close()
+                metrics.write()
                 self._say_done(metrics.total)
 
-            with metrics.written_before_wandb_ends(), concluded(conclude, lambda: not self._in_step):
+            with concluded(conclude, lambda: not self._in_step):
                 yield
 
     @contextmanager
@@ -145,15 +131,14 @@ class Launch:
         if self._reporter is None or self._metrics is None:
             yield
             return
-        usual = self._check is None and not self._trace.comes
         if self._check is not None:
             schedule, optimizer = arguments["forward_backward_func"], arguments["optimizer"]
             arguments["forward_backward_func"] = self._check.around(schedule, optimizer, self._installation)
         engine = self._installation.engine
-        with self._trace.around(engine.trace), self._reporter.step(arguments, usual=usual):
+        with self._reporter.step(arguments, checked=self._check is not None):
             yield
         counts = self._metrics.step_ends(engine, self._reporter.logged)
-        self._reporter.step_ends(counts, usual=usual)
+        self._reporter.step_ends(counts)
         if self._check is not None and self._check.over:
             self._say_checked()
 
@@ -174,21 +159,16 @@ class Launch:
         path = path_of(self.flags.outcome, self.flags.trace, getattr(self._args, "tensorboard_dir", None))
         device = device_for(next(run.chunks[0].parameters()).device)
         given = (self._installation.engine, device, self._peak, plan, run.stage, str(self.flags.lynx_plan), path)
-        shards, checked = run.shards_of(plan.parallel.sequence_parallel), self._check is not None
-        return Reporter(*given, shards=shards, checked=checked)
+        trace = self.flags.trace, self.flags.lynx_trace_step
+        return Reporter(*given, shards=run.shards_of(plan.parallel.sequence_parallel), trace=trace)
 
     def _new_check(self, plan: Plan) -> Check | FrameCheck | None:
         if self.flags.lynx_check is None:
             return None
-        wanted = self.flags.checked_steps
-        last = getattr(self._args, "train_iters", None)
-        steps = None if last is None else last - (getattr(self._args, "iteration", None) or 0)
-        if steps is not None and steps < wanted and not self.flags.checks_frames:
-            on_rank_0(f"megatron-lynx: --lynx-check {wanted}: this run has {steps} steps; all of them are checked")
         if self.flags.checks_frames:
             seed, lag = int(getattr(self._args, "seed", None) or 0), int(self.flags.without_flushes)
-            return FrameCheck(wanted, plan, seed=seed, lag=lag)
-        return Check(wanted, self.flags.lynx_check_against, head_in_pieces=plan.head is not None)
+            return FrameCheck(self.flags.checked_steps, plan, seed=seed, lag=lag)
+        return Check(self.flags.checked_steps, self.flags.lynx_check_against, head_in_pieces=plan.head is not None)
 
     def _say_checked(self) -> None:
         check, self._check = self._check, None
@@ -210,14 +190,9 @@ class Launch:
             )
 
     def _locked(self) -> str:
-        """How much memory was page-locked before the first step. Slowest where all ranks of a host do it at once."""
         locked = of_all_ranks(self._installation.engine.offloader.locked)
-        slowest = max(range(len(locked)), key=lambda rank: locked[rank].seconds)
-        held = sum(rank_locked.bytes for rank_locked in locked)
-        words = (
-            f"; {format_bytes(held)} of host memory page-locked in {locked[slowest].seconds:.1f} s (the slowest: rank {slowest})"
-        )
-        return words if held else ""
+        held, longest_s = sum(rank.bytes for rank in locked), max(rank.seconds for rank in locked)
+        return f"; {format_bytes(held)} of host memory page-locked in {longest_s:.1f} s" if held else ""
 
     def _say_done(self, counts: Figures) -> None:
         done = f"recomputed {counts.recomputed} layer halves: {counts.in_windows} inside windows, {counts.on_demand} on demand"
@@ -255,7 +230,6 @@ def in_force(launch: Launch) -> Iterator[None]:
 def arguments_against(plan: Plan, args: Any) -> Iterator[Problem]:
     """Yield a problem for every argument (defaults filled in) that differs from the plan or is refused with one."""
     yield from launch_mismatches(plan, args)
-    yield from _backend(args)
     if plan.schedule == "double_buffered" and isinstance(getattr(args, "lynx_check", None), int):
         reason = "a plan without flushes, whose gradients are not complete when a step ends"
         todo = "check frames, or a plan for --lynx-schedule flush"
@@ -286,53 +260,3 @@ def against_two_versions(args: Any) -> Iterator[Problem]:
         return limit.setting if limit.argument and hasattr(args, limit.setting) else limit.argument
 
     yield from refused(args, ["two versions"], attrgetter("option"), ARGUMENTS, name=name)
-
-
-BUFFERS = {"deepep": "Buffer", "hybridep": "HybridEPBuffer"}
-
-
-def _backend(args: Any) -> Iterator[Problem]:
-    """Check for the dispatcher's package: without it Megatron fails later, on this rank alone, while others wait for it."""
-    if getattr(args, "moe_token_dispatcher_type", None) != "flex":
-        return
-    backend = getattr(args, "moe_flex_dispatcher_backend", None) or "deepep"
-    deep_ep = None
-    with suppress(ImportError):
-        deep_ep = import_module("deep_ep")
-    if backend in BUFFERS and not hasattr(deep_ep, BUFFERS[backend]):
-        todo = "install DeepEP on every node, or launch, and plan, with --moe-token-dispatcher-type alltoall"
-        needed = f"a package deep_ep with {BUFFERS[backend]}, which is not installed on this rank"
-        yield Problem("--moe-flex-dispatcher-backend", backend, needed, todo)
-
-
-class TraceFile:
-    def __init__(self, path: Path | None, step: int) -> None:
-        self._path = path
-        self._step = step
-        self._steps = 0
-
-    @property
-    def comes(self) -> bool:
-        return self._path is not None and self._steps + 1 == self._step
-
-    @contextmanager
-    def around(self, trace: Trace) -> Iterator[None]:
-        self._steps += 1
-        if self._path is None or self._steps != self._step:
-            yield
-            return
-        if dist.is_initialized():
-            dist.barrier()  # so that the ranks' clocks start together
-        trace.start()
-        yield
-        self._write(self._path, gathered_on_rank_0(trace.stop()))
-
-    def _write(self, path: Path, events: list[list[Span]]) -> None:
-        if not events:
-            return
-        try:
-            write_trace(timeline_of(dict(enumerate(events))), path)
-        except ConfigError as error:  # the disk is full, say: no reason to stop training
-            on_rank_0(f"megatron-lynx: no trace: {error}")
-        else:
-            on_rank_0(f"megatron-lynx: step {self._step} of this run is traced in {path}")

@@ -1,24 +1,6 @@
 """Explains an out-of-memory error: its moment, the planned and the allocated bytes, and a change that fits.
 
-The nearest change that fits, as a command:
-
-only fragmentation    expandable segments, except with         export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
-                      --use-nccl-ub and an older torch
-too few bytes         a plan for less memory: what PyTorch     megatron-lynx plan --memory-gib X -o PLAN JOB
-                      can use, less what this moment took
-                      beyond its prediction
-
 The first rank that fails explains. Others that run out of memory print one line, and those that fail because it is gone nothing.
-
-The moment of a step in which an error was raised, as the engine noted it, and its names in the plan's predictions:
-
-    noted                        in words                                    in the predictions
-    a recomputation              a recomputation                             backward
-    a pass, in a half            the forward or backward of the half         forward, backward
-    a forward, in no half        on the last chunk also the loss             forward, loss
-    a backward, in no half yet   on the last chunk also loss and head        backward, head_backward, loss
-    nothing                      an update, if the optimizer runs            first_update, update
-
 Backward runs in C++, so the engine only knows which half it has reached, of those with planned work: the embedding's backward
 follows the first layer's attention half, and the head's comes before the last layer's MLP half.
 """
@@ -41,13 +23,12 @@ from torch.nn import Module
 
 from megatron_lynx.anatomy import HALVES
 from megatron_lynx.apply.live_run import LiveRun, live_run
-from megatron_lynx.apply.releases import installed_version
-from megatron_lynx.environment import ALLOCATOR, GROWING, nccl_ub_stands_alone
+from megatron_lynx.environment import ALLOCATOR, GROWING
 from megatron_lynx.errors import LynxError, Problem
 from megatron_lynx.launch.ending import FirstFailure
-from megatron_lynx.launch.message import stop
+from megatron_lynx.launch.script import stop
 from megatron_lynx.plan import Plan
-from megatron_lynx.plan.facts import PlannedDevice, without_options
+from megatron_lynx.plan.facts import without_options
 from megatron_lynx.plan.plan import Predicted
 from megatron_lynx.runtime.progress import Whereabouts, whereabouts_of
 from megatron_lynx.runtime.saved import memory_of
@@ -64,17 +45,11 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class Rank:
-    """The state of a rank that tells its moments apart."""
-
     plan: Plan
     stage: int
     chunks: Sequence[Any] = ()
     """Its models, without wrappers."""
     optimizer: Any = None
-    stepped: bool = False
-    """Whether the optimizer has created its state."""
-    may_grow: bool = True
-    """Whether expandable segments are possible. With --use-nccl-ub and an older torch, Megatron raises."""
 
     def is_last(self, chunk: int) -> bool:
         return (self.stage, chunk) == (self.plan.parallel.pipeline - 1, self.plan.parallel.chunks - 1)
@@ -88,8 +63,7 @@ def moment_of(error: BaseException, rank: Rank) -> Moment | None:
         frames = (frame for cause in causes for frame, _ in walk_tb(cause.__traceback__))
         if rank.optimizer is None or not any(frame.f_locals.get("self") is rank.optimizer for frame in frames):
             return None
-        words = "an update" if rank.stepped else "the first update, which makes the optimizer's state"
-        return Moment(words, ("update" if rank.stepped else "first_update",))
+        return Moment("an update", ("first_update", "update"))
     what, *planned = _in_pass(where, rank)
     place = [] if where.micro_batch is None else [f"micro-batch {where.micro_batch}"]
     place += [f"chunk {where.chunk}"] if where.chunk else []
@@ -155,8 +129,7 @@ def _problems(error: BaseException, moment: Moment, rank: Rank, predicted: Predi
     if allocator is not None:
         yield Problem("held", _held(states_held(rank.chunks, rank.optimizer), allocator), "")
         yield Problem("fragmentation", _fragmented(allocator), "")
-        yield from _reserve(allocator, rank.plan.device)
-        to_do = command(allocator, at_most and at_most[0], plan, rank.plan.provenance.asked, may_grow=rank.may_grow)
+        to_do = command(allocator, at_most and at_most[0], plan, rank.plan.provenance.asked)
         yield Problem("nearest change that fits", to_do, "")
 
 
@@ -188,23 +161,6 @@ def _largest(kinds: Mapping[str, int]) -> str:
     return ", ".join([*words, *([f"others {format_bytes(others_bytes)}"] if others_bytes else [])])
 
 
-def _reserve(allocator: Allocator, device: PlannedDevice | None) -> Iterator[Problem]:
-    """Parts of the plan's reserve that were too small; nothing if the plan does not split it."""
-    if device is None or device.outside_bytes is None or device.slack_bytes is None or allocator.outside_bytes is None:
-        return
-    outside = "outside PyTorch's allocator (context, libraries, NCCL, other processes)"
-    parts = {
-        outside: (allocator.outside_bytes, device.outside_bytes),
-        "reserved and not allocated": (allocator.unused_bytes, device.slack_bytes),
-    }
-    short = {name: (used, planned) for name, (used, planned) in parts.items() if used > planned}
-    for name, (used, planned) in short.items():
-        needed = f"at most {format_bytes(planned)}, as planned: this part was too small"
-        yield Problem(f"reserve, {name}", format_bytes(used), needed)
-    if not short:
-        yield Problem("reserve", "large enough in each of its parts", "")
-
-
 def _fragmented(allocator: Allocator) -> str:
     unused, free = format_bytes(allocator.unused_bytes), format_bytes(allocator.free_bytes)
     summary = f"{unused} reserved and not allocated, {free} free"
@@ -214,18 +170,12 @@ def _fragmented(allocator: Allocator) -> str:
 
 
 def command(
-    allocator: Allocator,
-    planned_bytes: int | None,
-    plan: str,
-    asked: str | None,
-    environment: Mapping[str, str] = os.environ,
-    *,
-    may_grow: bool = True,
+    allocator: Allocator, planned_bytes: int | None, plan: str, asked: str | None, environment: Mapping[str, str] = os.environ
 ) -> str:
-    """The command to paste. `asked`: the words that made the plan. `may_grow`: expandable segments are possible."""
+    """The command to paste. `asked`: the words that made the plan."""
     name = next((name for name in ALLOCATOR if name in environment), ALLOCATOR[-1])
     present = environment.get(name, "")
-    if not allocator.lacking_bytes and GROWING not in present and may_grow:
+    if not allocator.lacking_bytes and GROWING not in present:
         return f"export {name}={','.join(filter(None, [present, GROWING]))}"
     memory_gib = rounded_down(budget_bytes(allocator, planned_bytes) / GIB)
     job = "JOB (JOB: what this plan was made of)" if asked is None else without_options(asked, "--memory-gib", "--memory-share")
@@ -240,7 +190,6 @@ def budget_bytes(allocator: Allocator, planned_bytes: int | None) -> int:
 
 
 def rounded_down(gib: float) -> str:
-    """Four digits."""
     return format(Context(prec=4, rounding=ROUND_DOWN).create_decimal_from_float(gib).normalize(), "f")
 
 
@@ -250,9 +199,7 @@ _FIGURES = {
     "allocated_bytes": "Of the allocated memory SIZE is allocated",
     "unused_bytes": "and SIZE is reserved by PyTorch but unallocated",
     "free_bytes": "of which SIZE is free",
-    "capacity_bytes": r"total capac\w+ of SIZE",
 }
-"""The allocator's words for each figure."""
 
 
 @dataclass(frozen=True)
@@ -264,17 +211,11 @@ class Allocator:
     unused_bytes: int = 0
     """Reserved and not allocated."""
     free_bytes: int = 0
-    capacity_bytes: int | None = None
 
     @property
     def limit_bytes(self) -> int:
         """What PyTorch could use of the device."""
         return self.allocated_bytes + self.unused_bytes + self.free_bytes
-
-    @property
-    def outside_bytes(self) -> int | None:
-        """Used outside PyTorch's allocator: context, libraries, NCCL, other processes."""
-        return None if self.capacity_bytes is None else max(0, self.capacity_bytes - self.limit_bytes)
 
     @property
     def needed_bytes(self) -> int:
@@ -310,11 +251,6 @@ def states_held(models: Iterable[Module], optimizer: Any) -> dict[str, int]:
     return {kind: size for kind, size in kind_bytes.items() if size}
 
 
-def has_state(optimizer: Any) -> bool:
-    """Whether an optimizer has created its state, in a step or from a checkpoint."""
-    return any(_states_of(inner) for inner in _inner(optimizer))
-
-
 def _memory(tensors: Iterable[Tensor], counted: set[int]) -> int:
     size = 0
     for tensor in memory_of(tensors):
@@ -327,43 +263,34 @@ def _memory(tensors: Iterable[Tensor], counted: set[int]) -> int:
 
 def _tensors_of(optimizer: Any) -> Iterator[Tensor]:
     """Main parameters and states, of Megatron's optimizers and of torch's."""
-    for inner in _inner(optimizer):
-        parameters = (parameter for group in getattr(inner, "param_groups", ()) for parameter in group["params"])
-        states = (value for state in _states_of(inner).values() for value in state.values())
-        yield from (tensor for tensor in (*parameters, *states) if isinstance(tensor, Tensor))
-
-
-def _inner(optimizer: Any) -> Iterator[Any]:
-    if hasattr(optimizer, "chained_optimizers"):
-        for chained in optimizer.chained_optimizers:
-            yield from _inner(chained)
-    elif optimizer is not None:
-        yield getattr(optimizer, "optimizer", None) or optimizer
-
-
-def _states_of(inner: Any) -> Mapping[Any, Mapping[str, Any]]:
-    return getattr(inner, "state", None) or {}
+    for chained in getattr(optimizer, "chained_optimizers", ()):
+        yield from _tensors_of(chained)
+    inner = getattr(optimizer, "optimizer", None) or optimizer
+    if inner is None or hasattr(optimizer, "chained_optimizers"):
+        return
+    parameters = (parameter for group in getattr(inner, "param_groups", ()) for parameter in group["params"])
+    states = (value for state in (getattr(inner, "state", None) or {}).values() for value in state.values())
+    yield from (tensor for tensor in (*parameters, *states) if isinstance(tensor, Tensor))
 
 
 class MemoryWatch:
     def __init__(self, how_far: Callable[[], str]) -> None:
         self._how_far = how_far
-        self._plan: Plan | None = None
         self._path = ""
-        self._run: LiveRun | None = None
-        self._optimizer: Any = None
-        self._stepped = False
+        self._rank: Rank | None = None
         self._first_failure: FirstFailure | None = None
 
-    def under(self, plan: Plan | None, path: str) -> None:
+    def under(self, plan: Plan, path: str) -> None:
         """Watch runs under this plan from now on. Call after torch.distributed is initialised."""
-        self._plan, self._path = plan, path
-        self._first_failure = None if plan is None else FirstFailure()
+        from megatron.core import parallel_state
+
+        known = parallel_state.model_parallel_is_initialized()
+        self._rank = Rank(plan, int(parallel_state.get_pipeline_model_parallel_rank()) if known else 0)
+        self._path, self._first_failure = path, FirstFailure()
 
     def trains(self, model: Any, optimizer: Any) -> None:
-        run = live_run(model)
-        self._run = run if isinstance(run, LiveRun) else None
-        self._optimizer, self._stepped = optimizer, has_state(optimizer)
+        if self._rank is not None and isinstance(run := live_run(model), LiveRun):
+            self._rank = Rank(self._rank.plan, run.stage, run.chunks, optimizer)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -371,9 +298,9 @@ class MemoryWatch:
         try:
             yield
         except Exception as error:
-            if self._plan is None or self._first_failure is None or isinstance(error, OutOfDeviceMemory):
+            if self._rank is None or self._first_failure is None or isinstance(error, OutOfDeviceMemory):
                 raise
-            explanation = explained(error, self._rank(self._plan), self._how_far(), self._path)
+            explanation = explained(error, self._rank, self._how_far(), self._path)
             if explanation is not None:
                 raise (explanation if self._first_failure.is_first() else explanation.too()) from error
             if not isinstance(error, LynxError):
@@ -392,17 +319,3 @@ class MemoryWatch:
             if dist.is_initialized():
                 stop(error)
             raise
-        self._stepped = True
-
-    def _rank(self, plan: Plan) -> Rank:
-        from megatron.core import parallel_state
-
-        if (run := self._run) is None:  # no model is built yet
-            known = parallel_state.model_parallel_is_initialized()
-            return Rank(plan, int(parallel_state.get_pipeline_model_parallel_rank()) if known else 0)
-        return Rank(plan, run.stage, run.chunks, self._optimizer, self._stepped, _may_grow(run))
-
-
-def _may_grow(run: LiveRun) -> bool:
-    registers = any(getattr(getattr(wrapper, "ddp_config", None), "nccl_ub", False) for wrapper in run.wrappers)
-    return not (registers and nccl_ub_stands_alone(torch.__version__, installed_version()))

@@ -6,28 +6,8 @@
     reported            a table     a table                                         a table
 
 Every step is timed by events, without waiting. Recomputations are timed in the steps marked "timed", memory on a CPU is counted
-in the steps marked "counted". The third step is traced for `StepParts`. Traced and checked steps are left out of the medians, and
-the next step takes their place. All ranks gather for each table.
-
-Seconds of steps, from events of the device, and peaks of device memory.
-
-    step k  [begin] ... schedule: [first] passes [last] ... update ... [end]
-
-CUDA    peaks of the caching allocator since the run began, and bytes used outside it (context, libraries, NCCL, other processes)
-a CPU   allocated bytes of the first two steps, from PyTorch's profiler (`measure.memory`), or of all steps in a
-        dispatch mode that counts them (`most_bytes`). Host memory for offloading is not counted
-
-Rows of a report, one for each stage: figures of its ranks joined, and predictions scaled to the run's input.
-
-A traced step is split into halves and waits:
-
-    spans of a rank, nested     backward mlp(3) ┬ window bwd.mlp.0@3 ┬ recompute attention(3)    in the wait
-                                                │                    └ (the rest of the wait)
-                                                └ recompute mlp(3)                               on demand
-    compute of a half           its forward and backward without the spans inside, and its delayed weight gradients
-    a wait                      the communication, if longer than the work inside; else only an upper bound
-
-Receives between stages are left out: their length depends on other stages.
+in those marked "counted". The third step, or that of `--lynx-trace`, is traced for `StepParts`. Traced and checked steps are left
+out of the medians.
 
 Predicted seconds are scaled to the run's micro-batches:
 
@@ -43,28 +23,26 @@ from __future__ import annotations
 import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import wraps
-from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from megatron_lynx.anatomy import EXPERTS
 from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.apply.releases import installed_version
 from megatron_lynx.environment import records_operands
 from megatron_lynx.errors import ConfigError, LynxError
-from megatron_lynx.figures import Figures, InputSeen, in_words, logged
+from megatron_lynx.figures import Figures, InputSeen, logged
 from megatron_lynx.launch.ending import gathered_on_rank_0, on_rank_0
 from megatron_lynx.measure.memory import CpuMeter, remember_blocks
 from megatron_lynx.measure.run_outcome import (
-    COLUMNS,
     FILE_NAME,
-    HalfSeconds,
     PlannedReserve,
     Report,
     RunOutcome,
@@ -72,23 +50,16 @@ from megatron_lynx.measure.run_outcome import (
     StagePredicted,
     StageRow,
     StepInput,
-    StepParts,
-    WaitSeconds,
+    lines,
+    parts_of,
     save_outcome,
     stage_of,
 )
 from megatron_lynx.plan import Plan
-from megatron_lynx.runtime.device import Clock, Device
+from megatron_lynx.runtime.device import Clock, Device, Trace
 from megatron_lynx.runtime.engine import Engine
-from megatron_lynx.timeline import Span
-from megatron_lynx.units import format_bytes
+from megatron_lynx.timeline import Span, timeline_of, write_trace
 from megatron_lynx.version import __version__
-
-ON_COPY_STREAMS = ("offload", "reload")
-COMPUTING = ("forward", "backward")
-
-OVER = 0.02
-"""A wait ends before the work in it if at most this fraction of it remains after the work."""
 
 
 def rows(plan: Plan, ranks: Iterable[tuple[int, StageMeasured]]) -> tuple[StageRow, ...]:
@@ -152,54 +123,6 @@ def largest_input(inputs: Iterable[StepInput | None]) -> StepInput | None:
     return None if fullest is None or fullest.as_planned else fullest
 
 
-def parts_of(spans: Sequence[Span], has_experts: Callable[[int], bool]) -> StepParts:
-    """Split one rank's step. `has_experts` takes the number of a layer."""
-    halves: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    waits: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for span, inside in _nested(span for span in spans if span.kind not in ON_COPY_STREAMS):
-        own_s = span.end_s - span.start_s - sum(inner_span.end_s - inner_span.start_s for inner_span in inside)
-        if span.kind in COMPUTING or span.kind == "weight_gradient":
-            halves[_kind(span.half, span.layer, has_experts)][span.kind].append(own_s)
-        elif span.kind == "window":
-            name, _, layer = str(span.window).partition("@")
-            passing, half, ordinal = name.split(".")
-            place = f"{passing}.{_kind(half, int(layer), has_experts)}.{ordinal}"
-            waits[place].append((span.end_s - span.start_s, own_s))
-    return StepParts(
-        halves={kind: _half(seconds_by_kind) for kind, seconds_by_kind in sorted(halves.items())},
-        waits={place: _waits(wait_times) for place, wait_times in sorted(waits.items())},
-    )
-
-
-def _half(seconds_by_kind: Mapping[str, Sequence[float]]) -> HalfSeconds:
-    """`seconds_by_kind`: seconds by kind of span. The median is used for passes, as other work may have delayed some."""
-    seconds = sum(
-        len(seconds_by_kind[passing]) * median(seconds_by_kind[passing]) for passing in COMPUTING if seconds_by_kind[passing]
-    )
-    return HalfSeconds(calls=len(seconds_by_kind["forward"]), seconds=seconds + sum(seconds_by_kind["weight_gradient"]))
-
-
-def _waits(wait_times: Sequence[tuple[float, float]]) -> WaitSeconds:
-    """`wait_times`: for each wait its length, and its rest after the work in it."""
-    longer = [whole_s for whole_s, rest_s in wait_times if rest_s > OVER * whole_s]
-    return WaitSeconds(longer=len(longer), longer_s=sum(longer))
-
-
-def _kind(half: str | None, layer: int | None, has_experts: Callable[[int], bool]) -> str:
-    return "experts" if half == EXPERTS.half and layer is not None and has_experts(layer) else str(half)
-
-
-def _nested(spans: Iterable[Span]) -> Iterator[tuple[Span, list[Span]]]:
-    around: list[tuple[Span, list[Span]]] = []
-    for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
-        while around and around[-1][0].end_s < span.end_s:
-            yield around.pop()
-        if around:
-            around[-1][1].append(span)
-        around.append((span, []))
-    yield from reversed(around)
-
-
 REMEMBERED = 1000
 
 
@@ -223,7 +146,7 @@ class StepClock:
         begin = self._clock.begin()
         yield
         self._clock.end("step", begin)
-        self._take(exact=False)
+        self.steps(exact=False)
 
     def _around(self, schedule: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(schedule)
@@ -235,48 +158,22 @@ class StepClock:
 
         return forward_backward
 
-    def _take(self, *, exact: bool) -> None:
+    def steps(self, *, exact: bool) -> deque[StepSeconds]:
+        """The steps that the device has finished. `exact` waits for it."""
         for what, seconds in self._clock.take(exact=exact):
             if what == "passes":
                 self._passes_s += seconds
             else:
                 self._steps.append(StepSeconds(self._passes_s, seconds))
                 self._passes_s = 0.0
-
-    def latest(self) -> StepSeconds | None:
-        """Seconds of the latest step. Waits for the device."""
-        self._take(exact=True)
-        return self.known()
-
-    def known(self) -> StepSeconds | None:
-        """Seconds of the latest step that the device has finished. Does not wait."""
-        return self._steps[-1] if self._steps else None
-
-    def forget(self) -> None:
-        self._take(exact=True)
-        self._steps.clear()
-
-    def usual(self) -> StepSeconds | None:
-        """Medians of the steps. Waits for the device."""
-        self._take(exact=True)
-        return StepSeconds(*map(median, zip(*self._steps, strict=True))) if self._steps else None
-
-
-class Peak(NamedTuple):
-    allocated_bytes: int | None
-    reserved_bytes: int | None
-    outside_bytes: int | None = None
-    """Used on the device outside PyTorch's allocator; None if unknown."""
-
-    @property
-    def slack_bytes(self) -> int | None:
-        if self.allocated_bytes is None or self.reserved_bytes is None:
-            return None
-        return self.reserved_bytes - self.allocated_bytes
+        return self._steps
 
 
 class DevicePeak:
-    """Peaks of one rank. Must be created before the model: on a CPU, older tensors are not counted."""
+    """Peaks of one rank since the run began. Must be created before the model: on a CPU, older tensors are not counted.
+
+    On a CPU they are those of the first two steps, without host memory for offloading.
+    """
 
     def __init__(self) -> None:
         where = torch.empty(0, device="cuda").device  # the CPU, if it stands in for CUDA in tests
@@ -298,119 +195,42 @@ class DevicePeak:
             yield
         self._most_bytes = max(self._most_bytes or 0, meter.use.level_bytes + meter.use.peak_bytes)
 
-    def peak(self) -> Peak:
-        if self._on_cuda:
-            return Peak(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
-        if (most_bytes := getattr(_get_current_dispatch_mode(), "most_bytes", None)) is not None:
-            return Peak(most_bytes, None)
-        return Peak(self._most_bytes, None)
-
-    def with_outside(self) -> Peak:
-        """`peak` with `outside_bytes`, which is too slow to read in every step."""
-        peak = self.peak()
+    def figures(self, *, outside: bool = False) -> dict[str, int | None]:
+        """By their names in `StageMeasured`. `outside`: with bytes outside PyTorch's allocator, which are slow to read."""
         if not self._on_cuda:
-            return peak
-        free_bytes, all_bytes = torch.cuda.mem_get_info()
-        return peak._replace(outside_bytes=all_bytes - free_bytes - torch.cuda.memory_reserved())
-
-
-UNKNOWN = "-"
-HEADINGS = (("", "stage"), *((group, heading) for group, heading, _ in COLUMNS), ("in windows", "+ on demand"))
-BETWEEN = "  "
-
-
-def lines(report: Report) -> list[str]:
-    cells = [tuple(name for _, name in HEADINGS), *(_cells(report, row) for row in report.stages)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    heading = _heading(widths)
-    table = [BETWEEN.join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
-    return [_title(report), *(f"  {line}".rstrip() for line in (heading, *table, *_notes(report)))]
-
-
-def _heading(widths: list[int]) -> str:
-    """Names of groups, right-aligned over their columns. Widens the first column of a group that is narrower than its name."""
-    names, column = [], 0
-    for name, group in groupby(HEADINGS, key=lambda heading: heading[0]):
-        size = len(list(group))
-        width = sum(widths[column : column + size]) + len(BETWEEN) * (size - 1)
-        widths[column] += max(0, len(name) - width)
-        names.append(name.rjust(max(width, len(name))))
-        column += size
-    return BETWEEN.join(names)
-
-
-def _title(report: Report) -> str:
-    if report.when == "end":
-        return f"how this run of {report.step} steps came out (seconds of a usual step, the most bytes of all):"
-    return f"step {report.step} of this run, beside what its plan predicts:"
-
-
-def _cells(report: Report, row: StageRow) -> tuple[str, ...]:
-    figures = zip(COLUMNS, report.cells(row), strict=True)
-    cells = (UNKNOWN if figure is None else in_words(name, figure) for (_, _, name), figure in figures)
-    return (str(row.stage), *cells, f"{row.measured.in_windows} + {row.measured.on_demand}")
-
-
-def _notes(report: Report) -> list[str]:
-    silent = [row.stage for row in report.stages if row.predicted is None]
-    forgetful = [row.stage for row in report.stages if row.predicted is not None and row.predicted.memory_bytes is None]
-    untimed = all(row.measured.step_s is None for row in report.stages)
-    uncounted = all(row.measured.allocated_bytes is None for row in report.stages)
-    notes = [f"{_stages(silent)}: the plan predicts nothing"] if silent else []
-    notes += [f"{_stages(forgetful)}: the plan does not say what a device holds"] if forgetful else []
-    notes += ["seconds: not measured, as this step ran more than once, to be checked, or was traced"] if untimed else []
-    notes += ["bytes: not measured, as something else profiles, or PyTorch does not tell"] if uncounted else []
-    return [*notes, *_met(report), *_reserve(report), *_load(report)]
-
-
-def _met(report: Report) -> Iterator[str]:
-    if (met := report.met) is None:
-        return
-    came = f"{met.microbatches:.3g} of {met.planned_microbatches} micro-batches"
-    full = f"{100 * met.tokens:.3g} % of their tokens, {100 * met.squares:.3g} % of the squares of lengths"
-    yield f"what came: {came}, {full}"
-    alone = "" if met.by_squares else ", by tokens alone: the plan does not say what attention takes"
-    yield f"predicted seconds are for that: the plan's x {met.passes:.3f}{alone}; predicted bytes are the plan's, the most"
-
-
-def _reserve(report: Report) -> Iterator[str]:
-    outside = [row.measured.outside_bytes for row in report.stages if row.measured.outside_bytes is not None]
-    slack = [row.measured.slack_bytes for row in report.stages if row.measured.slack_bytes is not None]
-    if not outside or not slack:
-        return
-    planned = (None, None) if report.reserve is None else (report.reserve.outside_bytes, report.reserve.slack_bytes)
-    outside_use = f"{_used(max(outside), planned[0])} outside PyTorch's allocator (context, libraries, NCCL)"
-    yield f"reserve: {outside_use}, {_used(max(slack), planned[1])} reserved and not allocated"
-
-
-def _used(used_bytes: int, planned: int | None) -> str:
-    return format_bytes(used_bytes) if planned is None else f"{format_bytes(used_bytes)} of {format_bytes(planned)} used"
-
-
-def _load(report: Report) -> Iterator[str]:
-    fullest = max(report.stages, key=lambda row: row.measured.expert_load)
-    if report.planned_load is None or not fullest.measured.expert_load:
-        return
-    load = f"experts: stage {fullest.stage} had a rank with {fullest.measured.expert_load:.2f} of a balanced share of tokens"
-    planned = f"its plan was made for {report.planned_load:.2f}"
-    more = ": expect more bytes and seconds than predicted" if fullest.measured.expert_load > report.planned_load else ""
-    yield f"{load}, {planned}{more}"
-    fallen = max(report.stages, key=lambda row: row.measured.fell_back)
-    if fallen.measured.fell_back:
-        often = f"{fallen.measured.fell_back} halves of a step fell back on stage {fallen.stage}"
-        yield f"experts: {often}, whose bytes hold for less: plan for more with --experts-hold"
-
-
-def _stages(stages: Sequence[int]) -> str:
-    if len(stages) == 1:
-        return f"stage {stages[0]}"
-    together = list(stages) == list(range(stages[0], stages[-1] + 1))
-    return f"stages {stages[0]}-{stages[-1]}" if together else f"stages {', '.join(map(str, stages))}"
+            return {"allocated_bytes": getattr(_get_current_dispatch_mode(), "most_bytes", self._most_bytes)}
+        allocated_bytes, reserved_bytes = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        figures: dict[str, int | None] = {"allocated_bytes": allocated_bytes, "reserved_bytes": reserved_bytes}
+        if outside:
+            free_bytes, all_bytes = torch.cuda.mem_get_info()
+            figures["outside_bytes"] = all_bytes - free_bytes - torch.cuda.memory_reserved()
+            figures["slack_bytes"] = reserved_bytes - allocated_bytes
+        return figures
 
 
 FIRST = 2
 
-TRACED = FIRST + 1
+
+@contextmanager
+def traced_step(trace: Trace, path: Path | None, step: int) -> Iterator[list[Span]]:
+    """Trace a step: the list has this rank's spans after it. Those of all ranks are written to the path, if there is one.
+
+    A traced step also has windows without work in them; before torch 2.8 these may hold memory.
+    """
+    if path is not None and dist.is_initialized():
+        dist.barrier()  # so that the ranks' clocks start together
+    spans: list[Span] = []
+    trace.start()
+    yield spans
+    spans += trace.stop()
+    if path is None or not (of_ranks := gathered_on_rank_0(spans)):
+        return
+    try:
+        write_trace(timeline_of(dict(enumerate(of_ranks))), path)
+    except ConfigError as error:  # the disk is full, say: no reason to stop training
+        on_rank_0(f"megatron-lynx: no trace: {error}")
+    else:
+        on_rank_0(f"megatron-lynx: step {step} of this run is traced in {path}")
 
 
 def path_of(stated: Path | None, trace: Path | None, logs: str | None) -> Path | None:
@@ -420,7 +240,8 @@ def path_of(stated: Path | None, trace: Path | None, logs: str | None) -> Path |
 
 
 class Reporter:
-    """`path`: of the outcome file, if any. `shards`: ranks that share a sequence. `checked`: compared with stock."""
+    """`path`: of the outcome file, if any. `shards`: ranks that share a sequence. `trace`: path of a trace, if any, and the step
+    of this run that is traced."""
 
     def __init__(
         self,
@@ -433,11 +254,14 @@ class Reporter:
         path: Path | None,
         *,
         shards: int = 1,
-        checked: bool = False,
+        trace: tuple[Path | None, int] = (None, FIRST + 1),
     ) -> None:
         self._engine, self._clock, self._peak = engine, StepClock(device), peak
         self._plan, self._stage, self._plan_path, self._path = plan, stage, plan_path, path
-        self._checked, self._shards = checked, shards
+        self._checked, self._shards = False, shards
+        self._trace_path, self._trace_step = trace
+        self._usual = True
+        """Whether the present step is neither checked nor traced."""
         self._step = self._measured = 0
         self._known: dict[str, Any] = {}
         """Latest figures of this rank, by name; `expert_load` and `fell_back` are maxima over all steps."""
@@ -446,66 +270,66 @@ class Reporter:
         self._reports: list[Report] = []
 
     @contextmanager
-    def step(self, arguments: dict[str, Any], *, usual: bool) -> Iterator[None]:
-        """Measure one step. `arguments`: those of Megatron's `train_step`. `usual`: neither checked nor traced."""
+    def step(self, arguments: dict[str, Any], *, checked: bool) -> Iterator[None]:
+        """Measure one step. `arguments`: those of Megatron's `train_step`. `checked`: compared with stock."""
         self._step += 1
+        self._checked |= checked
+        harmless = self._trace_path is not None or not (checked or records_operands(torch.__version__, os.environ))
+        traced = self._step == self._trace_step and harmless
+        self._usual = usual = not (checked or traced)
         self._measured += usual
         self._engine.clock.runs = timed = usual and self._is_timed
-        traced = usual and self._measured == TRACED and not records_operands(torch.__version__, os.environ)
-        self._engine.met = InputSeen()
+        self._engine.met = self._seen if usual else None
         counted = self._peak.counting() if usual and self._measured <= FIRST else nullcontext()
-        with self._clock.step(arguments, counts=usual and not traced), counted, self._tracing(traced):
+        tracing: AbstractContextManager[list[Span]] = nullcontext([])
+        if traced:
+            tracing = traced_step(self._engine.trace, self._trace_path, self._step)
+        with self._clock.step(arguments, counts=usual), counted, tracing as spans:
             yield
-        if usual and not traced:
-            self._seen, self._steps_seen = self._seen + self._engine.met, self._steps_seen + 1
+        if traced:
+            self._known["parts"] = parts_of(spans, self._plan.model.has_experts)
         self._engine.met = None
+        self._steps_seen += usual
         if timed:
             self._known |= {"in_windows_s": 0.0, "on_demand_s": 0.0}
             for window, seconds in self._engine.clock.take():
                 self._known["on_demand_s" if window == ON_DEMAND else "in_windows_s"] += seconds
         self._engine.clock.runs = False
 
-    @contextmanager
-    def _tracing(self, traced: bool) -> Iterator[None]:
-        """Trace the step. A traced step also has windows without work in them; before torch 2.8 these may hold memory."""
-        if not traced:
-            yield
-            return
-        self._engine.trace.start()
-        yield
-        self._known["parts"] = parts_of(self._engine.trace.stop(), self._plan.model.has_experts)
-
-    def step_ends(self, counts: Figures, *, usual: bool) -> None:
+    def step_ends(self, counts: Figures) -> None:
         largest = {name: max(self._known.get(name, 0), getattr(counts, name)) for name in ("expert_load", "fell_back")}
-        self._known |= (_known(counts) if usual else {}) | largest
-        if usual and self._measured <= FIRST:
-            self._report("step", self._clock.latest())
-            self._clock.forget()
+        self._known |= (_known(counts) if self._usual else {}) | largest
+        if self._usual and self._measured <= FIRST:
+            self._report("step")
 
     def ends(self) -> None:
         if self._measured:
-            self._report("end", self._clock.usual())
+            self._report("end")
 
     def logged(self, counts: Figures) -> dict[str, float | None]:
         """Figures of the step with these counts, by their names in logs. Does not wait for the device."""
         predicted = predicted_of(self._plan, self._stage) or StagePredicted()
-        return logged(self._figures(self._clock.known(), self._peak.peak(), _known(counts))) | logged(predicted)
+        steps = self._clock.steps(exact=False)
+        latest = steps[-1]._asdict() if steps else {}
+        return logged(self._figures(_known(counts) | self._peak.figures() | latest)) | logged(predicted)
 
-    def _figures(self, seconds: StepSeconds | None, peak: Peak, counts: Mapping[str, Any]) -> StageMeasured:
-        figures = self._known | dict(counts) | (seconds._asdict() if seconds else {}) | peak._asdict()
-        return StageMeasured(ranks=1, slack_bytes=peak.slack_bytes, **figures)
+    def _figures(self, more: Mapping[str, Any]) -> StageMeasured:
+        return StageMeasured(ranks=1, **self._known | dict(more))
 
     @property
     def _is_timed(self) -> bool:
         """Usual steps 1, 2, 4, 8, ..."""
         return self._measured & (self._measured - 1) == 0
 
-    def _report(self, when: Literal["step", "end"], seconds: StepSeconds | None) -> None:
-        self._known |= seconds._asdict() if seconds else {}
+    def _report(self, when: Literal["step", "end"]) -> None:
+        """Report the steps since the last report: a single one, or the medians of all others at the end."""
+        if steps := self._clock.steps(exact=True):
+            self._known |= StepSeconds(*map(median, zip(*steps, strict=True)))._asdict()
+            steps.clear()
         if self._steps_seen:
             self._input = step_input(self._plan, self._seen, self._steps_seen, self._shards)
             self._seen, self._steps_seen = InputSeen(), 0
-        figures = self._figures(None, self._peak.with_outside(), {})
+        figures = self._figures(self._peak.figures(outside=True))
         if not (ranks := gathered_on_rank_0((self._stage, figures, self._input))):
             return
         load = self._plan.model.moe_load if self._plan.model.moe_layers else None
@@ -547,3 +371,67 @@ class Reporter:
 
 def _known(figures: Figures) -> dict[str, Any]:
     return {name: value for name, value in vars(figures).items() if value is not None}
+
+
+PREFIX = "lynx/"
+NOTHING = -1.0
+"""Stands for an unknown figure in the reduction: less than any figure, so the maximum ignores it."""
+
+
+@dataclass
+class _Pending:
+    step: int
+    names: Sequence[str]
+    values: torch.Tensor
+    work: Any
+
+
+class Metrics:
+    """Writes the figures of each step into TensorBoard and W&B, which are None on ranks that do not log.
+
+    Megatron logs on its last rank, a stage that offloads nothing in plain 1F1B, so the maximum of all ranks' figures is reduced
+    to it, asynchronously: the figures of one logged step are written at the next one, or at the end. Seconds whose events are not
+    done when a step ends count in the next step.
+    """
+
+    def __init__(self, args: Any, tensorboard: Any = None, wandb: Any = None) -> None:
+        self.total = Figures()
+        self._args = args
+        self._tensorboard, self._wandb = tensorboard, wandb
+        self._wanted = bool(getattr(args, "tensorboard_dir", None) or getattr(args, "wandb_project", None))
+        self._pending: _Pending | None = None
+
+    def step_ends(self, engine: Engine, named: Callable[[Figures], Mapping[str, float | None]] = logged) -> Figures:
+        """Take, log and return the engine's counts of this step. `named` returns the logged figures, the same on all ranks."""
+        counts = engine.take_counts(exact=False)
+        self.total = self.total + counts
+        step = self._args.curr_iteration + 1
+        if not self._wanted or step % self._args.tensorboard_log_interval:
+            return counts
+        self.write()
+        figures = {name: NOTHING if value is None else value for name, value in named(counts).items()}
+        values, work = torch.tensor(list(figures.values()), dtype=torch.float64, device="cpu"), None
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            if dist.get_backend() != "gloo":
+                values = values.pin_memory().to("cuda", non_blocking=True)
+            work = dist.reduce(values, dst=dist.get_world_size() - 1, op=dist.ReduceOp.MAX, async_op=True)
+        self._pending = _Pending(step, list(figures), values, work)
+        return counts
+
+    def write(self) -> None:
+        """Write the figures of the latest logged step. A run of W&B that Megatron has finished, before its loop exits, lacks
+        them."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        if pending.work is not None:
+            pending.work.wait()
+        if self._tensorboard is None and self._wandb is None:
+            return
+        logged = zip(pending.names, pending.values.tolist(), strict=True)
+        named = {f"{PREFIX}{name}": value for name, value in logged if value != NOTHING}
+        if self._tensorboard is not None:
+            for name, value in named.items():
+                self._tensorboard.add_scalar(name, value, pending.step)
+        if self._wandb is not None and getattr(self._wandb, "run", self) is not None:
+            self._wandb.log(named, pending.step)

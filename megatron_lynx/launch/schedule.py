@@ -1,21 +1,14 @@
 """`--lynx-schedule double-buffered`: Megatron's training loop with a pipeline that is not drained before each update.
 
-train begins                              here
------------------------------------------------------------------------------------------------------------------
-  forward_backward_func                   all backwards of this batch, some forwards of the next
-  optimizer.step                          on the retired version; learning rate, norm and loss are this batch's
-  evaluate, save_checkpoint               only after a batch that drained
-  checkpoint_and_decide_exit              a signal or the time limit is remembered; the next batch drains
-train ends                                hooks removed
-
-Megatron's arguments tell when batch j begins whether it drains: before an evaluation, a checkpoint, an exit, a skipped batch and
-the end. Batches are numbered as Megatron numbers iterations: from 1, over all runs of a training.
+`forward_backward_func` runs all backwards of a batch and some forwards of the next. Megatron's arguments tell when a batch begins
+whether it drains: before an evaluation, a checkpoint, an exit, a skipped batch and the end. Batches are numbered as Megatron
+numbers iterations: from 1, over all runs of a training.
 
 Replaces              `checkpoint_and_decide_exit` and `save_checkpoint` of `megatron.training.training` (globals, read by
                       `train` and by `save_checkpoint_and_time`).
 Why                   a signal is only noticed at the end of a batch, when forwards of the next one have begun.
 Calls the original    once per call if the pipeline is empty, with the same arguments.
-Holds                 nothing; `Draining` remembers signals.
+Holds                 nothing; `Draining` remembers a signal or the time limit, so that the next batch drains.
 Passes through when   the pipeline is empty. Otherwise nothing is due by Megatron's arguments; a save is refused.
 """
 
@@ -76,18 +69,13 @@ def _say_begun(pipeline: DoubleBuffered) -> None:
     )
 
 
-def reasons(args: Any, number: int) -> Iterator[str]:
-    """Yield why the pipeline must be empty after batch `number`. `args`: Megatron's."""
-    if number >= args.train_iters:
-        yield "the last batch"
-    if args.do_valid and _is_due(args.eval_interval, number):
-        yield "an evaluation"
-    if args.save and (_is_due(args.save_interval, number) or _is_due(args.non_persistent_save_interval, number)):
-        yield "a checkpoint"
-    if _is_due(args.exit_interval, number) or number in (args.phase_transition_iterations or ()):
-        yield "an exit"
-    if {number, number + 1} & set(args.iterations_to_skip or ()):  # counted from 0 until 0.17
-        yield "the batch behind it is skipped"
+def must_drain(args: Any, number: int) -> bool:
+    """Whether the pipeline must be empty after batch `number`. `args`: Megatron's."""
+    saves = args.save and (_is_due(args.save_interval, number) or _is_due(args.non_persistent_save_interval, number))
+    ends = number >= args.train_iters or _is_due(args.exit_interval, number)
+    skipped = {number, number + 1} & set(args.iterations_to_skip or ())  # counted from 0 until 0.17
+    evaluates = args.do_valid and _is_due(args.eval_interval, number)
+    return bool(ends or saves or skipped or evaluates or number in (args.phase_transition_iterations or ()))
 
 
 def _is_due(interval: int | None, number: int) -> bool:
@@ -103,7 +91,7 @@ class Draining:
         self._wants_to_stop = False
 
     def now(self) -> bool:
-        return self._wants_to_stop or any(reasons(self._args, self._args.curr_iteration + 1))
+        return self._wants_to_stop or must_drain(self._args, self._args.curr_iteration + 1)
 
     def look(self) -> None:
         """Check signals and the time limit as Megatron would. If one applies, the next batch drains, and Megatron stops there."""

@@ -3,7 +3,7 @@
 main ─> read ─> run_script   its folder first on the import path ─> hooks in place ─> the script as `__main__` ─> hooks removed
          └─ LynxError ─> stderr, once per node    exit 1: the answer is no, 2: the request is wrong
 
-Flags are read before torch and Megatron are imported.
+Flags are declared once for our own parser and for Megatron's, and read before torch and Megatron are imported.
 """
 
 from __future__ import annotations
@@ -13,18 +13,177 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
-from megatron_lynx.errors import ConfigError, LynxError, Problem
-from megatron_lynx.launch.flags import Flags, add_flags, read_flags
-from megatron_lynx.launch.message import say, stop
+from megatron_lynx.errors import ConfigError, LynxError, Problem, suggestion
+
+PREFIX = "--lynx-"
+LEVELS = ("debug", "info", "warning", "error")
+REFERENCES = ("none", "full")
+SCHEDULES = ("flush", "double-buffered")
+BRIDGE = "bridge"
+HOSTS = ("megatron-lm", BRIDGE)
+GROUP = "megatron-lynx"
+FRAMES = "frames:"
+FRAME_STEPS = 5
+
+
+def _step(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"found {text}, needed a step of this run, from 1")
+    return int(text)
+
+
+def _check(text: str) -> int | str:
+    frames = text.startswith(FRAMES.rstrip(":"))
+    count = str(FRAME_STEPS) if f"{text}:" == FRAMES else text.removeprefix(FRAMES)
+    if not count.isdecimal() or int(count) < 1:
+        raise argparse.ArgumentTypeError(f"found {text}, needed how many steps, from 1, or frames, or frames:N")
+    return f"{FRAMES}{int(count)}" if frames else int(count)
+
+
+def _flag(default: Any, help_: str, **argument: Any) -> Any:
+    """A field with the keywords of argparse's `add_argument`."""
+    return field(default=default, metadata={"help": help_, **argument})
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Our flags and their values. Fields are named as in Megatron's `args`."""
+
+    lynx_plan: str | None = _flag(None, "Train under this plan. Without it nothing is changed.", metavar="PLAN")
+    lynx_trace: str | None = _flag(
+        None, "Write a timeline of one step, all ranks, for ui.perfetto.dev. Needs --lynx-plan.", metavar="PATH"
+    )
+    lynx_trace_step: int = _flag(3, "Which step of this run. Default: 3.", metavar="N", type=_step)
+    lynx_outcome: str | None = _flag(
+        None,
+        "Write what was predicted and measured of every stage, as JSON. Default: lynx_outcome.json beside the trace, else in "
+        "--tensorboard-dir, else nowhere. Needs --lynx-plan.",
+        metavar="PATH",
+    )
+    lynx_check: int | str | None = _flag(
+        None,
+        "N, for deterministic runs: in the first N steps of this run, run stock on the same batch, too, and compare losses and "
+        "gradients bit for bit. frames, for any run, also where backward is not deterministic (flash attention): in the first N "
+        "steps (5, if not said) keep what some layer halves save, and compare it with what is recomputed and reloaded. Both stop "
+        "at the first difference. Needs --lynx-plan.",
+        metavar="N|frames[:N]",
+        type=_check,
+    )
+    """A number of steps, or `frames:N`. A plain type, because Megatron stores it in checkpoints."""
+    lynx_check_against: str = _flag(
+        "none",
+        "Stock without recomputation (none, the default), or with full recomputation (full), which needs less memory.",
+        choices=REFERENCES,
+    )
+    lynx_schedule: str = _flag(
+        "flush",
+        "double-buffered: do not empty the pipeline before each update. Keeps two versions of the weights, and changes how the "
+        "model learns: gradients are one update old. Default: flush, as ever.",
+        choices=SCHEDULES,
+    )
+    lynx_host: str = _flag(
+        "megatron-lm",
+        "Whose training the script calls: Megatron-LM's (the default), or Megatron-Bridge's, whose `pretrain` takes a "
+        "configuration. May stand before the script.",
+        choices=HOSTS,
+    )
+    lynx_log: str = _flag("warning", "What megatron-lynx says on rank 0 beside its summary.", choices=LEVELS)
+
+    @property
+    def without_flushes(self) -> bool:
+        return self.lynx_schedule == "double-buffered"
+
+    @property
+    def checked_steps(self) -> int:
+        return int(str(self.lynx_check or 0).removeprefix(FRAMES))
+
+    @property
+    def checks_frames(self) -> bool:
+        return isinstance(self.lynx_check, str)
+
+    @property
+    def outcome(self) -> Path | None:
+        return None if self.lynx_outcome is None else Path(self.lynx_outcome)
+
+    @property
+    def trace(self) -> Path | None:
+        return None if self.lynx_trace is None else Path(self.lynx_trace)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        flag, _, text = message.removeprefix("argument ").partition(": ")
+        raise ConfigError("the launch cannot be read", [Problem(flag, text or message, "", "see --help")])
+
+
+def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    group = parser.add_argument_group(GROUP)
+    for flag in fields(Flags):
+        group.add_argument(f"--{flag.name.replace('_', '-')}", default=flag.default, **flag.metadata)
+    return parser
+
+
+def flags_in(arguments: Sequence[str]) -> tuple[Flags, list[Problem]]:
+    """Our flags among a script's arguments, and the problems of unknown and bad ones."""
+    try:
+        namespace, script_words = add_flags(_Parser(add_help=False, allow_abbrev=False)).parse_known_args(list(arguments))
+    except ConfigError as error:
+        return Flags(), list(error.problems)
+    known = [f"--{field.name.replace('_', '-')}" for field in fields(Flags)]
+    problems = []
+    for flag in (word.partition("=")[0] for word in script_words if word.startswith(PREFIX)):
+        problems.append(Problem(flag, "no such flag", f"one of {', '.join(known)}", suggestion(flag, known)))
+    return Flags(**vars(namespace)), problems
+
+
+def read_flags(arguments: Sequence[str]) -> Flags:
+    """Parse our flags among a script's arguments. Raises `ConfigError` for an unknown, bad or useless flag of ours."""
+    flags, problems = flags_in(arguments)
+    without_plan = (
+        ("--lynx-trace", flags.lynx_trace, "there is nothing to trace"),
+        ("--lynx-outcome", flags.lynx_outcome, "nothing is predicted"),
+        ("--lynx-check", flags.lynx_check, "there is nothing to check"),
+    )
+    if flags.lynx_plan is None:
+        given = [(flag, why) for flag, value, why in without_plan if value is not None]
+        problems += [Problem(flag, "no --lynx-plan", f"one: without a plan {why}") for flag, why in given]
+    if flags.lynx_check is None and flags.lynx_check_against != Flags.lynx_check_against:
+        problems.append(Problem("--lynx-check-against", "no --lynx-check", "one: how many steps are to be checked"))
+    if flags.checks_frames and flags.lynx_check_against != Flags.lynx_check_against:
+        compared = f"--lynx-check {flags.lynx_check}, which compares with no stock"
+        problems.append(Problem("--lynx-check-against", compared, "--lynx-check N, or without this flag"))
+    if problems:
+        raise ConfigError("the launch cannot be read", problems)
+    return flags
+
+
+def say(text: str) -> None:
+    """Print a line with a single write. `print` makes two, and another rank's line may come between them."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+def stop(error: LynxError) -> None:
+    """Print an error, and in a distributed job exit at once: a normal exit would wait for ranks that may wait in a collective."""
+    distributed = getattr(sys.modules.get("torch"), "distributed", None)
+    in_job = distributed is not None and distributed.is_initialized()
+    if in_job or os.environ.get("LOCAL_RANK", "0") == "0":
+        rank = f"rank {os.environ.get('RANK', '0')}: " if in_job else ""
+        say(f"megatron-lynx: {rank}{error}")
+    if in_job:
+        sys.stdout.flush()
+        os._exit(error.exit_status)
+
 
 USAGE = """\
 {flags}
 
 Runs SCRIPT, a training script of Megatron-LM, as `torchrun ... SCRIPT` would, and trains under PLAN, or without flushes.
-The host is megatron-lm, or bridge for a script of Megatron-Bridge. `SCRIPT --help` shows these flags among Megatron-LM's."""
+The host is megatron-lm, or bridge for a script of Megatron-Bridge."""
 
 HOST = "--lynx-host"
 

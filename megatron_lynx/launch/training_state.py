@@ -2,12 +2,9 @@
 
 random numbers     python, numpy, torch's generators, Megatron's tracker
 buffers            of the model (routers' biases and counts, running statistics)
-extra states       of modules that save one in checkpoints
-scales             and amax histories of Transformer Engine's FP8
+extra states       of modules that save one in checkpoints; scales and amax histories of Transformer Engine's FP8
 logged losses      auxiliary losses of routers, multi-token prediction and sparse attention, summed until they are logged
 validated results  of Megatron's rerun state machine
-
-Megatron's own functions zero gradients. The number of micro-batches, learning rates and the optimizer change outside of passes.
 """
 
 from __future__ import annotations

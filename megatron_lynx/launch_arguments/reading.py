@@ -18,7 +18,7 @@ from megatron_lynx.config.experts import MARGIN
 from megatron_lynx.config.job import Policy
 from megatron_lynx.config.loader import load_cluster
 from megatron_lynx.errors import ConfigError, Problem
-from megatron_lynx.launch.flags import flags_in
+from megatron_lynx.launch.script import flags_in
 from megatron_lynx.launch_arguments.adapters import adapter_facts
 from megatron_lynx.launch_arguments.command_line import HEADLINE, LAUNCHER, CommandLine, command_line, without_option
 from megatron_lynx.launch_arguments.container import OPTION as BRIDGE

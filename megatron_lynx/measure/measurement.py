@@ -1,10 +1,6 @@
 """The measurement file: seconds and bytes of one training step under several settings, on one machine, in one run.
 
-    ranks ──RankResult──> Setting ──┐
-                          Setting ──┼──> Measurement ──save_measurement──> measurement.json ──compare──> table, report
-    machine facts ──────────────────┘
-
-The file has samples, bytes and counts; figures derived from these are properties here and columns in `megatron_lynx.compare`.
+It has samples, bytes and counts; figures derived from these are properties here and columns in `megatron_lynx.compare`.
 """
 
 from __future__ import annotations
@@ -12,7 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,15 +27,10 @@ LinkKind = Literal["none", "loopback", "shaped", "device"]
 
 
 class Links(Part):
-    """The links between the ranks.
-
-    none: one rank. loopback: processes of one host, unshaped. shaped: processes of one host, as two emulated hosts; communication
-    between these takes the time of a link of limited rate. device: real links between devices or hosts.
-    """
+    """The links between the ranks. shaped: two emulated hosts on one machine, with a link of limited rate between them."""
 
     kind: LinkKind
     mbit_per_s: float | None = Field(default=None, gt=0)
-    """Rate of a shaped link."""
 
     def __str__(self) -> str:
         rate = "" if self.mbit_per_s is None else f" at {self.mbit_per_s:g} Mbit/s"
@@ -122,13 +113,9 @@ def time_alternating(
 ) -> dict[str, tuple[float, ...]]:
     """This rank's samples in seconds, by setting, one per round. Settings take turns: a machine that slows down slows them all.
 
-        warm-up   A B C   A B C                not kept
-        round 0   |A |B |C                     | prepare; barrier of all ranks and, on CUDA, an idle device: not timed
-        round 1   |A |B |C
-                  └┴─ one sample: from the barrier until this rank's step is done (on CUDA: done on the device)
-
-    `prepare` is called with a setting's name before each of its turns, and is not timed: it puts the setting in force. Every rank
-    must call this with the same settings in the same order, or their collectives do not meet.
+    `prepare` is called with a setting's name before each of its turns, to put it in force. Then ranks wait for each other and, on
+    CUDA, for the device; a sample lasts from there until this rank's step is done. Every rank must call this with equal settings,
+    in the same order.
     """
     device = torch.device(device)
     wait: Step = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
@@ -147,8 +134,6 @@ def time_alternating(
 
 
 class Counted(Figures):
-    """The figures of a setting in one step."""
-
     resident_bytes: Annotated[int, MOST]
     """Activations held between forward and backward: the most that was live at the end of any forward pass."""
     peak_bytes: Annotated[int, MOST]
@@ -189,13 +174,6 @@ class Setting(Part):
         answers = {rank.gradients_equal for rank in self.ranks}
         return False if False in answers else None if None in answers else True
 
-    def _problems(self) -> Iterator[str]:
-        numbers = [rank.rank for rank in self.ranks]
-        if numbers != list(range(len(numbers))):
-            yield f"ranks are {numbers}, but must be {list(range(len(numbers)))}, in order"
-        if len({len(rank.step_s) for rank in self.ranks}) > 1:
-            yield f"ranks have {[len(rank.step_s) for rank in self.ranks]} samples, but all must have one per round"
-
 
 class Skipped(Part):
     name: str
@@ -207,7 +185,6 @@ class Measurement(Part):
 
     version: Literal[1] = 1
     subject: str
-    """Model, layout, micro-batches."""
     machine: Machine
     device: Literal["cpu", "cuda"]
     """Bytes are counted in another way on each (see `memory`)."""
@@ -233,24 +210,10 @@ class Measurement(Part):
     def ratio_to_none(self, setting: Setting) -> float:
         return setting.step.median_s / self.reference.step.median_s
 
-    def _problems(self) -> Iterator[str]:
-        names = [setting.name for setting in self.settings]
-        yield from (f"setting {name!r} is there twice" for name in dict.fromkeys(names) if names.count(name) > 1)
-        if self.reference.ours:
-            yield f"the first setting is {names[0]!r}, but ratios refer to the first, which must be stock none"
-        needed = (len(self.reference.ranks), self.rounds)
-        for setting in self.settings:
-            shape = (len(setting.ranks), len(setting.step_samples_s))
-            if shape != needed:
-                counts, wanted = (f"{ranks} ranks and {rounds} rounds" for ranks, rounds in (shape, needed))
-                yield f"setting {setting.name!r} has {counts}, but {names[0]!r} has {wanted}"
-
 
 def save_measurement(measurement: Measurement, path: str | os.PathLike[str]) -> None:
-    """Write the file whole or not at all. Raises ConfigError if it cannot be written."""
     write_whole(path, measurement.model_dump_json(indent=2) + "\n")
 
 
 def load_measurement(path: str | os.PathLike[str]) -> Measurement:
-    """Raises ConfigError with every problem and its place in the file."""
     return validated(Measurement, json_in(path, "a measurement file (JSON)"), os.fspath(path))

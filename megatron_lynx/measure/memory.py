@@ -1,10 +1,5 @@
 """Activation bytes of a step, counted the same way for every setting.
 
-    with activation_meter(device) as meter:       level at entry = 0: weights, gradients and optimizer do not count
-        forward();  meter.mark("after forward")   live bytes now, above the level at entry
-        backward()
-    meter.use.peak_bytes                          peak, above the level at entry
-
 Count in a step after a warm-up, because lazily allocated buffers would count as activations.
 
 CUDA     the caching allocator's own statistics: blocks, rounded to 512 bytes
@@ -12,9 +7,8 @@ a CPU    reports of PyTorch's allocator to its profiler, exact and at every allo
 
 On a CPU c10's flag "report CPU memory usage" is set before the first count, and stays set; it costs each allocation about a
 microsecond. Without it the allocator knows only blocks of profiled threads, and takes a later block at the same address for the
-old one. Counted are storages of all threads, without workspaces that bypass the allocator (oneDNN, MKL), NumPy arrays, the
-release of blocks older than the flag (`remember_blocks`), and peaks inside threads that neither the metered thread nor autograd
-started.
+old one. Not counted: workspaces that bypass the allocator (oneDNN, MKL), NumPy arrays, the release of blocks older than the flag
+(`remember_blocks`), and peaks inside threads that neither the metered thread nor autograd started.
 """
 
 from __future__ import annotations
@@ -25,12 +19,11 @@ import os
 import sys
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, final
+from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 
 import torch
 from torch.autograd.profiler import profile, record_function
@@ -41,12 +34,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@dataclass(frozen=True)
-class Mark:
-    """Live bytes at one moment, relative to entry."""
+class Mark(NamedTuple):
+    """Live bytes at one moment, and the peak from it to the next mark, above the level at entry."""
 
     name: str
     bytes: int
+    peak_bytes: int
 
 
 @dataclass(frozen=True)
@@ -57,9 +50,7 @@ class MemoryUse:
     marks: tuple[Mark, ...]
     left_bytes: int
     """Still live when the meter was closed."""
-    peaks: tuple[Mark, ...] = field(default=(), compare=False)
-    """The peak from each mark to the next."""
-    level_bytes: int = field(default=0, compare=False)
+    level_bytes: int
     """The allocator's total at entry. On a CPU without blocks older than the flag."""
 
     @property
@@ -68,46 +59,35 @@ class MemoryUse:
         return max((mark.bytes for mark in self.marks), default=0)
 
     def at(self, name: str) -> int:
-        for mark in self.marks:
-            if mark.name == name:
-                return mark.bytes
-        raise KeyError(name)
+        return next(mark.bytes for mark in self.marks if mark.name == name)
 
 
-class ActivationMeter(ABC):
+class ActivationMeter:
     """Counts allocations inside a `with` block; `use` exists after a block without an exception."""
 
     use: MemoryUse
 
-    @abstractmethod
-    def __enter__(self) -> ActivationMeter: ...
+    def __enter__(self) -> Self:
+        raise NotImplementedError
 
-    @abstractmethod
     def mark(self, name: str) -> None:
         """Remember the live bytes. Costs one tiny allocation at most, which is not counted."""
+        raise NotImplementedError
 
-    @abstractmethod
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None: ...
 
     def _set_use(self, names: Sequence[str], totals: Sequence[int], peaks: Sequence[int]) -> None:
         """`totals`: live bytes at entry, at the marks and at exit. `peaks`: from each of these but the last to the next one."""
         level, *inner, left = totals
+        marks = zip(names, inner, peaks[1:], strict=True)
         self.use = MemoryUse(
-            peak_bytes=max(peaks) - level,
-            marks=tuple(Mark(name, total - level) for name, total in zip(names, inner, strict=True)),
-            left_bytes=left - level,
-            peaks=tuple(Mark(name, peak - level) for name, peak in zip(names, peaks[1:], strict=True)),
-            level_bytes=level,
+            max(peaks) - level, tuple(Mark(name, at - level, peak - level) for name, at, peak in marks), left - level, level
         )
 
 
 def activation_meter(device: torch.device | str) -> ActivationMeter:
     device = torch.device(device)
-    if device.type == "cuda":
-        return CudaMeter(device)
-    if device.type == "cpu":
-        return CpuMeter()
-    raise ValueError(f"activation bytes can be counted on cpu and cuda, not on {device.type}")
+    return CudaMeter(device) if device.type == "cuda" else CpuMeter()
 
 
 def count_step(
@@ -136,14 +116,13 @@ def marked(function: Callable[P, R], meter: ActivationMeter, name: str) -> Calla
     return call
 
 
-@final
 class CudaMeter(ActivationMeter):
     """Reads the caching allocator's statistics without synchronising. Resets the device's peak."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def __enter__(self) -> CudaMeter:
+    def __enter__(self) -> Self:
         self._names: list[str] = []
         self._peaks: list[int] = []
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -231,18 +210,13 @@ def _state(task: Path) -> str:
     return "S"
 
 
-@final
 class CpuMeter(ActivationMeter):
     """Counts on the CPU. It can be used neither inside itself nor inside another profiler: PyTorch runs one at a time.
 
-    enter       profiler on ── [enter]        a mark: one tiny tensor, so that the total is reported at this moment
-       step     alloc +4096  total 12192      every report of the allocator carries the total of all threads
-                free  -4096  total  8096
-       mark(name) ── [name]
-    exit        ── [exit]   profiler off      peak = max(total) - total at [enter]
+    Every report of the allocator carries the total of all threads. A mark is one tiny tensor, so that the total is reported then.
     """
 
-    def __enter__(self) -> CpuMeter:
+    def __enter__(self) -> Self:
         remember_blocks()
         self._names: list[str] = []
         self._profiler = profile(profile_memory=True)

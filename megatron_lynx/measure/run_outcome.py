@@ -1,7 +1,5 @@
 """The outcome file: predicted and measured figures of a run under a plan, by stage.
 
-    a run ──> RunOutcome ──save_outcome──> lynx_outcome.json ──load_outcome──> RunOutcome
-
 Rank 0 writes it at steps 1 and 2 and when the run ends. An unknown figure is null: a plan may predict nothing, and a machine
 without a GPU reserves no memory.
 """
@@ -10,13 +8,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from statistics import median
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import ConfigDict, Field
 
+from megatron_lynx.anatomy import EXPERTS
 from megatron_lynx.errors import ConfigError, Problem
-from megatron_lynx.figures import MOST, Figure, Figures, Learned, of_slowest
+from megatron_lynx.figures import MOST, Figure, Figures, Learned, in_words, of_slowest
+from megatron_lynx.timeline import Span
+from megatron_lynx.units import format_bytes
 from megatron_lynx.validation import Part, formerly, validated
 from megatron_lynx.whole_file import json_in, write_whole
 
@@ -25,8 +29,6 @@ FILE_NAME = "lynx_outcome.json"
 
 
 class StagePredicted(Part):
-    """The plan's figures of one stage."""
-
     passes_s: Annotated[float | None, Figure(max, "predicted_passes_s")] = None
     """Forwards and backwards of one step, over all stages."""
     memory_bytes: Annotated[int | None, Figure(max, "predicted_device_peak_bytes")] = None
@@ -77,6 +79,70 @@ def _sums(one: dict[str, PartT], other: dict[str, PartT]) -> dict[str, PartT]:
         present = sums.get(key, type(more)())
         sums[key] = type(more)(**{name: getattr(present, name) + getattr(more, name) for name in type(more).model_fields})
     return dict(sorted(sums.items()))
+
+
+ON_COPY_STREAMS = ("offload", "reload")
+COMPUTING = ("forward", "backward")
+
+OVER = 0.02
+"""A wait ends before the work in it if at most this fraction of it remains after the work."""
+
+
+def parts_of(spans: Sequence[Span], has_experts: Callable[[int], bool]) -> StepParts:
+    """Split one rank's step into halves and waits. `has_experts` takes the number of a layer.
+
+    spans, nested               backward mlp(3) ┬ window bwd.mlp.0@3 ┬ recompute attention(3)    in the wait
+                                                │                    └ (the rest of the wait)
+                                                └ recompute mlp(3)                               on demand
+    compute of a half           its forward and backward without the spans inside, and its delayed weight gradients
+    a wait                      the communication, if longer than the work inside; else only an upper bound
+
+    Receives between stages are left out: their length depends on other stages.
+    """
+    halves: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    waits: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for span, inside in _nested(span for span in spans if span.kind not in ON_COPY_STREAMS):
+        own_s = span.end_s - span.start_s - sum(inner_span.end_s - inner_span.start_s for inner_span in inside)
+        if span.kind in COMPUTING or span.kind == "weight_gradient":
+            halves[_kind(span.half, span.layer, has_experts)][span.kind].append(own_s)
+        elif span.kind == "window":
+            name, _, layer = str(span.window).partition("@")
+            passing, half, ordinal = name.split(".")
+            place = f"{passing}.{_kind(half, int(layer), has_experts)}.{ordinal}"
+            waits[place].append((span.end_s - span.start_s, own_s))
+    return StepParts(
+        halves={kind: _half(seconds_by_kind) for kind, seconds_by_kind in sorted(halves.items())},
+        waits={place: _waits(wait_times) for place, wait_times in sorted(waits.items())},
+    )
+
+
+def _half(seconds_by_kind: Mapping[str, Sequence[float]]) -> HalfSeconds:
+    """`seconds_by_kind`: seconds by kind of span. The median is used for passes, as other work may have delayed some."""
+    seconds = sum(
+        len(seconds_by_kind[passing]) * median(seconds_by_kind[passing]) for passing in COMPUTING if seconds_by_kind[passing]
+    )
+    return HalfSeconds(calls=len(seconds_by_kind["forward"]), seconds=seconds + sum(seconds_by_kind["weight_gradient"]))
+
+
+def _waits(wait_times: Sequence[tuple[float, float]]) -> WaitSeconds:
+    """`wait_times`: for each wait its length, and its rest after the work in it."""
+    longer = [whole_s for whole_s, rest_s in wait_times if rest_s > OVER * whole_s]
+    return WaitSeconds(longer=len(longer), longer_s=sum(longer))
+
+
+def _kind(half: str | None, layer: int | None, has_experts: Callable[[int], bool]) -> str:
+    return "experts" if half == EXPERTS.half and layer is not None and has_experts(layer) else str(half)
+
+
+def _nested(spans: Iterable[Span]) -> Iterator[tuple[Span, list[Span]]]:
+    around: list[tuple[Span, list[Span]]] = []
+    for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
+        while around and around[-1][0].end_s < span.end_s:
+            yield around.pop()
+        if around:
+            around[-1][1].append(span)
+        around.append((span, []))
+    yield from reversed(around)
 
 
 class StageMeasured(Figures):
@@ -141,7 +207,6 @@ class StepInput(Part):
 
     @property
     def full(self) -> bool:
-        """Whether micro-batches had the planned tokens."""
         return abs(self.tokens - 1) < TOLERANCE
 
     @property
@@ -155,8 +220,6 @@ class StepInput(Part):
 
 
 class Report(Part):
-    """All stages at one time."""
-
     when: Literal["step", "end"]
     """One step; or the end, with medians over the steps."""
     step: int = Field(ge=1)
@@ -207,14 +270,96 @@ COLUMNS = (
 """Columns of tables: group, heading, figure."""
 
 
-class RunOutcome(Part):
-    """How a run came out. Facts that the plan does not state are null."""
+UNKNOWN = "-"
+HEADINGS = (("", "stage"), *((group, heading) for group, heading, _ in COLUMNS), ("in windows", "+ on demand"))
+BETWEEN = "  "
 
+
+def lines(report: Report) -> list[str]:
+    cells = [tuple(name for _, name in HEADINGS), *(_cells(report, row) for row in report.stages)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    heading = _heading(widths)
+    table = [BETWEEN.join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+    return [_title(report), *(f"  {line}".rstrip() for line in (heading, *table, *_notes(report)))]
+
+
+def _heading(widths: list[int]) -> str:
+    """Names of groups, right-aligned over their columns. Widens the first column of a group that is narrower than its name."""
+    names, column = [], 0
+    for name, group in groupby(HEADINGS, key=lambda heading: heading[0]):
+        size = len(list(group))
+        width = sum(widths[column : column + size]) + len(BETWEEN) * (size - 1)
+        widths[column] += max(0, len(name) - width)
+        names.append(name.rjust(max(width, len(name))))
+        column += size
+    return BETWEEN.join(names)
+
+
+def _title(report: Report) -> str:
+    if report.when == "end":
+        return f"how this run of {report.step} steps came out (seconds of a usual step, the most bytes of all):"
+    return f"step {report.step} of this run, beside what its plan predicts:"
+
+
+def _cells(report: Report, row: StageRow) -> tuple[str, ...]:
+    figures = zip(COLUMNS, report.cells(row), strict=True)
+    cells = (UNKNOWN if figure is None else in_words(name, figure) for (_, _, name), figure in figures)
+    return (str(row.stage), *cells, f"{row.measured.in_windows} + {row.measured.on_demand}")
+
+
+def _notes(report: Report) -> list[str]:
+    predicted = [row.predicted for row in report.stages if row.predicted is not None]
+    notes = [] if predicted else ["the plan predicts nothing"]
+    if any(stage.memory_bytes is None for stage in predicted):
+        notes.append("the plan does not say what a device holds")
+    if all(row.measured.allocated_bytes is None for row in report.stages):
+        notes.append("bytes: not measured, as something else profiles, or PyTorch does not tell")
+    return [*notes, *_met(report), *_reserve(report), *_load(report)]
+
+
+def _met(report: Report) -> Iterator[str]:
+    if (met := report.met) is None:
+        return
+    came = f"{met.microbatches:.3g} of {met.planned_microbatches} micro-batches"
+    full = f"{100 * met.tokens:.3g} % of their tokens, {100 * met.squares:.3g} % of the squares of lengths"
+    yield f"what came: {came}, {full}"
+    alone = "" if met.by_squares else ", by tokens alone: the plan does not say what attention takes"
+    yield f"predicted seconds are for that: the plan's x {met.passes:.3f}{alone}; predicted bytes are the plan's, the most"
+
+
+def _reserve(report: Report) -> Iterator[str]:
+    outside = [row.measured.outside_bytes for row in report.stages if row.measured.outside_bytes is not None]
+    slack = [row.measured.slack_bytes for row in report.stages if row.measured.slack_bytes is not None]
+    if not outside or not slack:
+        return
+    planned = (None, None) if report.reserve is None else (report.reserve.outside_bytes, report.reserve.slack_bytes)
+    outside_use = f"{_used(max(outside), planned[0])} outside PyTorch's allocator (context, libraries, NCCL)"
+    yield f"reserve: {outside_use}, {_used(max(slack), planned[1])} reserved and not allocated"
+
+
+def _used(used_bytes: int, planned: int | None) -> str:
+    return format_bytes(used_bytes) if planned is None else f"{format_bytes(used_bytes)} of {format_bytes(planned)} used"
+
+
+def _load(report: Report) -> Iterator[str]:
+    fullest = max(report.stages, key=lambda row: row.measured.expert_load)
+    if report.planned_load is None or not fullest.measured.expert_load:
+        return
+    load = f"experts: stage {fullest.stage} had a rank with {fullest.measured.expert_load:.2f} of a balanced share of tokens"
+    planned = f"its plan was made for {report.planned_load:.2f}"
+    more = ": expect more bytes and seconds than predicted" if fullest.measured.expert_load > report.planned_load else ""
+    yield f"{load}, {planned}{more}"
+    fallen = max(report.stages, key=lambda row: row.measured.fell_back)
+    if fallen.measured.fell_back:
+        often = f"{fallen.measured.fell_back} halves of a step fell back on stage {fallen.stage}"
+        yield f"experts: {often}, whose bytes hold for less: plan for more with --experts-hold"
+
+
+class RunOutcome(Part):
     version: Literal[1] = 1
     made_by: str
     megatron_core: str
     plan: str
-    """Its path."""
     plan_digest: str
     job_digest: str | None = None
     profile_digest: str | None = None
@@ -231,12 +376,10 @@ class RunOutcome(Part):
 
 
 def save_outcome(outcome: RunOutcome, path: str | os.PathLike[str]) -> None:
-    """Raises `ConfigError` where the file cannot be written; an older one is then unchanged."""
     write_whole(path, json.dumps(outcome.model_dump(mode="json"), indent=1) + "\n")
 
 
 def load_outcome(path: str | os.PathLike[str]) -> RunOutcome:
-    """Raises `ConfigError` where there is none, where it is cut off, and with all invalid places."""
     where = os.fspath(path)
     data = json_in(path, f"the {FILE_NAME} of a launch under a plan")
     version = data.get("version")

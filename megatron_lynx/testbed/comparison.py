@@ -323,7 +323,7 @@ def _setting(candidate: Candidate, censuses: list[Census], laps: list[dict[str, 
 
 
 def _result(rank: int, counted: Counted, lap: Lap) -> RankResult:
-    on_demand_s = timeline_of({rank: lap.events}).on_demand_s(rank) if lap.events else None
+    on_demand_s = sum(span.seconds for span in lap.events if span.on_demand) if lap.events else None
     return RankResult(
         rank=rank,
         step_s=lap.step_s,

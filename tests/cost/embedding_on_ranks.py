@@ -45,8 +45,7 @@ def count_embedding(rank: int, job: Job) -> list[int]:
         run_schedule(training.chunks, job, batches, forward_step_func=begun)
     forget_auxiliary_losses()
     names = [mark.name for mark in meter.use.marks]
-    peaks = meter.use.peaks[names.index("second step") :]
-    return [peak.bytes for peak in peaks if peak.name == BEGINS]
+    return [mark.peak_bytes for mark in meter.use.marks[names.index("second step") :] if mark.name == BEGINS]
 
 
 def _watch(model: Any, meter: ActivationMeter) -> None:

@@ -158,12 +158,12 @@ def _before_gradient(tensor: Any, meter: ActivationMeter, name: str) -> None:
 def _by_moment(use: MemoryUse) -> Counted:
     """Peaks from one mark to the next, but the level at which forward ends."""
     names = [mark.name for mark in use.marks]
-    marks, peaks = (each[names.index("later step") :] for each in (use.marks, use.peaks))
-    found = {name: max(peak.bytes for peak in peaks if peak.name == name) for name in {mark.name for mark in marks}}
+    marks = use.marks[names.index("later step") :]
+    found = {name: max(mark.peak_bytes for mark in marks if mark.name == name) for name in {mark.name for mark in marks}}
     ends = "forward" if "forward" in found else "forward is over"
     found["forward"] = max(mark.bytes for mark in marks if mark.name == ends)
     if "loss" in found:  # its backward is no part of a forward
         found["loss"] = max(found["loss"], found["forward is over"])
-    found["first_update"] = next(peak.bytes for peak in use.peaks if peak.name == "first update")
+    found["first_update"] = next(mark.peak_bytes for mark in use.marks if mark.name == "first update")
     found["update"] = found.pop("later update")
     return {name: size for name, size in found.items() if name in MOMENTS}

@@ -12,8 +12,7 @@ import sys
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 from megatron_lynx.errors import ConfigError
-from megatron_lynx.launch.message import say
-from megatron_lynx.launch.script import main
+from megatron_lynx.launch.script import main, say
 from tests.instruments.script_device import stand_in_for_gpu_machine
 
 

@@ -40,7 +40,7 @@ def _trained(job: Job, plan: Plan, limit_bytes: int, steps: int) -> Said:
     gc.collect()  # of what was trained before
     before_bytes = CpuTotal().bytes
     for step in range(steps):
-        at = Rank(plan, run.stage, run.chunks, training.optimizer, stepped=step > 0)
+        at = Rank(plan, run.stage, run.chunks, training.optimizer)
         try:
             with LimitedMemory(before_bytes + limit_bytes):
                 training.step(batches)

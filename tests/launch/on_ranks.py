@@ -32,9 +32,9 @@ def agreeing_in_different_errors(rank: int) -> int | None:
 
 def preparing(rank: int, plans: list[str], args: dict[str, Any]) -> tuple[int | None, str]:
     """The same of a launch in which every rank is given a plan of its own, and Megatron's arguments `args`."""
-    from megatron_lynx.launch.flags import Flags
     from megatron_lynx.launch.hosts import host_named
     from megatron_lynx.launch.launch import Launch
+    from megatron_lynx.launch.script import Flags
 
     launch = Launch(Flags(lynx_plan=plans[rank]), host_named("megatron-lm"))
     return _ended(partial(launch.prepare, SimpleNamespace(**args, rank=rank)))

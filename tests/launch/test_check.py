@@ -95,8 +95,7 @@ def test_stock_with_full_recomputation_fits_where_stock_without_does_not(faulty)
     """More steps than there are is all of them."""
     checked = faulty("oom", 1, "--lynx-check", "9", "--lynx-check-against", "full")
     assert checked.status == 0, checked.text
-    _, steps, summary, done = checked.ours
-    assert steps == "megatron-lynx: --lynx-check 9: this run has 3 steps; all of them are checked"
+    _, summary, done = checked.ours
     assert summary.startswith("megatron-lynx: checked 3 steps against stock with full recomputation: in each, 4 losses and")
     # 3 steps x 4 micro-batches x 4 layers x 2 halves
     assert done.startswith("megatron-lynx: rank 0 recomputed 96 ")

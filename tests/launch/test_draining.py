@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lynx.launch.schedule import Draining, reasons
+from megatron_lynx.launch.schedule import Draining, must_drain
 
 NOTHING = {
     "train_iters": 10,
@@ -25,7 +25,7 @@ NOTHING = {
 
 
 def drained(**given: Any) -> list[int]:
-    return [number for number in range(1, 11) if any(reasons(SimpleNamespace(**NOTHING | given), number))]
+    return [number for number in range(1, 11) if must_drain(SimpleNamespace(**NOTHING | given), number)]
 
 
 @pytest.mark.parametrize(

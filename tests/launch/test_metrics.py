@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_lynx.figures import figures_of
-from megatron_lynx.launch.metrics import GLOO, Metrics
-from megatron_lynx.launch_arguments.given import flag_table
+from megatron_lynx.launch.reporter import Metrics
 from megatron_lynx.measure.run_outcome import StageMeasured, StagePredicted
 
 from . import metrics_on_ranks
@@ -28,7 +27,7 @@ def logged(args):
     for step in range(6):
         args.curr_iteration = step
         metrics.step_ends(engine)
-    metrics.close()
+    metrics.write()
     assert engine.exact == {False}, "nothing waits for a device"
     return scalars, wandb, metrics.total
 
@@ -52,7 +51,7 @@ def test_what_is_known_besides_is_logged_and_what_is_not_is_left_out():
     board = SimpleNamespace(add_scalar=lambda *scalar: scalars.append(scalar))
     metrics = Metrics(SimpleNamespace(tensorboard_dir="logs", tensorboard_log_interval=1, curr_iteration=0), board)
     counts = metrics.step_ends(metrics_on_ranks.Counted(), lambda counts: {"passes_s": 0.5, "device_reserved_peak_bytes": None})
-    metrics.close()
+    metrics.write()
     assert counts.in_windows == 1
     assert ("lynx/passes_s", 0.5, 1) in scalars
     assert "lynx/device_reserved_peak_bytes" not in {name for name, _, _ in scalars}
@@ -76,44 +75,22 @@ def test_without_a_log_only_the_total_is_kept():
     assert (scalars, wandb, total.in_windows) == ([], [], 21)
 
 
-def test_what_is_left_is_in_wandb_before_megatron_ends_the_run():
-    """Where its loop exits, Megatron ends W&B's run first; who logs behind that gets an error."""
-    calls: list[str] = []
-    wandb = SimpleNamespace(log=lambda figures, step: calls.append(f"step {step}"), finish=lambda: calls.append("finished"))
-    finish = wandb.finish
-    metrics = Metrics(SimpleNamespace(wandb_project="ours", tensorboard_log_interval=1, curr_iteration=0), None, wandb)
-    with metrics.written_before_wandb_ends():
-        metrics.step_ends(metrics_on_ranks.Counted())
-        wandb.finish()
-        metrics.close()
-    assert calls == ["step 1", "finished"]
-    assert wandb.finish is finish
+def test_a_finished_run_of_wandb_gets_nothing():
+    """Where its loop exits, Megatron ends W&B's run first; who logs after that gets an error."""
+    steps: list[int] = []
+    wandb = SimpleNamespace(run="running", log=lambda figures, step: steps.append(step))
+    args = SimpleNamespace(wandb_project="ours", tensorboard_log_interval=1, curr_iteration=0)
+    metrics = Metrics(args, None, wandb)
+    metrics.step_ends(metrics_on_ranks.Counted())
+    metrics.write()
+    metrics.step_ends(metrics_on_ranks.Counted())
+    wandb.run = None
+    metrics.write()
+    assert steps == [1]
 
 
-def test_every_release_s_name_of_the_flag_that_forbids_gloo():
-    assert {flag.sets for flag in flag_table().of_option["--disable-gloo-process-groups"]} == set(GLOO)
-
-
-ALONE = "lynx/ figures in logs are those of rank 1 alone, which writes them, not the most of all\n"
-
-
-@pytest.mark.parametrize(
-    ("args", "gloo", "tries", "why"),
-    [
-        ({"use_gloo_process_groups": True}, "here", 1, None),
-        ({"use_gloo_process_groups": False}, "here", 0, "--disable-gloo-process-groups"),
-        ({"enable_gloo_process_groups": False}, "here", 0, "--disable-gloo-process-groups"),
-        ({}, "missing", 0, "this PyTorch has no gloo"),
-        ({}, "broken", 1, "no group over gloo (no interface)"),
-    ],
-    ids=["allowed", "forbidden since 0.17", "forbidden in 0.16", "missing", "broken"],
-)
-def test_without_gloo_no_group_of_it_is_made_and_the_rank_that_logs_tells_of_itself(pool_of, args, gloo, tries, why):
-    """From 0.17 on the flag has another name, and a group of all ranks was made although the user had forbidden it."""
-    first, last = pool_of(2).run(metrics_on_ranks.logged, args, gloo)
-    assert (first.groups, last.groups) == (tries, tries)
-    assert last.recomputations == (2.0 if why is None else 1.0), "of rank 0, which recomputes more, or its own"
-    assert (first.said, last.said) == ("" if why is None else f"megatron-lynx: {why}: {ALONE}", "")
+def test_the_rank_that_logs_has_the_most_of_all_ranks(pool_of):
+    assert pool_of(2).run(metrics_on_ranks.logged)[-1] == 2.0
 
 
 def test_a_launch_that_logs_to_tensorboard(tmp_path):

@@ -14,7 +14,7 @@ import torch
 from megatron_lynx.anatomy import HALVES
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.figures import Figures, InputSeen
-from megatron_lynx.launch.reporter import Peak, Reporter, StepClock, largest_input, lines, path_of, predicted_of, rows, step_input
+from megatron_lynx.launch.reporter import Reporter, StepClock, largest_input, path_of, predicted_of, rows, step_input
 from megatron_lynx.measure.run_outcome import (
     FILE_NAME,
     PlannedReserve,
@@ -23,6 +23,7 @@ from megatron_lynx.measure.run_outcome import (
     StageMeasured,
     StagePredicted,
     StageRow,
+    lines,
     load_outcome,
     save_outcome,
 )
@@ -66,8 +67,8 @@ def test_of_a_stages_ranks_the_slowest_and_the_fullest_count(predicting):
 
 def test_how_much_of_the_reserve_was_used_is_said_where_a_device_tells(predicting):
     """Of a stage's ranks the most counts; slack is the difference of one rank's peaks, not of two ranks'."""
-    used = [Peak(60 * GIB, 61 * GIB, 4 * GIB), Peak(70 * GIB, 70 * GIB + 100, 5 * GIB)]
-    ranks = [figures(stage, **peak._asdict(), slack_bytes=peak.slack_bytes) for stage, peak in enumerate(used)]
+    used = [{"outside_bytes": 4 * GIB, "slack_bytes": GIB}, {"outside_bytes": 5 * GIB, "slack_bytes": 100}]
+    ranks = [figures(stage, **used_bytes) for stage, used_bytes in enumerate(used)]
     found = report(predicting, *ranks)
     words = "reserve: 5.00 GiB outside PyTorch's allocator (context, libraries, NCCL), 1.00 GiB reserved and not allocated"
     assert lines(found)[-1].strip() == words
@@ -83,7 +84,7 @@ def test_what_a_plan_does_not_predict_is_said_and_is_no_zero(predicting):
     title, *table = lines(report(silent, figures(0), figures(1)))
     assert title == "step 2 of this run, beside what its plan predicts:"
     assert table[2].split()[:5] == ["0", "-", "1000", "B", "-"]
-    assert table[-1] == "  stages 0-1: the plan predicts nothing"
+    assert table[-1] == "  the plan predicts nothing"
     known = predicted_of(predicting, 1)
     assert known is not None
     assert known.memory_bytes == predicting.stages[1].predicted.memory_bytes
@@ -107,13 +108,13 @@ def test_what_a_stage_is_predicted_to_recompute_is_that_of_all_its_chunks():
 def reported(plan, path, steps) -> Report:
     """What is told at the end of steps, each with the rows of its micro-batches and the load of experts."""
     device = device_for(torch.device("cpu"))
-    peak = SimpleNamespace(counting=nullcontext, peak=lambda: Peak(1, None), with_outside=lambda: Peak(1, None))
+    peak = SimpleNamespace(counting=nullcontext, figures=lambda outside: {"allocated_bytes": 1})
     reporter = Reporter(engine := Engine(), device, peak, plan, 0, "plan.yaml", path)
     for rows_of_one, load in steps:
-        with reporter.step({"forward_backward_func": lambda: None}, usual=True):
-            for _ in range(plan.batch.microbatches):
+        with reporter.step({"forward_backward_func": lambda: None}, checked=False):
+            for _ in range(plan.batch.microbatches if engine.met is not None else 0):
                 engine.met.add(rows_of_one, rows_of_one * SIZE["seq"])
-        reporter.step_ends(Figures(expert_load=load, fell_back=int(load > 1.4)), usual=True)
+        reporter.step_ends(Figures(expert_load=load, fell_back=int(load > 1.4)))
     reporter.ends()
     return load_outcome(path).reports[-1]
 
@@ -285,18 +286,16 @@ def test_where_it_is_written():
     assert path_of(None, None, None) is None
 
 
-def test_a_usual_step_is_the_middle_one_and_first_ones_can_be_forgotten():
+def test_only_steps_that_count_are_timed():
     clock = StepClock(device_for(torch.device("cpu")))
-    assert clock.usual() is None
+    assert not clock.steps(exact=True)
     for counts in (True, False, True):
         arguments = {"forward_backward_func": lambda value: value}
         with clock.step(arguments, counts=counts):
             assert arguments["forward_backward_func"](3) == 3
-    found = clock.usual()
-    assert found is not None
-    assert 0 <= found.passes_s <= found.step_s
-    clock.forget()
-    assert clock.known() is None
+    found = clock.steps(exact=True)
+    assert len(found) == 2
+    assert all(0 <= step.passes_s <= step.step_s for step in found)
 
 
 def test_what_is_timed_is_told_once_and_only_while_the_clock_runs():

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_lynx.launch.reporter import parts_of
-from megatron_lynx.measure.run_outcome import HalfSeconds, StageMeasured, WaitSeconds, stage_of
+from megatron_lynx.measure.run_outcome import HalfSeconds, StageMeasured, WaitSeconds, parts_of, stage_of
 from megatron_lynx.timeline import Span
 
 

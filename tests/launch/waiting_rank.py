@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_lynx.errors import LynxError, Problem
-from megatron_lynx.launch.message import stop
 from megatron_lynx.launch.out_of_memory import MemoryWatch
+from megatron_lynx.launch.script import stop
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from megatron_lynx.measure.memory import MemoryUse, activation_meter, nothing_reported, remember_blocks
+from megatron_lynx.measure.memory import activation_meter, nothing_reported, remember_blocks
 from megatron_lynx.units import MIB
 from tests.instruments.cpu_total import CpuTotal
 from tests.instruments.process_peak import ENVIRONMENT, why_unavailable
@@ -39,8 +39,7 @@ def test_a_peak_between_two_marks_is_seen():
         meter.mark("before")
         torch.empty(FLOATS)
         meter.mark("after")
-    assert meter.use == MemoryUse(KIB4, meter.use.marks, 0)
-    assert meter.use.resident_bytes == 0
+    assert (meter.use.peak_bytes, meter.use.resident_bytes, meter.use.left_bytes) == (KIB4, 0, 0)
 
 
 def test_views_do_not_count_and_storages_do():
@@ -162,11 +161,6 @@ def test_nothing_is_printed(capfd):
     with activation_meter("cpu"):
         del old
     assert capfd.readouterr() == ("", "")
-
-
-def test_unknown_device_is_refused():
-    with pytest.raises(ValueError, match="not on meta"):
-        activation_meter("meta")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -138,7 +138,6 @@ class Loop:
         from megatron.core.utils import get_model_config
 
         from megatron_lynx.double_buffered.pipeline import DoubleBuffered
-        from megatron_lynx.launch.launch import TraceFile
         from megatron_lynx.testbed.tiny_models import build_model
         from megatron_lynx.testbed.training import synthetic_batches
         from tests.instruments.training import Training
@@ -153,7 +152,6 @@ class Loop:
         self._text = [micro_batch for step in range(STEPS) for micro_batch in synthetic_batches(job, step)]
         self._coming = iter(self._text)
         self._folder = tempfile.TemporaryDirectory()
-        self._trace_file = TraceFile(Path(self._folder.name, "trace.json") if setting.trace else None, step=2)
         self._installation: Any = None
         self._timers = None if setting.timers is None else Timers(setting.timers, "minmax")
         config = get_model_config(chunks[0])
@@ -174,8 +172,11 @@ class Loop:
             self._folder.cleanup()
 
     def step(self, number: int, recorder: Any) -> None:
-        trace = self._installation.engine.trace if self._installation is not None else None
-        with self._trace_file.around(trace):
+        from megatron_lynx.launch.reporter import traced_step
+
+        traces = self._setting.trace and number == 1
+        path = Path(self._folder.name, "trace.json")
+        with traced_step(self._installation.engine.trace, path, 2) if traces else nullcontext():
             with recorder.part(f"batch {number}"):
                 losses = self._forward_backward(number)
             with recorder.part(f"update {number}"):

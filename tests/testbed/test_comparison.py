@@ -15,6 +15,7 @@ from megatron_lynx.errors import ConfigError, LynxError, PlanMismatch
 from megatron_lynx.planner import make_plan, uniform_plan
 from megatron_lynx.planner.checks import check_plan
 from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.report.views import kind_of
 from megatron_lynx.testbed.candidates import blocks, deferring, module_sets, ours, without_windows
 from megatron_lynx.testbed.comparison import Comparison, compare
 from megatron_lynx.testbed.fusions import deferring_job
@@ -62,7 +63,7 @@ def test_recomputations_are_the_plans(comparison: Comparison) -> None:
     assert (ours.figures.in_windows, ours.figures.on_demand) == (14, 2)
     assert ours.figures.on_demand_s is not None
     for rank in (0, 1):
-        assert sum(span.hidden for span in comparison.timeline.ranks[rank]) == 7
+        assert sum(kind_of(span) == "hidden" for span in comparison.timeline.ranks[rank]) == 7
         assert sum(span.on_demand for span in comparison.timeline.ranks[rank]) == 1
 
 
@@ -99,7 +100,7 @@ def test_the_plan_of_the_demo_uses_both_fillers() -> None:
 def test_hidden_recomputations_lie_inside_their_windows(comparison: Comparison) -> None:
     for spans in comparison.timeline.ranks.values():
         windows = {(span.window, span.micro_batch): span for span in spans if span.kind == "window"}
-        for recompute in (span for span in spans if span.hidden):
+        for recompute in (span for span in spans if kind_of(span) == "hidden"):
             window = next(span for (name, _), span in windows.items() if name == recompute.window)
             assert window.start_s <= recompute.start_s <= recompute.end_s <= window.end_s
 

@@ -15,6 +15,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.section import weight_gradient
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.rehearsal import rehearse
+from megatron_lynx.report.views import kind_of
 from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -133,4 +134,4 @@ def test_bytes_and_counts_are_those_that_are_priced(pool_of: Pools, layout: str)
         assert held.graphs == 0
         assert held.most == (layer_bytes * len(job.layers_of(stage)) if stage else 0)
         spans = [span for span in simulation.timeline().ranks[stage] if span.kind == "weight_gradient"]
-        assert len({(span.start_s, span.name) for span in spans if span.filling}) == sending(job, rank)
+        assert len({(span.start_s, span.name) for span in spans if kind_of(span) == "weight_gradient"}) == sending(job, rank)

@@ -22,6 +22,7 @@ from megatron_lynx.kinds.latent.section import LatentSizes
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.rehearsal import rehearse
+from megatron_lynx.report.views import kind_of
 from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -209,7 +210,7 @@ def test_weight_gradients_in_waits(pool_of: Pools, layout: str) -> None:
             shared = profile.attention.input_bytes if job.model.uses_te else 0  # both down-projections read it
             assert kept.deferred_bytes == job.model.layers * (apart - shared)
             spans = [span for span in rehearse(plans[0], profile).timeline().ranks[0] if span.kind == "weight_gradient"]
-            filled = {span.end_s for span in spans if span.filling}
+            filled = {span.end_s for span in spans if kind_of(span) == "weight_gradient"}
             assert (len(filled), len(spans) - len(filled)) == (kept.filled, kept.flushed)
 
 

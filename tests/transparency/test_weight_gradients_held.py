@@ -11,6 +11,7 @@ from megatron_lynx.anatomy import DENSE, LINEARS
 from megatron_lynx.anatomy.address import is_forward
 from megatron_lynx.cost.section import weight_gradient
 from megatron_lynx.rehearsal import rehearse
+from megatron_lynx.report.views import kind_of
 from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -42,6 +43,6 @@ def test_counts_are_those_that_are_simulated(pool_of: Callable[[int], RankPool])
     for found in counts_of(pool_of, job, plans, Trial(training={"ddp": True}, model=FUSED)):
         for plan, counts in zip(plans, found, strict=True):
             spans = [span for span in rehearse(plan, profile).timeline().ranks[0] if span.kind == "weight_gradient"]
-            filled = {span.end_s for span in spans if span.filling}
-            flushed = [span for span in spans if span.flushed and span.start_s not in filled]  # else the rest of one that is
+            filled = {span.end_s for span in spans if kind_of(span) == "weight_gradient"}
+            flushed = [span for span in spans if kind_of(span) == "flushed" and span.start_s not in filled]
             assert (len(filled), len(flushed)) == (counts.filled, counts.flushed)
