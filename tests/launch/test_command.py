@@ -79,7 +79,7 @@ def test_a_script_without_megatron(tmp_path, capsys):
     script = tmp_path / "train.py"
     script.touch()
     assert main([str(script)]) == 2
-    assert "put the Megatron-LM checkout that the script belongs to on PYTHONPATH" in capsys.readouterr().err
+    assert "put the checkout that the script belongs to on PYTHONPATH" in capsys.readouterr().err
 
 
 def test_usage(capsys):

@@ -68,7 +68,7 @@ def test_it_says_what_it_does(stock, planned, layout):
     assert traced.startswith("megatron-lynx: step 3 of this run is traced in ")
     assert [line.split(" of ")[0] for line in measured[:2]] == ["megatron-lynx: step 4", "megatron-lynx: step 5"]
     assert measured[2].startswith("megatron-lynx: how this run of 5 steps came out ")
-    assert f"{'stage 0' if layout == ONE_STAGE else 'stages 0-1'}: the plan predicts nothing" in planned.text
+    assert "  the plan predicts nothing" in planned.text
     # 5 steps x 4 micro-batches x its layers x 2 halves; behind its first half a stage that gathers has no window in steady state
     halves = 5 * 4 * 2 * (4 if layout == ONE_STAGE else 2)
     assert done == f"megatron-lynx: rank 0 recomputed {halves} layer halves: {halves - 20} inside windows, 20 on demand"
