@@ -59,7 +59,7 @@ def test_a_file_of_another_kind_is_one_problem() -> None:
 
 
 def test_a_doctor_is_asked_about_a_cluster_that_exists() -> None:
-    done = lynx("doctor", "--cluster", "nowhere", "--no-host-time")
+    done = lynx("doctor", "--cluster", "nowhere")
     assert done.exit_code == 2
     assert "--cluster: found no file 'nowhere'" in done.stderr
 

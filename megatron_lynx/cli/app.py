@@ -6,7 +6,6 @@ command ─> LynxError ─> stderr: every problem                exit 1: the ans
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -94,21 +93,10 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-def _print_schema(wanted: bool) -> None:
-    if wanted:
-        from megatron_lynx.cli.schema import json_schema
-
-        typer.echo(json.dumps(json_schema(), indent=2))
-        raise typer.Exit
-
-
 @app.callback()
 def megatron_lynx(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
-    ] = False,
-    schema: Annotated[
-        bool, typer.Option("--json-schema", help="Print the JSON schema of --json.", callback=_print_schema, is_eager=True)
     ] = False,
 ) -> None:
     """Overlapped recomputation for Megatron-LM: activation memory made cheap."""

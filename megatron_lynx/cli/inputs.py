@@ -15,7 +15,6 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib import import_module
 from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -27,7 +26,6 @@ from megatron_lynx.cli.app import app
 from megatron_lynx.cli.options import Subject
 from megatron_lynx.cli.terminal import announced, say, show, show_lines
 from megatron_lynx.config import Job, load_job
-from megatron_lynx.config.cluster import HostTime
 from megatron_lynx.config.loader import bundled_configs, lengths_in, load_cluster, load_model, override
 from megatron_lynx.cost.ends import logits_at_loss_bytes
 from megatron_lynx.errors import ConfigError, LynxError, Problem
@@ -55,7 +53,6 @@ from megatron_lynx.units import format_bytes
 from megatron_lynx.validation import validated
 
 if TYPE_CHECKING:
-    from megatron_lynx.doctor import Unmeasured
     from megatron_lynx.testbed.ranks import Hosts
 
 
@@ -158,29 +155,6 @@ def measured_here(job: Job, hosts: Hosts) -> Profile:
     if measured.source.caution is not None:
         say(f"warning: {measured.source.caution}", err=True)
     return measured
-
-
-def host_time_here(words: list[str]) -> HostTime | Unmeasured:
-    """Measure host time of a layer for some seconds: Transformer Engine's if it can run and the launch uses it, else Megatron's.
-
-    Raises `ConfigError` for words that are no launch.
-    """
-    from megatron_lynx.doctor import Unmeasured
-
-    own_layers = bool(words) and read_launch(words).given["transformer_impl"] == "local"
-
-    try:
-        from megatron_lynx.testbed.host_time import Asked, measured_here
-        from megatron_lynx.testbed.ranks import RankError
-        from megatron_lynx.testbed.stand_in import has_compiled_extension
-
-        import_module("megatron.core")
-    except ImportError as error:
-        return Unmeasured(f"megatron-core cannot be imported ({error})")
-    try:
-        return measured_here(Asked("transformer_engine" if has_compiled_extension() and not own_layers else "local", rounds=4))
-    except (LynxError, RankError, TimeoutError) as error:
-        return Unmeasured(str(error).strip().splitlines()[-1])
 
 
 def plan_for(job: Job, hosts: Hosts, plan_file: Path | None, profile_file: Path | None, folder: Path) -> Plan:

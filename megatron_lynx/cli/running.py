@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatron_lynx.cli.app import command
-from megatron_lynx.cli.options import AsJson, Budget, ClusterOption, LaunchFileOption, Machine, ProfileOption, Subject
+from megatron_lynx.cli.options import AsJson, Budget, ClusterOption, LaunchFileOption, ProfileOption, Subject
 from megatron_lynx.cli.terminal import announced, page, quieten_megatron, say, show_json, show_lines
 from megatron_lynx.errors import ConfigError, Problem
 
@@ -144,43 +144,25 @@ def hooks(as_json: AsJson = False) -> None:
 
 @command
 def doctor(
-    machine: Machine,
     words: Annotated[
         list[str] | None, typer.Argument(metavar="[-- LAUNCH]", help="A Megatron launch to look at, too.", show_default=False)
     ] = None,
     cluster: ClusterOption = None,
     launch_file: LaunchFileOption = None,
-    plan_file: Annotated[
-        Path | None,
-        typer.Option("--plan", metavar="PLAN", help="A plan: what runs in its windows? Does the GPU wait for Python under it?"),
-    ] = None,
-    host_time: Annotated[
-        bool, typer.Option("--host-time/--no-host-time", help="Measure what Python takes for a layer here: some seconds.")
-    ] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Find settings, here or in a launch, that defeat overlap: their cost, and what to set. Needs no GPU.
-
-    With --cluster also whether Python stays ahead of the GPUs there, under stock Megatron and under a plan.
-    """
+    """Find settings, here or in a launch, that defeat overlap: their cost, and what to set. Needs no GPU."""
     from dataclasses import asdict
 
     from megatron_lynx.cli.answers import show_findings
-    from megatron_lynx.cli.inputs import asked_about, host_time_here
-    from megatron_lynx.config.loader import load_cluster
+    from megatron_lynx.cli.inputs import asked_about
     from megatron_lynx.doctor import findings
 
-    asked = Subject(words=words or [], cluster=cluster, launch_file=launch_file, **vars(machine))
+    asked = Subject(words=words or [], cluster=cluster, launch_file=launch_file)
     asked = asked if launch_file is None else asked_about(asked)
-    if asked.cluster is not None:
-        load_cluster(asked.cluster, "--cluster")
-    changes = asked.machine_changes
     with announced("looking around"):
         quieten_megatron()
-        measured = host_time_here(asked.words or []) if host_time else None
-        reported = list(
-            findings(asked.words or [], measured=measured, cluster=asked.cluster, changes=changes, plan_file=plan_file)
-        )
+        reported = list(findings(asked.words or [], cluster=asked.cluster))
     if as_json:
         show_json({"findings": [asdict(finding) for finding in reported]})
     else:

@@ -68,7 +68,7 @@ def _folded(text: str) -> str:
 
 
 VERSION_OF_JSON = 1
-"""Version of the answers of all commands (`cli.schema`)."""
+"""Version of the answers of all commands. It rises when a key is removed, or changes its meaning."""
 
 
 def show_json(answer: Mapping[str, Any]) -> None:

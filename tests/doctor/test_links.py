@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lynx.config.loader import load_cluster
-from megatron_lynx.doctor.links import Links, links, nics, nvlink_of
+from megatron_lynx.doctor import Links, links, nics, nvlink_of
 
 EIGHTEEN = "".join(f"\t Link {number}: 26.562 GB/s\n" for number in range(18))
 STATUS = f"GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)\n{EIGHTEEN}GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-2)\n{EIGHTEEN}"

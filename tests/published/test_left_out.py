@@ -11,13 +11,13 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_lynx.cli import app
-from megatron_lynx.cli.schema import ANSWERS
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.prediction import DENSE, WITH_EXPERTS
 from megatron_lynx.published import all_rows, launches
 from megatron_lynx.published.left_out import FREE, Ratio, left_out, mean_error, with_factors
 from megatron_lynx.published.row import Row, Step, analytic_step_s, catalogued_job
 from megatron_lynx.yaml_file import read_yaml, write_yaml
+from tests.json_answers import ANSWERS
 
 SLOWER = [0.9 if constant.name == "matmul.efficiency" else 1.0 for constant in FREE]
 

@@ -1,8 +1,4 @@
-"""The keys that `--json` prints, by command. Programs should ignore unknown keys.
-
-megatron-lynx --json-schema     the JSON schema of all answers, by command
-megatron-lynx COMMAND --json    {"version": 1, ...}: the version rises when a key is removed, or changes its meaning
-"""
+"""The keys that `--json` prints, by command. The version rises when a key is removed, or changes its meaning."""
 
 from __future__ import annotations
 
@@ -223,11 +219,3 @@ ANSWERS: dict[str, type[Answer]] = {
     "validate": Validation,
 }
 """By command. `explain` prints a plan (configs/plan.schema.json), `profile` the written profile."""
-
-
-def json_schema() -> dict[str, Any]:
-    """One schema, with a definition for each command."""
-    schemas = {
-        command: model.model_json_schema(ref_template=f"#/$defs/{command}/$defs/{{model}}") for command, model in ANSWERS.items()
-    }
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "megatron-lynx COMMAND --json", "$defs": schemas}
