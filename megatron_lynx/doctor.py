@@ -93,7 +93,6 @@ def gpus() -> list[str]:
 
 
 def nvidia_smi(*words: str) -> str:
-    """Return the program's output; empty if it fails or is missing."""
     try:
         return subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, check=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError):
@@ -113,7 +112,6 @@ def _host_memory(root: Path) -> Finding:
 
 
 def software() -> Iterator[Finding]:
-    """Versions of torch, Transformer Engine, Apex and megatron-core, and whether megatron-core is as recorded."""
     torch = version_of("torch")
     yield Finding("torch", "good", torch) if torch else Finding("torch", "defeats", "not installed", "no training", "install it")
     te = version_of("transformer-engine", "transformer_engine")

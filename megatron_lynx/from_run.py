@@ -189,7 +189,6 @@ def _prices(outcome: RunOutcome, job: Job, profile: Profile, plan: Plan | None) 
 
 
 def _halves(report: Report, profile: Profile) -> Iterator[Price]:
-    """Computation of halves, over all stages."""
     for part, name in list(NAMES.items())[:3]:
         measured_halves = [parts.halves[name] for row in report.stages if (parts := row.measured.parts) and name in parts.halves]
         costs, calls = getattr(profile, name), sum(half.calls for half in measured_halves)
@@ -228,7 +227,6 @@ def _forward_waits_s(job: Job, profile: Profile) -> dict[str, float]:
 
 
 def _seconds(report: Report, job: Job) -> tuple[float, float]:
-    """Passes of a step, predicted and measured, on the slowest stage."""
     predicted = [stage.passes_s for row in report.stages if (stage := report.predicted_of(row)) is not None and stage.passes_s]
     measured = [row.measured.passes_s for row in report.stages if row.measured.passes_s is not None]
     return max(predicted), max(measured) - reduction_s(job)
@@ -269,7 +267,6 @@ def _of_another(outcome: RunOutcome, job: Job, profile: Profile, where: str) -> 
 
 
 def _untypical(outcome: RunOutcome, where: str) -> Iterator[Problem]:
-    """Runs without typical steps."""
     last = outcome.reports[-1]
     if not outcome.finished:
         yield Problem(f"{where}: finished", "false", "a run that has ended", "--exit-interval 20 ends one behind so many steps")

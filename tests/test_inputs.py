@@ -89,17 +89,6 @@ def test_what_users_write_does_not_command_the_terminal(tmp_path: Path) -> None:
         assert r"\x1b]0;title\x07" in done.output
 
 
-def test_the_working_folder_was_deleted(tmp_path: Path) -> None:
-    """It was said that standard output cannot be written."""
-    gone = tmp_path / "gone"
-    lynx = f"exec {sys.executable} -m megatron_lynx plan jobs/llama-7b-a100-80g -o plan.yaml"
-    command = f"mkdir {gone} && cd {gone} && rmdir {gone} && {lynx}"
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=False, timeout=300)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines()[2:] == ["the working folder cannot be used: it was deleted; change to another one"]
-
-
 @pytest.mark.parametrize("arguments", [("--help",), ("plan", "--help")])
 def test_help_that_nobody_reads_any_more_is_no_answer(arguments: tuple[str, ...]) -> None:
     """It ended with 1, the answer no."""

@@ -14,12 +14,9 @@ Changes: activations on the host; a part of the optimizer on the host, with its 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from megatron_lynx.advise import flags
-from megatron_lynx.advise.beside import Call, beside
 from megatron_lynx.advise.flags import Edit
 from megatron_lynx.advise.neighbours import Neighbour, may_offload, neighbours
 from megatron_lynx.advise.today import Launch, Row, Stock, launch_today, or_launch, row_of, stocks_best
@@ -39,9 +36,6 @@ from megatron_lynx.search.best_first import no_collections
 from megatron_lynx.units import GIB
 
 PLAN_FILE = "plan.yaml"
-
-MANY_STAGES = 8
-"""Virtual stages from which on stock's settings and neighbours take longer than the start of a second process."""
 
 WORTH = 0.01
 """Relative gain from which more changes, or more memory, are recommended: simulated ratios of settings were within 3 % on one
@@ -92,7 +86,6 @@ class Answer:
 
     @property
     def rival_s(self) -> float | None:
-        """Seconds of stock's best."""
         return None if self.stock is None else self.stock.row.expected_s
 
     @property
@@ -105,7 +98,6 @@ class Answer:
 
     @property
     def none_in_todays_bytes(self) -> bool:
-        """Whether there is a plan, but none within today's bytes."""
         plan, launch = self.plan, self.launch.row
         more = plan is not None and launch is not None and plan.memory_bytes > launch.memory_bytes
         return more and self.launch.written and self.in_todays_bytes is None
@@ -140,13 +132,11 @@ class Answer:
         return flags.of_layout(self.job, neighbour.job, neighbour.places(stock=stock), self.reading)
 
     def changed(self, neighbour: Neighbour, *, stock: bool = False) -> str:
-        """`layout` in words."""
         layout = self.layout(neighbour, stock=stock)
         added = " ".join(layout.flags) if self.reading is None else self.reading.said(layout.flags)
         return f"{added} without {' '.join(layout.deleted)}".strip() if layout.deleted else added
 
     def neighbours_edit(self, neighbour: Neighbour, *, stock: bool) -> Edit:
-        """Changes besides the layout."""
         if stock:
             return Edit() if neighbour.stock is None else flags.of_setting(neighbour.stock.setting, self.reading)
         return Edit() if neighbour.planned is None else flags.of_variant(self.job, neighbour.planned.job, self.reading)
@@ -179,23 +169,11 @@ def answered(
         release: of megatron-core, whose flags the plan may change; ignored if there is a launch.
     """
     release = release if reading is None else reading.given.release
-    near = near and not refused
-    calls: list[Call] = [partial(stocks_best, job, costs, release)]
-    if near and job.cluster.matmul is not None:
-        calls.append(partial(neighbours, job, release, copies=copies))
-    with _called(job, calls) as result:
-        answer = _in_layout(job, costs, reading, refused, release, result, copies=copies)
-        if answer.refused:
-            return answer
-        return replace(answer, near=tuple(result()) if len(calls) > 1 else (), asked_near=near)
-
-
-def _called(job: Job, calls: Sequence[Call]) -> AbstractContextManager[Call]:
-    """A function that gives their results in order. They run in a second process if that saves more than its start takes."""
-    if job.parallel.pipeline * job.chunks < MANY_STAGES:
-        results = (call() for call in calls)
-        return nullcontext(lambda: next(results))
-    return beside(*calls)
+    answer = _in_layout(job, costs, reading, refused, release, copies=copies)
+    if answer.refused or not near:
+        return answer
+    found = neighbours(job, release, copies=copies) if job.cluster.matmul is not None else ()
+    return replace(answer, near=tuple(found), asked_near=True)
 
 
 def _in_layout(
@@ -204,14 +182,12 @@ def _in_layout(
     reading: Reading | None,
     refused: Sequence[Problem],
     release: str | None,
-    stocks_best: Call,
     *,
     copies: bool,
 ) -> Answer:
-    """The answer without neighbours."""
     launch = launch_today(job, costs, reading)
     variants = Variants(job, costs, release)
-    stock = or_launch(stocks_best(), launch, reading, job)
+    stock = or_launch(stocks_best(job, costs, release), launch, reading, job)
     if refused:
         return Answer(job, reading, launch, stock, refused=tuple(refused))
     may_copy = copies and may_offload(job)
@@ -236,7 +212,6 @@ def _in_layout(
 
 
 def _why_none(job: Job, costs: Profile) -> Infeasible | None:
-    """The binding limits, and the nearest changes that fit."""
     try:
         drafted(job, costs)
     except Infeasible as error:

@@ -51,7 +51,6 @@ class Edit:
         return [shlex.join([flag, *values]) for flag, values in self.added]
 
     def in_words(self, reading: Reading | None = None) -> str:
-        """`delete ...`, `add ...`; for a Megatron-Bridge container, its settings."""
         said = " ".join if reading is None else reading.said
         deleted = f"delete {' '.join(self.deleted)}" if self.deleted else ""
         added = f"add {said(self.flags)}" if self.added else ""
@@ -77,7 +76,6 @@ def of_variant(before: Job, after: Job, reading: Reading | None) -> Edit:
 
 
 def names_lost(before: Job, after: Job) -> list[str]:
-    """Megatron's names of what `of_variant` switches off."""
     return [name for name, (was, now) in _switches(before, after).items() if was and not now]
 
 
@@ -117,7 +115,6 @@ def of_layout(before: Job, after: Job, made: Plan, reading: Reading | None) -> E
 
 
 def command(reading: Reading, before: Job, after: Job, made: Plan, plan: str) -> str:
-    """The launch line with another layout, or other flags, under its plan."""
     switched = of_variant(before, after, reading)
     setting = dict(changes(before, after, made, reading)) | dict(switched.added)
     if "global_batch_size" not in reading.given.values and "step_batch_size_schedule" not in reading.given.values:

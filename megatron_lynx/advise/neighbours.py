@@ -89,7 +89,6 @@ def neighbours(job: Job, release: str | None, *, copies: bool = False) -> list[N
 
 
 def may_offload(job: Job) -> bool:
-    """Whether a plan may offload activations although the job does not."""
     return job.offload_ratio == 0 and job.cluster.pcie is not None
 
 
@@ -108,7 +107,6 @@ def _answered(asked_job: Job, near_job: Job, release: str | None, *, copies: boo
 
 
 def _layouts(job: Job) -> Iterator[dict[str, Any]]:
-    """Yield data of the layout and of those one step away."""
     layout = job.parallel.model_dump(by_alias=True)
     yield layout
     for step in STEPS:

@@ -62,7 +62,6 @@ def _rows(answer: Answer) -> Table:
 
 
 def _plans(answer: Answer) -> Iterator[tuple[str, Planned]]:
-    """Yield plans to show: the recommended one, and those within other bounds."""
     within = "within what the launch holds today"
     if answer.without_copies is not None and answer.planned is not answer.in_todays_bytes:
         yield _budget(answer), answer.without_copies
@@ -73,7 +72,6 @@ def _plans(answer: Answer) -> Iterator[tuple[str, Planned]]:
 
 
 def _beside(answer: Answer, planned: Planned) -> str:
-    """Copies to the host and flags of a plan, if they differ from the launch's."""
     was, now = ((job.model.moe_overlapped, job.userbuffers) for job in (answer.job, planned.job))
     names = ("exchanges overlapped", "userbuffers")
     said = [f"{'' if after else 'no '}{name}" for name, before, after in zip(names, was, now, strict=True) if before != after]

@@ -81,7 +81,6 @@ def launch_today(job: Job, costs: Profile, reading: Reading | None) -> Launch:
 
 
 def _unknown(job: Job, reading: Reading) -> str:
-    """Why the launch cannot be priced; empty if it can."""
     if reading.today.not_priced:
         return "; ".join(reading.today.not_priced)
     if (why := cannot_train(reading.given, reading.today, job)) is not None:
@@ -128,7 +127,6 @@ class Row:
 
 
 def fits(row: Row, job: Job) -> bool:
-    """Whether a launch fits its devices, and its optimizer the host."""
     return row.memory_bytes <= job.memory_budget_bytes and host_shortage(job, 0.0) is None
 
 
@@ -180,7 +178,6 @@ def row_of(planned: Planned) -> Row:
 
 
 def gain(row: Row, before: Row) -> float:
-    """Relative saving over another step, by the middles of ranges."""
     return 1 - row.expected_s / before.expected_s
 
 

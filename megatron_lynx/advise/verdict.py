@@ -67,7 +67,6 @@ def choices(answer: Answer) -> Iterator[Choice]:
 
 
 def chosen(answer: Answer) -> Choice | None:
-    """The recommendation; None if nothing fits."""
     options = list(choices(answer))
     if not options:
         return None
@@ -124,7 +123,6 @@ def _too_large(answer: Answer) -> Iterator[str]:
 
 
 def _limit(answer: Answer) -> str:
-    """The memory that is short."""
     node = answer.job.cluster.node
     if node is not None and host_shortage(answer.job, 0.0) is not None:
         return f"the {node.host_memory_gib:g} GiB that hosts of {answer.job.cluster.name} are taken to have"
@@ -143,7 +141,6 @@ def _run(answer: Answer, what: str, row: Row, *, layout: bool = False) -> str:
 
 
 def _parts(answer: Answer) -> Iterator[str]:
-    """Yield the gain of stock's flags alone, and of the plan over them."""
     stock, before, plan = answer.stock, answer.launch.row, answer.plan
     if stock is None or plan is None:
         yield "No setting of stock Megatron's fits."

@@ -4,7 +4,7 @@
     planning, running     the commands
     answers, terminal     print
 
-Commands import what they need when they run, so that `--help` does not import torch.
+Commands import other packages when they run, so that `--help` does not import torch.
 """
 
 from megatron_lynx.cli import planning, running  # noqa: F401 (their commands register themselves)

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 
 def write_comparison(comparison: Comparison, plan: Plan, folder: Path) -> list[Path]:
-    """Write the measurement, the trace of a step, and a page with both."""
     from megatron_lynx.measure.measurement import save_measurement
     from megatron_lynx.report.contents import report
     from megatron_lynx.report.given import Given, ReadTrace
@@ -81,7 +80,6 @@ def _host_time(measured: Profile) -> list[str]:
 
 
 def show_estimate(answer: Estimate, launch: LaunchEstimate | None = None) -> None:
-    """Print the launch's step, then a table of stages by parts in GiB, without parts that are 0 everywhere."""
     named = [memory.named for memory in answer.stages]
     parts = [part for part in named[0] if any(memory[part] for memory in named)]
     columns = ("stage", "moment", *(part.replace("in_hand", "transient").replace("_", " ") for part in parts))
@@ -125,7 +123,6 @@ def show_published(rows: list[Row]) -> None:
 
 
 def show_left_out(answer: LeftOut) -> None:
-    """Print errors by series and in total, the worst ratios between settings, and those of the wrong order."""
     columns = ("series", "steps", "catalogue", "left out", "bias", "ratios", "wrong order")
     table = WrappedTable(columns, words=("series",), title="mean errors in percent; left out: constants fitted to other series")
     for name, family, grade, errors in answer.by_series:

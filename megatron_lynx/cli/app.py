@@ -122,10 +122,6 @@ def main() -> None:
 def _in_words(error: OSError) -> str:
     if error.filename is not None:
         return f"{error.filename} cannot be used: {in_words(error)}"
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        return "the working folder cannot be used: it was deleted; change to another one"
     return f"standard output cannot be written: {in_words(error)}"
 
 

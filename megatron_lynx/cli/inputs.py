@@ -91,7 +91,6 @@ def named_in(text: str) -> list[str]:
 
 
 def whole_numbers_in(text: str, option: str) -> list[int]:
-    """The numbers in a comma-separated list. Raises `ConfigError` for other text."""
     if strange := [name for name in named_in(text) if not name.isdecimal()]:
         raise ConfigError("this option does not read", [Problem(option, repr(strange[0]), "whole numbers, with commas")])
     return [int(name) for name in named_in(text)]
@@ -124,7 +123,6 @@ def known_costs(job: Job | None, profile: Profile | None) -> Profile | None:
 
 
 def costs_of(job: Job, profile_file: Path | None) -> Profile:
-    """Seconds and bytes of a job's layers and links, measured here if they are not known."""
     if (known := known_costs(job, None if profile_file is None else load_profile(profile_file))) is not None:
         return known
     with hosts_of(job) as hosts:
@@ -280,7 +278,6 @@ def _without_link(subject: Subject, words: Sequence[str]) -> Iterator[Problem]:
 
 
 def job_or_launch(asked: Subject, changes: Mapping[str, Any], *, planning: bool) -> tuple[Job, Reading | None]:
-    """The job, and for a launch how it was read. Warns of unknown flags."""
     words, changes = asked.words or [], {**asked.machine_changes, **changes}
     if asked.model is not None:
         return job_of_model(asked, changes, planning=planning), None
@@ -293,7 +290,6 @@ def job_or_launch(asked: Subject, changes: Mapping[str, Any], *, planning: bool)
 
 
 def job_of_model(asked: Subject, changes: Mapping[str, Any], *, planning: bool) -> Job:
-    """A job of a model. Chooses a layout and a batch, and prints them."""
     model, cluster = load_model(str(asked.model), "--model"), load_cluster(str(asked.cluster), "--cluster")
     gpus = asked.gpus or 1
     model_fields = model.model_dump(mode="json", exclude_unset=True)

@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, BadParameter, Option
-
-
-def _names_of(kind: str) -> Callable[[str], list[str]]:
-    """Complete names of bundled clusters or models."""
-
-    def names(incomplete: str) -> list[str]:
-        from megatron_lynx.config.loader import bundled_configs
-
-        return sorted(file.stem for file in bundled_configs().glob(f"{kind}/*.yaml") if file.stem.startswith(incomplete))
-
-    return names
 
 
 def number_or_word(text: str) -> float | str:
@@ -46,7 +35,7 @@ PlanFile = Annotated[Path, Argument(metavar="PLAN", help="A plan file.", show_de
 JobName = Annotated[str, Argument(metavar="JOB", help="A job file, or a bundled one: jobs/demo.", show_default=False)]
 ClusterOption = Annotated[
     str | None,
-    Option(metavar="CLUSTER", help="Cluster of the launch: h100 (h100-80g), or a file.", autocompletion=_names_of("clusters")),
+    Option(metavar="CLUSTER", help="Cluster of the launch: h100 (h100-80g), or a file."),
 ]
 LAUNCH_FILE = "The launch, one word a line, or - for standard input; '# cluster: C' in its header stands for --cluster."
 LaunchFileOption = Annotated[Path | None, Option(metavar="FILE", help=LAUNCH_FILE, show_default=False)]
@@ -63,46 +52,7 @@ AsJson = Annotated[bool, Option("--json", help="Print the answer as JSON, for pr
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
-    """Links and CPU of the nodes, in place of the cluster's."""
-
-    nic_gbit: Annotated[
-        float | None,
-        Option(callback=finite, metavar="GBIT", help="Rate of each NIC of a node, in Gbit/s. Default: the cluster's."),
-    ] = None
-    nvlink_gb_s: Annotated[
-        float | None,
-        Option(callback=finite, metavar="GB/S", help="Rate of a GPU's NVLink in one direction. Default: the cluster's."),
-    ] = None
-    host_cpu: Annotated[
-        str | None,
-        Option(
-            metavar="CPU",
-            help="CPU whose host time counts: amd-epyc, intel-xeon-h100, or a file. Default: the cluster's.",
-            autocompletion=_names_of("hosts"),
-        ),
-    ] = None
-
-    @property
-    def machine_options(self) -> dict[str, object | None]:
-        return {"--nic-gbit": self.nic_gbit, "--nvlink-gb-s": self.nvlink_gb_s, "--host-cpu": self.host_cpu}
-
-    @property
-    def machine_changes(self) -> dict[str, object]:
-        """Values of a job, by their place. Raises `ConfigError` for an unknown CPU."""
-        from megatron_lynx.config.loader import load_host_time
-
-        host_time = None if self.host_cpu is None else load_host_time(self.host_cpu, "--host-cpu")
-        said = {
-            "cluster.nic.gb_per_s": None if self.nic_gbit is None else self.nic_gbit / 8,
-            "cluster.nvlink.gb_per_s": self.nvlink_gb_s,
-            "cluster.host_time": None if host_time is None else host_time.model_dump(mode="json", exclude_none=True),
-        }
-        return {place: value for place, value in said.items() if value is not None}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Subject(Machine):
+class Subject:
     words: Annotated[
         list[str] | None,
         Argument(
@@ -129,7 +79,6 @@ class Subject(Machine):
             metavar="MODEL",
             help="Instead of a job or a launch, with --cluster and --gpus: a catalogued model (llama3-70b), or a file, in the "
             "smallest layout that fits.",
-            autocompletion=_names_of("models"),
             show_default=False,
         ),
     ] = None
@@ -142,11 +91,42 @@ class Subject(Machine):
         ),
     ] = None
     launch_file: LaunchFileOption = None
+    nic_gbit: Annotated[
+        float | None,
+        Option(callback=finite, metavar="GBIT", help="Rate of each NIC of a node, in Gbit/s. Default: the cluster's."),
+    ] = None
+    nvlink_gb_s: Annotated[
+        float | None,
+        Option(callback=finite, metavar="GB/S", help="Rate of a GPU's NVLink in one direction. Default: the cluster's."),
+    ] = None
+    host_cpu: Annotated[
+        str | None,
+        Option(
+            metavar="CPU",
+            help="CPU whose host time counts: amd-epyc, intel-xeon-h100, or a file. Default: the cluster's.",
+        ),
+    ] = None
     strict: Annotated[bool, Option("--strict", help="Refuse flags that Megatron does not know, instead of a warning.")] = False
 
     @property
+    def machine_options(self) -> dict[str, object | None]:
+        return {"--nic-gbit": self.nic_gbit, "--nvlink-gb-s": self.nvlink_gb_s, "--host-cpu": self.host_cpu}
+
+    @property
+    def machine_changes(self) -> dict[str, object]:
+        """Values of a job, by their place. Raises `ConfigError` for an unknown CPU."""
+        from megatron_lynx.config.loader import load_host_time
+
+        host_time = None if self.host_cpu is None else load_host_time(self.host_cpu, "--host-cpu")
+        said = {
+            "cluster.nic.gb_per_s": None if self.nic_gbit is None else self.nic_gbit / 8,
+            "cluster.nvlink.gb_per_s": self.nvlink_gb_s,
+            "cluster.host_time": None if host_time is None else host_time.model_dump(mode="json", exclude_none=True),
+        }
+        return {place: value for place, value in said.items() if value is not None}
+
+    @property
     def is_launch(self) -> bool:
-        """Whether it is a launch, which needs a cluster, and not a job file."""
         return self.cluster is not None and self.model is None
 
     @property

@@ -9,7 +9,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from io import StringIO
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, TextIO
@@ -29,13 +28,6 @@ SCREEN = 80
 
 MOST_PROBLEMS = 100
 """Problems of one request that are printed."""
-
-PATIENCE_S = 2.0
-"""Seconds before a progress bar appears."""
-
-SECONDS_OF_A_LINE = 10.0
-"""Seconds between lines of progress without a terminal."""
-
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control characters other than tabs and line ends."""
@@ -90,7 +82,6 @@ def show_lines(*lines: str) -> None:
 
 
 def show_screen(answer: RenderableType) -> None:
-    """Print an answer at most `SCREEN` columns wide."""
     page().print(answer, width=min(width_of_terminal() or SCREEN, SCREEN))
 
 
@@ -134,54 +125,26 @@ def show_error(error: LynxError) -> None:
 
 
 @contextmanager
-def in_progress(what: str, *, at_once: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """Show progress of the block on stderr: a bar in a terminal, else lines. Yields a function of (done, total).
-
-    It appears after `PATIENCE_S`, without a terminal after `SECONDS_OF_A_LINE`, and disappears at the end; `at_once`: it stays.
-    """
-    import time
-    from threading import Timer
-
+def in_progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar on stderr during the block, if that is a terminal. Yields a function of (done, total)."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    console, said_s = Console(stderr=True, highlight=False), time.monotonic()
+    console = Console(stderr=True, highlight=False)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    progress = Progress(*columns, console=console, transient=not at_once)
-    task = progress.add_task(what, total=None)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=None)
 
-    def begin() -> None:
-        if console.is_terminal:
-            progress.start()
-        else:
-            tell(f"{what} ...")
+        def watch(done: int, total: int) -> None:
+            progress.update(task, description=f"{what}: {done} of {total}", completed=done, total=total)
 
-    def tell(line: str) -> None:
-        nonlocal said_s
-        said_s = time.monotonic()
-        say(line, err=True)
-
-    def watch(done: int, total: int) -> None:
-        progress.update(task, description=f"{what}: {done} of {total}", completed=done, total=total)
-        if not console.is_terminal and time.monotonic() - said_s >= SECONDS_OF_A_LINE:
-            tell(f"{what}: {done} of {total}")
-
-    timer = Timer(0.0 if at_once else PATIENCE_S if console.is_terminal else SECONDS_OF_A_LINE, begin)
-    timer.daemon = True
-    timer.start()
-    if at_once:
-        timer.join()
-    try:
         yield watch
-        progress.update(task, total=1, completed=1)
-    finally:
-        timer.cancel()
-        timer.join()
-        if progress.live.is_started:
-            progress.stop()
 
 
-announced = partial(in_progress, at_once=True)
+@contextmanager
+def announced(what: str) -> Iterator[None]:
+    say(f"{what} ...", err=True)
+    yield
 
 
 def quieten_megatron() -> None:

@@ -52,7 +52,7 @@ def bars_of(spans: Sequence[Span]) -> list[Bar]:
 
 
 def part_of(view: View) -> tuple[float, float] | None:
-    """Return the bounds of a part from the middle of the step, with some halves of the busiest row; None if the step is short."""
+    """Return the bounds of a part from the middle of a long step, with some halves of the busiest row, else None."""
     rows = [[span.start_s for span in view.timeline.ranks[row] if span.kind in PASSES] for row in view.stages]
     starts_s = max((sorted(row) for row in rows), key=lambda row: len(row), default=[])
     if len(starts_s) <= 3 * HALVES_SHOWN:
@@ -91,7 +91,6 @@ def step_drawn(view: View, part: tuple[float, float] | None = None, *, single: b
 
 
 def _rank(kind: str) -> int:
-    """Return the place of a kind in the order of drawing; kinds of later releases come first."""
     return [*SPANS].index(kind) if kind in SPANS else -1
 
 
@@ -171,7 +170,6 @@ def label_of(kind: str, kinds: Kinds) -> str:
 
 
 def colours() -> str:
-    """Return the styles of all kinds."""
     kinds = {**SPANS, **MEMORY, "other": ("", "#8c8c8c", "#9d9d9d")}
     light, dark = ("".join(f".k-{name}{{--fill:{kind[at]}}}" for name, kind in kinds.items()) for at in (1, 2))
     return f"{light}@media(prefers-color-scheme:dark){{{dark}}}"
@@ -197,7 +195,6 @@ class Device(NamedTuple):
 
 
 def devices_drawn(devices: Sequence[Device], budget_bytes: int | None) -> str:
-    """Draw a bar for each stage, against the budget."""
     totals = [max(device.bytes, device.measured_bytes or 0) for device in devices]
     scale = (COLUMNS - 230) / (max([*totals, budget_bytes or 0]) or 1)
     parts, top = list[str](), 18
@@ -243,7 +240,6 @@ LEFT, RIGHT, TOP, BOTTOM = 80, 660, 30, 270
 
 
 def points_drawn(points: Sequence[Point], budget_bytes: int | None) -> str:
-    """Draw steps over the memory of the fullest device."""
     known = [(point.memory_bytes, point.step_s, point) for point in points if point.memory_bytes and point.step_s]
     low, high = min(size for size, _, _ in known), max([budget_bytes or 0, *(size for size, _, _ in known)])
     least_s, most_s = min(step_s for _, step_s, _ in known), max(step_s for _, step_s, _ in known)

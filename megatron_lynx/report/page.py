@@ -54,7 +54,6 @@ def _tile(tile: Tile) -> str:
 
 
 def step(view: View) -> str:
-    """Return the pictures of a step: the whole, and bar by bar a part of a long one."""
     used = {kind for row in view.stages for kind, _ in bars_of(view.timeline.ranks[row])}
     part, more = part_of(view), ""
     if part is not None:

@@ -35,8 +35,6 @@ class Table(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A main figure."""
-
     label: str
     unit: Unit
     predicted: float | None

@@ -46,7 +46,6 @@ class Candidate:
 
     @property
     def offloads(self) -> bool:
-        """Whether stock's fine-grained offloading is on."""
         return "offload_modules" in self.fields
 
     @property

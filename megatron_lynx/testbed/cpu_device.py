@@ -72,8 +72,6 @@ def stand_in_for_cuda() -> ExitStack:
 
 
 class OneGenerator(tuple[torch.Generator, ...]):
-    """`torch.cuda.default_generators` with the CPU's generator at every index."""
-
     def __getitem__(self, index: Any) -> Any:
         return torch.default_generator
 
@@ -156,8 +154,6 @@ def with_device_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_cuda_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `Tensor.type` with CUDA's type names; conversions are passed on."""
-
     @functools.wraps(original)
     def type_(tensor: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
         if dtype is None:
@@ -246,7 +242,6 @@ class Answers(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def naming_their_gemm(spec: importlib.machinery.ModuleSpec | None) -> importlib.machinery.ModuleSpec | None:
-    """Return the module's spec with the GEMM's name defined as None."""
     if spec is not None and spec.loader is not None:
         execute = spec.loader.exec_module
 

@@ -123,14 +123,11 @@ def seed_random_numbers(seed: int) -> None:
 
 
 def share_one_device() -> None:
-    """Make later gloo groups of this process share one device per named interface."""
     if not issubclass(c10d.ProcessGroupGloo, _OnOneDevice):
         c10d.ProcessGroupGloo = _OnOneDevice  # type: ignore[misc]
 
 
 class _OnOneDevice(c10d.ProcessGroupGloo):
-    """A gloo group with PyTorch's options, but the shared device."""
-
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **more: Any) -> None:
         """`more`: options of later PyTorch releases by name (`enable_reconfigure` from 2.14 on)."""
         options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]

@@ -96,7 +96,6 @@ def measure_alone(rank: int, asked: Asked) -> LayerHostTime:
 
 
 def _of_two_ranks(asked: Asked) -> dict[str, Passes]:
-    """Measure settings that need two ranks, as differences to keeping everything."""
     spent: dict[str, Passes] = {}
     if asked.gathered or asked.deferred:
         sliced = _job(asked, tensor=2, sequence_parallel=True)
@@ -148,7 +147,6 @@ def _deferring(job: Job) -> Iterator[Candidate]:
 
 
 def _layer(job: Job, candidates: Sequence[Candidate], asked: Asked) -> tuple[dict[str, Passes], Subject]:
-    """Return the time of one layer and micro-batch under every setting, and stock's model."""
     one_layer = job.model_copy(update={"model": job.model.model_copy(update={"layers": 1})})
     alone, all_layers = subjects_of(one_layer, [NONE]), subjects_of(job, candidates)
     single = least_of_steps(alone, asked.rounds, asked.steps)[NONE.name]
@@ -209,7 +207,6 @@ def issuing_clock(device: torch.device) -> Clock:
 
 
 def least_of_steps(subjects: Mapping[str, Subject], rounds: int, steps: int) -> dict[str, Passes]:
-    """Return the minimum time per step of each subject, forward and backward separately. Noise only adds time."""
     return {
         name: Passes(min(one.forward_s for one in samples), min(one.backward_s for one in samples))
         for name, samples in spent_in_steps(subjects, rounds, steps).items()
@@ -217,7 +214,6 @@ def least_of_steps(subjects: Mapping[str, Subject], rounds: int, steps: int) -> 
 
 
 def spent_in_steps(subjects: Mapping[str, Subject], rounds: int, steps: int) -> dict[str, list[Passes]]:
-    """Return the time of each step of each subject. Subjects take turns."""
     samples: dict[str, list[Passes]] = {name: [] for name in subjects}
     for _ in range(rounds):
         for name, subject in subjects.items():

@@ -72,7 +72,6 @@ class Links(AbstractContextManager["Links"]):
         return {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", **link}
 
     def close(self) -> None:
-        """Close the shared memory. Ranks that have opened it keep it."""
         if self._memory is not None:
             os.close(self._memory)
             self._memory = None
@@ -140,7 +139,6 @@ class Link:
                 transfer["arrival_s"] = self._crossed(now_s, transfer["bytes"]) + LATENCY_S
 
     def _crossed(self, now_s: float, sent_bytes: Any) -> float:
-        """Queue the bytes in both directions; return the departure time of the last one."""
         busy = self._shared["busy_until_s"]
         used = sent_bytes > 0
         busy[used] = np.maximum(busy[used], now_s) + sent_bytes[used] / self._bytes_per_s
@@ -238,7 +236,6 @@ class Works:
         self._wait: Callable[..., bool] = Work.wait
 
     def watch(self, undo: ExitStack) -> None:
-        """Replace the methods until `undo` is closed."""
         for name in (*MESSAGES, *COLLECTIVES):
             if hasattr(ProcessGroup, name):
                 replace(undo, ProcessGroup, name, self._posting(name, getattr(ProcessGroup, name)))
@@ -284,7 +281,6 @@ class Works:
         return wait
 
     def finish(self, posted: Posted, work: Work, *args: Any, **kwargs: Any) -> bool:
-        """Wait for a work."""
         try:
             return posted.wait(work, self._wait, *args, **kwargs)
         finally:

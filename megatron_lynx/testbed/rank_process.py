@@ -76,7 +76,6 @@ def stand_in() -> None:
 
 
 def obey(message: bytes) -> Any:
-    """Run the parent's function: (port, run number, function, arguments)."""
     port, run, function, args = pickle.loads(message)
     os.environ["MASTER_PORT"] = str(port)
     # Each run has its own prefix in the store, without keys of earlier runs.

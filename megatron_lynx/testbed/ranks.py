@@ -162,7 +162,6 @@ class RankPool(AbstractContextManager["RankPool"]):
         }
 
     def _collect(self, timeout_s: float) -> list[Any]:
-        """Return one answer per rank, or raise the first error."""
         deadline = time.monotonic() + timeout_s
         answers: dict[int, Any] = {}
         while len(answers) < self.ranks:

@@ -30,7 +30,6 @@ ABSENT = object()
 
 
 def replace(undo: ExitStack, owner: Any, name: str, new: Any) -> None:
-    """Set `owner.name`, and register the restoration of the `__dict__` entry, if any."""
     entry = vars(owner).get(name, ABSENT)
     setattr(owner, name, new)
     if entry is ABSENT:
@@ -40,7 +39,6 @@ def replace(undo: ExitStack, owner: Any, name: str, new: Any) -> None:
 
 
 def replace_entry(undo: ExitStack, mapping: MutableMapping[str, Any], key: str, new: Any) -> None:
-    """Set an entry of a mapping such as `os.environ` or `sys.modules`, and register its restoration."""
     before = mapping.get(key, ABSENT)
     mapping[key] = new
     if before is ABSENT:

@@ -255,7 +255,6 @@ def context_attention(*, te: bool = False) -> Any:
 
 
 def predicting_spec(config: TransformerConfig, block: TransformerBlockSubmodules, vp_stage: int | None, *, te: bool) -> Any:
-    """Return the spec of multi-token prediction with this block's last layer. Local layers get our norms."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
     spec = get_gpt_mtp_block_spec(config, block, use_transformer_engine=te, vp_stage=vp_stage)
@@ -368,7 +367,6 @@ def _first_expert(chunk: GPTModel) -> int:
 
 
 def _shard_of(name: str) -> tuple[int, int]:
-    """Return the number of parts of a parameter, and this rank's index."""
     if ".mlp.experts." in name:
         return parallel_state.get_expert_tensor_parallel_world_size(), parallel_state.get_expert_tensor_parallel_rank()
     return parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()

@@ -80,7 +80,6 @@ class Training:
         return named_parameters(self.chunks)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Return copies by parameter name."""
         found = {name: getattr(parameter, "main_grad", parameter.grad) for name, parameter in self.parameters().items()}
         return {name: gradient.detach().clone() for name, gradient in found.items() if gradient is not None}
 
@@ -103,7 +102,6 @@ def with_ddp(job: Job, chunks: Sequence[torch.nn.Module], **overlaps: bool) -> l
 
 
 def in_gradients(job: Job) -> bool:
-    """Return whether parameters are gathered in the gradient buffer."""
     recipe = job.model.fp8_recipe
     return recipe is not None and job.model.fp8_parameters and not STORED[recipe].held_in_buffer
 
