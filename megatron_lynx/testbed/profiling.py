@@ -27,7 +27,7 @@ from megatron_lynx.config.cluster import HostAdam, HostTime
 from megatron_lynx.config.experts import Experts
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.parallel import Parallel
-from megatron_lynx.doctor.links import Links
+from megatron_lynx.doctor import Links
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.kinds.experts.section import FUSED
 from megatron_lynx.kinds.opaque.section import OPAQUE
