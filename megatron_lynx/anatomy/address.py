@@ -80,12 +80,8 @@ def window_name(passing: Pass, half: Half, ordinal: int, above: int = 0) -> str:
 @lru_cache(maxsize=8192)
 def window_at(text: str, layer: int) -> Window:
     """The window named `text`, seen from `layer` (its number from 1). ValueError if there is none of that name."""
-    if text == ON_DEMAND:
-        return ON_DEMAND
-    if text == RECV_BACKWARD:
-        return RECV_BACKWARD
-    if text == SEND_BACKWARD:
-        return SEND_BACKWARD
+    if text in (ON_DEMAND, RECV_BACKWARD, SEND_BACKWARD):
+        return text
     match = _COLLECTIVE.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} names no window")

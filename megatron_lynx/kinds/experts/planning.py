@@ -6,9 +6,7 @@
 Rows are the fullest rank's (`experts.load`), for which the others wait. Each expert's GEMMs have the efficiency of their own
 size. In an all-to-all over `expert` ranks each sends all but its own part, to ranks in its node over NVLink (or PCIe) and to
 others over its share of the node's NICs, concurrently. Ranks of such a group are `expert_tensor` apart
-(`parallel_state.initialize_model_parallel`, order tp-ep-dp). The rank with fewest peers in its node is slowest:
-
-    6 ranks, nodes of 8     node 0  0 1 2 3 4 5 | 6 7     node 1  8 9 10 11 | ...     6 and 7 send four parts of six far away
+(`parallel_state.initialize_model_parallel`, order tp-ep-dp). The rank with fewest peers in its node is slowest.
 
 The all-gather dispatcher sends every token to all of these ranks, those of split experts included, and sums the results.
 
