@@ -15,9 +15,6 @@ If micro-batches were fewer or not full, seconds are compared with the plan's sc
 bytes are learned from full micro-batches only.
 
 The outcome has the corrections of the run's plan: from run to run factors multiply, and offsets add up.
-
-A stage's offset applies at all moments. One peak does not tell which part was predicted wrongly, but it is the device's use at
-that moment, so a plan with x more at all moments needs x more than was measured.
 """
 
 from __future__ import annotations

@@ -1,14 +1,7 @@
 """The answer about a launch: stock Megatron's best setting and the best plan, in its layout and in layouts one step away.
 
-today ─────────────────────────────────────────────────────────┐
-stock's best within the device's budget ───────────────────────┤
-the plan: the fastest of `planner.variants`; a plan with copies ┼──> verdict
-    to the host is shown as well if it gains `WORTH_COPIES`     │
-layouts one step away: stock's best, and the plan ─────────────┤
-no plan fits: changes after which one does, nearest first ─────┘
-
-Changes: activations on the host; a part of the optimizer on the host, with its update's seconds; another layout of as many GPUs;
-2, 4 or 8 times as many GPUs, in the same layout or else in another.
+If no plan fits: changes after which one does, nearest first. Activations or a part of the optimizer on the host; another layout;
+2, 4 or 8 times as many GPUs.
 """
 
 from __future__ import annotations

@@ -1,12 +1,6 @@
-"""Reads a command's subject, profiles, plans and outcomes of runs. Measures a profile on this machine if none is given.
+"""Reads a command's subject (a job, a launch with its cluster, or a model), profiles, plans and outcomes of runs.
 
-A subject is a job, a launch with its cluster, or a model:
-
-megatron-lynx plan jobs/demo                                       a job file, or a bundled one
-megatron-lynx plan --cluster h100-80g -- torchrun ...              a launch
-megatron-lynx plan --launch-file FILE                              the same, one word a line; its header may name the cluster
-megatron-lynx plan --cluster h100-80g --bridge module:recipe       a configuration of Megatron-Bridge
-megatron-lynx estimate --cluster h100 --gpus 64 --model llama3-70b     a model, in the smallest layout that fits
+Measures a profile on this machine if none is given.
 """
 
 from __future__ import annotations

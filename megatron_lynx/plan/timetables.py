@@ -1,13 +1,12 @@
-"""Makes the timetable of each stage of a plan, and lists the norms that run during communication, and its process groups."""
+"""Makes the timetable of each stage of a plan, and lists the norms that run during communication."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Literal, get_args
 
 from megatron_lynx.anatomy import Half, Section
-from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, BackwardPhase, Window, window_at
+from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, BackwardPhase, window_at
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.plan.rule import Rule
 from megatron_lynx.timetable import ON_DEMAND_PLACE, Layout, Place, PlannedHalf, Timetable, ahead_to, may_gather_ahead
@@ -61,15 +60,6 @@ def _place(rule: Rule, layer: int, half: Half, phase: BackwardPhase) -> Place:
     )
 
 
-Group = Literal["tp", "ep", "pp"]
-"""A process group, by its name in Megatron's `--high-priority-stream-groups`."""
-
-
-def groups_waited_for(plan: Plan) -> tuple[Group, ...]:
-    groups = {_group(plan, window) for half in _halves(plan) for window in _windows(half) if window != ON_DEMAND}
-    return tuple(group for group in get_args(Group) if group in groups)
-
-
 def norms_in_windows(plan: Plan) -> tuple[str, ...]:
     """The norms over whole rows that are recomputed in windows. The norm of a gathered input runs at the gather instead."""
     norms = {
@@ -84,16 +74,3 @@ def norms_in_windows(plan: Plan) -> tuple[str, ...]:
 
 def _halves(plan: Plan) -> Iterator[PlannedHalf]:
     return (half for stage in plan.stages for half in planned_halves(stage, plan.model.sections_of))
-
-
-def _windows(half: PlannedHalf) -> Iterator[Window]:
-    for place in map(half.place, BACKWARD_PHASES):
-        yield from (window for window, _ in place.stretches)
-    for waits in half.deferred.values():
-        yield from waits
-
-
-def _group(plan: Plan, window: Window) -> Group:
-    if isinstance(window, str):
-        return "pp"
-    return "ep" if any(one.exchanges for one in plan.model.sections_of(window.layer) if one.half == window.half) else "tp"

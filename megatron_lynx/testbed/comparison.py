@@ -1,9 +1,4 @@
-"""Compares a plan with stock Megatron on ranks of this machine.
-
-census   bytes of every candidate, and whether its gradients equal stock's (unshaped link)
-field    none, selective, full, stock settings of no more bytes than ours, and our candidates
-race     seconds of the field in turns on the job's link, and a traced step of each plan
-  └────> Measurement (table, verdict) and Timeline (picture, trace)
+"""Compares a plan with stock Megatron on ranks of this machine: bytes and bits of all candidates, then seconds of some, in turns.
 
 All subjects share weights and gradients, which keeps them comparable and saves memory, and have no optimizer: every step starts
 from the same weights. If the job delays weight gradients, all settings accumulate them in place, within `fused_gradients`.

@@ -1,15 +1,8 @@
 """Removable replacements for library objects that this machine lacks.
 
-undo = ExitStack()
-replace(undo, torch.cuda, "synchronize", ignore)      any number of times
-undo.close()                                          restores the identical objects, newest first
-
-Transformer Engine and Apex have compiled parts, which a machine without a GPU lacks:
-
-compiled library installed                        it is used
-missing, and TESTBED_STAND_INS names a module     that module's `stand_in()` is used: this repository's tests have one
-                                                  (`tests.instruments`)
-missing, and the variable is unset                Transformer Engine is hidden, so that Megatron's import does not fail
+Transformer Engine and Apex have compiled parts. Without a GPU that runs them, the module that TESTBED_STAND_INS names replaces
+them (this repository's tests have one, `tests.instruments`); without that variable Transformer Engine is hidden, so that
+Megatron's import does not fail.
 """
 
 from __future__ import annotations

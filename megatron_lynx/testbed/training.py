@@ -1,12 +1,4 @@
-"""Runs steps of a model with megatron-core as a launch script does, in minimal form.
-
-    initialise(job)                      the ranks' groups and seeds (groups)
-    chunks = build_model(job)            (tiny_models)
-    training = Training(job, chunks)     Megatron DDP or none; no optimizer
-    training.step(batches)               Megatron's schedule for this layout, and reductions; returns losses
-
-Stock and planned runs use the same code: plans are unknown here.
-"""
+"""Runs steps of a model with megatron-core as a launch script does, with Megatron's DDP or none, and without an optimizer."""
 
 from __future__ import annotations
 
