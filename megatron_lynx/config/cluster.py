@@ -304,8 +304,6 @@ class Cluster(Part):
     """Memory of one device, as PyTorch reports it."""
     reserve: Reserve | None = None
     """Memory per device that plans do not use, in parts (`config.device_reserve`); None: nothing is reserved."""
-    reserve_gib: float = Field(default=0.0, ge=0)
-    """The same as a total, instead of the parts. 0: not given."""
     link_mbit_per_s: float | None = Field(default=None, gt=0)
     """Testbed only: rate of the link between the two emulated hosts; None: the speed of this machine's loopback."""
     matmul: Matmul | None = None
@@ -338,7 +336,3 @@ class Cluster(Part):
     def transposes_fp8(self) -> bool:
         """Whether FP8 tensors that are read columnwise have a transposed copy. The testbed emulates a Hopper."""
         return self.fp8 is None or self.fp8.transposes
-
-    def _problems(self) -> Iterator[str]:
-        if self.reserve_gib >= self.memory_gib:
-            yield f"reserve_gib ({self.reserve_gib:g}) must be less than memory_gib ({self.memory_gib:g})"

@@ -156,8 +156,6 @@ def device_reserve(
 ) -> DeviceReserve:
     """Return the reserve of a job. `groups`: communicators of the layout. `dispatch_bytes`: DeepEP or HybridEP buffers."""
     memory_bytes, reserve = int(GIB * cluster.memory_gib), cluster.reserve
-    if cluster.reserve_gib:
-        return DeviceReserve(memory_bytes, {"stated": int(GIB * cluster.reserve_gib)}, {})
     if reserve is None:
         return DeviceReserve(memory_bytes, {}, {})
     buffers = {group.name: group.buffer_bytes(reserve.nccl) for group in groups}

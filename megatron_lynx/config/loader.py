@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -92,30 +91,32 @@ def lengths_in(file: Path) -> dict[str, float]:
 
 def job_path(name: str | os.PathLike[str]) -> Path:
     """Return the file of a job name. Raises `ConfigError` if it does not exist."""
-    return _named(os.fspath(name), where=os.fspath(name), kind="jobs")
+    return _file_of(os.fspath(name), where=os.fspath(name), kind="jobs")
 
 
 def load_cluster(name: str, where: str) -> Cluster:
     """Load a cluster by bundled name (`a100-80g`, `clusters/a100-80g`) or by path. `where`: place of the name, for errors."""
-    file = _named(name, where, "clusters")
+    file = _file_of(name, where, "clusters")
     return validated(Cluster, cluster_data(file), file)
 
 
 def load_host_time(name: str, where: str) -> HostTime:
-    file = _named(name, where, "hosts")
+    file = _file_of(name, where, "hosts")
     return validated(HostTime, read_yaml(file), file)
 
 
 def load_model(name: str, where: str) -> Model:
-    file = _named(name, where, "models")
+    file = _file_of(name, where, "models")
     return validated(Model, read_yaml(file), file)
 
 
-def _named(name: str, where: str, kind: str) -> Path:
-    """Return the file of a name on a command line: a path, or a bundled file, also by a unique prefix of its name, with or
+def _file_of(name: str, where: str, kind: str, beside: Path = Path()) -> Path:
+    """Return the file (or pipe) of a name: a path, or a bundled file of this kind, also by a unique prefix of its name, with or
     without its folder, in any case."""
-    with suppress(ConfigError):
-        return _file_of(name, Path(), where, kind)
+    for folder in (beside, bundled_configs()):
+        for candidate in (folder / name, folder / f"{name}.yaml"):
+            if os.path.exists(candidate) and not os.path.isdir(candidate):
+                return candidate
     bundled = {file.stem: file for file in sorted(bundled_configs().glob(f"{kind}/*.yaml"), key=lambda file: file.stem)}
     short = name.lower().removeprefix(f"{kind}/").removesuffix(".yaml")
     alike = [short] if short in bundled else [stem for stem in bundled if short and f"{stem}-".startswith(f"{short}-")]
@@ -136,7 +137,7 @@ def _with_host_time(cluster: dict[str, Any], file: Path) -> dict[str, Any]:
     name = cluster.get("host_time")
     if not isinstance(name, str):
         return cluster
-    named = _file_of(name, file.parent, where=f"{file}: host_time", kind="hosts")
+    named = _file_of(name, f"{file}: host_time", "hosts", file.parent)
     data = read_yaml(named)
     validated(HostTime, data, named)
     return {**cluster, "host_time": data}
@@ -155,21 +156,10 @@ def _part(key: str, value: Any, job_file: Path) -> Any:
 def _from_file(key: str, name: Any, job_file: Path, where: str) -> dict[str, Any]:
     if not isinstance(name, str):
         raise ConfigError(f"{where} names no file", [Problem(where, repr(name), f"a name, as {key}s/NAME, or a path")])
-    file = _file_of(name, job_file.parent, where, f"{key}s")
+    file = _file_of(name, where, f"{key}s", job_file.parent)
     data = cluster_data(file) if key == "cluster" else read_yaml(file)
     validated(PARTS[key], data, file)
     return data
-
-
-def _file_of(name: str, beside: Path, where: str, kind: str) -> Path:
-    """Return the file (or pipe) of a name. `kind`: bundled folder for suggestions."""
-    for folder in (beside, bundled_configs()):
-        for candidate in (folder / name, folder / f"{name}.yaml"):
-            if os.path.exists(candidate) and not os.path.isdir(candidate):
-                return candidate
-    known = sorted(str(file.relative_to(bundled_configs()).with_suffix("")) for file in bundled_configs().glob(f"{kind}/*.yaml"))
-    needed = f"a path, or one of {', '.join(known)}"
-    raise ConfigError(f"{name} was not found", [Problem(where, f"no file {name!r}", needed, suggestion(name, known))])
 
 
 def override(data: dict[str, Any], overrides: Mapping[str, Any]) -> list[Problem]:

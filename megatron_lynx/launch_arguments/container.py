@@ -167,35 +167,13 @@ def container_of(name: str) -> Any:
         try:
             return getattr(import_module(module), function)()
         except (Exception, SystemExit) as error:  # noqa: BLE001  the user's code, and a hub's
-            raise ConfigError(HEADLINE, [_failed(where, module, error)]) from None
-
-
-def _failed(where: str, module: str, error: BaseException) -> Problem:
-    text = " ".join(str(error).split()) or "no reason"
-    cause = f"{type(error).__name__}: {text if len(text) < 200 else f'{text[:197]}...'}"
-    written = f"write the container to a file where it can be had, cfg.to_yaml('cfg.yaml'), and give that: {OPTION} cfg.yaml"
-    needed = "what can be imported here, with Megatron-Bridge and all that it needs"
-    missing = next((one.name for one in _chain(error, stated=True) if isinstance(one, ModuleNotFoundError)), None)
-    if missing is not None and not f"{module}.".startswith(f"{missing}."):
-        package = missing.partition(".")[0]
-        return Problem(where, f"no package {package} (import {missing})", needed, f"install {package}, or {written}")
-    if isinstance(error, ImportError):
-        return Problem(where, cause, needed, f"or {written}")
-    hubs = ("huggingface_hub", "requests", "httpx", "urllib3", "urllib")
-    if any(type(one).__module__.split(".")[0] in hubs or "huggingface.co" in str(one) for one in _chain(error)):
-        needed = "a recipe that needs no network: this one asks a hub for a model's configuration"
-        return Problem(where, cause, needed, f"let it ask ({OFFLINE}=0), or {written}")
-    return Problem(where, cause, "a function without arguments that returns a ConfigContainer")
-
-
-def _chain(error: BaseException, *, stated: bool = False) -> list[BaseException]:
-    """An error and the errors that it was raised from. `stated`: only those of `raise ... from`."""
-    chain: list[BaseException] = []
-    one: BaseException | None = error
-    while one is not None and one not in chain:
-        chain.append(one)
-        one = one.__cause__ or (None if stated else one.__context__)
-    return chain
+            cause: BaseException = error
+            while cause.__cause__ is not None:
+                cause = cause.__cause__
+            finding = f"{type(cause).__name__}: {' '.join(str(cause).split())[:200] or 'no reason'}"
+            needed = f"a function that returns a ConfigContainer here, without a network ({OFFLINE}=0: with one)"
+            todo = f"or write the container to a file where it can be had, cfg.to_yaml('cfg.yaml'): {OPTION} cfg.yaml"
+            raise ConfigError(HEADLINE, [Problem(where, finding, needed, todo)]) from None
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 from megatron_lynx.anatomy.stack import (
@@ -31,7 +30,7 @@ from megatron_lynx.launch_arguments.given import Fact, Given, Value
 from megatron_lynx.launch_arguments.model_facts import FORKS, VARIANT
 from megatron_lynx.launch_arguments.parallel_facts import LAYOUT
 
-MOST_LAYERS, MOST_CHARACTERS, DEEPEST = 1_000, 10_000, 50
+MOST_LAYERS, MOST_CHARACTERS = 1_000, 10_000
 """Limits of a pattern, so that a mistyped number cannot exhaust memory."""
 
 
@@ -59,12 +58,9 @@ def pattern_of(text: str) -> list[int]:
     """Sums and products of lists of 0 and 1, as Megatron evaluates them: `([0]+[1]*2)` is 0, 1, 1. Raises ValueError."""
     if len(text) > MOST_CHARACTERS:
         raise ValueError(f"a text of {len(text)} characters (at most {MOST_CHARACTERS})")
-    if (deep := max(accumulate({"(": 1, ")": -1}.get(character, 0) for character in text), default=0)) > DEEPEST:
-        raise ValueError(f"{deep} brackets in each other (at most {DEEPEST})")
     try:
-        expression = ast.parse(text, mode="eval").body
-        return _evaluated(expression)
-    except (SyntaxError, TypeError, RecursionError):
+        return _evaluated(ast.parse(text, mode="eval").body)
+    except (SyntaxError, TypeError, RecursionError, MemoryError):
         raise ValueError(f"{text!r} is no list of 0 and 1") from None
 
 

@@ -166,32 +166,19 @@ def _contradictions(given: Given) -> Iterator[Problem]:
     """Settings that `validate_args` and TransformerConfig refuse for any model."""
     granularity, stages = given[GRANULARITY], given["pipeline_model_parallel_size"] or 1
     selective, full = given["recompute_activations"] or granularity == "selective", granularity == "full"
-    by_layers, layers = given[BY_LAYERS], given["num_layers"]
-    graphs = [name for name in GRAPHS if given.is_on(name)]
     head, head_at_most = bool(given[DEFERRED_HEAD]), given[DEFERRED_AT_MOST]
     rules = (
         (full and not selective and given[METHOD] is None, GRANULARITY, "--recompute-method uniform (or block) beside it"),
         (full and not selective and given[LAYERS] is None, GRANULARITY, "--recompute-num-layers 1 (or more) beside it"),
         (selective and given[METHOD] is not None, METHOD, "no such flag with selective recomputation"),
         (selective and given[LAYERS] is not None, LAYERS, "no such flag with selective recomputation"),
-        (by_layers and stages > 1, BY_LAYERS, "--pipeline-model-parallel-size 1"),
-        (by_layers and (granularity or selective), BY_LAYERS, "no recomputation beside it"),
-        (by_layers and layers and by_layers >= layers, BY_LAYERS, f"fewer than --num-layers ({layers})"),
         (head and stages == 1, DEFERRED_HEAD, "--pipeline-model-parallel-size 2 (or more)"),
         (head and given["gradient_accumulation_fusion"] is False, DEFERRED_HEAD, "no --no-gradient-accumulation-fusion"),
         (head and head_at_most < 0, DEFERRED_AT_MOST, "0 (all micro-batches) or more"),
-        (len(graphs) > 1, next(iter(graphs), GRAPHS_BY), f"one of them: --{GRAPHS_BY.replace('_', '-')} is the newer one"),
-        (
-            given[SHARED_OUT] and (given["sequence_parallel"] or not full),
-            SHARED_OUT,
-            "--recompute-granularity full, and no --sequence-parallel",
-        ),
     )
     for broken, name, needed in rules:
         if broken:
-            conflict = "given" if given[name] is True else str(given[name])
-            conflict = f"also {', '.join(map(given.origin, graphs[1:]))}" if name in graphs else conflict
-            yield Problem(given.origin(name), conflict, needed, STOPS)
+            yield Problem(given.origin(name), "given" if given[name] is True else str(given[name]), needed, STOPS)
 
 
 def captures(given: Given) -> bool:

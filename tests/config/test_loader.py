@@ -65,7 +65,7 @@ def test_what_a_named_file_cannot_be_like(tmp_path: Path) -> None:
     unknown = JOB.replace("models/tiny-llama", "{like: models/tiny-lama, layers: 6}")
     [found] = refusals(tmp_path, unknown)
     assert found.startswith("job.yaml: model.like: ")
-    assert found.endswith("did you mean models/tiny-llama?")
+    assert found.endswith("did you mean tiny-llama?")
     [found] = refusals(tmp_path, JOB.replace("models/tiny-llama", "{like: 3}"))
     assert found == "job.yaml: model.like: found 3, needed a name, as models/NAME, or a path"
     [found] = refusals(tmp_path, JOB.replace("models/tiny-llama", "{like: models/tiny-llama, layrs: 6}"))
@@ -88,8 +88,8 @@ def test_all_problems_of_all_files(tmp_path: Path) -> None:
 
 def test_an_unknown_name_lists_what_exists(tmp_path: Path) -> None:
     (found,) = refusals(tmp_path, JOB.replace("tiny-llama", "tiny-lama"))
-    assert found.startswith("job.yaml: model: found no file 'models/tiny-lama', needed a path, or one of models/")
-    assert found.endswith("did you mean models/tiny-llama?")
+    assert found.startswith("job.yaml: model: found no file 'models/tiny-lama', needed a path, or one of ")
+    assert found.endswith("did you mean tiny-llama?")
 
 
 def test_several_rules_of_one_model_are_several_problems(tmp_path: Path) -> None:

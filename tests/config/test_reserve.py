@@ -84,19 +84,10 @@ def test_the_budget_is_the_device_less_the_parts() -> None:
     assert job.memory_budget_bytes - fixed.memory_budget_bytes == pytest.approx((3.1 - 1.2) * GIB, abs=2)
 
 
-def test_a_stated_reserve_and_a_stated_budget_go_before_the_parts(tmp_path: Path) -> None:
-    """Job files may still say `reserve_gib`, as those of Yuan et al.'s margin did."""
-    job = unbudgeted()
-    cluster = job.cluster.model_copy(update={"reserve_gib": 15.4})
-    stated = job.model_copy(update={"cluster": cluster})
-    assert stated.memory_budget_bytes == int(GIB * 79.1) - int(GIB * 15.4)
-    assert stated.device_reserve.in_words == "device 79.10 GiB: stated 15.40; left 63.70"
-    asked = unbudgeted(budget={"memory_gib": 64.6})
+def test_a_stated_budget_goes_before_the_parts() -> None:
+    job, asked = unbudgeted(), unbudgeted(budget={"memory_gib": 64.6})
     assert asked.memory_budget_bytes == int(GIB * 64.6)
     assert asked.device_reserve == job.device_reserve
-    (tmp_path / "old.yaml").write_text("name: old\ndevice: cuda\nmemory_gib: 80\nreserve_gib: 15.4\n")
-    (tmp_path / "job.yaml").write_text("model: models/llama3-8b\ncluster: old\ngpus: 8\nbatch: {micro: 1, global: 8}\n")
-    assert load_job(tmp_path / "job.yaml").memory_budget_bytes == int(GIB * 80) - int(GIB * 15.4)
 
 
 def test_what_others_have_of_a_device_is_left_to_them() -> None:
@@ -117,7 +108,6 @@ def test_what_others_have_of_a_device_is_left_to_them() -> None:
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_every_cluster_of_the_catalogue_has_the_parts_of_its_reserve(cluster: str) -> None:
     data = cluster_data(bundled_configs() / "clusters" / f"{cluster}.yaml")
-    assert "reserve_gib" not in data
     used = unbudgeted(cluster).memory_budget_bytes / GIB / data["memory_gib"]
     assert 0.88 < used < 0.985
 

@@ -359,10 +359,10 @@ def test_a_plan_for_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "a word of a framework" not in result.stdout
     result = lynx(*plan, "--bridge", "my_recipes:lacking")
     assert result.exit_code == 2
-    assert "found no package a_package_nobody_has (import a_package_nobody_has" in " ".join(result.output.split())
+    assert "ModuleNotFoundError: No module named 'a_package_nobody_has" in " ".join(result.output.split())
     result = lynx(*plan, "--bridge", "my_recipes:asking")
     assert result.exit_code == 2
-    assert "needed a recipe that needs no network" in result.output
+    assert "without a network" in " ".join(result.output.split())
     assert "offline 1" in result.output
     assert "Traceback" not in result.output
     for name, found in {"my_recipes:none": "AttributeError", "nowhere_at_all:x": "ModuleNotFoundError", "plain": "plain"}.items():

@@ -100,8 +100,6 @@ def test_arguments_alone_are_told_what_to_drop() -> None:
         (f"{EXPERTS} --overlap-moe-expert-parallel-comm", "there is no exchange to overlap"),
         (f"{OVERLAPPED} --pipeline-model-parallel-size 2 --expert-model-parallel-size 4", "pipeline of several chunks alone"),
         (f"{OVERLAPPED} {FULL_FLAGS}", "neither whole layers nor moe are recomputed beside overlapped exchanges"),
-        ("--cpu-offloading-num-layers 8", "fewer than --num-layers (8)"),
-        ("--cpu-offloading-num-layers 2 --pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 1"),
         ("--defer-embedding-wgrad-compute", "--pipeline-model-parallel-size 2 (or more)"),
         (f"{HEAD} --no-gradient-accumulation-fusion", "no --no-gradient-accumulation-fusion"),
         (f"{HEAD} --wgrad-deferral-limit -1", "0 (all micro-batches) or more"),
