@@ -129,11 +129,8 @@ class HostAdam(Part):
 
 
 class HostTime(Part):
-    """Seconds that Python takes to issue layers on one CPU, a lower bound of every pass, independent of device and tensor sizes.
-
-    Measured with tensors so small that device time is negligible (`testbed.host_time`). An implementation that was not measured
-    takes the figures of the other.
-    """
+    """Seconds that Python takes to issue layers on one CPU (`testbed.host_time`), a lower bound of every pass. An implementation
+    that was not measured takes the figures of the other."""
 
     cpu: str
     local: LayerHostTime | None = None

@@ -193,14 +193,9 @@ SCALED = 128
 class FusedDispatch(NamedTuple):
     """DeepEP's or HybridEP's buffers on one device, and their multiprocessors during an exchange.
 
-    deepep     a ring per channel and peer, independent of the batch. Two multiprocessors per channel
-               NVLink    channels x ranks of a node x chunk x (token + 8 + topk and scales)
-               RDMA      channels x nodes x chunk x (token + 8 + topk and scales + 16), to send and to receive
-               and a workspace of 32 MiB
-    hybridep   the worst case, in which all ranks send every token here, with a scale per 128 values and the probabilities of
-               all experts of a node; a map of all tokens to all experts;
-               over several nodes also the rank's own tokens, one send and two receive buffers, each for the tokens of one
-               rank of each other node
+    DeepEP has a ring per channel and peer, independent of the batch; two multiprocessors per channel. HybridEP has room for the
+    worst case, in which all ranks send every token here; over several nodes also the rank's own tokens, one send and two receive
+    buffers for the tokens of one rank of each other node.
 
     They are allocated outside PyTorch's allocator, once per process. Read in deepseek-ai/DeepEP at dd758ca
     (`csrc/legacy/config.hpp`, `deep_ep/buffers/legacy.py`) and its branch hybrid-ep at 94a9f8f

@@ -366,11 +366,8 @@ class Job(Part):
 
     @property
     def digest(self) -> str:
-        """Digest that plans record as their origin.
-
-        Host time is excluded: it is measured again with every release, and changes a plan only if a stage is host-bound. So are
-        fusions, which a measured profile includes.
-        """
+        """Digest that plans record as their origin, without host time, which is measured again with every release, and fusions,
+        which a measured profile includes."""
         return digest_of(self, {"learned": True, "cluster": {"host_time"}, "model": {"fusions"}})
 
 

@@ -10,13 +10,8 @@ from pydantic import Field
 from megatron_lynx.validation import Part
 
 ContextExchange = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
-"""Exchange of keys and values between context-parallel ranks (Megatron's `--cp-comm-type`).
-
-p2p          a ring: each rank passes on its block while it computes on the one it received
-all_gather   each rank gathers all of them before attention, and again in backward
-a2a          all-to-all from a part of the sequence with all heads to the whole sequence with a part of the heads, and back
-a2a+p2p      a2a within groups, p2p between them
-"""
+"""Exchange of keys and values between context-parallel ranks, as in Megatron's `--cp-comm-type`. a2a+p2p: a2a within groups, p2p
+between them."""
 
 
 class Parallel(Part):

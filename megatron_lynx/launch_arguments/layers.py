@@ -83,15 +83,10 @@ def _few_enough(pattern: list[int], times: int) -> list[int]:
     return pattern * min(times, MOST_LAYERS)  # an empty list may have any factor
 
 
-def kind_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
-    yield from _windows(given, problems)
-    yield from _opaque(given, problems)
-
-
 WINDOW, SKIPPED, SOFTMAX = "window_size", "window_attn_skip_freq", "softmax_type"
 
 
-def _windows(given: Given, problems: list[Problem]) -> Iterator[Fact]:
+def window_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     if given[SOFTMAX] == "learnable":
         yield Fact("model.sinks", True, given.origin(SOFTMAX))
     if given[WINDOW] is None:
@@ -207,7 +202,7 @@ SIZES = {
 STATED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 
 
-def _opaque(given: Given, problems: list[Problem]) -> Iterator[Fact]:
+def opaque_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     if any(given[name] is None for name in STATED):
         return
     if stack := stack_of(given):
@@ -231,7 +226,11 @@ def _opaque(given: Given, problems: list[Problem]) -> Iterator[Fact]:
         size = given["kv_channels"] or given["hidden_size"] // given["num_attention_heads"]
         groups = given["num_query_groups"] if given["group_query_attention"] else given["num_attention_heads"]
         widths = {"queries": size * given["num_attention_heads"], "keys": size * groups, "seq": given["seq_length"]}
-        kinds.append(_in_layers(gated_attention(given["hidden_size"], element_of(given), **widths), attention_layers))
+        kinds.append(
+            _in_layers(
+                gated_attention(given["hidden_size"], 2 if given["bf16"] or given["fp16"] else 4, **widths), attention_layers
+            )
+        )
         origins += [given.origin(GATE)]
     if kinds:
         yield Fact("model.opaque", kinds, ", ".join(origins))
@@ -250,10 +249,6 @@ def _mamba(given: Given) -> dict[str, Any]:
 
 def _delta_net(given: Given) -> dict[str, Any]:
     return {"kind": KNOWN, "delta": {name: given[flag] for name, flag in SIZES.items()}}
-
-
-def element_of(given: Given) -> int:
-    return 2 if given["bf16"] or given["fp16"] else 4
 
 
 def _in_layers(figures: dict[str, Any], layers: list[int]) -> dict[str, Any]:

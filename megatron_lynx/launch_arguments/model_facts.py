@@ -244,8 +244,6 @@ def _fp8(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     if given["fp8_param_gather"]:
         held = given.origin("fp8_param_gather")
         yield Fact("model.fp8.parameters", True, held)
-        if not given["use_distributed_optimizer"]:
-            problems.append(Problem(held, "given", "--use-distributed-optimizer beside it"))
         if recipe == "mxfp8" and not given["reuse_grad_buf_for_mxfp8_param_ag"]:
             why = "weights would be there in 16 bits as well, which is not counted"
             problems.append(Problem(held, "given", f"--{REUSED} beside it", why))
@@ -254,8 +252,6 @@ def _fp8(given: Given, problems: list[Problem]) -> Iterator[Fact]:
             yield Fact(
                 f"model.fp8.{place}_in_bf16", given[name], f"{given.origin('first_last_layers_bf16')}, {given.origin(name)}"
             )
-    if given["transformer_impl"] == "local":
-        problems.append(Problem(flag, number_format, "--transformer-impl transformer_engine beside it"))
 
 
 AWARE = "use_precision_aware_optimizer"
@@ -302,8 +298,6 @@ def _states(given: Given, problems: list[Problem]) -> Iterator[Fact]:
         name, origin = str(given["muon_scalar_optimizer"] or "adam"), given.origin("muon_scalar_optimizer", "optimizer")
     states = 0 if name == "sgd" and not given["sgd_momentum"] else STATES[name]
     yield Fact("optimizer.states", states, f"{origin} {name}: so many numbers beside each parameter in fp32")
-    if given[AWARE]:
-        problems.append(Problem(given.origin(AWARE), "given", f"--optimizer adam beside it, found {given['optimizer']}"))
 
 
 def _gradients(given: Given, problems: list[Problem]) -> Fact:

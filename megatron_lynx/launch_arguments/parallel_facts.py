@@ -32,10 +32,6 @@ def parallel_facts(given: Given, gpus: int | None, problems: list[Problem], *, l
     yield from _batch(given, gpus, problems)
 
 
-class _Uneven(Exception):
-    """Layers cannot be divided as requested."""
-
-
 def _layers(given: Given, problems: list[Problem], *, left_open: bool) -> Iterator[Fact]:
     layers = given["num_layers"] or given["encoder_num_layers"]
     pipeline = given["pipeline_model_parallel_size"]
@@ -45,7 +41,7 @@ def _layers(given: Given, problems: list[Problem], *, left_open: bool) -> Iterat
     said = [name for name in (LAYOUT, FIRST, LAST, EMBEDDING, LOSS, CHUNKS, EACH) if given[name]]
     try:
         if sum(bool(given[name]) for name in (LAYOUT, EACH, CHUNKS)) > 1:
-            raise _Uneven(f"{', '.join(given.origin(name) for name in said)}: Megatron takes only one of them")
+            raise ValueError(f"{', '.join(given.origin(name) for name in said)}: Megatron takes only one of them")
         if said == [EACH]:
             yield Fact("parallel.layers_per_chunk", given[EACH], given.origin(EACH))
         elif not said and left_open and pipeline > 1:
@@ -54,7 +50,7 @@ def _layers(given: Given, problems: list[Problem], *, left_open: bool) -> Iterat
             partition = _partition(given, layers, pipeline)
             chunked = len(partition) > pipeline
             yield Fact("parallel.partition", list(partition), given.origin(*said))
-    except _Uneven as uneven:
+    except ValueError as uneven:
         problems.append(Problem(given.origin(*said), str(uneven), ""))
     if given[GROUP] not in (None, pipeline) and chunked:
         yield Fact("parallel.microbatch_group", given[GROUP], given.origin(GROUP))
@@ -67,7 +63,7 @@ def _partition(given: Given, layers: int, pipeline: int) -> tuple[int, ...]:
     chunks = given[CHUNKS] or (stages[0] // given[EACH] if given[EACH] else 1)
     for stage, count in enumerate(stages):
         if not chunks or count % chunks:
-            raise _Uneven(f"the {count} layers of stage {stage} do not divide into {chunks} chunks")
+            raise ValueError(f"the {count} layers of stage {stage} do not divide into {chunks} chunks")
     partition = [stages[index % pipeline] // chunks for index in range(pipeline * chunks)]
     partition[0] -= bool(given[EMBEDDING])
     partition[-1] -= bool(given[LOSS])
@@ -81,21 +77,21 @@ def _of_stages(given: Given, layers: int, pipeline: int) -> list[int]:
     counted = layers + bool(given[EMBEDDING]) + bool(given[LOSS])
     left, stages = counted - sum(ends.values()), pipeline - len(ends)
     if left < 0 or (left % stages if stages else left):
-        raise _Uneven(f"{left} layers do not divide among the {stages} stages that are left")
+        raise ValueError(f"{left} layers do not divide among the {stages} stages that are left")
     return [ends.get(stage, left // stages if stages else 0) for stage in range(pipeline)]
 
 
 def layers_of_layout(text: str, mtp: int = 0) -> tuple[int, ...]:
-    """Layers of each virtual stage of a layout. `mtp`: layers of multi-token prediction, on the last one. Raises `_Uneven`."""
+    """Layers of each virtual stage of a layout. `mtp`: layers of multi-token prediction, on the last one. Raises `ValueError`."""
     plain = re.sub(r"\(([^)]+)\)\*(\d+)", _repeated, text.replace(",", ""))
     plain = re.sub(r"(.)\*(\d+)", _repeated, plain)
     if strange := sorted(set(plain) - set("EtmL|")):
-        raise _Uneven(f"{', '.join(map(repr, strange))} in {text!r}: needed E, t, m, L and |")
+        raise ValueError(f"{', '.join(map(repr, strange))} in {text!r}: needed E, t, m, L and |")
     stages = plain.split("|")
     if (mtp_layers := plain.count("m")) != mtp:
-        raise _Uneven(f"{mtp_layers} times m in {text!r}: needed {mtp}, as --mtp-num-layers says")
+        raise ValueError(f"{mtp_layers} times m in {text!r}: needed {mtp}, as --mtp-num-layers says")
     if stages[-1].count("m") != mtp_layers:
-        raise _Uneven(f"m in {text!r} before its last stage: needed all beside L; other places are not modelled")
+        raise ValueError(f"m in {text!r} before its last stage: needed all beside L; other places are not modelled")
     return tuple(stage.count("t") for stage in stages)
 
 
@@ -173,21 +169,8 @@ def _context(given: Given, problems: list[Problem]) -> Iterator[Fact]:
         problems.append(Problem(given.origin(EXCHANGE), " ".join(kinds), "the same in every layer: others are not modelled"))
     else:
         yield Fact("parallel.context_exchange", kinds[0], given.origin(EXCHANGE))
-        if kinds[0] == "a2a+p2p":
-            yield from _levels(given, problems)
-
-
-def _levels(given: Given, problems: list[Problem]) -> Iterator[Fact]:
-    sizes, context = given[LEVELS], given[SIZE]
-    if sizes and None in sizes:
-        return  # reported before
-    if not sizes or len(sizes) != 2 or min(sizes) < 1 or sizes[0] * sizes[1] != context:
-        given_sizes = " ".join(map(str, sizes)) if sizes else "nothing"
-        problems.append(
-            Problem(given.origin(LEVELS), given_sizes, f"two sizes whose product is --context-parallel-size ({context})")
-        )
-        return
-    yield Fact("parallel.context_levels", list(sizes), given.origin(LEVELS))
+        if kinds[0] == "a2a+p2p" and given[LEVELS]:
+            yield Fact("parallel.context_levels", list(given[LEVELS]), given.origin(LEVELS))
 
 
 IN_PLACE, USERBUFFERS = "gradient_accumulation_fusion", "tp_comm_overlap"

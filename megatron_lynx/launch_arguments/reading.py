@@ -40,7 +40,15 @@ from megatron_lynx.launch_arguments.given import (
 )
 from megatron_lynx.launch_arguments.hf_config import OPTION as SHAPES
 from megatron_lynx.launch_arguments.hf_config import shapes_in, with_shapes
-from megatron_lynx.launch_arguments.layers import PATTERN_FLAG, as_gpt, kind_facts, predicting_of, stack_of, without_known
+from megatron_lynx.launch_arguments.layers import (
+    PATTERN_FLAG,
+    as_gpt,
+    opaque_facts,
+    predicting_of,
+    stack_of,
+    window_facts,
+    without_known,
+)
 from megatron_lynx.launch_arguments.log_probabilities import SLIME, log_probability_facts
 from megatron_lynx.launch_arguments.model_facts import model_facts, of_a_fork, optimizer_facts
 from megatron_lynx.launch_arguments.parallel_facts import USERBUFFERS, gpus_of_actor, is_of_slime, parallel_facts, with_packing
@@ -161,8 +169,8 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     given = as_gpt(with_packing(given), problems)
     problems += conflicts(given)
     given = replace(given, unknown=tuple(words for words in given.unknown if words.split()[0] not in SLIME))
-    facts = [*model_facts(given, problems), *loss, *kind_facts(given, problems)]
-    facts += [*expert_facts(given, problems, planning=planning), *graph_facts(given), *adapters]
+    facts = [*model_facts(given, problems), *loss, *window_facts(given, problems)]
+    facts += [*opaque_facts(given, problems), *expert_facts(given, problems, planning=planning), *graph_facts(given), *adapters]
     facts += [*optimizer_facts(given, problems), *parallel_facts(given, gpus, problems, left_open=planning)]
     today = today_of(given, problems, planning=planning)
     facts.append(_policy(today, given, planning=planning))

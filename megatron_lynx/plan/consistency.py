@@ -35,7 +35,7 @@ from megatron_lynx.plan import features
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.plan.rule import Rule
 from megatron_lynx.plan.timetables import layout_of, planned_halves, timetable_of
-from megatron_lynx.schedule.flushes import groups_needed, warmup
+from megatron_lynx.schedule.flushes import warmup
 from megatron_lynx.timetable import Pass as Backward
 from megatron_lynx.timetable import PlannedHalf, Timetable
 
@@ -63,20 +63,7 @@ def problems(plan: Plan) -> list[str]:
 
 def of_launch(plan: Plan) -> list[str]:
     """Inconsistent facts of its launch, also before a plan has stages."""
-    return [*_impossible_chunks(plan), *features.of_launch(plan), *_uneven_pieces(plan)]
-
-
-def _impossible_chunks(plan: Plan) -> list[str]:
-    layout, microbatches = plan.parallel, plan.batch.microbatches
-    if layout.chunks == 1:
-        stated = layout.microbatch_group
-        return [] if stated is None else [f"parallel.microbatch_group is {stated}, but without chunks nothing takes turns"]
-    if layout.pipeline == 1:
-        return [f"parallel.chunks is {layout.chunks}, but one stage has nothing to take turns with (pipeline 1)"]
-    if layout.group < layout.pipeline:
-        return [f"parallel.microbatch_group ({layout.group}) must be at least pipeline ({layout.pipeline})"]
-    needed = groups_needed(microbatches, layout.group, layout.pipeline)
-    return [f"batch.microbatches ({microbatches}) must be {needed} with {layout.chunks} chunks on each stage"] if needed else []
+    return [*features.of_launch(plan), *_uneven_pieces(plan)]
 
 
 def _uneven_pieces(plan: Plan) -> Iterator[str]:

@@ -74,7 +74,10 @@ def _few(names: Sequence[str]) -> str:
 
 def explanation(plan: Plan) -> RenderableType:
     """The launch, then a table and the prediction of each stage. Chunks with equal treatment share a table."""
-    parts: list[RenderableType | None] = [*_heading(plan), *_how_to_launch(plan)]
+    parts: list[RenderableType | None] = [*_heading(plan)]
+    if not any(stage.predicted.host_s for stage in plan.stages):
+        parts.append(Text("host    no stage is said to be host-bound (or the host's time was not known when the plan was made)"))
+    parts.append(Text(f"launch  {in_words(plan).replace(NEW_LINE, NEW_LINE + ' ' * 8)}{NEW_LINE}"))
     for stage in range(plan.parallel.pipeline):
         for _, group in groupby(plan.chunks_of(stage), key=_treatment):
             alike = list(group)
@@ -102,7 +105,10 @@ def _heading(plan: Plan) -> Iterator[Text]:
     yield Text(f"model   {model.layers} layers, {widths}, sequence {model.seq}")
     context = f", context {layout.context}" if layout.context > 1 else ""
     yield Text(f"layout  tensor {layout.tensor}{context}, pipeline {layout.pipeline}{chunks}{sequence}")
-    yield from _head(plan)
+    if plan.head is not None:  # first, because it is not bitwise equal to stock's
+        rows = model.seq // layout.context // plan.head.pieces
+        yield Text(f"head    in {plan.head.pieces} pieces: logits of {rows} tokens of each sequence at a time, computed twice")
+        yield Text("        inexact: its weight's gradient is summed in another order than stock's; all else is stock's")
     yield Text(f"batch   {batch.microbatches} micro-batches of {batch.micro}")
     if (sizes := model.latent_attention) is not None:
         queries = f"queries compressed to {sizes.q_rank}, " if sizes.compressed else ""
@@ -133,20 +139,6 @@ def _heading(plan: Plan) -> Iterator[Text]:
     yield Text(f"made by {plan.provenance.made_by}{f': {plan.provenance.note}' if plan.provenance.note else ''}")
 
 
-def _how_to_launch(plan: Plan) -> Iterator[Text]:
-    if not any(stage.predicted.host_s for stage in plan.stages):
-        yield Text("host    no stage is said to be host-bound (or the host's time was not known when the plan was made)")
-    yield Text(f"launch  {in_words(plan).replace(NEW_LINE, NEW_LINE + ' ' * 8)}{NEW_LINE}")
-
-
-def _head(plan: Plan) -> Iterator[Text]:
-    """First, because a head in pieces is not bitwise equal to stock's."""
-    if plan.head is not None:
-        tokens = plan.model.seq // plan.parallel.context // plan.head.pieces
-        yield Text(f"head    in {plan.head.pieces} pieces: logits of {tokens} tokens of each sequence at a time, computed twice")
-        yield Text("        inexact: its weight's gradient is summed in another order than stock's; all else is stock's")
-
-
 def _load(plan: Plan) -> Iterator[Text]:
     fitting = [(stage.predicted.moe_load, stage.stage) for stage in plan.stages if stage.predicted.moe_load]
     if fitting:
@@ -170,7 +162,8 @@ def _table(plan: Plan, alike: Sequence[Stage]) -> WrappedTable:
     for rule in stage.rules:
         for half in HALVES:
             kept = [item for item in names_in(half) if item in rule.keep]
-            deferred = [_deferred(rule, half)] if stage.defers else []
+            linears = [rule.delayed_said(one) for one in rule.filling(half).linears if one in rule.weight_gradients]
+            deferred = [_listed(linears)] if stage.defers else []
             again = rule.recomputed_in(half)
             if rule.checkpoints(half):
                 kept, again = [plan.kept_input(stage, rule, half)], (CHECKPOINTED,)
@@ -196,10 +189,6 @@ def _window(rule: Rule, half: Half) -> Text:
     gather = rule.gather.of(half)
     gathered = f"\ninput gathered {gather}" if gather else ""
     return Text(f"{text}{gathered}".replace(THEN, f"\n{THEN.lstrip()}"))
-
-
-def _deferred(rule: Rule, half: Half) -> Text:
-    return _listed([rule.delayed_said(linear) for linear in rule.filling(half).linears if linear in rule.weight_gradients])
 
 
 WHERE_AT_ONCE = "where a micro-batch's own backward follows at once"

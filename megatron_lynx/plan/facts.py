@@ -146,23 +146,6 @@ class ModelFacts(Part):
         return Facts(te=te, latent=self.latent_attention, kinds=self.kinds, captured=self.captured, copies_go=copies_go)
 
     @property
-    def in_bf16(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in IN_BF16}
-
-    def _problems(self) -> Iterator[str]:
-        if self.fp8 is not None and self.implementation != "transformer_engine":
-            yield f"fp8 ({self.fp8}) needs implementation transformer_engine, found {self.implementation}"
-        for name, setting in (("fp8_parameters", self.fp8_parameters), *self.in_bf16.items()):
-            if setting and self.fp8 is None:
-                yield f"{name} is {str(setting).lower()}, needed fp8: how scales are found"
-        if self.fp8 is None and not self.fp8_copies_kept:
-            yield "fp8_copies_kept is false, needed fp8: how scales are found"
-        if self.shared_experts and not self.moe_layers:
-            yield "shared_experts is true, needed moe_layers: the layers that have them"
-        if self.moe_delayed and not self.moe_overlapped:
-            yield "moe_delayed is true, needed moe_overlapped: true"
-
-    @property
     def exchanges_in_windows(self) -> bool:
         return not (self.moe_overlapped or ROUTER in self.captured) and any(EXCHANGES[self.moe_dispatcher].values())
 

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator
 
 from megatron_lynx.anatomy import EXPERTS, EXPERTS_WITH_SHARED, HALVES, MLP, SHARED_EXPERTS, Half, Section
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKWARD, WindowAddress, window_at
-from megatron_lynx.kinds.captured import ROUTER
 from megatron_lynx.kinds.opaque.section import IN_NODES, OPAQUE
 from megatron_lynx.kinds.sparse.section import core_kept
 from megatron_lynx.plan.plan import Plan, Stage
@@ -28,7 +27,7 @@ WITH_UB = "with parallel.userbuffers (--tp-comm-overlap)"
 
 
 def of_launch(plan: Plan) -> Iterator[str]:
-    for facts in (_without_flushes, _experts, _userbuffers, _latent, _overlapped, _opaque, _captured):
+    for facts in (_without_flushes, _experts, _userbuffers, _overlapped, _opaque, _captured):
         yield from facts(plan)
 
 
@@ -80,10 +79,6 @@ def _captured(plan: Plan) -> Iterator[str]:
     model = plan.model
     if not model.captured:
         return
-    if model.captured != tuple(dict.fromkeys(model.captured)):
-        yield f"model.captured is {', '.join(model.captured)}, needed each once"
-    if "moe_preprocess" in model.captured and ROUTER not in model.captured:
-        yield "model.captured has moe_preprocess, needed moe_router beside it, as Megatron does"
     facts = (
         ("model.moe_overlapped", model.moe_overlapped, False),
         ("schedule", plan.schedule, "flush"),
@@ -136,8 +131,6 @@ def _experts(plan: Plan) -> Iterator[str]:
     for span in plan.model.moe_layers:
         if span.last > plan.model.layers:
             yield f"model.moe_layers has {span}, but the model has layers 1-{plan.model.layers}"
-    if plan.parallel.expert > 1 and not plan.model.moe_layers:
-        yield f"parallel.expert is {plan.parallel.expert}, but no layer has experts (model.moe_layers)"
     for at, stage in enumerate(plan.stages):
         if stage.experts_hold is not None and (needed := _needed_to_fall_back(plan, stage)):
             yield f"stages.{at}.experts_hold is {stage.experts_hold:g}, needed {needed}: or leave it out"
@@ -189,14 +182,6 @@ def experts_rule(plan: Plan, rule: Rule) -> Iterator[str]:
         if inside and not plan.exchanging:
             finding = f"{name} of {spans(inside)}, which lies in a mixture of experts (model.moe_layers)"
             yield f"found {finding}, needed on_demand or a wait outside experts: give these layers a rule of their own"
-
-
-def _latent(plan: Plan) -> Iterator[str]:
-    model = plan.model
-    if model.latent_attention is None:
-        return
-    if model.kv_groups != model.heads:
-        yield f"model.kv_groups is {model.kv_groups}, needed {model.heads} (heads): latent attention has keys for every head"
 
 
 def latent_rule(plan: Plan, rule: Rule) -> Iterator[str]:
@@ -256,10 +241,6 @@ def _overlapped(plan: Plan) -> Iterator[str]:
     if not plan.model.moe_overlapped:
         return
     layout, model = plan.parallel, plan.model
-    if not model.moe_layers:
-        yield "model.moe_overlapped is true, but no layer has experts (model.moe_layers)"
-    if layout.pipeline > 1 and layout.chunks == 1:
-        yield f"parallel.chunks is 1, needed several in a pipeline {BESIDE}, as Megatron does"
     facts = (
         ("parallel.expert", layout.expert, 1),
         ("schedule", plan.schedule, "flush"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
@@ -37,12 +37,6 @@ __all__ = ["GatherName", "ItemName", "PlaceName", "WaitName"]
 LAST_READ = "which megatron-lynx 0.2.0 was the last to read: make the plan again with `megatron-lynx plan`"
 
 
-def _of_all_phases(value: Any) -> Any:
-    if isinstance(value, dict):
-        raise ValueError(f"a gather by phase, {LAST_READ}")
-    return value
-
-
 def _matching(pattern: str, examples: tuple[str, ...]) -> AfterValidator:
     """Validate text by `pattern`. The error lists examples instead of the pattern."""
     expected = ", ".join(repr(name) for name in examples)
@@ -64,7 +58,6 @@ PlaceName = Annotated[
 ]
 GatherName = Annotated[
     str,
-    BeforeValidator(_of_all_phases),
     _matching(GATHER_PATTERN, (ON_DEMAND, *examples("bwd"))),
     WithJsonSchema({"type": "string", "pattern": f"^{GATHER_PATTERN}$"}),
 ]

@@ -166,7 +166,7 @@ def test_layers_that_do_not_come_out_even_are_named(flags: str) -> None:
         (f"--num-experts 8 --moe-layer-freq {'9' * 5000}", "needed a number, or lists"),
         (f"--num-experts 8 --moe-layer-freq [1]*{10**18}", "a pattern of more than 1000 layers"),
         ("--num-experts 8 --moe-layer-freq " + "+".join(["[0]*1000"] * 3), "a pattern of more than 1000 layers"),
-        (f"--num-experts 8 --moe-layer-freq {'(' * 3000}[1]{')' * 3000}", "3000 brackets in each other (at most 50)"),
+        (f"--num-experts 8 --moe-layer-freq {'(' * 3000}[1]{')' * 3000}", "is no list of 0 and 1"),
         (f"--num-experts 8 --moe-layer-freq {'[1]+' * 5000}[1]", "characters (at most 10000)"),
         ("--num-experts 8 --moe-layer-freq [0]+2", "needed a number, or lists of 0 and 1"),
         (
@@ -184,19 +184,16 @@ def test_layers_that_do_not_come_out_even_are_named(flags: str) -> None:
         ),
         ("--context-parallel-size 2 --cp-comm-type ring", "--cp-comm-type: found ring, needed one of p2p, all_gather, a2a"),
         ("--context-parallel-size 2 --cp-comm-type p2p a2a", "--cp-comm-type: found p2p a2a, needed the same in every layer"),
-        ("--context-parallel-size 4 --cp-comm-type a2a+p2p", "found nothing, needed two sizes whose product is"),
         (
             "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes [2 2]",
             "found [2, needed a whole",
         ),
-        ("--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4", "found 2 4, needed two"),
         ("--context-parallel-size 2 --hybrid-context-parallel", "changes with the data"),
         ("--squared-relu --swiglu", "--squared-relu: found also --swiglu, needed one of them"),
         ("--quick-geglu --swiglu", "--quick-geglu: found also --swiglu, needed one of them"),
         ("--window-size 127,1", "--window-size: found 127,1, needed two numbers such as 127,0"),
         ("--window-size 127,0 --window-attn-skip-freq [1,0]", "a pattern of 2 layers, needed one of --num-layers (8)"),
         ("--optimizer soap", "--optimizer: found soap, needed one of adam, sgd, lion, ademamix, muon"),
-        ("--optimizer lion --use-distributed-optimizer --use-precision-aware-optimizer", "needed --optimizer adam beside it"),
         ("--checkpoint-activations", "no longer takes it"),
         ("--position-embedding-type relative", "--position-embedding-type: found relative"),
         ("--use-dist-ckpt --enable-msc --disable-msc --hybrid-attention-ratio 0.1 --mtp-detach-heads", "no one release"),
@@ -700,10 +697,8 @@ def test_norms_of_queries_and_keys_and_fp8_as_megatron_has_it() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--fp8-param-gather", "--fp8-param-gather: found given, needed --use-distributed-optimizer beside it"),
         ("--no-fp8-wgrad", "--no-fp8-wgrad: found given"),
         ("--fp8-recipe custom", "--fp8-recipe: found custom"),
-        ("--transformer-impl local", "needed --transformer-impl transformer_engine beside it"),
     ],
 )
 def test_what_of_fp8_is_not_modelled_is_refused_where_it_is_on(flags: str, said: str) -> None:

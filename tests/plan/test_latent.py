@@ -133,4 +133,3 @@ def test_what_is_not_planned_with_latent_attention_is_refused_by_name() -> None:
     assert f"weight_gradients.linear_q_up_proj is no linear of a layer: there are {linears}" in problems(deferred)
     alone = problems(plan_data(te=True, recompute=("linear_kv_up_proj",)))
     assert "linear_kv_up_proj is recomputed, and kv_layernorm with it" in alone
-    assert "kv_groups is 2, needed 4" in problems({**(data := plan_data()), "model": data["model"] | {"kv_groups": 2}})
