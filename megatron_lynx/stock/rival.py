@@ -63,6 +63,8 @@ class _Rivals:
     """Steps of settings without copies; if the busiest stage alone is too slow, its seconds."""
     _least_bytes: dict[StockSetting, int] = field(default_factory=dict)
     _needed: dict[Modules, frozenset[str]] = field(default_factory=dict)
+    _too_large: set[StockSetting] = field(default_factory=set)
+    """Neither delayed weight gradients nor overlapped exchanges free memory."""
 
     def take(self, family: Family) -> None:
         last = family[-1]
@@ -71,9 +73,11 @@ class _Rivals:
             return
         if (last.offload and not self._has_link) or any(_copies_less(price.setting, last) for price in self.priced):
             return
-        if any(self._least(setting) > self.budget_bytes for setting in (replace(last, overlap=False), last)):
+        alone = replace(last, delayed=False)
+        if not self._too_large.isdisjoint((alone, replace(alone, overlap=False))):
             return
-        if (pricing := self._first_that_fits(family)) is None:
+        if self._least(last) > self.budget_bytes or (pricing := self._first_that_fits(family)) is None:
+            self._too_large.add(alone)
             return
         if last.method is None and self._is_slower(without_copies):
             return
@@ -99,7 +103,6 @@ class _Rivals:
         return self._least(StockSetting(recompute, offload=offload)) <= self.budget_bytes
 
     def _least(self, setting: StockSetting) -> int:
-        setting = replace(setting, delayed=False)
         if setting not in self._least_bytes:
             self._least_bytes[setting] = least_bytes(self.job, setting, self._stages)
         return self._least_bytes[setting]
