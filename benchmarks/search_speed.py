@@ -23,8 +23,7 @@ from benchmarks import one_core
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.loader import bundled_configs, cluster_data
 from megatron_lynx.search import search
-from megatron_lynx.search.best_first import STOCK
-from megatron_lynx.search.candidate import in_words
+from megatron_lynx.search.best_first import STOCK, in_words
 from megatron_lynx.yaml_file import read_yaml
 
 DEMAND_S = 5.0

@@ -41,7 +41,7 @@ from megatron_lynx.prediction import precision
 from megatron_lynx.profiler.analytic import analytic_profile, on_cluster
 from megatron_lynx.profiler.profile import Profile, as_learned, load_profile, save_profile
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.search.candidate import in_words
+from megatron_lynx.search.best_first import in_words
 from megatron_lynx.search.search import batch_of, smallest_layout
 from megatron_lynx.units import format_bytes
 from megatron_lynx.validation import validated

@@ -29,8 +29,7 @@ from megatron_lynx.planner.decision import drafted
 from megatron_lynx.prediction import within_error
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.roofline import Roofline
-from megatron_lynx.search.best_first import STOCK, BestFirst, Watch, no_collections
-from megatron_lynx.search.candidate import Candidate, Excess, fit, in_words
+from megatron_lynx.search.best_first import STOCK, BestFirst, Candidate, Excess, Watch, fit, in_words, no_collections
 from megatron_lynx.search.space import Space
 from megatron_lynx.tables import WrappedTable
 from megatron_lynx.units import GIB, format_bytes, format_seconds

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_lynx.config import load_job
-from megatron_lynx.search.best_first import LayerCost, looks_at_plan
-from megatron_lynx.search.candidate import Excess
+from megatron_lynx.search.best_first import Excess, LayerCost, looks_at_plan
 from megatron_lynx.solver.stages import Stages
 
 

@@ -8,8 +8,7 @@ from megatron_lynx.config import Job
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.planner.writing import written
 from megatron_lynx.rehearsal import rehearse
-from megatron_lynx.search.best_first import Entry, LayerCost, looks_at_plan
-from megatron_lynx.search.candidate import Candidate
+from megatron_lynx.search.best_first import Candidate, Entry, LayerCost, looks_at_plan
 from megatron_lynx.solver.stages import Stages
 from tests.config.jobs import catalogued_job
 

@@ -12,8 +12,7 @@ from megatron_lynx.estimate import estimate
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.search import POLICIES, Ranking, search
-from megatron_lynx.search.best_first import STOCK, BestFirst, Entry
-from megatron_lynx.search.candidate import Candidate
+from megatron_lynx.search.best_first import STOCK, BestFirst, Candidate, Entry
 from megatron_lynx.search.space import Space
 from tests.config.jobs import catalogued_job
 from tests.long import long
