@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -157,8 +157,8 @@ class TwoGradients:
         Each is waited for once, while its batch is shown: at the wait gloo copies its result to where the tensors point. DDP
         waits again when it ends the reduction, when this batch is shown again.
         """
-        groups = self._chunk.bucket_groups + self._chunk.expert_parallel_bucket_groups
-        under_way = [group.grad_reduce_handle for group in groups if group.grad_reduce_handle is not None]
+        handles = (group.grad_reduce_handle for group in self._chunk.bucket_groups)
+        under_way = [handle for handle in handles if handle is not None]
         for handle in under_way:
             if not any(handle is awaited for awaited in self._awaited):
                 handle.wait()
@@ -178,27 +178,23 @@ SHARDS = ("shard_float16_groups", "shard_fp32_groups")
 
 def owners(chunk: torch.nn.Module, optimizer: Any) -> Iterator[torch.Tensor]:
     """Return the tensors that may share memory with weights. DDP makes some of them when it first needs them."""
-    tensors = [*chunk.parameters(), *_of_ddp(chunk)]
+    tensors = [*chunk.parameters(), *_of_ddp(chunk, "param")]
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         tensors += [tensor for name in SHARDS for group in getattr(part, name, []) for tensor in group]
     return (tensor for tensor in tensors if tensor is not None)
 
 
-def _of_ddp(chunk: Any) -> Iterator[torch.Tensor | None]:
-    if not hasattr(chunk, "bucket_groups"):
-        return
-    for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-        yield buffer.param_data
-        yield from (bucket.param_data for bucket in buffer.buckets)
-    for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
-        yield from (shard for shards in group.cached_param_buffer_shard_list for shard in shards or ())
-
-
 def gradient_owners(chunk: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors that share memory with the gradient buffers of a chunk in DDP."""
     yield from (parameter.main_grad for parameter in chunk.parameters() if hasattr(parameter, "main_grad"))
-    for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-        yield buffer.grad_data
-        yield from (bucket.grad_data for bucket in buffer.buckets)
-    for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
-        yield from (shard for shards in group.cached_grad_buffer_shard_list for shard in shards or ())
+    yield from _of_ddp(chunk, "grad")
+
+
+def _of_ddp(chunk: Any, data: Literal["param", "grad"]) -> Iterator[Any]:
+    """Flat buffers, their buckets, and a rank's shards of these. (Buffers of experts are none: experts are refused.)"""
+    if not hasattr(chunk, "bucket_groups"):
+        return
+    for buffer in chunk.buffers:
+        yield from (getattr(flat, f"{data}_data") for flat in (buffer, *buffer.buckets))
+    for group in chunk.bucket_groups:
+        yield from (shard for shards in getattr(group, f"cached_{data}_buffer_shard_list") for shard in shards or ())
