@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from megatron_lynx.advise import flags
 from megatron_lynx.advise.flags import Edit
@@ -15,8 +16,10 @@ from megatron_lynx.advise.neighbours import Neighbour, may_offload, neighbours
 from megatron_lynx.advise.today import Launch, Row, Stock, launch_today, or_launch, row_of, stocks_best
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.host_optimizer import OnHost
+from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, Infeasible, LynxError, Problem
 from megatron_lynx.launch_arguments import Reading
+from megatron_lynx.launch_arguments.model_facts import CHUNK, CHUNKED
 from megatron_lynx.planner import Decision
 from megatron_lynx.planner.checks import check_plannable
 from megatron_lynx.planner.decision import drafted, plannable
@@ -26,9 +29,12 @@ from megatron_lynx.planner.variants import EQUAL, Planned, Variants
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.search.best_first import no_collections
-from megatron_lynx.units import GIB
+from megatron_lynx.units import GIB, format_seconds
 
 PLAN_FILE = "plan.yaml"
+
+CHUNK_MIB = 256
+"""MiB of optimizer moments in one copy, as in Megatron's example."""
 
 WORTH = 0.01
 """Relative gain from which more changes, or more memory, are recommended: simulated ratios of settings were within 3 % on one
@@ -229,7 +235,7 @@ def would_fit(job: Job, costs: Profile, reading: Reading | None = None) -> Itera
     """Yield a sentence for each change. `reading`: the launch, in whose flags they are stated."""
     if job.offload_ratio != "auto" and plannable(job.model_copy(update={"offload_ratio": "auto"}), costs):
         yield "activations on the host: --offload-ratio auto"
-    yield from _optimizer(job, costs, reading)
+    yield from (said for _, said in sorted([*_optimizer(job, costs, reading), *_states(job, costs, reading)]))
     if job.cluster.matmul is None:
         return
     if (changes := fewest_changes(job, costs, plannable, OF_THE_HOST)) is not None:
@@ -237,8 +243,8 @@ def would_fit(job: Job, costs: Profile, reading: Reading | None = None) -> Itera
     yield from _more_gpus(job)
 
 
-def _optimizer(job: Job, costs: Profile, reading: Reading | None) -> Iterator[str]:
-    """Yield a sentence for the least quarter of optimizer state on the host with which a plan fits.
+def _optimizer(job: Job, costs: Profile, reading: Reading | None) -> Iterator[tuple[float, str]]:
+    """Yield the update's seconds and a sentence for the least quarter of optimizer state on the host with which a plan fits.
     Megatron steps parameters on the host only with a precision-aware, distributed optimizer."""
     if job.optimizer.offload != 0:
         return
@@ -249,8 +255,23 @@ def _optimizer(job: Job, costs: Profile, reading: Reading | None) -> Iterator[st
             on_host = OnHost.of(asked, costs.host_adam, priced=costs.host_adam is not None)
             assert on_host is not None, "a share of the optimizer is there"
             words = ["--use-precision-aware-optimizer", "--optimizer-cpu-offload", f"--optimizer-offload-fraction {share:g}"]
-            yield f"{on_host.in_words}: {' '.join(words) if reading is None else reading.said(words)}"
+            seconds = inf if on_host.seconds is None else on_host.seconds.total_s
+            yield seconds, f"{on_host.in_words}: {' '.join(words) if reading is None else reading.said(words)}"
             return
+
+
+def _states(job: Job, costs: Profile, reading: Reading | None) -> Iterator[tuple[float, str]]:
+    """Yield the same for optimizer states that are on the host between updates, which run on the device."""
+    if job.optimizer.on_host or job.optimizer.offload != 0:
+        return
+    asked = with_changes(job, [("optimizer.states_on_host", 1.0), ("optimizer.chunk_mib", CHUNK_MIB)])
+    if asked is None or not plannable(asked, costs):
+        return
+    on_host, more_s = OnHost.of(asked, None, priced=False), update_s(asked, costs) - update_s(job, costs)
+    assert on_host is not None, "all of the states are there"
+    words = [CHUNKED, f"{CHUNK} {CHUNK_MIB}", "--ckpt-format torch_dist"]
+    flags = " ".join(words) if reading is None else reading.said(words)
+    yield more_s, f"{on_host.in_words}; {format_seconds(more_s)} a step: {flags} (newer than Megatron 0.19)"
 
 
 def _more_gpus(job: Job) -> Iterator[str]:

@@ -182,7 +182,8 @@ class Job(Part):
         if optimizer.offload != 0 and self.cluster.device == "cpu":
             problems.append(f"optimizer.offload {optimizer.offload} needs cluster.device cuda, found cpu")
         if not parallel.distributed_optimizer:
-            problems += [f"optimizer.precision_aware {sharded}"] if optimizer.precision_aware else []
+            asked = [name for name in ("precision_aware", "states_on_host") if getattr(optimizer, name)]
+            problems += [f"optimizer.{name} {sharded}" for name in asked]
             problems += [f"overlap.parameters {sharded}: else none are gathered"] if self.overlap.parameters else []
         if self.overlap.userbuffers and parallel.tensor > 1 and not parallel.sequence_parallel:
             problems.append("overlap.userbuffers needs parallel.sequence_parallel: true, found false, as Megatron refuses it")
@@ -223,8 +224,9 @@ class Job(Part):
             yield f"model.adapters need schedule flush: frozen weights have one version, {todo}"
         if (instances := self.parallel.optimizer_instances) > 1:
             yield f"parallel.optimizer_instances ({instances}) must be 1 without flushes, {todo}"
-        if (share := self.optimizer.offload) != 0:
-            yield f"optimizer.offload {share} needs all of it on the device: 0, {todo}"
+        for name in ("offload", "states_on_host"):
+            if (share := getattr(self.optimizer, name)) != 0:
+                yield f"optimizer.{name} {share} needs all of it on the device: 0, {todo}"
         if self.chunks > 1:
             needed = "chunk of each stage: it cannot be interleaved"
             yield f"parallel makes {self.chunks} chunks of each stage, schedule double_buffered needs 1 {needed}, {todo}"

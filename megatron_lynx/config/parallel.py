@@ -167,6 +167,11 @@ class Optimizer(Part):
     offload: Literal["auto"] | Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of a rank's parameters that is updated on the host. auto: the fastest share; 0 until the planner chooses."""
     overlap_copies: bool = False
+    states_on_host: float = Field(default=0.0, ge=0, le=1)
+    """Share of main parameters and moments in host memory between updates, which run on the device
+    (`--chunked-optimizer-state-offload`)."""
+    chunk_mib: int = Field(default=0, ge=0)
+    """MiB of moments restored per chunk, two of which are on the device; 0: all at once."""
 
     def _problems(self) -> Iterator[str]:
         smaller = {
@@ -181,6 +186,9 @@ class Optimizer(Part):
             yield f"precision_aware: true needs muon_steps 0, found {self.muon_steps}: it is Transformer Engine's Adam"
         if self.precision_aware and self.states != ADAMS:
             yield f"precision_aware: true needs states {ADAMS}, found {self.states}: it is Transformer Engine's Adam"
+        if self.states_on_host and self.offload != 0:
+            settings = f"states_on_host {self.states_on_host:g} and offload {self.offload}"
+            yield f"{settings}: one of them, as Megatron refuses both"
         if self.offload != 0 and not self.precision_aware:
             settings = f"offload {self.offload} needs precision_aware: true (--use-precision-aware-optimizer)"
             yield f"{settings}, found false, as Megatron refuses it"
@@ -189,3 +197,8 @@ class Optimizer(Part):
     def offloaded(self) -> float:
         """Share updated on the host; 0 if undecided."""
         return 0.0 if self.offload == "auto" else self.offload
+
+    @property
+    def on_host(self) -> bool:
+        """Whether optimizer state is in host memory."""
+        return bool(self.offloaded or self.states_on_host)

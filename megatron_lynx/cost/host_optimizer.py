@@ -15,6 +15,14 @@ Megatron's `HybridDeviceOptimizer` steps a share f of a rank's parameters on the
 The types of a precision-aware optimizer (`exp_avg_dtype`, `main_params_dtype`) do not apply: stepped tensors have fp32 copies.
 The fp32 copy of a 16-bit gradient is never freed; the next one replaces it.
 
+With `--chunked-optimizer-state-offload` (formerly `--offload-optimizer-states`; Megatron's dev branch, pull requests 2760, 6244
+and 6544) the update runs on the device, and the host holds states between updates:
+
+    gradients reduced | update                          | forward
+    main, chunk 1 in  | chunk 2 in   chunk 3 in   ...   | main, last chunk out
+                        chunk 1      chunk 2 ...          (not waited for)
+                                     chunk 1 out  ...
+
 The optimizer on the host is built twice: first from whole parameters, where those that stay get an fp32 copy on the device, then
 from the rank's own. Copies between types convert on the device if non-blocking (PyTorch, `Copy.cu`), so both directions move four
 bytes. Source: megatron-core 0.16.1 and 0.19.0 (`hybrid_optimizer.py`, `distrib_optimizer.py`, `get_megatron_optimizer`).
@@ -31,7 +39,9 @@ from megatron_lynx.cost.parameters import (
     FP32_BYTES,
     MOMENTS_BYTES,
     Parameters,
+    bytes_each,
     owned_parameters,
+    restored_bytes,
     stage_parameters,
 )
 from megatron_lynx.errors import ConfigError, Problem
@@ -64,15 +74,19 @@ class OnHost:
     share: float
     rank_bytes: int
     seconds: HostUpdate | None
-    """Unknown without the cluster's rates."""
+    """Unknown without the cluster's rates; None if updates run on the device."""
+    states: bool = False
+    """Whether only states are on the host, and updates run on the device."""
 
     @classmethod
     def of(cls, job: Job, adam: HostAdam | None, *, priced: bool) -> OnHost | None:
         """Return None if the optimizer is on the device. `priced`: whether to compute seconds."""
-        if not job.optimizer.offloaded:
+        if not job.optimizer.on_host:
             return None
         stages = range(job.parallel.pipeline)
         rank_bytes = max(optimizer_host_bytes(job, stage) for stage in stages)
+        if share := job.optimizer.states_on_host:
+            return cls(share, rank_bytes, None, states=True)
         most_parameters = max((stage_parameters(job, stage) for stage in stages), key=lambda parameters: parameters.total)
         seconds = host_seconds(job, owned_parameters(job, most_parameters), adam) if priced else None
         return cls(job.optimizer.offloaded, rank_bytes, seconds)
@@ -80,11 +94,12 @@ class OnHost:
     @property
     def as_json(self) -> dict[str, Any]:
         seconds = None if self.seconds is None else {**asdict(self.seconds), "total_s": self.seconds.total_s}
-        return {"share": self.share, "rank_bytes": self.rank_bytes, "seconds": seconds}
+        return {"share": self.share, "rank_bytes": self.rank_bytes, "seconds": seconds, "states": self.states}
 
     @property
     def in_words(self) -> str:
-        held = f"optimizer on the host: {self.share:g} of it, {format_bytes(self.rank_bytes)} of each rank"
+        what = "optimizer's states on the host between updates" if self.states else "optimizer on the host"
+        held = f"{what}: {self.share:g} of it, {format_bytes(self.rank_bytes)} of each rank"
         if self.seconds is None:
             return held
         spent = (("gradients out", self.seconds.out_s), ("AdamW", self.seconds.step_s), ("parameters back", self.seconds.back_s))
@@ -109,9 +124,27 @@ def host_seconds(job: Job, owned: float, adam: HostAdam | None) -> HostUpdate:
     return HostUpdate(copied_s, step_s, PAGEABLE * copied_s, job.optimizer.overlap_copies)
 
 
+def states_s(job: Job, parameters: Parameters, adam_s: float, reduction_s: float) -> float:
+    """Return the time an update waits for states from the host.
+
+    The first chunk overlaps the gradient reduction, the others the update. Copies in both directions overlap. 0 without a
+    description of PCIe.
+    """
+    sizes, owned, pcie = bytes_each(job), owned_parameters(job, parameters), job.cluster.pcie
+    if pcie is None or not job.optimizer.states_on_host:
+        return 0.0
+    main, window = restored_bytes(job, parameters)
+    first = window / 2 if job.optimizer.chunk_mib else window
+    other_chunks_bytes = max(0.0, job.optimizer.states_on_host * sizes.moments * owned - first)
+    return max(0.0, pcie.shared_s(main + first) - reduction_s) + max(0.0, pcie.shared_s(other_chunks_bytes) - adam_s)
+
+
 def optimizer_host_bytes(job: Job, stage: int) -> int:
     """Return the peak host memory of one rank's optimizer, pinned blocks included."""
     share, parameters = job.optimizer.offloaded, stage_parameters(job, stage)
+    if states := job.optimizer.states_on_host:
+        sizes = bytes_each(job)
+        return round(PINNED_ROUNDING * states * (sizes.main_parameter + sizes.moments) * owned_parameters(job, parameters))
     if not share:
         return 0
     owned, element_bytes = owned_parameters(job, parameters), job.model.element_bytes
@@ -144,7 +177,7 @@ def host_shortage(job: Job, rank_bytes: float, stage: int | None = None) -> Prob
     """Return the problem if a node cannot hold `rank_bytes` of offloaded activations per rank, else None. All devices are taken
     to be of `stage`; by default, of the stage with the largest optimizer."""
     node, devices = job.cluster.node, job.host_sharers
-    if node is None or (not rank_bytes and not job.optimizer.offloaded):
+    if node is None or (not rank_bytes and not job.optimizer.on_host):
         return None
     left = least_left_bytes(job) if stage is None else left_for_activations_bytes(job, stage)
     if (needed := devices * rank_bytes) <= left:

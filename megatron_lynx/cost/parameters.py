@@ -10,6 +10,8 @@
     other optimizers                  2    4 or 2      4, and 4 per number of state (`optimizer.states`)
     on the host, whole or in part     2    4 or 2      12 for the part on the device, and 4 more for gradients in 16 bits
                                                        (`cost.host_optimizer`)
+    states on the host between updates                 the part on the device; in updates all main parameters, and two chunks of
+                                                       moments
 
 The distributed optimizer shares the last column among the context x data parallel ranks (of one instance). fp16 counts as bf16,
 its loss scale as nothing.
@@ -46,6 +48,7 @@ from megatron_lynx.kinds.experts.planning import expert_sharers
 from megatron_lynx.kinds.face import HalfParameters, Linear, adapter_parameters
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.shape import BF16_BYTES, LayerShape, buffer_bytes, weight_bytes
+from megatron_lynx.units import MIB
 
 TYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "remainder": 2}
 FP32_BYTES, MOMENTS_BYTES = 4, 8
@@ -89,7 +92,7 @@ def bytes_each(job: Job) -> BytesEach:
             copied.append(asked.main_parameters)
         # Else main parameters and gradient copies are Megatron's, in fp32 (`OptimizerConfig.__post_init__`).
     state_copies = FP32_BYTES * sum(state_type not in ("fp32", "remainder") for state_type in copied)
-    return BytesEach(job.model.element_bytes, gradient, main, moments, copy, state_copies)
+    return BytesEach(job.model.element_bytes, gradient, main, moments, copy, state_copies, stays=1 - asked.states_on_host)
 
 
 @dataclass(frozen=True)
@@ -234,7 +237,21 @@ def optimizer_bytes(job: Job, count: int, experts: int = 0) -> int:
 
 
 def update_copies_bytes(job: Job, parameters: Parameters) -> int:
-    return _shared(job, parameters.total, parameters.experts, bytes_each(job).update_copies)
+    """Return the fp32 copies of this rank's update, and states that it restores from the host."""
+    copies = _shared(job, parameters.total, parameters.experts, bytes_each(job).update_copies)
+    return copies + sum(restored_bytes(job, parameters))
+
+
+def restored_bytes(job: Job, parameters: Parameters) -> tuple[int, int]:
+    """Return (main parameters, moments) that an update brings to the device from states on the host.
+
+    All main parameters are restored first, moments by chunks; one parameter's moments are in one chunk
+    (`ChunkedOptimizerStateOffloader` of Megatron's dev branch).
+    """
+    asked, sizes, owned = job.optimizer, bytes_each(job), owned_parameters(job, parameters)
+    moments, largest = asked.states_on_host * sizes.moments * owned, sizes.moments * min(parameters.largest, owned)
+    window = 2 * max(asked.chunk_mib * MIB, largest) if asked.chunk_mib else moments
+    return ceil(asked.states_on_host * sizes.main_parameter * owned), ceil(min(moments, window))
 
 
 def update_in_hand_bytes(job: Job, parameters: Parameters) -> int:

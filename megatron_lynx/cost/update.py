@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from math import ceil, inf
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.host_optimizer import host_seconds
+from megatron_lynx.cost.host_optimizer import host_seconds, states_s
 from megatron_lynx.cost.muon import newton_schulz_s
 from megatron_lynx.cost.parameters import (
     FP32_BYTES,
@@ -84,12 +84,13 @@ def update_s(job: Job, profile: Profile) -> float:
     most_parameters, behind = stages[stage], Passes(0.0, 0.0)
     if job.overlap.gradients or job.overlap.parameters:
         behind = stage_seconds(job, profile, stage)
-    seconds = host_seconds(job, owned_parameters(job, most_parameters), profile.host_adam).total_s
+    seconds, adam_s = host_seconds(job, owned_parameters(job, most_parameters), profile.host_adam).total_s, 0.0
     for group in _groups(job, stages):
         updated = _updated(job, group, bucket_parameters(job, stage, most_parameters, group.sharers))
-        seconds += updated.exposed_s(job, behind)
+        seconds, adam_s = seconds + updated.exposed_s(job, behind), adam_s + updated.adam_s
         behind = updated.passes_left(job, behind)
     seconds += newton_schulz_s(job, stage)
+    seconds += states_s(job, most_parameters, adam_s, reduction_s(job))
     return seconds + fixed_s(job, stage, most_parameters, buckets(job, stage, most_parameters))
 
 

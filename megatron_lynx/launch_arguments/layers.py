@@ -27,7 +27,7 @@ from megatron_lynx.anatomy.stack import (
 from megatron_lynx.config.experts import as_spans, gated_attention
 from megatron_lynx.errors import Problem
 from megatron_lynx.launch_arguments.given import Fact, Given, Value
-from megatron_lynx.launch_arguments.model_facts import FORKS, VARIANT
+from megatron_lynx.launch_arguments.model_facts import FORKS, STATES_ON_HOST, VARIANT
 from megatron_lynx.launch_arguments.parallel_facts import LAYOUT
 
 MOST_LAYERS, MOST_CHARACTERS = 1_000, 10_000
@@ -237,7 +237,9 @@ def opaque_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
 
 
 def without_known(given: Given) -> Given:
-    return replace(given, unknown=tuple(words for words in given.unknown if words not in (TYPE, *FORKS)))
+    """The launch without the flags of forks that are read here."""
+    known = (TYPE, *FORKS, *(words for words in given.unknown if words.split()[0] in STATES_ON_HOST))
+    return replace(given, unknown=tuple(words for words in given.unknown if words not in known))
 
 
 def _mamba(given: Given) -> dict[str, Any]:

@@ -260,6 +260,11 @@ ON_HOST, SHARE, OVERLAPPED = "optimizer_cpu_offload", "optimizer_offload_fractio
 OF_THE_HOST = (ON_HOST, SHARE, OVERLAPPED)
 """Arguments to drop if the plan keeps the optimizer on the device."""
 
+CHUNKED, LEGACY = "--chunked-optimizer-state-offload", "--offload-optimizer-states"
+CHUNK, FRACTION = "--optimizer-state-offload-chunk-size-mb", "--optimizer-state-offload-fraction"
+STATES_ON_HOST = (CHUNKED, LEGACY, CHUNK, FRACTION)
+"""Flags of Megatron's dev branch, newer than 0.19."""
+
 STATE = {"optimizer.first_moment": "exp_avg_dtype", "optimizer.second_moment": "exp_avg_sq_dtype"}
 
 MUONS = {"muon": 1, "dist_muon": 1, "adaptive_muon": 2}
@@ -271,6 +276,7 @@ STATES = {"adam": 2, "sgd": 1, "lion": 1, "ademamix": 3}
 def optimizer_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     yield _gradients(given, problems)
     yield from _states(given, problems)
+    yield from _states_on_host(given, problems)
     if not given[AWARE]:
         return
     yield from facts_in(given, {"optimizer.precision_aware": AWARE})
@@ -298,6 +304,24 @@ def _states(given: Given, problems: list[Problem]) -> Iterator[Fact]:
         name, origin = str(given["muon_scalar_optimizer"] or "adam"), given.origin("muon_scalar_optimizer", "optimizer")
     states = 0 if name == "sgd" and not given["sgd_momentum"] else STATES[name]
     yield Fact("optimizer.states", states, f"{origin} {name}: so many numbers beside each parameter in fp32")
+
+
+def _states_on_host(given: Given, problems: list[Problem]) -> Iterator[Fact]:
+    flag = next((flag for flag in (CHUNKED, LEGACY) if given.unknown_value(flag) is not None), None)
+    if flag is None:
+        return
+    if given[ON_HOST]:
+        problems.append(Problem(flag, f"also {given.origin(ON_HOST)}", "one of them: Megatron refuses both"))
+    if given["optimizer"] != "adam" and (flag == LEGACY or given["optimizer"] != "muon"):
+        problems.append(Problem(flag, f"also --optimizer {given['optimizer']}", "--optimizer adam, or muon with " + CHUNKED))
+    for place, option, default in (("states_on_host", FRACTION, 1.0), ("chunk_mib", CHUNK, 0)):
+        word = given.unknown_value(option)
+        try:
+            value = default if word is None else type(default)(word)
+        except ValueError:
+            problems.append(Problem(option, word or "nothing", "a number"))
+        else:
+            yield Fact(f"optimizer.{place}", value, flag if word is None else option)
 
 
 def _gradients(given: Given, problems: list[Problem]) -> Fact:

@@ -19,10 +19,11 @@ from megatron_lynx.cost.host_optimizer import (
     left_for_activations_bytes,
     made_bytes,
     optimizer_host_bytes,
+    states_s,
 )
 from megatron_lynx.cost.parameters import bytes_each, owned_parameters, stage_parameters
 from megatron_lynx.cost.stage_memory import memory_of_stages, stage_parts
-from megatron_lynx.cost.update import update_s
+from megatron_lynx.cost.update import reduction_s, update_s
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.estimate import estimate
 from megatron_lynx.profiler.analytic import analytic_profile
@@ -263,6 +264,57 @@ def test_what_a_search_and_a_pipeline_without_flushes_cannot_do_is_refused() -> 
         search(offloading("auto"), 8, policies=["none"], offload=False)
     with pytest.raises(ValidationError, match="needs all of it on the device: 0, or train with schedule flush"):
         offloading(0.5, schedule="double_buffered")
+
+
+CUT = {"tensor": 4, "sequence_parallel": True, "distributed_optimizer": True}
+EMBEDDED = 128256 * 4096 // 4
+"""Llama 3's largest parameter, on one of four tensor-parallel ranks."""
+
+
+def states_on_host(share: float = 1.0, chunk_mib: int = 256, parallel: Any = CUT, **fields: Any):
+    optimizer = {"precision_aware": False, "states_on_host": share, "chunk_mib": chunk_mib}
+    return offloading(0.0, optimizer=optimizer, parallel=parallel, **fields)
+
+
+def test_states_are_on_the_host_but_in_updates() -> None:
+    """Llama 3 8B on four ranks of two replicas: an update restores main parameters, and two chunks of moments, each as large as
+    those of the largest parameter."""
+    plain, job, whole = states_on_host(0.0, 0), states_on_host(), states_on_host(chunk_mib=0)
+    owned, updates = stage_parameters(job, 0).total / 2, ("update", "first_update")
+    before, chunked, at_once = (stage_parts(each, 0) for each in (plain, job, whole))
+    assert (chunked.states.optimizer, at_once.states.optimizer) == (0, 0)
+    for moment in before.moments:
+        held = [parts.at(moment).total for parts in (before, chunked, at_once)]
+        restored = 4 * owned + 2 * 8 * EMBEDDED if moment in updates else 0
+        assert held[0] - held[1] == pytest.approx(12 * owned - restored, abs=16)
+        assert held[0] - held[2] == pytest.approx(0 if moment in updates else 12 * owned, abs=16)
+    assert stage_parts(states_on_host(0.5), 0).states.optimizer == pytest.approx(6 * owned, abs=8)
+    assert optimizer_host_bytes(job, 0) == pytest.approx(2 * 12 * owned, abs=32)
+    assert left_for_activations_bytes(job, 0) < left_for_activations_bytes(plain, 0)
+
+
+def test_an_update_waits_for_states_that_nothing_hides() -> None:
+    """All at once: for what the reduction of gradients leaves; in chunks also for what the update leaves of the others."""
+    plain, job, whole = states_on_host(0.0, 0), states_on_host(), states_on_host(chunk_mib=0)
+    profile, pcie, parameters = analytic_profile(plain), plain.cluster.pcie, stage_parameters(job, 0)
+    assert pcie is not None
+    owned = parameters.total / 2
+    added_s = [update_s(each, profile) - update_s(plain, profile) for each in (whole, job)]
+    assert added_s[0] == pytest.approx(pcie.shared_s(12 * owned) - reduction_s(plain))
+    first_s, others_s = pcie.shared_s(4 * owned + 8 * EMBEDDED), pcie.shared_s(8 * (owned - EMBEDDED))
+    assert first_s - reduction_s(plain) < added_s[1] < first_s + others_s - reduction_s(plain)
+    assert states_s(job, parameters, 1e-3, 0.0) == pytest.approx(first_s + others_s - 1e-3)
+    assert states_s(job, parameters, 1e3, 1e3) == 0
+
+
+def test_states_on_the_host_and_steps_there_exclude_each_other() -> None:
+    with pytest.raises(ValidationError, match=r"states_on_host 1 and offload 0\.5: one of them"):
+        offloading(0.5, optimizer={"states_on_host": 1.0})
+    with pytest.raises(ValidationError, match=r"states_on_host needs parallel\.distributed_optimizer: true"):
+        states_on_host(parallel={"tensor": 4})
+    said = estimate(states_on_host(policy="full")).on_host
+    assert said is not None
+    assert said.in_words.startswith("optimizer's states on the host between updates: 1 of it, ")
 
 
 def test_it_is_told() -> None:

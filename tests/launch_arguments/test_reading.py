@@ -644,6 +644,26 @@ def test_muon_is_read_by_its_steps_and_what_it_remembers(said: str, read_as: tup
     assert (*found, data["parallel"]["distributed_optimizer"]) == read_as
 
 
+@pytest.mark.parametrize(
+    ("said", "read_as"),
+    [
+        ("--offload-optimizer-states", (1.0, 0)),
+        ("--chunked-optimizer-state-offload --optimizer-state-offload-chunk-size-mb 256", (1.0, 256)),
+        ("--chunked-optimizer-state-offload --optimizer-state-offload-fraction 0.5", (0.5, 0)),
+        ("--optimizer-state-offload-fraction 0.5", (None, None)),
+    ],
+)
+def test_states_on_the_host_between_updates_are_read(said: str, read_as: tuple[float | None, int | None]) -> None:
+    """Flags of Megatron's dev branch, which no release up to 0.19 has: they were not counted."""
+    reading = read(f"{SMALL} --use-distributed-optimizer {said}")
+    optimizer = reading.job_data["optimizer"]
+    assert reading.problems == ()
+    assert (optimizer.get("states_on_host"), optimizer.get("chunk_mib")) == read_as
+    assert reading.given.unknown == ()
+    beside = read(f"{SMALL} --use-distributed-optimizer {said} --optimizer sgd").problems
+    assert bool(beside) == (read_as[0] is not None)
+
+
 def test_the_job_of_a_launch() -> None:
     launch = f"torchrun --nproc-per-node 8 pretrain_gpt.py {SMALL} --tensor-model-parallel-size 2 --global-batch-size 64"
     job = job_of(read(launch, gpus=None), "a100-80g")
