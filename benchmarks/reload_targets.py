@@ -34,8 +34,7 @@ from megatron_lynx.kinds.planning import half_tensors
 from megatron_lynx.measure.measurement import Summary, summarise
 from megatron_lynx.measure.memory import count_step
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.runtime.device import Trace, device_for
-from megatron_lynx.runtime.offload.copier import Copy, copiers_for
+from megatron_lynx.runtime.device import Copy, Trace, copiers_for, device_for
 from megatron_lynx.units import MIB
 from tests.instruments.process_peak import ENVIRONMENT, ProcessPeak
 

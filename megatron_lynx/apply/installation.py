@@ -113,12 +113,8 @@ class Installation:
 def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) -> Installation:
     """Install `plan` on `model`: a GPTModel of megatron-core, as built and wrapped, or Megatron's list of a rank's chunks.
 
-    Call it on every rank, after `parallel_state` and the model exist and before the first step.
-
-    Args:
-        model: the model, or the list of chunks.
-        plan: made for this model, layout and schedule.
-        without_flushes: runs the batches instead of Megatron's schedules (`double_buffered.pipeline.DoubleBuffered`).
+    Call it on every rank, after `parallel_state` and the model exist and before the first step. `without_flushes`: runs the
+    batches instead of Megatron's schedules (`double_buffered.pipeline.DoubleBuffered`).
 
     Raises:
         PlanMismatch: the plan was made for another model, layout or stage (every difference is listed).

@@ -26,10 +26,9 @@ from megatron_lynx.runtime.order import Ledger, OrderOfStep, StageOrder
 from megatron_lynx.runtime.progress import Progress, Run, note
 from megatron_lynx.runtime.recompute import AsRecorded, Guard, Recomputations
 from megatron_lynx.runtime.record import Observer, Recorder
-from megatron_lynx.runtime.recorded_graph import recorded_graphs, signature_of
 from megatron_lynx.runtime.refusals import OTHER_INPUT, PARTIAL_BACKWARD, refuse_foreign_hooks
 from megatron_lynx.runtime.saved import detached, storage_of, tensors_in
-from megatron_lynx.runtime.site import Site, SiteCall
+from megatron_lynx.runtime.site import Site, SiteCall, recorded_graphs, signature_of
 from megatron_lynx.runtime.surroundings import Autocast, Context, RandomSource, Surroundings
 from megatron_lynx.runtime.weight_gradients import WeightGradients
 from megatron_lynx.timeline import SpanKind

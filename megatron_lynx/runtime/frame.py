@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.anatomy.address import FrameKey
-from megatron_lynx.runtime.recorded_graph import Key, SiteGraph
 from megatron_lynx.runtime.refusals import ASKED_TWICE, SECOND_ORDER
 from megatron_lynx.runtime.saved import View, detached, is_parameter, memory_of
-from megatron_lynx.runtime.site import ShortcutStep
+from megatron_lynx.runtime.site import Key, ShortcutStep, SiteGraph
 from megatron_lynx.runtime.surroundings import NO_HOOKS, ForwardHooks
 from megatron_lynx.schedule.schedule import Phase, VirtualMicroBatch
 from megatron_lynx.timetable import PlannedHalf
@@ -121,11 +120,8 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Absent:
-    """A tensor whose values no recomputation reads. `made` returns an uninitialised tensor of the same geometry.
-
-    Strides are kept because compiled code (`jit_fuser`) guards on them: a mismatch recompiles, and after eight recompilations
-    runs plain code, which draws another dropout mask.
-    """
+    """A tensor whose values no recomputation reads. Strides are kept because compiled code (`jit_fuser`) guards on them: a
+    mismatch recompiles, and after eight recompilations runs plain code, which draws another dropout mask."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]

@@ -19,10 +19,9 @@ from megatron_lynx.nest import first_in, map_nest
 from megatron_lynx.runtime.frame import Absent, Fed, Frame, Memo, UnderWay, absent
 from megatron_lynx.runtime.offload import on_device
 from megatron_lynx.runtime.progress import DONE, Done, Progress, Run
-from megatron_lynx.runtime.recorded_graph import NOTHING
 from megatron_lynx.runtime.refusals import COLLECTIVE_INSIDE, OTHER_NODES
 from megatron_lynx.runtime.saved import Packing, detached, is_parameter, storage_of, tensors_in
-from megatron_lynx.runtime.site import FirstPart, Site, SiteCall
+from megatron_lynx.runtime.site import NOTHING, FirstPart, Site, SiteCall
 from megatron_lynx.runtime.surroundings import Context, RandomSource, drawing_from, unmarked
 
 

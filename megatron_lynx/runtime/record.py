@@ -1,7 +1,7 @@
 """Records a half: runs it once, and drops every saved tensor that its recomputation regenerates (docs/runtime.md).
 
 Code between sites, and recomputed sites without parameters, run under default hooks. Any other site runs without them (rule R11);
-afterwards single saved tensors of its nodes become handles (`recorded_graph` says which). With an offload group, kept tensors are
+afterwards single saved tensors of its nodes become handles (`site` says which). With an offload group, kept tensors are
 pushed to it, and the group decides which ones go to the host.
 """
 
@@ -19,9 +19,8 @@ from megatron_lynx.nest import map_nest
 from megatron_lynx.runtime.frame import Frame, HalfPolicy, Handle, Memo, MicroBatch, absent, tensor_of
 from megatron_lynx.runtime.offload import OffloadedTensor, OffloadGroup
 from megatron_lynx.runtime.progress import Run
-from megatron_lynx.runtime.recorded_graph import NOTHING, FirstCall, Graphs, Key, Replaced
 from megatron_lynx.runtime.saved import Packing, View, detached, is_parameter, storage_of
-from megatron_lynx.runtime.site import ShortcutFinder, Site, SiteCall
+from megatron_lynx.runtime.site import NOTHING, FirstCall, Graphs, Key, Replaced, ShortcutFinder, Site, SiteCall
 from megatron_lynx.runtime.surroundings import RandomSource
 
 GATHERED = Item("gathered latents", "code")
@@ -44,12 +43,7 @@ class Place:
 
 
 class Observer(Protocol):
-    """Compares saved tensors with what backward gets (`--lynx-check frames`).
-
-    forward     saved tensor ──> handle, or offloaded tensor: the observer sees the tensor. So it sees an input that is gathered
-                and will be gathered again
-    backward    the observer sees the recomputed, reloaded or gathered tensor before its use
-    """
+    """Compares saved tensors, and inputs that are gathered again, with the tensors of backward (`--lynx-check frames`)."""
 
     def wants(self, frame: Frame, offloads: bool) -> bool:
         """Return whether to observe this call of a half. `offloads`: whether some tensors may go to the host."""
@@ -322,16 +316,10 @@ def too_many(frame: Frame, rows: int, balanced: int, in_flight: Iterable[MicroBa
     """Return whether a half of experts falls back: its rows exceed the plan's bytes. Counts the rows as held.
 
     The number of rows is the shape of the dispatched tensor, so the host does not wait. Recomputing the experts' first linears
-    and activation does not communicate, so each rank decides for itself.
-
-    Rows are added up over halves that recompute the same items, because their rows have the same bytes. One falls back if halves
-    in flight exceed the plan's load on average; rows of those that fell back count in full. If a fallen-back half keeps the
-    share `w` of a row's bytes, this bounds the load at `1 / w` times the plan's (`Predicted.moe_load_fallen_back`).
-
-    Args:
-        rows: rows of its experts on this rank.
-        balanced: rows under uniform routing.
-        in_flight: the other micro-batches between forward and backward.
+    and activation does not communicate, so each rank decides for itself. Rows are added up over halves that recompute the same
+    items, because their rows have the same bytes. One falls back if halves in flight exceed the plan's load on average; rows of
+    those that fell back count in full. If a fallen-back half keeps the share `w` of a row's bytes, this bounds the load at
+    `1 / w` times the plan's (`Predicted.moe_load_fallen_back`).
     """
     policy, micro_batch = frame.policy, frame.micro_batch
     assert policy.allowed_load is not None, f"{policy.name} never falls back"

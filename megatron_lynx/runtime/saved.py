@@ -114,13 +114,8 @@ class Packing:
 
 
 def without_default_hooks() -> AbstractContextManager[None]:
-    """Switch off all default saved-tensor hooks inside.
-
-        half 2 is recorded   hooks on ── dispatch ── waits ─┐                      ┌─ hooks on ── the rest
-                                                            └─ half 1, hooks off ──┘
-
-    Hooks left on while half 2 waits would take saved tensors of half 1 for those of half 2.
-    """
+    """Switch off all default saved-tensor hooks inside: a half that is recomputed while another one's record waits would save its
+    tensors as those of the other."""
     return nullcontext() if torch._C._autograd._top_saved_tensors_default_hooks(True) is None else _default_hooks_off()
 
 

@@ -45,11 +45,28 @@ class Entry:
     """Which of the pieces of its weight gradient; for experts, which group of them."""
 
 
-class Pending:
-    """One FIFO queue per linear. Additions to a parameter's gradient keep their order, so that each sum equals stock's in every
-    bit. An entry owns its operands, and their bytes count until it is computed."""
+class WeightGradients:
+    """All delayed weight gradients of one engine, in a FIFO queue per linear: additions to a parameter's gradient keep their
+    order, so that each sum equals stock's in every bit. An entry owns its operands, and their bytes count until it is computed.
 
-    def __init__(self) -> None:
+    Args:
+        policies: by chunk.
+        surroundings: restored while an entry is computed.
+        reduced_in_backward: returns whether gradients are reduced during a chunk's last backward.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        policies: Sequence[ChunkPolicy],
+        surroundings: Surroundings,
+        *,
+        reduced_in_backward: Callable[[], bool],
+    ) -> None:
+        self._progress = progress
+        self._policies = policies
+        self._surroundings = surroundings
+        self._reduced_in_backward = reduced_in_backward
         self._of: dict[Linear, deque[Entry]] = {}
         self._in_order: dict[int, dict[Entry, None]] = {}
         self._bytes: Counter[int] = Counter()
@@ -63,11 +80,8 @@ class Pending:
     def bytes(self) -> int:
         return self._bytes.total()
 
-    def bytes_of(self, chunk: int) -> int:
-        return self._bytes[chunk]
-
     def bytes_with(self, chunk: int, blocks: Mapping[int, int]) -> int:
-        return self.bytes_of(chunk) + sum(size for block, size in blocks.items() if not self._holders[chunk, block])
+        return self._bytes[chunk] + sum(size for block, size in blocks.items() if not self._holders[chunk, block])
 
     def add(self, entry: Entry) -> None:
         self._of.setdefault(entry.linear, deque()).append(entry)
@@ -76,8 +90,7 @@ class Pending:
         self._holders.update((entry.chunk, block) for block in entry.blocks)
 
     def take(self, linear: Linear, taken: Entry | None = None) -> Entry | None:
-        """Remove and return the oldest entry of a linear; None if there is none, or it is of another wait
-        than the one `taken` before."""
+        """Remove and return the oldest entry of a linear, if any, and if it is of the same wait as `taken`."""
         queue = self._of.get(linear)
         if not queue or (taken and (taken.micro_batch, taken.piece) != (queue[0].micro_batch, queue[0].piece)):
             return None
@@ -99,31 +112,6 @@ class Pending:
         self._in_order.clear()
         self._bytes.clear()
         self._holders.clear()
-
-
-class WeightGradients(Pending):
-    """All delayed weight gradients of one engine.
-
-    Args:
-        progress: of that engine.
-        policies: by chunk.
-        surroundings: restored while an entry is computed.
-        reduced_in_backward: returns whether gradients are reduced during a chunk's last backward.
-    """
-
-    def __init__(
-        self,
-        progress: Progress,
-        policies: Sequence[ChunkPolicy],
-        surroundings: Surroundings,
-        *,
-        reduced_in_backward: Callable[[], bool],
-    ) -> None:
-        super().__init__()
-        self._progress = progress
-        self._policies = policies
-        self._surroundings = surroundings
-        self._reduced_in_backward = reduced_in_backward
 
     @property
     def backward_of(self) -> FrameKey | None:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lynx.runtime.device import Device, Event, device_for
-from megatron_lynx.runtime.offload.copier import Copy
+from megatron_lynx.runtime.device import Copy, Device, Event, device_for
 from tests.instruments.streams.asynchronous import AsynchronousDevice
 from tests.instruments.streams.happens_before import HappensBefore
 

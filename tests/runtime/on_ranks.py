@@ -11,8 +11,7 @@ HERE = torch.device("cpu")
 
 def there_and_back_on_streams(rank: int) -> dict[str, bool]:
     from megatron_lynx.runtime.cuda import CudaDevice
-    from megatron_lynx.runtime.device import Trace
-    from megatron_lynx.runtime.offload.copier import copiers_for
+    from megatron_lynx.runtime.device import Trace, copiers_for
 
     device = CudaDevice(HERE)
     out, back = copiers_for(device, Trace(device))
@@ -39,9 +38,8 @@ def a_graph_that_is_dropped_on_streams(rank: int) -> tuple[bool, bool]:
     import numpy as np
 
     from megatron_lynx.runtime.cuda import CudaDevice
-    from megatron_lynx.runtime.device import device_for
+    from megatron_lynx.runtime.device import copiers_for, device_for
     from megatron_lynx.runtime.offload import HostLimit, Offloader, OffloadPolicy
-    from megatron_lynx.runtime.offload.copier import copiers_for
 
     made = Offloader({0: OffloadPolicy(10**4, 1, 1)}, device=device_for(HERE), limit=HostLimit(10**6))
     made.out, made.back = copiers_for(CudaDevice(HERE), made.trace)

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from megatron_lynx.runtime import cuda
 from megatron_lynx.runtime.cuda import CudaDevice
-from megatron_lynx.runtime.device import Device, Trace
-from megatron_lynx.runtime.offload.copier import Copier, copiers_for
+from megatron_lynx.runtime.device import Copier, Device, Trace, copiers_for
 from megatron_lynx.testbed.ranks import RankPool
 from tests.instruments.streams.threads import ThreadEvent
 from tests.runtime.devices import CPU, asynchronous, delay, launches_block, on_every_device, under_way, where_copies_take_time

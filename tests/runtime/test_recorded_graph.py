@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.runtime.engine import Engine
-from megatron_lynx.runtime.recorded_graph import FirstCall, RecordedGraph, recorded_graphs
-from megatron_lynx.runtime.site import SiteCall
+from megatron_lynx.runtime.site import FirstCall, RecordedGraph, SiteCall, recorded_graphs
 from tests.runtime.tiny_half import ACTIVATION, FC1, FC2, NORM, RESIDUAL, WIDTH, Linear, TinyHalf, policy, reporting_to
 
 RECOMPUTED = frozenset([NORM, FC1, ACTIVATION, RESIDUAL])

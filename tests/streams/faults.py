@@ -73,7 +73,7 @@ def an_address_taken_for_its_tensor() -> Iterator[None]:
 @contextmanager
 def a_copy_back_into_memory_let_go() -> Iterator[None]:
     """The memory that a reload fills is not held meanwhile: by nobody but a second, which waits for nothing."""
-    from megatron_lynx.runtime.offload.copier import Copier
+    from megatron_lynx.runtime.device import Copier
 
     start = Copier.start
 

@@ -14,7 +14,7 @@ from megatron_lynx.anatomy import EXPERTS, LINEARS
 from megatron_lynx.anatomy.address import RECV_BACKWARD, is_forward
 from megatron_lynx.apply.hooks.weight_gradients import Cutter, refused_pieces
 from megatron_lynx.config.job import Budget
-from megatron_lynx.cost import prices
+from megatron_lynx.cost import section
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.rule import Rule
 from megatron_lynx.planner import decide
@@ -160,7 +160,7 @@ def test_one_kernel_for_all_experts_is_not_cut(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("layout", ["TP2", "TP2+SP", "TP2xPP2"])
 def test_a_planned_plan(pool_of: Pools, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits are two thirds of the longest weight gradient. Copies of so few columns would cost more than their GEMMs."""
-    monkeypatch.setattr(prices, "COPIED_FLOPS", 1)
+    monkeypatch.setattr(section, "COPIED_FLOPS", 1)
     layouts: dict[str, Any] = LAYOUTS | {"TP2xPP2": {"tensor": 2, "pipeline": 2}}
     job = tiny_job("llama", **layouts[layout])
     overlap = job.overlap.model_copy(update={"weight_gradients": "deferred", "weight_gradient_pieces": True})

@@ -37,10 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class Capacity:
-    """Largest micro-batch of a plan in tokens on one rank. Shared by all halves, so that the warning is logged once.
-
-    `shards`: ranks among which a sequence is cut.
-    """
+    """A plan's largest micro-batch in tokens on one rank; shared by all halves. `shards`: ranks among which a sequence is cut."""
 
     def __init__(self, tokens: int, shards: int) -> None:
         self.tokens, self.shards = tokens, shards

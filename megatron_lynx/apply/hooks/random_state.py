@@ -38,10 +38,7 @@ class RandomState(NamedTuple):
 
 
 class MegatronRandom(RandomSource):
-    """torch's generators and Megatron's tracker.
-
-    The tracker is looked up each time, because `force_reset_rng` replaces it.
-    """
+    """torch's generators and Megatron's tracker, which is looked up each time, because `force_reset_rng` replaces it."""
 
     def __init__(self, device: Device | None = None) -> None:
         from megatron.core.tensor_parallel import random

@@ -86,10 +86,9 @@ def may_draw_in(section: Section, layer: Module, recomputed: Container[str]) -> 
     """Whether a call of this half draws random numbers. `recomputed`: the items that are recomputed.
 
     The core attention and a linear's adapter do if their dropout is not 0, and so does the residual addition. All are read at
-    each call, because training code may change them. A router may draw, too, but it is never recomputed.
-
-    Transformer Engine's fused attention takes a seed and an offset from the generator, advances it, and saves both for its
-    backward, with or without dropout (`fused_attn_fwd` in its csrc/extensions/attention.cpp).
+    each call, because training code may change them. A router may draw, too, but it is never recomputed. Transformer Engine's
+    fused attention takes a seed and an offset from the generator, advances it, and saves both for its backward, with or without
+    dropout (`fused_attn_fwd` in its csrc/extensions/attention.cpp).
     """
     places = places_of(section, layer)
     cores = [place for place in places if place.item.role == "core"]

@@ -24,21 +24,20 @@ Calls the original    once per call, with the keywords as they came. With gradie
 Holds                 nothing.
 Passes through when   the exchange receives nothing from the next stage, or no micro-batch is in flight. NCCL's batch returns
                       one Work, gloo one per operation: the receive is recognised by keyword, never by position. With
-                      `overlap_p2p_comm` works are waited for later, sends after other passes: there only the receive is a
-                      window. It is returned first, because cool-down waits in the order of return: with two stages the other
-                      one receives only after it has sent.
+                      `overlap_p2p_comm` sends are waited for after other passes: there only the receive is a window. It is
+                      returned first, because cool-down waits in the order of return, and of two stages the other one receives
+                      only after it has sent.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial, wraps
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_lynx.apply.hook import Claim
 from megatron_lynx.apply.live_run import unwrapped
@@ -150,27 +149,19 @@ def _apart(original: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     if dist.get_backend(kwargs["group"]) == "ucc":  # other groups use NCCL, which UCC was chosen to avoid
         return {**outputs, **original(**gradients)}
     if kwargs["group"].size() == 2:
-        return {**outputs, **_of_two_stages(**gradients)}
+        return {**outputs, **_of_two_stages(gradients)}
     return {**outputs, **original(**{**gradients, "group": dist.group.WORLD})}  # it has every pair of them
 
 
-def _of_two_stages(
-    *,
-    tensor_send_prev: Tensor | None,
-    tensor_recv_next: Tensor | None,
-    group: Any,
-    prev_pipeline_rank: int,
-    next_pipeline_rank: int,
-    **outputs: None,
-) -> dict[str, Any]:
+def _of_two_stages(gradients: Mapping[str, Any]) -> dict[str, Any]:
     """Exchange gradients between two stages, each direction in another of Megatron's groups that has both ranks."""
     from megatron.core.parallel_state import get_expert_tensor_model_pipeline_parallel_group, get_model_parallel_group
 
     ways = get_model_parallel_group(), get_expert_tensor_model_pipeline_parallel_group()
-    sends, receives = ways if group.rank() == 0 else reversed(ways)
+    sends, receives = ways if gradients["group"].rank() == 0 else reversed(ways)
     works = {}
-    if tensor_send_prev is not None:
-        works["send_prev"] = dist.isend(tensor_send_prev, prev_pipeline_rank, group=sends)
-    if tensor_recv_next is not None:
-        works["recv_next"] = dist.irecv(tensor_recv_next, next_pipeline_rank, group=receives)
+    if (sent := gradients["tensor_send_prev"]) is not None:
+        works["send_prev"] = dist.isend(sent, gradients["prev_pipeline_rank"], group=sends)
+    if (received := gradients["tensor_recv_next"]) is not None:
+        works["recv_next"] = dist.irecv(received, gradients["next_pipeline_rank"], group=receives)
     return works

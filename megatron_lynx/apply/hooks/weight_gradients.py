@@ -14,15 +14,9 @@ Passes through when   the call is not the backward of such a linear (recognised 
                       schedules): then pending gradients of the linear are computed first. A bias gradient of the same GEMM is
                       added when that runs.
 
-A weight gradient may be cut into pieces that fill a wait each:
-
-    a linear               piece i of k    rows [i n / k, (i + 1) n / k) of its weight, which are contiguous in `main_grad`
-    grouped experts        piece i of k    the GEMMs of experts [i n / k, (i + 1) n / k), unchanged
-    experts one by one     piece i of k    the same
-
-An element of a block of rows is one sum over the same tokens, but a GEMM of another shape may add in another order. So each shape
-is computed whole and in blocks before training, on drawn operands. One that differs in any bit stays whole, and so do operands of
-other shapes than these.
+A weight gradient may be cut into pieces that fill a wait each: a linear's into blocks of rows, which are contiguous in
+`main_grad`, that of experts into groups of them. A GEMM for a block of rows may add in another order, so each shape is computed
+whole and in blocks before training, on drawn operands. One that differs in any bit stays whole, and so do other shapes.
 """
 
 from __future__ import annotations
@@ -260,14 +254,21 @@ def claims(engine: Engine, plan: Plan, run: LiveRun, linears: Mapping[LinearOf, 
     of_half: dict[FrameKey, dict[LinearOf, Module]] = defaultdict(dict)
     for linear, module in linears.items():
         of_half[linear.frame][linear] = module
-    owners = {half: _Owners(of) for half, of in of_half.items()}
+    owners: dict[FrameKey, Any] = defaultdict(WeakIdKeyDictionary)  # cached: a half has as many linears as a rank has experts
+
+    def owner_of(half: FrameKey | None, main_grad: Tensor) -> LinearOf | None:
+        if half not in of_half:
+            return None
+        if main_grad not in owners[half]:
+            having = (of for of, module in of_half[half].items() if getattr(module.weight, "main_grad", None) is main_grad)
+            owners[half][main_grad] = next(having, None)
+        return owners[half][main_grad]  # type: ignore[no-any-return]
 
     def hooked(original: Any) -> Any:
         @wraps(original)
         def accumulate(total_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
             gradients = engine.weight_gradients
-            half = gradients.backward_of
-            linear = owners[half].of(main_grad) if half in owners else None
+            linear = owner_of(gradients.backward_of, main_grad)
             if linear is None:
                 original(total_input, grad_output, main_grad)
             elif gradients.puts_off(linear.linear):
@@ -283,21 +284,6 @@ def claims(engine: Engine, plan: Plan, run: LiveRun, linears: Mapping[LinearOf, 
 
     for name in ("wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16"):
         yield Claim(extension, name, hooked, "adds a weight gradient to where it lies")
-
-
-class _Owners:
-    """Finds the linear of a `main_grad`. Cached, because a half has as many linears as a rank has experts."""
-
-    def __init__(self, linears: Mapping[LinearOf, Module]) -> None:
-        self._linears = linears
-        self._known = WeakIdKeyDictionary()
-
-    def of(self, main_grad: Tensor) -> LinearOf | None:
-        if main_grad not in self._known:
-            having = (of for of, module in self._linears.items() if getattr(module.weight, "main_grad", None) is main_grad)
-            self._known[main_grad] = next(having, None)
-        linear: LinearOf | None = self._known[main_grad]
-        return linear
 
 
 def te_claims(engine: Engine, plan: Plan, run: LiveRun, linears: Mapping[LinearOf, Module]) -> Iterator[Claim]:
@@ -367,9 +353,8 @@ class _Store:
 
 
 def puts_off_gathered(engine: Engine, linears: Iterable[LinearOf]) -> Callable[[], bool]:
-    """Whether the present gather may feed a delayed weight gradient. In backward only linears that are not row-parallel gather
-    their input. Latent attention has several, which cannot be distinguished here: if one of them delays, none uses the global
-    buffer."""
+    """Whether the present gather may feed a delayed weight gradient. Row-parallel linears gather no input. Several of latent
+    attention cannot be distinguished here: if one of them delays, none uses the global buffer."""
     of_half: dict[FrameKey, list[Linear]] = defaultdict(list)
     for linear in linears:
         if linear.role != "row_parallel":

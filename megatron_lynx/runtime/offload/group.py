@@ -26,7 +26,7 @@ from megatron_lynx.anatomy import HALVES
 from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.nest import map_nest
 from megatron_lynx.pace import AFTERWARDS, Pace, Turns
-from megatron_lynx.runtime.offload.copier import Copier, Copy, Pair
+from megatron_lynx.runtime.device import Copier, Copy, Pair
 from megatron_lynx.runtime.offload.host_memory import HostMemory, Lease
 from megatron_lynx.runtime.saved import View, is_parameter, is_wrapper, parts_of, storage_of, tensors_in, without_parts
 

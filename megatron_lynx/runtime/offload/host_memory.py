@@ -24,8 +24,7 @@ from torch import Tensor
 
 from megatron_lynx.errors import OffloadError, Problem
 from megatron_lynx.free_memory import FreeMemory, Pot
-from megatron_lynx.runtime.device import Device
-from megatron_lynx.runtime.offload.copier import Copy
+from megatron_lynx.runtime.device import Copy, Device
 from megatron_lynx.units import format_bytes
 
 log = logging.getLogger(__name__)

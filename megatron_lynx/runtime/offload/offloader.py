@@ -18,9 +18,8 @@ from torch import Tensor
 from megatron_lynx.anatomy import HALVES
 from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.pace import Pace
-from megatron_lynx.runtime.device import Device, Trace
+from megatron_lynx.runtime.device import Device, Trace, copiers_for
 from megatron_lynx.runtime.frame import MicroBatch
-from megatron_lynx.runtime.offload.copier import copiers_for
 from megatron_lynx.runtime.offload.group import OffloadGroup, OffloadPolicy
 from megatron_lynx.runtime.offload.host_memory import HostLimit, HostMemory, bytes_ahead, too_little
 from megatron_lynx.runtime.order import Ledger
