@@ -16,7 +16,7 @@ from megatron_lynx.runtime.device import Trace
 from megatron_lynx.runtime.frame import ChunkPolicy, Frame, MicroBatch
 from megatron_lynx.runtime.order import StageOrder
 from megatron_lynx.runtime.surroundings import Surroundings
-from megatron_lynx.runtime.weight_gradients import Entry, Linear, Pending, WeightGradients, blocks_of
+from megatron_lynx.runtime.weight_gradients import Entry, Linear, WeightGradients, blocks_of
 from megatron_lynx.schedule.schedule import Action
 from tests.runtime.tiny_half import policy
 
@@ -28,13 +28,18 @@ def entry(linear: Linear, micro_batch: int, chunk: int = 0, held: int = 10) -> E
     return Entry(linear, "mlp", chunk, micro_batch, lambda: None, {next(ADDRESSES): held})
 
 
-def taken(pending: Pending, linear: Linear) -> Iterator[int]:
+def none_pending() -> tuple[WeightGradients, Any]:
+    progress: Any = SimpleNamespace(trace=Trace(), counts=Figures())
+    return WeightGradients(progress, (), Surroundings(()), reduced_in_backward=lambda: False), progress
+
+
+def taken(pending: WeightGradients, linear: Linear) -> Iterator[int]:
     while (one := pending.take(linear)) is not None:
         yield one.micro_batch
 
 
 def test_first_in_first_out() -> None:
-    pending = Pending()
+    pending, _ = none_pending()
     for micro_batch in range(3):
         pending.add(entry(FC1, micro_batch))
         pending.add(entry(QKV, micro_batch))
@@ -46,14 +51,14 @@ def test_first_in_first_out() -> None:
 
 def test_the_oldest_of_a_chunk() -> None:
     """Behind one that was taken out of the middle."""
-    pending = Pending()
+    pending, _ = none_pending()
     for linear, micro_batch, chunk in ((FC1, 0, 0), ((7, "linear_fc1"), 0, 1), (QKV, 0, 0), (FC1, 1, 0)):
         pending.add(entry(linear, micro_batch, chunk))
-    assert (pending.bytes_of(0), pending.bytes_of(1), pending.bytes_of(2)) == (30, 10, 0)
+    assert (pending.bytes_with(0, {}), pending.bytes_with(1, {}), pending.bytes_with(2, {})) == (30, 10, 0)
     assert pending.take(FC1) is not None
     oldest = [pending.take_oldest(0) for _ in range(3)]
     assert [(one.linear, one.micro_batch) for one in oldest if one is not None] == [(QKV, 0), (FC1, 1)]
-    assert (pending.bytes_of(0), len(pending)) == (0, 1)
+    assert (pending.bytes_with(0, {}), len(pending)) == (0, 1)
     pending.clear()
     assert (len(pending), pending.bytes, pending.take_oldest(1)) == (0, 0, None)
 
@@ -66,22 +71,21 @@ def test_memory_counts_once_and_whole() -> None:
 
 def test_experts_share_the_block_of_their_rows() -> None:
     """It counts once, until the last of them is computed; a wait takes those of one micro-batch."""
-    pending, rows = Pending(), {1: 100}
+    (pending, _), rows = none_pending(), {1: 100}
     experts = [Entry((3, "experts_fc1"), "mlp", 0, number // 2, lambda: None, rows | {7 + number: 10}) for number in range(4)]
     for number, one in enumerate(experts):
         assert pending.bytes_with(0, one.blocks) == 110 + 10 * number
         pending.add(one)
     assert pending.take(experts[0].linear, experts[2]) is None, "the oldest is of another micro-batch"
     assert [pending.take(one.linear, experts[0]) for one in experts[:3]] == [*experts[:2], None]
-    assert pending.bytes_of(0) == 120
+    assert pending.bytes_with(0, {}) == 120
     assert pending.take_oldest(0) is experts[2]
-    assert (pending.bytes_of(0), pending.take_oldest(0), pending.bytes) == (110, experts[3], 0)
+    assert (pending.bytes_with(0, {}), pending.take_oldest(0), pending.bytes) == (110, experts[3], 0)
 
 
 def test_a_wait_takes_those_of_one_micro_batch() -> None:
     """Of experts that run one by one all of them. What is left has later waits, as the plan counts on."""
-    progress, ran = SimpleNamespace(trace=Trace(), counts=Figures()), []
-    gradients = WeightGradients(progress, (), Surroundings(()), reduced_in_backward=lambda: False)  # type: ignore[arg-type]
+    (gradients, progress), ran = none_pending(), []
     for number in range(6):
         computing = partial(ran.append, (number // 2, number % 2))
         gradients.add(Entry(FC1, "mlp", 0, number // 2, computing, {next(ADDRESSES): 10}))
