@@ -22,9 +22,8 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from statistics import median
@@ -378,14 +377,6 @@ NOTHING = -1.0
 """Stands for an unknown figure in the reduction: less than any figure, so the maximum ignores it."""
 
 
-@dataclass
-class _Pending:
-    step: int
-    names: Sequence[str]
-    values: torch.Tensor
-    work: Any
-
-
 class Metrics:
     """Writes the figures of each step into TensorBoard and W&B, which are None on ranks that do not log.
 
@@ -399,7 +390,8 @@ class Metrics:
         self._args = args
         self._tensorboard, self._wandb = tensorboard, wandb
         self._wanted = bool(getattr(args, "tensorboard_dir", None) or getattr(args, "wandb_project", None))
-        self._pending: _Pending | None = None
+        self._pending: tuple[int, list[str], torch.Tensor, Any] | None = None
+        """A step, the names of its figures, and the reduction of their values."""
 
     def step_ends(self, engine: Engine, named: Callable[[Figures], Mapping[str, float | None]] = logged) -> Figures:
         """Take, log and return the engine's counts of this step. `named` returns the logged figures, the same on all ranks."""
@@ -415,23 +407,22 @@ class Metrics:
             if dist.get_backend() != "gloo":
                 values = values.pin_memory().to("cuda", non_blocking=True)
             work = dist.reduce(values, dst=dist.get_world_size() - 1, op=dist.ReduceOp.MAX, async_op=True)
-        self._pending = _Pending(step, list(figures), values, work)
+        self._pending = (step, list(figures), values, work)
         return counts
 
     def write(self) -> None:
         """Write the figures of the latest logged step. A run of W&B that Megatron has finished, before its loop exits, lacks
         them."""
-        pending, self._pending = self._pending, None
-        if pending is None:
+        if self._pending is None:
             return
-        if pending.work is not None:
-            pending.work.wait()
+        (step, names, values, work), self._pending = self._pending, None
+        if work is not None:
+            work.wait()
         if self._tensorboard is None and self._wandb is None:
             return
-        logged = zip(pending.names, pending.values.tolist(), strict=True)
-        named = {f"{PREFIX}{name}": value for name, value in logged if value != NOTHING}
+        named = {f"{PREFIX}{name}": value for name, value in zip(names, values.tolist(), strict=True) if value != NOTHING}
         if self._tensorboard is not None:
             for name, value in named.items():
-                self._tensorboard.add_scalar(name, value, pending.step)
+                self._tensorboard.add_scalar(name, value, step)
         if self._wandb is not None and getattr(self._wandb, "run", self) is not None:
-            self._wandb.log(named, pending.step)
+            self._wandb.log(named, step)

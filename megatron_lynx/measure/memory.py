@@ -194,13 +194,9 @@ def wait_for_other_threads() -> None:
     until_s = time.monotonic() + OTHER_THREADS_S
     while True:
         time.sleep(0.001)  # releases the interpreter's lock, which a thread needs to free a tensor
-        if time.monotonic() > until_s or not _another_runs():
+        others = (task for task in TASKS.glob("*") if int(task.name) != threading.get_native_id())
+        if time.monotonic() > until_s or all(_state(task) == "S" for task in others):
             return
-
-
-def _another_runs() -> bool:
-    other_tasks = (task for task in TASKS.glob("*") if int(task.name) != threading.get_native_id())
-    return any(_state(task) != "S" for task in other_tasks)
 
 
 def _state(task: Path) -> str:
