@@ -18,10 +18,9 @@ A chunk's input stays, because Megatron holds it. What its last half keeps stays
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate, compress
 from math import inf
 from typing import NamedTuple
@@ -35,7 +34,7 @@ from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.stage import chunks_in_flight, half_seconds
 from megatron_lynx.cost.stage_memory import host_bytes, memory_of_stages, offloading_stages
 from megatron_lynx.errors import Infeasible, Problem
-from megatron_lynx.pace import Pace, Turns
+from megatron_lynx.pace import Pace
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.counts import counts_at_backwards
@@ -147,13 +146,6 @@ class Leaver:
                 return chunks, within._replace(spared_bytes=spared_bytes) if any(within.bytes) else None
             spared_bytes = within.spared_bytes
 
-    def exposed_s(self, chunks: SolvedChunks, within: Within | None) -> float:
-        """Return the seconds of a micro-batch in which its passes wait for copies, out and back."""
-        if within is None:
-            return 0.0
-        parts = zip(self._chunks, chunks, within.bytes, within.pace_bytes, strict=True)
-        return sum(leaver.exposed_s(solved, size, pace) for leaver, solved, size, pace in parts)
-
     def host_s(self, chunks: SolvedChunks, within: Within | None) -> Passes:
         """Return the host seconds to issue a micro-batch with this offload. A half that stays takes no longer."""
         host = host_of_stage(self.job, self.profile, self.stage, chunks, offloads=False)
@@ -224,14 +216,6 @@ class _ChunkLeaver:
         turns = [(size, pace.leaves(place, size)) for place, size in enumerate(sizes, start=1) if size]
         return _Leaves(size_bytes, pace_bytes, sum(size for size, turn in turns if turn.away < self.halves))
 
-    def exposed_s(self, solved: Solved, size_bytes: int, pace_bytes: int) -> float:
-        pace, link_s = Pace(pace_bytes, self.halves), partial(self.profile.link_s, "host")
-        sizes = self._sizes(solved, size_bytes)
-        copies = {place: (link_s(size), pace.leaves(place, size)) for place, size in enumerate(sizes, start=1) if size}
-        forwards_s, backwards_s = self._halves_s
-        longer_s = [max(0.0, backward_s + half.longer_s) for backward_s, half in zip(backwards_s, solved.halves, strict=True)]
-        return _waits_out_s(forwards_s, copies) + _waits_back_s(longer_s, copies)
-
     def sections_leaving(self, solved: Solved, size_bytes: int) -> Iterator[Section]:
         sections = (section for layer in self._layers for section in self.job.model.sections(layer))
         return compress(sections, self._sizes(solved, size_bytes))
@@ -265,51 +249,13 @@ class _ChunkLeaver:
     def _layers(self) -> Sequence[int]:
         return self.job.layers_of(self.stage, self.chunk)
 
-    @property
-    def _forward_s(self) -> float:
-        return sum(self._halves_s[0])
-
     @cached_property
-    def _halves_s(self) -> tuple[list[float], list[float]]:
-        """Seconds of the forward and the backward of each half without recomputation. If they alternate, each is as long as both,
-        and halves count as equal."""
+    def _forward_s(self) -> float:
+        """Seconds of its layers' forward. If forwards and backwards alternate, both take as long."""
         if self.job.model.moe_overlapped:
             kinds = self.job.model.each_kind(self._layers)
             nodes = [nodes_of(self.profile, keeping_all(self.profile, kind), kind) for kind in kinds]
-            both_s = paired_s(nodes, nodes, delayed=self.job.model.moe_delayed)
-            return (alike := [both_s / self.halves] * self.halves), alike
+            return paired_s(nodes, nodes, delayed=self.job.model.moe_delayed)
         sections = [section for layer in self._layers for section in self.job.model.sections(layer)]
-        seconds = {section: half_seconds(self.profile, section) for section in dict.fromkeys(sections)}
-        halves = [seconds[section] for section in sections]
-        return [half.forward_s for half in halves], [half.backward_s for half in halves]
-
-
-Copies = Mapping[int, tuple[float, Turns]]
-"""By half, counted from 1: seconds of its copy, and when it is away and returns."""
-
-
-def _waits_out_s(halves_s: Sequence[float], copies: Copies) -> float:
-    """Return the seconds for which a forward waits for its copies."""
-    clock_s = free_s = 0.0
-    under_way = deque[tuple[int, float]]()
-    for place, half_s in enumerate(halves_s, start=1):
-        clock_s += half_s
-        while under_way and under_way[0][0] <= place:
-            clock_s = max(clock_s, under_way.popleft()[1])
-        if place in copies:
-            copy_s, turns = copies[place]
-            free_s = max(clock_s, free_s) + copy_s
-            under_way.append((turns.away, free_s))
-    return clock_s - sum(halves_s)
-
-
-def _waits_back_s(halves_s: Sequence[float], copies: Copies) -> float:
-    """Return the seconds for which a backward waits for its copies."""
-    clock_s = free_s = 0.0
-    away, back_s = sorted(copies), dict[int, float]()
-    for place in range(len(halves_s), 0, -1):
-        while away and copies[away[-1]][1].back >= place:
-            coming = away.pop()
-            free_s = back_s[coming] = max(clock_s, free_s) + copies[coming][0]
-        clock_s = max(clock_s, back_s.get(place, 0.0)) + halves_s[place - 1]
-    return clock_s - sum(halves_s)
+        seconds = {section: half_seconds(self.profile, section).forward_s for section in dict.fromkeys(sections)}
+        return sum(seconds[section] for section in sections)

@@ -208,9 +208,7 @@ class Stages:
         chunks, within = leaver.leaving(
             asked_bytes, budget_bytes, lambda budget: self._chunks.solved(stage, leaver.in_flight, budget, solver)
         )
-        exposed_s = self.job.microbatches * leaver.exposed_s(chunks, within)
-        answer = made(chunks=chunks, within=within, host=leaver.host_s(chunks, within), host_sets=leaver.host_sets)
-        return replace(answer, exposed_copies_s=exposed_s)
+        return made(chunks=chunks, within=within, host=leaver.host_s(chunks, within), host_sets=leaver.host_sets)
 
     @once
     def _leaver(self, stage: int) -> Leaver:
