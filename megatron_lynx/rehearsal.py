@@ -178,7 +178,6 @@ def _passes_of_stage(planned: _PlannedStage) -> list[ChunkPasses]:
 def passes_of_chunks(
     plan: Plan, entries: Sequence[Stage], prices: Prices, *, reduced_in_backward: bool = False
 ) -> list[ChunkPasses]:
-    """Costs of one micro-batch on each chunk of one stage."""
     timetable = timetable_of(plan, entries[0].stage)
     halves = {
         half.planned.key: half for entry in entries for half in treated_halves(entry, timetable.chunks[entry.chunk], prices)
@@ -263,7 +262,6 @@ def _movable_of_halves(plan: Plan, stage: Stage, profile: Profile, smallest_byte
 
 
 def _half_by_half(plan: Plan, stage: Stage, prices: Prices, treated: Sequence[Treated]) -> Iterator[Treated]:
-    """The halves of a stage that is offloaded half by half, with their copies and turns."""
     assert stage.offload is not None
     assert stage.offload.pace_bytes is not None
     movable = _movable_of_halves(plan, stage, prices.profile, stage.offload.smallest_tensor_bytes)

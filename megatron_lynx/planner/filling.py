@@ -84,7 +84,7 @@ class Filler:
     def _ways(self, rooms: Rooms, layer: int) -> list[Placed]:
         key = rooms.waits(layer), rooms.linears(layer)
         if key not in self._known:
-            self._known[key] = ways_of(*key, rooms.interference)
+            self._known[key] = ways_of(*key, rooms.prices.profile.interference)
         return self._known[key]
 
 

@@ -14,6 +14,7 @@ from functools import cached_property
 from megatron_lynx.anatomy import HALVES, Half, Section
 from megatron_lynx.anatomy.address import WindowAddress, window_name
 from megatron_lynx.cost.section import Prices, WeightGradient
+from megatron_lynx.once import once
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.plan.timetables import layout_of, planned_halves
 from megatron_lynx.planner.packing import LONG, Linear, Put, Wait
@@ -37,11 +38,6 @@ class Rooms:
     looked_into: bool = True
     pieces: bool = False
 
-    @property
-    def interference(self) -> float:
-        """Slowdown of work in a wait."""
-        return self.prices.profile.interference
-
     def waits(self, layer: int) -> tuple[Wait, ...]:
         """Waits of one layer in order, those of its backward first."""
         return tuple(self._by_layer.get(layer, {}).values())
@@ -50,19 +46,17 @@ class Rooms:
         """Linears of one layer in backward order."""
         return self._linears[layer]
 
+    @once
     def cost(self, linear: str) -> WeightGradient:
-        return self._costs[linear]
+        return self.prices.weight_gradient(self._section_of[linear], linear)
 
     def half_of(self, linear: str) -> Half:
-        return next(section.half for section in self._distinct_sections if linear in section.linears)
+        return self._section_of[linear].half
 
     def _deferrable(self, section: Section) -> tuple[str, ...]:
         if section.captured or section.apart:
             return ()
         return section.linears if self.looked_into or not section.exchanges else ()
-
-    def _sections(self, layer: int) -> tuple[Section, ...]:
-        return self.plan.model.sections_of(layer)
 
     def _addresses(self, layer: int) -> list[WindowAddress]:
         return list(self._by_layer.get(layer, ()))
@@ -72,11 +66,11 @@ class Rooms:
         alike: dict[object, tuple[Linear, ...]] = {}
         linears = {}
         for layer in self.entry.layers:
-            kind = self._sections(layer), self._places(layer), self._places(layer - 1)
+            kind = self.plan.model.sections_of(layer), self._places(layer), self._places(layer - 1)
             if kind not in alike:
                 alike[kind] = tuple(
                     self._linear(layer, section, name)
-                    for section in reversed(self._sections(layer))
+                    for section in reversed(self.plan.model.sections_of(layer))
                     for name in reversed(self._deferrable(section))
                 )
             linears[layer] = alike[kind]
@@ -138,13 +132,7 @@ class Rooms:
                 yield Put(at, window_name("bwd", wait.half, wait.ordinal, -1), at + backward - first)
 
     @cached_property
-    def _costs(self) -> dict[str, WeightGradient]:
-        return {
-            linear: self.prices.weight_gradient(section, linear)
-            for section in self._distinct_sections
-            for linear in section.linears
-        }
-
-    @cached_property
-    def _distinct_sections(self) -> tuple[Section, ...]:
-        return tuple(dict.fromkeys(section for layer in self.entry.layers for section in self._sections(layer)))
+    def _section_of(self) -> dict[str, Section]:
+        """By linear."""
+        sections = dict.fromkeys(section for layer in self.entry.layers for section in self.plan.model.sections_of(layer))
+        return {linear: section for section in sections for linear in section.linears}

@@ -100,7 +100,6 @@ def _by_moment(held: Mapping[Moment, StageMemory]) -> dict[str, dict[str, int]]:
 
 
 def model_facts(job: Job) -> ModelFacts:
-    """Facts of a job's model in a plan."""
     model = job.model
     facts = {name: getattr(model, name) for name in ModelFacts.model_fields if hasattr(model, name)}
     facts |= {"fp8": model.fp8_recipe, "latent_attention": model.latent}
@@ -109,7 +108,6 @@ def model_facts(job: Job) -> ModelFacts:
 
 
 def parallel_facts(job: Job) -> ParallelFacts:
-    """Facts of a job's layout in a plan."""
     return ParallelFacts(
         tensor=job.parallel.tensor,
         pipeline=job.parallel.pipeline,
@@ -123,7 +121,6 @@ def parallel_facts(job: Job) -> ParallelFacts:
 
 
 def plan_of(job: Job, stages: tuple[Stage, ...], provenance: Provenance) -> Plan:
-    """Return a plan of these entries for a job with its layers."""
     checkpoints = any(rule.checkpoint is not None for entry in stages for rule in entry.rules)
     copies_kept = not (checkpoints and job.model.facts.copies_go)
     contents = contents_of(job)
@@ -132,7 +129,6 @@ def plan_of(job: Job, stages: tuple[Stage, ...], provenance: Provenance) -> Plan
 
 
 def contents_of(job: Job) -> dict[str, Any]:
-    """Facts of a job's launch in a plan, by key."""
     return {
         "version": 1,
         "model": model_facts(job),
@@ -272,7 +268,6 @@ def _predicted(job: Job, answer: StageAnswer, solved: Solved) -> Predicted:
 
 
 def _rule(layers: LayerRange, sections: Sequence[Section], choice: LayerChoice) -> Rule:
-    """Return the rule for equally treated layers."""
     options = [pair for pair in zip(HALVES, choice.halves, strict=True) if pair[1].checkpoint is None]
     recompute = {item for _, option in options for item in option.recompute}
     windows = {
@@ -294,7 +289,6 @@ def _ahead(choice: LayerChoice) -> Ahead:
 
 
 def _checkpoint(choice: LayerChoice) -> CheckpointName | None:
-    """Checkpointed halves, as named in a plan."""
     if choice.attention.joined:
         return "layer"
     halves = [half for half, option in zip(HALVES, choice.halves, strict=True) if option.checkpoint is not None]

@@ -49,7 +49,6 @@ class LayerChoice:
 
 
 def layers_of(halves: Sequence[Option]) -> tuple[LayerChoice, ...]:
-    """Return layers made of options in forward order."""
     options = iter(halves)
     return tuple(map(LayerChoice, options, options))
 
@@ -68,7 +67,6 @@ class Solved:
 
     @cached_property
     def halves(self) -> tuple[Option, ...]:
-        """In forward order."""
         return tuple(half for layer in self.layers for half in layer.halves)
 
     @property
@@ -110,7 +108,6 @@ class Solved:
 
     @cached_property
     def flops(self) -> int:
-        """Recomputed by one micro-batch."""
         return sum(half.flops for half in self.halves)
 
 
@@ -255,7 +252,6 @@ class StageAnswer:
 
     @property
     def before_loss_bytes(self) -> int:
-        """Bytes held when the model's last chunk has run forward."""
         return self.chunks.before_loss_bytes - (0 if self.within is None else self.within.at_loss_bytes)
 
     @property
@@ -269,7 +265,6 @@ class StageAnswer:
         return sum(sets * self.offloaded_bytes(chunk) for chunk, sets in enumerate(self.host_sets))
 
     def offloaded_bytes(self, chunk: int) -> int:
-        """Return the bytes that one micro-batch of a chunk offloads."""
         if self.within is not None:
             return self.within.bytes[chunk]
         return min(int(self.offload_ratio * self.chunks[chunk].resident_bytes), self._movable_bytes(chunk))

@@ -47,7 +47,6 @@ def recompute_all(problem: StageProblem) -> Solved:
 
 
 def on_demand(solved: Solved) -> Solved:
-    """Recompute the same items on demand."""
     return replace(solved, layers=layers_of([_exposed(option) for option in solved.halves]))
 
 

@@ -70,7 +70,7 @@ class Chunks:
 
     def _shared_out(self, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver) -> SolvedChunks:
         """Return the fastest of several ways to divide the budget between the model's last chunk and the others. [4]"""
-        last = self._problem(stage, (self.problems.job.chunks - 1,))
+        last = self.problems.of(stage, (self.problems.job.chunks - 1,))
         if budget_bytes is None:
             return self._with_last(stage, in_flight, budget_bytes, solver)
         enough_bytes = most_bytes = last.loss_bytes
@@ -98,7 +98,7 @@ class Chunks:
         """Return the answers of chunks beside each other that leave this many bytes, and of the last chunk in the rest."""
         beside = self._beside_each_other(stage, in_flight, budget_bytes, solver, reserved_bytes)
         room_bytes = (beside.peak_bytes if budget_bytes is None else budget_bytes) - beside.beside_bytes
-        problem = replace(self._problem(stage, (len(beside),)), in_flight=1, budget_bytes=room_bytes)
+        problem = replace(self.problems.of(stage, (len(beside),)), in_flight=1, budget_bytes=room_bytes)
         return SolvedChunks((*beside, _solved_or_least(problem, solver, least=budget_bytes is None)))
 
     def _beside_each_other(
@@ -106,7 +106,7 @@ class Chunks:
     ) -> SolvedChunks:
         """Return the answers of all chunks but the last. [1] [2] The solver counts reserved bytes as bytes of the loss."""
         alike = self._alike(stage)
-        problems = [replace(self._problem(stage, some), in_flight=in_flight, budget_bytes=budget_bytes) for some in alike]
+        problems = [replace(self.problems.of(stage, some), in_flight=in_flight, budget_bytes=budget_bytes) for some in alike]
         while True:
             solved = SolvedChunks(_reserving(solver, problem, reserved_bytes) for problem in problems)
             too_much = 0 if budget_bytes is None else solved.peak_bytes - budget_bytes
@@ -130,7 +130,7 @@ class Chunks:
     @once
     def _leanest(self, stage: int) -> Solved:
         """Return the answer with the least peak of the model's last chunk alone."""
-        return least_memory(replace(self._problem(stage, (self.problems.job.chunks - 1,)), in_flight=1))
+        return least_memory(replace(self.problems.of(stage, (self.problems.job.chunks - 1,)), in_flight=1))
 
     def _kind(self, stage: int, chunk: int) -> tuple[int, tuple[bool, ...], tuple[str, ...]]:
         """Return what chunks treated alike have in common: number of layers, which have experts, and other sections."""
@@ -146,11 +146,6 @@ class Chunks:
         job, last = self.problems.job, self.problems.job.chunks - 1
         layout = job.parallel.pipeline, stage, job.microbatches, last, job.chunks, job.microbatch_group
         return last > 0 and goes_back_at_once(*layout)
-
-    @once
-    def _problem(self, stage: int, chunks: tuple[int, ...]) -> StageProblem:
-        """Return the problem of chunks treated alike."""
-        return self.problems.of(stage, chunks)
 
 
 def _reserving(solver: Solver, problem: StageProblem, reserved_bytes: int) -> Solved:

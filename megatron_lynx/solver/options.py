@@ -81,6 +81,7 @@ class StageProblems:
     job: Job
     profile: Profile
 
+    @once
     def of(self, stage: int, chunks: tuple[int, ...] | None = None) -> StageProblem:
         """Return the problem of one stage. `chunks`: chunks that are treated alike; None for all."""
         budget_mib, chunks = self.job.budget.activation_mib, chunks or tuple(range(self.job.chunks))
