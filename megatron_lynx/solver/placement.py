@@ -44,18 +44,9 @@ class Placement(tuple[Portion, ...]):
 
     __slots__ = ()
 
-    @classmethod
-    def in_window(cls, window: str, seconds: float) -> Placement:
-        """Return a placement that has one window to itself."""
-        return cls((Portion(window, seconds),))
-
     @property
     def on_demand(self) -> bool:
         return not self
-
-    @property
-    def seconds(self) -> float:
-        return sum(portion.seconds for portion in self)
 
     def hidden_s(self, recompute_s: float, interference: float) -> float:
         """Return the seconds of recomputation that the windows hide. In a window it takes `interference` times as long."""

@@ -27,9 +27,6 @@ from megatron_lynx.timeline import Passes
 from megatron_lynx.units import SECOND_DIGITS
 
 Floats = NDArray[np.float64]
-Numbers = int | NDArray[np.intp]
-"""Positions of options in a table."""
-
 ENDLESS = 1e100
 """Larger figures are cut to this, so that their sums stay finite."""
 
@@ -74,9 +71,6 @@ class Columns(NamedTuple):
     resident: Floats
     moments: Floats
     """(options, `cost.memory.COLUMNS`): bytes of one micro-batch."""
-
-    def at(self, numbers: Numbers | slice) -> Columns:
-        return Columns(*(column[numbers] for column in self))
 
 
 def unbeaten(costs: Sequence[Floats]) -> NDArray[np.intp]:

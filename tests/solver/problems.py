@@ -14,7 +14,7 @@ from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.solver.answer import LayerChoice, Solved
 from megatron_lynx.solver.baselines import keep_all
 from megatron_lynx.solver.options import StageProblems
-from megatron_lynx.solver.placement import NOWHERE, Placement, Seat
+from megatron_lynx.solver.placement import NOWHERE, Placement, Portion, Seat
 from megatron_lynx.solver.problem import Choices, Option, StageProblem
 from megatron_lynx.solver.programme import least_memory
 from tests.config.jobs import catalogued_job
@@ -36,7 +36,7 @@ LAYOUTS = {
 def option(count: int, saved: int, regenerated: int, recompute_s: float, window_s: float) -> Option:
     """A choice that recomputes the first `count` items."""
     seated = count and window_s
-    seat = Seat(Placement.in_window(WINDOW, window_s) if seated else NOWHERE)
+    seat = Seat(Placement((Portion(WINDOW, window_s),)) if seated else NOWHERE)
     return Option(
         recompute=RECOMPUTABLE[:count],
         memory=HalfMemory(INPUT + saved, regenerated, INPUT, (regenerated * bool(seated), 0, 0, 0)),
