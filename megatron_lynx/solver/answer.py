@@ -192,8 +192,8 @@ class StageAnswer:
     """Requested offload of every chunk."""
     stock: Passes
     """Forward and backward without recomputation."""
-    exposed_copies_s: float
-    """Seconds of a whole step in which passes wait for copies."""
+    exposed_copies_s: float = 0.0
+    """Seconds of a whole step in which passes wait for copies between passes."""
     host_sets: tuple[int, ...] = ()
     """Micro-batches of each chunk in host memory at once."""
     received_bytes: int = 0

@@ -183,11 +183,15 @@ class Stages:
         return solved
 
     def _offloading(self, stage: int, share: Share, budget_bytes: int | None, solver: Solver) -> StageAnswer:
-        count = chunks_in_flight(self.job, stage)
-        made = partial(StageAnswer, stage=stage, in_flight=count, asked=share, stock=self._stock(stage))
-        made = partial(made, exposed_copies_s=0.0, received_bytes=self._shape.input_bytes)
+        count, received_bytes = chunks_in_flight(self.job, stage), self._shape.input_bytes
+        made = partial(
+            StageAnswer, stage=stage, in_flight=count, asked=share, stock=self._stock(stage), received_bytes=received_bytes
+        )
         if share.within:
-            return self._within(stage, int(share.ratio * self._kept_bytes(stage)), budget_bytes, solver, made)
+            leaver, asked_bytes = self._leaver(stage), int(share.ratio * self._kept_bytes(stage))
+            solved = partial(self._chunks.solved, stage, count, solver=solver)
+            chunks, within = leaver.leaving(asked_bytes, budget_bytes, lambda budget: solved(budget_bytes=budget))
+            return made(chunks=chunks, within=within, host=leaver.host_s(chunks, within), host_sets=leaver.host_sets)
         answer, moved = None, share.ratio
         while answer is None or answer.movable_share < answer.offloaded_share:
             moved = moved if answer is None else answer.movable_share
@@ -199,16 +203,6 @@ class Stages:
             return answer
         layout = self.job.parallel.pipeline, stage, self.job.microbatches, self.job.chunks, self.job.microbatch_group
         return replace(answer, exposed_copies_s=self._exposed_copies_s(answer), host_sets=sets_on_host(*layout))
-
-    def _within(
-        self, stage: int, asked_bytes: int, budget_bytes: int | None, solver: Solver, made: Callable[..., StageAnswer]
-    ) -> StageAnswer:
-        """Return the answer of a stage that offloads so many bytes within micro-batches."""
-        leaver = self._leaver(stage)
-        chunks, within = leaver.leaving(
-            asked_bytes, budget_bytes, lambda budget: self._chunks.solved(stage, leaver.in_flight, budget, solver)
-        )
-        return made(chunks=chunks, within=within, host=leaver.host_s(chunks, within), host_sets=leaver.host_sets)
 
     @once
     def _leaver(self, stage: int) -> Leaver:
