@@ -174,13 +174,10 @@ class StageProblem:
         return len(self.halves) // len(HALVES)
 
     @property
-    def best_seated(self) -> StageProblem:
-        """The problem with all recomputation in the windows that hide most of it: leaving a window empty saves no memory."""
-        return self.with_choices(lambda choices: choices.best_seated)
-
-    @property
-    def plain(self) -> StageProblem:
-        return replace(self.with_choices(lambda choices: choices.plain), inside=())
+    def simplest(self) -> StageProblem:
+        """Without checkpoints and host seconds, and with all recomputation in the windows that hide most of it: leaving a window
+        empty saves no memory."""
+        return replace(self.with_choices(lambda choices: choices.plain.best_seated), inside=(), device=None)
 
     def with_choices(self, made: Callable[[Choices], Choices]) -> StageProblem:
         """Return the problem with other choices. Equal choices are converted once."""

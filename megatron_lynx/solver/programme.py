@@ -114,7 +114,7 @@ class Programme:
     def __call__(self, problem: StageProblem) -> Solved:
         """Return the fastest answer that fits; without a budget, the least memory with all layers alike. Raises `Infeasible`."""
         if problem.budget_bytes is None:
-            stage = self._stage(replace(problem.plain.best_seated, device=None))
+            stage = self._stage(problem.simplest)
             return stage.solved(stage.leanest(alike=True))
         if problem.device is not None:
             answer = self(replace(problem, device=None))
