@@ -6,8 +6,6 @@ job, profile ──partitioned──> layers of each stage ──Stages──> a
 
 Among equally fast answers, the one with the fewest bytes leaves memory for weight gradients, the one with the fewest halves that
 hide recomputation leaves waits for them (`Stages.leaving_waits`). Both are filled if they differ.
-
-`check_budget_kept` compares the finished plan with the budget at every moment.
 """
 
 from __future__ import annotations

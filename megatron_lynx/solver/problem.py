@@ -1,12 +1,4 @@
-"""A solver's problem for one stage.
-
-    StageProblem
-      ├── halves      choices of each half             Choices: Option, Option, ...   a recomputed subset and its Seat
-      └── in_flight, budget_bytes, loss_bytes
-
-An option is a set of recomputed items, or a checkpoint of the half, with its costs. Its seat says where it is recomputed and how
-much of that the windows hide (`solver.placement`). Seconds and bytes are for one micro-batch on one rank.
-"""
+"""A stage as the solver sees it: options of each half of its layers. Seconds and bytes are of one micro-batch on one rank."""
 
 from __future__ import annotations
 

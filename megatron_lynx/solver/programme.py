@@ -1,12 +1,8 @@
-"""Solves a stage: the number of layers with each treatment, for the fastest micro-batch within the budget.
+"""Solves a stage: how many layers of each kind get each column, for the fastest micro-batch within the budget (docs/planner.md).
 
-    unknown       number of layers of each kind with each column, and one column for the stage's last layer
-    column        an option for each half of a layer, checkpoints included, that no other column beats
-    minimise      seconds that layers take longer, and host seconds beyond the device
-    subject to    (in flight - 1) x resident + bytes at each moment of a backward <= budget       (`cost.memory`)
-
-Numbers of layers determine their order: of adjacent layers of one kind, the one with the larger need beyond its resident bytes is
-lower, where the layers above it are finished. Host seconds are counted only if the fastest answer without them is late.
+A column is an option for each half of a layer, checkpoints included, that no other column beats. Of adjacent layers of one kind,
+the one with the larger need beyond its resident bytes is lower, where the layers above it are finished. Host seconds are counted
+only if the fastest answer without them is late.
 
 [1] At a price for a byte every layer chooses alone. As the price rises, each kind of layer moves down the lower convex hull of
     its columns, layer after layer. Each of these answers is evaluated with every column of the last layer.
