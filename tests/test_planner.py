@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lynx.anatomy import COLUMN_PARALLEL, HALVES
+from megatron_lynx.anatomy import COLUMN_PARALLEL, HALVES, RECOMPUTABLE
 from megatron_lynx.config import Experts
 from megatron_lynx.config.job import Budget
 from megatron_lynx.cost.layer import recomputed_flops
@@ -16,7 +16,7 @@ from megatron_lynx.cost.stage_memory import parts_beside_layers
 from megatron_lynx.errors import ConfigError, Infeasible
 from megatron_lynx.kinds.planning import half_tensors
 from megatron_lynx.plan.plan_file import dump_plan
-from megatron_lynx.planner import RECOMPUTABLE, decide, make_plan, uniform_plan
+from megatron_lynx.planner import decide, make_plan, uniform_plan
 from megatron_lynx.planner.writing import written
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
