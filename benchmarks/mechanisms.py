@@ -28,7 +28,7 @@ from benchmarks import never_less, when_not, when_not_experts
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.loader import bundled_configs, load_job
 from megatron_lynx.errors import Infeasible, LynxError
-from megatron_lynx.planner import decide, decision, filling, packing, partitioning, rooms, slack
+from megatron_lynx.planner import decide, decision, filling, packing, partitioning, rooms
 from megatron_lynx.planner.partitioning import partitioned
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.solver import ahead, offload, options, stages
@@ -81,7 +81,7 @@ IN_PIECES, SENT_FIRST = "weight gradients in pieces", "gradients sent before wei
 MECHANISMS = (
     Mechanism(
         "weight gradients in waits",
-        (filling, packing, rooms, slack),
+        (filling, packing, rooms),
         ((decision, "why_none_deferred", lambda job: "switched off"),),
     ),
     Mechanism(

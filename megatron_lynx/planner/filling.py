@@ -26,8 +26,7 @@ from megatron_lynx.plan.facts import LayerRange
 from megatron_lynx.plan.plan import Plan, Stage, WeightGradients
 from megatron_lynx.plan.rule import Rule, joined
 from megatron_lynx.planner.packing import Linear, Placed, Wait, ways_of
-from megatron_lynx.planner.rooms import Rooms
-from megatron_lynx.planner.slack import Slack, next_forward
+from megatron_lynx.planner.rooms import Rooms, Slack, next_forward
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.units import MIB
