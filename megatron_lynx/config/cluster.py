@@ -108,19 +108,26 @@ class HostAdam(Part):
     """Parameters per second of each rank while all ranks of the node step; None: not measured."""
     memory_gb_per_s: float | None = Field(default=None, gt=0)
     """Memory bandwidth that updates reach on a node, in 1e9 bytes per second; None: unknown, no limit."""
+    memory_share: float | None = Field(default=None, gt=0, le=1)
+    """Share of its peak that this is. A cluster that states its nodes' peak (`node.memory_gb_per_s`) has this share of that."""
     core_million_per_s: float | None = Field(default=None, gt=0)
     cores: int | None = Field(default=None, ge=1)
-    """Cores of a node that its ranks may use; None: unknown, no limit."""
+    """Cores of a node that its ranks may use; None: the cluster's (`node.cores`); unknown there, too: no limit."""
 
-    def parameters_per_s(self, ranks: int, node_ranks: int) -> float:
+    def parameters_per_s(self, ranks: int, node: Node | None) -> float:
         """Return the rate of each of `ranks` ranks of a node, which share its memory bandwidth and cores."""
+        cores, node_ranks, memory_gb_per_s = self.cores, ranks, self.memory_gb_per_s
+        if node is not None:
+            cores, node_ranks = cores or node.cores, node.gpus
+            if node.memory_gb_per_s is not None and self.memory_share is not None:
+                memory_gb_per_s = self.memory_share * node.memory_gb_per_s
         limits = [self.alone_million_per_s]
         if self.together_million_per_s is not None:
             limits.append(self.together_million_per_s * node_ranks / ranks)
-        if self.memory_gb_per_s is not None:
-            limits.append(1e3 * self.memory_gb_per_s / ADAM_BYTES / ranks)
-        if self.cores is not None and self.core_million_per_s is not None:
-            limits.append(self.core_million_per_s * self.cores / ranks)
+        if memory_gb_per_s is not None:
+            limits.append(1e3 * memory_gb_per_s / ADAM_BYTES / ranks)
+        if cores is not None and self.core_million_per_s is not None:
+            limits.append(self.core_million_per_s * cores / ranks)
         return 1e6 * min(limits)
 
     def _problems(self) -> Iterator[str]:
@@ -264,6 +271,14 @@ class Nic(Link):
 class Node(Part):
     gpus: int = Field(ge=1)
     host_memory_gib: float = Field(gt=0)
+    cores: int | None = Field(default=None, ge=1)
+    """Cores of its CPUs, and peak bandwidth of their memory in 1e9 bytes per second; None: unknown."""
+    memory_gb_per_s: float | None = Field(default=None, gt=0)
+
+    @property
+    def cpus_in_words(self) -> str:
+        known = {"cores": self.cores, "GB/s of host memory": self.memory_gb_per_s}
+        return ", ".join(f"{figure:g} {name}" for name, figure in known.items() if figure is not None) or "unknown CPUs"
 
 
 class NcclChannels(Part):

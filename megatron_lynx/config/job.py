@@ -368,9 +368,10 @@ class Job(Part):
 
     @property
     def digest(self) -> str:
-        """Digest that plans record as their origin, without host time, which is measured again with every release, and fusions,
-        which a measured profile includes."""
-        return digest_of(self, {"learned": True, "cluster": {"host_time"}, "model": {"fusions"}})
+        """Digest that plans record as their origin, without host time and CPUs, which are measured again with every release, and
+        fusions, which a measured profile includes."""
+        cluster = {"host_time": True, "node": {"cores", "memory_gb_per_s"}}
+        return digest_of(self, {"learned": True, "cluster": cluster, "model": {"fusions"}})
 
 
 def _nearest(number: int, step: int) -> str:

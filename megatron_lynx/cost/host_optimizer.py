@@ -77,6 +77,8 @@ class OnHost:
     """Unknown without the cluster's rates; None if updates run on the device."""
     states: bool = False
     """Whether only states are on the host, and updates run on the device."""
+    cpus: str = ""
+    """A node's CPUs, in words."""
 
     @classmethod
     def of(cls, job: Job, adam: HostAdam | None, *, priced: bool) -> OnHost | None:
@@ -89,7 +91,8 @@ class OnHost:
             return cls(share, rank_bytes, None, states=True)
         most_parameters = max((stage_parameters(job, stage) for stage in stages), key=lambda parameters: parameters.total)
         seconds = host_seconds(job, owned_parameters(job, most_parameters), adam) if priced else None
-        return cls(job.optimizer.offloaded, rank_bytes, seconds)
+        node = job.cluster.node
+        return cls(job.optimizer.offloaded, rank_bytes, seconds, cpus="unknown CPUs" if node is None else node.cpus_in_words)
 
     @property
     def as_json(self) -> dict[str, Any]:
@@ -105,7 +108,7 @@ class OnHost:
         spent = (("gradients out", self.seconds.out_s), ("AdamW", self.seconds.step_s), ("parameters back", self.seconds.back_s))
         how = "overlapped" if self.seconds.overlapped else "one after the other"
         parts = ", ".join(f"{name} {format_seconds(value)}" for name, value in spent)
-        return f"{held}; {format_seconds(self.seconds.total_s)} a step ({parts}, {how})"
+        return f"{held}; {format_seconds(self.seconds.total_s)} a step ({parts}, {how}; {self.cpus})"
 
 
 def host_seconds(job: Job, owned: float, adam: HostAdam | None) -> HostUpdate:
@@ -119,8 +122,7 @@ def host_seconds(job: Job, owned: float, adam: HostAdam | None) -> HostUpdate:
             "an update on the host cannot be priced", [Problem("cluster: host_time.adam", "nothing", "parameters a second", todo)]
         )
     copied_s = 0.0 if cluster.pcie is None else cluster.pcie.shared_s(FP32_BYTES * count)
-    node_gpus = job.host_sharers if cluster.node is None else cluster.node.gpus
-    step_s = count / adam.parameters_per_s(job.host_sharers, node_gpus)
+    step_s = count / adam.parameters_per_s(job.host_sharers, cluster.node)
     return HostUpdate(copied_s, step_s, PAGEABLE * copied_s, job.optimizer.overlap_copies)
 
 

@@ -9,7 +9,7 @@ import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from pydantic import ValidationError
 
-from megatron_lynx.config.cluster import HostAdam
+from megatron_lynx.config.cluster import HostAdam, Node
 from megatron_lynx.config.parallel import Optimizer
 from megatron_lynx.cost.host_optimizer import (
     PAGEABLE,
@@ -36,9 +36,14 @@ SIZES = [(64, 32), (64,), (128, 16), (32, 32), (256,), (96, 32)]
 LAYOUT = {"tensor": 1, "pipeline": 2, "distributed_optimizer": True}
 
 
+NODE = Node(gpus=8, host_memory_gib=1024.0)
+
+
 def offloading(share: float | str, *, gradients: str = "fp32", **fields: Any):
     optimizer = {"precision_aware": True, "offload": share, "gradients": gradients, **fields.pop("optimizer", {})}
-    return catalogued_job("llama3-8b", "h100-80g", **{"gpus": 8, "parallel": LAYOUT, "optimizer": optimizer, **fields})
+    return catalogued_job(
+        "llama3-8b", fields.pop("cluster", "h100-80g"), **{"gpus": 8, "parallel": LAYOUT, "optimizer": optimizer, **fields}
+    )
 
 
 class OnDevice(torch.Tensor):
@@ -194,18 +199,32 @@ def test_seconds_by_hand() -> None:
     assert found.total_s == pytest.approx((1 + PAGEABLE) * copy_s + 0.1)
     overlapped = host_seconds(offloading(0.5, optimizer={"overlap_copies": True}), 2e6, adam)
     assert overlapped.total_s == pytest.approx(0.1 + PAGEABLE * copy_s)
-    assert [adam.parameters_per_s(ranks, 8) for ranks in (1, 4, 8)] == [20e6, 20e6, 10e6]
+    assert [adam.parameters_per_s(ranks, NODE) for ranks in (1, 4, 8)] == [20e6, 20e6, 10e6]
     assert host_seconds(offloading(0.0), 2e6, None).total_s == 0
 
 
 def test_ranks_of_a_node_share_its_memory_bandwidth_and_its_cores() -> None:
     """Eight ranks on two cores were as fast as on a hundred: 17.2 s for 537 million parameters each in a published run."""
     adam = HostAdam(made_by="a test", alone_million_per_s=900.0, memory_gb_per_s=112.0, core_million_per_s=500.0)
-    assert [adam.parameters_per_s(ranks, 8) for ranks in (1, 4, 8)] == [900e6, 900e6, 500e6]
+    assert [adam.parameters_per_s(ranks, NODE) for ranks in (1, 4, 8)] == [900e6, 900e6, 500e6]
     few = adam.model_copy(update={"cores": 2})
-    assert [few.parameters_per_s(ranks, 8) for ranks in (1, 2, 8)] == [900e6, 500e6, 125e6]
+    assert [few.parameters_per_s(ranks, NODE) for ranks in (1, 2, 8)] == [900e6, 500e6, 125e6]
+    assert adam.parameters_per_s(8, NODE.model_copy(update={"cores": 2})) == 125e6
     with pytest.raises(ValidationError, match="cores \\(2\\) needs core_million_per_s"):
         HostAdam(made_by="a test", alone_million_per_s=900.0, cores=2)
+
+
+def test_nodes_state_their_cpus_and_their_memory() -> None:
+    """72 ranks of a rack with 36 CPUs shared the memory bandwidth of one node of eight."""
+    clusters = {name: offloading(1.0, cluster=name).cluster for name in ("h200-141g", "a100-80g", "gb200-nvl72")}
+    adam = clusters["h200-141g"].host_time.adam  # type: ignore[union-attr]
+    assert adam is not None
+    bound = adam.model_copy(update={"alone_million_per_s": 1e5})
+    rates = [bound.parameters_per_s(cluster.node.gpus, cluster.node) for cluster in clusters.values()]  # type: ignore[union-attr]
+    assert rates[0] == pytest.approx(1e9 * bound.memory_gb_per_s / 28 / 8, rel=0.01)
+    assert rates[1] == pytest.approx(rates[0] * 2 / 3)
+    assert rates[2] == pytest.approx(rates[0] * 36 * 512 / 614.4 / 9)
+    assert clusters["a100-80g"].node.cpus_in_words == "128 cores, 409.6 GB/s of host memory"  # type: ignore[union-attr]
 
 
 def test_it_takes_what_others_have_measured() -> None:
