@@ -115,7 +115,6 @@ class HostAdam(Part):
     """Cores of a node that its ranks may use; None: the cluster's (`node.cores`); unknown there, too: no limit."""
 
     def parameters_per_s(self, ranks: int, node: Node | None) -> float:
-        """Return the rate of each of `ranks` ranks of a node, which share its memory bandwidth and cores."""
         cores, node_ranks, memory_gb_per_s = self.cores, ranks, self.memory_gb_per_s
         if node is not None:
             cores, node_ranks = cores or node.cores, node.gpus
@@ -153,7 +152,6 @@ class HostTime(Part):
             yield "there are no layers: give local, or transformer_engine, or both"
 
     def taken_for(self, implementation: Implementation) -> Implementation:
-        """Return the implementation whose figures are used: the given one if it was measured, else the other."""
         if getattr(self, implementation) is not None:
             return implementation
         return "local" if self.transformer_engine is None else "transformer_engine"
@@ -337,7 +335,6 @@ class Cluster(Part):
 
     @property
     def links_in_words(self) -> str | None:
-        """Return the links and the CPU that seconds assume; None if the cluster has no figures."""
         if self.nic is None or self.matmul is None:
             return None
         nvlink = "no NVLink" if self.nvlink is None else f"NVLink {self.nvlink.gb_per_s:g} GB/s"

@@ -219,7 +219,6 @@ class FusedDispatch(NamedTuple):
 
     @property
     def _ranks_within(self) -> int:
-        """Ranks of the exchange in one node (one NVLink domain)."""
         return min(self._ranks, NVLINK_PEERS if self.cluster.node is None else self.cluster.node.gpus)
 
     @property

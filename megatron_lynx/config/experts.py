@@ -147,7 +147,6 @@ def numbers_of(stated: Literal["all"] | int | tuple[int | str, ...], layers: int
 
 
 def first_beyond(stated: Literal["all"] | int | tuple[int | str, ...], layers: int) -> int | None:
-    """Return the first layer number beyond `layers` that a file names, or None."""
     spans = [_numbers(span) for span in stated] if isinstance(stated, tuple) else []
     return min((max(span.start, layers + 1) for span in spans if span.stop - 1 > layers), default=None)
 

@@ -332,7 +332,6 @@ class Job(Part):
 
     @property
     def host_sharers(self) -> int:
-        """The job's devices per node, which share its host memory; all devices if no node is described."""
         node = self.cluster.node
         return self.gpus if node is None else min(node.gpus, self.gpus)
 

@@ -144,7 +144,6 @@ def _with_host_time(cluster: dict[str, Any], file: Path) -> dict[str, Any]:
 
 
 def _part(key: str, value: Any, job_file: Path) -> Any:
-    """Return the mapping of a part: a named file's, validated; or the given one, completed from the file that `like` names."""
     if isinstance(value, dict):
         changed = {name: given for name, given in value.items() if name != LIKE}
         changed = _with_host_time(changed, job_file) if key == "cluster" else changed

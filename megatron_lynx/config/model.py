@@ -305,7 +305,6 @@ class Model(Part):
 
     @property
     def routed_hidden(self) -> int:
-        """Columns of the rows that experts take and return."""
         latent = None if self.experts is None else self.experts.latent
         return self.hidden if latent is None else latent
 
@@ -391,5 +390,4 @@ class Model(Part):
         return 2 * self.ffn if self.gated else self.ffn
 
     def norm_parameters(self, width: int | None = None) -> int:
-        """Return the parameters of one norm over `width` columns, by default the residual stream."""
         return (width or self.hidden) * (2 if self.norm == "layernorm" else 1)

@@ -89,7 +89,6 @@ class Parallel(Part):
 
     @property
     def ranks(self) -> int:
-        """Ranks of one model replica."""
         return self.tensor * self.context * self.pipeline
 
 

@@ -41,7 +41,6 @@ def has_experts(given: Given) -> bool:
 
 
 def without_experts(changes: Mapping[str, Any], needed: str) -> Iterator[Problem]:
-    """Yield the problems of loads that are given for a model without experts. `changes`: values of a job by their place."""
     options = {f"{EXPERTS}load": "--experts-load", f"{EXPERTS}holds": "--experts-hold"}
     for place, option in options.items():
         if changes.get(place) is not None:
@@ -125,7 +124,6 @@ def _scores(given: Given) -> Iterator[Fact]:
 
 
 def _beside(given: Given, problems: list[Problem]) -> Iterator[Fact]:
-    """Shared experts overlapped with the exchanges: in every dispatcher but all-gather, and not with overlapped exchanges."""
     if not given[BESIDE] or given["moe_shared_expert_intermediate_size"] is None or given[OVERLAP]:
         return
     if given[DISPATCHER] == "allgather":

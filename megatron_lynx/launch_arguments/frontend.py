@@ -294,7 +294,6 @@ def _refused(frontend: Frontend) -> Iterator[Problem]:
 
 
 def _shapes(frontend: Frontend, path: Path | None, problems: list[Problem]) -> Shapes | None:
-    """The shapes in `path`, else in the folder that the launch names as its model."""
     folder = Path(frontend.model or "").expanduser()
     path = folder if path is None and frontend.model and (folder / FILE).is_file() else path
     if path is None:

@@ -281,7 +281,6 @@ def _common(options: Sequence[str], table: FlagTable) -> tuple[tuple[str, ...], 
 
 
 def mistyped(option: str, table: FlagTable) -> str | None:
-    """Megatron's flag that an unknown one is a misspelling of."""
     if option in table.of_option:
         return None
     return next(iter(difflib.get_close_matches(option, table.of_option, n=1, cutoff=MISTYPED)), None)

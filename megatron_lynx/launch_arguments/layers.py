@@ -150,7 +150,6 @@ def as_gpt(given: Given, problems: list[Problem]) -> Given:
 
 
 def _with_one_pattern(given: Given) -> Given:
-    """The launch with its pattern under the name of today, as in `validate_args`."""
     if given[PATTERN] or not given[OLD_PATTERN]:
         return given
     pattern, predicting, depth = given[OLD_PATTERN], given[OLD_PREDICTING], given["mtp_num_layers"]

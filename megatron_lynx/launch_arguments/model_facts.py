@@ -57,7 +57,6 @@ def _widths(given: Given, problems: list[Problem]) -> Iterator[Fact]:
 
 
 def ffn_of(given: Given) -> tuple[int, str] | None:
-    """The width of an MLP and its origin; None if the hidden size is missing."""
     hidden = given["hidden_size"]
     if given["ffn_hidden_size"] is not None:
         return given["ffn_hidden_size"], given.origin("ffn_hidden_size")

@@ -104,7 +104,6 @@ SIZES = {"parallel.tensor": "tensor_model_parallel_size", "parallel.pipeline": "
 
 
 def _groups(given: Given) -> Iterator[Fact]:
-    """Sizes of Megatron's parallel groups, without context. Sequence parallelism needs more than one tensor-parallel rank."""
     yield from facts_in(given, SIZES)
     asked, tensor = given["sequence_parallel"], given["tensor_model_parallel_size"]
     without = " has no effect with tensor 1" if asked and tensor == 1 else ""
@@ -215,7 +214,6 @@ def gpus_of_actor(given: Given) -> int | None:
 
 
 def packs(given: Given) -> bool:
-    """Whether micro-batches have a number of tokens (`PACKED`)."""
     return "seq_length" in given.values and PACKED in given.origin("seq_length")
 
 

@@ -60,9 +60,7 @@ from megatron_lynx.units import format_bytes
 from megatron_lynx.validation import validated
 
 EXPERTS_OWN = ("moe_", "expert_")
-"""Prefixes of flags without effect if there are no experts."""
 USERBUFFERS_OWN = "tp_comm_"
-"""Prefix of flags without effect if there are no userbuffers."""
 SOME_USERBUFFERS = "userbuffers of all linears: the range of the step, from what stock hides to everything, holds fewer, too"
 DISPATCH = "exchanges in which a token travels once to each rank of its experts"
 
@@ -80,7 +78,6 @@ class Reading:
     no_matter: dict[str, tuple[str, ...]]
     """Flags that change neither activations nor seconds, by subject."""
     problems: tuple[Problem, ...]
-    """Everything that prevents a job: bad values, missing flags, unmodelled features."""
     today: Today
     container: Container | Frontend | None = None
     """Megatron-Bridge's, or a frontend's launch, if one was read; then there are no flags of Megatron."""
@@ -128,7 +125,6 @@ class Reading:
         without: Collection[str] = (),
         runner: Sequence[str] = LAUNCHER,
     ) -> str:
-        """The command under a plan; for a launch without a script, a sentence with the changes."""
         if self.container is None:
             text = self.changed({}, without).under_plan(plan, flags, environment, runner)
         else:
@@ -350,7 +346,6 @@ def understood(reading: Reading) -> WrappedTable:
 
 
 def remarks(reading: Reading) -> Iterator[str]:
-    """A line for each flag that is counted as something else, then one for those that do not matter."""
     releases = reading.given.releases
     if not reading.problems:
         yield f"Megatron {releases[0]}" + (f" to {releases[-1]}" if len(releases) > 1 else "") + " takes these flags"

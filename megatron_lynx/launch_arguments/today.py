@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 GRAPHS_BY, LOCAL, EXTERNAL = "cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"
 GRAPH_MODULES = ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated")
 RANDOM = ("te_rng_tracker", "inference_rng_tracker")
-"""Random number trackers that graphs need; a plan can run with each."""
 GRAPHS = (GRAPHS_BY, LOCAL, EXTERNAL)
 OF_GRAPHS = (*GRAPHS, *GRAPH_MODULES, "cuda_graph_warmup_steps", *RANDOM)
 """All flags of graphs: kept if the plan runs with graphs, else dropped."""
@@ -163,7 +162,6 @@ def _in_order(names: tuple[str, ...], known: list[str]) -> tuple[str, ...]:
 
 
 def _contradictions(given: Given) -> Iterator[Problem]:
-    """Settings that `validate_args` and TransformerConfig refuse for any model."""
     granularity, stages = given[GRANULARITY], given["pipeline_model_parallel_size"] or 1
     selective, full = given["recompute_activations"] or granularity == "selective", granularity == "full"
     head, head_at_most = bool(given[DEFERRED_HEAD]), given[DEFERRED_AT_MOST]

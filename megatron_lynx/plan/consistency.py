@@ -62,7 +62,6 @@ def problems(plan: Plan) -> list[str]:
 
 
 def of_launch(plan: Plan) -> list[str]:
-    """Inconsistent facts of its launch, also before a plan has stages."""
     return [*features.of_launch(plan), *_uneven_pieces(plan)]
 
 
@@ -84,9 +83,6 @@ def _missing_stages(plan: Plan) -> list[str]:
     needed = [(stage, chunk) for chunk in range(chunks) for stage in range(pipeline)]
     if plan_stages == needed:
         return []
-    if chunks == 1:
-        found_stages, needed_stages = [stage for stage, _ in plan_stages], [stage for stage, _ in needed]
-        return [f"stages are numbered {found_stages}, but pipeline {pipeline} needs {needed_stages}"]
     return [f"stages are numbered (stage, chunk) {plan_stages}, but pipeline {pipeline} with {chunks} chunks needs {needed}"]
 
 
@@ -202,7 +198,6 @@ def _no_window(plan: Plan, stage: Stage, rule: Rule, name: str) -> Iterator[str]
 
 
 def _exchanged(plan: Plan, rule: Rule, name: str) -> bool:
-    """Whether a window of this name is an exchange of tokens, in every layer of a rule."""
     windows = [window_at(name, layer) for layer in rule.layers]
     return all(isinstance(one, WindowAddress) and one.half == EXPERTS.half and one.layer in plan.exchanging for one in windows)
 

@@ -73,7 +73,6 @@ def _few(names: Sequence[str]) -> str:
 
 
 def explanation(plan: Plan) -> RenderableType:
-    """The launch, then a table and the prediction of each stage. Chunks with equal treatment share a table."""
     parts: list[RenderableType | None] = [*_heading(plan)]
     if not any(stage.predicted.host_s for stage in plan.stages):
         parts.append(Text("host    no stage is said to be host-bound (or the host's time was not known when the plan was made)"))

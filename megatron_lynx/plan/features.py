@@ -43,7 +43,6 @@ def of_rule(plan: Plan, rule: Rule) -> Iterator[str]:
 
 
 def places(rule: Rule, half: Half) -> list[tuple[str, str]]:
-    """(key, name) of every window and gather of a rule's half, each once."""
     windows = [("windows", stretch.window) for phase in BACKWARD_PHASES for stretch in rule.windows.stretches(half, phase)]
     gathers = [("gather", name)] if (name := rule.gather.of(half)) else []
     return list(dict.fromkeys(windows + gathers))

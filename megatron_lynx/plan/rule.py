@@ -349,7 +349,6 @@ def joined(rules: Iterable[Rule]) -> tuple[Rule, ...]:
 
 
 def _may_join(rule: Rule, behind: Rule) -> bool:
-    """Whether a rule for the following layers is equal. Groups of layers are counted from a rule's first."""
     whole = not isinstance(rule.checkpoint, CheckpointGroups) or len(rule.layers) % rule.checkpoint.layers == 0
     return rule.layers.last + 1 == behind.layers.first and rule.treatment == behind.treatment and whole
 

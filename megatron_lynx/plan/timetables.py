@@ -24,7 +24,6 @@ def layout_of(plan: Plan) -> Layout:
 
 
 def planned_halves(stage: Stage, sections_of: SectionsOf) -> Iterator[PlannedHalf]:
-    """The halves of a stage's entry in the order of a forward, as their rules treat them."""
     for layer in stage.layers:
         rule, sections = stage.rule_for(layer), tuple(sections_of(layer))
         experts = any(section.exchanges for section in sections)

@@ -116,7 +116,7 @@ def test_every_problem_is_listed_with_its_place(tmp_path: Path) -> None:
     assert any(line.endswith("did you mean linear_qkv?") for line in found)
     assert any(line.startswith("plan.yaml: stages.0.ahead_dept: found an unknown key") for line in found)
     assert any(line.startswith("plan.yaml: colour: found an unknown key") for line in found)
-    assert "plan.yaml: stages are numbered [1], but pipeline 2 needs [0, 1]" in found
+    assert "plan.yaml: stages are numbered (stage, chunk) [(1, 0)], but pipeline 2 with 1 chunks needs [(0, 0), (1, 0)]" in found
     assert any("the stages own layers 3-4, but the model has layers 1-4" in line for line in found)
 
 
