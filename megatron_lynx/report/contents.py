@@ -25,7 +25,6 @@ from megatron_lynx.report.page import bullets, heading, page, preformatted, step
 from megatron_lynx.report.tables import (
     allocated_bytes,
     check_outcome,
-    exposed_table,
     outcome_table,
     points_table,
     stage_table,
@@ -141,7 +140,7 @@ def report(given: Given, job: Job | None, costs: Profile | None, budgets: int = 
     body.append("<h2>Figures</h2>")
     body += [] if given.outcome is None else [table(outcome_table(given.outcome))]
     body += [table(stage_table(views))] if views else []
-    body += [table(made(view)) for made in (use_table, exposed_table) for view in views]
+    body += [table(use_table(view)) for view in views]
     if plan is not None:
         body += ["<h2>The plan, layer by layer</h2>", preformatted(explanation(plan))]
     sources = (f"{kind} {source}" for kind, source in given.sources.items())

@@ -44,8 +44,6 @@ class Tile(NamedTuple):
 
 TASKS = ("hidden", "weight_gradient")
 
-EXPOSED = {"on_demand": "recompute", "flushed": "weight gradient", "wait": "copy from the host"}
-
 
 @dataclass
 class WaitUse:
@@ -103,21 +101,6 @@ def use_table(view: View) -> Table:
     return Table(f"waits-{view.name}", f"Waits, {view.name}", note, columns, rows)
 
 
-def exposed_table(view: View) -> Table:
-    rows: list[list[Cell]] = []
-    for row, label in view.labels.items():
-        exposed: dict[tuple[str, str], list[float]] = defaultdict(list)
-        for span in view.timeline.ranks[row]:
-            if (kind := kind_of(span)) in EXPOSED:
-                exposed[EXPOSED[kind], span.half or ""].append(span.seconds)
-        rows += [
-            [label, *what, len(seconds), sum(seconds), sum(seconds) / len(seconds)] for what, seconds in sorted(exposed.items())
-        ]
-    note = "Recomputation on demand and what went on after its wait was over, other tasks outside of waits, and waits for copies."
-    columns: dict[str, Unit] = {"where": "text", "what": "text", "half": "text", "number": "count", "seconds": "s", "each": "s"}
-    return Table(f"exposed-{view.name}", f"What no wait hid, {view.name}", note, columns, rows)
-
-
 @dataclass(frozen=True)
 class RowFigures:
     forward_s: float
@@ -125,6 +108,10 @@ class RowFigures:
     hidden_s: float
     exposed_s: float
     """Recomputations on demand, and the remainder of those that outlasted their wait."""
+    flushed_s: float
+    """Weight gradients outside of waits."""
+    copies_s: float
+    """Waits for copies from the host."""
     waits_s: float
     unused_s: float
     collectives_s: float
@@ -133,7 +120,7 @@ class RowFigures:
 
     @classmethod
     def of(cls, spans: Sequence[Span]) -> RowFigures:
-        seconds = dict.fromkeys(("forward", "backward", "hidden", "on_demand"), 0.0)
+        seconds = dict.fromkeys(("forward", "backward", "hidden", "on_demand", "flushed", "wait"), 0.0)
         for span in spans:
             if (kind := kind_of(span)) in seconds:
                 seconds[kind] += span.seconds
@@ -150,7 +137,7 @@ def stage_table(views: Sequence[View]) -> Table:
             held = view.memory[row].peak_bytes if row in view.memory else None
             rows.append([view.labels[row], view.name, view.layers.get(row, ""), *vars(figures).values(), held])
     columns: dict[str, Unit] = dict.fromkeys(("where", "seen", "layers"), "text")
-    passes = ("forward", "backward", "recompute hidden", "recompute exposed")
+    passes = ("forward", "backward", "recompute hidden", "recompute exposed", "weight gradients exposed", "copies waited for")
     waits = ("waits", "unused", "of collectives", "unused of these")
     columns |= {**dict.fromkeys((*passes, *waits), "s"), "activations at most": "bytes"}
     note = (

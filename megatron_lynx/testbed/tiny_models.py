@@ -32,7 +32,7 @@ from megatron_lynx.kinds.experts.section import FUSED
 from megatron_lynx.kinds.latent.section import KV_NORM, KV_UP, Q_NORM, Q_UP
 from megatron_lynx.plan.layout import layout_text
 from megatron_lynx.testbed.fusions import fusion_fields
-from megatron_lynx.testbed.stand_in import STAND_INS, named_stand_ins
+from megatron_lynx.testbed.stand_in import named_stand_ins
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ACTIVATIONS = {
@@ -235,23 +235,11 @@ def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
         block = TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
     for layer in layers:
         exchange_norms(layer.submodules)
-        if config.context_parallel_size > 1:
-            layer.submodules.self_attention.submodules.core_attention = context_attention()
+        if config.context_parallel_size > 1 and (stand_ins := named_stand_ins()) is not None:
+            layer.submodules.self_attention.submodules.core_attention = stand_ins.attention_among_ranks(te=False)
         elif config.multi_latent_attention:
             layer.submodules.self_attention.submodules.core_attention = LatentCore
     return block
-
-
-def context_attention(*, te: bool = False) -> Any:
-    """Return a core attention that exchanges keys and values without fused kernels, from the module in `TESTBED_STAND_INS`.
-
-    Raises:
-        ConfigError: no module is named.
-    """
-    if (stand_ins := named_stand_ins()) is None:
-        needed = f"1: the exchange of keys and values needs fused kernels ({STAND_INS} names no stand-in)"
-        raise ConfigError("The testbed cannot build this model.", [Problem("job: parallel.context", "more than 1", needed)])
-    return stand_ins.attention_among_ranks(te=te)
 
 
 def predicting_spec(config: TransformerConfig, block: TransformerBlockSubmodules, vp_stage: int | None, *, te: bool) -> Any:
@@ -285,8 +273,8 @@ def te_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Tra
     layer = get_gpt_layer_with_transformer_engine_spec(
         qk_layernorm=config.qk_layernorm, multi_latent_attention=config.multi_latent_attention
     )
-    if config.context_parallel_size > 1 and not torch.cuda.is_available():
-        layer.submodules.self_attention.submodules.core_attention = context_attention(te=True)
+    if config.context_parallel_size > 1 and not torch.cuda.is_available() and (stand_ins := named_stand_ins()) is not None:
+        layer.submodules.self_attention.submodules.core_attention = stand_ins.attention_among_ranks(te=True)
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, vp_stage), layer_norm=TENorm)
 
 

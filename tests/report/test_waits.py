@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from megatron_lynx.report.tables import RowFigures, WaitUse, exposed_table, stage_table, tiles_of, use_table, waits_of
+from megatron_lynx.report.tables import RowFigures, WaitUse, stage_table, tiles_of, use_table, waits_of
 from megatron_lynx.report.views import View, trimmed
 from megatron_lynx.timeline import MemoryCurve, Span, Timeline
 from tests.report.samples import simulated
@@ -33,16 +31,9 @@ def test_what_ran_in_which_wait() -> None:
     assert table.rows[0] == ["stage 0", "bwd.mlp.0", 2, 5.0, 2.5, 1.5, 3.5, 0.3, "recompute attention, weight gradient mlp"]
 
 
-def test_what_no_wait_hid() -> None:
-    assert exposed_table(replace(VIEW, name="measured")).rows == [
-        ["stage 0, rank 0", "copy from the host", "", 1, 0.5, 0.5],
-        ["stage 0, rank 0", "recompute", "attention", 1, 0.75, 0.75],
-    ]
-
-
 def test_where_a_step_went() -> None:
-    assert RowFigures.of(SPANS) == RowFigures(0.0, 18.0, 2.0, 0.75, 9.0, 6.5, 5.0, 3.5)
-    assert stage_table([VIEW]).rows == [["stage 0", "predicted", "1-4", 0.0, 18.0, 2.0, 0.75, 9.0, 6.5, 5.0, 3.5, 1024]]
+    assert RowFigures.of(SPANS) == RowFigures(0.0, 18.0, 2.0, 0.75, 0.0, 0.5, 9.0, 6.5, 5.0, 3.5)
+    assert stage_table([VIEW]).rows == [["stage 0", "predicted", "1-4", 0.0, 18.0, 2.0, 0.75, 0.0, 0.5, 9.0, 6.5, 5.0, 3.5, 1024]]
     tiles = {tile.label: tile.predicted for tile in tiles_of([VIEW], [], None, None)}
     assert tiles == {"passes": 24.5, "recompute hidden": 2.0 / 2.75, "recompute exposed": 0.75, "collectives unused": 0.7}
 
