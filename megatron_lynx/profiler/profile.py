@@ -57,7 +57,6 @@ class SavedTensor(Part):
 
 
 def own_tensors(item: str, *sizes: int) -> list[SavedTensor]:
-    """Return blocks of these bytes that an item makes and saves itself."""
     return [SavedTensor(bytes=size, made_by=item, saved_by=(item,)) for size in sizes]
 
 
@@ -92,7 +91,6 @@ class HalfProfile(Part):
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes if everything is kept: its input and every saved block."""
         return self.input_bytes + sum(tensor.bytes for tensor in self.tensors if tensor.saved_by)
 
 
@@ -125,7 +123,6 @@ class ExpertHalf(HalfProfile):
         return min(self.shared_rate * self.exchange_s, computed_s)
 
     def waits_s(self, passing: Pass) -> float:
-        """Return the seconds of one pass that are exposed communication."""
         return 2 * (self.exchange_s + self.cut_s + self.collective_s) - sum(self.beside_s(passing, role) for role in BESIDE)
 
     @property
@@ -199,7 +196,6 @@ class Shape(Part):
 
     @property
     def sections(self) -> tuple[Section, Section]:
-        """Sections of a layer; one with experts if the model has any."""
         attention, mlp = self.halves.values()
         return attention, mlp if self.experts is None else self.experts.section
 
@@ -226,8 +222,6 @@ class Source(Part):
 
 
 class Profile(Part):
-    """A whole profile, version 1."""
-
     version: Literal[1] = 1
     source: Source
     shape: Shape
@@ -240,7 +234,6 @@ class Profile(Part):
     links: tuple[LinkPoint, ...] = ()
     embedding: BlockProfile = BlockProfile()
     head: BlockProfile = BlockProfile()
-    """Final norm, output projection and loss."""
     head_summand_s: float = Field(default=0.0, ge=0)
     """Additional seconds per piece of an output layer in pieces, which reads and accumulates its weight gradient again. Always
     estimated."""
@@ -406,7 +399,6 @@ def _experts(half: ExpertHalf, learned: Learned) -> ExpertHalf:
 
 
 def _scaled(part: PartT, times: float) -> PartT:
-    """Return a part with every field of seconds multiplied, including those of items."""
     changes: dict[str, object] = {name: times * value for name, value in part if name.endswith("_s") or name == "seconds"}
     if (items := getattr(part, "items", None)) is not None:
         changes |= {"items": {name: _scaled(item, times) for name, item in items.items()}}

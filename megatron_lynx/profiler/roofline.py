@@ -104,7 +104,6 @@ def _given_width(model: Model, width: int) -> int:
 
 
 def _apart(model: Model, made: int, given: int) -> Kernels:
-    """Return the kernels of the activation without bias. Squared ReLU is always one compiled kernel."""
     if not model.gated:
         return one_kernel(given + made, 2 * given + made)
     more = (2 * made,) * (model.glu_offset + 2 * model.activation_clamped)  # both halves are clamped
@@ -113,7 +112,6 @@ def _apart(model: Model, made: int, given: int) -> Kernels:
 
 
 def residual_kernels(shape: LayerShape) -> Kernels:
-    """Return the kernels after a half: bias, dropout and residual addition."""
     model, count = shape.model, shape.own_tokens * shape.model.hidden
     whole, vector = model.element_bytes * count, model.element_bytes * model.hidden if model.bias else 0
     mask = MASK_BYTES * count if model.hidden_dropout else 0

@@ -90,8 +90,6 @@ def weight_bytes(recipe: Recipe, rows: int, columns: int, *, transposes: bool, h
 
 @dataclass(frozen=True)
 class Casts:
-    """Cost of casts as (bytes moved, kernels)."""
-
     recipe: Recipe
     transposes: bool
 
@@ -109,7 +107,6 @@ class Casts:
         return 2 * cast_bytes(self.recipe, count) if self.transposes or self.recipe not in PER_TENSOR else 0
 
     def transposed(self, count: int) -> tuple[int, int]:
-        """Return the cost of transposing gathered rowwise FP8 data."""
         needed = self.transposes and self.recipe in PER_TENSOR
         return (2 * FP8_BYTES * count, 1) if needed else (0, 0)
 

@@ -108,7 +108,6 @@ def _alias(value: Any) -> Any:
 
 
 def code_behind(section: Section, site: str | None) -> str:
-    """Return the item of the code after `site` (None: before the first site)."""
     return section.norm if site is None else section.code_behind.get(site, site)
 
 
@@ -150,7 +149,6 @@ class HeadStart:
 
 
 def head_start_on(device: Device) -> HeadStart:
-    """Return the context for passes on this device, after warming it up."""
     if device.where.type != "cuda":
         return HeadStart(device)
     products = _Products(device)
@@ -159,8 +157,6 @@ def head_start_on(device: Device) -> HeadStart:
 
 
 class _Products:
-    """Matrix products of a requested total duration."""
-
     def __init__(self, device: Device) -> None:
         self._factor = torch.randn(WIDTH, WIDTH, dtype=torch.bfloat16, device=device.where)
         self._product = torch.empty_like(self._factor)
@@ -212,7 +208,6 @@ def item_seconds(run: HalfRun, head_start: HeadStart, repetitions: int) -> tuple
 
 
 def inner_norm_seconds(norm: InnerNorm, rows: Tensor, head_start: HeadStart, repetitions: int) -> tuple[float, float]:
-    """Return forward and backward seconds of a norm inside a linear, run alone on these rows."""
     rows = rows.requires_grad_()
     with torch.no_grad():
         forward_s = median_seconds(lambda: norm.run(rows), head_start, repetitions)
@@ -331,7 +326,6 @@ def median_seconds(call: Callable[[], Any], head_start: HeadStart, repetitions: 
 
 
 def seconds_of(call: Callable[[], Any], head_start: HeadStart) -> float:
-    """Return one call's seconds on the device. The host waits for its end."""
     with head_start:
         begin = mark(head_start.device)
         call()

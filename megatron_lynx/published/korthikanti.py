@@ -46,7 +46,6 @@ CALIBRATING = ("baseline_no_recompute", "sequence_parallelism")
 
 
 def rows(figures: Mapping[str, Any]) -> Iterator[Row]:
-    """`figures`: this paper's part of the file."""
     configs = {config["model"]: config for config in figures["configs"]}
     for published in figures["figure1_memory_gib_per_gpu"]:
         yield from _memory(configs[published["model"]], published)

@@ -25,15 +25,11 @@ GB = 1e9
 
 
 class Launch(Part):
-    """One published run."""
-
     what: str
     model: str | None = None
     cluster: str | None = None
     gpus: int | None = Field(default=None, ge=1)
-    """GPUs of this row; None: those of its series."""
     add: str = ""
-    """Words after those of its series."""
     step_s: float | None = Field(default=None, gt=0)
     tokens_per_s: float | None = Field(default=None, gt=0)
     """Rate of one GPU; replaces `step_s`."""
@@ -51,8 +47,6 @@ class Launch(Part):
 
 
 class Series(Part):
-    """Runs of one publication on one cluster."""
-
     id: str
     source: str
     grade: Grade
@@ -74,7 +68,6 @@ class Series(Part):
 class Launches(Part):
     common: str
     models: dict[str, str]
-    """Words of each model."""
     series: tuple[Series, ...]
 
     def _problems(self) -> Iterator[str]:

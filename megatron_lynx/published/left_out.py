@@ -110,7 +110,6 @@ class Predicted:
 
     @property
     def error(self) -> float:
-        """Leave-one-out error, in percent."""
         return 100 * (self.left_out_s / self.step.measured_s - 1)
 
     @property
@@ -164,18 +163,13 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Errors:
-    """Mean errors of some steps, in percent."""
-
     steps: int
     catalogued: float
-    """With the constants of the catalogue."""
     left_out: float
     bias: float
-    """Mean with its sign, left out."""
     ratios: int
     ratio_error: float | None
     reversed: int
-    """Pairs of settings that are predicted in the wrong order."""
 
     @classmethod
     def of(cls, items: Sequence[Predicted], ratios: Sequence[Ratio]) -> Errors:
@@ -217,7 +211,6 @@ class LeftOut:
         return Errors.of(items, [ratio for ratio in self.ratios if ratio.first in items])
 
     def total(self, family: str, grade: Grade) -> float | None:
-        """Return the mean of the series' leave-one-out errors; None without any."""
         errors = [one.left_out for _, of, graded, one in self.by_series if (of, graded) == (family, grade)]
         return mean_error(errors) if errors else None
 
@@ -259,7 +252,6 @@ class LeftOut:
 
 
 def mean_error(errors: Iterable[float]) -> float:
-    """Return the mean of absolute errors; 0 for none."""
     sizes = [abs(error) for error in errors]
     return sum(sizes) / len(sizes) if sizes else 0.0
 

@@ -27,7 +27,6 @@ HEAD_SIZE, KEY_VALUE_HEADS = 128, 8
 
 
 def rows(figures: Mapping[str, Any]) -> Iterator[Row]:
-    """`figures`: this paper's part of the file."""
     table = figures["k_table"]
     for hidden, printed in table["rows_hidden"].items():
         for seq, published in zip(table["columns_seq"], printed, strict=True):

@@ -55,7 +55,6 @@ class Row:
     calibrates: str | None = None
     """The constant that this row calibrated, so that its error proves nothing."""
     step: Step | None = None
-    """The step that the figure describes, if it does."""
 
     @classmethod
     def of_step(cls, source: str, what: str, step: Step, bound: float | None, calibrates: str | None = None) -> Row:
@@ -99,13 +98,11 @@ def stock_step_s(job: Job, setting: StockSetting, *, graphs: bool = False) -> fl
 
 
 def catalogued_job(name: str, cluster: str, *, seq: int | None = None, model: dict[str, Any] | None = None, **fields: Any) -> Job:
-    """A job on `models/NAME` and `clusters/CLUSTER`. `seq`, `model`: changes of the model; `fields`: the job's other keys."""
     shape = read_yaml(bundled_configs() / f"models/{name}.yaml") | (model or {}) | ({"seq": seq} if seq else {})
     return job_on(shape, cluster, **fields)
 
 
 def job_on(model: dict[str, Any], cluster: str, **fields: Any) -> Job:
-    """A job on `model` and `clusters/CLUSTER`."""
     described = cluster_data(bundled_configs() / f"clusters/{cluster}.yaml")
     return validated(Job, {"model": model, "cluster": described, **fields}, f"a published model on {cluster}")
 

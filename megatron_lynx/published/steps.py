@@ -42,7 +42,6 @@ Run = Mapping[str, Any]
 
 
 def rows(series: Mapping[str, Any]) -> Iterator[Row]:
-    """`series`: of the file of figures, by id."""
     for run in series["narayanan2021_table1"]["rows"]:
         yield _row("Narayanan et al., 2104.04473", f"table 1: step of {run['model']}", run["step_s_d"], table_1_job(run))
     for name in ("8b", "70b", "405b"):
@@ -141,7 +140,6 @@ OVERLAPPED, OVERLAPPED_DELAYED = StockSetting(overlap=True), StockSetting(overla
 
 
 def overlapped(series: Mapping[str, Any]) -> Iterator[Row]:
-    """`series`: of the file of figures, by id."""
     for run in series["qwen3_30b_overlapped_exchanges"]["rows"]:
         yield from _of_run(run)
 

@@ -38,7 +38,6 @@ CALIBRATING_GPUS, CALIBRATING_DEMO = (128, 256), ("ours", "A800")
 
 
 def rows(figures: Mapping[str, Any]) -> Iterator[Row]:
-    """`figures`: this paper's part of the file."""
     yield from _memory(figures["figure7_max_memory_allocated_bytes"])
     yield from _offload_ratios(figures["figure9"])
     yield _choices(figures["figure9"])

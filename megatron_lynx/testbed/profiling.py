@@ -237,7 +237,6 @@ def _measured(
     arguments: dict[str, Any] | None = None,
     sequence_shards: int = 1,
 ) -> dict[str, HalfProfile]:
-    """Measure halves of a model's only layer."""
     from megatron_lynx.apply.hooks.sites import places_of
 
     layer = chunk.decoder.layers[0]
