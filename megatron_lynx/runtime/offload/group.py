@@ -100,13 +100,16 @@ class OffloadedStorage:
     def _copy_to_device(self) -> Pair:
         hosted, self._hosted = self._hosted, None
         assert hosted is not None
-        target = self._returned = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        target = self._returned = self._fresh()
         if self._rest is not None:
             all_bytes = _bytes_of(target.untyped_storage())
             target = all_bytes[: hosted.nbytes]
             all_bytes[hosted.nbytes :].copy_(self._rest)
             self._rest = None
         return target, hosted
+
+    def _fresh(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
