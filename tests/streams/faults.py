@@ -94,8 +94,8 @@ def host_memory_lent_too_early() -> Iterator[None]:
 
     lend = HostMemory.lend
 
-    def lending(memory: Any, key: Any, sizes: Any, *, changing: bool = False) -> Any:
-        lease = lend(memory, key, sizes, changing=changing)
+    def lending(memory: Any, key: Any, sizes: Any) -> Any:
+        lease = lend(memory, key, sizes)
         lease.room.last = None
         return lease
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.streams
 OFFLOADED, TENSOR, GATHERED = (PP2, leaving), (TP2, recomputing), (SP, recomputing)
 WITHIN = ({"microbatches": 2}, half_by_half)
 """Half by half, of one stage."""
-PLACE = r"asked for at \S*megatron_lynx/runtime/offload/\S+ .*"
+PLACE = r"asked for at \S*megatron_lynx/runtime/(?:device|offload/\w+)\.py:.*"
 OUT, BACK = rf"copy \d+ of offload, {PLACE}", rf"copy \d+ of reload, {PLACE}"
 READS_OUT, WRITES_OUT = rf"{OUT} \(reads, on offload\)", rf"{OUT} \(writes, on offload\)"
 READS_BACK, WRITES_BACK = rf"{BACK} \(reads, on reload\)", rf"{BACK} \(writes, on reload\)"

@@ -68,6 +68,11 @@ class OffloadedStorage:
         self._copier = back
         self._returned: Tensor | None = None
 
+    @property
+    def here(self) -> bool:
+        """Whether its original is still on the device."""
+        return self._original is not None
+
     def tensor(self) -> Tensor:
         """Return the tensor that it was made for, or its bytes. Compute that follows waits for its copy back."""
         if self._out is None:
@@ -216,7 +221,7 @@ class OffloadGroup:
         address = storage.data_ptr()
         known = self._at.get(address)
         offloaded = known() if known is not None else None
-        if offloaded is None or offloaded._original is None:
+        if offloaded is None or not offloaded.here:
             offloaded = OffloadedStorage(tensor, storage, self.micro_batch, self.back)
             self._at[address] = weakref.ref(offloaded)
             self._storages.append((address, self._at[address]))
