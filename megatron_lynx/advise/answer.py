@@ -6,9 +6,16 @@ If no plan fits: changes after which one does, nearest first. Activations or a p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import gc
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
+from multiprocessing import get_context
+from typing import Any
 
 from megatron_lynx.advise import flags
 from megatron_lynx.advise.flags import Edit
@@ -32,6 +39,11 @@ from megatron_lynx.search.best_first import no_collections
 from megatron_lynx.units import GIB, format_seconds
 
 PLAN_FILE = "plan.yaml"
+
+Call = Callable[[], Any]
+
+MANY_STAGES = 8
+"""Virtual stages from which on stock's settings and neighbours take longer than the start of a second process."""
 
 CHUNK_MIB = 256
 """MiB of optimizer moments in one copy, as in Megatron's example."""
@@ -168,11 +180,25 @@ def answered(
         release: of megatron-core, whose flags the plan may change; ignored if there is a launch.
     """
     release = release if reading is None else reading.given.release
-    answer = _in_layout(job, costs, reading, refused, release, copies=copies)
-    if answer.refused or not near:
-        return answer
-    found = neighbours(job, release, copies=copies) if job.cluster.matmul is not None else ()
-    return replace(answer, near=tuple(found), asked_near=True)
+    near = near and not refused
+    calls: list[Call] = [partial(stocks_best, job, costs, release)]
+    if near and job.cluster.matmul is not None:
+        calls.append(partial(neighbours, job, release, copies=copies))
+    with _called(job, calls) as result:
+        answer = _in_layout(job, costs, reading, refused, release, result, copies=copies)
+        if answer.refused:
+            return answer
+        return replace(answer, near=tuple(result()) if len(calls) > 1 else (), asked_near=near)
+
+
+@contextmanager
+def _called(job: Job, calls: Sequence[Call]) -> Iterator[Call]:
+    """Yield a function that gives their results in order. For many stages a second process makes the calls at the same time."""
+    if job.parallel.pipeline * job.chunks < MANY_STAGES or os.cpu_count() == 1:
+        yield partial(next, (call() for call in calls))
+        return
+    with ProcessPoolExecutor(1, get_context("spawn"), initializer=gc.disable) as pool:
+        yield partial(next, (future.result() for future in [pool.submit(call) for call in calls]))
 
 
 def _in_layout(
@@ -181,12 +207,13 @@ def _in_layout(
     reading: Reading | None,
     refused: Sequence[Problem],
     release: str | None,
+    stocks_best: Call,
     *,
     copies: bool,
 ) -> Answer:
     launch = launch_today(job, costs, reading)
     variants = Variants(job, costs, release)
-    stock = or_launch(stocks_best(job, costs, release), launch, reading, job)
+    stock = or_launch(stocks_best(), launch, reading, job)
     if refused:
         return Answer(job, reading, launch, stock, refused=tuple(refused))
     may_copy = copies and may_offload(job)
