@@ -28,10 +28,10 @@ from benchmarks import never_less, when_not, when_not_experts
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.loader import bundled_configs, load_job
 from megatron_lynx.errors import Infeasible, LynxError
-from megatron_lynx.planner import decide, decision, filling, packing, partitioning, rooms
+from megatron_lynx.planner import decide, decision, filling, packing, partitioning
 from megatron_lynx.planner.partitioning import partitioned
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.solver import ahead, offload, options, stages
+from megatron_lynx.solver import offload, options, stages
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.seats import Seats
 from megatron_lynx.solver.stages import Stages
@@ -81,7 +81,7 @@ IN_PIECES, SENT_FIRST = "weight gradients in pieces", "gradients sent before wei
 MECHANISMS = (
     Mechanism(
         "weight gradients in waits",
-        (filling, packing, rooms),
+        (filling, packing),
         ((decision, "why_none_deferred", lambda job: "switched off"),),
     ),
     Mechanism(
@@ -89,7 +89,7 @@ MECHANISMS = (
         (),
         ((decision, "product", lambda forwards, pieces: product(forwards[:1], pieces)),),
     ),
-    Mechanism(IN_PIECES, (), ((rooms, "PIECES", ()),)),
+    Mechanism(IN_PIECES, (), ((filling, "PIECES", ()),)),
     Mechanism(SENT_FIRST, (filling.SendingFirst,), ((decision, "_sending_first", lambda found, profile: found),)),
     Mechanism(
         "recomputation in parts of several waits",
@@ -98,7 +98,7 @@ MECHANISMS = (
     ),
     Mechanism(
         "checkpoints begin ahead",
-        (ahead, *_of_class(StageProblems, "_begun", "_may_begin", "_begun_at_top")),
+        (options.begun_ahead, options.spared_s, *_of_class(StageProblems, "_begun", "_may_begin", "_begun_at_top")),
         ((options, "begun_ahead", lambda prices, sections, layer, **how: layer),),
     ),
     Mechanism(

@@ -34,9 +34,8 @@ from megatron_lynx.schedule.schedule import Schedule, with_recomputations
 from megatron_lynx.simulator.double_buffered import simulate_without_flushes
 from megatron_lynx.simulator.halves import stage_passes
 from megatron_lynx.simulator.passes import ChunkPasses, HostCopy
-from megatron_lynx.simulator.side_by_side import PairedChunk, SideBySide, most_beside, paired
 from megatron_lynx.simulator.simulate import simulate
-from megatron_lynx.simulator.simulation import Simulation, in_steady_state
+from megatron_lynx.simulator.simulation import PairedChunk, SideBySide, Simulation, in_steady_state, most_beside, paired
 from megatron_lynx.simulator.walk import Halves, Leaving, Treated
 from megatron_lynx.timeline import Passes
 from megatron_lynx.timetable import PlannedHalf, Timetable

@@ -22,9 +22,8 @@ from megatron_lynx.errors import Infeasible
 from megatron_lynx.plan.plan_file import dump_plan, load_plan
 from megatron_lynx.planner import decide, decision
 from megatron_lynx.planner.decision import Decision
-from megatron_lynx.planner.filling import Filler, _waits
+from megatron_lynx.planner.filling import Filler, Slack, _waits
 from megatron_lynx.planner.packing import LONG, WORTH, Linear, Placed, Put, Wait, ways_of
-from megatron_lynx.planner.rooms import Slack
 from megatron_lynx.planner.summary import summary
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.rehearsal import rehearse

@@ -16,7 +16,7 @@ from megatron_lynx.planner.decision import Decision, decide
 from megatron_lynx.planner.evaluation import most_held
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.simulator.passes import ChunkPasses, Table, TimedPass
-from megatron_lynx.simulator.side_by_side import SideBySide, most_beside
+from megatron_lynx.simulator.simulation import SideBySide, most_beside
 from megatron_lynx.stock import NONE, StockSetting, priced
 from megatron_lynx.timeline import Span
 from megatron_lynx.units import GIB

@@ -18,8 +18,8 @@ from megatron_lynx.errors import Infeasible, PlannerFault
 from megatron_lynx.planner import decide, decision, least_memory, uniform_plan
 from megatron_lynx.planner.decision import Decision
 from megatron_lynx.planner.evaluation import check_budget_kept, most_held
+from megatron_lynx.planner.filling import Slack
 from megatron_lynx.planner.nearest import rehearsed_with_load_of, with_load
-from megatron_lynx.planner.rooms import Slack
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import LinkPoint, Profile
 from megatron_lynx.rehearsal import rehearse

@@ -65,7 +65,7 @@ MAY_IMPORT = {
     "profiler.analytic": {"config", "profiler", *KINDS_PLANNING},
     "kinds": set(),
     **{face: {"config", "profiler", *KINDS_PLANNING} for face in KINDS_PLANNING},
-    "cost": {"config", "profiler", "schedule.counts", "schedule.flushes"},
+    "cost": {"config", "profiler", "schedule.flushes"},
     "simulator": {"schedule", "timetable", "cost"},
     "solver": {"config", "schedule", "timetable", "profiler", "cost"},
     "rehearsal": {"config", "schedule", "timetable", "plan", "profiler", "cost", "simulator"},

@@ -43,8 +43,7 @@ from megatron_lynx.runtime.order import OrderOfStep, StageOrder
 from megatron_lynx.runtime.record import GATHERED
 from megatron_lynx.runtime.saved import memory_of
 from megatron_lynx.runtime.surroundings import NO_HOOKS, Autocast, ForwardHooks
-from megatron_lynx.schedule.counts import most_in_flight, most_on_host
-from megatron_lynx.schedule.flushes import passes_of
+from megatron_lynx.schedule.flushes import most_in_flight, most_on_host, passes_of
 from megatron_lynx.timetable import PlannedHalf, Timetable
 
 log = logging.getLogger(__name__)

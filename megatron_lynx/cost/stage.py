@@ -8,7 +8,7 @@ without flushes            4 3 2 1            p - s, always
 interleaved, v = 2   stage 0 1 2 3            2(p - 1 - s) + (v - 1)g + 1      g: micro-batches of a group, usually p
 chunks in flight          11 9 7 5            on stage 0, g = p: vp + p - 1
 
-Unequal chunks are counted one by one (`schedule.counts.counts_at_backwards`).
+Unequal chunks are counted one by one (`schedule.flushes.counts_at_backwards`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.cost.ends import ends_of
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.schedule.counts import counts_at_backwards
-from megatron_lynx.schedule.flushes import warmup
+from megatron_lynx.schedule.flushes import counts_at_backwards, warmup
 from megatron_lynx.timeline import Passes
 
 T = TypeVar("T")

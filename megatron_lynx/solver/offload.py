@@ -37,7 +37,7 @@ from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.pace import Pace
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.schedule.counts import counts_at_backwards
+from megatron_lynx.schedule.flushes import counts_at_backwards
 from megatron_lynx.solver.answer import Solved, SolvedChunks, Within
 from megatron_lynx.timeline import Passes
 from megatron_lynx.units import format_bytes

@@ -14,7 +14,7 @@ from megatron_lynx.anatomy import HALVES
 from megatron_lynx.cost.host import NO_HOST_TIME
 from megatron_lynx.cost.memory import COLUMNS, HalfMemory
 from megatron_lynx.cost.recompute import Checkpoint
-from megatron_lynx.solver.placement import Seat
+from megatron_lynx.solver.seats import Seat
 from megatron_lynx.timeline import Passes
 from megatron_lynx.units import SECOND_DIGITS
 

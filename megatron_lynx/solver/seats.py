@@ -24,19 +24,126 @@ receive of a gradient: that hides less than 1 % of a step.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
+from math import inf
+from typing import NamedTuple
 
-from megatron_lynx.anatomy import Half, Section
-from megatron_lynx.anatomy.address import ON_DEMAND, window_name
+from megatron_lynx.anatomy import ATTENTION, HALVES, MLP, Half, Section
+from megatron_lynx.anatomy.address import ON_DEMAND, Stretch, WindowAddress, in_words, window_at, window_name
 from megatron_lynx.anatomy.in_time import amax_reducing, half_before, own_exchanges_in_time, own_windows_in_time
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.communication import gather_lost_and_spared_s, window_lengths_s
+from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.section import PricedSection, Progress
 from megatron_lynx.once import once
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.solver.placement import NOWHERE, ON_DEMAND_SEAT, Placement, Portion, Seat
+
+
+class Portion(NamedTuple):
+    """Part of a window, and the part of a recomputation that runs there."""
+
+    window: str
+    seconds: float
+    runs_s: float = inf
+    """Seconds of recomputation that run there: up to `until`, or all that is left."""
+    until: str | None = None
+    """Item before which it stops."""
+
+
+class Placement(tuple[Portion, ...]):
+    """Portions of windows in which a half is recomputed, in order. Without portions it is recomputed on demand: when backward
+    asks for its first tensor."""
+
+    __slots__ = ()
+
+    @property
+    def on_demand(self) -> bool:
+        return not self
+
+    def hidden_s(self, recompute_s: float, interference: float) -> float:
+        """Return the seconds of recomputation that the windows hide. In a window it takes `interference` times as long."""
+        left_s, hidden_s = recompute_s, 0.0
+        for portion in self:
+            runs_s = min(left_s, portion.runs_s)
+            left_s, hidden_s = left_s - runs_s, hidden_s + min(runs_s, portion.seconds / interference)
+        return hidden_s
+
+    @property
+    def window(self) -> str:
+        """As written in a plan file."""
+        rest = () if not self or self[-1].until is None else (Stretch(ON_DEMAND),)
+        return in_words((*(Stretch(portion.window, portion.until) for portion in self), *rest))
+
+
+NOWHERE = Placement()
+
+
+@dataclass(frozen=True)
+class Seat:
+    placement: Placement = NOWHERE
+    gather: str | None = None
+    """Collective after which the input is gathered, if it is (sequence parallelism)."""
+    gather_s: float = 0.0
+    """Exposed seconds of that gather."""
+    spared_s: float = 0.0
+    """Seconds by which the half's backward waits less for its input, because it was gathered before."""
+    stays: bool = False
+    """Whether the recomputation communicates, so that it may run in no other wait."""
+
+    def exposed_s(self, recompute_s: float, interference: float) -> float:
+        return max(0.0, recompute_s - self.placement.hidden_s(recompute_s, interference)) + self.gather_s
+
+
+ON_DEMAND_SEAT = Seat()
+
+
+def held_in(
+    memory: HalfMemory,
+    section: Section,
+    placement: Placement,
+    gather: str | None,
+    stops: Mapping[str, Progress],
+    *,
+    sequence_parallel: bool,
+    exchanges: int = 0,
+    attention: Section = ATTENTION,
+) -> HalfMemory:
+    """Return the memory of a half with this placement.
+
+    windows of       attention(3)        mlp(2): the half before    attention(2): the half itself
+                     [A]       [B]       [A]       [B]              [A]
+    recomputed       ahead[3]  ahead[2]  ahead[1]  ahead[0]         whole ... until the half's own backward ends
+
+    memory: on demand.
+    gather: window after which the input is gathered.
+    exchanges: number of exchanges in the backward of the half before, if these are its windows.
+    attention: section of attention halves.
+    """
+    steps: list[tuple[str, int]] = []
+    if gather is not None and gather != ON_DEMAND:
+        steps.append((gather, stops[section.column_parallel].bytes))
+    for portion in placement:
+        steps.append((portion.window, memory.regenerated if portion.until is None else stops[portion.until].bytes))
+    ahead_bytes = [0] * len(memory.ahead)
+    for window, size in steps:
+        ahead = moments_ahead(window, section.half, sequence_parallel=sequence_parallel, exchanges=exchanges, attention=attention)
+        ahead_bytes[:ahead] = [size] * min(ahead, len(ahead_bytes))
+    first, second, third, fourth = ahead_bytes
+    return replace(memory, ahead=(first, second, third, fourth))
+
+
+@lru_cache(maxsize=256)
+def moments_ahead(window: str, half: Half, *, sequence_parallel: bool, exchanges: int = 0, attention: Section = ATTENTION) -> int:
+    """Return how many moments before a half's own backward a window of an earlier backward begins; 0 for its own windows."""
+    at = window_at(window, 0)
+    assert isinstance(at, WindowAddress), f"{window} is no collective"
+    count = 2 * at.layer + HALVES.index(at.half) - HALVES.index(half)
+    section = attention if at.half == attention.half else MLP
+    last = (exchanges if at.half == MLP.half else 0) or len(section.collectives("bwd", sequence_parallel))
+    return 2 * count - (at.ordinal == last - 1) if count else 0
+
 
 Wait = tuple[str, float]
 """Name and seconds of a window."""

@@ -13,7 +13,7 @@ from megatron_lynx.cost.in_hand import less_in_hand_bytes
 from megatron_lynx.cost.recompute import Checkpoint
 from megatron_lynx.cost.section import Prices
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.solver.ahead import begun_ahead
+from megatron_lynx.solver.options import begun_ahead
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import long

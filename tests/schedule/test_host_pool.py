@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lynx.schedule.counts import most_on_host, sets_on_host
-from megatron_lynx.schedule.flushes import with_flushes
+from megatron_lynx.schedule.flushes import most_on_host, sets_on_host, with_flushes
 from megatron_lynx.schedule.schedule import Action, Phase
 
 

@@ -14,9 +14,9 @@ from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.solver.answer import LayerChoice, Solved
 from megatron_lynx.solver.baselines import keep_all
 from megatron_lynx.solver.options import StageProblems
-from megatron_lynx.solver.placement import NOWHERE, Placement, Portion, Seat
 from megatron_lynx.solver.problem import Choices, Option, StageProblem
 from megatron_lynx.solver.programme import least_memory
+from megatron_lynx.solver.seats import NOWHERE, Placement, Portion, Seat
 from tests.config.jobs import catalogued_job
 
 RECOMPUTABLE = ("input_layernorm", "linear_qkv", "rotary", "core_attention")

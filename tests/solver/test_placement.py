@@ -8,7 +8,7 @@ from megatron_lynx.anatomy import ATTENTION
 from megatron_lynx.anatomy.address import ON_DEMAND, Stretch, stretches_in
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.section import Progress
-from megatron_lynx.solver.placement import NOWHERE, ON_DEMAND_SEAT, Placement, Portion, Seat, held_in, moments_ahead
+from megatron_lynx.solver.seats import NOWHERE, ON_DEMAND_SEAT, Placement, Portion, Seat, held_in, moments_ahead
 
 
 def test_on_demand_everything_is_exposed() -> None:

@@ -21,7 +21,7 @@ from megatron_lynx.profiler.profile import LinkPoint, Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.runtime.offload.host_memory import ALIGNMENT
-from megatron_lynx.schedule.counts import sets_on_host
+from megatron_lynx.schedule.flushes import sets_on_host
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankError, RankPool
