@@ -6,9 +6,6 @@ schedule.
     3. a pass under the plan, from which training continues
     4. all ranks compare bits: NaN equals the same NaN, and 0 is not -0. At a difference stock runs again, to tell whether it
        differs from itself
-
-Differences are in the order of the pass: losses by micro-batch, then gradients from the last layer to the first, since later ones
-mostly follow from the first.
 """
 
 from __future__ import annotations
@@ -89,7 +86,6 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 
 def gradient_of(parameter: Parameter) -> Tensor | None:
-    """The gradient that Megatron's DDP accumulates, or autograd's."""
     gradient = getattr(parameter, "main_grad", None)
     return parameter.grad if gradient is None else gradient
 
@@ -175,7 +171,6 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The same bits as integers of the same size."""
     return tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()])
 
 
@@ -206,7 +201,6 @@ class Check:
         self.steps = 0
 
     def around(self, schedule: Schedule, optimizer: Any, installation: Installation) -> Schedule:
-        """Return the function that `train_step` calls instead."""
         if self.over:
             return schedule
         self._left -= 1

@@ -139,7 +139,6 @@ def _end(errors: Sequence[LynxError | None]) -> None:
 
 
 def _lines(errors: Sequence[LynxError | None]) -> list[str]:
-    """A line for each problem, with the ranks that have it unless all do."""
     ranks: dict[Problem, list[int]] = {}
     for rank, error in enumerate(errors):
         for problem in error.problems if error is not None else ():

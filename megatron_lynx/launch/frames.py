@@ -4,8 +4,7 @@
                     backward    what it gets for them is compared bit for bit when it requests it
                     end         all ranks exit if one differs, before the optimizer uses the gradients
 
-All runs once, and results of backward are not compared, so kernels need not be deterministic (flash attention's backward is
-not). A fault in backward itself, or in a frame that was not drawn, is not seen.
+Results of backward are not compared, so kernels need not be deterministic. A fault in backward itself is not seen.
 """
 
 from __future__ import annotations
@@ -69,7 +68,6 @@ class FrameCheck:
         self.steps = 0
 
     def around(self, schedule: Schedule, optimizer: Any, installation: Installation) -> Schedule:
-        """Return the function that `train_step` calls instead."""
         if self.over:
             return schedule
         draws = self._left > 0
@@ -141,7 +139,6 @@ class FrameCheck:
         self._draw.step_begins()
 
     def _settle(self) -> None:
-        """Compare on all ranks: returns on all, or exits on all."""
         over = [drawn for drawn in self._pending if drawn.original.over]
         self._pending = [drawn for drawn in self._pending if not drawn.original.over] if self._lag else []
         differing = self._differences(over)
@@ -160,7 +157,6 @@ class FrameCheck:
             agree(frames_differ(min(first), sum(rank.differing for rank in comparisons), compared))
 
     def _differs(self) -> LynxError | None:
-        """This rank's differences so far, as an error, in the middle of a step."""
         over = [drawn for drawn in self._pending if drawn.original.over]
         differing = self._differences(over)
         return frames_differ(differing[0], len(differing), len(over)) if differing else None

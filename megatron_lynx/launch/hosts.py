@@ -180,7 +180,6 @@ class Bridge(Host):
         self._settings: Settings | None = None
 
     def arguments_of(self, words: Sequence[str]) -> Sequence[str]:
-        """The script's arguments without our flags, which its parser would refuse."""
         return add_flags(argparse.ArgumentParser(add_help=False, allow_abbrev=False)).parse_known_args(list(words))[1]
 
     def claims(self, callbacks: LaunchCallbacks) -> Iterator[Claim]:

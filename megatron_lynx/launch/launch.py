@@ -118,7 +118,6 @@ class Launch:
 
     @contextmanager
     def step(self, arguments: dict[str, Any]) -> Iterator[None]:
-        """Run one step. `arguments`: those of Megatron's `train_step`, by name; checks replace its schedule."""
         self._steps += 1
         self.how_far = f"in step {self._steps} of this run"
         self._in_step = True
@@ -218,7 +217,6 @@ def held(launch: Launch) -> list[Hook]:
 
 @contextmanager
 def in_force(launch: Launch) -> Iterator[None]:
-    """Run the block under the hooks of a launch, and say how it ended if it fails."""
     hooks = held(launch)
     try:
         with named_ending(lambda: launch.how_far), launch.memory.watching():
@@ -228,7 +226,6 @@ def in_force(launch: Launch) -> Iterator[None]:
 
 
 def arguments_against(plan: Plan, args: Any) -> Iterator[Problem]:
-    """Yield a problem for every argument (defaults filled in) that differs from the plan or is refused with one."""
     yield from launch_mismatches(plan, args)
     if plan.schedule == "double_buffered" and isinstance(getattr(args, "lynx_check", None), int):
         reason = "a plan without flushes, whose gradients are not complete when a step ends"

@@ -1,6 +1,5 @@
 """Explains an out-of-memory error: its moment, the planned and the allocated bytes, and a change that fits.
 
-The first rank that fails explains. Others that run out of memory print one line, and those that fail because it is gone nothing.
 Backward runs in C++, so the engine only knows which half it has reached, of those with planned work: the embedding's backward
 follows the first layer's attention half, and the head's comes before the last layer's MLP half.
 """
@@ -73,7 +72,6 @@ def moment_of(error: BaseException, rank: Rank) -> Moment | None:
 
 
 def _in_pass(where: Whereabouts, rank: Rank) -> tuple[str, ...]:
-    """Work in a forward or backward, in words, and its moments in a plan's predictions."""
     if where.recomputes:
         return "a recomputation", "backward"
     if where.half is not None:
@@ -214,7 +212,6 @@ class Allocator:
 
     @property
     def limit_bytes(self) -> int:
-        """What PyTorch could use of the device."""
         return self.allocated_bytes + self.unused_bytes + self.free_bytes
 
     @property

@@ -87,7 +87,6 @@ def predicted_of(plan: Plan, stage: int) -> StagePredicted | None:
 
 
 def reserve_of(plan: Plan) -> PlannedReserve | None:
-    """The plan's reserve; None if it is not split into parts."""
     device = plan.device
     if device is None or device.outside_bytes is None or device.slack_bytes is None:
         return None
@@ -139,7 +138,6 @@ class StepClock:
 
     @contextmanager
     def step(self, arguments: dict[str, Any], *, counts: bool) -> Iterator[None]:
-        """Time one step if it `counts`. `arguments`: those of Megatron's `train_step`."""
         self._clock.runs = counts
         arguments["forward_backward_func"] = self._around(arguments["forward_backward_func"])
         begin = self._clock.begin()
@@ -233,7 +231,6 @@ def traced_step(trace: Trace, path: Path | None, step: int) -> Iterator[list[Spa
 
 
 def path_of(stated: Path | None, trace: Path | None, logs: str | None) -> Path | None:
-    """Path of the outcome file: the given one, else beside the trace, else in TensorBoard's folder, else None."""
     folder = trace.parent if trace is not None else Path(logs) if logs else None
     return stated or (folder / FILE_NAME if folder is not None else None)
 

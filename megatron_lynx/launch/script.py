@@ -45,7 +45,6 @@ def _check(text: str) -> int | str:
 
 
 def _flag(default: Any, help_: str, **argument: Any) -> Any:
-    """A field with the keywords of argparse's `add_argument`."""
     return field(default=default, metadata={"help": help_, **argument})
 
 
@@ -128,7 +127,6 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def flags_in(arguments: Sequence[str]) -> tuple[Flags, list[Problem]]:
-    """Our flags among a script's arguments, and the problems of unknown and bad ones."""
     try:
         namespace, script_words = add_flags(_Parser(add_help=False, allow_abbrev=False)).parse_known_args(list(arguments))
     except ConfigError as error:

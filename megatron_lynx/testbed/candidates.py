@@ -61,7 +61,6 @@ NONE, SELECTIVE, FULL = stock(STOCK_NONE), stock(STOCK_SELECTIVE), stock(STOCK_F
 
 
 def ours(plan: Plan) -> tuple[Candidate, ...]:
-    """Return the plan with empty waits, with recomputations only (if it delays weight gradients), and whole."""
     first, whole = without_deferral(plan), Candidate("ours", plan=plan)
     on_demand = Candidate("ours, on demand", plan=without_windows(first))
     if first == plan:
@@ -70,7 +69,6 @@ def ours(plan: Plan) -> tuple[Candidate, ...]:
 
 
 def checkpointed(plan: Plan) -> tuple[Candidate, ...]:
-    """Return the plan that keeps only layer inputs, as stock's full recomputation; empty if no whole layer can be recomputed."""
     if plan.parallel.userbuffers:
         return ()
     nothing_else = {"ahead_depth": 0, "offload": None, "whole": None}

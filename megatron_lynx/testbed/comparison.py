@@ -71,7 +71,6 @@ class Subject:
 
     @contextmanager
     def in_force(self) -> Iterator[Any]:
-        """Install its plan during the block; yield the installation, or None for stock Megatron."""
         from megatron_lynx.apply.installation import install
 
         if self.candidate.plan is None:
@@ -110,7 +109,6 @@ class Subject:
 
 
 def subjects_of(job: Job, candidates: Sequence[Candidate]) -> dict[str, Subject]:
-    """Return one model per setting by name, all with the weights of the first. Makes the groups of the job's ranks."""
     from megatron_lynx.testbed.groups import initialise
 
     initialise(job)
@@ -130,8 +128,7 @@ def without_its_table() -> Iterator[None]:
 
 
 def forget_offloaded() -> None:
-    """Reset stock's process-wide offload manager, so that it records the next step of another model instead of expecting the same
-    one."""
+    """Reset stock's process-wide offload manager, which otherwise expects the steps of one model."""
     from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 
     PipelineOffloadManager.reset_instance()
@@ -194,7 +191,6 @@ class Counted:
     gradients_equal: bool | None
 
     def holds_no_more_than(self, other: Counted) -> bool:
-        """Return whether it uses no more memory than `other` by either measure, which makes it an opponent."""
         return self.most_resident_bytes <= other.most_resident_bytes or self.most_peak_bytes <= other.most_peak_bytes
 
 

@@ -1,18 +1,15 @@
 """Emulates the CUDA device on a CPU, so that the real megatron-core trains without a GPU.
 
-    call of megatron.core                            replaced by
-    torch.cuda.current_device()                      the CPU *device*, which is valid as `device=`
-    torch.zeros(..., device="cuda"), .to, .cuda()    the same call with device="cpu"
-    torch.cuda.get/set_rng_state, manual_seed,       the CPU's default generator, from which dropout on CPU tensors draws:
-      default_generators, _lazy_call                 Megatron's RNG tracker forks and restores the state in use
-    streams, events, empty_cache                     torch.cpu's no-ops; profiler ranges (`nvtx`) are ignored
-    torch.cuda.synchronize()                         a no-op; tests/instruments wait for all posted work of the rank
-    missing modules                                  `stand_in_for_missing_modules`
-    all-to-all with sizes as tensors                 the same with sizes as integers, as Megatron passes them on GPUs
-    Tensor.type()                                    "torch.cuda.FloatTensor", required by gradient clipping and optimizers
-
-Functions are replaced where they are looked up. A `TorchFunctionMode` runs on every operation, which doubles the cost of small
-ones, and only in the thread that entered it, while backward may run in another. `torch.cuda.is_available()` stays False.
+call of megatron.core                            replaced by
+torch.cuda.current_device()                      the CPU *device*, which is valid as `device=`
+torch.zeros(..., device="cuda"), .to, .cuda()    the same call with device="cpu"
+torch.cuda.get/set_rng_state, manual_seed,       the CPU's default generator, from which dropout on CPU tensors draws:
+  default_generators, _lazy_call                 Megatron's RNG tracker forks and restores the state in use
+streams, events, empty_cache                     torch.cpu's no-ops; profiler ranges (`nvtx`) are ignored
+torch.cuda.synchronize()                         a no-op; tests/instruments wait for all posted work of the rank
+missing modules                                  `stand_in_for_missing_modules`
+all-to-all with sizes as tensors                 the same with sizes as integers, as Megatron passes them on GPUs
+Tensor.type()                                    "torch.cuda.FloatTensor", required by gradient clipping and optimizers
 """
 
 from __future__ import annotations
@@ -48,13 +45,8 @@ FACTORIES = (
 
 
 def stand_in_for_cuda() -> ExitStack:
-    """Emulate CUDA on the CPU in this process until the returned stack is closed.
-
-    A second call while the emulation is active changes nothing, and its stack is empty.
-
-    Raises:
-        ConfigError: this machine has a working GPU.
-    """
+    """Emulate CUDA on the CPU in this process until the returned stack is closed. A second call changes nothing. Raises
+    `ConfigError` on a machine with a working GPU."""
     if torch.cuda.is_available():
         gpu = f"a GPU ({torch.cuda.get_device_name()})"
         raise ConfigError(
@@ -138,8 +130,7 @@ def answer_exchanges(undo: ExitStack) -> None:
 
 
 def with_device_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with CUDA replaced by the CPU (as `device=`, or as the first argument of `Tensor.to`), and `pin_memory`
-    ignored."""
+    """Return the function with the CPU for CUDA, as `device=` or as first argument of `Tensor.to`, and without `pin_memory`."""
 
     @functools.wraps(function)
     def on_cpu(*args: Any, **kwargs: Any) -> Any:
@@ -207,9 +198,8 @@ def stand_in_for_missing_modules() -> ExitStack:
     """Provide modules that megatron.core imports and this machine lacks, until the returned stack is closed. Call before
     importing Megatron.
 
-    Installed modules are left alone. Provided are `typing.override` (0.18 on Python < 3.12), compiled parts of Transformer Engine
-    (`stand_in_for_compiled_parts`), modules that import triton unguarded (their functions do nothing: training without padded or
-    fused routing calls none of them), and Transformer Engine's GEMM in routers (None: torch's is used then).
+    These are `typing.override` (0.18 on Python < 3.12), compiled parts of Transformer Engine (`stand_in_for_compiled_parts`),
+    modules that import triton unguarded (their functions do nothing), and the GEMM in routers (None: torch's is used).
     """
     undo = ExitStack()
     if not hasattr(typing, "override"):

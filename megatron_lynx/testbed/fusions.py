@@ -52,8 +52,7 @@ def fusion_fields(job: Job) -> dict[str, bool]:
 
 
 def compiler_for(job: Job) -> Backend | None:
-    """Return the `torch.compile` backend of the job's ranks: torch's default, or aot_eager on a CPU without a C++ compiler; None
-    without compiled fusions."""
+    """Return the `torch.compile` backend of the job's ranks; None if no fusion is compiled."""
     if not {"bias_dropout", "bias_activation"} & set(fusions_of(job)):
         return None
     cpu_can = shutil.which(os.environ.get("CXX", "g++")) is not None
@@ -84,8 +83,7 @@ def stand_in_for_compiler(backend: Backend) -> ExitStack:
     """Make `torch.compile` use this backend until the returned stack is closed.
 
     Call it before importing Megatron, whose `jit_fuser` is `torch.compile`, and before the CUDA emulation: torch's compiler
-    builds tables of torch's own functions. `aot_eager` traces, guards and runs torch's kernels: it needs no C++ compiler, and its
-    bits equal uncompiled code's. `inductor` is torch's default, and draws different dropout masks.
+    builds tables of torch's own functions. The bits of `aot_eager` equal uncompiled code's; `inductor` draws other dropout masks.
     """
     import torch._dynamo
     from torch._dynamo import trace_rules
@@ -112,10 +110,7 @@ def accumulate(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: 
 
 
 def stand_in_for_fused_gradient() -> ExitStack:
-    """Provide the extension to megatron-core until the returned stack is closed.
-
-    Does nothing if the real extension is installed with a GPU. Imports megatron.core.
-    """
+    """Provide the extension to megatron-core until the returned stack is closed, unless the real one is installed with a GPU."""
     from megatron.core.tensor_parallel import layers
 
     undo = ExitStack()

@@ -35,10 +35,7 @@ THREADS = 2
 
 
 def initialise(job: Job) -> None:
-    """Join the job (environment as set by torchrun), make Megatron's groups for its layout, and seed.
-
-    May be called again in the same process, for another job with as many ranks.
-    """
+    """Join the job (environment as set by torchrun), make Megatron's groups for its layout, and seed. May be called again."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if not dist.is_initialized():

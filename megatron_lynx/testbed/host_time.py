@@ -131,7 +131,6 @@ def _job(asked: Asked, **layout: Any) -> Job:
 
 
 def _half_alone(job: Job, setting: Literal["partly", "recomputed", "gathered"]) -> Iterator[Candidate]:
-    """Yield plans that recompute one half, in the setting's extent and on demand, and keep the other."""
     for half, section in DENSE.items():
         some = [item for item in (section.norm, ACTIVATION) if item in section.names]
         items = some if setting == "partly" else section.recomputable
@@ -140,7 +139,6 @@ def _half_alone(job: Job, setting: Literal["partly", "recomputed", "gathered"]) 
 
 
 def _deferring(job: Job) -> Iterator[Candidate]:
-    """Yield plans that keep everything and run one half's weight gradients in backward waits."""
     kept = uniform_plan(job, "none")
     for half, section in job.model.halves.items():
         yield Candidate(f"{half} deferred", plan=deferring(kept, section.linears, lambda wait: not is_forward(wait)))
@@ -224,8 +222,7 @@ def spent_in_steps(subjects: Mapping[str, Subject], rounds: int, steps: int) -> 
 
 
 def shares_of_halves(subject: Subject, steps: int) -> dict[Half, Passes]:
-    """Return each half's share of a stock layer's forward and backward. Backward is split at the gradient of the one tensor
-    between two halves."""
+    """Return each half's share of a stock layer's passes. Backward is split at the gradient of the tensor between two halves."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     subject.uncleared_step()
@@ -247,7 +244,6 @@ def shares_of_halves(subject: Subject, steps: int) -> dict[Half, Passes]:
 
 
 def _idle_step(subject: Subject) -> None:
-    """Step on an idle device, so that the host never waits for a full queue."""
     device_for(subject.device).synchronize()
     subject.uncleared_step()
 

@@ -4,12 +4,8 @@
     rank 1, host 1             all_reduce posted ────> gloo done ── sleeps ──────────> `Work.wait` returns
     link              earlier bytes ──────────┤ bytes / rate ┤ latency ┤
 
-gloo moves the data over loopback. A collective between hosts also waits until its bytes would have crossed the link: it starts
-when its last member has posted it, queues after earlier collectives in the same direction, and takes bytes / rate. Ranks sleep
-until then, which leaves a pinned core free for other work, without privileges.
-
-All ranks share one memory file: the time until which each direction is busy, and the transfers in flight. It is an anonymous file
-of the process that starts the ranks, and vanishes with it.
+A collective between hosts starts when its last member has posted it, queues after earlier collectives in the same direction, and
+takes bytes / rate. All ranks share one memory file: the time until which each direction is busy, and the transfers in flight.
 """
 
 from __future__ import annotations
@@ -67,7 +63,6 @@ class Links(AbstractContextManager["Links"]):
         return f"two emulated hosts, joined by a link of {self.rate_mbit:g} Mbit/s each way"
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Return a rank's environment variables for rendezvous, and for the link (rate, and path of the shared memory)."""
         link = {} if self._memory is None else {"LYNX_LINK": f"{self.rate_mbit} /proc/{os.getpid()}/fd/{self._memory}"}
         return {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", **link}
 
@@ -94,10 +89,7 @@ class Link:
         """Transfers by channel: run, group, ends of a message. All members post a channel's transfers in the same order."""
 
     def post(self, operation: str, group: dist.ProcessGroup, args: tuple[Any, ...]) -> Callable[[], None]:
-        """Register an operation of `ProcessGroup`, right before this rank posts it.
-
-        Returns a function that sleeps until the transfer is complete, to call after gloo's wait.
-        """
+        """Register an operation right before this rank posts it; return a function that sleeps until the transfer is complete."""
         ranks = dist.get_process_group_ranks(group)
         ends = _ends(operation, ranks, self._rank, args)
         members = list(ends[:2]) or ranks

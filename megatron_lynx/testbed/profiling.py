@@ -189,8 +189,7 @@ CHOSEN = 64.0
 
 
 def chosen_experts(experts: Experts, tokens: int, ranks: int, load: float) -> torch.Tensor:
-    """Return 1 where a token (row) chooses an expert (column), else 0. The experts of the first of `ranks` ranks get `load` times
-    the mean; each rank's experts get equally many tokens."""
+    """Return for each token (row) 1 where it chooses an expert (column). The first rank's experts get `load` times the mean."""
     local, each = experts.count // ranks, experts.per_token
     first = min(round(load * tokens * each / ranks), tokens * min(local, each))
     columns: list[int] = []
@@ -211,7 +210,6 @@ def _alone(job: Job, *, experts: Experts | None = None, ranks: int = 1) -> Job:
 
 
 def _chunk(job: Job, alone: Job, **fields: Any) -> Any:
-    """Return a model of one layer, with one rank's part of it. `fields`: of TransformerConfig."""
     from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.tiny_models import build_model
 

@@ -57,7 +57,6 @@ def prepare(store: list[Any]) -> int:
 
 
 def stand_in() -> None:
-    """Set up a rank before Megatron is imported. A second call changes nothing."""
     import torch
 
     from megatron_lynx.testbed.cpu_device import stand_in_for_cuda, stand_in_for_missing_modules

@@ -60,16 +60,11 @@ def run_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout_s: f
 
 
 class RankPool(AbstractContextManager["RankPool"]):
-    """Ranks that stay alive to run several functions in sequence.
+    """Ranks that stay alive to run several functions in sequence. They exit with the thread that started them.
 
-    The first `run` starts them, and the first one after a failure restarts them. They exit with the thread that started them, so
-    call `run` from a long-lived thread.
-
-    Args:
-        links: the network between them; None: loopback.
-        pin: pin every rank to its own core, if there are enough.
-        env: environment variables besides the parent's and torchrun's.
-        compiler: `torch.compile` backend in these ranks (`fusions.Backend`), which enables compiled fusions.
+    The first `run` starts them, and the first one after a failure restarts them. `links`: None: loopback. `pin`: every rank to
+    its own core, if there are enough. `env`: variables besides the parent's and torchrun's. `compiler`: `torch.compile` backend,
+    which enables compiled fusions.
     """
 
     def __init__(
@@ -92,14 +87,10 @@ class RankPool(AbstractContextManager["RankPool"]):
         self._runs = 0
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 300.0) -> list[Any]:
-        """Run `function(rank, *args)` on every rank; return the results by rank.
+        """Run `function(rank, *args)` on every rank; return the results by rank. Both are pickled; the function is found by name.
 
-        The function must be importable by name. The state of `torch.distributed` stays as it leaves it. Arguments and results are
-        pickled; tensors may be among them.
-
-        Raises:
-            RankError: the first error of a rank. All ranks are killed.
-            TimeoutError: no answer within `timeout_s`. All ranks are killed.
+        Raises `RankError`, the first error of a rank, or `TimeoutError` without an answer in time; then all are killed. State
+        of `torch.distributed` stays as the function leaves it.
         """
         if function.__module__ == "__main__":
             raise ValueError(f"{function.__qualname__} is defined in __main__, which ranks cannot import; move it to a module")
@@ -209,10 +200,7 @@ class Hosts:
         return "one rank, no links" if self.ranks == 1 else self.network.description
 
     def run(self, function: Callable[..., Any], *args: Any, unshaped: bool = False) -> list[Any]:
-        """Run `function(rank, *args)` on fresh ranks; return the results by rank.
-
-        `unshaped` ignores the link's rate. Raises errors of this package as they are, others as `RankError`.
-        """
+        """`unshaped` ignores the link's rate. Raises errors of this package as they are, others as `RankError`."""
         network = Links() if unshaped else self.network
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.device == "cpu" else {}
         try:

@@ -19,10 +19,7 @@ def tiny_job(
     micro: int = 2,
     **fields: Any,
 ) -> Job:
-    """Return a small job: four layers of width 32, GPT-like (dropout 0.1, tied embeddings) or Llama-like.
-
-    `fields`: fields of `config.parallel.Parallel` and `config.model.Model` that differ.
-    """
+    """Return four layers of width 32, GPT-like (dropout 0.1, tied embeddings) or Llama-like. `fields`: of layout and model."""
     size = {"layers": 4, "hidden": 32, "ffn": 64, "heads": 4, "vocab": 64, "seq": 16, "attention": "unfused", "dtype": "fp32"}
     gpt = {"kv_groups": 4, "attention_dropout": 0.1, "hidden_dropout": 0.1, "tied_embeddings": True}
     llama = {"kv_groups": 2, "activation": "swiglu", "norm": "rmsnorm", "position": "rope", "bias": False}

@@ -37,10 +37,8 @@ ForwardStep = Callable[[Iterator[MicroBatch], torch.nn.Module], tuple[torch.Tens
 class Training:
     """A model whose gradients are made and left: steps have no update.
 
-    Args:
-        ddp: wrap the chunks in Megatron's DistributedDataParallel, which reduces gradients over replicas.
-        buffers_of: one with `ddp` and the same parameters, whose wrappers' buffers and hooks serve both.
-        overlaps: fields of DistributedDataParallelConfig besides `with_ddp`'s.
+    `ddp`: wrap the chunks in Megatron's DistributedDataParallel. `buffers_of`: one with `ddp` and the same parameters, whose
+    wrappers' buffers and hooks serve both. `overlaps`: fields of DistributedDataParallelConfig besides `with_ddp`'s.
     """
 
     def __init__(
@@ -99,10 +97,7 @@ def in_gradients(job: Job) -> bool:
 
 
 def around(wrapper: torch.nn.Module, chunk: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy of a chunk's wrapper around another chunk with the same parameters.
-
-    A second DistributedDataParallel would point `main_grad` to its own buffers, unknown to the first, and double the memory.
-    """
+    """Return a copy of a chunk's wrapper around another chunk with the same parameters, whose gradients it shares."""
     other = copy.copy(wrapper)
     other._modules = {"module": chunk}
     other.config = get_model_config(chunk)
@@ -114,8 +109,7 @@ def unwrapped(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
 
 
 def named_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
-    """Return parameters of all chunks by name, without wrappers' `module.`; with several chunks, prefixed with the chunk's
-    number."""
+    """Return parameters by name, without wrappers' `module.`; with several chunks, prefixed with the chunk's number."""
     prefix = "" if len(chunks) == 1 else "{}."
     return {
         prefix.format(index) + name.replace("module.", ""): parameter
@@ -125,11 +119,8 @@ def named_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Pa
 
 
 def finalize_without_ddp(chunks: Sequence[torch.nn.Module], num_tokens: torch.Tensor | None = None, **_: Any) -> None:
-    """Reduce plain `.grad` as Megatron's `finalize_model_grads`, which requires DDP.
-
-    Sums norm gradients over tensor-parallel ranks (each had a slice of the sequence) and tied embeddings' over the first and last
-    stage.
-    """
+    """Reduce plain `.grad` as `finalize_model_grads`, which requires DDP: norms' over tensor-parallel ranks, which had slices of
+    the sequence, and tied embeddings' over the first and last stage."""
     config = get_model_config(chunks[0])
     for name, parameter in named_parameters(chunks).items():
         if parameter.grad is None:
@@ -148,10 +139,7 @@ def run_schedule(
     forward_only: bool = False,
     forward_step_func: ForwardStep | None = None,
 ) -> list[torch.Tensor]:
-    """Run all micro-batches of one step through Megatron's schedule for this layout.
-
-    Every chunk of an interleaved schedule reads the same batches.
-    """
+    """Run all micro-batches of one step through Megatron's schedule; every chunk of an interleaved one reads the same batches."""
     batches = list(batches)
     results: list[torch.Tensor] = get_forward_backward_func()(
         forward_step_func=forward_step_func or forward_step,
