@@ -39,9 +39,7 @@ from megatron_lynx.search.best_first import no_collections
 from megatron_lynx.units import GIB, format_seconds
 
 PLAN_FILE = "plan.yaml"
-
 Call = Callable[[], Any]
-
 MANY_STAGES = 8
 """Virtual stages from which on stock's settings and neighbours take longer than the start of a second process."""
 
@@ -254,7 +252,6 @@ def _within_today(variants: Variants, launch: Launch, plan: Planned | None) -> P
 
 
 TIMES_AS_MANY = (2, 4, 8)
-
 OF_THE_HOST = ("offload_ratio",)
 
 

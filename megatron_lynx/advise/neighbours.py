@@ -27,7 +27,6 @@ from megatron_lynx.search.best_first import BestFirst, no_collections
 from megatron_lynx.search.space import Space
 
 MOST = 2
-
 STEPS = (2.0, 0.5)
 MICRO_STEPS = (1.0, 2.0, 0.5, 4.0)
 

@@ -40,7 +40,6 @@ class Launch:
     """Bytes of graphs that a plan may keep, counted in `row`. Those of other graphs are not counted."""
     written: bool = True
     """Whether there is a launch; a job without one is compared with stock without recomputation."""
-
     alone: str = ""
     """Why no plan goes with its graphs; empty if one may."""
     keeps_graphs: bool = False
@@ -209,12 +208,7 @@ class Asked:
 
 
 def asked_launch(
-    words: Sequence[str],
-    cluster: str,
-    gpus: int | None = None,
-    changes: Mapping[str, Any] | None = None,
-    *,
-    strict: bool = False,
+    words: Sequence[str], cluster: str, gpus: int | None = None, changes: Mapping[str, Any] | None = None, *, strict: bool = False
 ) -> Asked:
     """Read a launch. Raises `ConfigError` with all problems if it cannot even be priced."""
     reading = read_launch(words, gpus=gpus, strict=strict)

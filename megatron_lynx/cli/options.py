@@ -33,10 +33,7 @@ def finite(figure: float | None) -> float | None:
 
 PlanFile = Annotated[Path, Argument(metavar="PLAN", help="A plan file.", show_default=False)]
 JobName = Annotated[str, Argument(metavar="JOB", help="A job file, or a bundled one: jobs/demo.", show_default=False)]
-ClusterOption = Annotated[
-    str | None,
-    Option(metavar="CLUSTER", help="Cluster of the launch: h100 (h100-80g), or a file."),
-]
+ClusterOption = Annotated[str | None, Option(metavar="CLUSTER", help="Cluster of the launch: h100 (h100-80g), or a file.")]
 LAUNCH_FILE = "The launch, one word a line, or - for standard input; '# cluster: C' in its header stands for --cluster."
 LaunchFileOption = Annotated[Path | None, Option(metavar="FILE", help=LAUNCH_FILE, show_default=False)]
 VerboseOption = Annotated[bool, Option("--verbose", "-v", help="Also print how the launch was read, and the work of each stage.")]
@@ -101,10 +98,7 @@ class Subject:
     ] = None
     host_cpu: Annotated[
         str | None,
-        Option(
-            metavar="CPU",
-            help="CPU whose host time counts: amd-epyc, intel-xeon-h100, or a file. Default: the cluster's.",
-        ),
+        Option(metavar="CPU", help="CPU whose host time counts: amd-epyc, intel-xeon-h100, or a file. Default: the cluster's."),
     ] = None
     strict: Annotated[bool, Option("--strict", help="Refuse flags that Megatron does not know, instead of a warning.")] = False
 

@@ -460,15 +460,7 @@ def search(
         asked = replace(asked, gpus=gpus)
     job, _ = job_or_launch(asked, expected.changes, planning=False)
     with in_progress("layouts ranked") as watch:
-        ranking = searched(
-            job,
-            gpus,
-            top=top,
-            policies=of_policies,
-            offload=offload,
-            contexts=sizes,
-            watch=watch,
-        )
+        ranking = searched(job, gpus, top=top, policies=of_policies, offload=offload, contexts=sizes, watch=watch)
     if as_json:
         show_json(ranking.as_json)
     else:
@@ -481,8 +473,7 @@ def search(
 @command
 def validate(
     leave_one_out: Annotated[
-        bool,
-        typer.Option("--leave-one-out", help="Predict each series of published steps with constants fitted to the others."),
+        bool, typer.Option("--leave-one-out", help="Predict each series of published steps with constants fitted to the others.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 
 
 WIDTH_OF_FILES = 180
-
-
 SCREEN = 80
-
 MOST_PROBLEMS = 100
 """Problems of one request that are printed."""
 

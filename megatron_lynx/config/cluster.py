@@ -27,7 +27,6 @@ deferred      activations kept, and the weight gradients of all its linears dela
 """
 
 Implementation = Literal["local", "transformer_engine"]
-
 LAYERS: Mapping[Implementation, str] = {"local": "Megatron's own layers", "transformer_engine": "Transformer Engine's layers"}
 
 

@@ -42,7 +42,6 @@ from megatron_lynx.kinds.experts.section import FUSED
 from megatron_lynx.units import GIB, MIB
 
 Use = Literal["collectives", "exchange", "messages"]
-
 BASE_MIB, CHANNEL_MIB, CHANNEL_OF_TWO_MIB = 16, 28, 22
 MULTICAST_MIB, MULTICAST_RANKS = 32, 8
 PEER_MIB, OTHER_NODES_MIB = 14, 512

@@ -20,13 +20,10 @@ from megatron_lynx.kinds.opaque.section import NOTHING, OpaqueName
 from megatron_lynx.validation import Part
 
 BALANCED = 1.0
-
 BESIDE_EXCHANGES = ("overlapped", "shared_beside")
 """Options that Megatron refuses with the allgather dispatcher."""
 
 SPAN = re.compile(r"([1-9]\d*)(?:-([1-9]\d*))?")
-
-
 AS_TUPLE = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 """Converts lists to tuples: `Model` reads its data before validation, so strict types see Python values."""
 
@@ -62,15 +59,12 @@ class Experts(Part):
     whole: bool = False
     """Whether plans keep the experts' half whole, on the device, because Megatron cannot recompute inside it
     (`--moe-shared-expert-overlap`, grouped GEMMs that are not Transformer Engine's)."""
-
     shared_beside: bool = False
     """Whether shared experts overlap the token exchange on their own stream (`--moe-shared-expert-overlap`). Megatron runs them
     inside its dispatcher then, so this needs `whole`."""
-
     filled: bool = False
     """Whether routers pad each expert's rows to a multiple that FP8 needs (`--moe-router-padding-for-quantization`). Otherwise
     rows are padded before the experts' GEMMs."""
-
     dispatcher: Dispatcher = "alltoall"
     """Megatron's token dispatcher; deepep, hybridep: --moe-token-dispatcher-type flex with this backend. allgather (Megatron's
     default): every rank gathers all tokens."""

@@ -33,10 +33,8 @@ from megatron_lynx.validation import Part, digest_of
 Policy = Literal["none", "selective", "balanced", "full", "planned"]
 """Recomputation: none; stock's core attention; norms and activation (Yuan et al.); whole layers; by a plan."""
 
-
 MOST_MICROBATCHES = 20_000
 """Limit of micro-batches per pipeline and step: each is simulated, and a mistyped number must fail at once."""
-
 
 Schedule = Literal["flush", "double_buffered"]
 """Pipeline schedule. flush: drained before each update (1F1B, interleaved with several chunks per stage). double_buffered: never

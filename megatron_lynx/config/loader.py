@@ -28,7 +28,6 @@ from megatron_lynx.whole_file import text_in
 from megatron_lynx.yaml_file import read_yaml
 
 PARTS: dict[str, type[BaseModel]] = {"model": Model, "cluster": Cluster}
-
 LIKE = "like"
 
 

@@ -169,19 +169,14 @@ class Model(Part):
     compressed latents; None: standard attention."""
     experts: Experts | None = None
     """Experts in place of the MLP of some or all layers; `ffn` is the width of the dense ones; None: no experts."""
-
     mtp: int = Field(default=0, ge=0, le=64)
     """Layers of multi-token prediction (`--mtp-num-layers`): on the last stage, like its last layer, each with its own
     projection, norms and loss. Plans keep all their activations."""
-
     opaque: Annotated[tuple[Opaque, ...], AS_TUPLE] = ()
     """Opaque halves of some layers, which plans keep whole. The first entry that names a layer and half applies."""
-
     adapters: Adapters | None = None
-
     captured: Annotated[tuple[CapturedModule, ...], AS_TUPLE] = ()
     """Modules of every layer that run as CUDA graphs (`--cuda-graph-impl transformer_engine`): plans keep them whole."""
-
     kinds: Annotated[tuple[KindName, ...], AS_TUPLE] = ()
     """Further kinds of every layer's halves (`megatron_lynx.kinds`) that no other key selects."""
 

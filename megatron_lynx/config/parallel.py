@@ -141,7 +141,6 @@ class Overlap(Part):
 
 
 ADAMS = 2
-
 Moment = Literal["fp32", "bf16", "fp16", "fp8"]
 
 

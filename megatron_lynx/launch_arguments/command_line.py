@@ -21,7 +21,6 @@ from megatron_lynx.whole_file import text_in
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 HEADLINE = "the launch cannot be read"
-
 LAUNCHER, TESTBED = ("-m", "megatron_lynx.launch"), ("-m", "tests.instruments")
 RUNNERS = (LAUNCHER, TESTBED)
 

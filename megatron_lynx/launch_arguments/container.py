@@ -30,7 +30,6 @@ KNOWN_PRECISIONS = {"bf16_mixed": {"bf16": True, "fp16": False, "grad_reduce_in_
 """Named precisions in a file. For a recipe, Bridge resolves the name."""
 
 DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "uint8": "fp8"}
-
 BUCKET = 128 * 1024 * 1024
 """Parameters per bucket if `cfg.comm_overlap` is set without a bucket size."""
 
@@ -278,7 +277,6 @@ def given_container(container: Container, table: FlagTable) -> tuple[Given, list
 
 PACKING = ("enable_offline_packing", "enable_in_batch_packing", "packed_sequence_specs", "pack_sequences_in_batch")
 """Settings of data sets with packed sequences, of 0.6 and 0.5."""
-
 
 LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 

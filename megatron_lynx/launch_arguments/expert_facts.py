@@ -31,8 +31,6 @@ MULTIPROCESSORS = {
     "hybridep": ("moe_flex_dispatcher_num_sms", "moe_hybridep_num_sms"),
 }
 FILLED = ("moe_router_padding_for_quantization", "moe_router_padding_for_fp8")
-
-
 EXPERTS = "model.experts."
 
 

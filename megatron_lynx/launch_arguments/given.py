@@ -119,7 +119,6 @@ def _grouped(pairs: Iterable[tuple[str, Flag]]) -> dict[str, list[Flag]]:
 
 
 OURS = "--lynx-"
-
 BY_STEPS = "--step-batch-size-schedule"
 """One word with blanks; scripts often lose its quotes."""
 PAIR = re.compile(r"[\d.]+[A-Za-z]?:\d+")
@@ -186,7 +185,6 @@ MISTYPED = 0.9
 """Similarity, from 0 to 1, of a word and its misspelling by a letter or two."""
 
 SHELL = re.compile(r"\$[A-Za-z_{(@*1-9]")
-
 OPEN = frozenset({"optimizer"})
 """Flags whose values are not limited to Megatron's choices: later code knows more."""
 

@@ -30,12 +30,10 @@ OF_GRAPHS = (*GRAPHS, *GRAPH_MODULES, "cuda_graph_warmup_steps", *RANDOM)
 
 NOT_TRIED = ("mtp_num_layers", "overlap_moe_expert_parallel_comm", "tp_comm_overlap", "hybrid_layer_pattern")
 ALL_MODULES = "full"
-
 GRANULARITY, METHOD, LAYERS, MODULES = (f"recompute_{name}" for name in ("granularity", "method", "num_layers", "modules"))
 FINE_GRAINED, OFFLOAD, FRACTION = "fine_grained_activation_offloading", "offload_modules", "activation_offload_fraction"
 BY_LAYERS = "cpu_offloading_num_layers"
 SHARED_OUT = "distribute_saved_activations"
-
 SWITCHES = (
     *("recompute_activations", GRANULARITY, "moe_layer_recompute", SHARED_OUT, FINE_GRAINED, BY_LAYERS),
     *(OVERLAP, DELAYED, DEFERRED_HEAD, *GRAPHS),

@@ -21,8 +21,6 @@ from megatron_lynx.units import GIB, format_bytes, format_seconds
 
 NEW_LINE = "\n"
 CHECKPOINTED = "all, what communicates too"
-
-
 MOST_ROWS, MOST_NAMES = 4, 3
 """Most rows of a summary, and most names of one treatment in a row: with the heading they fit on a screen of 40 lines."""
 

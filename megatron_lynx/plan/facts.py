@@ -22,7 +22,6 @@ from megatron_lynx.validation import Part
 MOST_LAYERS = 1_000
 """Limit of a model's layers: with a mistyped number, checks would take too long."""
 NO_LAYERS = (1, 0)
-
 NONE = "none"
 
 
@@ -83,7 +82,6 @@ Layers = Annotated[
 ]
 """A `LayerRange` that is read and written as one number or as text."""
 
-
 IN_BF16 = ("first_in_bf16", "last_in_bf16")
 
 
@@ -106,7 +104,6 @@ class ModelFacts(Part):
     fp8_copies_kept: bool = True
     """Whether a checkpointed half keeps its last linear's FP8 copy of the input. False: that linear is recomputed as well, as in
     stock's recomputation, and only the half's input is kept."""
-
     moe_layers: tuple[Layers, ...] = ()
     """Layers whose MLP half is a mixture of experts."""
     shared_experts: bool = False
@@ -121,7 +118,6 @@ class ModelFacts(Part):
     """
     moe_load: float = Field(default=1.0, gt=0)
     """Load that the plan is made for: the largest rank's share of tokens over a balanced share."""
-
     latent_attention: LatentSizes | None = None
     """Sizes of multi-latent attention, in all layers; None: the usual attention."""
     mtp: int = Field(default=0, ge=0, le=64)

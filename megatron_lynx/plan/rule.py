@@ -32,8 +32,6 @@ from megatron_lynx.plan.facts import LayerRange, Layers
 from megatron_lynx.validation import Part, formerly
 
 __all__ = ["GatherName", "ItemName", "PlaceName", "WaitName"]
-
-
 LAST_READ = "which megatron-lynx 0.2.0 was the last to read: make the plan again with `megatron-lynx plan`"
 
 
@@ -117,10 +115,8 @@ class Gather(Part):
 CheckpointName = Literal["layer", "halves", Half]
 """layer: both halves together. halves: each half by itself. Else one half."""
 
-
 AHEAD: tuple[CheckpointName, ...] = ("layer", "halves", "mlp")
 """Checkpoints whose communication may begin ahead."""
-
 
 Ahead = bool | Literal["gather"]
 

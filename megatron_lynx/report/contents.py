@@ -1,10 +1,17 @@
-"""The contents of a page: predicted and measured steps, tables, and plans over budgets beside stock Megatron's settings."""
+"""The page, a file without scripts: predicted and measured steps, tables, and plans over budgets beside stock's settings.
+
+It looks the same without a network. A figure is `<data value="EXACT">`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from html import escape
+from io import StringIO
+from pathlib import Path
 from typing import Literal
+
+from rich.console import Console, RenderableType
 
 from megatron_lynx.advise.today import as_stock
 from megatron_lynx.anatomy import HALVES
@@ -19,10 +26,25 @@ from megatron_lynx.planner import PlanFigures, as_planned, decide, figures_of, l
 from megatron_lynx.prediction import within_error
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
-from megatron_lynx.report.drawing import MEMORY, Device, Point, devices_drawn, legend, points_drawn
+from megatron_lynx.report.drawing import (
+    MEMORY,
+    SPANS,
+    Device,
+    Point,
+    bars_of,
+    colours,
+    devices_drawn,
+    legend,
+    part_of,
+    points_drawn,
+    step_drawn,
+)
 from megatron_lynx.report.given import NEEDED, Given
-from megatron_lynx.report.page import bullets, heading, page, preformatted, step, table, tiles
 from megatron_lynx.report.tables import (
+    Cell,
+    Table,
+    Tile,
+    Unit,
     allocated_bytes,
     check_outcome,
     outcome_table,
@@ -31,7 +53,7 @@ from megatron_lynx.report.tables import (
     tiles_of,
     use_table,
 )
-from megatron_lynx.report.views import views_of
+from megatron_lynx.report.views import View, views_of
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.stock import FULL, NONE, SELECTIVE, priced
 from megatron_lynx.units import GIB, format_bytes, format_seconds
@@ -81,7 +103,6 @@ def _recomputed_s(plan: Plan, simulation: Simulation | None, which: Literal["hid
 
 
 STOCK = (NONE, SELECTIVE, FULL)
-
 Watch = Callable[[int, int], None]
 
 
@@ -224,3 +245,79 @@ def notes_of(plan: Plan | None, costs: Profile | None, simulation: Simulation | 
     if simulation is not None and simulation.host_bound:
         stages = ", ".join(str(load.stage) for load in simulation.host_bound)
         yield f"Host-bound stages: {stages}. There the device waits for Python, and hiding recomputation gains nothing."
+
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+
+def page(title: str, body: Iterable[str]) -> str:
+    styles = (Path(__file__).parent / "page.css").read_text(encoding="utf-8") + colours()
+    head = f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}"><link rel="icon" href="data:,">'
+    head += f"<title>{escape(title)} - megatron-lynx report</title>\n<style>\n{styles}</style>"
+    lines = "\n".join(body)
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n{lines}\n</body></html>\n'
+
+
+def heading(title: str, subject: str, verdict: str) -> str:
+    return f'<h1>{escape(title)}</h1><p class="soft">{escape(subject)}</p><p class="verdict">{escape(verdict)}</p>'
+
+
+def bullets(lines: Iterable[str]) -> str:
+    return f'<ul class="hint">{"".join(f"<li>{escape(line)}</li>" for line in lines)}</ul>'
+
+
+def preformatted(answer: RenderableType) -> str:
+    file = StringIO()
+    Console(file=file, width=150).print(answer)
+    return f"<pre>{escape(file.getvalue())}</pre>"
+
+
+def tiles(shown: Iterable[Tile]) -> str:
+    return f'<div class="tiles">{"".join(map(_tile, shown))}</div>'
+
+
+def _tile(tile: Tile) -> str:
+    predicted, measured = (_cell(value, tile.unit) for value in (tile.predicted, tile.measured))
+    shown, said = (predicted, "predicted") if tile.measured is None else (measured, "measured")
+    if tile.measured is not None and tile.predicted is not None:
+        said += f"; predicted {predicted}"
+        if tile.unit != "share" and tile.measured:
+            said += f" ({(tile.predicted / tile.measured - 1) * 100:+.1f} %)"
+    return f'<div class="tile" title="{escape(tile.note)}">{escape(tile.label)}<b>{shown}</b>{said}</div>'
+
+
+def step(view: View) -> str:
+    used = {kind for row in view.stages for kind, _ in bars_of(view.timeline.ranks[row])}
+    part, more = part_of(view), ""
+    if part is not None:
+        more = " In the whole step, heights are shares of time; below it a part from its middle, bar by bar."
+    hint = "Lanes: compute, communication, copies, and bytes of the layers (green: recomputed)."
+    hint = f"{view.title.capitalize()}. {hint}{more} For any other part: simulate --trace and ui.perfetto.dev."
+    pictures = step_drawn(view, single=part is None) + ("" if part is None else step_drawn(view, part, single=True))
+    return f'<h2>One step, {view.name}</h2>{legend(SPANS, used)}<p class="hint">{escape(hint)}</p>{pictures}'
+
+
+def table(shown: Table) -> str:
+    units = list(shown.columns.values())
+    head = "".join(f"<th{_side(unit)}>{escape(label)}</th>" for label, unit in shown.columns.items())
+    rows = (
+        "".join(f"<td{_side(unit)}>{_cell(cell, unit)}</td>" for cell, unit in zip(row, units, strict=True)) for row in shown.rows
+    )
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    found = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if shown.rows else "None."
+    note = f'<h3>{escape(shown.title)}</h3><p class="hint">{escape(shown.note)}</p>'
+    return f'{note}<div class="scroller" id="{shown.id}">{found}</div>'
+
+
+def _side(unit: Unit) -> str:
+    return "" if unit == "text" else ' class="number"'
+
+
+def _cell(value: Cell, unit: Unit) -> str:
+    if value is None:
+        return "&ndash;"
+    if isinstance(value, str):
+        return escape(value)
+    how: dict[str, Callable[[float], str]]
+    how = {"s": format_seconds, "bytes": format_bytes, "share": lambda share: f"{100 * share:.0f} %"}
+    return f'<data value="{value!r}">{how.get(unit, "{:.4g}".format)(value)}</data>'

@@ -130,7 +130,6 @@ def _wrong_layers(trace: ReadTrace, stages: dict[int, int], plan: Plan, where: s
 
 
 FileKind = Literal["plan", "profile", "job", "trace", "measurement", "outcome"]
-
 KEYS: dict[FileKind, frozenset[str]] = {
     "plan": frozenset(("stages", "provenance")),
     "profile": frozenset(("source", "shape", "links")),
@@ -142,7 +141,6 @@ KEYS: dict[FileKind, frozenset[str]] = {
 """Keys that identify a kind of file: it has all of them."""
 
 NEEDED = "a plan, a job, a profile, a trace, a measurement, lynx_outcome.json, or a folder of these"
-
 MOST_TRACED_BYTES = GIB
 """Size limit of a JSON file. The trace of a step with a hundred thousand kernels has some 50 MiB."""
 
