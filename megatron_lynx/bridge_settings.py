@@ -38,8 +38,6 @@ def places_of(name: str) -> Iterator[tuple[str, str]]:
 
 
 class BridgeSettings:
-    """A container, by Megatron-LM's names."""
-
     def __init__(self, cfg: Any) -> None:
         self.cfg = cfg
 

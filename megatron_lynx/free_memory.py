@@ -29,8 +29,6 @@ class Pot(NamedTuple):
 
 @dataclass(frozen=True)
 class FreeMemory:
-    """The machine and control groups of this process."""
-
     pots: tuple[Pot, ...]
     unread: tuple[str, ...] = ()
     """Files of limits that cannot be read."""
@@ -41,8 +39,6 @@ class FreeMemory:
 
 
 class _Files(NamedTuple):
-    """Files of one version of control groups."""
-
     folder: str
     limit: str
     used: str
@@ -55,7 +51,6 @@ FIRST = _Files("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in
 
 
 def free_memory(root: Path = Path("/")) -> FreeMemory:
-    """Host memory available to this process. `root`: of the file system."""
     unread: list[str] = []
     machine = _machine(root)
     paths = _paths(root, unread)

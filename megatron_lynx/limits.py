@@ -45,8 +45,6 @@ OR_ELSE = {
 
 @dataclass(frozen=True)
 class Limit:
-    """One row."""
-
     setting: str
     under: tuple[str, ...]
     reason: str
@@ -60,7 +58,6 @@ class Limit:
 
     @property
     def option(self) -> str:
-        """The flag that a message names."""
         return self.flag.partition(" ")[0]
 
     @property
@@ -68,7 +65,6 @@ class Limit:
         return " or ".join("none" if value is None else str(value) for value in self.allowed) or "off"
 
     def problem(self, where: str, setting: object, under: str) -> Problem:
-        """The refusal in one of these circumstances."""
         drop = f"drop {self.flag or 'that setting'}: {self.reason}"
         todo = "; ".join(filter(None, (drop, OR_ELSE.get(under))))
         return Problem(where, str(setting), " ".join(filter(None, (self.needed, CIRCUMSTANCES[under]))), todo)

@@ -24,7 +24,6 @@ class Claim:
     replaced_by: Callable[[Any], Any]
     reason: str
     label: str = ""
-    """The owner's name in messages, if its own name says too little."""
 
     @property
     def where(self) -> str:

@@ -63,11 +63,8 @@ class Overlapping(Protocol):
 
 
 class Installation:
-    """An installed plan. Removable between steps; usable as a context manager."""
-
     def __init__(self, engine: Engine, hooks: list[Hook], overlapping: Overlapping | None = None) -> None:
         self.engine = engine
-        """Counts and trace: `installation.engine.take_counts()`, `.trace`."""
         self.hooks = tuple(hooks)
         self._overlapping = overlapping
         if overlapping is not None:

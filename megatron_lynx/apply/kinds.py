@@ -207,7 +207,6 @@ class HeldExperts(Running):
         return mixtures[dispatcher, getattr(mixture, "shared_experts", None) is not None]
 
     def refusals(self, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Problem]:
-        """Every reason why experts cannot be recomputed or offloaded. Empty if the plan keeps them whole."""
         touched = [layer for entry in plan.chunks_of(run.stage) for layer in _touched(plan, entry) if layer in layers]
         if not touched:
             return
@@ -288,7 +287,6 @@ def _class_in(layer: Any, path: str) -> str:
 
 
 def _lacks(layer: Any, place: str, *sites: str) -> bool:
-    """Whether a layer has a submodule at a path that has none of these sites."""
     return module_at(layer, place) is not None and all(module_at(layer, f"{place}.{site}") is None for site in sites)
 
 

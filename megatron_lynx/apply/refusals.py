@@ -223,8 +223,6 @@ def refused_layers(run: LiveRun) -> Iterator[Problem]:
 
 
 def _other_layers(number: int, layer: Any) -> Iterator[Problem]:
-    """A live layer, or either of the two layers of a hybrid stack, of another class than Megatron's, unless its half is kept
-    whole."""
     of_half = dict.fromkeys(HALVES, (_LAYER_CLASS,)) if isinstance(layer, Module) else CLASSES
     known = [section.half for section in sections_in(layer) if not section.kept_whole]
     owners = {owner_of(layer, half): of_half[half] for half in known}

@@ -36,7 +36,6 @@ class Held:
     site: str
     release: str
     recorded: tuple[str, ...]
-    """Its fingerprints that are known to do."""
     fingerprint: str | None
     """Its fingerprint now, or None if it does not exist."""
     missing: str = ""
@@ -56,8 +55,6 @@ class Held:
 
 @dataclass(frozen=True)
 class Release:
-    """The functions that hooks rely on in one minor release."""
-
     version: str
     fingerprints: Fingerprints
     only_with: Mapping[str, Fingerprints] = field(default_factory=dict)
@@ -68,7 +65,6 @@ class Release:
     """Equivalent fingerprints of other patch releases, and of frameworks."""
 
     def then(self, version: str, fingerprints: Fingerprints, only_with: Mapping[str, Fingerprints]) -> Release:
-        """The next release, given its differences."""
         tables = {name: changed(self.only_with.get(name, {}), table) for name, table in only_with.items()}
         return Release(version, changed(self.fingerprints, fingerprints), {**self.only_with, **tables})
 
@@ -156,14 +152,12 @@ def number_of(version: str) -> int:
 
 
 def fingerprint(name: str) -> str:
-    """The fingerprint of an importable function, `module:qualified.name`."""
     module, _, path = name.partition(":")
     return _hash_of_source(inspect.unwrap(attrgetter(path)(import_module(module))))
 
 
 @cache
 def _hash_of_source(function: Any) -> str:
-    """Cached, because `inspect.getsource` tokenises the file, and each plan needs 30 functions."""
     return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
 
 

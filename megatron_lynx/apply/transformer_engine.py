@@ -103,7 +103,6 @@ def input_quantizer_of(linear: Any) -> Any:
 
 
 def gathers_input(linear: Module) -> bool:
-    """Whether the linear gathers its input from the tensor-parallel group, as with sequence parallelism."""
     return bool(linear.sequence_parallel and linear.parallel_mode == "column")
 
 

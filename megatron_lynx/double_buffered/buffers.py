@@ -100,7 +100,6 @@ class TwoVersions:
             self.show(shown)
 
     def show(self, version: int) -> None:
-        """Point the parameters at `version`: the newest one or the one before."""
         assert max(self.newest - 1, 0) <= version <= self.newest, f"version {version} is gone or not there yet ({self.newest})"
         if version != self._shown:
             self.buffers.point(self._parameters, self._buffer(version))
@@ -134,8 +133,6 @@ class TwoVersions:
 
 
 class TwoGradients:
-    """Two gradient buffers of one chunk in Megatron's DistributedDataParallel."""
-
     def __init__(self, chunk: Any) -> None:
         self._chunk = chunk
         self.buffers = TwoBuffers(gradient_owners(chunk))
@@ -145,7 +142,6 @@ class TwoGradients:
         """Reductions that were waited for, and that DDP has not ended yet."""
 
     def show(self, batch: int) -> None:
-        """Point all gradients at the buffer of `batch`."""
         if batch != self._shown:
             self._wait_for_reductions()
             self.buffers.point(gradient_owners(self._chunk), buffer_of(batch + self._first_buffer))
@@ -177,7 +173,6 @@ SHARDS = ("shard_float16_groups", "shard_fp32_groups")
 
 
 def owners(chunk: torch.nn.Module, optimizer: Any) -> Iterator[torch.Tensor]:
-    """Return the tensors that may share memory with weights. DDP makes some of them when it first needs them."""
     tensors = [*chunk.parameters(), *_of_ddp(chunk, "param")]
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         tensors += [tensor for name in SHARDS for group in getattr(part, name, []) for tensor in group]
@@ -185,7 +180,6 @@ def owners(chunk: torch.nn.Module, optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def gradient_owners(chunk: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that share memory with the gradient buffers of a chunk in DDP."""
     yield from (parameter.main_grad for parameter in chunk.parameters() if hasattr(parameter, "main_grad"))
     yield from _of_ddp(chunk, "grad")
 

@@ -191,7 +191,6 @@ class Exchange:
         """Arguments of `pass_on`, for the begin of the next run."""
 
     def take(self, action: Action) -> Tensors:
-        """Return the input of a forward, or the gradient of a backward's output."""
         if not self._begun:
             self._receive(action)
         for name in ("recv_prev", "recv_next"):
@@ -200,7 +199,6 @@ class Exchange:
         return [coming]
 
     def pass_on(self, done: Action, made: Tensors, following: Action | None) -> None:
-        """Send the result of `done`, and receive the input of `following`."""
         direction, at_end = ("send_next", self.last) if done.kind == "F" else ("send_prev", self.first)
         self._wait_for(direction)
         if not at_end and made[0] is not None:
@@ -217,7 +215,6 @@ class Exchange:
             self.pass_on(*postponed)
 
     def _receive(self, following: Action) -> None:
-        """Post the receive that an action needs, if a stage sends it."""
         self._begun = True
         name, at_end = ("recv_prev", self.first) if following.kind == "F" else ("recv_next", self.last)
         if at_end:

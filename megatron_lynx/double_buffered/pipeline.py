@@ -94,7 +94,6 @@ class DoubleBuffered:
         self._engine: Engine | None = None
 
     def _show(self, action: Action) -> None:
-        """Show the weights of this micro-batch, and the gradient that it adds to."""
         self.versions.show(version_of(action.micro_batch, self._microbatches))
         if action.kind == "B" and self.gradients is not None:
             self.gradients.show(action.micro_batch // self._microbatches)
@@ -146,11 +145,9 @@ class DoubleBuffered:
     # --- under a plan (`runtime.order`) --------------------------------------------------------------------------
 
     def as_recorded(self, micro_batch: int) -> AbstractContextManager[None]:
-        """Show the weights of this micro-batch inside."""
         return self.versions.seen(version_of(micro_batch, self._microbatches))
 
     def under(self, engine: Engine | None) -> None:
-        """Report batches to the engine of a plan from now on; None: no plan."""
         self._engine = engine
 
     def _start_anew(self) -> None:

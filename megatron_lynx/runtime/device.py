@@ -180,7 +180,6 @@ class Clock:
         self._timed: deque[tuple[str, Event, Event]] = deque()
 
     def begin(self) -> Event | None:
-        """Return the first event of a pair (None while the clock does not run)."""
         return self._device.current.record(timed=True) if self.runs else None
 
     def end(self, what: str, begin: Event | None) -> None:

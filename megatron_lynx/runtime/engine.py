@@ -90,7 +90,6 @@ class Engine(Progress):
         self.met: InputSeen | None = None
 
     def begin_batch(self, order: StageOrder, *, fills: bool) -> None:
-        """Begin a batch of a schedule with overlapping batches (`runtime.order`)."""
         self.ledger.begin_batch(order, fills)
         self.offloader.step_begins()
         if fills:
@@ -309,7 +308,6 @@ class Engine(Progress):
         return [WindowedWork(work, window) for work in works]
 
     def gathered_input(self) -> Any:
-        """Return the buffer of the gathered input, if its gather was started."""
         gathering = self._gathering
         return gathering[0] if gathering is not None else None
 

@@ -43,8 +43,6 @@ class ChunkPolicy:
 
 @dataclass(frozen=True)
 class HalfPolicy(PlannedHalf):
-    """A half under a plan, in a run."""
-
     recompute: frozenset[str] = frozenset()
     gather_site: str | None = None
     """The recomputed site whose first argument is gathered once (sequence parallelism)."""
@@ -207,7 +205,6 @@ class Frame:
     micro_batch: MicroBatch
     code: Callable[..., Any]
     on_demand: Callable[[Frame], None] = _never
-    """Recomputes all dropped tensors that are still missing."""
     inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     draws: bool = False
     random: Any = None
@@ -245,7 +242,6 @@ class Frame:
     mark: Any = None
     """Hook handle on the graph: backward reaches this half. It owns the frame until the half's backward is over."""
     midway: Any = None
-    """Hook handle on the graph: backward reaches `policy.midway`."""
     key: FrameKey = field(init=False)
 
     def __post_init__(self) -> None:
@@ -301,7 +297,6 @@ class Frame:
         self.mark = self.midway = None
 
     def give_up_inputs(self) -> None:
-        """Drop everything that recomputation needs."""
         self.recomputed = True
         self.inputs = self.random = self.source = None
         self.memos.clear()
@@ -334,5 +329,4 @@ class Handle:
 
 
 def tensor_of(held: Any) -> Tensor:
-    """Return the tensor that this stands for: a `Handle`, an `OffloadedTensor`, or a tensor."""
     return held if isinstance(held, Tensor) else held.tensor()

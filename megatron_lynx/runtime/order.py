@@ -22,8 +22,6 @@ from megatron_lynx.schedule.schedule import Action, Phase, VirtualMicroBatch
 
 
 class StageOrder:
-    """All passes of a stage in one step, in order."""
-
     def __init__(
         self,
         passes: Sequence[tuple[Action, Phase]],
@@ -169,7 +167,6 @@ class Ledger:
 
     @property
     def before_other(self) -> bool:
-        """Whether the running forward is a steady one that another micro-batch's backward follows."""
         return self.recording is not None and self.recording.virtual in self._order.before_other
 
     def hidden_by_receive(self) -> MicroBatch | None:
@@ -185,7 +182,6 @@ class Ledger:
 
     @property
     def completes_gradients(self) -> bool:
-        """Whether gradients may be read after the running backward."""
         return self.running is not None and self.running.virtual in self._order.completing
 
     @property
@@ -195,7 +191,6 @@ class Ledger:
         return any(phase == "cooldown" for _, phase in running) or self.completes_gradients
 
     def own_backward_follows(self, micro_batch: MicroBatch) -> bool:
-        """Return whether its backward begins when its forward is over."""
         return micro_batch.virtual in self._order.at_once
 
     @property

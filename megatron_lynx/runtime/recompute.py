@@ -75,7 +75,6 @@ class Recomputer(Run):
 
     @property
     def gathering(self) -> tuple[Any, Any] | None:  # type: ignore[override]
-        """(gathered input, `Work`) of the running site, if the record kept it or it was started before."""
         kept = None if self._site is None else self.frame.gathered.get(self._segment)
         if kept is not None:
             return kept, DONE

@@ -18,7 +18,6 @@ from megatron_lynx.nest import all_in
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors of a nest of tuples, lists and dicts, in order."""
     return [value] if type(value) is Tensor else all_in(Tensor, value)
 
 

@@ -301,7 +301,6 @@ class FirstCall:
                     yield Replaced(place, slot, None)
 
     def _of_first_part(self, call: SiteCall, nodes: Sequence[Any]) -> dict[int, int]:
-        """Index of each tensor of a recomputed first part, by storage."""
         first = call.site.first
         if first is None or first.item not in self._recompute:
             return {}

@@ -92,7 +92,6 @@ class RandomSource:
         self._device = device or present_device()
 
     def capture(self) -> Any:
-        """Return the present state, which later draws do not change."""
         return self._device.random_states()
 
     def restore(self, state: Any) -> None:

@@ -119,7 +119,6 @@ class WeightGradients:
         return None if frame is None else frame.key
 
     def puts_off(self, linear: Linear) -> bool:
-        """Return whether the linear's weight gradient is delayed in the running backward."""
         frame, ledger = self._progress.ledger.entered, self._progress.ledger
         if frame is None or self.backward_of is None or frame.policy.layer != linear[0]:
             return False
@@ -179,6 +178,5 @@ class WeightGradients:
 
 
 def blocks_of(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Return the bytes of each storage that the tensors keep alive, by address."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage.nbytes() for storage in storages}

@@ -123,7 +123,6 @@ def start_gather(group: Any) -> Any:
 
 
 def _in_window(engine: Engine, group: Any, original: Any, *, exchange: bool = False) -> Any:
-    """A collective of `torch.distributed`, or an `exchange` of tokens, that is a window in halves if it is of the group."""
 
     @wraps(original)
     def collective(*args: Any, **kwargs: Any) -> Any:

@@ -125,7 +125,6 @@ def _leaving_as_it_was(layer: Module, code: Callable[..., Any]) -> Callable[...,
 
 
 def _check_call(policy: HalfPolicy, kwargs: Mapping[str, Any]) -> None:
-    """Refuse inference arguments. The first call precedes all recording, so a refusal leaves no trace."""
     for name in ("inference_context", "inference_params"):
         if kwargs.get(name) is not None:
             problem = Problem(f"layer {policy.layer}", name, "none", "train without it, or keep the layer's items in the plan")

@@ -189,7 +189,6 @@ UNKNOWN = ("runtime_gather_output", "output_processor", "inference_context", "in
 
 
 def _check_call(given: Mapping[str, Any], projection: Module) -> None:
-    """Refuse arguments that are known only at the call, and hooks that were registered after the plan was installed."""
     todo = "train without it, or with a plan whose head is whole"
     problems = [Problem(f"model: {name}", "given", "none", todo) for name in UNKNOWN if given.get(name)]
     problems += [Problem("output_layer.forward_hooks", name, "none", todo) for name in readers_of_logits(projection)]
@@ -214,7 +213,6 @@ OVERRIDDEN = {
 
 
 def refused_head(plan: Plan, run: LiveRun) -> Iterator[Problem]:
-    """Every reason why the head cannot run in pieces. Empty if the plan leaves it whole."""
     if plan.head is None:
         return
     yield from refused(run.config, ["head"])

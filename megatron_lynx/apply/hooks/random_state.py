@@ -24,8 +24,6 @@ _NAME = "_current_state_name"
 
 
 class Tracked(NamedTuple):
-    """One state of the tracker: a tensor or a generator, and its content."""
-
     state: Any
     value: torch.Tensor
 

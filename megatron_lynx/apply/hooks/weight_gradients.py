@@ -108,7 +108,6 @@ NATIVE = "NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"
 
 
 def refused_deferrals(plan: Plan, run: LiveRun) -> Iterator[Problem]:
-    """Every reason why weight gradients cannot be delayed here. Empty if the plan delays none."""
     if not any(entry.defers for entry in plan.stages):
         return
     yield from refused(run.config, ["weight gradients"])
@@ -148,7 +147,6 @@ TODO = "leave weight_gradient_pieces out for it"
 
 
 def parts(count: int, pieces: int) -> list[slice]:
-    """Consecutive parts of `count` rows or experts, of nearly equal size."""
     bounds = [count * piece // pieces for piece in range(pieces + 1)]
     return list(map(slice, bounds, bounds[1:]))
 
@@ -199,7 +197,6 @@ class Cutter:
 
 
 def te_gemm(weight_gradient: Callable[..., Any]) -> tuple[Gemm, Tensor]:
-    """Return Transformer Engine's GEMM with the arguments of a linear's backward, and its output."""
     how: Mapping[str, Any] = inspect.getclosurevars(weight_gradient).nonlocals["wgrad_gemm_kwargs"]
     gemm = weight_gradient.__globals__["general_gemm"]
     return lambda given, gradient, out: gemm(given, gradient, **{**how, "out": out}), how["out"]

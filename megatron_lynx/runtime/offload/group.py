@@ -70,7 +70,6 @@ class OffloadedStorage:
 
     @property
     def here(self) -> bool:
-        """Whether its original is still on the device."""
         return self._original is not None
 
     def tensor(self) -> Tensor:
@@ -147,7 +146,6 @@ class OffloadedWrapper:
         self.like, self.parts = without_parts(wrapper), parts
 
     def tensor(self) -> Tensor:
-        """Return a wrapper with the same bits as the one that was pushed."""
         parts = {name: part if isinstance(part, Tensor) else part.tensor() for name, part in self.parts.items()}
         return self.like(parts)  # type: ignore[no-any-return]
 

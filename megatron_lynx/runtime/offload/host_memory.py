@@ -40,8 +40,6 @@ MANY = 256
 
 @dataclass(frozen=True)
 class HostFacts:
-    """One rank's report of its host."""
-
     free: FreeMemory
     state_bytes: int = 0
     """Weights, master weights and moments that this rank owns."""
@@ -49,8 +47,6 @@ class HostFacts:
 
 @dataclass
 class HostLimit:
-    """Host memory that one rank may use."""
-
     most_bytes: int
     held_bytes: int = 0
     words: str = ""
@@ -64,7 +60,6 @@ class HostLimit:
 
 
 def limit_of(mine: HostFacts, ranks: Sequence[HostFacts]) -> HostLimit:
-    """Return the limit of the rank with the facts `mine`, one of `ranks`."""
     return min((_share(pot, ranks) for pot in mine.free.pots), key=lambda share: share.most_bytes)
 
 

@@ -73,7 +73,6 @@ class Offloader:
             self.locked = Locked(self._limit.held_bytes, time.perf_counter() - begin_s)
 
     def step_begins(self) -> None:
-        """Forget the addresses of weights."""
         self._lasting_of.clear()
 
     def forward_begins(self, ledger: Ledger) -> None:
@@ -130,7 +129,6 @@ class Offloader:
             group.fetch(group.place(key))
 
     def open(self, micro_batch: int, chunk: int, *, whole: bool = True) -> OffloadGroup:
-        """Make the group of a micro-batch in a chunk that offloads."""
         if chunk not in self._lasting_of:
             self._lasting_of[chunk] = {storage_of(tensor) for tensor in self._lasting(chunk)}
         policy = self.policies[chunk]
@@ -155,7 +153,6 @@ class Offloader:
         self.back.settle()
 
     def _send(self) -> None:
-        """Start the copies out that waited for the exchange after a forward."""
         if self._departing is not None:
             self._departing.send()
 
