@@ -10,8 +10,7 @@ HERE = torch.device("cpu")
 
 
 def there_and_back_on_streams(rank: int) -> dict[str, bool]:
-    from megatron_lynx.runtime.cuda import CudaDevice
-    from megatron_lynx.runtime.device import Trace, copiers_for
+    from megatron_lynx.runtime.device import CudaDevice, Trace, copiers_for
 
     device = CudaDevice(HERE)
     out, back = copiers_for(device, Trace(device))
@@ -37,8 +36,7 @@ def a_graph_that_is_dropped_on_streams(rank: int) -> tuple[bool, bool]:
     """Whether the original is held before things are settled, and behind that."""
     import numpy as np
 
-    from megatron_lynx.runtime.cuda import CudaDevice
-    from megatron_lynx.runtime.device import copiers_for, device_for
+    from megatron_lynx.runtime.device import CudaDevice, copiers_for, device_for
     from megatron_lynx.runtime.offload import HostLimit, Offloader, OffloadPolicy
 
     made = Offloader({0: OffloadPolicy(10**4, 1, 1)}, device=device_for(HERE), limit=HostLimit(10**6))

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lynx.runtime import cuda
-from megatron_lynx.runtime.cuda import CudaDevice
-from megatron_lynx.runtime.device import Copier, Device, Trace, copiers_for
+from megatron_lynx.runtime import device as device_module
+from megatron_lynx.runtime.device import Copier, CudaDevice, Device, Trace, copiers_for
 from megatron_lynx.testbed.ranks import RankPool
 from tests.instruments.streams.threads import ThreadEvent
 from tests.runtime.devices import CPU, asynchronous, delay, launches_block, on_every_device, under_way, where_copies_take_time
@@ -158,7 +157,7 @@ def test_what_copies_behind_a_dead_peer_use_is_held_without_their_copier(monkeyp
 
         done = property(lambda self: reached[0])
 
-    monkeypatch.setattr(cuda, "CudaEvent", Event)
+    monkeypatch.setattr(device_module, "CudaEvent", Event)
     device, source = CudaDevice(torch.device("cuda", 0)), filled(3)
     held = weakref.ref(source)
     device.hold([source], Event())

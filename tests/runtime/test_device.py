@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_lynx import runtime
-from megatron_lynx.runtime import cuda
-from megatron_lynx.runtime.cuda import CudaDevice, new_stream
-from megatron_lynx.runtime.device import Device, device_for, present_device
+from megatron_lynx.runtime import device as device_module
+from megatron_lynx.runtime.device import CudaDevice, Device, device_for, new_stream, present_device
 from tests.runtime.devices import CPU, delay, launches_block, on_every_device, under_way, where_streams_have_a_clock
 from tests.runtime.devices import device as device
 
@@ -197,7 +196,7 @@ def test_copies_stood_behind_a_receive_on_a_stream_that_nccl_had_too(monkeypatch
     pool = itertools.cycle(range(32))
     monkeypatch.setattr(torch.cuda, "Stream", lambda where: next(pool))
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: handle)
-    monkeypatch.setattr(cuda, "new_stream", lambda device: new_stream(device, driver))
+    monkeypatch.setattr(device_module, "new_stream", lambda device: new_stream(device, driver))
     driver, device = Driver(), CudaDevice(torch.device("cuda", 0))
     ours = [device.stream(name)._stream for name in ("offload", "reload", "offload")]
     assert ours[0] == ours[2] != ours[1]
@@ -211,7 +210,7 @@ def test_without_the_driver_a_stream_is_one_of_torchs_and_the_log_says_so(
         raise OSError("libcuda.so.1: cannot open shared object file")
 
     monkeypatch.setattr(torch.cuda, "Stream", lambda where: "one of 32")
-    monkeypatch.setattr(cuda, "new_stream", none)
+    monkeypatch.setattr(device_module, "new_stream", none)
     assert CudaDevice(torch.device("cuda", 0)).stream("offload")._stream == "one of 32"
     assert caplog.messages == [
         "offload: no stream of its own (libcuda.so.1: cannot open shared object file), so one of torch's 32, which a group of "
@@ -229,4 +228,4 @@ def test_only_the_seam_names_cuda() -> None:
     """Everything else of the runtime asks `runtime.device`, so that it runs on any implementation of that."""
     here = Path(str(runtime.__file__)).parent
     naming = {str(file.relative_to(here)) for file in here.rglob("*.py") if "torch.cuda" in file.read_text()}
-    assert naming == {"device.py", "cuda.py"}
+    assert naming == {"device.py"}
