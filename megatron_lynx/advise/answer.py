@@ -63,22 +63,17 @@ class Answer:
     without_copies: Planned | None = None
     """The fastest plan within the device's budget that offloads no activations, unless the launch or job does."""
     in_todays_bytes: Planned | None = None
-    """The plan within today's bytes, if it is another one."""
     copies: Planned | None = None
     """The plan that offloads activations, if it gains `WORTH_COPIES`, or stock beats plans without, or nothing else fits."""
     near: tuple[Neighbour, ...] = ()
     asked_near: bool = False
-    """Whether neighbours were searched."""
     error: LynxError | None = None
-    """The planner's error if there is no plan."""
     asked_copies: bool = True
     """Whether offloading was tried, or the launch or job states it."""
     would_fit: tuple[str, ...] = ()
-    """Changes after which a plan fits, nearest first."""
     refused: tuple[Problem, ...] = ()
     """Problems that exclude any plan, whatever the budget."""
     on_host: OnHost | None = field(default=None, repr=False)
-    """Part of the optimizer on the host under the plan, if any."""
 
     @property
     def planned(self) -> Planned | None:
@@ -121,7 +116,6 @@ class Answer:
 
     @property
     def plan_edit(self) -> Edit:
-        """Flags that the launch loses and gets under the plan, besides the plan itself."""
         if self.planned is None:
             return Edit()
         switched = flags.of_variant(self.job, self.planned.job, self.reading)
@@ -130,14 +124,12 @@ class Answer:
 
     @property
     def switched(self) -> tuple[list[str], list[str]]:
-        """Flags that the plan needs besides the launch's, and Megatron's names of those that it cannot have."""
         if self.planned is None:
             return [], []
         edit = flags.of_variant(self.job, self.planned.job, self.reading)
         return edit.flags, flags.names_lost(self.job, self.planned.job)
 
     def layout(self, neighbour: Neighbour, *, stock: bool = False) -> Edit:
-        """Launch flags that a neighbour's layout changes, under its plan or with stock."""
         return flags.of_layout(self.job, neighbour.job, neighbour.places(stock=stock), self.reading)
 
     def changed(self, neighbour: Neighbour, *, stock: bool = False) -> str:
@@ -151,7 +143,6 @@ class Answer:
         return Edit() if neighbour.planned is None else flags.of_variant(self.job, neighbour.planned.job, self.reading)
 
     def command(self, neighbour: Neighbour) -> str | None:
-        """A neighbour's launch line under its plan; None for a job without a launch."""
         if self.reading is None or neighbour.planned is None:
             return None
         made = neighbour.planned
@@ -191,7 +182,6 @@ def answered(
 
 @contextmanager
 def _called(job: Job, calls: Sequence[Call]) -> Iterator[Call]:
-    """Yield a function that gives their results in order. For many stages a second process makes the calls at the same time."""
     if job.parallel.pipeline * job.chunks < MANY_STAGES or os.cpu_count() == 1:
         yield partial(next, (call() for call in calls))
         return
@@ -256,7 +246,6 @@ OF_THE_HOST = ("offload_ratio",)
 
 
 def would_fit(job: Job, costs: Profile, reading: Reading | None = None) -> Iterator[str]:
-    """Yield a sentence for each change. `reading`: the launch, in whose flags they are stated."""
     if job.offload_ratio != "auto" and plannable(job.model_copy(update={"offload_ratio": "auto"}), costs):
         yield "activations on the host: --offload-ratio auto"
     yield from (said for _, said in sorted([*_optimizer(job, costs, reading), *_states(job, costs, reading)]))
@@ -285,7 +274,6 @@ def _optimizer(job: Job, costs: Profile, reading: Reading | None) -> Iterator[tu
 
 
 def _states(job: Job, costs: Profile, reading: Reading | None) -> Iterator[tuple[float, str]]:
-    """Yield the same for optimizer states that are on the host between updates, which run on the device."""
     if job.optimizer.on_host or job.optimizer.offload != 0:
         return
     asked = with_changes(job, [("optimizer.states_on_host", 1.0), ("optimizer.chunk_mib", CHUNK_MIB)])

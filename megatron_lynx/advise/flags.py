@@ -32,13 +32,10 @@ SIZES = {
 }
 COUNTED = (EMBEDDING, LOSS)
 PLACING = (EACH, CHUNKS, LAYOUT, FIRST, LAST, GROUP, *OLD_PATTERNS)
-"""Megatron's arguments for the layers of stages; `COUNTED`, too."""
 
 
 @dataclass(frozen=True)
 class Edit:
-    """Flags that a launch loses, and flags with values that it gets."""
-
     deleted: tuple[str, ...] = ()
     added: Flags = ()
 
@@ -47,7 +44,6 @@ class Edit:
 
     @property
     def flags(self) -> list[str]:
-        """Added flags, quoted for a shell."""
         return [shlex.join([flag, *values]) for flag, values in self.added]
 
     def in_words(self, reading: Reading | None = None) -> str:
@@ -58,7 +54,6 @@ class Edit:
 
 
 def of_setting(setting: StockSetting, reading: Reading | None) -> Edit:
-    """Change from a launch to a stock setting; without a launch, all flags of the setting."""
     if reading is None:
         return Edit(added=flags_of(setting.fields))
     given, today = reading.given, reading.today.setting.fields
@@ -68,7 +63,6 @@ def of_setting(setting: StockSetting, reading: Reading | None) -> Edit:
 
 
 def of_variant(before: Job, after: Job, reading: Reading | None) -> Edit:
-    """Change that switches overlapped exchanges, delayed weight gradients and userbuffers from one job's to another's."""
     names = _switches(before, after)
     added = {name: True for name, (was, now) in names.items() if now and not was}
     deleted = names_lost(before, after)
@@ -88,7 +82,6 @@ def _switches(before: Job, after: Job) -> dict[str, tuple[bool, bool]]:
 
 
 def changes(before: Job, after: Job, made: Plan, reading: Reading | None = None) -> Flags:
-    """Flags that change a launch to another layout. `made`: the plan that places its layers."""
     flags: list[tuple[str, tuple[str, ...]]] = []
     for name, flag in SIZES.items():
         if (size := getattr(after.parallel, name)) != getattr(before.parallel, name):
@@ -104,7 +97,6 @@ def changes(before: Job, after: Job, made: Plan, reading: Reading | None = None)
 
 
 def of_layout(before: Job, after: Job, made: Plan, reading: Reading | None) -> Edit:
-    """Change from a launch to another layout. `made`: as in `changes`."""
     added = changes(before, after, made, reading)
     if reading is None:
         return Edit(added=added)
@@ -127,7 +119,6 @@ def command(reading: Reading, before: Job, after: Job, made: Plan, plan: str) ->
 
 
 def _replaced(before: Job, after: Job, made: Plan, reading: Reading) -> tuple[str, ...]:
-    """Megatron's arguments that place layers, where the layout places them again."""
     counted = () if _counts_ends(made, reading) else COUNTED
     return (*PLACING, *counted) if _places(before, after) else ()
 

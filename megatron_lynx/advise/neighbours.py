@@ -55,8 +55,6 @@ class Neighbour:
 
 @dataclass(frozen=True)
 class Near(Space):
-    """The layouts around `job`'s, for a search. `gpus` is the job's."""
-
     @cached_property
     def _jobs(self) -> Mapping[Parallel, tuple[Job, ...]]:
         by_layout: dict[Parallel, list[Job]] = {}
@@ -121,7 +119,6 @@ def _layouts(job: Job) -> Iterator[dict[str, Any]]:
 
 
 def _placed(job: Job, layout: dict[str, Any], pipeline: int, chunks: int) -> Iterator[dict[str, Any]]:
-    """Yield a layout with these stages and chunks: equal chunks, or with embedding and loss counted as layers."""
     layers, virtual = job.model.layers, pipeline * chunks
     placed = layout | {"pipeline": pipeline, "layers_per_chunk": None, "partition": None, "microbatch_group": None}
     if virtual == 1 or (chunks > 1 and pipeline == 1):

@@ -25,7 +25,6 @@ MOST_REASONS = 8
 
 
 def screen(answer: Answer, *, reasons: bool = True) -> RenderableType:
-    """Return the screen. `reasons`: whether to print why there is no plan."""
     parts: list[RenderableType] = [Text(verdict(answer).text, style="bold"), Text(""), _rows(answer)]
     if answer.asked_near:
         parts += [Text(""), *_near(answer)]
@@ -182,7 +181,6 @@ def as_json(answer: Answer) -> dict[str, Any]:
 
 
 def _stock_as_json(stock: Stock, edit: Edit) -> dict[str, Any]:
-    """`flags`: of the setting; `change`: flags that the launch loses and gets."""
     upper_end = {"step_most_s": stock.row.step.most_s}
     return {
         "setting": stock.setting.name,
@@ -218,7 +216,6 @@ def _near_as_json(answer: Answer, near: Neighbour) -> dict[str, Any]:
 
 
 def _rotary(answer: Answer) -> Iterator[str]:
-    """Treatment of RoPE of packed sequences, whose recomputation syncs the host."""
     if answer.planned is None or not answer.job.rotary_asks_host:
         return
     fuse = "--no-rope-fusion" if answer.reading is None else answer.reading.said(["--no-rope-fusion"])

@@ -41,9 +41,7 @@ class Launch:
     written: bool = True
     """Whether there is a launch; a job without one is compared with stock without recomputation."""
     alone: str = ""
-    """Why no plan goes with its graphs; empty if one may."""
     keeps_graphs: bool = False
-    """Whether the plan keeps its graphs."""
 
     @property
     def graphs_in_words(self) -> str:
@@ -68,7 +66,6 @@ class Launch:
 
 
 def launch_today(job: Job, costs: Profile, reading: Reading | None) -> Launch:
-    """Price the launch. `reading`: None for a job without a launch."""
     if reading is None:
         return Launch("stock none", (), _row(job, costs, Today()), written=False)
     today = reading.today
@@ -141,13 +138,10 @@ def stock_row(job: Job, costs: Profile, price: Priced) -> Row:
 
 @dataclass(frozen=True)
 class Stock:
-    """Stock Megatron under its best setting. `launch`: whether it is the launch as written."""
-
     setting: StockSetting
     row: Row
     launch: bool = False
     rivals: tuple[Priced, ...] = field(default=(), repr=False)
-    """What `stock.rival.rivals` found on the way."""
 
 
 def stocks_best(job: Job, costs: Profile, release: str | None) -> Stock | None:
@@ -160,7 +154,6 @@ def stocks_best(job: Job, costs: Profile, release: str | None) -> Stock | None:
 
 
 def or_launch(best: Stock | None, launch: Launch, reading: Reading | None, job: Job) -> Stock | None:
-    """Return the launch's own setting if it fits and nothing is faster, else `best`."""
     if launch.row is None or reading is None or not fits(launch.row, job):
         return best
     if best is not None and best.row.expected_s < launch.row.expected_s * (1 - ROUNDING):
@@ -169,7 +162,6 @@ def or_launch(best: Stock | None, launch: Launch, reading: Reading | None, job: 
 
 
 ROUNDING = 1e-6
-"""Rounding of sums in another order."""
 
 
 def row_of(planned: Planned) -> Row:
@@ -190,7 +182,6 @@ STOCK = {"policy": "none", "schedule": "flush", "defer_updates": True}
 
 
 def as_stock(job: Job, *, graphs: bool = False) -> Job:
-    """The job as stock Megatron runs it, with or without its graphs; open partitions become even."""
     parallel = job.parallel
     if parallel.partition == "auto":
         parallel = parallel.model_copy(update={"partition": None})

@@ -19,8 +19,6 @@ from megatron_lynx.units import format_bytes
 
 Run = Literal["launch", "stock", "plan", "neighbour"]
 CHANGES: tuple[Run, ...] = ("launch", "stock", "plan", "neighbour")
-"""Smallest change first."""
-
 NOTHING_FASTER = f"nothing else that was found is over {100 * WORTH:.0f} % faster"
 
 
@@ -30,7 +28,6 @@ class Choice:
     row: Row
     neighbour: Neighbour | None = None
     stock: bool = False
-    """Whether a neighbour runs stock."""
 
     @property
     def change(self) -> tuple[int, bool]:
@@ -39,8 +36,6 @@ class Choice:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`run` and `row` are None if nothing fits."""
-
     text: str
     run: Run | None = None
     row: Row | None = None

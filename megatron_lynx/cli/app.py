@@ -23,8 +23,6 @@ from megatron_lynx.version import __version__
 
 
 class ErrorBoundary(TyperGroup):
-    """Prints errors of this package on stderr without a traceback, and exits with their status."""
-
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         with _boundary():
             return super().make_context(*args, **kwargs)
@@ -103,7 +101,6 @@ def megatron_lynx(
 
 
 def main() -> None:
-    """The console script. Also reports output that cannot be written."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # file names may have characters that the terminal's encoding lacks
     try:

@@ -177,14 +177,12 @@ def plan_and_costs(
 
 
 def _given(job: Job, plan_file: Path) -> Plan:
-    """The plan of a file, refused if it was made for another job."""
     plan = load_plan(plan_file)
     check_plan(as_planned(job, plan) if job.cluster.device == "cuda" else job, plan)
     return plan
 
 
 def taught(job: Job, profile_file: Path | None, run_file: Path | None) -> tuple[Job, Profile, Lesson | None]:
-    """The job and its costs, corrected by a run if one is given."""
     if run_file is None:
         return job, costs_of(job, profile_file), None
     outcome = load_outcome(run_file)
@@ -259,7 +257,6 @@ def _unclear(subject: Subject, words: Sequence[str]) -> Iterator[Problem]:
 
 
 def _without_link(subject: Subject, words: Sequence[str]) -> Iterator[Problem]:
-    """Problems of rates that are given for links that the cluster does not have."""
     given = {"nic": ("--nic-gbit", subject.nic_gbit), "nvlink": ("--nvlink-gb-s", subject.nvlink_gb_s)}
     if all(rate is None for _, rate in given.values()):
         return
@@ -310,7 +307,6 @@ def show_understood(reading: Reading) -> None:
 
 
 def warn_of_reading(reading: Reading, job: Job) -> None:
-    """Warn of unknown flags, costly defaults, assumed loads of experts, and the loss of reinforcement learning."""
     for line in (unknown_in_words(reading), *unsaid(reading)):
         if line is not None:
             say(f"warning: {line}", err=True)
@@ -333,7 +329,6 @@ def understood_as_json(reading: Reading | None) -> dict[str, object]:
 def command_with(
     reading: Reading, job: Job, made: Plan, path: Path, more: Sequence[str] = (), without: Collection[str] = ()
 ) -> str:
-    """The launch under the plan, with the flags of `more` and without the names of `without`."""
     counted = reading.container is not None
     layers = layer_flags(made, chunks_counted=counted) if job.parallel.partition == "auto" else ()
     said = {word.partition("=")[0] for word in reading.command.arguments}

@@ -97,7 +97,6 @@ def advise(
 
 
 def _show_answer(answer: Answer, *, reasons: bool = True, learned: Sequence[str] = (), verbose: bool = False) -> None:
-    """`verbose`: also how the launch was read, each stage's work, and the launch lines of neighbours."""
     from megatron_lynx.advise import screen
     from megatron_lynx.cli.inputs import show_understood
     from megatron_lynx.plan.explanation import explanation

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 WIDTH_OF_FILES = 180
 SCREEN = 80
 MOST_PROBLEMS = 100
-"""Problems of one request that are printed."""
-
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control characters other than tabs and line ends."""
 
@@ -40,7 +38,6 @@ def say(text: str, *, err: bool = False) -> None:
 
 
 BEGINNING = re.compile(r" *(- )?")
-"""Indent and bullet of a line."""
 
 
 def _folded(text: str) -> str:
@@ -109,7 +106,6 @@ def width_of_terminal(stream: TextIO | None = None) -> int | None:
 
 
 def show_error(error: LynxError) -> None:
-    """Print the headline, and a line per problem. Text is not taken for markup."""
     from rich.console import Console
     from rich.text import Text
 
@@ -145,7 +141,6 @@ def announced(what: str) -> Iterator[None]:
 
 
 def quieten_megatron() -> None:
-    """Silence Megatron's warnings about missing packages, and keep its import from compiling."""
     import warnings
 
     warnings.filterwarnings("ignore", module=r"megatron\.core|torch")

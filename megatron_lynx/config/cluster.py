@@ -227,7 +227,6 @@ class Fp8Units(Part):
 
     @property
     def taken(self) -> tuple[Recipe, ...]:
-        """All supported recipes, nvfp4 included."""
         return self.recipes if self.fp4_tflop_per_s is None else (*self.recipes, "nvfp4")
 
     def peak_of(self, recipe: Recipe) -> float:

@@ -110,10 +110,8 @@ def communicators(layout: Parallel, gpus: int, node_gpus: int, *, tied: bool, di
 
 
 OTHERS = "others' share"
-"""Key of the memory that `budget.share` leaves to other processes."""
 DISPATCH = "dispatch"
 SLACK = "allocator"
-"""Key of the allocator's slack. Plan files use this name too (`plan.facts`)."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +123,6 @@ class DeviceReserve:
     """Memory of other processes, by name. `parts` excludes them."""
 
     def beside(self, share: float | None, held_gib: Mapping[str, float]) -> DeviceReserve:
-        """Return a copy with other processes: all but `share` of the memory is theirs, and `held_gib` by name."""
         rest = {} if share is None else {OTHERS: self.memory_bytes - int(share * self.memory_bytes)}
         return replace(self, taken_bytes={**rest, **{name: int(GIB * size) for name, size in held_gib.items()}})
 
@@ -181,7 +178,6 @@ RDMA_CHUNK = {16: 140, 64: 128, math.inf: 132}
 """Tokens per channel and peer, by the largest number of ranks they hold for: the larger of dispatch and combine, rounded up to
 one send."""
 HYBRID_CHUNK = 64
-"""HybridEP's buffers are multiples of this many tokens."""
 DEEP_EP_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 """`Buffer.get_dispatch_config`."""
 HYBRID_EXPERTS, HYBRID_COLUMNS, HYBRID_TOKENS = 4, 16, (65536 - 2) // 3
@@ -222,7 +218,6 @@ class FusedDispatch(NamedTuple):
 
     @property
     def multiprocessors(self) -> int:
-        """Multiprocessors that one kernel occupies during an exchange; 0 without fused kernels."""
         experts = self._by_kernels
         return 0 if experts is None else experts.multiprocessors or MULTIPROCESSORS[experts.dispatcher]
 

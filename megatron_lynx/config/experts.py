@@ -146,7 +146,6 @@ def first_beyond(stated: Literal["all"] | int | tuple[int | str, ...], layers: i
 
 
 def _numbers(span: int | str) -> range:
-    """Return the layer numbers of a span such as "5-8"; empty if the text is malformed."""
     match = SPAN.fullmatch(str(span).strip().replace(" ", ""))
     return range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
 

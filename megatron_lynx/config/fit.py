@@ -65,7 +65,6 @@ def expert_problems(model: Model, parallel: Parallel, gpus: int) -> Iterator[str
 
 
 def instance_problems(parallel: Parallel, gpus: int) -> Iterator[str]:
-    """Yield rank counts that distributed optimizer instances do not divide (`parallel_state.initialize_model_parallel`)."""
     instances = parallel.optimizer_instances
     for name, ranks in (
         ("parallel.context x replicas", gpus // (parallel.tensor * parallel.pipeline)),
@@ -92,7 +91,6 @@ def _undivided(model: Model, experts: Experts, parallel: Parallel) -> Iterator[s
 
 
 def fp8_parameter_problems(model: Model, parallel: Parallel, optimizer: Optimizer) -> Iterator[str]:
-    """Yield conflicts of FP8 parameters that Megatron rejects (`validate_args`)."""
     if model.fp8 is None or not model.fp8.parameters:
         return
     if not parallel.distributed_optimizer:

@@ -32,7 +32,6 @@ LIKE = "like"
 
 
 def bundled_configs() -> Path:
-    """Return the `configs/` folder of this package: inside an installed wheel, or at the top of a checkout."""
     package = Path(__file__).parents[1]
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"

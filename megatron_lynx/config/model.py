@@ -220,7 +220,6 @@ class Model(Part):
 
     @property
     def facts(self) -> Facts:
-        """Facts that select the kinds of the halves of layers without experts."""
         copies_go = self.fp8 is not None and not self.fp8.copies_kept
         return Facts(te=self.uses_te, latent=self.latent, kinds=self.kinds, captured=self.captured, copies_go=copies_go)
 
@@ -372,7 +371,6 @@ class Model(Part):
 
     @property
     def gated(self) -> bool:
-        """Whether one half of the first linear's output gates the other."""
         return self.activation in ("swiglu", "quick_geglu")
 
     @property

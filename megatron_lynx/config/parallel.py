@@ -193,10 +193,8 @@ class Optimizer(Part):
 
     @property
     def offloaded(self) -> float:
-        """Share updated on the host; 0 if undecided."""
         return 0.0 if self.offload == "auto" else self.offload
 
     @property
     def on_host(self) -> bool:
-        """Whether optimizer state is in host memory."""
         return bool(self.offloaded or self.states_on_host)

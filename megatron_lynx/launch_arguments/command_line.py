@@ -112,7 +112,6 @@ SHELL_LINE = re.compile(r"\S+\s+--\w|\\$")
 class LaunchFile:
     words: tuple[str, ...]
     cluster: str | None = None
-    """Named by a comment; the last one counts."""
 
 
 def read_launch_file(path: Path) -> LaunchFile:
@@ -148,7 +147,6 @@ Entry = tuple[str, str, Any]
 
 
 def values_of(entries: Iterable[Entry], table: FlagTable, release: str, problems: list[Problem]) -> dict[str, Value]:
-    """The values of flags, the last of several; entries that no flag sets are left out."""
     values: dict[str, Value] = {}
     for place, name, value in entries:
         flags = table.of_name.get(name, ())

@@ -35,8 +35,6 @@ BUCKET = 128 * 1024 * 1024
 
 
 class Container(BridgeSettings):
-    """A container, from a recipe or a file. `is_resolved`: by Bridge."""
-
     def __init__(self, cfg: Any, is_resolved: bool) -> None:
         super().__init__(cfg)
         self.is_resolved = is_resolved
@@ -192,8 +190,6 @@ def _beside_the_user() -> Iterator[None]:
 
 HYBRID = ("HybridModelProvider", "MambaModelProvider", "HybridModelConfig", "MambaModelConfig")
 MODELS = ("GPTModelProvider", "MLAModelProvider", "GPTModelConfig", "BridgeGPTModelConfig", *HYBRID)
-"""Providers, and 0.7's configurations, whose builders build the model."""
-
 LAYERS_OF_TE = ("default_layer_spec", "transformer_engine_layer_spec", "get_gpt_decoder_block_spec", "None")
 LAYERS_OF_MEGATRON = "local_layer_spec"
 STACKS = {
@@ -276,13 +272,10 @@ def given_container(container: Container, table: FlagTable) -> tuple[Given, list
 
 
 PACKING = ("enable_offline_packing", "enable_in_batch_packing", "packed_sequence_specs", "pack_sequences_in_batch")
-"""Settings of data sets with packed sequences, of 0.6 and 0.5."""
-
 LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 
 
 def _layout(container: Container) -> str | None:
-    """The layout as text; Bridge also accepts a list for each virtual stage."""
     said = container.get("model.pipeline_model_parallel_layout")
     if not isinstance(said, list):
         return None if said is None else str(said)
@@ -295,7 +288,6 @@ def _layers(container: Container) -> str:
 
 
 def _pattern(container: Container) -> Any:
-    """The hybrid layer pattern, which 0.5 also has under an older name."""
     return container.get("model.hybrid_layer_pattern") or container.get("model.hybrid_override_pattern")
 
 
@@ -307,7 +299,6 @@ def _any_of(*places: str) -> Read:
 
 
 def _only_if(condition: str, place: str, value: Any = None) -> Read:
-    """A setting that has an effect only if another is set, or has a certain value."""
     return lambda container: (
         container.get(place) if (container.get(condition) if value is None else container.get(condition) == value) else None
     )

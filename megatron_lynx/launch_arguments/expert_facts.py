@@ -46,7 +46,6 @@ def without_experts(changes: Mapping[str, Any], needed: str) -> Iterator[Problem
 
 
 def routes_naturally(given: Given) -> bool:
-    """Whether the router alone decides how many tokens a rank gets, without forced balance or padding to a capacity."""
     return not (given["moe_router_force_load_balancing"] or given[PADDED])
 
 
@@ -70,7 +69,6 @@ def natural_routing(experts: Experts, *, balancing: bool) -> Iterator[str]:
 
 
 def expert_facts(given: Given, problems: list[Problem], *, planning: bool) -> Iterator[Fact]:
-    """Yield the facts of experts, if any. `planning`: for a plan. Dispatch that is not modelled is added to `problems`."""
     if not has_experts(given):
         return
     yield from facts_in(given, {"model.experts.count": "num_experts", "model.experts.per_token": "moe_router_topk"})
@@ -149,7 +147,6 @@ def _capacity(given: Given) -> Iterator[Fact]:
 
 
 def _fused(given: Given, problems: list[Problem]) -> Iterator[Fact]:
-    """The flex dispatcher and its backend, DeepEP by default. An unknown backend is priced as DeepEP."""
     backend = "deepep" if given["moe_enable_deepep"] else given["moe_flex_dispatcher_backend"] or "deepep"
     origin = given.origin(DISPATCHER if backend == "deepep" else "moe_flex_dispatcher_backend")
     known = backend if backend in DISPATCHERS else "deepep"

@@ -33,7 +33,6 @@ SWITCHES = {
     "policy.megatron_cfg.fp8_cfg.": "policy.megatron_cfg.fp8_cfg.enabled",
     **dict.fromkeys(("recompute_granularity", "recompute_modules"), "policy.megatron_cfg.activation_checkpointing"),
 }
-"""Sections and fields of NeMo-RL that have an effect only if this key is true."""
 DEEPEST = 10
 """References that refer to each other, and files that inherit from each other."""
 
@@ -49,9 +48,7 @@ class Frontend:
     mode: str
     """The word that starts training: `sft`, `verl.trainer.main_ppo`, `run_grpo.py`."""
     settings: Mapping[str, Any]
-    """By the frontend's keys, its defaults included."""
     said: frozenset[str]
-    """Keys that the user gave."""
 
     @property
     def row(self) -> Mapping[str, Any]:
@@ -91,7 +88,6 @@ class Frontend:
 
     @property
     def learns(self) -> bool:
-        """Whether it computes a loss on logits itself."""
         if self.name == SWIFT:
             return self.mode == "rlhf" and self.get("rlhf_type") not in ("dpo", "kto")
         return "sft" not in self.mode
@@ -128,7 +124,6 @@ class Frontend:
         return Problem(*map(self.say, (problem.where, problem.finding, problem.needed, problem.todo)))
 
     def under_plan(self, plan: str, flags: Sequence[str], environment: Mapping[str, str]) -> str:
-        """A sentence with what to add to the launch. The page has the module that it loads."""
         how = self.row["plan"]
         sets = [f"{self.row['words'].format(self.place(key))} {value}" for key, value in how["set"].items() if self.get(key)]
         sets = [words if words.startswith("--") else words.replace(" ", "=") for words in sets]
@@ -142,7 +137,6 @@ class Frontend:
 
 
 SIZES = {"seq_length": "length", "micro_batch_size": "micro", "global_batch_size": "batch_size", "max_tokens_per_gpu": "token"}
-"""Parts of the keys (`_numbers`) that lengths and batches are calculated from."""
 GPUS = {
     SWIFT: ("NNODES", "NPROC_PER_NODE"),
     VERL: ("trainer.nnodes", "trainer.n_gpus_per_node"),
@@ -180,7 +174,6 @@ def _read(name: str, mode: str, before: Sequence[str], words: Sequence[str]) -> 
 
 
 def _options(words: Sequence[str], environment: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Options of ms-swift, `--name value ...`, after those of a YAML file; GPUs are in the environment."""
     said: dict[str, Any] = {}
     rest = list(words)
     if rest and rest[0].endswith(FILES):
@@ -316,7 +309,6 @@ def _names(frontend: Frontend, key: str, table: FlagTable) -> list[str]:
 
 
 def _numbers(launch: Frontend) -> tuple[str, ...]:
-    """The keys that lengths and batches are calculated from: lengths, batches, and the size of a micro-batch."""
     actor, policy = "actor_rollout_ref.actor.", "policy."
     if launch.name == SWIFT:
         return ("packing_length" if launch.get("packing_length") else "max_length", "global_batch_size", "micro_batch_size")
@@ -366,7 +358,6 @@ def _pairs(launch: Frontend, keys: Sequence[str], in_pairs: bool) -> Iterator[En
 
 
 def _packed(launch: Frontend, key: str, samples: int, longest: int, values: Mapping[str, Value], gpus: int | None) -> list[Entry]:
-    """Micro-batches of `key` packed tokens for as many samples of the longest length as a step has."""
     said, tokens = launch.origin(key), launch.get(key)
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     tensor, pipeline, context = (values[name].value or 1 if name in values else 1 for name in names)

@@ -63,9 +63,7 @@ class FlagTable:
     no_flag_of_bridge: frozenset[str]
     """Fields of `cfg.model` of Megatron-Bridge that are ignored, or read elsewhere."""
     at_least_one: frozenset[str]
-    """Sizes and divisors, which must not be 0."""
     conflicts: Mapping[str, Mapping[str, str]]
-    """Settings that Megatron refuses `with`, or `without`, another one."""
 
     def newest(self, option: str, releases: Iterable[str] | None = None) -> Flag | None:
         """The form of an option in the newest of these releases (by default all) that has it."""
@@ -133,7 +131,6 @@ class Piece(NamedTuple):
 
 
 def pieces(arguments: Sequence[str], table: FlagTable, releases: Sequence[str]) -> Iterator[Piece]:
-    """Yield the pieces in order. The newest of `releases` that has a flag decides how many words it takes."""
     rest = list(arguments)
     while rest:
         word = rest.pop(0)
@@ -168,7 +165,6 @@ def changed(
     without: Collection[str] = (),
     setting: Mapping[str, Sequence[str]] | None = None,
 ) -> tuple[str, ...]:
-    """The arguments without flags that set a name of `without`, and with those of `setting` replaced, or added at the end."""
     given = dict(setting or {})
     words: list[str] = []
     for piece in pieces(arguments, table, releases):
@@ -182,18 +178,14 @@ def changed(
 
 
 MISTYPED = 0.9
-"""Similarity, from 0 to 1, of a word and its misspelling by a letter or two."""
-
 SHELL = re.compile(r"\$[A-Za-z_{(@*1-9]")
 OPEN = frozenset({"optimizer"})
-"""Flags whose values are not limited to Megatron's choices: later code knows more."""
 
 
 @dataclass(frozen=True)
 class Value:
     flag: Flag
     said: str
-    """The flag as written, or the key in a file."""
     value: Any
 
 
@@ -208,7 +200,6 @@ class Given:
     unknown: tuple[str, ...] = ()
     """Flags that Megatron does not have, with their words, and unknown values of flags that do not matter."""
     packed: str = ""
-    """The setting of a data set that packs sequences, if no flag does."""
 
     @property
     def release(self) -> str:
@@ -220,12 +211,10 @@ class Given:
         return self.table.default(name, self.release) if said is None or said.value is None else said.value
 
     def with_values(self, values: Mapping[str, Any], said: str) -> Given:
-        """The launch with these values in place of its own. `said`: their origin."""
         added = {name: Value(self.table.of_name[name][-1], said, value) for name, value in values.items()}
         return replace(self, values={**self.values, **added})
 
     def is_on(self, name: str) -> bool:
-        """Whether a setting has an effect: neither Megatron's default, nor off."""
         value = self[name]
         return value not in (None, False, 0, "none") and value != self.table.default(name, self.release)
 
@@ -266,7 +255,6 @@ def conflicts(given: Given) -> Iterator[Problem]:
 
 
 def _common(options: Sequence[str], table: FlagTable) -> tuple[tuple[str, ...], list[Problem]]:
-    """The releases that have all of these options; if there is none, the newest, with a problem."""
     narrow: dict[tuple[str, ...], str] = {}
     for option in options:
         narrow.setdefault(table.releases_of(option), option)
@@ -340,7 +328,6 @@ class Fact:
     """Path in a job file: `model.layers`."""
     value: Any
     origin: str
-    """The flag that gives it, or how it follows from others."""
 
 
 def facts_in(given: Given, names: Mapping[str, str], *, on: bool = False) -> Iterator[Fact]:

@@ -59,7 +59,6 @@ def shapes_in(path: Path) -> Shapes:
 
 
 def with_shapes(given: Given, shapes: Shapes, problems: list[Problem]) -> Given:
-    """The launch with the model's shapes where its flags say nothing."""
     values = values_of(shapes.entries, given.table, given.release, problems)
     return replace(
         given, values={**values, **given.values}, unknown=(*given.unknown, *(f"{FILE}: {key}" for key in shapes.unread))
@@ -72,7 +71,6 @@ def _tables() -> dict[str, Any]:
 
 
 def _row(kind: str) -> dict[str, Any]:
-    """The keys, needed keys and constants of a model type, with those of the type that it is `like`."""
     tables = _tables()
     said = tables["models"][kind]
     base = _row(said["like"]) if "like" in said else {"sets": tables["always"], "keys": tables["keys"], "needed": NEEDED}

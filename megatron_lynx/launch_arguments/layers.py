@@ -116,7 +116,6 @@ HYBRID_ALONE = "is_hybrid_model"
 
 
 def as_gpt(given: Given, problems: list[Problem]) -> Given:
-    """The launch with its hybrid pattern, if it has one, expressed in layers of a GPT."""
     given = _with_one_pattern(given)
     if not (pattern := str(given[PATTERN] or "")):
         return given
@@ -160,13 +159,11 @@ def _with_one_pattern(given: Given) -> Given:
 
 
 def _is_layer(part: str) -> bool:
-    """Whether a part is one layer of a GPT: an attention, and an MLP or experts."""
     [*layers] = layers_of(part)
     return len(layers) == 1 and layers[0].first == ATTENTION and bool(layers[0].second)
 
 
 def _is_stock(name: str, value: Value) -> bool:
-    """Whether it is the layer specification of a hybrid stack that Megatron takes itself."""
     words = value.value if isinstance(value.value, list) else str(value.value).split()
     return name == SPEC and str(words[0]).startswith("megatron.core.models.") and words[-1] in STOCK_SPECS
 
@@ -176,7 +173,6 @@ def predicting_of(given: Given) -> tuple[str, ...]:
 
 
 def is_hybrid(given: Given) -> bool:
-    """Whether the launch, as returned by `as_gpt`, is a hybrid stack."""
     return given.origin("num_layers") == PATTERN_FLAG
 
 
@@ -236,7 +232,6 @@ def opaque_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
 
 
 def without_known(given: Given) -> Given:
-    """The launch without the flags of forks that are read here."""
     known = (TYPE, *FORKS, *(words for words in given.unknown if words.split()[0] in STATES_ON_HOST))
     return replace(given, unknown=tuple(words for words in given.unknown if words not in known))
 
@@ -257,7 +252,6 @@ def _in_layers(figures: dict[str, Any], layers: list[int]) -> dict[str, Any]:
 
 
 def _linear(given: Given, problems: list[Problem]) -> list[int]:
-    """The layers with linear attention, as in `get_linear_attention_pattern`."""
     if given[VARIANT] not in (KNOWN, "gdn") and TYPE not in given.unknown:  # since 0.20: gdn
         if given[FREQ] is not None:
             problems.append(Problem(given.origin(FREQ), str(given[FREQ]), f"--experimental-attention-variant {KNOWN} beside it"))

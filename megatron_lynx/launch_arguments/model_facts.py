@@ -171,7 +171,6 @@ def _position(given: Given, problems: list[Problem]) -> Fact:
 
 
 def _attention(given: Given) -> Iterator[Fact]:
-    """Transformer Engine's fused kernels by default; unfused with Megatron's own layers."""
     if given["transformer_impl"] == "local":
         yield Fact("model.attention", "unfused", given.origin("transformer_impl"))
         return
@@ -257,8 +256,6 @@ AWARE = "use_precision_aware_optimizer"
 SUM_IN_FP32 = "accumulate_allreduce_grads_in_fp32"
 ON_HOST, SHARE, OVERLAPPED = "optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"
 OF_THE_HOST = (ON_HOST, SHARE, OVERLAPPED)
-"""Arguments to drop if the plan keeps the optimizer on the device."""
-
 CHUNKED, LEGACY = "--chunked-optimizer-state-offload", "--offload-optimizer-states"
 CHUNK, FRACTION = "--optimizer-state-offload-chunk-size-mb", "--optimizer-state-offload-fraction"
 STATES_ON_HOST = (CHUNKED, LEGACY, CHUNK, FRACTION)

@@ -24,7 +24,6 @@ GROUP = "microbatch_group_size_per_vp_stage"
 
 
 def parallel_facts(given: Given, gpus: int | None, problems: list[Problem], *, left_open: bool) -> Iterator[Fact]:
-    """`left_open`: if the launch does not give a partition, a plan may move layers."""
     yield from _groups(given)
     yield from _context(given, problems)
     yield from _layers(given, problems, left_open=left_open)
@@ -71,7 +70,6 @@ def _partition(given: Given, layers: int, pipeline: int) -> tuple[int, ...]:
 
 
 def _of_stages(given: Given, layers: int, pipeline: int) -> list[int]:
-    """Layers of each stage, counting an embedding or loss that counts as one."""
     ends = {0: given[FIRST], pipeline - 1: given[LAST]}
     ends = {stage: count for stage, count in ends.items() if count is not None}
     counted = layers + bool(given[EMBEDDING]) + bool(given[LOSS])
@@ -184,7 +182,6 @@ OVERLAP = {
     "messages": "overlap_p2p_comm",
     "userbuffers": USERBUFFERS,
 }
-"""Flags that are facts unless they have Megatron's default."""
 
 
 def _overlap(given: Given) -> Iterator[Fact]:

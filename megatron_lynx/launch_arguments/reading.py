@@ -74,7 +74,6 @@ class Reading:
     priced_as: tuple[tuple[str, str], ...]
     """(flag, substitute) of flags that are counted as something else."""
     no_matter: dict[str, tuple[str, ...]]
-    """Flags that change neither activations nor seconds, by subject."""
     problems: tuple[Problem, ...]
     today: Today
     container: Container | Frontend | None = None
@@ -105,7 +104,6 @@ class Reading:
         return "layers_per_chunk" in parallel or (isinstance(partition, list) and len(partition) > parallel["pipeline"])
 
     def with_graphs_of(self, captured: Collection[str]) -> Reading:
-        """The launch for a plan with these modules captured: it keeps its graphs."""
         return replace(self, today=self.today.beside_graphs) if captured else self
 
     def changed(self, setting: Mapping[str, Sequence[str]], without: Collection[str] = ()) -> CommandLine:
@@ -228,7 +226,6 @@ def _policy(today: Today, given: Given, *, planning: bool) -> Fact:
 
 
 def _judged(given: Given, value: Value) -> FlagKind | None:
-    """The kind of a flag in this launch: flags of experts without experts, and of userbuffers without these, do not matter."""
     if value.flag.sets.startswith(EXPERTS_OWN) and not has_experts(given):
         return FlagKind("no matter", "a feature that is not switched on")
     if given[USERBUFFERS] and value.flag.sets.startswith(USERBUFFERS_OWN) and value.flag.sets != USERBUFFERS:
@@ -245,7 +242,6 @@ def _circumstances(given: Given, *, planning: bool) -> Iterator[str]:
 
 
 def _refused(given: Given, today: Today, circumstances: Collection[str]) -> Iterator[Problem]:
-    """Yield every flag that is refused in these circumstances, once, unless a plan replaces it."""
     reported = set(today.replaced)
     if not has_experts(given):
         reported.update(name for name in given.values if name.startswith(EXPERTS_OWN))
@@ -274,7 +270,6 @@ def _without_matter(given: Given) -> dict[str, tuple[str, ...]]:
 
 
 def _substitutes(given: Given, facts: Sequence[Fact]) -> Iterator[tuple[str, str]]:
-    """(flag, substitute) of features that are counted as something else."""
     rows, seq = given["max_position_embeddings"], given["seq_length"]
     learned = given["position_embedding_type"] == "learned_absolute" and not given["use_rotary_position_embeddings"]
     if learned and rows != seq and "max_position_embeddings" in given.values:
@@ -298,7 +293,6 @@ def _substitutes(given: Given, facts: Sequence[Fact]) -> Iterator[tuple[str, str
 
 
 def _silent(given: Given, said: Sequence[str]) -> tuple[str, ...]:
-    """Flags that were read and appear in none of these texts: they have no effect in this launch."""
     words = {word.strip(",:;()") for text in said for word in text.split()}
     kinds = ((value, _judged(given, value)) for value in given.values.values())
     return tuple(value.said for value, kind in kinds if kind is not None and kind.name == "read" and value.said not in words)
@@ -357,7 +351,6 @@ def remarks(reading: Reading) -> Iterator[str]:
 
 
 def unknown_in_words(reading: Reading) -> str | None:
-    """A sentence on flags that Megatron does not have; None without any."""
     given = reading.given
     if not given.unknown:
         return None
@@ -377,7 +370,6 @@ LARGE_MASK_BYTES = 2**28
 
 
 def unsaid(reading: Reading) -> Iterator[str]:
-    """A line for each of Megatron's defaults that is costly in this launch and that a flag changes."""
     given, data = reading.given, reading.job_data
     model, batch = data.get("model", {}), data.get("batch", {})
     if model.get("dtype") == "fp32":
@@ -451,7 +443,6 @@ def _is_swifts(launch: Container | Frontend | None) -> bool:
 
 
 def _adapters(launch: Container | Frontend | None) -> tuple[Any, str] | None:
-    """The fields as Bridge's `LoRA` has them, and the text in front of their names."""
     if isinstance(launch, Container):
         peft = getattr(launch.cfg, "peft", None)
         return None if peft is None else (peft, "cfg.peft.")

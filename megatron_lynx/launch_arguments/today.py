@@ -26,8 +26,6 @@ GRAPH_MODULES = ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_dep
 RANDOM = ("te_rng_tracker", "inference_rng_tracker")
 GRAPHS = (GRAPHS_BY, LOCAL, EXTERNAL)
 OF_GRAPHS = (*GRAPHS, *GRAPH_MODULES, "cuda_graph_warmup_steps", *RANDOM)
-"""All flags of graphs: kept if the plan runs with graphs, else dropped."""
-
 NOT_TRIED = ("mtp_num_layers", "overlap_moe_expert_parallel_comm", "tp_comm_overlap", "hybrid_layer_pattern")
 ALL_MODULES = "full"
 GRANULARITY, METHOD, LAYERS, MODULES = (f"recompute_{name}" for name in ("granularity", "method", "num_layers", "modules"))
@@ -38,7 +36,6 @@ SWITCHES = (
     *("recompute_activations", GRANULARITY, "moe_layer_recompute", SHARED_OUT, FINE_GRAINED, BY_LAYERS),
     *(OVERLAP, DELAYED, DEFERRED_HEAD, *GRAPHS),
 )
-"""Flags that switch on a feature that a plan replaces, or cannot run with."""
 
 REPLACED = (
     *SWITCHES,
@@ -48,10 +45,7 @@ REPLACED = (
     DEFERRED_AT_MOST,
     *OF_GRAPHS[len(GRAPHS) :],
 )
-"""Names of Megatron's namespace whose flags are dropped from a launch under a plan."""
 BESIDE = (OVERLAP, DELAYED, "ep_overlap_early_attn_memory_release")
-"""Those that stay if the plan is made for overlapped exchanges."""
-
 STOPS = "Megatron stops here"
 NOT_PRICED = {
     BY_LAYERS: "what Transformer Engine copies of whole layers, and when it waits for it, is not recorded",
@@ -59,7 +53,6 @@ NOT_PRICED = {
 }
 
 LOWER_BOUND = {"min_offloaded_tensor_size": LEAST_ELEMENTS, "delta_offload_bytes_across_pp_ranks": 0}
-"""Settings of offloading that are priced only at Megatron's default."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +60,11 @@ class Today:
     setting: StockSetting = NONE
     flags: tuple[str, ...] = ()
     not_priced: tuple[str, ...] = ()
-    """Why it cannot be priced; empty if it can."""
     beside: bool = False
     graphs: bool = False
     """Whether anything is captured; then host time is priced as zero."""
     graph_flags: tuple[str, ...] = ()
     alone: str = ""
-    """Why no plan can run with the graphs; empty if one can."""
     keeps_graphs: bool = False
 
     @property
@@ -155,7 +146,6 @@ def _setting(given: Given) -> StockSetting:
 
 
 def _in_order(names: tuple[str, ...], known: list[str]) -> tuple[str, ...]:
-    """Each name once; unknown ones last, to be refused by name."""
     return (*(name for name in known if name in names), *(name for name in dict.fromkeys(names) if name not in known))
 
 
@@ -182,7 +172,6 @@ def captures(given: Given) -> bool:
 
 
 def why_alone(given: Given) -> str:
-    """Why no plan can run with a launch's graphs; empty if one can, or without graphs."""
     if not captures(given):
         return ""
     implementation, modules = _captured(given)

@@ -149,7 +149,6 @@ def _nothing_ahead(plan: Plan, stage: Stage, rule: Rule) -> Iterator[str]:
 
 
 def _exchanging_again(plan: Plan, rule: Rule, half: Half) -> Iterator[str]:
-    """Recomputed items in which context-parallel ranks exchange keys and values (rule R2)."""
     again = [item for section in _sections(plan, rule, half) for item in section.exchanging if item in rule.recompute]
     if plan.parallel.context > 1 and again:
         finding = f"found {', '.join(again)} recomputed, needed kept with parallel.context {plan.parallel.context}"
@@ -223,11 +222,9 @@ def depth(timetable: Timetable, chunk: int = 0) -> int:
 
 
 Places = Mapping[Window, int]
-"""Windows that can serve a backward, with their index in time."""
 
 
 def _places(timetable: Timetable, chunk: int, phase: BackwardPhase) -> tuple[Places, Mapping[FrameKey, int]]:
-    """The windows that can serve a backward, and for each half the number of windows before backward enters it."""
     places: dict[Window, int] = {}
     entered: dict[FrameKey, int] = {}
     for _, half, waits in timetable.serving(chunk, phase):
@@ -310,7 +307,6 @@ def deferral_problems(plan: Plan, stage: Stage, rule: Rule, timetable: Timetable
 
 
 def _never(plan: Plan, stage: Stage, timetable: Timetable, where: tuple[int, Section, str], wait: str) -> str | None:
-    """Why a weight gradient can never run in that wait, or None if it can. `where`: its layer, section and linear."""
     window, another = window_at(wait, where[0]), plan.batch.microbatches > 1
     if window == RECV_BACKWARD:
         if stage.stage == plan.parallel.pipeline - 1 and stage.chunk == plan.parallel.chunks - 1:
@@ -339,7 +335,6 @@ def _never(plan: Plan, stage: Stage, timetable: Timetable, where: tuple[int, Sec
 
 
 def _no_wait(plan: Plan, timetable: Timetable, window: WindowAddress, layers: list[int]) -> str | None:
-    """Why none of these layers has a wait like this one, or None if one has."""
     half = window.half
     sections = {layer: next(one for one in plan.model.sections_of(layer) if one.half == half) for layer in layers}
     numbers = [timetable.layout.waits(window.passing, layer, section) for layer, section in sections.items()]
@@ -353,7 +348,6 @@ def _no_wait(plan: Plan, timetable: Timetable, window: WindowAddress, layers: li
 
 
 def _forward_follows(plan: Plan, stage: Stage) -> bool:
-    """Whether this stage runs a forward of any chunk after the first backward of this one."""
     layout, microbatches = plan.parallel, plan.batch.microbatches
     if plan.schedule == "double_buffered":
         return True

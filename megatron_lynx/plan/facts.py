@@ -20,7 +20,6 @@ from megatron_lynx.kinds.sections import KindName
 from megatron_lynx.validation import Part
 
 MOST_LAYERS = 1_000
-"""Limit of a model's layers: with a mistyped number, checks would take too long."""
 NO_LAYERS = (1, 0)
 NONE = "none"
 
@@ -80,7 +79,6 @@ Layers = Annotated[
     BeforeValidator(_read_range, json_schema_input_type=int | str),
     PlainSerializer(_write_range, return_type=int | str),
 ]
-"""A `LayerRange` that is read and written as one number or as text."""
 
 IN_BF16 = ("first_in_bf16", "last_in_bf16")
 
@@ -137,7 +135,6 @@ class ModelFacts(Part):
 
     @property
     def facts(self) -> Facts:
-        """Facts that select the sections of layers without experts."""
         te, copies_go = self.implementation == "transformer_engine", not self.fp8_copies_kept
         return Facts(te=te, latent=self.latent_attention, kinds=self.kinds, captured=self.captured, copies_go=copies_go)
 
@@ -209,7 +206,6 @@ class Provenance(Part):
 
 
 def without_options(asked: str, *options: str) -> str:
-    """The words of `Provenance.asked` without these options and their values."""
     words = shlex.split(asked)
     for option in options:
         while option in words[: words.index("--") if "--" in words else None]:
@@ -219,9 +215,7 @@ def without_options(asked: str, *options: str) -> str:
 
 
 SLACK = "allocator"
-"""The part of a reserve that PyTorch's allocator reserves without allocating it."""
 STATED = "stated"
-"""A reserve without known parts."""
 
 
 class PlannedDevice(Part):
@@ -235,7 +229,6 @@ class PlannedDevice(Part):
 
     @property
     def outside_bytes(self) -> int | None:
-        """Expected use outside PyTorch's allocator; None: unknown."""
         known = {part: size for part, size in self.reserve_bytes.items() if part not in (SLACK, STATED)}
         return sum(known.values()) if known else None
 

@@ -67,7 +67,6 @@ def _differing(facts: Iterable[tuple[str, object, object]], beside: str) -> Iter
 
 
 def _in_stages(plan: Plan, *keys: str) -> Iterator[tuple[str, object, object]]:
-    """(place, found, needed) of optional keys of the stages, none of which may be given."""
     for entry in plan.stages:
         for key in keys:
             given = entry.offload and entry.offload.pace_bytes if key == PACE else getattr(entry, key)
@@ -136,7 +135,6 @@ def _experts(plan: Plan) -> Iterator[str]:
 
 
 def _needed_to_fall_back(plan: Plan, stage: Stage) -> str:
-    """Why a stage's halves of experts cannot fall back; empty if they can."""
     if plan.parallel.expert == 1 and plan.model.moe_dispatcher == "alltoall" and not plan.model.moe_overlapped:
         # other plans name one rank, however many there are
         return "experts that are shared out over ranks (parallel.expert): one rank's load never changes"
@@ -157,7 +155,6 @@ def may_fall_back(plan: Plan, stage: Stage) -> bool:
 
 
 def experts_rule(plan: Plan, rule: Rule) -> Iterator[str]:
-    """Items and windows of a rule that its layers of experts, or its other layers, do not have."""
     affected = [layer for layer in rule.layers if plan.model.has_experts(layer)]
     other_layers = [layer for layer in rule.layers if layer not in affected]
     dense = [item for item in MLP.names if item in rule.recompute and item not in EXPERTS.names]

@@ -50,7 +50,6 @@ def layer_flags(plan: Plan, *, chunks_counted: bool = False) -> tuple[str, ...]:
 
 
 def schedule_flags(plan: Plan) -> tuple[str, ...]:
-    """The arguments for training without flushes (overlapping batches cannot be rerun); empty with flushes."""
     return () if plan.schedule == "flush" else ("--lynx-schedule double-buffered", "--rerun-mode disabled")
 
 

@@ -20,7 +20,6 @@ from megatron_lynx.validation import Part, digest_of, formerly
 
 PLAN_VERSION = 1
 ALWAYS = "always"
-"""Key of the memory that a device uses at all moments."""
 
 
 class Predicted(Part):
@@ -190,7 +189,6 @@ class Plan(Part):
 
     @property
     def exchanging(self) -> frozenset[int]:
-        """The layers whose windows in the MLP half are exchanges of tokens."""
         windows = self.parallel.expert > 1 and self.model.exchanges_in_windows
         return _layers_in(self.model.moe_layers) if windows else frozenset()
 
@@ -205,7 +203,6 @@ class Plan(Part):
         return ", ".join(f"{layers} ({said})" for layers, said in named)
 
     def kept_input(self, entry: Stage, rule: Rule, half: Half) -> str:
-        """Activations that a checkpointed half keeps, and whether they are offloaded, in words."""
         kept = rule.kept_input(half)
         if entry.offload is None or (half != HALVES[0] and rule.feeds(rule.layers.last, HALVES[0])):
             return kept
@@ -226,7 +223,6 @@ class Plan(Part):
         return problems(self)
 
     def place_of(self, entry: Stage) -> str:
-        """Key of an entry in messages: `stages.3`."""
         return f"stages.{entry.chunk * self.parallel.pipeline + entry.stage}"
 
 

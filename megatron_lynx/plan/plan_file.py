@@ -62,7 +62,6 @@ def dump_plan(plan: Plan) -> str:
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write a plan file whole or not at all. Raises `ConfigError` if the path cannot be written."""
     write_whole(path, dump_plan(plan))
 
 

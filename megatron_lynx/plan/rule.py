@@ -36,7 +36,6 @@ LAST_READ = "which megatron-lynx 0.2.0 was the last to read: make the plan again
 
 
 def _matching(pattern: str, examples: tuple[str, ...]) -> AfterValidator:
-    """Validate text by `pattern`. The error lists examples instead of the pattern."""
     expected = ", ".join(repr(name) for name in examples)
 
     def check(text: str) -> str:
@@ -116,8 +115,6 @@ CheckpointName = Literal["layer", "halves", Half]
 """layer: both halves together. halves: each half by itself. Else one half."""
 
 AHEAD: tuple[CheckpointName, ...] = ("layer", "halves", "mlp")
-"""Checkpoints whose communication may begin ahead."""
-
 Ahead = bool | Literal["gather"]
 
 
@@ -178,13 +175,11 @@ class Rule(Part):
 
     @property
     def parts(self) -> Iterator[LayerRange]:
-        """The layers, or groups of layers, that a rule of their own could treat differently."""
         size = self.checkpoint.layers if isinstance(self.checkpoint, CheckpointGroups) else 1
         for first in range(self.layers.first, self.layers.last + 1, size):
             yield LayerRange(first=first, last=min(first + size - 1, self.layers.last))
 
     def recomputed(self, section: Section) -> tuple[str, ...]:
-        """The items of a section that are recomputed: listed ones, or those of a checkpoint."""
         return section.run_again() if self.checkpoints(section.half) else self.recomputed_in(section.half)
 
     def recomputed_in(self, half: Half) -> tuple[str, ...]:
@@ -328,12 +323,10 @@ class Rule(Part):
 
 
 def _filled_by(section: Section) -> tuple[Section, ...]:
-    """The sections that may fill the half in the rule's layers: layers of experts may have others among them."""
     return (DENSE[section.half], section) if section.in_some_layers else (section,)
 
 
 def joined(rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """The same rules in layer order, with consecutive equal ones joined."""
     result: list[Rule] = []
     for rule in sorted(rules, key=lambda rule: rule.layers.first):
         last = result[-1] if result else None

@@ -61,7 +61,6 @@ from megatron_lynx.version import __version__
 
 
 def devices_of(plan: Plan, measured_bytes: Mapping[int, int]) -> Iterator[Device]:
-    """Yield the fullest moment of each stage, as far as the plan states it. `measured_bytes`: peaks of a run by stage."""
     for stage in range(plan.parallel.pipeline):
         predicted = plan.chunks_of(stage)[0].predicted
         moments = {moment: predicted.held_at(moment) or {} for moment in predicted.memory if moment != ALWAYS}
@@ -94,7 +93,6 @@ def point_of(plan: Plan, simulation: Simulation | None, figures: PlanFigures | N
 
 
 def _recomputed_s(plan: Plan, simulation: Simulation | None, which: Literal["hidden", "exposed"]) -> Iterator[float]:
-    """Yield seconds of recomputations of each stage, by the simulation, else as the plan predicts."""
     for stage in range(plan.parallel.pipeline):
         if simulation is not None:
             yield simulation.total(stage, f"{which}_s")
@@ -137,7 +135,6 @@ def stock_points(job: Job, profile: Profile) -> Iterator[Point]:
 
 
 def report(given: Given, job: Job | None, costs: Profile | None, budgets: int = 0, watch: Watch = lambda done, of: None) -> str:
-    """Return the page about the inputs. `costs`: to predict with; `budgets`: number of plans for other budgets."""
     check_enough(given)
     plan, simulation, points = _predicted(given, job, costs)
     if given.outcome is not None and plan is not None:
@@ -182,7 +179,6 @@ def check_enough(given: Given) -> None:
 
 
 def _predicted(given: Given, asked: Job | None, costs: Profile | None) -> tuple[Plan | None, Simulation | None, list[Point]]:
-    """Return the plan, its simulated step if possible, and its point on the front."""
     if given.plan is not None:
         job, simulation, figures = None if asked is None else as_planned(asked, given.plan), None, None
         if costs is not None:
@@ -211,7 +207,6 @@ def subject_of(plan: Plan) -> str:
 
 
 def verdict_of(points: Sequence[Point], job: Job | None) -> str:
-    """Return the plan's step and bytes against those of the fastest stock setting that fits; empty without stock's points."""
     shown = next((drawn for drawn in points if drawn.shown), None)
     baselines = [setting for setting in points if setting.by == "stock"]
     if job is None or shown is None or not shown.step_s or not baselines:

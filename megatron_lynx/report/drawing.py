@@ -33,7 +33,6 @@ SPANS, MEMORY = (
     for kinds in json.loads((Path(__file__).parent / "kinds.json").read_text(encoding="utf-8")).values()
 )
 LANES = {"communication": ("window", "recv", "gather"), "copies": ("offload", "reload")}
-"""Kinds of lanes; those of the compute lane are all others."""
 HEIGHTS = {"compute": 30, "communication": 10, "copies": 8, "memory": 34}
 PASSES = ("forward", "backward")
 GUTTER, COLUMNS = 130, 1250
@@ -47,7 +46,6 @@ Bar = tuple[str, Span]
 
 
 def bars_of(spans: Sequence[Span]) -> list[Bar]:
-    """Return the kind and span of each bar; a wait has two, its communication, and the gap in the compute lane."""
     return [bar for span in spans for bar in ((kind_of(span), span), ("wait", span))[: 2 if is_wait(span) else 1]]
 
 
@@ -62,7 +60,6 @@ def part_of(view: View) -> tuple[float, float] | None:
 
 
 def step_drawn(view: View, part: tuple[float, float] | None = None, *, single: bool) -> str:
-    """Draw a step, or a part of it: bar by bar (`single`), or with the shares of time of every column."""
     begin_s, end_s = part or (0.0, view.timeline.seconds)
     scale = COLUMNS / ((end_s - begin_s) or 1.0)
     rows = {
@@ -120,7 +117,6 @@ def _bars(bars: Sequence[Bar], begin_s: float, scale: float, top: int, height: i
 
 
 def _shares(bars: Sequence[Bar], begin_s: float, scale: float, top: int, height: int) -> Iterator[str]:
-    """Yield an area of each kind: in every column as high as its share of the time, on top of the earlier kinds."""
     kinds = list(dict.fromkeys(kind for kind, _ in bars))
     samples = np.full(COLUMNS * FINE, -1)
     for kind, span in bars:
@@ -132,7 +128,6 @@ def _shares(bars: Sequence[Bar], begin_s: float, scale: float, top: int, height:
 
 
 def _held(curve: MemoryCurve, seconds: float) -> npt.NDArray[np.float64]:
-    """Return the most bytes in each column."""
     edges = np.arange(COLUMNS + 1) * (seconds / COLUMNS)
     at = np.maximum(np.searchsorted(curve.times_s, edges, side="right") - 1, 0)
     held = np.array(curve.bytes, dtype=float)
@@ -182,8 +177,6 @@ def legend(kinds: Kinds, used: Collection[str]) -> str:
 
 
 class Device(NamedTuple):
-    """The fullest moment of a device of one stage: bytes by kind, and the peak of a run."""
-
     stage: int
     moment: str
     kinds: Mapping[str, int]
@@ -218,8 +211,6 @@ def devices_drawn(devices: Sequence[Device], budget_bytes: int | None) -> str:
 
 
 class Point(NamedTuple):
-    """A plan, or a setting of stock Megatron."""
-
     label: str
     by: str
     step_s: float
@@ -227,7 +218,6 @@ class Point(NamedTuple):
     memory_bytes: int | None
     budget_bytes: int | None = None
     shown: bool = False
-    """Whether the rest of the page is about it."""
     hidden_s: float | None = None
     exposed_s: float | None = None
     """Of recomputations, on the stage that has most."""

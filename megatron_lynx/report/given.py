@@ -42,8 +42,6 @@ ABOUT_TRACES = "give the file that --lynx-trace, compare or simulate --trace wro
 
 @dataclass(frozen=True)
 class ReadTrace:
-    """A timeline from a file. `simulated`: its rows are stages, not ranks."""
-
     timeline: Timeline
     memory: Mapping[int, MemoryCurve]
     simulated: bool
@@ -138,7 +136,6 @@ KEYS: dict[FileKind, frozenset[str]] = {
     "measurement": frozenset(("subject", "settings", "machine")),
     "outcome": frozenset(("plan_digest", "reports")),
 }
-"""Keys that identify a kind of file: it has all of them."""
 
 NEEDED = "a plan, a job, a profile, a trace, a measurement, lynx_outcome.json, or a folder of these"
 MOST_TRACED_BYTES = GIB

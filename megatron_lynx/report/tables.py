@@ -64,7 +64,6 @@ class WaitUse:
 
 
 def waits_of(spans: Sequence[Span]) -> dict[str, WaitUse]:
-    """Return the use of one row's waits, by name without the layer."""
     uses: dict[str, WaitUse] = defaultdict(WaitUse)
     tasks = sorted((span for span in spans if kind_of(span) in TASKS), key=lambda span: span.start_s)
     ends = sorted(span.end_s for span in tasks)
@@ -109,13 +108,11 @@ class RowFigures:
     exposed_s: float
     """Recomputations on demand, and the remainder of those that outlasted their wait."""
     flushed_s: float
-    """Weight gradients outside of waits."""
     copies_s: float
     """Waits for copies from the host."""
     waits_s: float
     unused_s: float
     collectives_s: float
-    """Waits for tensor-parallel collectives."""
     collectives_unused_s: float
 
     @classmethod
@@ -152,7 +149,6 @@ def figures_of(view: View) -> dict[int, RowFigures]:
 
 
 def _shares(view: View | None) -> dict[str, float | None]:
-    """Return the hidden share of recomputations, exposed seconds on the stage with most, and the unused share of collectives."""
     rows = [] if view is None else figures_of(view).values()
     hidden_s, exposed_s = sum(row.hidden_s for row in rows), sum(row.exposed_s for row in rows)
     waits_s, unused_s = sum(row.collectives_s for row in rows), sum(row.collectives_unused_s for row in rows)
@@ -229,7 +225,6 @@ def allocated_bytes(outcome: RunOutcome | None) -> dict[int, int]:
 
 
 def _last_known(outcome: RunOutcome | None, figure: Literal["passes_s", "step_s"]) -> float | None:
-    """Return the maximum over stages from the latest report that has the figure."""
     for report in reversed(outcome.reports) if outcome is not None else ():
         seconds = [value for row in report.stages if (value := getattr(row.measured, figure)) is not None]
         if seconds:

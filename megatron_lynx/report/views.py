@@ -28,7 +28,6 @@ EXPOSED = (None, ON_DEMAND, FLUSHED)
 
 
 def kind_of(span: Span) -> str:
-    """Return the kind of a span's bar; a wait has that of its communication."""
     kind: str = span.kind
     exposed = span.window in EXPOSED
     if kind == "recompute":
@@ -41,7 +40,6 @@ def kind_of(span: Span) -> str:
 
 
 def is_wait(span: Span) -> bool:
-    """Return whether the compute stream waits during the span."""
     return span.kind in ("window", "recv")
 
 
@@ -54,7 +52,6 @@ class View:
     passes_s: float
     timeline: Timeline
     stages: Mapping[int, int]
-    """Stage of each row that is shown, in their order."""
     layers: Mapping[int, str] = field(default_factory=dict)
     memory: Mapping[int, MemoryCurve] = field(default_factory=dict)
     """Bytes of the layers of a row."""
@@ -93,7 +90,6 @@ def _layers(stages: Mapping[int, int], plan: Plan | None) -> dict[int, str]:
 
 
 def shown_rows(timeline: Timeline, stages: Mapping[int, int]) -> dict[int, int]:
-    """Return the rows to show and their stages: all, or of each stage the one that ends last."""
     rows = sorted(timeline.ranks, key=lambda row: (stages[row], row))
     if len(rows) > MOST_ROWS:
         ends_s = {row: max((span.end_s for span in timeline.ranks[row]), default=0.0) for row in rows}
@@ -102,7 +98,6 @@ def shown_rows(timeline: Timeline, stages: Mapping[int, int]) -> dict[int, int]:
 
 
 def trimmed(timeline: Timeline) -> Timeline:
-    """Return the timeline with every wait ended at its first exposed bar."""
     return Timeline({row: tuple(_trimmed(spans)) for row, spans in timeline.ranks.items()})
 
 
