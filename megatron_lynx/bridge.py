@@ -25,17 +25,11 @@ def training_under(
 ) -> Iterator[None]:
     """Run every training loop of Megatron-Bridge in the block under the plan; restore Bridge's functions after it.
 
-    Args:
-        plan: the plan's file, the same on all ranks.
-        check: as `--lynx-check`: number of first steps in which stock runs the same batch and all bits are compared, or
-        `frames:N`.
-        outcome: a JSON file for predicted and measured figures.
-        trace: a file for a timeline of step 3.
+    `plan`: its file, the same on all ranks. `check`: as `--lynx-check`, a number of steps or `frames:N`. `outcome`: a JSON file
+    for predicted and measured figures. `trace`: a file for a timeline of step 3.
 
-    Raises:
-        ConfigError: an invalid value, or Megatron-Bridge cannot be imported.
-        HookRefused: a Bridge without the functions of a launch. An invalid plan or configuration ends all ranks with one message,
-            before the model is built. A rank that is out of device memory explains it, and ends.
+    Raises `ConfigError` for an invalid value, or if Megatron-Bridge cannot be imported, and `HookRefused` for one without the
+    functions of a launch. An invalid plan or configuration ends all ranks with one message, before the model is built.
     """
     from megatron_lynx.launch.hosts import host_named
     from megatron_lynx.launch.launch import Launch, in_force

@@ -49,7 +49,6 @@ class BridgeSettings:
         return next((place for place in places_of(name) if self.has(*place)), None)
 
     def refused(self) -> Iterator[Problem]:
-        """Settings that no plan supports, checked when it is made and before the first step."""
         for limit, under in limits(["plan"], {limit.of for limit in LIMITS if limit.of.startswith("cfg")}):
             path = limit.option.split(".")[1:]
             setting = reduce(lambda part, field: getattr(part, field, None), path, self.cfg)

@@ -1,12 +1,8 @@
 """Finds settings of this machine, or of a launch, that keep recomputation from overlapping with communication.
 
-machine       versions, fingerprints, GPUs, NUMA, host memory, NICs and NVLink
+machine       versions, fingerprints, GPUs, NUMA, host memory, NICs and NVLink, without initialising CUDA
 environment   variables: waits, the allocator, hardware queues
 launch        flags that remove windows, messages that synchronise, results that the host reads
-
-GPUs, NUMA nodes, links and host memory are read from nvidia-smi and /sys, without initialising CUDA. With one hardware queue
-collectives start before the GEMMs that hide them, and recomputations after collectives: Megatron needs one with tensor or context
-parallelism on GPUs before Blackwell.
 """
 
 from __future__ import annotations
@@ -44,10 +40,7 @@ class Finding:
 
 
 def findings(words: Sequence[str] = (), *, cluster: str | None = None) -> Iterator[Finding]:
-    """Yield all findings about this machine and, if given, a launch. Raises `ConfigError` for words that are no launch.
-
-    `cluster`: of the launch, judged instead of a machine without GPUs.
-    """
+    """`cluster`: of the launch, judged instead of a machine without GPUs. Raises `ConfigError` for words that are no launch."""
     reading = read_launch(words) if words else None
     variables = {**os.environ, **dict(reading.command.environment if reading else ())}
     yield from software()
@@ -127,7 +120,6 @@ def software() -> Iterator[Finding]:
 
 
 def _te(release: str) -> Finding:
-    """Whether this release is known. Its functions are compared when a plan is installed: importing them needs a GPU."""
     from megatron_lynx.apply.releases import KNOWN_TE, minor_of
 
     if minor_of(release) in KNOWN_TE:
@@ -194,13 +186,12 @@ def _allocator(variables: Mapping[str, str], *, nccl_ub: bool) -> Finding:
 TOPIC = "CUDA_DEVICE_MAX_CONNECTIONS"
 BLACKWELL = ("B100", "B200", "B300", "Blackwell", "GB10")
 """Parts of GPU names, also of GB200 and GB300."""
-SPLIT = ("tensor_model_parallel_size", "context_parallel_size")
 
 
 def hardware_queues(variables: Mapping[str, str], given: Given | None, gpus: Sequence[str]) -> Iterator[Finding]:
     """`given`: the launch's arguments, if any. `gpus`: names of the local GPUs, or the cluster."""
     value, blackwell = variables.get(TOPIC), any(chip.lower() in name.lower() for name in gpus for chip in BLACKWELL)
-    split = given is None or any((given[name] or 1) > 1 for name in SPLIT)
+    split = given is None or any((given[f"{group}_parallel_size"] or 1) > 1 for group in ("tensor_model", "context"))
     if value != "1":
         yield Finding(TOPIC, "good", value or "not set")
         return
@@ -304,7 +295,6 @@ class Links(NamedTuple):
         return f"{nic}; {'no NVLink found' if self.nvlink_gb_s is None else f'NVLink {self.nvlink_gb_s:g} GB/s'}"
 
     def options(self, cluster: Cluster | None) -> Iterator[str]:
-        """Yield the options that make seconds assume these links, where they differ from the cluster's."""
         nic, nvlink = (None, None) if cluster is None else (cluster.nic, cluster.nvlink)
         if self.usual_gbit is not None and not (nic and _alike(self.usual_gbit, 8 * nic.gb_per_s)):
             yield f"--nic-gbit {self.usual_gbit:g}"
@@ -313,7 +303,7 @@ class Links(NamedTuple):
 
 
 def links(cluster: Cluster | None, found: Links) -> Iterator[Finding]:
-    """Yield whether these links are those of `cluster`, which seconds assume; None: no cluster is named."""
+    """`cluster`: the one that seconds assume, if it is named."""
     options = " ".join(found.options(cluster))
     if not options:
         yield Finding("links", "good" if found.nic_gbit or found.nvlink_gb_s else "note", found.in_words)
@@ -323,7 +313,6 @@ def links(cluster: Cluster | None, found: Links) -> Iterator[Finding]:
 
 
 def nics(root: Path) -> tuple[float, ...]:
-    """Return the Gbit/s of each active port, except of devices that cannot be read."""
     rates = []
     for port in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
         try:

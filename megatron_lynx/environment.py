@@ -32,15 +32,11 @@ YES = ("1", "true", "t", "yes", "y")
 Norm = Literal["layernorm", "rmsnorm"]
 
 FORWARD_MARGIN = "NVTE_FWD_LAYERNORM_SM_MARGIN"
-BACKWARD_MARGIN = "NVTE_BWD_LAYERNORM_SM_MARGIN"
-"""Environment variables: multiprocessors that norms of either kind leave free. Transformer Engine's default is 0."""
+"""Environment variable: multiprocessors that norms of either kind leave free in forward. Transformer Engine's default is 0."""
 
 USUAL_MARGIN = 16
 """Value in Megatron-LM's examples (`examples/rl/model_configs/common.sh`). It should be at least the multiprocessors of NCCL's
 kernels, one per channel."""
-
-CUDNN = "NVTE_NORM_FWD_USE_CUDNN"
-"""Environment variable: use cuDNN's norms. How these launch is unknown."""
 
 ONE_BLOCK = 8192
 """The longest row with one thread block in forward, for both norms."""

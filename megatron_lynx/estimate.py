@@ -61,19 +61,16 @@ class Estimate:
 
     @property
     def between(self) -> BetweenSteps | None:
-        """Memory that remains between two steps, if others share the device."""
         return between_steps(self.job, self.stages)
 
     @property
     def range(self) -> StepRange | None:
-        """Seconds of a step with the optimizer's update."""
         if self.step is None:
             return None
         return StepRange((self.step_at_best or self.step).total_s, self.step.total_s)
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens per second of all devices."""
         return None if self.step is None else self.job.batch.global_ * self.job.model.seq / self.step.total_s
 
     @property
@@ -91,7 +88,6 @@ class Estimate:
 
     @property
     def verdict(self) -> str:
-        """Whether it fits, and if not, whether the host is short of memory."""
         if max(memory.total for memory in self.stages) > self.budget_bytes:
             return "does not fit"
         return "fits" if self.fits else "host memory is short, the device fits"
@@ -130,7 +126,6 @@ class LaunchEstimate:
 
     @property
     def memory_bytes(self) -> int:
-        """Peak of the fullest device."""
         return max(memory.total for memory in self.estimate.stages)
 
     @property
@@ -148,17 +143,18 @@ class LaunchEstimate:
 
 
 def estimate(job: Job, profile: Profile | None = None, setting: StockSetting | None = None, *, graphs: bool = False) -> Estimate:
-    """Estimate the job. With a measured `profile` of its layers, only the links come from the cluster's description.
+    """Estimate the job, or with policy `planned` a plan. With a measured `profile` only the links are the cluster's.
 
     `setting`: stock Megatron's, in place of the job's policy; it is simulated. Without flushes and with an offload ratio the
     policy counts. `graphs`: whether the launch captures CUDA graphs, so that no host time is counted.
 
-    With policy `planned` this is the estimate of a plan. Raises `ConfigError` for a profile of another shape, and for a plan
-    without figures. A job that does not fit is an answer, not an error.
+    Raises `ConfigError` for a profile of another shape, and for a plan without figures.
     """
     if job.policy == "planned":
         return _planned(job, profile)
-    _check_stays(job)
+    if job.model.experts is not None and job.offload_ratio != 0:
+        problem = Problem("job: offload_ratio", str(job.offload_ratio), "0", "policy planned offloads what is not of experts")
+        raise ConfigError("what experts keep stays on the device", [problem])
     job = job if job.optimizer.offload != "auto" else least_share_that_fits(job)
     costs = _costs(job, profile)
     costs = None if costs is None else costs.issued(graphs=graphs)
@@ -190,17 +186,12 @@ def _of_stock(job: Job, costs: Profile | None, setting: StockSetting) -> Estimat
         offload_ratio=0.0,
         stages=price.stages,
         budget_bytes=job.memory_budget_bytes,
-        shortages=(*too_much(job, price.stages), *_host_shortage(job, price.host_bytes)),
+        shortages=(*too_much(job, price.stages), *filter(None, [host_shortage(job, price.host_bytes)])),
         step=_of_price(job, costs, price, price.step.most_s),
         host=host_report(job, costs),
         step_at_best=None if price.step.is_known else _of_price(job, costs, price, price.step.least_s),
         on_host=_on_host(job, costs),
     )
-
-
-def _host_shortage(job: Job, rank_bytes: int) -> list[Problem]:
-    problem = host_shortage(job, rank_bytes)
-    return [] if problem is None else [problem]
 
 
 def _of_price(job: Job, costs: Profile, price: Priced, step_s: float) -> StepSeconds:
@@ -209,17 +200,7 @@ def _of_price(job: Job, costs: Profile, price: Priced, step_s: float) -> StepSec
     return StepSeconds(busy_s, step_s - busy_s, 0.0, 0.0, update_s(job, costs))
 
 
-def _check_stays(job: Job) -> None:
-    """Refuse to offload one share of everything, as Yuan et al. do, if a part of it stays on the device."""
-    if job.model.experts is not None and job.offload_ratio != 0:
-        todo = "policy planned offloads what is not of experts"
-        raise ConfigError(
-            "what experts keep stays on the device", [Problem("job: offload_ratio", str(job.offload_ratio), "0", todo)]
-        )
-
-
 def host_report(job: Job, profile: Profile) -> HostReport:
-    """The host-bound stages under the job's policy, which is not `planned`."""
     loads = []
     for stage in range(job.parallel.pipeline):
         device = recomputing_stage_s(job, profile, stage)

@@ -75,8 +75,7 @@ def lacking(recipe: Recipe, where: str) -> Problem:
 
 
 def lacking_here(recipe: Recipe | None, where: str) -> Problem | None:
-    """The problem of the installed Transformer Engine; None if none is installed, or if it has the recipe. It is not imported,
-    which would need a GPU's libraries."""
+    """None if none is installed, or if it has the recipe. Transformer Engine is not imported: that needs a GPU's libraries."""
     if recipe is None or STORED[recipe].made_by in _text_of_recipes():
         return None
     problem = lacking(recipe, where)
@@ -85,7 +84,6 @@ def lacking_here(recipe: Recipe | None, where: str) -> Problem | None:
 
 @cache
 def _text_of_recipes() -> str:
-    """Source of the installed release's recipes; if none is installed, all class names."""
     spec = find_spec("transformer_engine")
     folders = [] if spec is None else spec.submodule_search_locations or []
     files = [file for folder in folders if (file := Path(folder, "common", "recipe", "__init__.py")).is_file()]

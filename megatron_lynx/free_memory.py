@@ -4,8 +4,8 @@
     control groups   limit - in use + page cache     of version 2 (`memory.max`) and 1 (`memory.limit_in_bytes`): this group and
                                                      all above it
 
-Processes that share one of them find out by its identity: for a machine its kernel's boot id, for a group its inode in the
-kernel's file system. Host names are unreliable: containers may share one across machines, or have several on one.
+Processes that share one of them find out by its identity: for a machine its kernel's boot id, as containers may share a host
+name, for a group its inode in the kernel's file system.
 """
 
 from __future__ import annotations
@@ -71,7 +71,6 @@ def _machine(root: Path) -> Pot:
 
 
 def _paths(root: Path, unread: list[str]) -> Iterator[tuple[_Files, str]]:
-    """This process's group, by version."""
     membership = root / "proc/self/cgroup"
     try:
         lines = [line.split(":", 2) for line in membership.read_text().splitlines()]

@@ -63,8 +63,6 @@ class Price:
 
 @dataclass(frozen=True)
 class Lesson:
-    """Corrections from one run."""
-
     source: str
     """The outcome file."""
     profile: str
@@ -125,11 +123,8 @@ class Lesson:
 
 
 def lesson(outcome: RunOutcome, job: Job, profile: Profile, where: str, plan: Plan | None = None) -> Lesson:
-    """Corrections from a run. `where`: its file; `plan`: the run's plan, if it still exists.
-
-    Raises `ConfigError` with every reason why it has none: the run's plan was for another job or profile, it has not finished,
-    was too short or checked, or its figures are impossible for that plan.
-    """
+    """Corrections from a run. `where`: its file; `plan`: the run's plan, if it still exists. Raises `ConfigError` with every
+    reason why it has none."""
     if problems := [*_of_another(outcome, job, profile, where), *_untypical(outcome, where), *_nonsense(outcome, job, where)]:
         raise ConfigError(f"no plan can be made from the run in {where}", problems)
     last, before = outcome.reports[-1], outcome.learned or Learned()
@@ -246,7 +241,6 @@ def _not_learned(report: Report) -> Iterator[str]:
 
 
 def _of_another(outcome: RunOutcome, job: Job, profile: Profile, where: str) -> Iterator[Problem]:
-    """Differences between the requested job and profile and those of the run's plan."""
     again = f"megatron-lynx plan --from-run {shlex.quote(where)} -o PLAN {without_options(outcome.asked or 'JOB', '--from-run')}"
     profile_digest, last = outcome.profile_digest, outcome.reports[-1]
     if outcome.job_digest is None:
@@ -274,7 +268,6 @@ def _untypical(outcome: RunOutcome, where: str) -> Iterator[Problem]:
 
 
 def _nonsense(outcome: RunOutcome, job: Job, where: str) -> Iterator[Problem]:
-    """Figures that are impossible for this plan on this machine."""
     last = outcome.reports[-1]
     if silent := [str(row.stage) for row in last.stages if row.predicted is None or not row.predicted.passes_s]:
         yield Problem(f"{where}: {_stages(silent)}", "a plan that predicts no seconds", "one of megatron-lynx plan")

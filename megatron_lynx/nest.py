@@ -9,7 +9,6 @@ T = TypeVar("T")
 
 
 def all_in(kind: type[T], value: Any) -> list[T]:
-    """Every object of a `kind` in a nest, in order."""
     if isinstance(value, kind):
         return [value]
     objects: list[T] = []
@@ -19,7 +18,6 @@ def all_in(kind: type[T], value: Any) -> list[T]:
 
 
 def first_in(kind: type[T], value: Any) -> T | None:
-    """The first object of a `kind` in a nest, or None."""
     return value if isinstance(value, kind) else next(iter(all_in(kind, value)), None)
 
 

@@ -114,7 +114,6 @@ def _simulated(
 
 
 def _most_of_a_layer(plan: Plan, stage: int, profile: Profile) -> int:
-    """Largest memory of one layer of a stage without recomputation."""
     kinds = {plan.model.sections_of(layer) for entry in plan.chunks_of(stage) for layer in entry.layers}
     halves = [[profile.of(section) for section in kind] for kind in kinds]
     return max(sum(half.input_bytes + sum(tensor.bytes for tensor in half.tensors) for half in layer) for layer in halves)
@@ -142,10 +141,7 @@ def _in_nodes(plan: Plan, stage: int, passes: Sequence[ChunkPasses], prices: Pri
 
 @lru_cache(maxsize=8)
 def _schedule(pipeline: int, microbatches: int, chunks: int, group: int, more: int) -> Schedule:
-    """Megatron's schedule, with the recomputation in a receive before every backward. `more`: additional warm-up forwards.
-
-    Cached: the planner rehearses a dozen plans of one layout.
-    """
+    """Megatron's schedule, with the recomputation in a receive before every backward. `more`: additional warm-up forwards."""
     stock = with_flushes(pipeline, microbatches, chunks, group, more)
     return replace(stock, orders=tuple(tuple(with_recomputations(actions)) for actions in stock.orders))
 
@@ -169,7 +165,6 @@ class _PlannedStage:
 
 @lru_cache(maxsize=256)
 def _passes_of_stage(planned: _PlannedStage) -> list[ChunkPasses]:
-    """Cached: the plans that a planner rehearses differ in few stages."""
     entries = planned.plan.chunks_of(planned.stage)
     return passes_of_chunks(planned.plan, entries, planned.prices, reduced_in_backward=planned.reduced_in_backward)
 
@@ -226,8 +221,7 @@ def _ends(plan: Plan, stage: Stage, prices: Prices) -> tuple[BlockProfile, Block
 
 
 def _copy(plan: Plan, stage: Stage, profile: Profile) -> HostCopy | None:
-    """The offload copy of a micro-batch, limited by the movable bytes. Without a link to the host in the profile it takes no
-    time."""
+    """Limited by the movable bytes. Without a link to the host in the profile it takes no time."""
     if stage.offload is None:
         return None
     size_bytes = min(stage.offload.bytes, _movable_bytes(plan, stage, profile, stage.offload.smallest_tensor_bytes))
@@ -236,7 +230,6 @@ def _copy(plan: Plan, stage: Stage, profile: Profile) -> HostCopy | None:
 
 
 def _movable_bytes(plan: Plan, stage: Stage, profile: Profile, smallest_bytes: int) -> int:
-    """Bytes of one micro-batch that can be offloaded."""
     movable, received_bytes = sum(_movable_of_halves(plan, stage, profile, smallest_bytes)), profile.attention.input_bytes
     kept = (stage.stage, stage.chunk) == (0, 0) and received_bytes >= smallest_bytes
     return movable + received_bytes if kept else movable
@@ -306,7 +299,6 @@ def _sections(plan: Plan, stage: Stage) -> Iterator[tuple[int, Section]]:
 
 
 def treated_halves(stage: Stage, planned: Iterable[PlannedHalf], prices: Prices) -> Iterator[Treated]:
-    """The halves of a stage's entry, in forward order, with their prices."""
     for half, checkpoint in with_checkpoints(planned):
         yield Treated(
             half,

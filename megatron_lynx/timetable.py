@@ -328,7 +328,6 @@ class Timetable:
 
     @cached_property
     def busy_halves(self) -> tuple[frozenset[FrameKey], ...]:
-        """By chunk."""
         return tuple(
             frozenset[FrameKey]().union(*(one_pass.busy_halves for one_pass in (self.forward(chunk), *self._backwards_of(chunk))))
             for chunk in range(len(self.chunks))
@@ -351,7 +350,6 @@ class Timetable:
 
     @cached_property
     def _deferred(self) -> tuple[Tasks, ...]:
-        """By chunk."""
         return tuple(_deferred(halves) for halves in self.chunks)
 
     @cached_property

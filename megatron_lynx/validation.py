@@ -53,7 +53,6 @@ class Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     def __hash__(self) -> int:
-        """Computed once: jobs and models are keys of most caches, and have some hundred values."""
         value: int | None = getattr(self, "_known_hash", None)
         if value is None:
             value = hash((type(self), *(self.__dict__[name] for name in type(self).model_fields)))
@@ -220,7 +219,6 @@ def _suggestion(name: Any, known: list[str]) -> tuple[str, str | None]:
 
 
 def _shown(value: Any) -> str:
-    """The found value as in the file; collections by kind."""
     if isinstance(value, (dict, list)):
         return ("an empty " if not value else "a ") + ("mapping" if isinstance(value, dict) else "list")
     if value is None:

@@ -45,8 +45,6 @@ _SCALARS = (
 
 
 class _Loader(yaml.SafeLoader):
-    """Collects readable mistakes in `problems`."""
-
     yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012  PyYAML's own attribute, replaced so that none of 1.1's remain
 
     def __init__(self, text: str, where: str, parser: Any = None) -> None:
@@ -91,9 +89,6 @@ class _Loader(yaml.SafeLoader):
     def construct_members(self, node: yaml.MappingNode) -> list[Any]:
         return list(self.construct_mapping(node))
 
-    def construct_whole(self, node: yaml.ScalarNode) -> int:
-        return int(node.value)
-
     def construct_decimal(self, node: yaml.ScalarNode) -> int | float:
         value = float(node.value)
         counts = "." not in node.value and abs(value) < 2**53 and value.is_integer()  # 1e9 is a count, 1e-3 is not
@@ -112,7 +107,7 @@ _Loader.yaml_constructors = {}  # a plan has plain data only: no dates, sets or 
 for _kind in ("null", "bool", "str", "seq", "map"):
     _tag = f"tag:yaml.org,2002:{_kind}"
     _Loader.add_constructor(_tag, yaml.SafeLoader.yaml_constructors[_tag])
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_whole)
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
 _Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_decimal)
 _Loader.add_constructor("tag:yaml.org,2002:set", _Loader.construct_members)
 _Loader.add_constructor(_OCTAL, _Loader.refuse_octal)

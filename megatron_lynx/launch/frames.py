@@ -187,9 +187,8 @@ PER_STEP = 4
 
 
 class Draw:
-    def __init__(self, seed: int, per_step: int = PER_STEP) -> None:
+    def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)  # a generator that training does not use
-        self._per_step = per_step
         self._left = 0
         self._seen = Counter[Hashable]()
         self._chosen: set[tuple[Hashable, int]] = set()
@@ -204,11 +203,11 @@ class Draw:
         candidates = [
             ((self._drawn[kind] + more, self._random.random()), (kind, number))
             for kind, count in self._seen.items()
-            for more, number in enumerate(self._random.sample(range(count), min(count, self._per_step)))
+            for more, number in enumerate(self._random.sample(range(count), min(count, PER_STEP)))
         ]
-        least_drawn = sorted(candidates, key=lambda candidate: candidate[0])[: self._per_step]
+        least_drawn = sorted(candidates, key=lambda candidate: candidate[0])[:PER_STEP]
         self._chosen = {chosen for _, chosen in least_drawn}
-        self._seen, self._left = Counter(), self._per_step
+        self._seen, self._left = Counter(), PER_STEP
 
     def takes(self, kind: Hashable) -> bool:
         """Whether to draw this frame, the next one of its kind in this step."""

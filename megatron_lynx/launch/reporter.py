@@ -121,9 +121,6 @@ def largest_input(inputs: Iterable[StepInput | None]) -> StepInput | None:
     return None if fullest is None or fullest.as_planned else fullest
 
 
-REMEMBERED = 1000
-
-
 class StepSeconds(NamedTuple):
     passes_s: float
     """Megatron's schedule, including the reduction of gradients."""
@@ -134,7 +131,7 @@ class StepClock:
     def __init__(self, device: Device) -> None:
         self._clock = Clock(device)
         self._passes_s = 0.0
-        self._steps: deque[StepSeconds] = deque(maxlen=REMEMBERED)
+        self._steps: deque[StepSeconds] = deque(maxlen=1000)
 
     @contextmanager
     def step(self, arguments: dict[str, Any], *, counts: bool) -> Iterator[None]:
@@ -274,7 +271,7 @@ class Reporter:
         traced = self._step == self._trace_step and harmless
         self._usual = usual = not (checked or traced)
         self._measured += usual
-        self._engine.clock.runs = timed = usual and self._is_timed
+        self._engine.clock.runs = timed = usual and self._measured & (self._measured - 1) == 0  # 1, 2, 4, 8, ...
         self._engine.met = self._seen if usual else None
         counted = self._peak.counting() if usual and self._measured <= FIRST else nullcontext()
         tracing: AbstractContextManager[list[Span]] = nullcontext([])
@@ -311,11 +308,6 @@ class Reporter:
 
     def _figures(self, more: Mapping[str, Any]) -> StageMeasured:
         return StageMeasured(ranks=1, **self._known | dict(more))
-
-    @property
-    def _is_timed(self) -> bool:
-        """Usual steps 1, 2, 4, 8, ..."""
-        return self._measured & (self._measured - 1) == 0
 
     def _report(self, when: Literal["step", "end"]) -> None:
         """Report the steps since the last report: a single one, or the medians of all others at the end."""

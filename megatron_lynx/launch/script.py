@@ -20,14 +20,8 @@ from typing import Any
 from megatron_lynx.errors import ConfigError, LynxError, Problem, suggestion
 
 PREFIX = "--lynx-"
-LEVELS = ("debug", "info", "warning", "error")
-REFERENCES = ("none", "full")
-SCHEDULES = ("flush", "double-buffered")
 BRIDGE = "bridge"
-HOSTS = ("megatron-lm", BRIDGE)
-GROUP = "megatron-lynx"
 FRAMES = "frames:"
-FRAME_STEPS = 5
 
 
 def _step(text: str) -> int:
@@ -38,7 +32,7 @@ def _step(text: str) -> int:
 
 def _check(text: str) -> int | str:
     frames = text.startswith(FRAMES.rstrip(":"))
-    count = str(FRAME_STEPS) if f"{text}:" == FRAMES else text.removeprefix(FRAMES)
+    count = "5" if f"{text}:" == FRAMES else text.removeprefix(FRAMES)
     if not count.isdecimal() or int(count) < 1:
         raise argparse.ArgumentTypeError(f"found {text}, needed how many steps, from 1, or frames, or frames:N")
     return f"{FRAMES}{int(count)}" if frames else int(count)
@@ -76,21 +70,23 @@ class Flags:
     lynx_check_against: str = _flag(
         "none",
         "Stock without recomputation (none, the default), or with full recomputation (full), which needs less memory.",
-        choices=REFERENCES,
+        choices=("none", "full"),
     )
     lynx_schedule: str = _flag(
         "flush",
         "double-buffered: do not empty the pipeline before each update. Keeps two versions of the weights, and changes how the "
         "model learns: gradients are one update old. Default: flush, as ever.",
-        choices=SCHEDULES,
+        choices=("flush", "double-buffered"),
     )
     lynx_host: str = _flag(
         "megatron-lm",
         "Whose training the script calls: Megatron-LM's (the default), or Megatron-Bridge's, whose `pretrain` takes a "
         "configuration. May stand before the script.",
-        choices=HOSTS,
+        choices=("megatron-lm", BRIDGE),
     )
-    lynx_log: str = _flag("warning", "What megatron-lynx says on rank 0 beside its summary.", choices=LEVELS)
+    lynx_log: str = _flag(
+        "warning", "What megatron-lynx says on rank 0 beside its summary.", choices=("debug", "info", "warning", "error")
+    )
 
     @property
     def without_flushes(self) -> bool:
@@ -120,7 +116,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    group = parser.add_argument_group(GROUP)
+    group = parser.add_argument_group("megatron-lynx")
     for flag in fields(Flags):
         group.add_argument(f"--{flag.name.replace('_', '-')}", default=flag.default, **flag.metadata)
     return parser

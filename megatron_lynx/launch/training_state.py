@@ -106,9 +106,6 @@ def _copied(value: Any) -> Any:
     return map_nest(Tensor, torch.clone, value)
 
 
-TensorKey = tuple[int, str, str]
-
-
 def in_fp8(module: Module) -> bool:
     """Whether it is one of Transformer Engine's modules, which may run in FP8."""
     return hasattr(module, "fp8_meta")
@@ -128,7 +125,7 @@ class Fp8Scales:
             before = self._before.get(key)
             tensor.copy_(before if before is not None else torch.full_like(tensor, float(key[2] == "scale")))
 
-    def _present(self) -> Iterator[tuple[TensorKey, Tensor]]:
+    def _present(self) -> Iterator[tuple[tuple[int, str, str], Tensor]]:
         for number, module in enumerate(self._modules):
             meta: Any = module.fp8_meta
             for direction in ("scaling_fwd", "scaling_bwd"):

@@ -44,8 +44,6 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes of one counted step, above the level at entry."""
-
     peak_bytes: int
     marks: tuple[Mark, ...]
     left_bytes: int
@@ -161,7 +159,6 @@ def nothing_reported() -> Iterator[None]:
         os.close(kept)
 
 
-OTHER_THREADS_S = 0.5
 TASKS = Path("/proc/self/task")
 _FLAG = "FLAGS_caffe2_report_cpu_memory_usage"
 _MARK = "megatron_lynx.mark:"
@@ -187,11 +184,10 @@ def remember_blocks() -> None:
 
 
 def wait_for_other_threads() -> None:
-    """Wait until every other thread sleeps, at most half a second. A thread of gloo frees a result a moment after its waiter
-    resumes."""
+    """Wait, at most half a second, until every other thread sleeps: gloo's free a result only after its waiter resumes."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
-    until_s = time.monotonic() + OTHER_THREADS_S
+    until_s = time.monotonic() + 0.5
     while True:
         time.sleep(0.001)  # releases the interpreter's lock, which a thread needs to free a tensor
         others = (task for task in TASKS.glob("*") if int(task.name) != threading.get_native_id())

@@ -81,7 +81,6 @@ def _sums(one: dict[str, PartT], other: dict[str, PartT]) -> dict[str, PartT]:
     return dict(sorted(sums.items()))
 
 
-ON_COPY_STREAMS = ("offload", "reload")
 COMPUTING = ("forward", "backward")
 
 OVER = 0.02
@@ -101,7 +100,7 @@ def parts_of(spans: Sequence[Span], has_experts: Callable[[int], bool]) -> StepP
     """
     halves: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     waits: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for span, inside in _nested(span for span in spans if span.kind not in ON_COPY_STREAMS):
+    for span, inside in _nested(span for span in spans if span.kind not in ("offload", "reload")):
         own_s = span.end_s - span.start_s - sum(inner_span.end_s - inner_span.start_s for inner_span in inside)
         if span.kind in COMPUTING or span.kind == "weight_gradient":
             halves[_kind(span.half, span.layer, has_experts)][span.kind].append(own_s)
@@ -280,7 +279,10 @@ def lines(report: Report) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     heading = _heading(widths)
     table = [BETWEEN.join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
-    return [_title(report), *(f"  {line}".rstrip() for line in (heading, *table, *_notes(report)))]
+    title = f"step {report.step} of this run, beside what its plan predicts:"
+    if report.when == "end":
+        title = f"how this run of {report.step} steps came out (seconds of a usual step, the most bytes of all):"
+    return [title, *(f"  {line}".rstrip() for line in (heading, *table, *_notes(report)))]
 
 
 def _heading(widths: list[int]) -> str:
@@ -293,12 +295,6 @@ def _heading(widths: list[int]) -> str:
         names.append(name.rjust(max(width, len(name))))
         column += size
     return BETWEEN.join(names)
-
-
-def _title(report: Report) -> str:
-    if report.when == "end":
-        return f"how this run of {report.step} steps came out (seconds of a usual step, the most bytes of all):"
-    return f"step {report.step} of this run, beside what its plan predicts:"
 
 
 def _cells(report: Report, row: StageRow) -> tuple[str, ...]:

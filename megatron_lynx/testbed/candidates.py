@@ -115,11 +115,8 @@ def _on_demand(rule: Rule) -> Rule:
     return rule.model_copy(update={"windows": Windows(), "gather": Gather.model_validate(gathers)})
 
 
-PLENTY = 1 << 30
-
-
 def deferring(
-    plan: Plan, linears: Sequence[str] = (), chosen: Callable[[str], bool] = lambda wait: True, most_bytes: int = PLENTY
+    plan: Plan, linears: Sequence[str] = (), chosen: Callable[[str], bool] = lambda wait: True, most_bytes: int = 1 << 30
 ) -> Plan:
     """Return the plan with the weight gradients of `linears`, by default all, delayed into those of the chosen waits that can
     take them."""

@@ -51,11 +51,7 @@ values, which an earlier model of this process may have set."""
 
 
 def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
-    """Return Megatron's configuration of a job with its fusions. `overrides`: fields of TransformerConfig.
-
-    Raises:
-        ConfigError: the job has flash attention, which CPUs and Megatron's local layers do not support.
-    """
+    """`overrides`: fields of TransformerConfig. Raises `ConfigError` for flash attention without Transformer Engine on a GPU."""
     model, parallel = job.model, job.parallel
     fused = model.attention == "flash"
     if fused and not (model.uses_te and torch.cuda.is_available()):
@@ -178,9 +174,8 @@ def build_model(
 ) -> list[GPTModel | Float16Module]:
     """Return this rank's chunks in training mode, on the GPU if there is one: one, or `job.chunks` virtual stages.
 
-    Needs an initialised `parallel_state`. Weights depend only on `seed` and names. RNG states change, so seed them afterwards
-    (`groups.seed_random_numbers`). `overrides`: fields of TransformerConfig, such as stock recomputation. With `weights_of`
-    nothing is drawn: the chunks share its parameters, and may differ from it in `overrides`.
+    Needs an initialised `parallel_state`. Weights depend only on `seed` and names. RNG states change, so seed them afterwards.
+    `overrides`: fields of TransformerConfig, such as stock recomputation. `weights_of`: chunks whose parameters are shared.
     """
     config = transformer_config(job, **overrides)
     for variable in ATTENTION:
@@ -279,10 +274,7 @@ def te_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Tra
 
 
 class Norm:
-    """Torch's LayerNorm or RMSNorm for a layer spec, with parameters marked for sequence parallelism.
-
-    There each rank has a slice of the tokens, and Megatron sums the gradients of marked parameters.
-    """
+    """Torch's LayerNorm or RMSNorm for a layer spec; Megatron sums gradients of parameters marked for sequence parallelism."""
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:  # type: ignore[misc]
         kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
@@ -294,10 +286,7 @@ class Norm:
 
 class LatentCore(DotProductAttention):  # type: ignore[misc]
     """Megatron's local core attention for latent attention. From 0.15 to 0.19 it is called with the widths of keys and values,
-    but does not accept them.
-
-    It takes the value width from `config.kv_channels`, and that of queries and keys from the tensors.
-    """
+    but does not accept them. It takes the value width from `config.kv_channels`."""
 
     def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -338,8 +327,7 @@ def draw_weights(chunk: GPTModel, seed: int) -> None:
 
 
 def global_name(chunk: GPTModel, name: str) -> str:
-    """Return a parameter's name in the unsplit model of local layers: layers counted over all stages, experts over all ranks, one
-    name for tied embeddings."""
+    """Return a parameter's name in the unsplit model of local layers, whose layers and experts are counted over all ranks."""
     if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
         return "embedding.word_embeddings.weight"
     for fused, local in SAME.items():
