@@ -1,1 +1,0 @@
-"""Sparse attention over compressed keys and values."""
