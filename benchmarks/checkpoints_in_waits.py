@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_lynx.anatomy import HALVES
-from megatron_lynx.anatomy.in_time import own_window
+from megatron_lynx.anatomy.address import own_window
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.loader import job_path, load_job
 from megatron_lynx.plan.plan import Plan

@@ -20,8 +20,8 @@ from megatron_lynx.cost.combined import keeping_all, nodes_of, shared_rates
 from megatron_lynx.cost.communication import gather_lost_and_spared_s
 from megatron_lynx.cost.ends import ends_of
 from megatron_lynx.cost.host import half_host_s
-from megatron_lynx.cost.in_hand import less_in_hand_bytes
 from megatron_lynx.cost.memory import movable_bytes
+from megatron_lynx.cost.moments import less_in_hand_bytes
 from megatron_lynx.cost.recompute import Checkpoint, recomputation_of
 from megatron_lynx.cost.section import Prices
 from megatron_lynx.errors import PlanMismatch, Problem
@@ -51,7 +51,7 @@ def rehearse(
 ) -> Simulation:
     """Simulate one step under a plan, with the seconds and bytes of a profile; without the optimizer.
 
-    `job`: the plan's. Without it the transient memory (`cost.in_hand`) of all halves counts as equal, and gradients are reduced
+    `job`: the plan's. Without it the transient memory (`cost.moments`) of all halves counts as equal, and gradients are reduced
     after the last backward of a step; with --overlap-grad-reduce (`Overlap.gradients`) that backward delays nothing.
     `loaded`: profiles of stages whose experts have another load than the plan's. `whole`: all micro-batches are simulated, not a
     few from which the others follow. Without flushes a whole run is simulated, and a step is one batch of its steady state.

@@ -2,7 +2,7 @@
 
 Of experts a plan keeps what their routers decided, which stock's `full` and `moe` decide again: so much more is allowed. And
 where layers are not checkpointed, a plan that is fullest before a backward begins counts what a half has in hand then
-(`cost.in_hand`). Bytes are equal to a hundredth.
+(`cost.moments`). Bytes are equal to a hundredth.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from benchmarks.never_less import kept_by_routers
 from benchmarks.when_not import job_of, on_devices_of
 from megatron_lynx.config import Job
 from megatron_lynx.config.loader import bundled_configs, cluster_data, job_path, load_job
-from megatron_lynx.cost.in_hand import half_in_hand_bytes, layer_in_hand_bytes
+from megatron_lynx.cost.moments import half_in_hand_bytes, layer_in_hand_bytes
 from megatron_lynx.planner import Decision, decide
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.stock import FULL, NONE, StockSetting, priced
 from megatron_lynx.stock.legality import Facts, offered
-from megatron_lynx.stock.modules import OFFLOADED, RECOMPUTED
-from megatron_lynx.stock.setting import block
+from megatron_lynx.stock.setting import OFFLOADED, RECOMPUTED, block
 from megatron_lynx.units import GIB
 from megatron_lynx.yaml_file import read_yaml
 

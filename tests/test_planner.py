@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_lynx.anatomy import COLUMN_PARALLEL, HALVES, RECOMPUTABLE
 from megatron_lynx.config import Experts
 from megatron_lynx.config.job import Budget
-from megatron_lynx.cost.layer import recomputed_flops
+from megatron_lynx.cost.recompute import recomputed_flops
 from megatron_lynx.cost.stage_memory import parts_beside_layers
 from megatron_lynx.errors import ConfigError, Infeasible
 from megatron_lynx.kinds.planning import half_tensors

@@ -21,8 +21,6 @@ FOUNDATION = {
     "kinds.dense.section",
     "kinds.experts.section",
     "kinds.latent.section",
-    "kinds.sparse.section",
-    "kinds.delta.section",
     "kinds.mamba.section",
     "kinds.opaque.section",
     "kinds.section",
@@ -47,9 +45,8 @@ FOUNDATION = {
     "version",
 }
 KINDS_PLANNING = {
-    *("kinds.core_attention", "kinds.face", "kinds.mixer", "kinds.planning", "kinds.saved"),
-    *("kinds.dense.planning", "kinds.experts.planning", "kinds.latent.planning", "kinds.delta.planning"),
-    *("kinds.mamba.planning", "kinds.sparse.planning"),
+    *("kinds.core_attention", "kinds.face", "kinds.mamba.planning", "kinds.planning", "kinds.saved"),
+    *("kinds.dense.planning", "kinds.experts.planning", "kinds.latent.planning"),
 }
 PLANNING = {
     *("config", "profiler", "cost", "simulator", "solver", "search", "rehearsal", "planner", "stock", "advise", "from_run"),
@@ -71,9 +68,9 @@ MAY_IMPORT = {
     "rehearsal": {"config", "schedule", "timetable", "plan", "profiler", "cost", "simulator"},
     "planner": {
         *("config", "schedule", "timetable", "plan", "profiler", "cost", "simulator", "solver", "rehearsal"),
-        *("stock.legality", "stock.modules", "stock.setting"),
+        *("stock.legality", "stock.setting"),
     },
-    "launch_arguments": {"config", "launch.script", "stock.setting", "stock.legality", "stock.modules"},
+    "launch_arguments": {"config", "launch.script", "stock.setting", "stock.legality"},
     "doctor": {"config", "plan", "profiler", "cost", "rehearsal", "estimate", "launch_arguments", "apply"},
     "search": {"config", "schedule", "plan", "profiler", "cost", "simulator", "solver", "rehearsal", "planner", "stock"},
     "stock": {"config", "schedule", "profiler", "cost", "simulator"},

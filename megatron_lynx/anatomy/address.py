@@ -1,4 +1,4 @@
-"""Addresses of windows, and their names in plan files.
+"""Addresses of windows, their names in plan files, and which precede the first use of a recomputed tensor.
 
 A window is a stretch in which the compute stream would wait for communication.
 
@@ -27,11 +27,13 @@ It stops between two items after sites only (`Section.stops`), so that no code r
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from megatron_lynx.fp8_recipes import Recipe, reduces_amaxes
 from megatron_lynx.kinds.dense.section import DENSE
-from megatron_lynx.kinds.section import HALVES, PASSES, Half, Pass
+from megatron_lynx.kinds.section import HALVES, PASSES, Half, Pass, Section
 
 BackwardPhase = Literal["steady", "cooldown"]
 BACKWARD_PHASES: tuple[BackwardPhase, BackwardPhase] = ("steady", "cooldown")
@@ -124,3 +126,43 @@ def stretches_in(text: str) -> tuple[Stretch, ...]:
 
 def in_words(stretches: tuple[Stretch, ...]) -> str:
     return THEN.join(map(str, stretches)) or ON_DEMAND
+
+
+def half_before(half: Half) -> tuple[Half, int]:
+    return ("mlp", 0) if half == "attention" else ("attention", 1)
+
+
+def own_windows_in_time(section: Section, recompute: Collection[str], *, sequence_parallel: bool, te: bool) -> int:
+    """Return the number of windows of the half's backward before it needs a tensor that these items recompute.
+
+    Its window 0 is in time with sequence parallelism: it gathers the gradient before any GEMM's saved tensor is read. Two
+    exceptions: the dropout mask of the residual addition, which backward reads first; and the row-parallel linear's input in
+    Transformer Engine's layers, whose linears read their saved tensors before they gather. Later windows are too late.
+    """
+    row_parallel_input = te and section.before_row_parallel in recompute
+    return int(sequence_parallel and not (row_parallel_input or section.residual in recompute))
+
+
+def own_exchanges_in_time(section: Section, recompute: Collection[str]) -> int:
+    """The same for exchanges of tokens: before the first one backward reads only the dropout mask."""
+    return int(section.residual not in recompute)
+
+
+def own_window(half: Half) -> str:
+    return window_name("bwd", half, 0)
+
+
+def amax_reducing(
+    section: Section, recompute: Collection[str], recipe: Recipe | None, *, sequence_parallel: bool
+) -> tuple[str, ...]:
+    """The recomputed items that reduce an amax in every call, so that they run on demand and in no window (rule R2): with
+    sequence parallelism each rank has a part of a linear's gathered input, and current scaling needs one scale for all parts."""
+    return section.cast_together(recompute) if sequence_parallel and reduces_amaxes(recipe) else ()
+
+
+def resumes_in_wait(section: Section, recipe: Recipe | None, *, exchanges: bool, gathers: bool, userbuffers: bool) -> bool:
+    """Whether a checkpoint's rest may run in the first wait of its backward. `exchanges`: tokens of the section are exchanged in
+    windows. `gathers`: tensor-parallel ranks gather its gradient; in FP8 backward does not begin with that."""
+    if userbuffers or section.exchanges:
+        return exchanges and not userbuffers
+    return section.last_communicating is not None and gathers and recipe is None

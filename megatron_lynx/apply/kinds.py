@@ -29,14 +29,12 @@ from megatron_lynx.apply.live_run import (
 from megatron_lynx.apply.releases import installed_version
 from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.captured import ROUTER, in_graph
-from megatron_lynx.kinds.delta.section import DELTA_NET
 from megatron_lynx.kinds.dense.section import ATTENTION, MLP
 from megatron_lynx.kinds.experts.section import DISPATCHERS, EXPERTS, IN_NODES, MIXTURE, MIXTURES
-from megatron_lynx.kinds.latent.section import KV_DOWN, LATENT, Q_DOWN, LatentSizes, SparseSizes, trained_on
-from megatron_lynx.kinds.mamba.section import MAMBA
+from megatron_lynx.kinds.latent.section import KV_DOWN, LATENT, Q_DOWN, SPARSE, LatentSizes, SparseSizes, trained_on
+from megatron_lynx.kinds.mamba.section import DELTA_NET, MAMBA
 from megatron_lynx.kinds.opaque.section import OPAQUE, OpaqueName
 from megatron_lynx.kinds.section import HALVES, Half, Role, Section
-from megatron_lynx.kinds.sparse.section import SPARSE
 from megatron_lynx.limits import OR_ELSE, refused
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.runtime.engine import Engine

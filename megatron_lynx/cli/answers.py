@@ -19,7 +19,7 @@ from megatron_lynx.plan import Plan
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.published.left_out import LeftOut
 from megatron_lynx.published.row import Row
-from megatron_lynx.stock.side_by_side import SimulatedRow
+from megatron_lynx.stock.rival import SimulatedRow
 from megatron_lynx.tables import READABLE, WrappedTable
 from megatron_lynx.timeline import write_trace
 from megatron_lynx.units import GIB, format_bytes, format_seconds

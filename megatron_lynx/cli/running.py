@@ -83,8 +83,7 @@ def _compare_simulated(
     from megatron_lynx.planner.variants import range_of
     from megatron_lynx.rehearsal import rehearse
     from megatron_lynx.stock.legality import NEWEST
-    from megatron_lynx.stock.rival import rivals
-    from megatron_lynx.stock.side_by_side import SimulatedRow, allowed_bytes, side_by_side, verdict
+    from megatron_lynx.stock.rival import SimulatedRow, allowed_bytes, rivals, side_by_side, verdict
 
     advised: list[Stock] = []
 

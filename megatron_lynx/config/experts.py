@@ -13,9 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from megatron_lynx.anatomy import Facts, Section, sections_of
-from megatron_lynx.kinds.delta.section import DELTA_NET, DeltaSizes
 from megatron_lynx.kinds.experts.section import Dispatcher
-from megatron_lynx.kinds.mamba.section import MAMBA, MambaSizes
+from megatron_lynx.kinds.mamba.section import DELTA_NET, MAMBA, DeltaSizes, MambaSizes
 from megatron_lynx.kinds.opaque.section import NOTHING, OpaqueName
 from megatron_lynx.validation import Part
 

@@ -18,8 +18,7 @@ from typing import Any
 
 from megatron_lynx.config.device_reserve import SLACK
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.in_hand import fullest_half_bytes
-from megatron_lynx.cost.moments import StageMemory
+from megatron_lynx.cost.moments import StageMemory, fullest_half_bytes
 from megatron_lynx.cost.stage_memory import parts_beside_layers
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.units import GIB, MIB, format_bytes

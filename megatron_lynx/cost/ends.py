@@ -34,7 +34,7 @@ from __future__ import annotations
 from megatron_lynx.anatomy import Section
 from megatron_lynx.config.model import Model
 from megatron_lynx.cost.communication import embedding_of, head_of, window_lengths_s
-from megatron_lynx.cost.layer import kept_bytes
+from megatron_lynx.cost.recompute import kept_bytes
 from megatron_lynx.profiler.profile import BlockProfile, Profile
 from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape
 

@@ -51,7 +51,7 @@ class HalfMemory:
     """Recomputed or gathered bytes already live at the four moments before its backward, nearest first."""
     movable: int = 0
     less_in_hand: int = 0
-    """How much smaller its transients are than those counted besides the layers (`cost.in_hand`)."""
+    """How much smaller its transients are than those counted besides the layers (`cost.moments`)."""
 
     @property
     def whole(self) -> int:

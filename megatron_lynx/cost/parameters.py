@@ -42,7 +42,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.cost.ends import NORMS, projection_weights
-from megatron_lynx.cost.in_hand import walked
+from megatron_lynx.cost.moments import walked
 from megatron_lynx.fp8_recipes import STORED
 from megatron_lynx.kinds.experts.planning import expert_sharers
 from megatron_lynx.kinds.face import HalfParameters, Linear, adapter_parameters

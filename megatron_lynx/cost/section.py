@@ -138,7 +138,7 @@ class Prices:
 
     profile: Profile
     less_in_hand_bytes: Mapping[Half, int] = field(default_factory=dict)
-    """By half, in backward (`cost.in_hand`); empty if only the layers' own bytes matter."""
+    """By half, in backward (`cost.moments`); empty if only the layers' own bytes matter."""
     _known: dict[tuple[object, ...], Any] = field(default_factory=dict)
 
     def once(self, price: Callable[..., T], *where: object, **how: object) -> T:

@@ -48,15 +48,16 @@ from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost import ends, muon
 from megatron_lynx.cost.communication import userbuffers_bytes
 from megatron_lynx.cost.host_optimizer import made_bytes
-from megatron_lynx.cost.in_hand import (
+from megatron_lynx.cost.moments import (
+    Moment,
+    Parts,
+    StageMemory,
     global_buffer_bytes,
     half_in_hand_bytes,
     kept_blocks_bytes,
     layer_in_hand_bytes,
     transient_bytes,
 )
-from megatron_lynx.cost.layer import beyond_fp8_bytes, half_kept_bytes, kept_bytes, layers_bytes
-from megatron_lynx.cost.moments import Moment, Parts, StageMemory
 from megatron_lynx.cost.parameters import (
     bytes_each,
     filled_numbers,
@@ -69,6 +70,7 @@ from megatron_lynx.cost.parameters import (
     update_copies_bytes,
     update_in_hand_bytes,
 )
+from megatron_lynx.cost.recompute import beyond_fp8_bytes, half_kept_bytes, kept_bytes, layers_bytes
 from megatron_lynx.cost.stage import (
     chunks_in_flight,
     microbatches_in_flight,

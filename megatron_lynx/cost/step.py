@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from megatron_lynx.anatomy import Section
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.host import issued
-from megatron_lynx.cost.layer import recomputed_items
+from megatron_lynx.cost.recompute import recomputed_items
 from megatron_lynx.cost.stage import (
     HalfSeconds,
     chunks_in_flight,

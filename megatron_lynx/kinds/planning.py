@@ -17,22 +17,18 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.errors import Problem
-from megatron_lynx.kinds.delta.planning import DeltaNet
-from megatron_lynx.kinds.delta.section import DELTA_NET
 from megatron_lynx.kinds.dense.planning import DenseAttention, DenseMlp
 from megatron_lynx.kinds.dense.section import ATTENTION, MLP
 from megatron_lynx.kinds.experts.planning import MixtureOfExperts
 from megatron_lynx.kinds.experts.section import EXPERTS
 from megatron_lynx.kinds.face import HalfParameters, Linear, Planning, Step, longer
-from megatron_lynx.kinds.latent.planning import LatentAttention
-from megatron_lynx.kinds.latent.section import LATENT
-from megatron_lynx.kinds.mamba.planning import MambaLayer
-from megatron_lynx.kinds.mamba.section import MAMBA
+from megatron_lynx.kinds.latent.planning import LatentAttention, SparseAttention
+from megatron_lynx.kinds.latent.section import LATENT, SPARSE
+from megatron_lynx.kinds.mamba.planning import DeltaNet, MambaLayer
+from megatron_lynx.kinds.mamba.section import DELTA_NET, MAMBA
 from megatron_lynx.kinds.opaque.section import OPAQUE
 from megatron_lynx.kinds.saved import dropout_tensor
 from megatron_lynx.kinds.section import HALVES, Half, Item, Section
-from megatron_lynx.kinds.sparse.planning import SparseAttention
-from megatron_lynx.kinds.sparse.section import SPARSE
 from megatron_lynx.profiler.profile import HalfProfile, ItemProfile, SavedTensor, own_tensors
 from megatron_lynx.profiler.roofline import Kernels, Roofline, collective_s
 from megatron_lynx.profiler.shape import LayerShape

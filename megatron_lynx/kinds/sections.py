@@ -16,10 +16,9 @@ from pydantic_core import PydanticCustomError
 from megatron_lynx.kinds.captured import ROUTER, CapturedModule, in_graph
 from megatron_lynx.kinds.dense.section import ATTENTION, MLP
 from megatron_lynx.kinds.experts.section import EXPERTS_WITH_SHARED, IN_NODES, MIXTURES, Dispatcher
-from megatron_lynx.kinds.latent.section import LATENT, LatentSizes, latent_section
+from megatron_lynx.kinds.latent.section import LATENT, SPARSE, LatentSizes, latent_section
 from megatron_lynx.kinds.opaque.section import OPAQUE, OpaqueName
 from megatron_lynx.kinds.section import HALVES, Half, Section
-from megatron_lynx.kinds.sparse.section import SPARSE
 
 
 class Facts(NamedTuple):

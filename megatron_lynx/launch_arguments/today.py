@@ -14,9 +14,19 @@ from megatron_lynx.kinds.captured import BESIDE as CAPTURABLE
 from megatron_lynx.kinds.captured import CAPTURED_MODULES, captures_nothing, refused_capture
 from megatron_lynx.launch_arguments.given import Fact, Given
 from megatron_lynx.stock.legality import Facts, fails, not_launched, refused
-from megatron_lynx.stock.modules import LEAST_ELEMENTS, OFFLOADED, RECOMPUTED
-from megatron_lynx.stock.modules import Fact as StockFact
-from megatron_lynx.stock.setting import DEFERRED_AT_MOST, DEFERRED_HEAD, DELAYED, NONE, OVERLAP, WHOLE, StockSetting
+from megatron_lynx.stock.setting import (
+    DEFERRED_AT_MOST,
+    DEFERRED_HEAD,
+    DELAYED,
+    LEAST_ELEMENTS,
+    NONE,
+    OFFLOADED,
+    OVERLAP,
+    RECOMPUTED,
+    WHOLE,
+    StockSetting,
+)
+from megatron_lynx.stock.setting import Fact as StockFact
 
 if TYPE_CHECKING:
     from megatron_lynx.config import Job

@@ -2,7 +2,7 @@
 
 A frame is *ahead* from the first stretch of its recomputation until backward enters its half. Each stretch needs a window after
 that of the previous stretch. With sequence parallelism the first window of a half's own backward gathers its gradient, before
-most saved tensors are needed: it may hide the half's own recomputation (`anatomy.in_time`).
+most saved tensors are needed: it may hide the half's own recomputation (`anatomy.address`).
 
 Every delayed weight gradient has waits that exist, after its own backward:
 
@@ -27,9 +27,12 @@ from megatron_lynx.anatomy.address import (
     FrameKey,
     Window,
     WindowAddress,
+    amax_reducing,
+    own_exchanges_in_time,
+    own_windows_in_time,
+    resumes_in_wait,
     window_at,
 )
-from megatron_lynx.anatomy.in_time import amax_reducing, own_exchanges_in_time, own_windows_in_time, resumes_in_wait
 from megatron_lynx.fp8_recipes import gathers_once
 from megatron_lynx.plan import features
 from megatron_lynx.plan.plan import Plan, Stage

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator
 
 from megatron_lynx.anatomy import EXPERTS, EXPERTS_WITH_SHARED, HALVES, MLP, SHARED_EXPERTS, Half, Section
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKWARD, WindowAddress, window_at
+from megatron_lynx.kinds.latent.section import core_kept
 from megatron_lynx.kinds.opaque.section import IN_NODES, OPAQUE
-from megatron_lynx.kinds.sparse.section import core_kept
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.plan.rule import Rule
 

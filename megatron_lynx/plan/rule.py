@@ -23,9 +23,9 @@ from megatron_lynx.anatomy.address import (
     Stretch,
     examples,
     is_forward,
+    own_window,
     stretches_in,
 )
-from megatron_lynx.anatomy.in_time import own_window
 from megatron_lynx.kinds.section import WHY_KEPT
 from megatron_lynx.kinds.sections import ItemName, spelled_out
 from megatron_lynx.plan.facts import LayerRange, Layers

@@ -34,7 +34,7 @@ from megatron_lynx.anatomy.address import (
     window_name,
 )
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.in_hand import less_in_hand_bytes
+from megatron_lynx.cost.moments import less_in_hand_bytes
 from megatron_lynx.cost.section import Prices, WeightGradient
 from megatron_lynx.cost.stage import phases_of
 from megatron_lynx.once import once

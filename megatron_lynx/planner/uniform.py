@@ -6,10 +6,17 @@ from collections.abc import Collection, Sequence
 from typing import Literal
 
 from megatron_lynx.anatomy import Half, Section, all_items
-from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, window_name
-from megatron_lynx.anatomy.in_time import amax_reducing, own_exchanges_in_time, own_window, own_windows_in_time
+from megatron_lynx.anatomy.address import (
+    ON_DEMAND,
+    RECV_BACKWARD,
+    amax_reducing,
+    own_exchanges_in_time,
+    own_window,
+    own_windows_in_time,
+    window_name,
+)
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.layer import recomputed_flops
+from megatron_lynx.cost.recompute import recomputed_flops
 from megatron_lynx.plan.facts import Provenance
 from megatron_lynx.plan.plan import Plan, Predicted, Stage
 from megatron_lynx.plan.rule import ByPhase, Rule

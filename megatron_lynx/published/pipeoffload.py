@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_lynx.config import Model, Parallel
-from megatron_lynx.cost.layer import kept_bytes
+from megatron_lynx.cost.recompute import kept_bytes
 from megatron_lynx.kinds.planning import flops_of
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.published.row import Row

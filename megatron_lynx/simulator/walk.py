@@ -110,7 +110,7 @@ class Walk:
         self.halves = halves
         self._queue = queue
         self._unheld: dict[Linear, int] = {}
-        """Bytes of entries that their own half still holds, or that are counted as transient (`cost.in_hand`)."""
+        """Bytes of entries that their own half still holds, or that are counted as transient (`cost.moments`)."""
         self._interference = interference
         self._spans: list[Span] = []
         self._memory: list[tuple[float, int]] = []

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.config.job import Policy
-from megatron_lynx.cost.layer import recomputed_items
+from megatron_lynx.cost.recompute import recomputed_items
 from megatron_lynx.solver.answer import Solved, layers_of
 from megatron_lynx.solver.problem import Choices, Option, StageProblem
 from megatron_lynx.solver.seats import ON_DEMAND_SEAT

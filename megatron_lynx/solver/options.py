@@ -11,18 +11,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from megatron_lynx.anatomy import HALVES, Half, Section
-from megatron_lynx.anatomy.in_time import own_window, resumes_in_wait
+from megatron_lynx.anatomy.address import own_window, resumes_in_wait
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import loss_bytes
 from megatron_lynx.cost.communication import before_core_s, behind_gather_s
 from megatron_lynx.cost.host import half_host_s
-from megatron_lynx.cost.in_hand import less_in_hand_bytes
 from megatron_lynx.cost.memory import BEGINS, HalfMemory
+from megatron_lynx.cost.moments import less_in_hand_bytes
 from megatron_lynx.cost.recompute import INSIDE, Checkpoint, sensible_choices
 from megatron_lynx.cost.section import PricedSection, Prices, priced
 from megatron_lynx.cost.stage import HalfSeconds, chunks_in_flight, half_seconds, stage_seconds
 from megatron_lynx.fp8_recipes import gathers_once
-from megatron_lynx.kinds.sparse.section import core_kept
+from megatron_lynx.kinds.latent.section import core_kept
 from megatron_lynx.once import once
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.solver.problem import Choices, Grouped, Option, StageProblem

@@ -30,8 +30,18 @@ from math import inf
 from typing import NamedTuple
 
 from megatron_lynx.anatomy import ATTENTION, HALVES, MLP, Half, Section
-from megatron_lynx.anatomy.address import ON_DEMAND, Stretch, WindowAddress, in_words, window_at, window_name
-from megatron_lynx.anatomy.in_time import amax_reducing, half_before, own_exchanges_in_time, own_windows_in_time
+from megatron_lynx.anatomy.address import (
+    ON_DEMAND,
+    Stretch,
+    WindowAddress,
+    amax_reducing,
+    half_before,
+    in_words,
+    own_exchanges_in_time,
+    own_windows_in_time,
+    window_at,
+    window_name,
+)
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.communication import gather_lost_and_spared_s, window_lengths_s
 from megatron_lynx.cost.memory import HalfMemory

@@ -24,15 +24,14 @@ from functools import lru_cache
 from megatron_lynx.anatomy import LayerKind, Section
 from megatron_lynx.cost.combined import LayerSeconds
 from megatron_lynx.cost.communication import window_lengths_s
-from megatron_lynx.cost.layer import half_kept_bytes
+from megatron_lynx.cost.recompute import half_kept_bytes
 from megatron_lynx.cost.stage import HalfSeconds, half_seconds
 from megatron_lynx.kinds.experts.planning import expert_linears
 from megatron_lynx.kinds.experts.section import BESIDE, DISPATCH, EXPERTS_FC1, SHARED_FC1
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.profile import Profile, SavedTensor
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.stock.modules import LEAST_ELEMENTS, OF_OFFLOAD, OF_RECOMPUTE
-from megatron_lynx.stock.setting import StockSetting
+from megatron_lynx.stock.setting import LEAST_ELEMENTS, OF_OFFLOAD, OF_RECOMPUTE, StockSetting
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.stock.modules import OF_RECOMPUTE, OFFLOADED, RECOMPUTED, Fact
-from megatron_lynx.stock.setting import WHOLE, StockSetting
+from megatron_lynx.stock.setting import OF_RECOMPUTE, OFFLOADED, RECOMPUTED, WHOLE, Fact, StockSetting
 
 RELEASES = ("0.15", "0.16", "0.17", "0.18", "0.19", "0.20")
 NEWEST = "0.19"

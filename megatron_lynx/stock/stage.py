@@ -41,8 +41,7 @@ from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.schedule import Action, Phase, Schedule
 from megatron_lynx.simulator.passes import PHASES, ChunkPasses, TimedPass, by_phase
 from megatron_lynx.stock.layer import LayerBytes, layer_bytes, layer_seconds
-from megatron_lynx.stock.modules import LEAST_ELEMENTS
-from megatron_lynx.stock.setting import NONE, StockSetting
+from megatron_lynx.stock.setting import LEAST_ELEMENTS, NONE, StockSetting
 from megatron_lynx.timeline import Passes
 
 

@@ -30,8 +30,7 @@ from megatron_lynx.stock import NONE as STOCK_NONE
 from megatron_lynx.stock import SELECTIVE as STOCK_SELECTIVE
 from megatron_lynx.stock import StockSetting
 from megatron_lynx.stock.legality import Facts, offered
-from megatron_lynx.stock.modules import RECOMPUTED
-from megatron_lynx.stock.setting import block
+from megatron_lynx.stock.setting import RECOMPUTED, block
 from megatron_lynx.testbed.stand_in import TRANSFORMER_ENGINE
 
 MODULES = tuple(module.name for module in RECOMPUTED if module.sections)

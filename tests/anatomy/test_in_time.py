@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_lynx.anatomy import ATTENTION, DENSE, EXPERTS, HALVES, MLP
-from megatron_lynx.anatomy.in_time import half_before, own_window, own_windows_in_time
+from megatron_lynx.anatomy.address import half_before, own_window, own_windows_in_time
 from megatron_lynx.kinds.section import Section
 
 

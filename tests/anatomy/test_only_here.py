@@ -20,7 +20,7 @@ TABLES = (
     "kinds/",
     "apply/kinds.py",
     "apply/transformer_engine.py",
-    "stock/modules.py",
+    "stock/setting.py",
 )
 """What Megatron and Transformer Engine call their things, and the anatomy itself."""
 

@@ -8,8 +8,8 @@ from megatron_lynx.anatomy import ATTENTION, MLP
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.loader import job_path, load_job
 from megatron_lynx.cost.communication import window_lengths_s
-from megatron_lynx.cost.in_hand import less_in_hand_bytes
 from megatron_lynx.cost.memory import COLUMNS, peak_bytes
+from megatron_lynx.cost.moments import less_in_hand_bytes
 from megatron_lynx.cost.recompute import Checkpoint
 from megatron_lynx.cost.section import PricedSection, priced
 from megatron_lynx.profiler.analytic import analytic_profile

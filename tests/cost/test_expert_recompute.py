@@ -9,8 +9,7 @@ import pytest
 
 from megatron_lynx.anatomy import EXPERTS, EXPERTS_WITH_SHARED, ITEMS, Section
 from megatron_lynx.config import Experts, Job
-from megatron_lynx.cost.layer import recomputed_flops
-from megatron_lynx.cost.recompute import recomputation_of, sensible_choices
+from megatron_lynx.cost.recompute import recomputation_of, recomputed_flops, sensible_choices
 from megatron_lynx.kinds.experts.planning import expert_tensors
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan

@@ -7,8 +7,7 @@ from itertools import combinations
 import pytest
 
 from megatron_lynx.anatomy import DENSE, HALVES, ITEMS, ROW_PARALLEL
-from megatron_lynx.cost.layer import recomputed_flops
-from megatron_lynx.cost.recompute import recomputation_of, sensible_choices
+from megatron_lynx.cost.recompute import recomputation_of, recomputed_flops, sensible_choices
 from megatron_lynx.kinds.planning import half_tensors
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from megatron_lynx.config import Job
 from megatron_lynx.config.model import Fp8
-from megatron_lynx.cost.layer import kept_bytes
 from megatron_lynx.cost.parameters import bytes_each, stage_parameters
+from megatron_lynx.cost.recompute import kept_bytes
 from megatron_lynx.cost.stage import chunks_in_flight
 from megatron_lynx.cost.stage_memory import chunk_bytes, memory_of_stages, stage_memory, stage_parts
 from megatron_lynx.cost.update import update_s

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_lynx.anatomy import HALVES
 from megatron_lynx.config.parallel import Overlap
-from megatron_lynx.cost.layer import recomputed_items
+from megatron_lynx.cost.recompute import recomputed_items
 from megatron_lynx.cost.stage import of_every_stage, step_s
 from megatron_lynx.cost.stage_memory import chunk_bytes
 from megatron_lynx.cost.step import recomputing_stage_s, step_seconds

@@ -9,8 +9,8 @@ import pytest
 from megatron_lynx.config.experts import Opaque
 from megatron_lynx.config.job import Budget, Job
 from megatron_lynx.errors import ConfigError
-from megatron_lynx.kinds.delta.planning import rule_flops
-from megatron_lynx.kinds.delta.section import CONVOLUTION, DELTA_NET, GATED_NORM, IN_PROJ, RULE, DeltaSizes
+from megatron_lynx.kinds.mamba.planning import rule_flops
+from megatron_lynx.kinds.mamba.section import CONVOLUTION, DELTA_NET, GATED_NORM, IN_PROJ, RULE, DeltaSizes
 from megatron_lynx.plan.plan_file import dump_plan, load_plan
 from megatron_lynx.planner import make_plan, uniform_plan
 from megatron_lynx.profiler.analytic import analytic_profile

@@ -10,8 +10,7 @@ import pytest
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Infeasible
 from megatron_lynx.kinds.dense.section import ROTARY
-from megatron_lynx.kinds.latent.section import SparseSizes
-from megatron_lynx.kinds.sparse.section import CORE
+from megatron_lynx.kinds.latent.section import CORE, SparseSizes
 from megatron_lynx.launch_arguments import job_of, read_launch
 from megatron_lynx.plan.plan_file import dump_plan, load_plan
 from megatron_lynx.planner import make_plan, uniform_plan

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.in_hand import less_in_hand_bytes
+from megatron_lynx.cost.moments import less_in_hand_bytes
 from megatron_lynx.cost.recompute import Checkpoint
 from megatron_lynx.cost.section import Prices
 from megatron_lynx.plan.plan import Plan

@@ -9,7 +9,7 @@ from megatron_lynx.config.job import Lengths
 from megatron_lynx.config.model import Fp8
 from megatron_lynx.config.parallel import Overlap
 from megatron_lynx.cost.communication import window_lengths_s
-from megatron_lynx.cost.in_hand import layer_in_hand_bytes
+from megatron_lynx.cost.moments import layer_in_hand_bytes
 from megatron_lynx.cost.parameters import passed_weights
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.kinds.core_attention import ordered_bytes

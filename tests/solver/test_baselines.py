@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_lynx.anatomy import ITEMS, ROW_PARALLEL
-from megatron_lynx.cost.layer import BALANCED
+from megatron_lynx.cost.recompute import BALANCED
 from megatron_lynx.solver.baselines import of_policy, on_demand, recompute_all
 from tests.solver.problems import LAYOUTS, catalogued
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron_lynx.cost.layer import kept_bytes
+from megatron_lynx.cost.recompute import kept_bytes
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.stock.layer import layer_bytes
 from megatron_lynx.stock.setting import FULL, NONE, SELECTIVE, StockSetting, block

@@ -9,14 +9,13 @@ import torch
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.loader import load_cluster
-from megatron_lynx.kinds.delta.section import GATED_NORM
+from megatron_lynx.kinds.mamba.section import GATED_NORM
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.stock.layer import layer_bytes, layer_seconds
 from megatron_lynx.stock.legality import Facts, refused
-from megatron_lynx.stock.modules import Fact
 from megatron_lynx.stock.rival import module_sets
-from megatron_lynx.stock.setting import NONE, StockSetting
+from megatron_lynx.stock.setting import NONE, Fact, StockSetting
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.stock.on_ranks import hold
 from tests.te_releases import pool_with

@@ -7,8 +7,7 @@ from itertools import chain, combinations
 import pytest
 
 from megatron_lynx.stock.legality import RELEASES, Facts, fails, not_launched, refused
-from megatron_lynx.stock.modules import OFFLOADED, RECOMPUTED
-from megatron_lynx.stock.setting import FULL, NONE, StockSetting, block
+from megatron_lynx.stock.setting import FULL, NONE, OFFLOADED, RECOMPUTED, StockSetting, block
 from megatron_lynx.testbed.ranks import RankPool
 from tests.stock.on_ranks import accepts
 from tests.te_releases import folder_of, python_path

@@ -11,8 +11,7 @@ from megatron_lynx.cost.update import update_s
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.stock import FULL, NONE, StockSetting, priced
 from megatron_lynx.stock.legality import Facts, offered, refused
-from megatron_lynx.stock.rival import families, fastest, module_sets, rivals
-from megatron_lynx.stock.side_by_side import SimulatedRow, side_by_side, verdict
+from megatron_lynx.stock.rival import SimulatedRow, families, fastest, module_sets, rivals, side_by_side, verdict
 from tests.config.jobs import catalogued_job
 
 EXPERTS = {"count": 8, "per_token": 2, "ffn": 14336}

@@ -14,7 +14,7 @@ from unittest.mock import patch
 from megatron_lynx.config.experts import Opaque
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import LynxError
-from megatron_lynx.kinds.delta.section import DeltaSizes
+from megatron_lynx.kinds.mamba.section import DeltaSizes
 from megatron_lynx.plan.plan import Plan
 from tests.instruments import delta_rule
 from tests.transparency.trials import Outcome, Trial, compare_with_stock

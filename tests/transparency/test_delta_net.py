@@ -11,7 +11,7 @@ import pytest
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.parameters import parameter_tensors, stage_parameters
-from megatron_lynx.kinds.delta.section import CONVOLUTION, DELTA_NET, GATED_NORM, IN_PROJ, OUT_PROJ, RULE
+from megatron_lynx.kinds.mamba.section import CONVOLUTION, DELTA_NET, GATED_NORM, IN_PROJ, OUT_PROJ, RULE
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.profile import SavedTensor

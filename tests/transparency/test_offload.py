@@ -12,7 +12,7 @@ import pytest
 from hypothesis import strategies as st
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.layer import kept_bytes
+from megatron_lynx.cost.recompute import kept_bytes
 from megatron_lynx.figures import Figures
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.timetables import timetable_of

@@ -10,8 +10,8 @@ import pytest
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.parameters import parameter_tensors, stage_parameters
+from megatron_lynx.kinds.latent.section import CORE
 from megatron_lynx.kinds.planning import planning_of
-from megatron_lynx.kinds.sparse.section import CORE
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.testbed.tiny_jobs import tiny_job

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.layer import recomputed_flops
+from megatron_lynx.cost.recompute import recomputed_flops
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.testbed.ranks import RankPool

@@ -1,1 +1,1 @@
-"""Multi-latent attention."""
+"""Multi-latent attention, and sparse attention over its compressed keys and values."""

@@ -1,1 +1,1 @@
-"""Mamba-2 layers."""
+"""Mamba-2 layers and gated delta nets."""

@@ -8,7 +8,7 @@
     own_mlp           a fork's
     no_attention      absent: a hybrid stack's MLP or experts without attention
     no_mlp            absent: an attention or Mamba layer without MLP
-    gated_delta_net   planned by its items (`kinds.delta`)
+    gated_delta_net   planned by its items (`kinds.mamba`)
     mamba             the same: a Mamba layer of a hybrid stack (`kinds.mamba`)
 
 Opaque ones have no hooks and no windows: random numbers, collectives and saved tensors are the same as without a plan.
@@ -19,9 +19,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from megatron_lynx.kinds.delta.section import DELTA_NET
 from megatron_lynx.kinds.dense.section import ATTENTION, MLP
-from megatron_lynx.kinds.mamba.section import MAMBA
+from megatron_lynx.kinds.mamba.section import DELTA_NET, MAMBA
 from megatron_lynx.kinds.section import Item, Section
 
 OpaqueName = Literal["gated_delta_net", "gated_attention", "mamba", "own_attention", "no_attention", "own_mlp", "no_mlp"]
