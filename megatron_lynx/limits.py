@@ -80,7 +80,6 @@ def _limit(row: dict[str, Any]) -> Limit:
 
 LIMITS = tuple(map(_limit, json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))))
 
-
 ARGUMENTS = ("arguments", "model", "ddp", "optimizer")
 """The configurations that Megatron's arguments set."""
 

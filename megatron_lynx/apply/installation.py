@@ -15,19 +15,12 @@ from torch.nn import Module
 from megatron_lynx.anatomy import HALVES, Half, Section
 from megatron_lynx.apply import hook as holding
 from megatron_lynx.apply.hook import Claim, Hook
-from megatron_lynx.apply.hooks import (
-    collectives,
-    halves,
-    head_in_pieces,
-    sites,
-    steps,
-    weight_gradients,
-)
+from megatron_lynx.apply.hooks import collectives, halves, head_in_pieces, sites, steps, weight_gradients
 from megatron_lynx.apply.hooks.head_in_pieces import head_chunk
 from megatron_lynx.apply.hooks.random_state import MegatronRandom, left_as_they_were
 from megatron_lynx.apply.hooks.sites import marked_in, may_draw_in
 from megatron_lynx.apply.kinds import layers_by_kind, sections_in
-from megatron_lynx.apply.live_run import LiveRun, is_hybrid, live_run, of_all_ranks, recipe_of
+from megatron_lynx.apply.live_run import LiveRun, is_hybrid, live_run, of_all_ranks, overlapped, recipe_of
 from megatron_lynx.apply.refusals import mismatches, refusals
 from megatron_lynx.apply.releases import Release, present_release, present_te
 from megatron_lynx.apply.transformer_engine import Fp8Autocast
@@ -124,13 +117,12 @@ def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) 
     for code, stale in _recorded(present_release(), plan, run):
         if stale:
             raise HookRefused(f"{code} not read as recorded", stale)
-    overlapping = without_flushes is not None
     if refused := refusals(plan, run):
         raise HookRefused("this run cannot carry a plan", refused)
-    if differing := mismatches(plan, run, overlapping):
+    if differing := mismatches(plan, run, without_flushes is not None):
         raise PlanMismatch("the plan does not fit this run", differing)
     device = device_for(next(parameter for chunk in run.chunks for parameter in chunk.parameters()).device)
-    order = order_of(run.pipeline, run.stage, len(run.chunks), run.group_size, int(run.combined))
+    order = order_of(run.pipeline, run.stage, len(run.chunks), run.group_size, int(overlapped(run.config)))
     extra: dict[str, Any] = {}
     if run.fp8:
         extra["surroundings"] = (Autocast(), Fp8Autocast())
@@ -169,7 +161,7 @@ def _recorded(release: Release, plan: Plan, run: LiveRun) -> Iterator[tuple[str,
         yield "megatron-core's hybrid stack does", release.stale("hybrid")
     if plan.head is not None:
         yield "megatron-core's head does", release.stale("head")
-    if run.combined:
+    if overlapped(run.config):
         yield "megatron-core's overlapped exchanges do", release.stale("overlapped")
 
 
@@ -190,7 +182,7 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun, timetable: Timetable) -> I
         yield from halves.claims(engine, layer, of_layer[number], capacity, telling)  # type: ignore[arg-type]
         met = [of.section for of in of_layer[number].values() if of.may_recompute or of.midway or of.goes_out(offloading)]
         yield from sites.claims(engine, layer, number, met, te=run.uses_te, fp8=run.fp8)
-    yield from steps.claims(engine, frozenset(map(id, run.chunks)), combined=run.combined)
+    yield from steps.claims(engine, frozenset(map(id, run.chunks)), combined=overlapped(run.config))
     for face, layers in layers_by_kind(run):
         yield from face.claims(engine, plan, run, layers)
     linears = weight_gradients.deferring_linears(plan, run)
@@ -214,8 +206,7 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun, timetable: Timetable) -> I
 def policies(
     plan: Plan, stage: int, timetable: Timetable, gather: Gather, modules: Mapping[int, Module], offloading: Container[int]
 ) -> dict[int, dict[Half, HalfPolicy]]:
-    """The policy of every half of a stage, by layer number. `modules`: the layers that Megatron built. `offloading`: chunks that
-    offload."""
+    """The policy of every half of a stage, by layer number. `offloading`: chunks that offload."""
     of_layer: dict[int, dict[Half, HalfPolicy]] = {number: {} for number in modules}
     for entry, halves_of_chunk, busy_halves in zip(plan.chunks_of(stage), timetable.chunks, timetable.busy_halves, strict=True):
         below: HalfPolicy | None = None
@@ -280,10 +271,7 @@ def chunk_policies(plan: Plan, timetable: Timetable, stage: int) -> list[ChunkPo
 
 
 def order_of(pipeline: int, stage: int, chunks: int, group_size: int, more: int = 0) -> OrderOfStep:
-    """The passes of a stage in a step, by the number of micro-batches.
-
-    `group_size`: Megatron's `microbatch_group_size_per_vp_stage`. `more`: additional warm-up forwards.
-    """
+    """`group_size`: Megatron's `microbatch_group_size_per_vp_stage`. `more`: additional warm-up forwards."""
 
     @lru_cache(maxsize=8)
     def order(microbatches: int) -> StageOrder:
@@ -295,10 +283,7 @@ def order_of(pipeline: int, stage: int, chunks: int, group_size: int, more: int 
 
 def offloader_of(plan: Plan, run: LiveRun, order: OrderOfStep, device: Device, limit: HostLimit | None) -> Offloader | None:
     """Return None if this stage offloads nothing: the plan has no offload for it, or every backward directly follows its forward
-    and no pace is given. `limit`: this rank's, if the plan offloads at all.
-
-    Raises `OffloadError` with both numbers if the host has too little memory.
-    """
+    and no pace is given. Raises `OffloadError` with both numbers if the host has too little memory."""
     step = order(plan.batch.microbatches)
     policies = {}
     for entry in plan.chunks_of(run.stage):

@@ -17,15 +17,7 @@ from torch.nn import Module
 from megatron_lynx.apply.hook import Claim
 from megatron_lynx.apply.hooks import collectives, halves
 from megatron_lynx.apply.hooks.sites import places_of
-from megatron_lynx.apply.live_run import (
-    OWNS_USERBUFFER,
-    TE_MODULE,
-    LiveRun,
-    captured_modules,
-    module_at,
-    name_of,
-    overlapped,
-)
+from megatron_lynx.apply.live_run import OWNS_USERBUFFER, TE_MODULE, LiveRun, captured_modules, module_at, name_of, overlapped
 from megatron_lynx.apply.releases import installed_version
 from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.captured import ROUTER, in_graph

@@ -31,8 +31,7 @@ OWNS_USERBUFFER = (
     "ub_bulk_dgrad",
     "ub_bulk_wgrad",
 )
-"""Attributes of Transformer Engine's linears that own a userbuffer. They must be off unless the run and the plan have
-userbuffers."""
+"""Attributes of Transformer Engine's linears that own a userbuffer."""
 
 
 @dataclass(frozen=True)
@@ -110,11 +109,6 @@ class LiveRun:
         return int(self.config.microbatch_group_size_per_vp_stage or self.pipeline)
 
     @property
-    def combined(self) -> bool:
-        """Whether nodes of a forward and a backward are interleaved, overlapping with the other's exchanges of tokens."""
-        return overlapped(self.config)
-
-    @property
     def overlaps_exchanges(self) -> bool:
         """Whether messages between stages are waited for after other passes. Only interleaved schedules can."""
         return len(self.chunks) > 1 and bool(self.config.overlap_p2p_comm)
@@ -183,7 +177,7 @@ def linear_in(module: Any) -> Any:
 
 
 def overlapped(config: Any) -> bool:
-    """Whether exchanges of experts overlap with another micro-batch's computation."""
+    """Whether nodes of a forward and a backward are interleaved, overlapping with the other's exchanges of experts."""
     return bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
 
 

@@ -1,10 +1,8 @@
 """Recomputes in FP8 with the scales of the recorded forward, and without changing Transformer Engine's state.
 
 Scales of delayed scaling change with every micro-batch, so frames keep a copy, and a recomputation has its own quantizers: the
-live ones, their usages, amax histories and scales never change. (Transformer Engine's own recomputation keeps copies in a queue,
-each for exactly one recomputation, in order.) With current scaling there is nothing to copy, but the quantizers are still
-separate: a recomputation may run inside a call of the same linear. (In 2.9 and 2.14, not in 2.17, they share the one-element
-workspaces `scale` and `amax` with the live ones: harmless, as the call that writes them reads them, on the same stream.)
+live ones, their usages, amax histories and scales never change. With current scaling there is nothing to copy, but the quantizers
+are still separate: a recomputation may run inside a call of the same linear.
 
 Weights are quantized in the first micro-batch of a step and kept by the linear; a recomputation finds them there. With
 `--fp8-param-gather` a parameter wraps bytes by rows, which lie in DDP's buffer, bytes by columns, and their scale. Nodes save
@@ -133,8 +131,6 @@ def with_bytes(part: Any, data: Tensor) -> Any:
     return type(part)(**{**part.get_metadata(), "data": data, "data_transpose": None})
 
 
-NODE = "_LayerNormLinearBackward"
-"""The autograd node of a `LayerNormLinear`, in every known release."""
 SLOTS = (5, 6, 7)
 """Indices of the norm's output, mean and reciprocal deviation among the node's saved tensors (RMSNorm has no mean)."""
 
@@ -147,7 +143,7 @@ def norm_inside(linear: Any, item: str) -> FirstPart:
             return SLOTS
         return tuple(range(-2 - parts_saved(linear), 0))  # from the end: mean and deviation are the last
 
-    return FirstPart(item=item, run=_norm_of(linear), node=NODE, slots=slots)
+    return FirstPart(item=item, run=_norm_of(linear), node="_LayerNormLinearBackward", slots=slots)
 
 
 def _norm_of(linear: Any) -> Callable[[Tensor], tuple[Tensor | None, ...]]:

@@ -9,15 +9,12 @@
     B      B       send backward; receive backward       cool-down
     any    none    send, and wait                        the pipeline is empty
 
-A receive is waited for when the next action needs it, a send before the next message in that direction. So a stage that makes a
-deferred update need not be at the same place as its neighbour: one message may be in flight meanwhile.
+A receive is waited for when the next action needs it, a send before the next message in that direction. A run may end in the
+middle of an order: the exchange before its next action is begun, micro-batches in flight stay here, and the next run continues.
+So every stage has sent the messages that others wait for before an update, which may be a barrier. A message that the neighbour
+matches only after its own update is posted in the next run.
 
-A run may end in the middle of an order: the exchange before its next action is begun, micro-batches in flight stay here, and the
-next run continues. So every stage has sent the messages that others wait for before an update, which may be a barrier. A message
-that the neighbour matches only after its own update is posted in the next run: it could not complete earlier.
-
-Functions of Megatron's schedules are looked up at each call, so that hooks on them see these calls. The communicator's functions
-for both directions are blocking, so messages are posted with the operations below it, each by itself. NCCL has one stream for all
+Functions of Megatron's schedules are looked up at each call, so that hooks on them see these calls. NCCL has one stream for all
 messages of two ranks in a group, where a message after an unmatched one would stall; so gradients use the group of all ranks.
 """
 
@@ -95,9 +92,8 @@ class Interpreter:
         """Run `actions`; then reduce the gradient of `batch`, as Megatron's schedules do at their end.
 
         Args:
-            actions: including the last backward of `batch`.
             batches: the data of `forward_step_func`; forwards of the next batch that run ahead read from it too.
-            batch: whose gradient is complete afterwards. Its micro-batches are numbered from `batch * microbatches`.
+            batch: its last backward is among `actions`. Its micro-batches are numbered from `batch * microbatches`.
             then: the first action of the next run; None: nothing is in flight afterwards.
             postpones: the exchange before `then` is begun by the next run. The last of `actions` is a backward then.
 

@@ -280,8 +280,7 @@ class DoubleBuffered:
         """Run all backwards of one batch and reduce its gradient. Parameters are the newest version afterwards.
 
         `batches`: an iterator that continues from call to call, for forwards that run ahead of their batch. `drains`: whether the
-        pipeline must be empty afterwards. Returns as `Interpreter.run`. Raises `HookRefused` if a plan was installed since, and
-        not for this pipeline.
+        pipeline must be empty afterwards. Returns as `Interpreter.run`. Raises `HookRefused` if another plan was installed since.
         """
         self._announce(drains)
         actions = batch_order(

@@ -113,11 +113,6 @@ class Device:
         """Undo `lock` when the copies issued so far have finished. Destructors call it: it never waits."""
 
 
-DRIVER = "libcuda.so.1"
-NON_BLOCKING = 1
-"""`CU_STREAM_NON_BLOCKING`: no implicit synchronization with the default stream."""
-
-
 @final
 class CudaEvent(Event):
     def __init__(self, stream: torch.cuda.Stream, timed: bool) -> None:
@@ -253,13 +248,13 @@ def new_stream(device: int, driver: Any = None) -> int:
     creates streams on the device's primary context, which is torch's. They live as long as the process: torch's allocator and
     events may refer to them at any time.
     """
-    library = driver or ctypes.CDLL(DRIVER)
+    library = driver or ctypes.CDLL("libcuda.so.1")
     context, stream = ctypes.c_void_p(), ctypes.c_void_p()
     _call(library, "cuInit", 0)
     _call(library, "cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
     _call(library, "cuCtxPushCurrent_v2", context)
     try:
-        _call(library, "cuStreamCreate", ctypes.byref(stream), NON_BLOCKING)
+        _call(library, "cuStreamCreate", ctypes.byref(stream), 1)  # CU_STREAM_NON_BLOCKING: the default stream does not wait
     finally:
         _call(library, "cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
     assert stream.value, "a status of success, and no stream"

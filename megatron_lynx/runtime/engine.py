@@ -26,7 +26,7 @@ from megatron_lynx.runtime.order import Ledger, OrderOfStep, StageOrder
 from megatron_lynx.runtime.progress import Progress, Run, note
 from megatron_lynx.runtime.recompute import AsRecorded, Guard, Recomputations
 from megatron_lynx.runtime.record import Observer, Recorder
-from megatron_lynx.runtime.refusals import OTHER_INPUT, PARTIAL_BACKWARD, refuse_foreign_hooks
+from megatron_lynx.runtime.refusals import FOREIGN_HOOKS, OTHER_INPUT, PARTIAL_BACKWARD
 from megatron_lynx.runtime.saved import detached, storage_of, tensors_in
 from megatron_lynx.runtime.site import Site, SiteCall, recorded_graphs, signature_of
 from megatron_lynx.runtime.surroundings import Autocast, Context, RandomSource, Surroundings
@@ -53,13 +53,7 @@ class WindowedWork:
 
 
 class Engine(Progress):
-    """All mutable state of one installation.
-
-    Args:
-        timetable: tasks of each moment.
-        chunks: policy of each chunk of the stage.
-        reduced_in_backward: returns whether gradients are reduced during a chunk's last backward.
-    """
+    """All mutable state of one installation. `reduced_in_backward`: as in `WeightGradients`."""
 
     def __init__(
         self,
@@ -189,7 +183,10 @@ class Engine(Progress):
 
     def _record(self, frame: Frame, group: OffloadGroup | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         policy = frame.policy
-        refuse_foreign_hooks(policy.name)
+        if (
+            torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        ):  # they would see handles, or no tensors (rule R14)
+            raise FOREIGN_HOOKS.of(policy.name)
         if policy.may_recompute:
             frame.inputs = self._held_inputs(frame, (args, kwargs))
             frame.draws = policy.may_draw()
@@ -259,9 +256,7 @@ class Engine(Progress):
 
     def window(self, *, exchange: bool = False) -> Callable[[Any], Any] | None:
         """Return the function that makes a window of the `Work` of a collective (or `exchange` of tokens) that is issued next.
-
-        Returns None outside of halves, in halves without windows, and for windows without tasks.
-        """
+        Returns None outside of halves, in halves without windows, and for windows without tasks."""
         scope = self.scope
         if scope is not None and scope.recomputes:
             return scope.window(exchange=exchange)
@@ -288,11 +283,8 @@ class Engine(Progress):
         return begun.whole.view(-1, *gradient.shape[1:]), begun.work if window is None else window(begun.work)
 
     def receive(self, works: list[Any]) -> list[Any]:
-        """Wrap the works of a pipeline exchange that receives a gradient: the first wait runs the window.
-
-        The window's micro-batch is looked up then: interleaved schedules post receives ahead of time, and wait for each before
-        its backward.
-        """
+        """Wrap the works of a pipeline exchange that receives a gradient: the first wait runs the window. Its micro-batch is
+        looked up then: interleaved schedules post receives ahead of time, and wait for each before its backward."""
         pending = [True]
 
         def window(proper: Callable[[], Any]) -> Any:
@@ -308,8 +300,7 @@ class Engine(Progress):
         return [WindowedWork(work, window) for work in works]
 
     def gathered_input(self) -> Any:
-        gathering = self._gathering
-        return gathering[0] if gathering is not None else None
+        return None if (gathering := self._gathering) is None else gathering[0]
 
     def started_gather(self, output: Any) -> Any:
         """Return the `Work` that gathers into `output`, if a frame started it. It counts as a collective of the half."""
@@ -379,12 +370,7 @@ class Engine(Progress):
         return self.timetable.backward(micro_batch.chunk, micro_batch.phase)
 
     def reach(self, through: Pass, moment: Moment, micro_batch: MicroBatch | None, gradients: Any = None) -> None:
-        """Run the tasks of a moment. Those of a half that is recomputed by now are skipped.
-
-        Args:
-            micro_batch: the one that passes; None while a gradient is sent.
-            gradients: at `enter`, of the half's output.
-        """
+        """Run the tasks of a moment. `micro_batch`: None while a gradient is sent. `gradients`: at `enter`, of the output."""
         for task in through.tasks.get(moment, ()):
             if task.do == "weight_gradient":
                 layer, _, name = task.linear

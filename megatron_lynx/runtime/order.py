@@ -1,9 +1,8 @@
 """Which passes of this stage are in flight, which backward runs, and which is next.
 
-Megatron's schedule functions pass a backward neither its micro-batch nor its phase, and wait for a gradient before they say which
-micro-batch it is for. The ledger follows the order of passes, which the installer supplies, and finds a backward's micro-batch by
-the identity of its forward's output. Where batches overlap (`double_buffered`), each batch's begin is reported, and micro-batches
-are counted since the pipeline was last filled.
+The ledger follows the order of passes, which the installer supplies, and finds a backward's micro-batch by the identity of its
+forward's output. Where batches overlap (`double_buffered`), each batch's begin is reported, and micro-batches are counted since
+the pipeline was last filled.
 """
 
 from __future__ import annotations

@@ -26,10 +26,8 @@ from megatron_lynx.runtime.surroundings import RandomSource
 GATHERED = Item("gathered latents", "code")
 """All-gathers between the sites of latent attention; always kept."""
 
-
 Returned = Callable[[Tensor], None]
 """Called with the tensor that backward gets, at each request."""
-
 
 Again = Literal["recomputed", "reloaded", "gathered"]
 
@@ -64,13 +62,8 @@ class Observed:
 
 
 class Recorder(Run):
-    """Records one call of one half.
-
-    Args:
-        graphs: recorded graphs of earlier calls; this call adds its own, or removes one that it did not fit.
-        in_flight: the other micro-batches between forward and backward, if the half may fall back.
-        observer: sees saved tensors (`Observer`).
-    """
+    """Records one call of one half. `graphs`: of earlier calls; this one adds its own, or removes one that it did not fit.
+    `in_flight`: the other micro-batches between forward and backward, if the half may fall back."""
 
     def __init__(
         self,
@@ -315,11 +308,10 @@ class Recorder(Run):
 def too_many(frame: Frame, rows: int, balanced: int, in_flight: Iterable[MicroBatch]) -> bool:
     """Return whether a half of experts falls back: its rows exceed the plan's bytes. Counts the rows as held.
 
-    The number of rows is the shape of the dispatched tensor, so the host does not wait. Recomputing the experts' first linears
-    and activation does not communicate, so each rank decides for itself. Rows are added up over halves that recompute the same
-    items, because their rows have the same bytes. One falls back if halves in flight exceed the plan's load on average; rows of
-    those that fell back count in full. If a fallen-back half keeps the share `w` of a row's bytes, this bounds the load at
-    `1 / w` times the plan's (`Predicted.moe_load_fallen_back`).
+    Each rank decides for itself. Rows are added up over halves that recompute the same items, because their rows have the same
+    bytes. One falls back if halves in flight exceed the plan's load on average; rows of those that fell back count in full. If a
+    fallen-back half keeps the share `w` of a row's bytes, this bounds the load at `1 / w` times the plan's
+    (`Predicted.moe_load_fallen_back`).
     """
     policy, micro_batch = frame.policy, frame.micro_batch
     assert policy.allowed_load is not None, f"{policy.name} never falls back"

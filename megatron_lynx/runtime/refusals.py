@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-
 from megatron_lynx.errors import Problem, RecomputeError
 
 
@@ -78,9 +76,3 @@ ASKED_TWICE = Refusal(
     "one backward per forward: a regenerated tensor is dropped when it was used",
     "run this part without the plan, or keep the layer's items in the plan",
 )
-
-
-def refuse_foreign_hooks(half: str) -> None:
-    """Raise `RecomputeError` if other saved-tensor hooks are active: they would see handles, or no tensors (rule R14)."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        raise FOREIGN_HOOKS.of(half)

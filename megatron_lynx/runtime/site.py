@@ -317,10 +317,7 @@ class FirstCall:
         self.graph.inert = frozenset(self.untouched).intersection(nothing)
 
 
-Signature = tuple[Any, ...]
-
-
-def signature_of(arguments: Any) -> Signature:
+def signature_of(arguments: Any) -> tuple[Any, ...]:
     """Return rounded shapes, dtypes, contiguity and `requires_grad`. Sizes 0 and 1 stay apart: views and copies differ."""
     return tuple(
         [
@@ -335,12 +332,9 @@ def signature_of(arguments: Any) -> Signature:
     )
 
 
-MOST_GRAPHS = 2048
-"""Most signatures of all halves together."""
-
 Graphs = dict[frozenset[str], RecordedGraph]
 """By the items that are recomputed: experts that fall back recompute more."""
 
 
-def recorded_graphs(limit: int = MOST_GRAPHS) -> Callable[[Any, Signature], Graphs]:
-    return lru_cache(maxsize=limit)(lambda half, signature: {})
+def recorded_graphs(most_signatures: int = 2048) -> Callable[[Any, Any], Graphs]:
+    return lru_cache(maxsize=most_signatures)(lambda half, signature: {})

@@ -3,9 +3,8 @@
 Random state advances with each draw, so a recomputation also restores it where it skips a kept site. `RandomSource` has torch's
 default generators; `apply` adds Megatron's tracker.
 
-Users' forward hooks are not called in a recomputation: one that counts tokens would count twice, and one that records activations
-would read uninitialised memory. A hook that changes arguments or results is refused by name in a recomputed half. Hooks of whole
-layers and of the model are outside of halves and run as usual.
+Users' forward hooks are not called in a recomputation. One that changes arguments or results is refused by name in a recomputed
+half. Hooks of whole layers and of the model are outside of halves and run as usual.
 """
 
 from __future__ import annotations

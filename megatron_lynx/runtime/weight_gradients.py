@@ -26,7 +26,6 @@ from megatron_lynx.runtime.surroundings import Surroundings
 
 FLUSHED = "flushed"
 
-
 Linear = tuple[int, str]
 
 
@@ -48,12 +47,7 @@ class Entry:
 class WeightGradients:
     """All delayed weight gradients of one engine, in a FIFO queue per linear: additions to a parameter's gradient keep their
     order, so that each sum equals stock's in every bit. An entry owns its operands, and their bytes count until it is computed.
-
-    Args:
-        policies: by chunk.
-        surroundings: restored while an entry is computed.
-        reduced_in_backward: returns whether gradients are reduced during a chunk's last backward.
-    """
+    `reduced_in_backward`: returns whether gradients are reduced during a chunk's last backward."""
 
     def __init__(
         self,
@@ -128,12 +122,9 @@ class WeightGradients:
         return not (ledger.completes_gradients and self._reduced_in_backward())
 
     def put_off(self, linear: Linear, operands: Iterable[Tensor], pieces: Mapping[int, Callable[[], object]]) -> None:
-        """Delay a weight gradient; if it does not fit, compute the oldest ones first.
+        """Delay a weight gradient for which `puts_off` returned True; if it does not fit, compute the oldest ones first.
 
-        Args:
-            linear: for which `puts_off` returned True.
-            operands: every tensor whose memory the computation holds.
-            pieces: each adds a part of the gradient to where it belongs, by its index; one if it is not cut.
+        `operands`: every tensor whose memory the computation holds. `pieces`: by index; one if it is not cut.
         """
         frame = self._progress.ledger.entered
         assert frame is not None, "a weight gradient is put off in its half's backward"

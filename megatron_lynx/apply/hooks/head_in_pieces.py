@@ -9,9 +9,8 @@ Calls the original    `_postprocess` once per call; the loss once per piece, and
 Holds                 the number of pieces; while `_postprocess` runs, whether labels were given.
 Passes through when   no labels are given: logits are requested.
 
-Settings that use logits or their gradients otherwise are refused, and heads that are not Megatron's own. Backward needs the
-gradients of the losses (loss mask), so logits are computed twice: one GEMM more. Each row's loss and gradient depend on that row
-only; the weight's gradient is summed in another order than without pieces.
+Settings that use logits or their gradients otherwise are refused, and heads that are not Megatron's own. Logits are computed
+twice: one GEMM more. The weight's gradient is summed in another order than without pieces.
 """
 
 from __future__ import annotations
@@ -272,9 +271,7 @@ def loss_in_pieces(
     input_SBH: Tensor, weight_VH: Tensor, labels_BS: Sequence[Tensor], pieces: int, loss_of: LossOfRows, *, adds_in_place: bool
 ) -> Tensor:
     """Return the losses (..., B, S) of all tokens, computed in `pieces` of the sequence; the last one may be shorter.
-
-    `adds_in_place`: the backward of `loss_of` adds the weight's gradient to `main_grad` itself, and returns a dummy.
-    """
+    `adds_in_place`: the backward of `loss_of` adds the weight's gradient to `main_grad` itself, and returns a dummy."""
     losses: Tensor = _LossInPieces.apply(input_SBH, weight_VH, pieces, loss_of, adds_in_place, *labels_BS)  # type: ignore[no-untyped-call]
     return losses
 

@@ -1,9 +1,8 @@
 """Saves and restores Megatron's random states: the default generators and the tracker of the model-parallel ones (no hook).
 
-The tracker's states are restored as a *copy* of its dict, together with the name of the state in use: otherwise a fork inside a
-fork would draw other numbers in the recomputation (rule R13). A state of the usual tracker is a tensor. One of the graph-safe
-tracker (`--te-rng-tracker`, and with captured graphs Megatron's own) is a generator, to which graphs refer: only its content is
-restored, and which one is in use.
+The tracker's states are restored as a *copy* of its dict, together with the name of the state in use (rule R13). A state of the
+usual tracker is a tensor. One of the graph-safe tracker (`--te-rng-tracker`, and with captured graphs Megatron's own) is a
+generator, to which graphs refer: only its content is restored, and which one is in use.
 
 Megatron's NVTX ranges are restored as well: a recomputation stops between a push and its pop, so ranges pushed since are popped.
 """

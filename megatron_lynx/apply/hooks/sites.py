@@ -44,10 +44,8 @@ class Place(NamedTuple):
 
 
 def places_of(section: Section, layer: Module, *, te: bool = False) -> list[Place]:
-    """The sites of a section in the order of a forward. `te`: Transformer Engine's layer, with norms inside linears.
-
-    Raises `AttributeError` if the layer lacks one.
-    """
+    """The sites of a section in the order of a forward. `te`: Transformer Engine's layer, with norms inside linears. Raises
+    `AttributeError` if the layer lacks one."""
     items = [item for item in section.sites if not (te and item.name in section.norms_inside)]
     return [Place(item, owner, method) for item in items for owner in _owners(item, layer) for method in item.methods]
 
@@ -85,10 +83,9 @@ def marked_in(section: Section, layer: Module) -> tuple[object, ...]:
 def may_draw_in(section: Section, layer: Module, recomputed: Container[str]) -> Callable[[], bool]:
     """Whether a call of this half draws random numbers. `recomputed`: the items that are recomputed.
 
-    The core attention and a linear's adapter do if their dropout is not 0, and so does the residual addition. All are read at
-    each call, because training code may change them. A router may draw, too, but it is never recomputed. Transformer Engine's
-    fused attention takes a seed and an offset from the generator, advances it, and saves both for its backward, with or without
-    dropout (`fused_attn_fwd` in its csrc/extensions/attention.cpp).
+    Dropouts are read at each call, because training code may change them. A router may draw, too, but it is never recomputed.
+    Transformer Engine's fused attention takes a seed and an offset from the generator, advances it, and saves both for its
+    backward, with or without dropout (`fused_attn_fwd` in its csrc/extensions/attention.cpp).
     """
     places = places_of(section, layer)
     cores = [place for place in places if place.item.role == "core"]

@@ -14,9 +14,8 @@ Passes through when   the call is not the backward of such a linear (recognised 
                       schedules): then pending gradients of the linear are computed first. A bias gradient of the same GEMM is
                       added when that runs.
 
-A weight gradient may be cut into pieces that fill a wait each: a linear's into blocks of rows, which are contiguous in
-`main_grad`, that of experts into groups of them. A GEMM for a block of rows may add in another order, so each shape is computed
-whole and in blocks before training, on drawn operands. One that differs in any bit stays whole, and so do other shapes.
+A weight gradient may be cut into pieces that fill a wait each: a linear's into blocks of rows, that of experts into groups of
+them. Before training each shape is computed whole and in blocks; one that differs in any bit stays whole, as do other shapes.
 """
 
 from __future__ import annotations

@@ -27,8 +27,6 @@ from megatron_lynx.runtime.saved import storage_of
 
 
 class Locked(NamedTuple):
-    """Host memory that was page-locked before the first step."""
-
     bytes: int
     seconds: float
 
