@@ -45,7 +45,6 @@ class Estimate:
     """`shortages` is empty if the job fits; `step` is None if the cluster's description has no rates."""
 
     job: Job
-
     offload_ratio: float
     stages: tuple[StageMemory, ...]
     budget_bytes: int
@@ -55,7 +54,6 @@ class Estimate:
     """The host-bound stages; None without a step."""
     step_at_best: StepSeconds | None = None
     """Shortest step, if the step is a range (`cost.step`); `step` is then its longest."""
-
     on_host: OnHost | None = None
     """Set if the optimizer is on the host, wholly or in part."""
 
@@ -264,8 +262,7 @@ def _planned(job: Job, profile: Profile | None) -> Estimate:
 
 
 def _on_host(job: Job, costs: Profile | None) -> OnHost | None:
-    adam = None if costs is None else costs.host_adam
-    return OnHost.of(job, adam, priced=costs is not None)
+    return OnHost.of(job, costs and costs.host_adam, priced=costs is not None)
 
 
 def _simulated(job: Job, simulation: Simulation, costs: Profile) -> StepSeconds:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from types import MappingProxyType
 
-from megatron_lynx.anatomy import Section
 from megatron_lynx.anatomy.address import ON_DEMAND, Window, WindowAddress
 from megatron_lynx.config.experts import as_spans
 from megatron_lynx.config.job import Job
@@ -114,6 +113,7 @@ def _simulated(
 
 
 def _most_of_a_layer(plan: Plan, stage: int, profile: Profile) -> int:
+    """Without recomputation."""
     kinds = {plan.model.sections_of(layer) for entry in plan.chunks_of(stage) for layer in entry.layers}
     halves = [[profile.of(section) for section in kind] for kind in kinds]
     return max(sum(half.input_bytes + sum(tensor.bytes for tensor in half.tensors) for half in layer) for layer in halves)
@@ -224,15 +224,13 @@ def _copy(plan: Plan, stage: Stage, profile: Profile) -> HostCopy | None:
     """Limited by the movable bytes. Without a link to the host in the profile it takes no time."""
     if stage.offload is None:
         return None
-    size_bytes = min(stage.offload.bytes, _movable_bytes(plan, stage, profile, stage.offload.smallest_tensor_bytes))
+    smallest_bytes, received_bytes = stage.offload.smallest_tensor_bytes, profile.attention.input_bytes
+    movable = sum(_movable_of_halves(plan, stage, profile, smallest_bytes))
+    if (stage.stage, stage.chunk) == (0, 0) and received_bytes >= smallest_bytes:
+        movable += received_bytes
+    size_bytes = min(stage.offload.bytes, movable)
     seconds = profile.link_s("host", size_bytes)
     return HostCopy(seconds, seconds, size_bytes, stage.offload.beside_messages == "avoid")
-
-
-def _movable_bytes(plan: Plan, stage: Stage, profile: Profile, smallest_bytes: int) -> int:
-    movable, received_bytes = sum(_movable_of_halves(plan, stage, profile, smallest_bytes)), profile.attention.input_bytes
-    kept = (stage.stage, stage.chunk) == (0, 0) and received_bytes >= smallest_bytes
-    return movable + received_bytes if kept else movable
 
 
 def _movable_of_halves(plan: Plan, stage: Stage, profile: Profile, smallest_bytes: int) -> Iterator[int]:
@@ -240,7 +238,8 @@ def _movable_of_halves(plan: Plan, stage: Stage, profile: Profile, smallest_byte
     its forward is over, the inputs of nodes of the combined schedule, and experts unless the plan includes them."""
     received_bytes, fed = profile.attention.input_bytes, False
     received, in_nodes = received_bytes >= smallest_bytes, plan.model.moe_overlapped
-    for number, (layer, section) in enumerate(_sections(plan, stage)):
+    sections = ((layer, section) for layer in stage.layers for section in plan.model.sections_of(layer))
+    for number, (layer, section) in enumerate(sections):
         rule, was_fed = stage.rule_for(layer), fed
         fed = rule.checkpoints(section.half) and rule.feeds(layer, section.half)
         if section.kept_whole or (section.exchanges and (stage.offload is None or not stage.offload.experts)):
@@ -292,10 +291,6 @@ def check_shapes(plan: Plan, profile: Profile) -> None:
         problems.append(Problem("profile: shape.opaque", said, f"{wanted}, as in the plan", "take the plan's job"))
     if problems:
         raise PlanMismatch("the profile was measured for another job than the plan's", problems)
-
-
-def _sections(plan: Plan, stage: Stage) -> Iterator[tuple[int, Section]]:
-    return ((layer, section) for layer in stage.layers for section in plan.model.sections_of(layer))
 
 
 def treated_halves(stage: Stage, planned: Iterable[PlannedHalf], prices: Prices) -> Iterator[Treated]:

@@ -59,11 +59,10 @@ class Candidate:
     offload_ratio: float
     """The largest of all stages."""
     memory_bytes: int
-    """Bytes on the fullest stage."""
+    """Of the fullest stage."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second of all devices."""
         return self.job.batch.global_ * self.job.model.seq / self.step_s
 
     @property
@@ -193,7 +192,7 @@ class LayerCost:
 
 
 def _whole_model_s(job: Job, profile: Profile, policy: Policy) -> float:
-    """Seconds of one micro-batch with all layers on one stage."""
+    """Of one micro-batch with all layers on one stage."""
     parallel = job.parallel.model_copy(update={"pipeline": 1, "layers_per_chunk": None})
     flat = job.model_copy(update={"parallel": parallel, "policy": policy})
     return recomputing_stage_s(flat, profile, 0).both_s
@@ -210,7 +209,6 @@ class Entry:
     looks: Looks
 
     def closer(self) -> Entry | Candidate | Excess | None:
-        """Return the result of the next look."""
         try:
             self.bound_s = next(self.looks)
         except StopIteration as end:
@@ -287,7 +285,7 @@ Watch = Callable[[int, int], None]
 
 @dataclass
 class BestFirst:
-    """One search; call `run` once."""
+    """Call `run` once."""
 
     space: Space
     policies: Sequence[Policy]
@@ -304,7 +302,6 @@ class BestFirst:
     """Layouts whose best is simulated."""
 
     def run(self) -> tuple[Candidate, ...]:
-        """Return the `top` fastest, or as many as fit."""
         for layout in self.space.layouts():
             self._open(list(self.space.on(layout)))
         heapify(self._queue)
@@ -320,7 +317,6 @@ class BestFirst:
         return tuple(won)
 
     def _open(self, jobs: Sequence[Job]) -> None:
-        """Queue one layout's micro-batch sizes under each policy."""
         self.considered += len(jobs) * len(self.policies)
         if always_bytes(jobs[0]) > jobs[0].memory_budget_bytes:
             return

@@ -46,7 +46,7 @@ NEIGHBOURS = 4096
 
 @dataclass(frozen=True)
 class Ranking:
-    """Result of a search. `candidates`: fastest first, each the best of its layout."""
+    """`candidates`: fastest first, each the best of its layout."""
 
     job: Job
     gpus: int
@@ -106,10 +106,7 @@ def search(
 
 
 def _finalists(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
-    """Return candidates with the figures of `plan`, fastest first, without those that cannot be planned after all.
-
-    A search ranks plans without weight gradients in waits.
-    """
+    """Plan them as `plan` does, with weight gradients in waits, and leave out those that cannot be planned after all."""
     finalists = (_planned(candidate) if candidate.job.policy == "planned" else candidate for candidate in candidates)
     return tuple(sorted((candidate for candidate in finalists if candidate is not None), key=lambda candidate: candidate.step_s))
 
@@ -126,7 +123,6 @@ def _planned(candidate: Candidate) -> Candidate | None:
 
 
 def _checked(space: Space, top: int, policies: Sequence[str]) -> tuple[Policy, ...]:
-    """Raises `ConfigError` with all problems of the request."""
     problems = [*_of_numbers(space, top), *_of_names("--policies", policies, POLICIES)]
     activation_mib = space.job.budget.activation_mib
     if activation_mib is not None:

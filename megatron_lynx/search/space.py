@@ -4,8 +4,7 @@
 
     tensor     divides heads, key/value groups and FFN; within a node
     expert     divides the experts, if the model has any; each expert is split as in the job, by default not; tensor parallelism
-    then
-               needs sequence parallelism
+               then needs sequence parallelism
     context    two slices of each sequence per rank; needs fused attention, and divisible heads for all-to-all
     pipeline   divides the layers
     chunks     divides the layers of a stage; with several, the micro-batches of a pipeline are a multiple of its stages
@@ -69,11 +68,6 @@ class Space:
                 for pipeline in self._pipelines(tensor * context):
                     yield from self._chunked(tensor, context, pipeline)
 
-    @property
-    def distributed_optimizer(self) -> bool:
-        stated = self.job.parallel
-        return stated.distributed_optimizer if "distributed_optimizer" in stated.model_fields_set else True
-
     def _share(self, ranks: int) -> int:
         """A replica's sequences."""
         return self.job.batch.global_ // (self.gpus // ranks)
@@ -120,13 +114,12 @@ class Space:
                     layers_per_chunk=None if chunks == 1 else stage_layers // chunks,
                     partition=None,
                     sequence_parallel=sequence_parallel,
-                    distributed_optimizer=self.distributed_optimizer,
+                    distributed_optimizer=stated.distributed_optimizer or "distributed_optimizer" not in stated.model_fields_set,
                     optimizer_instances=stated.optimizer_instances,
                 )
                 yield from [parallel] if self.job.model.experts is None else self._with_experts(parallel, self.job.model.experts)
 
     def _with_experts(self, parallel: Parallel, experts: Experts) -> Iterator[Parallel]:
-        """Yield the layout with experts spread over ranks in every way."""
         cut, tensor = self.job.parallel.expert_tensor or 1, parallel.tensor
         if (tensor > 1 and not parallel.sequence_parallel) or experts.ffn % cut or experts.shared_ffn % tensor:
             return

@@ -29,10 +29,9 @@ BATCHES = 5
 
 
 class Updated(NamedTuple):
-    """One stage's part in an update: its own arrival, and that of the last stage."""
-
     arrived_s: float
     begin_s: float
+    """When the last stage arrives."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,6 @@ class _UnflushedRun(Run):
         self._made: list[list[Updated]] = [[] for _ in chunks]
 
     def _completing(self, order: Sequence[Action]) -> frozenset[Action]:
-        """The last backward of each batch."""
         return frozenset(action for action in order if action.kind == "B" and (action.micro_batch + 1) % self._microbatches == 0)
 
     def _copied_s(self, stage: RunningStage, step: Step) -> float:
@@ -139,7 +137,6 @@ class _UnflushedRun(Run):
         return free, free if received is None else max(free, (yield received))
 
     def _send(self, stage: RunningStage, sent: Message | None, free: float) -> Generator[Message, float, float]:
-        """Return when the stage can continue."""
         under_way = self._under_way[stage.number]
         if sent is not None:
             if (earlier := under_way.get(sent.kind)) is not None:

@@ -18,8 +18,11 @@ def as_json(simulation: Simulation, update_s: float | None) -> dict[str, Any]:
     """
     stages = [_stage(simulation, stage) for stage in range(len(simulation.executed))]
     whole_s = None if update_s is None else simulation.step_s + update_s
-    seconds = {"step_s": whole_s, "passes_s": simulation.step_s, "update_s": update_s}
-    return {**seconds, **_of_a_run(simulation), "stages": stages}
+    seconds: dict[str, Any] = {"step_s": whole_s, "passes_s": simulation.step_s, "update_s": update_s}
+    if isinstance(simulation, Unflushed):
+        updates = [[update._asdict() for update in stage] for stage in simulation.updates]
+        seconds |= {"schedule": "double_buffered", "gradient_age_updates": 1, "updates": updates}
+    return {**seconds, "stages": stages}
 
 
 def table(simulation: Simulation, update_s: float | None) -> WrappedTable:
@@ -50,16 +53,6 @@ def headline(simulation: Simulation, update_s: float | None) -> str:
         return f"{what}, without the optimizer's update: {format_seconds(simulation.step_s)}{old}"
     whole, update = format_seconds(simulation.step_s + update_s), format_seconds(update_s)
     return f"{what}: {whole}, of which the optimizer's update {update}{old}"
-
-
-def _of_a_run(simulation: Simulation) -> dict[str, Any]:
-    if not isinstance(simulation, Unflushed):
-        return {}
-    return {
-        "schedule": "double_buffered",
-        "gradient_age_updates": 1,
-        "updates": [[update._asdict() for update in stage] for stage in simulation.updates],
-    }
 
 
 def _defers(simulation: Simulation) -> bool:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Segments:
-    """One section in one pass: seconds of compute, and of the windows between them."""
+    """Seconds of compute, and of the windows between them."""
 
     compute_s: tuple[float, ...]
     windows_s: tuple[float, ...]
@@ -72,8 +72,7 @@ def stage_passes(
     """Return the passes of one chunk of a stage.
 
     Args:
-        chunk_halves: in forward order.
-        halves: those of all chunks.
+        chunk_halves: in forward order. `halves` are those of all chunks.
         deferral: this chunk's (index, most bytes of delayed weight gradients); its last backward computes the rest.
         reduced_in_backward: gradients are reduced during the chunk's last backward of a step, which then delays none.
         read_after_send: weight gradients left by the chunk's last backward run once the gradient of its input is sent.
@@ -189,7 +188,7 @@ def _forward(
                 wait = _wait(planned, "fwd", ordinal)
                 walk.window(wait, parts.windows_s[ordinal], through.at("in", wait.window))
         walk.hold(half.memory.resident)
-        walk.half("forward", start_s, half)
+        walk.span("forward", start_s, half)
         copies.half_ends(walk, number, half)
     walk.compute(end_s)
     return walk.over()
@@ -218,7 +217,7 @@ def _backward(
         delayed = frozenset[str]() if delays is None else half.planned.delayed(drains=delays)
         over_bytes = half.memory.less_in_hand - (not_in_hand[number - 2] if number > 1 else 0)
         _back_through(walk, half, through, planned, halves[half.section, delayed], delayed, coming, over_bytes)
-        walk.half("backward", start_s, half)
+        walk.span("backward", start_s, half)
     walk.compute(end_s)
     if flushes:
         walk.flush()

@@ -35,8 +35,6 @@ from megatron_lynx.timetable import Linear
 
 @dataclass(frozen=True)
 class HostCopy:
-    """One micro-batch of one chunk."""
-
     out_s: float
     back_s: float
     bytes: int
@@ -72,7 +70,6 @@ class HostCopies:
         return max(self._out_free_s, self._back_free_s)
 
     def offload_later(self, forward: Action, copy: HostCopy) -> None:
-        """The copy starts with the next pass, after the message."""
         self._ready.append((forward, copy))
 
     def pass_begins(self, time_s: float) -> None:
@@ -221,7 +218,6 @@ class Table:
     passes: Mapping[tuple[Kind, Phase], TimedPass]
 
     def of(self, key: PassKey, pending: Pending) -> tuple[TimedPass, Pending]:
-        """As `Filled.of`."""
         return self.passes.get(key[:2], NOTHING), pending
 
 
@@ -230,7 +226,7 @@ class Filled:
     """Passes of a chunk, walked when they are first needed; they depend on pending weight gradients."""
 
     walks: Callable[[PassKey, Queue], TimedPass]
-    """Walks a pass, and leaves pending entries in the queue."""
+    """Leaves pending entries in the queue."""
     queue: Callable[[Pending], Queue]
     plain: Callable[[PassKey], PassKey]
     """Maps keys of equal passes to one key."""
@@ -271,7 +267,6 @@ class ChunkPasses:
         return self.walks.of((kind, phase, False), ())[0]
 
     def with_steady(self, forward: TimedPass, backward: TimedPass) -> ChunkPasses:
-        """The chunk with other passes in the steady phase."""
         passes = {(kind, phase): self.one(kind, phase) for kind in KINDS for phase in PHASES}
         return replace(self, walks=Table(passes | {("F", "steady"): forward, ("B", "steady"): backward}))
 

@@ -146,7 +146,7 @@ class Run:
         self._ready: deque[int] = deque()
 
     def _completing(self, order: Sequence[Action]) -> frozenset[Action]:
-        """Backwards of a stage after which no weight gradient is pending."""
+        """Backwards after which no weight gradient is pending."""
         return frozenset({action.chunk: action for action in order if action.kind == "B"}.values())
 
     def simulation(self) -> Simulation:

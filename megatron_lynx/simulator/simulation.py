@@ -1,13 +1,4 @@
-"""Result of a simulated step: start and end of each action, and each stage's figures.
-
-Extends a simulated step of few micro-batches to one of many.
-
-    stage 0   F F F | F B F B | F B F B | F B ... B B B
-                     (  group ) (  group )
-
-Once every pass and copy follows the same one of the group before by the same time on every stage, each further group adds this
-time.
-"""
+"""Result of a simulated step: start and end of each action, and each stage's figures."""
 
 from __future__ import annotations
 
@@ -22,14 +13,13 @@ from typing import Literal, NamedTuple, TypeVar
 from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.cost.combined import Beside, Nodes, paired_s
 from megatron_lynx.cost.host import HostLoad
+from megatron_lynx.once import once
 from megatron_lynx.schedule.schedule import Action, Phase
 from megatron_lynx.simulator.passes import ChunkPasses, Copied, TimedPass
 from megatron_lynx.timeline import FLUSHED, MemoryCurve, Span, Timeline, curve_of_parts
 
 
 class Executed(NamedTuple):
-    """Seconds from the beginning of the step."""
-
     action: Action
     phase: Phase
     arrived_s: float
@@ -71,7 +61,7 @@ class Simulation:
         return [max(ends_s) - end_s for end_s in ends_s]
 
     def times(self, stage: int) -> Sequence[int]:
-        """Return how often each executed action of a stage counts in the step."""
+        """How often each executed action of a stage counts in the step."""
         if self.repeated is None:
             return [1] * len(self.executed[stage])
         place = self.repeated.places[stage]
@@ -110,17 +100,11 @@ class Simulation:
         """At the times of its `memory`."""
         return self.executed[stage]
 
+    @once
     def memory(self, stage: int) -> MemoryCurve:
         """Activation bytes of the stage's layers over time."""
-        if stage not in self._curves:
-            passes = [(execution.start_s, execution.content.memory) for execution in self.holding(stage)]
-            copies = (0.0, tuple(copy.memory for copy in self.copied[stage]))
-            self._curves[stage] = curve_of_parts([*passes, copies])
-        return self._curves[stage]
-
-    @cached_property
-    def _curves(self) -> dict[int, MemoryCurve]:
-        return {}
+        passes = [(execution.start_s, execution.content.memory) for execution in self.holding(stage)]
+        return curve_of_parts([*passes, (0.0, tuple(copy.memory for copy in self.copied[stage]))])
 
     def regenerated(self, stage: int) -> MemoryCurve:
         """Bytes of recomputed tensors in `memory`. At the end of a half they are freed before its kept ones."""
@@ -173,7 +157,6 @@ def _copy(copied: Copied) -> Span:
 
 
 def _parted(recompute: Span, hidden_until_s: float) -> Iterator[Span]:
-    """Split work in a receive into its hidden and its exposed part."""
     if recompute.start_s < hidden_until_s:
         yield recompute._replace(end_s=min(recompute.end_s, hidden_until_s))
     if recompute.end_s > hidden_until_s:
@@ -191,11 +174,13 @@ Simulated = TypeVar("Simulated", bound=Simulation)
 
 
 def in_steady_state(group: int, microbatches: int, simulated: Callable[[int], Simulated]) -> Simulated:
-    """Return a step of `microbatches`.
+    """Return a step of `microbatches`, extended from one of few.
 
-    Args:
-        group: micro-batches after which the order of the schedule repeats.
-        simulated: simulates a step with a number of micro-batches; called with as few as suffice.
+        stage 0   F F F | F B F B | F B F B | F B ... B B B
+                         (  group ) (  group )
+
+    Once every pass and copy follows the same one of the group before by the same time on every stage, each further group adds
+    this time. `group`: micro-batches after which the order of the schedule repeats.
     """
     groups, rest = divmod(microbatches, group)
     few = FEWEST_GROUPS

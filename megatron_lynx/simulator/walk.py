@@ -35,8 +35,6 @@ class Leaving(NamedTuple):
 
 @dataclass(frozen=True)
 class Treated:
-    """One half as planned, with its cost."""
-
     planned: PlannedHalf
     price: PricedSection
     gathers_s: Mapping[Window, tuple[float, float]] = field(default_factory=dict)
@@ -143,7 +141,7 @@ class Walk:
         """`window`: where it is drawn; exposed seconds are drawn as on demand."""
         if seconds:
             start_s, self.clock_s = self.clock_s, self.clock_s + seconds
-            self._span("recompute", start_s, half, window)
+            self.span("recompute", start_s, half, window)
 
     def on_demand(self, task: Task) -> None:
         half = self.halves[task.half]
@@ -152,7 +150,7 @@ class Walk:
             self._await()
         if part.waits_s:
             start_s, self.clock_s = self.clock_s, self.clock_s + part.waits_s
-            self._span("gather", start_s, half)
+            self.span("gather", start_s, half)
         self.regenerate(part.bytes)
         self.recompute(half, part.seconds, ON_DEMAND)
         self._exposed_s += part.seconds + part.waits_s
@@ -232,9 +230,6 @@ class Walk:
             self._copy_wait_s += until_s - self.clock_s
             self.clock_s = until_s
 
-    def half(self, kind: Literal["forward", "backward"], start_s: float, half: Treated) -> None:
-        self._span(kind, start_s, half)
-
     def over(self) -> TimedPass:
         return TimedPass(
             self.clock_s,
@@ -262,7 +257,7 @@ class Walk:
         newest = not any(queued_entry.of == entry.of for queued_entry in self._queue.pending)
         self.hold((self._unheld.pop(entry.of, 0) if newest else 0) - entry.cost.copied_bytes - entry.cost.bytes)
 
-    def _span(
+    def span(
         self,
         kind: Literal["forward", "backward", "recompute", "gather"],
         start_s: float,
@@ -282,8 +277,6 @@ def weight_gradients(tasks: Sequence[Task]) -> list[Linear]:
 
 
 class GoingOut:
-    """Copies of a forward."""
-
     def __init__(self) -> None:
         self._free_s = 0.0
         self._under_way: deque[tuple[int, float, int]] = deque()
@@ -303,8 +296,6 @@ class GoingOut:
 
 
 class ComingBack:
-    """Copies of a backward."""
-
     def __init__(self, treated: Sequence[Treated]) -> None:
         self._free_s = 0.0
         self._away = [half for half in treated if half.leaving is not None]

@@ -27,19 +27,16 @@ NOTHING_FITS = "no plan fits the budget"
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """Options of both halves of one layer."""
-
     attention: Option
     mlp: Option
 
     @property
     def halves(self) -> tuple[Option, Option]:
-        """In forward order."""
         return self.attention, self.mlp
 
     @property
     def is_fed(self) -> bool:
-        """Whether the layer keeps no input, because it follows another one of its group."""
+        """Whether it keeps no input, because it follows another layer of its group."""
         return self.attention.checkpoint is not None and self.attention.checkpoint.fed
 
     @property
@@ -63,7 +60,6 @@ class Solved:
     layers: tuple[LayerChoice, ...]
     in_flight: float
     loss_bytes: int = 0
-    """Bytes of the loss before backward reaches the layers (`StageProblem`)."""
 
     @cached_property
     def halves(self) -> tuple[Option, ...]:
@@ -103,7 +99,6 @@ class Solved:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """Peak while a micro-batch runs backward with all others in flight, or while the loss is computed."""
         return peak_bytes(self.backward_order, self.in_flight, self.loss_bytes)
 
     @cached_property
@@ -115,7 +110,7 @@ Solver = Callable[[StageProblem], Solved]
 
 
 def infeasible(problem: StageProblem, least: Solved) -> Infeasible:
-    """Return the error for a problem whose budget is below its least memory. `least`: the answer with the least peak."""
+    """`least`: the answer with the least peak."""
     budget = problem.budget_bytes or 0
     held = f"{format_bytes(least.peak_bytes)} with everything recomputable recomputed ({problem.in_flight} in flight)"
     short = f"raise it by {format_bytes(least.peak_bytes - budget)}, or lower batch.micro, or raise parallel.tensor"
@@ -135,7 +130,7 @@ class SolvedChunks(tuple[Solved, ...]):
 
     @property
     def most_resident_bytes(self) -> int:
-        """Bytes that the largest of the chunks beside each other keeps of one micro-batch."""
+        """Of one micro-batch."""
         return max(chunk.resident_bytes for chunk in self.beside_each_other)
 
     @property
@@ -189,7 +184,6 @@ class StageAnswer:
     in_flight: int
     """Largest number of chunks between their forward and their backward."""
     asked: Share
-    """Requested offload of every chunk."""
     stock: Passes
     """Forward and backward without recomputation."""
     exposed_copies_s: float = 0.0
@@ -207,7 +201,6 @@ class StageAnswer:
 
     @property
     def offload_ratio(self) -> float:
-        """Requested fraction of every chunk's resident bytes."""
         return self.asked.ratio
 
     @property
@@ -231,7 +224,6 @@ class StageAnswer:
 
     @property
     def within_bytes(self) -> int:
-        """Bytes of all micro-batches in flight that are away when one ends its last forward half and begins its backward."""
         return 0 if self.within is None else self.within.spared_bytes
 
     @property
@@ -256,12 +248,12 @@ class StageAnswer:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes that the largest chunk beside others keeps of one micro-batch (C)."""
+        """Of one micro-batch, the largest of chunks beside others (C)."""
         return self.chunks.most_resident_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Pinned host memory of one rank."""
+        """Pinned, of one rank."""
         return sum(sets * self.offloaded_bytes(chunk) for chunk, sets in enumerate(self.host_sets))
 
     def offloaded_bytes(self, chunk: int) -> int:

@@ -28,11 +28,8 @@ def of_policy(problem: StageProblem, policy: Policy) -> Solved:
     if policy == "full":
         return on_demand(recompute_all(problem))
     items = set(recomputed_items(policy))
-    return _solved(problem, [choices.recomputing(items & _ever_recomputed(choices)) for choices in problem.halves])
-
-
-def _ever_recomputed(choices: Choices) -> set[str]:
-    return {item for option in choices.plain for item in option.recompute}
+    known = ({item for option in choices.plain for item in option.recompute} for choices in problem.halves)
+    return _solved(problem, [choices.recomputing(items & ever) for choices, ever in zip(problem.halves, known, strict=True)])
 
 
 def keep_all(problem: StageProblem) -> Solved:

@@ -64,12 +64,10 @@ def smallest_ratio(job: Job) -> float:
 
 
 def shortages(job: Job, ratio: float) -> list[Problem]:
-    """Return what exceeds the budget with this fraction offloaded; empty if every stage fits."""
     return [*too_much(job, memory_of_stages(job, ratio)), *_beside_optimizer(job, ratio)]
 
 
 def too_much(job: Job, stages: Sequence[StageMemory]) -> list[Problem]:
-    """Return a problem for each stage above the budget."""
     budget, problems = job.memory_budget_bytes, []
     for stage, memory in enumerate(stages):
         if memory.total > budget:
@@ -92,7 +90,6 @@ def _beside_optimizer(job: Job, ratio: float) -> list[Problem]:
 
 
 def _host_shortage(job: Job, ratio: float) -> Problem | None:
-    """Return the shortage of host memory with this fraction offloaded."""
     return host_shortage(job, max(host_bytes(job, stage, ratio) for stage in range(job.parallel.pipeline)))
 
 
@@ -113,7 +110,7 @@ def may_go_within(job: Job) -> bool:
 
 
 def host_of_stage(job: Job, profile: Profile, stage: int, chunks: SolvedChunks, *, offloads: bool) -> Passes:
-    """Host time to issue one micro-batch through all chunks of a stage. `offloads`: whether any of it is offloaded."""
+    """Host time to issue one micro-batch through all chunks of a stage."""
     host = sum((half.host for chunk in chunks for half in chunk.halves), start=NO_HOST_TIME)
     if not offloads:
         return host
@@ -134,9 +131,7 @@ class Leaver:
     ) -> tuple[SolvedChunks, Within | None]:
         """Return the choices with which the requested bytes leave every chunk, or as many as then can.
 
-        solved: solves the chunks with a budget.
-
-        Raises `Infeasible` as `solved` does.
+        `solved` solves the chunks with a budget. Raises `Infeasible` as `solved` does.
         """
         spared_bytes = self.in_flight * asked_bytes
         while True:
@@ -190,8 +185,6 @@ class Leaver:
 
 
 class _Leaves(NamedTuple):
-    """What leaves of one chunk."""
-
     bytes: int = 0
     pace_bytes: int = 1
     gone_bytes: int = 0
@@ -200,8 +193,6 @@ class _Leaves(NamedTuple):
 
 @dataclass(frozen=True)
 class _ChunkLeaver:
-    """The same for one chunk."""
-
     job: Job
     profile: Profile
     stage: int

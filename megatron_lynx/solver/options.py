@@ -110,9 +110,6 @@ LAYER: Mapping[Half, Checkpoint] = dict(zip(HALVES, (Checkpoint(feeds=True), Che
 """Both halves of a checkpointed layer, which keeps its input only."""
 
 
-ROTARY = "rotary"
-
-
 def stays_whole(job: Job, section: Section) -> bool:
     """Whether a section stays whole and on the device: it is opaque, or it has experts that are."""
     return section.kept_whole or (section.exchanges and job.model.experts_whole)
@@ -146,21 +143,21 @@ def may_checkpoint(job: Job, section: Section, checkpoint: Checkpoint) -> bool:
 
 def asks_host(job: Job, section: Section, items: Collection[str]) -> bool:
     """Whether recomputing these items makes the host wait for the device: the rotary embedding is among them."""
-    if not job.rotary_asks_host or ROTARY not in section.names:
+    if not job.rotary_asks_host or "rotary" not in section.names:
         return False
-    return any(section.index(item) >= section.index(ROTARY) for item in items)
+    return any(section.index(item) >= section.index("rotary") for item in items)
 
 
 @dataclass(frozen=True)
 class StageProblems:
-    """Problems of all stages of a job. What several stages need is priced once."""
+    """What several stages need is priced once."""
 
     job: Job
     profile: Profile
 
     @once
     def of(self, stage: int, chunks: tuple[int, ...] | None = None) -> StageProblem:
-        """Return the problem of one stage. `chunks`: chunks that are treated alike; None for all."""
+        """`chunks`: chunks that are treated alike; None for all."""
         budget_mib, chunks = self.job.budget.activation_mib, chunks or tuple(range(self.job.chunks))
         layers = self.job.layers_of(stage, chunks[0])
         sections = [section for layer in layers for section in self.job.model.sections(layer)]
@@ -182,10 +179,7 @@ class StageProblems:
 
     @once
     def _at_top(self, kind: HalfKind, other: Section) -> Choices:
-        """Return an attention half's choices as they are in the last layer of a stage.
-
-        An option whose gather has no window there takes the best seat without a gather.
-        """
+        """An option whose gather has no window in the last layer of a stage takes the best seat without a gather."""
         choices = self._offered(kind, other)
         alike = [self._seats.at_top(kind, option.seat) and not _reduces_ahead(option) for option in choices]
         if all(alike):
@@ -213,7 +207,6 @@ class StageProblems:
         return {section: half_seconds(self.profile, section) for section in self.job.model.every_section}
 
     def _loss_bytes(self, stage: int, chunks: tuple[int, ...]) -> int:
-        """Return the bytes of the loss if these chunks include the model's last one, and 0 otherwise."""
         last = stage == self.job.parallel.pipeline - 1 and self.job.chunks - 1 in chunks
         return loss_bytes(self.job, stage) if last else 0
 
@@ -235,7 +228,6 @@ class StageProblems:
 
     @once
     def _seated(self, kind: HalfKind) -> tuple[Option, ...]:
-        """Return every set of recomputed items in every seat that is offered to it."""
         shape, before = self.profile.shape, kind.before
         held = partial(
             held_in,
@@ -347,11 +339,9 @@ class StageProblems:
         return Seats(self.job, self.profile)
 
     @once
-    def _recomputations_of(self, section: Section) -> tuple[tuple[tuple[str, ...], PricedSection, Passes], ...]:
+    def _recomputations_of(self, section: Section) -> list[tuple[tuple[str, ...], PricedSection, Passes]]:
         """Sets of items of a section that may be recomputed, with their costs, whatever half comes before."""
-        return tuple(self._recomputations(section))
-
-    def _recomputations(self, section: Section) -> Iterator[tuple[tuple[str, ...], PricedSection, Passes]]:
+        known = list[tuple[tuple[str, ...], PricedSection, Passes]]()
         whole_inputs = self.job.keeps_gathered or (self.job.parallel.sequence_parallel and not section.has_windows)
         stays = stays_whole(self.job, section)
         shape, tensors = self.profile.shape, self.profile.of(section).tensors
@@ -367,4 +357,5 @@ class StageProblems:
             elif self.job.model.moe_overlapped and not section.apart:  # Megatron holds the input of a node
                 movable_bytes = price.memory.movable - self.profile.of(section).input_bytes
                 price = replace(price, memory=replace(price.memory, movable=max(0, movable_bytes)))
-            yield items, price, half_host_s(self.profile, section, items)
+            known.append((items, price, half_host_s(self.profile, section, items)))
+        return known

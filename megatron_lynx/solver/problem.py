@@ -25,8 +25,6 @@ ENDLESS = 1e100
 
 @dataclass(frozen=True)
 class Option:
-    """One choice for one half."""
-
     recompute: tuple[str, ...]
     memory: HalfMemory
     seat: Seat
@@ -55,8 +53,6 @@ class Option:
 
 
 class Columns(NamedTuple):
-    """Costs of many options, side by side."""
-
     longer_s: Floats
     hides: Floats
     """1 if recomputation is hidden in waits, else 0."""
@@ -74,7 +70,7 @@ def unbeaten(costs: Sequence[Floats]) -> NDArray[np.intp]:
 
 
 class Choices(tuple[Option, ...]):
-    """All options of one kind of half, with derived figures cached."""
+    """All options of one kind of half."""
 
     @cached_property
     def columns(self) -> Columns:
@@ -92,7 +88,6 @@ class Choices(tuple[Option, ...]):
 
     @cached_property
     def apart(self) -> Choices:
-        """Options of a half that do not depend on the layer's other half."""
         return Choices(option for option in self if not option.joined)
 
     @cached_property
@@ -141,7 +136,7 @@ class Grouped(NamedTuple):
 
 @dataclass(frozen=True)
 class StageProblem:
-    """The problem of one stage. `budget_bytes` bounds what its layers hold at once; if it is None, the least memory is sought."""
+    """`budget_bytes` bounds what its layers hold at once; if it is None, the least memory is sought."""
 
     stage: int
     halves: tuple[Choices, ...]

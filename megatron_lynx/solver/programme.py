@@ -37,7 +37,7 @@ Numbers = NDArray[np.intp]
 
 
 class Table(NamedTuple):
-    """Columns: treatments of one kind of layer. Bytes are for one micro-batch."""
+    """Columns are treatments of one kind of layer. Bytes are for one micro-batch."""
 
     halves: tuple[tuple[Option, Option], ...]
     longer_s: Floats
@@ -125,7 +125,6 @@ class Programme:
         return least  # peaks beyond 2^53 bytes are rounded
 
     def least(self, problem: StageProblem) -> Solved:
-        """Return the answer with the least peak."""
         return min(self._found(problem, None), key=lambda answer: answer.peak_bytes)
 
     def _found(self, problem: StageProblem, budget_bytes: float | None) -> Iterator[Solved]:
@@ -215,7 +214,7 @@ class _Stage:
         return Solved(layers_of(halves), self.problem.in_flight, loss_bytes=self.problem.loss_bytes)
 
     def _improved(self, found: Answer, budget_bytes: float | None, *, alike: bool = False) -> Answer:
-        """Return the answer after local changes. [2]"""
+        """[2]"""
         while True:
             better = self._best(self._changed(found, budget_bytes, alike=alike), budget_bytes)
             if (better is None or better.costs >= found.costs) and budget_bytes is not None:
@@ -262,7 +261,7 @@ class _Stage:
         return np.asarray(np.maximum(0, host_s[..., 0] - device.forward_s) + np.maximum(0, backward_s))
 
     def _held(self, rows: Numbers) -> Floats:
-        """Return the bytes of the lower layers when backward begins, with all other micro-batches in flight."""
+        """Bytes of the lower layers when backward begins, with all other micro-batches in flight."""
         return np.asarray(self._size[rows].sum(axis=1))
 
     @cached_property
