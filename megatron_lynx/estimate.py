@@ -262,7 +262,7 @@ def _planned(job: Job, profile: Profile | None) -> Estimate:
 
 
 def _on_host(job: Job, costs: Profile | None) -> OnHost | None:
-    return OnHost.of(job, costs and costs.host_adam, priced=costs is not None)
+    return OnHost.of(job, None if costs is None else costs.host_adam, priced=costs is not None)
 
 
 def _simulated(job: Job, simulation: Simulation, costs: Profile) -> StepSeconds:
