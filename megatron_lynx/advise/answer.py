@@ -151,24 +151,11 @@ class Answer:
 
 @no_collections()
 def answered(
-    job: Job,
-    costs: Profile,
-    reading: Reading | None,
-    *,
-    refused: Sequence[Problem] = (),
-    near: bool = True,
-    copies: bool = False,
-    release: str | None = None,
+    job: Job, costs: Profile, reading: Reading | None, *, refused: Sequence[Problem] = (), near: bool = True, copies: bool = False
 ) -> Answer:
-    """Return the answer.
-
-    Args:
-        refused: problems that exclude any plan of the launch.
-        near: whether neighbours are searched; needs a described cluster.
-        copies: whether the plan may offload activations although `job.offload_ratio` is 0.
-        release: of megatron-core, whose flags the plan may change; ignored if there is a launch.
-    """
-    release = release if reading is None else reading.given.release
+    """`refused`: problems that exclude any plan. `near`: whether neighbours are searched; needs a described cluster.
+    `copies`: whether the plan may offload activations although `job.offload_ratio` is 0."""
+    release = None if reading is None else reading.given.release
     near = near and not refused
     calls: list[Call] = [partial(stocks_best, job, costs, release)]
     if near and job.cluster.matmul is not None:

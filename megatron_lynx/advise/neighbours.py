@@ -62,7 +62,7 @@ class Near(Space):
             for step in MICRO_STEPS:
                 micro = self.job.batch.micro * step
                 near_job = None if micro != int(micro) else _valid(self.job, parallel, int(micro))
-                if near_job is not None and not _same(near_job, self.job):
+                if near_job is not None and (near_job.parallel, near_job.batch) != (self.job.parallel, self.job.batch):
                     by_layout.setdefault(near_job.parallel, []).append(near_job)
         return {layout: tuple(jobs) for layout, jobs in by_layout.items()}
 
@@ -143,7 +143,3 @@ def _valid(job: Job, parallel: dict[str, Any], micro: int) -> Job | None:
     except ValidationError:
         return None
     return near_job if near_job.cluster.keeps_together(near_job.parallel.tensor, near_job.gpus) else None
-
-
-def _same(near_job: Job, job: Job) -> bool:
-    return near_job.parallel == job.parallel and near_job.batch == job.batch

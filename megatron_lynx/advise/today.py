@@ -24,11 +24,7 @@ from megatron_lynx.units import format_bytes
 
 @dataclass(frozen=True)
 class Launch:
-    """Seconds and bytes of a launch, or of a job without one.
-
-    `setting`: in words. `flags`: those left out of the launch under a plan. `row`: None if it cannot be priced; `unknown` then
-    has the reason.
-    """
+    """`flags`: those left out of the launch under a plan. `row`: None if it cannot be priced; `unknown` then has the reason."""
 
     setting: str
     flags: tuple[str, ...]

@@ -1,11 +1,6 @@
 """The command `megatron-lynx`: reads arguments, calls other packages, prints tables or JSON.
 
-    options, inputs       read the request
-    planning, running     the commands
-    answers, terminal     print
-
-Commands import other packages when they run, so that `--help` does not import torch.
-"""
+Commands import other packages when they run, so that `--help` does not import torch."""
 
 from megatron_lynx.cli import planning, running  # noqa: F401 (their commands register themselves)
 from megatron_lynx.cli.app import app, main

@@ -1,7 +1,4 @@
-"""The typer application, how commands register, and how errors end a command.
-
-command ─> LynxError ─> stderr: every problem                exit 1: the answer is no, 2: the request is wrong
-"""
+"""The typer application, how commands register, and how errors end a command (1: the answer is no, 2: the request is wrong)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Reads a command's subject (a job, a launch with its cluster, or a model), profiles, plans and outcomes of runs.
-
-Measures a profile on this machine if none is given.
-"""
+"""Reads a command's subject (a job, a launch with its cluster, or a model), profiles, plans and outcomes of runs."""
 
 from __future__ import annotations
 
@@ -63,8 +60,7 @@ def job_named(name: str, changes: Mapping[str, Any] | None = None) -> Job:
 
 
 def mention_assumed(job: Job, given: Given | None = None) -> None:
-    """Print the assumed links, how far such steps are off, and the load of experts. `given`: of a launch, whose router may not be
-    balanced."""
+    """Print the assumed links, how far such steps are off, and the load of experts."""
     if (links := job.cluster.links_in_words) is not None:
         say(f"{links}\n{precision(experts=job.model.experts is not None).in_words}", err=True)
     experts = job.model.experts

@@ -72,10 +72,7 @@ class Communicator:
 
 
 def communicators(layout: Parallel, gpus: int, node_gpus: int, *, tied: bool, dispatcher: str | None) -> tuple[Communicator, ...]:
-    """Return the communicators of a rank on the first or last stage, which has the most. Groups of one rank are left out.
-
-    `tied`: the first and last stage share the embedding. `dispatcher`: Megatron's token dispatcher, None without experts.
-    """
+    """Return those of a rank on the first or last stage, which has the most. `tied`: these share the embedding."""
 
     def every(name: str, ranks: int, stride: int, use: Use = "collectives") -> Communicator:
         return Communicator(name, ranks, min(ranks, max(1, node_gpus // stride)), use)

@@ -56,10 +56,7 @@ class Lengths(Part):
             yield f"mean_square ({self.mean_square:g}) must be at least the square of mean ({self.mean**2:g})"
 
     def seen(self, seq: int) -> float:
-        """Return the query-key pairs in a pack of `seq` tokens, relative to one causal sequence of that length.
-
-        l tokens have l (l + 1) / 2 pairs, and a pack has seq / mean sequences.
-        """
+        """Return the query-key pairs in a pack of `seq` tokens, relative to one causal sequence: l tokens have l (l + 1) / 2."""
         return min(1.0, (self.squares_per_token + 1) / (seq + 1))
 
     @property
@@ -264,8 +261,7 @@ class Job(Part):
 
     @property
     def no_windows(self) -> bool:
-        """Whether no tensor-parallel collective is a window: userbuffers exchange inside GEMMs, and adapters issue collectives
-        between those of the layer."""
+        """Whether no tensor-parallel collective is a window: adapters issue collectives between those of the layer."""
         return self.userbuffers or bool(self.model.adapted)
 
     def with_captured(self, modules: tuple[CapturedModule, ...]) -> Job:

@@ -38,11 +38,8 @@ def bundled_configs() -> Path:
 
 
 def load_job(path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None) -> Job:
-    """Load and validate a job file. `path` may also name a bundled one: `jobs/demo`.
-
-    `overrides` replace single values, by path in the job (`{"batch.micro": 2}`). Raises `ConfigError` with every problem of the
-    job and of the files it names.
-    """
+    """`path` may also name a bundled one: `jobs/demo`. `overrides` replace single values, by path in the job (`batch.micro`).
+    Raises `ConfigError` with every problem of the job and of the files it names."""
     overrides = overrides or {}
     file = job_path(path)
     data = read_yaml(file)

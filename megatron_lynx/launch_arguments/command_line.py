@@ -51,10 +51,7 @@ class CommandLine:
         environment: Mapping[str, str] = MappingProxyType({}),
         runner: Sequence[str] = LAUNCHER,
     ) -> str:
-        """The command under a plan; for a launch without a script, a sentence with the words to add.
-
-        `flags`: words that the plan needs, quoted for a shell. `environment`, `runner`: used unless the launch has its own.
-        """
+        """`flags`: words that the plan needs, quoted for a shell. `environment`, `runner`: used unless the launch has its own."""
         added = " ".join([*flags, "--lynx-plan", shlex.quote(plan)])
         variables = [f"{name}={shlex.quote(value)}" for name, value in {**environment, **dict(self.environment)}.items()]
         if self.script is None:

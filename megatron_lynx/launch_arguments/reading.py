@@ -132,9 +132,7 @@ class Reading:
 
 
 def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool = True, strict: bool = False) -> Reading:
-    """Read a launch: `torchrun ... pretrain_gpt.py ...`, or the script's arguments alone.
-
-    `gpus` replaces the launcher's number. `planning`: for a plan, not for an estimate of the launch's recomputation. `strict`:
+    """`gpus` replaces the launcher's number. `planning`: for a plan, not for an estimate of the launch's recomputation. `strict`:
     unknown flags are problems. Raises `ConfigError` only if there is no launch; other errors are in `problems`.
     """
     words, shapes = without_option(words, SHAPES)

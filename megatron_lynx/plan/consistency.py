@@ -1,8 +1,7 @@
 """Checks whether the parts of a plan are consistent.
 
-A frame is *ahead* from the first stretch of its recomputation until backward enters its half. Each stretch needs a window after
-that of the previous stretch. With sequence parallelism the first window of a half's own backward gathers its gradient, before
-most saved tensors are needed: it may hide the half's own recomputation (`anatomy.address`).
+A frame is *ahead* from the first stretch of its recomputation until backward enters its half. With sequence parallelism the first
+window of a half's own backward may hide the half's own recomputation (`anatomy.address`).
 
 Every delayed weight gradient has waits that exist, after its own backward:
 
@@ -205,10 +204,7 @@ def _exchanged(plan: Plan, rule: Rule, name: str) -> bool:
 
 
 def order_problems(stage: Stage, timetable: Timetable, chunk: int, *, te: bool = False) -> Iterator[str]:
-    """Every window of an entry that the runtime cannot follow.
-
-    `chunk`: the entry's index in the timetable. `te`: the layers are Transformer Engine's.
-    """
+    """Every window of an entry that the runtime cannot follow. `chunk`: the entry's index in the timetable."""
     for phase in BACKWARD_PHASES:
         places, entered = _places(timetable, chunk, phase)
         for half in reversed(timetable.chunks[chunk]):

@@ -144,8 +144,7 @@ def _needed_to_fall_back(plan: Plan, stage: Stage) -> str:
 
 
 def may_fall_back(plan: Plan, stage: Stage) -> bool:
-    """Whether any half of experts of a stage can free activations when more rows arrive. Older plans have `experts_hold` in other
-    stages, too (these halves became checkpoints); there it has no effect."""
+    """Whether any half of experts of a stage can free activations. Older plans have `experts_hold` in other stages, too."""
 
     def frees_more(layer: int) -> bool:
         rule, section = stage.rule_for(layer), plan.model.sections_of(layer)[-1]

@@ -285,7 +285,8 @@ class Rule(Part):
                 yield f"{item} must be kept: {why}"
 
     def _deferred(self) -> Iterator[str]:
-        sections = (section for half in HALVES for section in _filled_by(self.filling(half)))
+        filled = map(self.filling, HALVES)  # layers of experts may have dense ones among them
+        sections = (one for section in filled for one in (*((DENSE[section.half],) if section.in_some_layers else ()), section))
         linears = [linear for section in sections for linear in section.linears]
         for linear, waits in self.weight_gradients.items():
             if linear not in linears:
@@ -320,10 +321,6 @@ class Rule(Part):
                     yield f"windows.{half} is {text}: of what is recomputed, nothing is left to run in {stretch}"
                     break
                 begin = end
-
-
-def _filled_by(section: Section) -> tuple[Section, ...]:
-    return (DENSE[section.half], section) if section.in_some_layers else (section,)
 
 
 def joined(rules: Iterable[Rule]) -> tuple[Rule, ...]:

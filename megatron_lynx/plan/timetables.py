@@ -63,13 +63,10 @@ def norms_in_windows(plan: Plan) -> tuple[str, ...]:
     """The norms over whole rows that are recomputed in windows. The norm of a gathered input runs at the gather instead."""
     norms = {
         half.section.norm
-        for half in _halves(plan)
+        for stage in plan.stages
+        for half in planned_halves(stage, plan.model.sections_of)
         if half.section.norm in half.recompute and not half.checkpoint
         for place in map(half.place, BACKWARD_PHASES)
         if place.gather is None and place.stretches[0][0] != ON_DEMAND
     }
     return tuple(sorted(norms))
-
-
-def _halves(plan: Plan) -> Iterator[PlannedHalf]:
-    return (half for stage in plan.stages for half in planned_halves(stage, plan.model.sections_of))

@@ -31,6 +31,7 @@ from megatron_lynx.report.drawing import (
     SPANS,
     Device,
     Point,
+    View,
     bars_of,
     colours,
     devices_drawn,
@@ -38,6 +39,7 @@ from megatron_lynx.report.drawing import (
     part_of,
     points_drawn,
     step_drawn,
+    views_of,
 )
 from megatron_lynx.report.given import NEEDED, Given
 from megatron_lynx.report.tables import (
@@ -53,7 +55,6 @@ from megatron_lynx.report.tables import (
     tiles_of,
     use_table,
 )
-from megatron_lynx.report.views import View, views_of
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.stock import FULL, NONE, SELECTIVE, priced
 from megatron_lynx.units import GIB, format_bytes, format_seconds

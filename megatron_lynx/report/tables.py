@@ -1,10 +1,7 @@
 """Figures and tables of a page: parts of a step, use of its waits, the outcome of a run.
 
-Figures of a step depend only on its spans, so that simulated and traced steps compare.
-
-wait            ├──────────── bwd.mlp.0 ────────────┤       used: overlap with recomputations (and other tasks)
-recomputations    ├─ attention(3) ─┤                        unused: the rest
-"""
+Figures of a step depend only on its spans, so that simulated and traced steps compare. The part of a wait that overlaps with
+recomputations, or other tasks, is used."""
 
 from __future__ import annotations
 
@@ -18,8 +15,7 @@ from megatron_lynx.errors import PlanMismatch, Problem
 from megatron_lynx.figures import unit_of
 from megatron_lynx.measure.run_outcome import COLUMNS, RunOutcome
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.report.drawing import Point
-from megatron_lynx.report.views import View, is_wait, kind_of
+from megatron_lynx.report.drawing import Point, View, is_wait, kind_of
 from megatron_lynx.timeline import Span
 
 Unit = Literal["text", "s", "bytes", "count", "share"]

@@ -8,8 +8,8 @@ from html.parser import HTMLParser
 import pytest
 
 from megatron_lynx.report.contents import report
+from megatron_lynx.report.drawing import kind_of
 from megatron_lynx.report.given import Given
-from megatron_lynx.report.views import kind_of
 from megatron_lynx.units import format_seconds
 from tests.report.samples import JOB, PLAN, PROFILE, rows_in, simulated, table_in, tiles_in
 

@@ -7,10 +7,9 @@ from itertools import accumulate
 
 import pytest
 
-from megatron_lynx.report import views
-from megatron_lynx.report.drawing import COLUMNS, GUTTER, bars_of, legend, part_of, step_drawn
+from megatron_lynx.report import drawing
+from megatron_lynx.report.drawing import COLUMNS, GUTTER, View, bars_of, kind_of, legend, part_of, shown_rows, step_drawn
 from megatron_lynx.report.drawing import SPANS as KINDS
-from megatron_lynx.report.views import View, kind_of, shown_rows
 from megatron_lynx.timeline import MemoryCurve, Span, Timeline
 from tests.report.samples import as_if_run, simulated
 
@@ -107,5 +106,5 @@ def test_of_too_many_ranks_one_rank_of_each_stage_is_shown(monkeypatch: pytest.M
     late = Timeline(timeline.ranks | {3: (*timeline.ranks[3], Span("update", 90.0, 91.0))})
     stages = {rank: rank // 2 for rank in range(4)}
     assert shown_rows(late, stages) == stages
-    monkeypatch.setattr(views, "MOST_ROWS", 3)
+    monkeypatch.setattr(drawing, "MOST_ROWS", 3)
     assert shown_rows(late, stages) == {0: 0, 3: 1}, "the one that ends last"

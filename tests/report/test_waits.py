@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from megatron_lynx.report.drawing import View, trimmed
 from megatron_lynx.report.tables import RowFigures, WaitUse, stage_table, tiles_of, use_table, waits_of
-from megatron_lynx.report.views import View, trimmed
 from megatron_lynx.timeline import MemoryCurve, Span, Timeline
 from tests.report.samples import simulated
 

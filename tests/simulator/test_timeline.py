@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from megatron_lynx.report.views import kind_of
+from megatron_lynx.report.drawing import kind_of
 from megatron_lynx.timeline import Span, timeline_of
 
 

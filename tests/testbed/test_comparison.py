@@ -15,7 +15,7 @@ from megatron_lynx.errors import ConfigError, LynxError, PlanMismatch
 from megatron_lynx.planner import make_plan, uniform_plan
 from megatron_lynx.planner.checks import check_plan
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.report.views import kind_of
+from megatron_lynx.report.drawing import kind_of
 from megatron_lynx.testbed.candidates import blocks, deferring, module_sets, ours, without_windows
 from megatron_lynx.testbed.comparison import Comparison, compare
 from megatron_lynx.testbed.fusions import deferring_job

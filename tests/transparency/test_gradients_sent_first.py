@@ -15,7 +15,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.section import weight_gradient
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.rehearsal import rehearse
-from megatron_lynx.report.views import kind_of
+from megatron_lynx.report.drawing import kind_of
 from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job

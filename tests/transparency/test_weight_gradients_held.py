@@ -11,7 +11,7 @@ from megatron_lynx.anatomy import DENSE, LINEARS
 from megatron_lynx.anatomy.address import is_forward
 from megatron_lynx.cost.section import weight_gradient
 from megatron_lynx.rehearsal import rehearse
-from megatron_lynx.report.views import kind_of
+from megatron_lynx.report.drawing import kind_of
 from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
