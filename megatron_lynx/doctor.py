@@ -275,7 +275,6 @@ OFF = 0.1
 
 class Links(NamedTuple):
     nic_gbit: tuple[float, ...] = ()
-    """Rate of each active port."""
     nvlink_gb_s: float | None = None
     """One direction of all links of the GPU with fewest; None without any."""
 

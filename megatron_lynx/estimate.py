@@ -51,11 +51,9 @@ class Estimate:
     shortages: tuple[Problem, ...]
     step: StepSeconds | None
     host: HostReport | None = None
-    """The host-bound stages; None without a step."""
     step_at_best: StepSeconds | None = None
     """Shortest step, if the step is a range (`cost.step`); `step` is then its longest."""
     on_host: OnHost | None = None
-    """Set if the optimizer is on the host, wholly or in part."""
 
     @property
     def between(self) -> BetweenSteps | None:

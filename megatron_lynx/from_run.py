@@ -77,7 +77,6 @@ class Lesson:
     """Limit of PyTorch's allocations on a device: was, is; None if unknown."""
     not_learned: tuple[str, ...]
     prices: tuple[Price, ...] = ()
-    """Prices that changed individually."""
 
     def job(self, job: Job) -> Job:
         return job.model_copy(update={"learned": self.learned})
@@ -163,7 +162,6 @@ NAMES: dict[str, str] = {
     "collectives": "collectives",
     "exchanges of experts": "exchanges",
 }
-"""Keys of `Learned`, by their names in words."""
 
 
 def _prices(outcome: RunOutcome, job: Job, profile: Profile, plan: Plan | None) -> tuple[tuple[Price, ...], list[str]]:

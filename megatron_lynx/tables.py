@@ -42,7 +42,6 @@ class WrappedTable:
     """Number of first columns that are repeated in each part."""
     title: str = ""
     lines: bool = False
-    """Whether there is a line between rows."""
     rows: list[tuple[Sequence[str | Text], str]] = field(default_factory=list)
 
     def add(self, *cells: str | Text, style: str = "") -> None:

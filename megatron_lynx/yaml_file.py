@@ -31,7 +31,6 @@ MOST_EXPLAINED = MIB
 """Largest text, in characters, for which PyYAML's own parser, five times slower than libyaml's, explains syntax errors."""
 
 LINE_WIDTH = 120
-"""Characters after which a written line wraps."""
 
 _OCTAL = "tag:lynx,2026:octal"
 _SCALARS = (

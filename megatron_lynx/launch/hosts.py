@@ -66,7 +66,6 @@ class Host(Protocol):
     loop: str
     """The module of its training loop."""
     needed: str
-    """In words."""
 
     def find(self, script: str) -> None:
         """Raises `ConfigError` if the framework cannot be imported as the script would import it."""

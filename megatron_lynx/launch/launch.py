@@ -48,7 +48,6 @@ class Launch:
         self._in_step = False
         self.memory = MemoryWatch(lambda: self.how_far)
         self.how_far = "before its training loop began"
-        """Progress of this run, in words."""
 
     def prepare(self, args: Any) -> None:
         """Read and check all that can be checked before a model is built. All ranks continue, or none.

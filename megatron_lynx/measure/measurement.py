@@ -151,7 +151,6 @@ class RankResult(Counted):
 class Setting(Part):
     name: str
     ours: bool
-    """A plan of ours, not a setting of stock Megatron."""
     ranks: tuple[RankResult, ...] = Field(min_length=1)
 
     @property
@@ -189,7 +188,6 @@ class Measurement(Part):
     device: Literal["cpu", "cuda"]
     """Bytes are counted in another way on each (see `memory`)."""
     warmups: int = Field(ge=0)
-    """Steps of each setting that were not timed."""
     settings: tuple[Setting, ...] = Field(min_length=1)
     skipped: tuple[Skipped, ...] = ()
     counter_check: Any = Field(default=None, exclude=True)

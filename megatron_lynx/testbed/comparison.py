@@ -122,7 +122,6 @@ def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> b
 
 @contextmanager
 def without_its_table() -> Iterator[None]:
-    """Suppress the table of stock's offload manager after its first step."""
     with redirect_stdout(io.StringIO()):
         yield
 
@@ -199,7 +198,6 @@ Census = dict[str, Counted]
 
 
 def take_census(rank: int, job: Job, plan: Plan) -> Census:
-    """Count all settings. Runs inside `RankPool`, on all ranks of the job."""
     from megatron_lynx.testbed.groups import initialise
 
     initialise(job)
@@ -249,10 +247,7 @@ class Comparison:
 
 
 def compare(job: Job, plan: Plan, hosts: Hosts, announce: Announce, *, rounds: int = 5, warmups: int = 1) -> Comparison:
-    """Train a few steps under every setting. `hosts`: where the ranks run.
-
-    Raises `PlanMismatch`, `HookRefused` or another error of this package, or `RankError` for other errors on a rank.
-    """
+    """`hosts`: where the ranks run. Raises errors of this package, and `RankError` for other errors on a rank."""
     check_plan(job, plan)
     if any(entry.defers for entry in plan.stages):
         job = deferring_job(job)  # stock accumulates weight gradients in place as well
@@ -285,8 +280,7 @@ def subject_of(job: Job) -> str:
 
 
 def field_of(census: Census) -> list[Counted]:
-    """Return the settings to time: stock's usual ones, ours, and of the settings that use no more memory than ours by either
-    measure those that keep most, and so recompute least."""
+    """Return the settings to time: stock's usual ones, ours, and of its opponents those that keep most, and recompute least."""
     whole, stocks = census["ours"], (NONE, SELECTIVE, FULL)
     rivals = [setting for setting in census.values() if setting.candidate not in stocks and not setting.candidate.ours]
     small = [setting for setting in rivals if setting.holds_no_more_than(whole)]

@@ -191,7 +191,6 @@ THEIR_GEMM = "te_general_gemm"
 """Transformer Engine's GEMM. Without it, 0.15 and 0.16 use this name undefined."""
 
 UNGUARDED = re.compile(r"^import triton", re.MULTILINE)
-"""Matches modules that import triton unconditionally."""
 
 
 def stand_in_for_missing_modules() -> ExitStack:

@@ -3,8 +3,7 @@
     join_alone(ranks)    first, in a process without other ranks: torch's "fake" backend replaces them
     initialise(job)      torch.distributed (once), the groups of this job's layout (rebuilt if it changed), seeds
 
-By default every gloo group has its own device, whose thread polls a hundred times per second. Megatron makes some twenty groups
-per rank, so here all groups of a rank share one device.
+All groups of a rank share one gloo device, whose thread polls a hundred times per second.
 """
 
 from __future__ import annotations
@@ -109,10 +108,7 @@ def _drop_groups() -> None:
 
 
 def seed_random_numbers(seed: int) -> None:
-    """Seed every generator as Megatron's training does, so that equal models draw equal dropout masks.
-
-    Megatron's tracker stays the same object: Transformer Engine's attention keeps the one it was built with.
-    """
+    """Seed every generator as Megatron's training does. Its tracker stays the same object, which attention modules keep."""
     seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
     torch.manual_seed(seed)

@@ -4,9 +4,8 @@
     TP2 + SP       each half alone: recomputed, input gathered once; kept, weight gradients in waits   } if requested
     PP2, stage 0   keep everything, and offload all of it                                              }
 
-The time of a model with one layer is subtracted. Figures of two ranks are differences to keeping everything there, which removes
-collectives common to all settings. Each figure is at least that of a setting that issues a subset of its work: some differences
-are within noise. The rank has no peers (`groups.join_alone`).
+The time of a model with one layer is subtracted. Figures of two ranks are differences to keeping everything there. Each figure
+is at least that of a setting that issues a subset of its work.
 """
 
 from __future__ import annotations
@@ -191,7 +190,6 @@ def _half(half: Half, share: Passes, layer: dict[str, Passes], further: dict[str
 
 
 Clock = Callable[[], float]
-"""Returns seconds since an arbitrary origin."""
 
 
 def issuing_clock(device: torch.device) -> Clock:

@@ -155,8 +155,7 @@ def _of_one_layer(job: Job, repetitions: int) -> tuple[dict[str, HalfProfile], B
 
 
 def of_experts(job: Job, experts: Experts, repetitions: int) -> HalfProfile:
-    """Measure a half with experts over its expert-parallel ranks, of which the first gets the load that is stated. Bytes are
-    those of the load that memory is counted for."""
+    """Measure a half with experts over its expert-parallel ranks: seconds at the stated load, bytes at the held one."""
     alone = _alone(job, experts=experts.model_copy(update={"layers": "all", "shared_beside": False}), ranks=job.parallel.expert)
     chunk = _chunk(job, alone, moe_grouped_gemm=job.model.uses_te and torch.cuda.is_available())
     hidden = _rows(alone, chunk, job.parallel.tensor if job.parallel.sequence_parallel else 1)
@@ -335,8 +334,7 @@ def _unmeasured(job: Job, experts: Experts) -> Iterator[tuple[str, str, str]]:
 
 
 def te_layer(job: Job, layer: Any, sections: Iterable[Section]) -> TeLayer | None:
-    """Return the profiler's facts about a Transformer Engine layer; None for local ones. Raises `HookRefused` for unknown
-    releases."""
+    """Return the profiler's facts; None for local layers. Raises `HookRefused` for unknown releases of Transformer Engine."""
     if not job.model.uses_te:
         return None
     norms, flops, shape = {}, dict[str, int](), LayerShape.of(job)

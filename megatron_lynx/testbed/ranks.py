@@ -250,4 +250,3 @@ def _check(job: Job) -> None:
 
 
 MOST_RANKS_PER_CORE = 4
-"""More ranks would only wait for each other."""

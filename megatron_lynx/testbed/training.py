@@ -31,7 +31,6 @@ class MicroBatch:
 
 
 ForwardStep = Callable[[Iterator[MicroBatch], torch.nn.Module], tuple[torch.Tensor, Any]]
-"""Megatron's `forward_step_func`."""
 
 
 class Training:
