@@ -40,7 +40,6 @@ class StackLayer(NamedTuple):
 
     @property
     def opaque(self) -> tuple[OpaqueName, ...]:
-        """Names of its opaque and missing halves."""
         first = OPAQUE.get(self.first) if self.first else NOTHING[0]
         return tuple(name for name in (first, None if self.second else NOTHING[1]) if name is not None)
 
@@ -50,7 +49,6 @@ def unknown_in(pattern: str) -> str:
 
 
 def parts_of(pattern: str) -> tuple[str, tuple[str, ...]]:
-    """The decoder's part of a pattern, and those of multi-token prediction."""
     decoder, *predicting = pattern.split(SLASH)
     return decoder, tuple(filter(None, predicting))
 

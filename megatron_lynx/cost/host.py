@@ -33,7 +33,6 @@ class HostLoad:
     stage: int
     host_s: float
     device_s: float
-    """To run them without waiting for the host."""
 
 
 def half_host_s(
@@ -81,7 +80,6 @@ def issued(device: Passes, job: Job, profile: Profile, stage: int) -> Passes:
 
 
 def policy_host_s(job: Job, profile: Profile, stage: int) -> Passes:
-    """Return the host time of a stage's layers under a policy other than `planned`."""
     if profile.host_time is None:
         return NO_HOST_TIME
     counted = job.halves_on(stage).items()
@@ -110,7 +108,6 @@ def _of(profile: Profile, section: Section, setting: Setting) -> Passes:
 @dataclass(frozen=True)
 class HostReport:
     cpu: str | None
-    """CPU on which it was measured; None if unknown."""
     layers: Implementation | None = None
     words: str = ""
     bound: Sequence[HostLoad] = ()

@@ -78,7 +78,6 @@ class OnHost:
     states: bool = False
     """Whether only states are on the host, and updates run on the device."""
     cpus: str = ""
-    """A node's CPUs, in words."""
 
     @classmethod
     def of(cls, job: Job, adam: HostAdam | None, *, priced: bool) -> OnHost | None:

@@ -110,7 +110,6 @@ class Parts:
     pool: int = 0
     """Saved by captured graphs for one chunk and micro-batch; their pool is not freed after backward."""
     pools: int = 0
-    """The same for all chunks in flight."""
     flushed: bool = True
     """Whether no micro-batch is in flight in reductions and updates."""
 

@@ -109,7 +109,6 @@ class Parameters:
     routers: int = 0
     """Part of `matrices` that is routers, which have no FP8."""
     largest: int = 0
-    """Largest parameter: a linear's weight or an embedding."""
     frozen: int = 0
     """Parameters beside adapters, not counted above: they have bytes of weights alone."""
 

@@ -193,7 +193,6 @@ def kept_bytes(shape: LayerShape, policy: Policy, kind: LayerKind | None = None)
 
 
 def half_kept_bytes(shape: LayerShape, section: Section, policy: Policy = "none") -> int:
-    """Return the bytes one half saves; 0 for an absent half."""
     if section.opaque and shape.model.opaque_in(section).nothing:
         return 0
     face = planning_of(section)

@@ -36,11 +36,9 @@ class Progress(NamedTuple):
 @dataclass(frozen=True)
 class PricedSection:
     memory: HalfMemory
-    """Memory if recomputed on demand."""
     recompute_s: float = 0.0
     """Forward seconds of all that recomputation runs, code on the way included."""
     flops: int = 0
-    """FLOPs of the recomputed items."""
     communicates_s: float = 0.0
     """Exposed communication of a recomputed checkpoint."""
     gathered_bytes: int = 0
@@ -134,8 +132,6 @@ def gathers(profile: Profile, section: Section, recompute: Collection[str]) -> b
 
 @dataclass(frozen=True)
 class Prices:
-    """Cached prices of a plan's halves, since most layers are treated alike."""
-
     profile: Profile
     less_in_hand_bytes: Mapping[Half, int] = field(default_factory=dict)
     """By half, in backward (`cost.moments`); empty if only the layers' own bytes matter."""
@@ -152,7 +148,6 @@ class Prices:
         return self.once(priced, section, recompute, checkpoint, self.less_in_hand_bytes.get(section.half, 0))
 
     def windows_s(self, passing: Pass, section: Section, deferred: Collection[str]) -> tuple[float, ...]:
-        """Return the windows of a half in one pass. `deferred`: linears with delayed weight gradients."""
         return self.once(window_lengths_s, passing, section, self.message_bytes, deferred)
 
     def weight_gradient(self, section: Section, linear: str) -> WeightGradient:
@@ -176,8 +171,6 @@ the larger of these shapes."""
 
 
 class WeightGradient(NamedTuple):
-    """One linear's, or a piece of it, for one micro-batch."""
-
     seconds: float
     input_bytes: int
     gradient_bytes: int

@@ -141,8 +141,6 @@ def avoid_messages(job: Job) -> bool:
 
 @dataclass(frozen=True)
 class StepRange:
-    """Shortest and longest possible step; equal if known."""
-
     least_s: float
     most_s: float
 

@@ -54,7 +54,6 @@ OF_HYBRID_LAYERS = frozenset({"moe_router", "moe_preprocess", "mamba"})
 
 
 def captures_nothing(implementation: str, modules: Collection[str], *, hybrid: bool) -> bool:
-    """Whether no layer runs as a graph. `modules`: Megatron's names."""
     only_hybrid = bool(modules) and OF_HYBRID_LAYERS.issuperset(modules)
     return implementation == "none" or (implementation == "local" and only_hybrid and not hybrid)
 

@@ -58,8 +58,6 @@ class HalfParameters:
 
 
 class Step(NamedTuple):
-    """Backward of one operator."""
-
     item: str
     """Item whose saved tensors are freed afterwards; may be empty."""
     made: int
@@ -74,8 +72,7 @@ class Planning(ABC):
         self.section = section
 
     @abstractmethod
-    def linears(self, shape: LayerShape) -> Mapping[str, Linear]:
-        """Return the linears by item."""
+    def linears(self, shape: LayerShape) -> Mapping[str, Linear]: ...
 
     @abstractmethod
     def kernels(self, shape: LayerShape, item: Item) -> Kernels:
@@ -86,8 +83,7 @@ class Planning(ABC):
         """Yield every tensor that its backward reads, except its input; zero-byte tensors are allowed."""
 
     @abstractmethod
-    def parameters(self, model: Model, layout: Parallel) -> HalfParameters:
-        """Return its parameters."""
+    def parameters(self, model: Model, layout: Parallel) -> HalfParameters: ...
 
     @abstractmethod
     def backward(self, shape: LayerShape) -> Iterator[Step]:
@@ -309,12 +305,10 @@ def made_bytes(half: HalfProfile, linear: str) -> int:
 
 
 def kept_of_argument(half: HalfProfile, linear: str) -> int:
-    """Return the bytes that a linear saves of its input, from its profile."""
     return sum(tensor.bytes for tensor in half.tensors if linear in tensor.saved_by)
 
 
 def normed_cast(shape: LayerShape, count: int, roof: Roofline) -> Passes:
-    """Return the seconds to cast `count` numbers made by a norm inside a linear."""
     if roof.casts is None:
         return Passes(0.0, 0.0)
     return Passes(roof.cast_s(roof.casts.of_norm(count, columnwise=not shape.parallel.sequence_parallel)), 0.0)

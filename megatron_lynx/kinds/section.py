@@ -63,11 +63,9 @@ WHY_KEPT: Mapping[Role, str] = {
     "combine": "its recomputation would exchange tokens again",
     "opaque": "nobody looks into it",
 }
-"""Roles that are never recomputed by a plan, and why."""
 
 
 EXPERTS_LINEARS: tuple[Role, ...] = ("experts_in", "experts_out")
-"""Roles that stand for the linears of several experts."""
 ENDS: tuple[Role, ...] = ("row_parallel", "router", "experts_out", "combine")
 """Roles of which recomputed items need only the output's shape."""
 GATHERING: tuple[Role, ...] = ("column_parallel", "up_projection", "query_projection")
@@ -87,7 +85,6 @@ def _only(role: Role) -> cached_property[str]:
 
 
 def _first(role: Role) -> cached_property[str]:
-    """Name of the item with this role; may be empty."""
     return cached_property(lambda section: next((item.name for item in section.items if item.role == role), ""))
 
 
@@ -166,7 +163,6 @@ class Section:
     exchanges_of: Mapping[Pass, tuple[Exchange, ...]] = field(default_factory=dict)
     """By pass: all-to-alls of expert parallelism."""
     fuses_norm: bool = True
-    """Whether Transformer Engine fuses its norm into the next linear."""
     two_paths: bool = False
     """Whether items alternate between two paths (queries; keys with values): an item's output may be read by a later item than
     the next."""
@@ -198,7 +194,6 @@ class Section:
     on_own_rows = _named("norm", "residual")
 
     def collectives(self, passing: Pass, sequence_parallel: bool) -> tuple[Collective, ...]:
-        """Return the collectives of one pass, in order, for several tensor-parallel ranks."""
         return self.collectives_of.get((passing, sequence_parallel), ())
 
     @cached_property
@@ -211,17 +206,14 @@ class Section:
 
     @property
     def profiled_as(self) -> str:
-        """Key of its figures in a profile."""
         return self.name if self.in_some_layers else self.half
 
     @cached_property
     def has_windows(self) -> bool:
-        """Whether its tensor-parallel collectives are windows."""
         return bool(self.collectives_of) and not self.captured
 
     @property
     def kept_whole(self) -> bool:
-        """Whether plans leave it alone and hook nothing."""
         return self.opaque or self.captured
 
     @cached_property
@@ -319,7 +311,6 @@ class Section:
 
     @cached_property
     def norms_inside(self) -> frozenset[str]:
-        """Norms that Transformer Engine computes inside the linear after them."""
         return frozenset(item.norm_inside for item in self.items if item.norm_inside).union([self.norm] * self.fuses_norm)
 
     @cached_property
@@ -365,11 +356,9 @@ class Section:
         return self.names.index(name)
 
     def place_behind(self, collective: Collective | Exchange) -> int:
-        """Return the index of the item after which a collective is waited for."""
         behind = collective.behind
         return self.index(behind) if behind in self.names else self.index(self.item(behind).name)
 
     def item(self, role: str) -> Item:
-        """Return the only item with this role."""
         (item,) = (item for item in self.items if item.role == role)
         return item

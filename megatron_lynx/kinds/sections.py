@@ -48,7 +48,6 @@ class Kind(NamedTuple):
     """Its sections, largest of each kind; plan files may name all their items."""
     chosen: Callable[[Facts], Section | None]
     name: str = ""
-    """Its name in `Facts.kinds`, if no other fact determines it."""
 
     @property
     def half(self) -> Half:
@@ -85,7 +84,6 @@ def filling(half: Half) -> tuple[Section, ...]:
 
 
 def names_in(half: Half) -> tuple[str, ...]:
-    """Return all items of a half in plan files, in forward order of each kind."""
     sections = filling(half)
     inner = [name for section in sections for name in section.names if name not in (section.norm, section.residual)]
     return (sections[0].norm, *dict.fromkeys(inner), sections[0].residual)

@@ -160,7 +160,6 @@ class Roofline:
     traders: Link
     """Link between context-parallel ranks of an all-to-all."""
     casts: Casts | None
-    """Costs of FP8 casts; None if linears compute in the model's type."""
     fp8_speed: float
     """Speedup of linears' GEMMs over the model's type. FP4 reaches the same share of its peak as FP8."""
     beside_s: tuple[float, float]
@@ -168,7 +167,6 @@ class Roofline:
     counts_s: float = 0.0
     """Seconds in which a device waits for the host in each pass of experts."""
     gradient_bytes: int = FP32_BYTES
-    """Bytes of each number in the buffer in which weight gradients accumulate."""
 
     @classmethod
     def of(cls, job: Job) -> Roofline:
@@ -207,7 +205,6 @@ class Roofline:
         return self._seconds(count * self.matmul.gemm_s(flops / count, self.dtype), moved_bytes)
 
     def slowed_s(self, alone_s: float, collective_s: float) -> float:
-        """Return the seconds of a GEMM during a collective, which may outlast it."""
         lost = self.matmul.beside_collective
         return min(alone_s + lost * collective_s, alone_s / (1 - lost))
 

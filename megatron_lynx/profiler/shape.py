@@ -131,9 +131,7 @@ class LayerShape:
     device: Literal["cpu", "cuda"] = "cpu"
     """Selects, with `model.attention`, the kernels and their saved tensors: see `kinds.saved`."""
     ordered: OrderedAttention | None = None
-    """Cost of deterministic fused attention on these devices."""
     lengths: Lengths | None = None
-    """Lengths of packed sequences. Default: one sequence of the model's length."""
 
     @classmethod
     def of(cls, job: Job) -> LayerShape:
@@ -221,7 +219,6 @@ class LayerShape:
 
     @property
     def input_bytes(self) -> int:
-        """Input of a half: the residual stream."""
         return self.own_tokens * self.model.hidden * self.model.element_bytes
 
     @property

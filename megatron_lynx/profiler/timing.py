@@ -64,7 +64,6 @@ class HalfRun:
     arguments: dict[str, Any]
     input: Tensor
     places: Sequence[Place]
-    """Its sites' methods."""
     inner_norms: Mapping[str, InnerNorm] = field(default_factory=dict)
 
     def output(self) -> Tensor:
@@ -221,7 +220,6 @@ EXCHANGE = ""
 
 
 def exchanges_rows(place: Place) -> bool:
-    """Whether a method sends rows to other ranks, between those that prepare and sort them."""
     return place.item.exchanges and place.method == place.item.methods[1]
 
 
@@ -335,5 +333,4 @@ def seconds_of(call: Callable[[], Any], head_start: HeadStart) -> float:
 
 
 def mark(device: Device) -> Event:
-    """Record a timed event after all work queued so far."""
     return device.current.record(timed=True)

@@ -96,7 +96,6 @@ def _shares(config: Mapping[str, Any], published: Mapping[str, Any]) -> Iterator
 
 
 def _layer_seconds(config: Mapping[str, Any], published: Mapping[str, Any]) -> Iterator[Row]:
-    """Forward and backward of one layer: the stage's without embedding and head."""
     job, experiment = job_of(config, EXPERIMENTS[published["exp"]]), published["exp"]
     profile = analytic_profile(job)
     message_bytes = LayerShape.of(job).gathered_bytes

@@ -62,7 +62,6 @@ class Series(Part):
     publication: str = ""
     """Name shared with other series that are left out together."""
     assumed: tuple[str, ...] = ()
-    """Settings that the source leaves open."""
 
 
 class Launches(Part):

@@ -26,8 +26,6 @@ from megatron_lynx.published.row import Grade, Row, Step
 
 
 class Constant(NamedTuple):
-    """A free constant of a cluster, by its place in the file."""
-
     part: str
     field: str
     least: float
@@ -89,8 +87,6 @@ def with_factors(step: Step, factors: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Predicted:
-    """A published step, priced with the catalogue's constants and with those of the other series."""
-
     row: Row
     step: Step
     catalogued_s: float
@@ -202,7 +198,6 @@ class LeftOut:
 
     @cached_property
     def by_series(self) -> tuple[tuple[str, str, Grade, Errors], ...]:
-        """Series with their family and grade, and their errors."""
         keys = dict.fromkeys((item.series, item.family, item.step.grade) for item in self.predicted)
         return tuple((*key, self._errors_of(key)) for key in keys)
 
@@ -216,7 +211,6 @@ class LeftOut:
 
     @property
     def _ratios_by_kind(self) -> dict[str, list[Ratio]]:
-        """Ratios between settings of one layout and batch, and between layouts or batches."""
         settings, layouts = ([ratio for ratio in self.ratios if ratio.of_settings == same] for same in (True, False))
         return {"settings of one layout": settings, "layouts": layouts}
 

@@ -21,8 +21,6 @@ Grade = Literal["A", "B", "C"]
 
 @dataclass(frozen=True)
 class Step:
-    """A published step: its job, its seconds, and the function that prices it."""
-
     job: Job
     measured_s: float
     price_s: Callable[[Job], float]

@@ -49,7 +49,6 @@ class HalfBytes:
 
     @property
     def received(self) -> HalfBytes:
-        """The half with an input received from another stage."""
         return replace(self, stays=self.stays + self.input_leaves, leaves=self.leaves - self.input_leaves, input_leaves=0)
 
     @property
@@ -74,13 +73,11 @@ class Treatment:
         return tuple(name for name in self.section.names if name in self.again | self.discarded)
 
     def makes_again(self, tensor: SavedTensor) -> bool:
-        """Whether a tensor is freed after forward and recomputed in backward."""
         if tensor.made_by in self.discarded or (tensor.saved_by == (tensor.made_by,) and tensor.made_by in self.given):
             return True
         return tensor.made_by in self.again and self.again.issuperset(tensor.saved_by)
 
     def copies(self, readers: tuple[str, ...]) -> int:
-        """Number of modules that copy a tensor with these readers."""
         return sum(not group.isdisjoint(readers) for group in self.groups)
 
     def sends_away(self, readers: tuple[str, ...]) -> bool:
@@ -119,7 +116,6 @@ def _given(shape: LayerShape, section: Section, discarded: Collection[str]) -> f
 
 @lru_cache(maxsize=4096)
 def _half_bytes(shape: LayerShape, setting: StockSetting, section: Section, least_bytes: int) -> HalfBytes:
-    """`least_bytes`: size of the smallest offloaded tensor."""
     if section.opaque:
         return HalfBytes(half_kept_bytes(shape, section))
     half_treatment = treatment(shape, setting, section)
@@ -181,14 +177,12 @@ def layer_bytes(
 
 @lru_cache(maxsize=4096)
 def _of_section(setting: StockSetting, section: Section) -> StockSetting:
-    """Return the setting's modules that change the bytes of a section."""
     recomputed = (module for module in map(OF_RECOMPUTE.__getitem__, setting.recompute) if module.items(section))
     offloaded = (module for module in map(OF_OFFLOAD.__getitem__, setting.offload) if module.items(section))
     return StockSetting(tuple(module.name for module in recomputed), offload=tuple(module.name for module in offloaded))
 
 
 def layer_seconds(shape: LayerShape, profile: Profile, setting: StockSetting, kind: LayerKind | None = None) -> LayerSeconds:
-    """Return a layer's seconds with modules recomputed. `kind`: as in `layer_bytes`."""
     sections = kind or shape.model.kind_sections(experts=False)
     return tuple(_half(shape, profile, setting, section) for section in sections)
 

@@ -15,7 +15,6 @@ from megatron_lynx.stock.setting import OF_RECOMPUTE, OFFLOADED, RECOMPUTED, WHO
 
 RELEASES = ("0.15", "0.16", "0.17", "0.18", "0.19", "0.20")
 NEWEST = "0.19"
-"""The newest that is released."""
 
 FRACTION_SINCE = "0.19"
 """Release that added `activation_offload_fraction`; it also refuses to offload inside a recomputed `moe`."""
@@ -35,13 +34,10 @@ WITH_USERBUFFERS = (None, "delayed", "tensorwise", "mxfp8")
 """FP8 recipes (None: 16 bits) with userbuffers in Transformer Engine's linears. NVFP4 has none."""
 
 IN_EXPERTS = ("expert_fc1", "moe_act", "fused_group_mlp")
-"""Modules offloaded from inside `moe`."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts of a launch that decide whether a setting is legal."""
-
     release: str = NEWEST
     has: frozenset[Fact] = field(default_factory=frozenset)
     fp8_recipe: str | None = None
@@ -93,7 +89,6 @@ class Facts:
 
 
 def refused(setting: StockSetting, facts: Facts) -> list[str]:
-    """Reasons for which TransformerConfig refuses the setting."""
     return [
         *_recompute_refused(setting, facts),
         *_offload_refused(setting, facts),
@@ -172,7 +167,6 @@ def _userbuffers_refused(setting: StockSetting, facts: Facts) -> Iterator[str]:
 
 
 def not_launched(setting: StockSetting, facts: Facts) -> str | None:
-    """Return why a launch with this setting ends before training although its configuration is accepted, or None."""
     if lacking := next((name for name in sorted(facts.unavailable - {"head"}) if getattr(setting, name)), None):
         return f"the launch's training loop does not take it ({lacking})"
     if setting.offload and not facts.transformer_engine:
@@ -206,6 +200,5 @@ def untried(setting: StockSetting, facts: Facts) -> str | None:
 
 
 def offered(setting: StockSetting, facts: Facts) -> bool:
-    """Whether a launch can train with the setting, and it may be recommended."""
     refusals = (not_launched, fails, untried)
     return not refused(setting, facts) and all(why(setting, facts) is None for why in refusals)

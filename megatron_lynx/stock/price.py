@@ -29,15 +29,12 @@ WALKED_GROUPS = 4
 
 @dataclass(frozen=True)
 class Priced:
-    """Memory and seconds of a job under a setting."""
-
     setting: StockSetting
     stages: tuple[StageMemory, ...]
     step: StepRange
     host_bytes: int = 0
     """Page-locked memory of the rank with the most."""
     busy_s: float = 0.0
-    """Seconds of forwards and backwards in a step, on the busiest stage."""
 
     @property
     def step_s(self) -> float:
@@ -45,7 +42,6 @@ class Priced:
 
     @cached_property
     def most_bytes(self) -> int:
-        """Bytes on the fullest device."""
         return max(stage.total for stage in self.stages)
 
 
@@ -129,4 +125,3 @@ def least_bytes(job: Job, setting: StockSetting, stages: Iterable[int]) -> int:
 
 
 _schedule_of = lru_cache(maxsize=16)(with_flushes)
-"""Cached: the settings of a job share few schedules."""

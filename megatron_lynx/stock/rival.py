@@ -56,8 +56,6 @@ def rivals(job: Job, profile: Profile, budget_bytes: int, release: str = NEWEST)
 
 @dataclass
 class _Rivals:
-    """Settings priced so far."""
-
     job: Job
     profile: Profile
     budget_bytes: int
@@ -131,7 +129,6 @@ class _Rivals:
         return sum(half.again_s for kind in kinds for half in layer_seconds(shape, self.profile, setting, kind))
 
     def _is_hopeless(self, recompute: Modules) -> bool:
-        """Whether no setting with these modules fits or is faster than the best found."""
         ways = [StockSetting(recompute), *(setting for (setting,) in _overlapped(StockSetting(recompute), self.facts))]
         hopeless = all(map(self._is_known_slower, ways)) or not self._fits(recompute, self._offloaded)
         return hopeless or all(self._is_bound_slower(Pricing(self.job, self.profile, way)) for way in ways)
@@ -202,7 +199,6 @@ MILLION = 1_000_000
 
 
 Choose = Callable[[Iterable[Modules]], Iterable[Modules]]
-"""Chooses and orders the sets of recomputed modules, lazily."""
 
 
 def families(job: Job, release: str = NEWEST, choose: Choose = tuple) -> Iterator[Family]:
@@ -249,7 +245,6 @@ def module_sets(job: Job, release: str = NEWEST, least: int = LEAST_ELEMENTS, ch
 
 
 def _each_differs(held: Callable[[Modules, Modules], list[LayerBytes]], recompute: Modules, offload: Modules) -> bool:
-    """Whether every module of a set changes the bytes of some layer."""
     whole = held(recompute, offload)
     return all(held(_without(name, recompute), offload) != whole for name in recompute) and all(
         held(recompute, _without(name, offload)) != whole for name in offload
@@ -313,13 +308,11 @@ def side_by_side(
 
 
 def _row(price: Priced, added_s: float) -> SimulatedRow:
-    """`added_s`: seconds of the update, the same for all settings."""
     setting, step = price.setting, price.step.plus(added_s)
     return SimulatedRow(f"stock {setting.name}", step, price.most_bytes, price.host_bytes, setting.flags)
 
 
 def verdict(rows: list[SimulatedRow], budget_bytes: int, *, experts: bool) -> str:
-    """Return sentences that compare ours with the fastest stock setting that fits. `experts`: whether the model has them."""
     ours = next(row for row in rows if row.ours)
     small = [row for row in rows if not row.ours and row.device_bytes <= budget_bytes]
     best = min(small, key=lambda row: row.step.expected_s, default=None)

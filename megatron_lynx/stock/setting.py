@@ -43,7 +43,6 @@ from megatron_lynx.kinds.experts.section import EXPERTS_ACTIVATION, EXPERTS_FC1
 from megatron_lynx.kinds.mamba.section import DELTA_NET, GATED_NORM
 
 Fact = Literal["experts", "grouped_gemm", "shared_experts", "latent", "gated_delta"]
-"""A fact of the model that a module needs to be legal or to have an effect."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,6 @@ class StockSetting:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Fields of Megatron's TransformerConfig."""
         fields: dict[str, Any] = {}
         if self.method is not None:
             fields = {"recompute_granularity": "full", "recompute_method": self.method, "recompute_num_layers": self.layers}
@@ -173,7 +171,6 @@ class StockSetting:
 
 
 Flags = tuple[tuple[str, tuple[str, ...]], ...]
-"""Flags with their values."""
 
 
 def flag_of(name: str) -> str:
@@ -181,7 +178,6 @@ def flag_of(name: str) -> str:
 
 
 def flags_of(fields: Mapping[str, Any]) -> Flags:
-    """Launch flags for fields of Megatron's configuration."""
     listed = {name: [] if value is True else value if isinstance(value, list) else [value] for name, value in fields.items()}
     return tuple((flag_of(name), tuple(map(str, values))) for name, values in listed.items())
 
@@ -190,9 +186,7 @@ NONE = StockSetting()
 SELECTIVE = StockSetting(recompute=("core_attn",))
 FULL = StockSetting(method="uniform", layers=1)
 OF_POLICY: Mapping[str, StockSetting] = MappingProxyType({"none": NONE, "selective": SELECTIVE, "full": FULL})
-"""Policies of a job that are stock settings."""
 
 
 def block(layers: int) -> StockSetting:
-    """The first `layers` layers of each chunk, recomputed whole."""
     return StockSetting(method="block", layers=layers)

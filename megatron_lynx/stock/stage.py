@@ -67,7 +67,6 @@ class _OfAllSettings:
 
     @cached_property
     def kinds(self) -> list[list[tuple[LayerKind, ...]]]:
-        """Layers by stage and chunk."""
         job, kinds = self.job, self.job.model.each_kind(range(1, self.job.model.layers + 1))
         return [
             [tuple(kinds[number - 1] for number in job.layers_of(stage, chunk)) for chunk in range(job.chunks)]
@@ -193,7 +192,6 @@ class TimedStage:
         return [tuple(known[layer.kind] for layer in chunk) for chunk in self.stage.chunks]
 
     def _ends(self, chunk: int) -> tuple[BlockProfile, BlockProfile]:
-        """The chunk's embedding and output layer."""
         job, place = self.stage.job, (self.stage.stage, chunk)
         last = place == (job.parallel.pipeline - 1, job.chunks - 1)
         return ends_of(self.profile, self.stage.of_job.shape.gathered_bytes, first=place == (0, 0), last=last)
@@ -283,7 +281,6 @@ class StageCopies:
             self.seconds[action.kind, action.chunk, phase] = self._now_s - begin_s
 
     def most_bytes(self) -> int:
-        """Peak device bytes of tensors that are offloaded."""
         held_bytes = peak_bytes = 0
         for _, change in sorted(self._changes):
             held_bytes += change
@@ -321,7 +318,6 @@ class StageCopies:
                 self._changes.append((self._now_s, -self._held.pop(place, layers[at].leaves)))
 
     def _reload(self, backward: Action, at: int) -> None:
-        """Reload a layer's tensors, if they are in host memory or in flight to it."""
         place = backward.micro_batch, backward.chunk, at
         out_end_s = self._out_end_s.pop(place, None)
         if out_end_s is None:
@@ -352,7 +348,6 @@ class StockLayer:
     kind: LayerKind
     halves: LayerBytes
     whole: bool = False
-    """Whether it is recomputed."""
     begins: bool = True
     """Whether a checkpoint that keeps its input begins with it."""
     input_bytes: int = 0

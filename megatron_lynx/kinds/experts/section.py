@@ -60,7 +60,6 @@ _ROUTED = (
 
 
 Dispatcher = Literal["alltoall", "deepep", "hybridep", "allgather"]
-"""Token dispatcher: all-to-all, a flex dispatcher's backend, or all-gather."""
 DISPATCHERS: tuple[Dispatcher, ...] = get_args(Dispatcher)
 FUSED: tuple[Dispatcher, ...] = ("deepep", "hybridep")
 

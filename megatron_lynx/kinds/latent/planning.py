@@ -46,7 +46,6 @@ from megatron_lynx.profiler.shape import FP32_BYTES, MASK_BYTES, LayerShape, nor
 from megatron_lynx.timeline import Passes
 
 DOWN, HEADS = ("down_projection",), ("up_projection", "query_projection")
-"""Roles of compressing linears, and of linears that make heads."""
 
 
 class LatentAttention(Planning):

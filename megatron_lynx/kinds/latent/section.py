@@ -145,7 +145,6 @@ class LatentSizes(Part):
 
     @property
     def query_head_size(self) -> int:
-        """Width of a head's query or key."""
         return self.head_size + self.rope_size
 
     @property

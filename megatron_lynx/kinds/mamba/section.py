@@ -72,7 +72,6 @@ class MambaSizes(Part):
 
     @property
     def result(self) -> int:
-        """Input columns of the last linear."""
         return self.inner
 
     @property
@@ -135,7 +134,6 @@ class DeltaSizes(Part):
 
     @property
     def result(self) -> int:
-        """Input columns of the last linear."""
         return self.values
 
     @property

@@ -25,7 +25,6 @@ from megatron_lynx.kinds.section import Item, Section
 
 OpaqueName = Literal["gated_delta_net", "gated_attention", "mamba", "own_attention", "no_attention", "own_mlp", "no_mlp"]
 NOTHING: tuple[OpaqueName, OpaqueName] = ("no_attention", "no_mlp")
-"""Absent halves, by half."""
 IN_NODES: tuple[OpaqueName, ...] = ("gated_delta_net", "gated_attention", "own_attention")
 """Halves that Megatron's combined schedule can call in a node (`_forward_attention`)."""
 
