@@ -53,8 +53,6 @@ PLACED_AGAIN = 3
 
 @dataclass(frozen=True)
 class Decision:
-    """A plan, with the answers and the simulation that led to it."""
-
     job: Job
     """With the layers of every stage, even if the job leaves them open."""
     stages: tuple[StageAnswer, ...]
@@ -85,7 +83,7 @@ def make_plan(job: Job, profile: Profile) -> Plan:
 
 
 def decide(job: Job, profile: Profile) -> Decision:
-    """Make a plan as `make_plan` does, and return what led to it."""
+    """Decide as `make_plan` does."""
     return completed(drafted(job, profile), profile)
 
 
@@ -101,7 +99,7 @@ def drafted(job: Job, profile: Profile) -> Decision:
 
 
 def completed(decision: Decision, profile: Profile) -> Decision:
-    """Add loads of experts and lengths of packed sequences to a decision's plan."""
+    """Add loads of experts and lengths of packed sequences to the plan."""
     return _with_lengths(_with_loads(decision, profile), profile)
 
 
@@ -134,7 +132,8 @@ def _best_way(job: Job, profile: Profile, settings: Sequence[Setting]) -> Decisi
     if best is None:
         assert failed is not None, "a setting has a way"
         raise failed
-    return _as_of(job, best)
+    origin = best.plan.provenance.model_copy(update={"job": job.digest})
+    return replace(best, plan=best.plan.model_copy(update={"provenance": origin}))
 
 
 def _cost(decision: Decision, profile: Profile) -> float:
@@ -196,11 +195,6 @@ def _with_weight_gradients(decision: Decision, stages: Stages, job: Job, profile
     little = refined.simulation.step_s > (1 - WORTH_READING) * decision.simulation.step_s
     filled = _filled(decision if little and why_none_deferred(job) is None else refined, profile, below_s)
     return replace(refined, weight_gradients=NONE_DEFERRED) if _faster(refined.simulation, filled) else filled
-
-
-def _as_of(job: Job, decision: Decision) -> Decision:
-    origin = decision.plan.provenance.model_copy(update={"job": job.digest})
-    return replace(decision, plan=decision.plan.model_copy(update={"provenance": origin}))
 
 
 def _with_loads(decision: Decision, profile: Profile) -> Decision:
@@ -277,8 +271,8 @@ def _refined(decision: Decision, stages: Stages, job: Job, profile: Profile) -> 
     """
     if job.policy != "planned" or layers_budget_bytes(decision.job, 0) is None:
         return decision
-    best = decision
-    best = _faster_of(best, tuple(_kept_if_late(answer, best.simulation, stages) for answer in best.stages), job, profile)
+    kept = tuple(_kept_if_late(answer, decision.simulation, stages) for answer in decision.stages)
+    best = _faster_of(decision, kept, job, profile)
     enough_s = WORTH_READING * decision.simulation.step_s / (job.microbatches + job.parallel.pipeline - 1)
     begun = tuple(map(stages.beginning_ahead, best.stages))
     spared_s = max(best_answer.longer_s - ahead.longer_s for best_answer, ahead in zip(best.stages, begun, strict=True))
@@ -286,7 +280,6 @@ def _refined(decision: Decision, stages: Stages, job: Job, profile: Profile) -> 
 
 
 def _kept_if_late(answer: StageAnswer, simulation: Simulation, stages: Stages) -> StageAnswer:
-    """Return a stage that waits for recomputation or its host with everything kept, if that fits."""
     late_s = simulation.total(answer.stage, "exposed_s") + simulation.total(answer.stage, "host_late_s")
     if not late_s:
         return answer
@@ -295,7 +288,7 @@ def _kept_if_late(answer: StageAnswer, simulation: Simulation, stages: Stages) -
 
 
 def _faster_of(decision: Decision, answers: tuple[StageAnswer, ...], job: Job, profile: Profile) -> Decision:
-    """Return the decision with these answers if it is faster and fits, else the given one."""
+    """Return the decision with these answers if that is faster and fits, else the given one."""
     if _layers_of(answers) == _layers_of(decision.stages):
         return decision
     plan = written(decision.job, answers, job=job.digest, profile=profile.digest, note=profile.source.caution)
@@ -308,7 +301,6 @@ def _faster_of(decision: Decision, answers: tuple[StageAnswer, ...], job: Job, p
 def _rehearsed(
     job: Job, profile: Profile, answers: tuple[StageAnswer, ...], plan: Plan, simulation: Simulation, weight_gradients: str = ""
 ) -> Decision:
-    """Return the decision for a plan, with the rehearsal's predictions written into it."""
     predicted, host = with_rehearsed(plan, job, profile, answers, simulation), HostReport.of(profile, simulation.host_bound)
     return Decision(job, answers, predicted, simulation, host, weight_gradients)
 
@@ -421,7 +413,7 @@ def _layers_of(answers: Iterable[StageAnswer]) -> list[tuple[LayerChoice, ...]]:
 
 
 def _answers(stages: Stages, lags: Mapping[int, tuple[Lag, ...]] = MappingProxyType({})) -> tuple[StageAnswer, ...]:
-    """Solve all stages. Raises `Infeasible` with the problems of all of them."""
+    """Raises `Infeasible` with the problems of all stages."""
     answers: list[StageAnswer] = []
     problems: list[Problem] = []
     for stage in range(stages.job.parallel.pipeline):

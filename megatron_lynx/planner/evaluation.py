@@ -18,7 +18,7 @@ ways, so `check_budget_kept` compares these bytes of the finished plan with the 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -43,8 +43,6 @@ from megatron_lynx.units import MIB, format_bytes
 
 
 class PlanFigures(NamedTuple):
-    """Seconds and bytes of a plan."""
-
     passes_s: float
     """Forwards and backwards of a step, over all stages."""
     update_s: float
@@ -89,11 +87,7 @@ class Held(NamedTuple):
 
 
 def check_budget_kept(job: Job, simulation: Simulation) -> None:
-    """Raises `PlannerFault` with every stage, chunk and moment that exceeds the job's budget.
-
-    job: with the plan's layers.
-    simulation: rehearsal of the finished plan.
-    """
+    """Raises `PlannerFault` with every stage, chunk and moment that exceeds the budget. `job`: with the plan's layers."""
     if job.budget.activation_mib is None and not bounded_by_device(job):
         return
     problems = [
@@ -108,7 +102,12 @@ def check_budget_kept(job: Job, simulation: Simulation) -> None:
 
 def memory_of_plan(job: Job, simulation: Simulation) -> tuple[StageMemory, ...]:
     """Bytes of each stage's device at its fullest moment, by kind. `job`: with the plan's layers."""
-    return tuple(_fullest(held_by_moment(job, simulation, stage)) for stage in range(job.parallel.pipeline))
+    memory = []
+    for stage in range(job.parallel.pipeline):
+        held = held_by_moment(job, simulation, stage)
+        fullest_memory = max(held.values(), key=lambda at_moment: at_moment.total)
+        memory.append(replace(fullest_memory, totals={moment: at_moment.total for moment, at_moment in held.items()}))
+    return tuple(memory)
 
 
 def held_by_moment(job: Job, simulation: Simulation, stage: int) -> dict[Moment, StageMemory]:
@@ -130,7 +129,6 @@ def fullest_bytes(job: Job, simulation: Simulation) -> int:
 
 
 def most_held(job: Job, simulation: Simulation, stage: int) -> Iterator[Held]:
-    """Yield the most bytes of a stage, for each chunk and moment."""
     beside = parts_beside_layers(job, stage)
     at = {moment: beside.at(moment) for moment in beside.moments}
     without_head = replace(at["forward"], head=0)
@@ -154,11 +152,6 @@ def most_held(job: Job, simulation: Simulation, stage: int) -> Iterator[Held]:
         yield Held(stage, None, 0, at["optimizer_made"])
 
 
-def _fullest(held: Mapping[Moment, StageMemory]) -> StageMemory:
-    fullest_memory = max(held.values(), key=lambda memory: memory.total)
-    return replace(fullest_memory, totals={moment: memory.total for moment, memory in held.items()})
-
-
 def _by_kind(held: Held, simulation: Simulation) -> StageMemory:
     """Add the layers' bytes, divided into kept and recomputed."""
     again = 0
@@ -171,8 +164,6 @@ def _by_kind(held: Held, simulation: Simulation) -> StageMemory:
 
 
 class _Passes:
-    """Bytes of a stage's layers at the start and end of its passes, and between them."""
-
     def __init__(self, executed: tuple[Executed, ...], curve: MemoryCurve) -> None:
         times_s, self._bytes = np.array(curve.times_s), np.array([*curve.bytes, 0])
         self._executed = executed

@@ -74,11 +74,11 @@ class Rooms:
     pieces: bool = False
 
     def waits(self, layer: int) -> tuple[Wait, ...]:
-        """Waits of one layer in order, those of its backward first."""
+        """Those of its backward first."""
         return tuple(self._by_layer.get(layer, {}).values())
 
     def linears(self, layer: int) -> tuple[Linear, ...]:
-        """Linears of one layer in backward order."""
+        """In backward order."""
         return self._linears[layer]
 
     @once
@@ -89,9 +89,8 @@ class Rooms:
         return self._section_of[linear].half
 
     def _deferrable(self, section: Section) -> tuple[str, ...]:
-        if section.captured or section.apart:
-            return ()
-        return section.linears if self.looked_into or not section.exchanges else ()
+        closed = section.captured or section.apart or (section.exchanges and not self.looked_into)
+        return () if closed else section.linears
 
     def _addresses(self, layer: int) -> list[WindowAddress]:
         return list(self._by_layer.get(layer, ()))
@@ -112,7 +111,7 @@ class Rooms:
         return linears
 
     def _places(self, layer: int) -> tuple[object, ...]:
-        """Waits of one layer, without the layer's number."""
+        """Without the layer's number."""
         return tuple(at[:1] + at[2:] for at in self._addresses(layer))
 
     @cached_property
@@ -264,10 +263,9 @@ def _alone(simulation: Simulation, entry: Stage, *, drains: bool) -> tuple[Execu
 
 
 class Filler:
-    """Fills the waits of one plan for a job.
+    """Fills the waits of one plan.
 
     Args:
-        simulation: of the plan.
         known: by waits and linears of a layer, the best ways to fill it; shared with fillers of other plans.
         forwards: stages on which waits of forwards are filled, too.
         pieces: whether weight gradients may be cut.
@@ -303,7 +301,10 @@ class Filler:
         `budgets`: bytes of each stage's layers.
         """
         fillings = [self._filling(rooms, budgets[rooms.entry.stage]) for rooms in self._rooms]
-        entries = tuple(filling.filled(receives=_receives(self._job, filling.rooms.entry)) for filling in fillings)
+        entries = tuple(
+            filling.filled(receives=self._job.chunks == 1 and phases_of(self._job, filling.rooms.entry.stage).cooldown > 0)
+            for filling in fillings
+        )
         return self._plan.model_copy(update={"stages": entries})
 
     def _filling(self, rooms: Rooms, budget_bytes: int) -> _Filling:
@@ -316,10 +317,6 @@ class Filler:
         if key not in self._known:
             self._known[key] = ways_of(*key, rooms.prices.profile.interference)
         return self._known[key]
-
-
-def _receives(job: Job, entry: Stage) -> bool:
-    return job.chunks == 1 and phases_of(job, entry.stage).cooldown > 0
 
 
 Known = dict[tuple[tuple[Wait, ...], tuple[Linear, ...]], list[Placed]]
@@ -420,7 +417,6 @@ class SendingFirst:
     held   ╲  backward k                     the lowest layers first: their operands wait shortest, where memory is freest
             ╲___ linear_fc1(2) ___ ... sent
 
-    simulation: of the plan.
     hiding: whether linears are delayed whose weight gradients hide waits of their half; the rehearsal decides.
     """
 
@@ -444,12 +440,12 @@ class SendingFirst:
         slack = Slack(self.simulation, entry, first_layers, budget_bytes, drains=True)
         rooms = Rooms(self.plan, entry, prices, forwards=False, looked_into=not self.job.model.experts_whole)
         parts = sorted((part for rule in entry.rules for part in rule.parts), key=lambda part: part.first)
-        chosen = {part.first: tuple(self._of(part, entry, rooms, slack)) for part in parts}
-        linears = {linear for names in chosen.values() for linear in names}
+        sent = {part.first: dict.fromkeys(self._of(part, entry, rooms, slack), (SEND_BACKWARD,)) for part in parts}
+        linears = {linear for names in sent.values() for linear in names}
         if not linears:
             return entry
         rules = [
-            rule.model_copy(update={"layers": part, "weight_gradients": rule.weight_gradients | _sent(chosen[part.first])})
+            rule.model_copy(update={"layers": part, "weight_gradients": rule.weight_gradients | sent[part.first]})
             for rule in entry.rules
             for part in rule.parts
         ]
@@ -472,7 +468,3 @@ class SendingFirst:
                 continue
             for begin_s in took:
                 slack.gives_back(linear.bytes, begin_s, slack.sent_s)
-
-
-def _sent(linears: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    return dict.fromkeys(linears, (SEND_BACKWARD,))

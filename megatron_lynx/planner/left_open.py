@@ -21,7 +21,7 @@ STEPS = 100
 
 
 def as_planned(job: Job, plan: Plan) -> Job:
-    """Return the job under a plan for it: with everything left to the plan, and what an earlier run learned."""
+    """Return the job with everything that it leaves to the plan, and what an earlier run learned."""
     if job.parallel.partition == "auto":
         job = with_partition(job, tuple(len(stage.layers) for stage in plan.stages))
     if job.model.fp8 is not None and job.model.fp8.copies_kept is None:
@@ -80,8 +80,6 @@ def with_share(job: Job, share: float) -> Job:
 
 
 class Way(NamedTuple):
-    """A job with one setting decided."""
-
     job: Job
     worth: float = 0.0
     """Relative gain from which it is taken instead of an earlier way; 1 if only where no earlier way fits."""
@@ -185,7 +183,7 @@ def inexact_change(job: Job, profile: Profile, plannable: Callable[[Job, Profile
 
 
 def _several(job: Job) -> Iterator[Job]:
-    """Yield the job with its head in 2, 4, 8, ... pieces."""
+    """In 2, 4, 8, ... pieces."""
     rows, pieces = job.model.seq // job.parallel.context, 2
     while rows % pieces == 0 and rows // pieces * job.batch.micro >= LEAST_TOKENS[job.cluster.device]:
         yield job.model_copy(update={"head": Head(pieces=pieces)})

@@ -41,9 +41,6 @@ from megatron_lynx.units import GIB, format_bytes
 NEVER_MORE_TENSOR_RANKS = 8
 """Larger groups would span nodes, where tensor parallelism is too slow."""
 
-MOST_AT_ONCE = 3
-
-
 Changes = tuple[tuple[str, Any], ...]
 """(key of the job, value)."""
 
@@ -84,7 +81,7 @@ def fewest_changes(
 ) -> Changes | None:
     """Return the changes, or None if nothing helps. `without`: keys that must not change."""
     known = [change for change in _changes(job) if change[0] not in without]
-    for size in range(1, MOST_AT_ONCE + 1):
+    for size in (1, 2, 3):
         for chosen in combinations(known, size):
             changed = with_changes(job, chosen)
             if changed is not None and (costs := _fitting(changed, profile)) and plannable(changed, costs):
@@ -141,8 +138,6 @@ def _fitting(job: Job, profile: Profile) -> Profile | None:
     return profile if fits else None
 
 
-DOUBLED = 2.0
-
 DIGITS = 100
 """Loads are hundredths, rounded down."""
 
@@ -154,7 +149,7 @@ def loads_that_fit(job: Job, plan: Plan, profile: Profile, simulation: Simulatio
     """
     if job.model.experts is None or not bounded_by_device(job) or job.cluster.matmul is None:
         return [0.0] * job.parallel.pipeline
-    heavier = with_load(job, min(DOUBLED * job.model.moe_load, job.model.experts.most_load(job.parallel.expert)))
+    heavier = with_load(job, min(2 * job.model.moe_load, job.model.experts.most_load(job.parallel.expert)))
     if heavier.model.moe_load <= job.model.moe_load:
         return [0.0] * job.parallel.pipeline
     later, stages = rehearsed_with_load_of(heavier, plan, profile), range(job.parallel.pipeline)
@@ -164,7 +159,7 @@ def loads_that_fit(job: Job, plan: Plan, profile: Profile, simulation: Simulatio
 
 
 def _held_to(job: Job, plan: Plan, profile: Profile, loads: Sequence[float]) -> list[float]:
-    """Rehearse each stage at its load, and lower the loads that do not fit."""
+    """Lower the loads at which stages do not fit when rehearsed."""
     lowered_loads = list(loads)
     asked = {stage for stage, load in enumerate(lowered_loads) if load > job.model.moe_load}
     while asked:
@@ -192,7 +187,7 @@ def loads_of_falling_back(job: Job, plan: Plan, stage: Stage, profile: Profile, 
 
     Halves that already recompute what falling back frees grow with each row, so the others begin earlier.
     """
-    heavier = with_load(job, DOUBLED * job.model.moe_load)
+    heavier = with_load(job, 2 * job.model.moe_load)
     profiles = profile, _loaded(heavier, profile)
     kept = left = always = 0
     for layer in job.model.expert_layers:
@@ -211,7 +206,7 @@ def loads_of_falling_back(job: Job, plan: Plan, stage: Stage, profile: Profile, 
     holds = min(room_bytes / (left + always), job.model.experts.most_load(job.parallel.expert))
     if not always:
         return load, _rounded_down(holds)
-    holds = min(holds, DOUBLED * job.model.moe_load)
+    holds = min(holds, 2 * job.model.moe_load)
     begins = max(job.model.moe_load, (room_bytes - always * holds) / kept)
     return _rounded_down(begins), _rounded_down(min(holds, (room_bytes - kept * begins) / always))
 

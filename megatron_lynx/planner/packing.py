@@ -40,8 +40,6 @@ WINDOW_S = 1e-12
 
 
 class Wait(NamedTuple):
-    """One window of a layer."""
-
     name: str
     seconds: float
     """Whole length, without a weight gradient that hides it."""
@@ -76,8 +74,6 @@ class Linear(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """One assignment of a layer's weight gradients."""
-
     seconds: float
     """Seconds of the layer's waits and weight gradients together."""
     waits: dict[str, tuple[str, ...]]
@@ -103,7 +99,7 @@ Chosen = dict[str, tuple[Put, ...]]
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer. `forwards`: linears whose weight gradients may use waits of forwards."""
+    """`forwards`: linears whose weight gradients may use waits of forwards."""
 
     waits: Sequence[Wait]
     linears: Sequence[Linear]

@@ -55,9 +55,8 @@ def with_partition(job: Job, partition: tuple[int, ...]) -> Job:
     return job.model_copy(update={"parallel": parallel, "model": model})
 
 
-def _by_virtual_stage(counts: tuple[int, ...], chunks: int) -> tuple[int, ...]:
-    last = len(counts) - 1
-    by_stage = [spread(count, chunks, last_stage=stage == last) for stage, count in enumerate(counts)]
+def _by_virtual_stage(counts: Counts, chunks: int) -> Counts:
+    by_stage = [spread(count, chunks, last_stage=stage == len(counts) - 1) for stage, count in enumerate(counts)]
     return tuple(layers[chunk] for chunk in range(chunks) for layers in by_stage)
 
 
@@ -67,8 +66,6 @@ NEVER_FLUSHED = 1_000_000
 
 @dataclass(frozen=True)
 class _Times:
-    """Seconds of stages by number of layers."""
-
     job: Job
     profile: Profile
 
@@ -83,7 +80,7 @@ class _Times:
             return inf
 
     def least(self, stage: int, count: int) -> float:
-        """Seconds of a stage without recomputation."""
+        """Without recomputation."""
         alike = with_partition(self.job, (count,) * self.job.parallel.pipeline)
         stock = stage_seconds(alike, self.profile, stage)
         return stock.both_s + self._messages_s(stage)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.environment import FORWARD_MARGIN, USUAL_MARGIN, starts_as_one
-from megatron_lynx.kinds.experts.section import FUSED, Dispatcher
+from megatron_lynx.kinds.experts.section import FUSED
 from megatron_lynx.plan.layout import launch_flags
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.timetables import norms_in_windows
@@ -18,7 +17,7 @@ from megatron_lynx.profiler.profile import Profile
 
 def summary(decision: Decision, profile: Profile) -> dict[str, Any]:
     """Output of `megatron-lynx plan --json`."""
-    plan = decision.plan
+    plan, memory = decision.plan, decision.memory
     return {
         **figures_of(decision.job, profile, decision.simulation).as_json,
         "host_time": decision.host.as_json,
@@ -26,7 +25,19 @@ def summary(decision: Decision, profile: Profile) -> dict[str, Any]:
         "partition": [len(stage.layers) for stage in plan.stages],
         "launch_flags": [*launch_flags(plan), *job_flags(decision.job)],
         "launch_environment": job_environment(decision.job, plan),
-        "stages": list(_stages(decision)),
+        "stages": [
+            {
+                "stage": entry.stage,
+                "chunk": entry.chunk,
+                "layers": str(entry.layers),
+                "ahead_depth": entry.ahead_depth,
+                "offload_ratio": decision.stages[entry.stage].offload_ratio,
+                "offload_bytes": 0 if entry.offload is None else entry.offload.bytes,
+                "memory_bytes": memory[entry.stage].named,
+                "predicted": entry.predicted.model_dump(mode="json"),
+            }
+            for entry in plan.stages
+        ],
     }
 
 
@@ -60,6 +71,9 @@ def expert_flags(job: Job) -> list[str]:
     if experts is None:
         return []
     pattern = "+".join(f"[{int(layer in job.model.expert_layers)}]" for layer in range(1, job.model.layers + 1))
+    dispatcher = [f"--moe-token-dispatcher-type {experts.dispatcher}"]
+    if experts.dispatcher in FUSED:
+        dispatcher = ["--moe-token-dispatcher-type flex", f"--moe-flex-dispatcher-backend {experts.dispatcher}"]
     shared = [f"--moe-shared-expert-intermediate-size {experts.shared_ffn}"] if experts.shared_ffn else []
     return [
         f"--num-experts {experts.count}",
@@ -67,28 +81,7 @@ def expert_flags(job: Job) -> list[str]:
         f"--moe-ffn-hidden-size {experts.ffn}",
         *shared,
         *([] if len(job.model.expert_layers) == job.model.layers else [f"--moe-layer-freq '{pattern}'"]),
-        *_dispatcher_flags(experts.dispatcher),
+        *dispatcher,
         f"--expert-model-parallel-size {layout.expert}",
         f"--expert-tensor-parallel-size {layout.expert_tensor_size}",
     ]
-
-
-def _dispatcher_flags(dispatcher: Dispatcher) -> list[str]:
-    if dispatcher not in FUSED:
-        return [f"--moe-token-dispatcher-type {dispatcher}"]
-    return ["--moe-token-dispatcher-type flex", f"--moe-flex-dispatcher-backend {dispatcher}"]
-
-
-def _stages(decision: Decision) -> Iterator[dict[str, Any]]:
-    memory = decision.memory
-    for entry in decision.plan.stages:
-        yield {
-            "stage": entry.stage,
-            "chunk": entry.chunk,
-            "layers": str(entry.layers),
-            "ahead_depth": entry.ahead_depth,
-            "offload_ratio": decision.stages[entry.stage].offload_ratio,
-            "offload_bytes": 0 if entry.offload is None else entry.offload.bytes,
-            "memory_bytes": memory[entry.stage].named,
-            "predicted": entry.predicted.model_dump(mode="json"),
-        }

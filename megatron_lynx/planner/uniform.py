@@ -100,23 +100,17 @@ def _usual_window(
 ) -> str | ByPhase:
     (layer, section), parallel = frame, job.parallel
     gathers_once = parallel.sequence_parallel and section.gathered in items
-    has_windows = section.has_windows
     exchanges = section.exchanges and layer in exchanging_layers(job) and not job.userbuffers
     if exchanges and own_exchanges_in_time(section, items):
         return own_window(section.half)
-    in_time = has_windows and own_windows_in_time(
+    in_time = section.has_windows and own_windows_in_time(
         section, items, sequence_parallel=parallel.sequence_parallel, te=job.model.uses_te
     )
     if in_time and not gathers_once and not job.no_windows:
         return own_window(section.half)
-    if before is not None and job.no_windows:
-        return ON_DEMAND
     if before is not None:
         last = len(before[1].collectives("bwd", parallel.sequence_parallel)) - 1
-        return ON_DEMAND if parallel.tensor == 1 else _window_before(layer, before, last)
+        return ON_DEMAND if job.no_windows or parallel.tensor == 1 else _window_before(layer, before, last)
     stage, chunk = where
-    last_stage = stage == parallel.pipeline - 1
-    if last_stage and chunk == job.chunks - 1:
-        return ON_DEMAND
-    lies_there = last_stage and job.microbatch_group > parallel.pipeline
-    return ON_DEMAND if lies_there else RECV_BACKWARD
+    lies_there = chunk == job.chunks - 1 or job.microbatch_group > parallel.pipeline
+    return ON_DEMAND if stage == parallel.pipeline - 1 and lies_there else RECV_BACKWARD

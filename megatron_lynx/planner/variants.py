@@ -45,8 +45,7 @@ OVERLAPPED = (StockSetting(overlap=True), StockSetting(overlap=True, delayed=Tru
 
 @dataclass(frozen=True)
 class Planned:
-    """A job with its plan's flags, the plan, and its whole step including the optimizer's update. `memory_bytes`: of the fullest
-    device."""
+    """`job` has its plan's flags, `step` includes the optimizer's update, `memory_bytes` are of the fullest device."""
 
     job: Job
     profile: Profile = field(repr=False)
@@ -56,7 +55,6 @@ class Planned:
 
     @cached_property
     def decision(self) -> Decision:
-        """As `decide` makes it."""
         return completed(self.draft, self.profile)
 
     @property
@@ -72,7 +70,6 @@ def planned(job: Job, profile: Profile) -> Planned:
 
 
 def _figures(decision: Decision, profile: Profile) -> tuple[StepRange, int]:
-    """The whole step and the bytes of the fullest device."""
     figures = figures_of(decision.job, profile, decision.simulation)
     passes = range_of(decision.plan, decision.job, profile, decision.simulation)
     return passes.plus(figures.update_s), figures.memory_bytes
@@ -109,10 +106,7 @@ def _first_of_fastest(plans: Sequence[Planned], seconds: Callable[[Planned], flo
 
 @dataclass(frozen=True)
 class Variants:
-    """A job's variants.
-
-    `release`: of megatron-core; None keeps the flags.
-    """
+    """`release`: of megatron-core; None keeps the flags."""
 
     job: Job
     profile: Profile = field(repr=False)
@@ -193,7 +187,7 @@ def _chosen(plans: Mapping[int, Planned], rival_s: float | None) -> Planned | No
 
 
 def variants(job: Job, release: str) -> Iterator[Job]:
-    """Yield the job, then the job with other flags that Megatron accepts and plans can express."""
+    """Yield the job, then it with other flags that Megatron accepts and plans can express."""
     yield job
     for other in _with_other_flags(job, Facts.of(job, release)):
         try:

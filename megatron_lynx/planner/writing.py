@@ -28,7 +28,7 @@ from megatron_lynx.planner.evaluation import held_by_moment
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.simulator.simulation import Simulation
-from megatron_lynx.solver.answer import LayerChoice, Solved, StageAnswer
+from megatron_lynx.solver.answer import LayerChoice, StageAnswer
 from megatron_lynx.timetable import Layout, Timetable
 from megatron_lynx.units import SECOND_DIGITS
 from megatron_lynx.version import __version__
@@ -42,7 +42,6 @@ def written(parted: Job, answers: Sequence[StageAnswer], *, job: str, profile: s
 
 
 def with_rehearsed(plan: Plan, parted: Job, profile: Profile, answers: Sequence[StageAnswer], simulation: Simulation) -> Plan:
-    """Return the plan with the rehearsal's predictions of step, copies and memory."""
     loads = {load.stage: load for load in simulation.host_bound}
     waits_s = [round(simulation.exposed_copy_s(answer.stage), SECOND_DIGITS) for answer in answers]
     added_s = round(update_s(parted, profile), SECOND_DIGITS)
@@ -212,8 +211,15 @@ def made_by() -> str:
 
 def _entry(job: Job, answer: StageAnswer, chunk: int) -> Stage:
     solved, where = answer.chunks[chunk], (answer.stage, chunk)
-    rules, predicted = list(_rules(job, where, solved.layers)), _predicted(job, answer, solved)
-    return stage_of(job, where, rules, predicted, _offload(job, answer, chunk))
+    predicted = Predicted(
+        hidden_recompute_s=round(solved.hidden_s * job.microbatches, SECOND_DIGITS),
+        exposed_recompute_s=round(solved.exposed_s * job.microbatches, SECOND_DIGITS),
+        resident_activation_bytes=solved.resident_bytes,
+        ahead_bytes=solved.ahead_bytes,
+        recomputed_flops=solved.flops,
+        host_bytes=answer.host_bytes,
+    )
+    return stage_of(job, where, list(_rules(job, where, solved.layers)), predicted, _offload(job, answer, chunk))
 
 
 def _rules(job: Job, where: tuple[int, int], choices: Sequence[LayerChoice]) -> Iterator[Rule]:
@@ -253,17 +259,6 @@ def _offload(job: Job, answer: StageAnswer, chunk: int) -> Offload | None:
         experts=experts,
         pace_bytes=None if answer.within is None else answer.within.pace_bytes[chunk],
         half_by_half="at_once" if answer.within is None or answer.in_flight == 1 else "all",
-    )
-
-
-def _predicted(job: Job, answer: StageAnswer, solved: Solved) -> Predicted:
-    return Predicted(
-        hidden_recompute_s=round(solved.hidden_s * job.microbatches, SECOND_DIGITS),
-        exposed_recompute_s=round(solved.exposed_s * job.microbatches, SECOND_DIGITS),
-        resident_activation_bytes=solved.resident_bytes,
-        ahead_bytes=solved.ahead_bytes,
-        recomputed_flops=solved.flops,
-        host_bytes=answer.host_bytes,
     )
 
 
