@@ -38,17 +38,13 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.search.best_first import no_collections
 from megatron_lynx.units import GIB, format_seconds
 
-PLAN_FILE = "plan.yaml"
 Call = Callable[[], Any]
 MANY_STAGES = 8
-"""Virtual stages from which on stock's settings and neighbours take longer than the start of a second process."""
-
 CHUNK_MIB = 256
 """MiB of optimizer moments in one copy, as in Megatron's example."""
 
 WORTH = 0.01
-"""Relative gain from which more changes, or more memory, are recommended: simulated ratios of settings were within 3 % on one
-H100."""
+"""Relative gain from which more changes, or more memory, are recommended."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +73,7 @@ class Answer:
 
     @property
     def planned(self) -> Planned | None:
-        """The recommended plan: the fastest; within `WORTH` of it, the one with fewer bytes, unless stock's best is faster than
-        that one."""
+        """The fastest plan; within `WORTH` of it, the one with fewer bytes, unless stock's best is faster than that one."""
         if self.copies is not None or self.without_copies is None:
             return self.copies
         best, less = self.without_copies, self.in_todays_bytes
@@ -146,7 +141,7 @@ class Answer:
         if self.reading is None or neighbour.planned is None:
             return None
         made = neighbour.planned
-        return flags.command(self.reading, self.job, made.job, made.draft.plan, PLAN_FILE)
+        return flags.command(self.reading, self.job, made.job, made.draft.plan, "plan.yaml")
 
 
 @no_collections()
@@ -244,8 +239,7 @@ def would_fit(job: Job, costs: Profile, reading: Reading | None = None) -> Itera
 
 
 def _optimizer(job: Job, costs: Profile, reading: Reading | None) -> Iterator[tuple[float, str]]:
-    """Yield the update's seconds and a sentence for the least quarter of optimizer state on the host with which a plan fits.
-    Megatron steps parameters on the host only with a precision-aware, distributed optimizer."""
+    """Yield the update's seconds and a sentence for the least quarter of optimizer state on the host with which a plan fits."""
     if job.optimizer.offload != 0:
         return
     aware: Changes = () if job.optimizer.precision_aware else (("optimizer.precision_aware", True),)

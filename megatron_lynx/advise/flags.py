@@ -124,7 +124,6 @@ def _replaced(before: Job, after: Job, made: Plan, reading: Reading) -> tuple[st
 
 
 def _places(before: Job, after: Job) -> bool:
-    """Whether layers are placed again: the pipeline or chunks differ, or the launch leaves them open."""
     auto = after.parallel.partition == "auto"
     return auto or before.partition != after.partition or before.parallel.pipeline != after.parallel.pipeline
 
@@ -148,7 +147,6 @@ def _placing(made: Plan, reading: Reading | None) -> Iterator[tuple[str, tuple[s
 
 
 def _counts_ends(made: Plan, reading: Reading | None) -> bool:
-    """Whether the launch counts embedding and loss as layers, and the plan's layers are placed that way."""
     if reading is None or not all(reading.given[name] for name in COUNTED):
         return False
     counts = [len(stage.layers) for stage in made.stages]

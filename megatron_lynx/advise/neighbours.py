@@ -33,8 +33,6 @@ MICRO_STEPS = (1.0, 2.0, 0.5, 4.0)
 
 @dataclass(frozen=True)
 class Neighbour:
-    """A layout with stock's best setting and its plan; at least one of them fits."""
-
     job: Job
     stock: Stock | None
     planned: Planned | None
@@ -78,8 +76,7 @@ class Near(Space):
 
 @no_collections()
 def neighbours(job: Job, release: str | None, *, copies: bool = False) -> list[Neighbour]:
-    """Return the fastest few that fit, best first. `job`: with the policy `planned`, on a described cluster. `release`: as in
-    `Variants`. `copies`: as in `answered`."""
+    """Return the fastest few that fit, best first. `job`: with the policy `planned`, on a described cluster."""
     candidates = BestFirst(Near(job, job.gpus), ("planned",), MOST, offload=job.offload_ratio != 0).run()
     near = [_answered(job, candidate.job, release, copies=copies) for candidate in candidates]
     return sorted((neighbour for neighbour in near if neighbour.rows), key=lambda neighbour: neighbour.fastest.expected_s)
@@ -90,8 +87,7 @@ def may_offload(job: Job) -> bool:
 
 
 def _answered(asked_job: Job, near_job: Job, release: str | None, *, copies: bool) -> Neighbour:
-    """Plan a layout; find stock's best in it. Copies to the host, which take long to plan, are tried only if stock's best is
-    faster than the plan, or no plan fits without."""
+    """Copies to the host, which take long to plan, are tried only if stock's best is faster, or no plan fits without."""
     job = near_job.model_copy(update={"policy": "planned", "offload_ratio": asked_job.offload_ratio, "budget": asked_job.budget})
     costs = analytic_profile(job)
     stock = stocks_best(job, costs, release)

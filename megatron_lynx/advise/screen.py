@@ -114,7 +114,6 @@ def _near(answer: Answer) -> Iterator[RenderableType]:
 
 
 def _last_names(settings: str) -> str:
-    """Settings without the groups that their names begin with (verl's `actor_rollout_ref.actor.megatron.`)."""
     return re.sub(r"\+?\b(?:[a-z_]+\.)+(?=[a-z_]+=)", "", settings)
 
 
@@ -162,8 +161,7 @@ def _shown(answer: Answer) -> Iterator[Row]:
 
 
 def as_json(answer: Answer) -> dict[str, Any]:
-    """Seconds are of a whole step, including the optimizer's update: `step_s`, and `step_at_best_s` for a range; bytes are of the
-    fullest device."""
+    """Seconds are of a whole step, including the optimizer's update; bytes are of the fullest device."""
     copies = answer.without_copies if answer.copies is not None else None
     within = answer.in_todays_bytes
     return {

@@ -141,8 +141,7 @@ class Stock:
 
 
 def stocks_best(job: Job, costs: Profile, release: str | None) -> Stock | None:
-    """Return the fastest setting that fits, of equals the one with fewer bytes. Returns None if none fits, or stock cannot place
-    the layers. `release`: of megatron-core; None: the newest."""
+    """Of equals the one with fewer bytes; None if none fits, or stock cannot place the layers. `release`: None: the newest."""
     stock_job = as_stock(job)
     prices = [] if _undivided(job) else rivals(stock_job, costs, job.memory_budget_bytes, release or NEWEST)
     best = fastest(prices)

@@ -163,7 +163,6 @@ def plan_and_costs(
     *,
     make: Callable[[Job, Profile], Plan] | None = None,
 ) -> tuple[Plan, Profile]:
-    """The given plan, or a new one by `make`, and the costs with the plan's corrections. Both are saved."""
     given = None if plan_file is None else _given(job, plan_file)
     costs = costs_of(job, profile_file)
     save_profile(costs, folder / "profile.yaml")
@@ -225,7 +224,6 @@ def asked_about(subject: Subject) -> Subject:
 
 
 def _unclear(subject: Subject, words: Sequence[str]) -> Iterator[Problem]:
-    """Problems of the subject; for a launch without a cluster also the launch's own."""
     if subject.model is not None:
         if words:
             yield Problem("--model", f"also {words[0]!r}", "a model, or a job or a launch, not both")

@@ -103,10 +103,6 @@ class Subject:
     strict: Annotated[bool, Option("--strict", help="Refuse flags that Megatron does not know, instead of a warning.")] = False
 
     @property
-    def machine_options(self) -> dict[str, object | None]:
-        return {"--nic-gbit": self.nic_gbit, "--nvlink-gb-s": self.nvlink_gb_s, "--host-cpu": self.host_cpu}
-
-    @property
     def machine_changes(self) -> dict[str, object]:
         """Values of a job, by their place. Raises `ConfigError` for an unknown CPU."""
         from megatron_lynx.config.loader import load_host_time
@@ -130,8 +126,8 @@ class Subject:
         return None if self.is_launch or self.model is not None else job_path((self.words or [""])[0])
 
     def again(self, more: Mapping[str, object | None]) -> str:
-        """Shell words for the same subject. `more`: options with their values."""
-        given = {"--model": self.model, "--cluster": self.cluster, "--gpus": self.gpus, **self.machine_options, **more}
+        machine = {"--nic-gbit": self.nic_gbit, "--nvlink-gb-s": self.nvlink_gb_s, "--host-cpu": self.host_cpu}
+        given = {"--model": self.model, "--cluster": self.cluster, "--gpus": self.gpus, **machine, **more}
         written = {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in given.items()}
         options = [
             word for name, value in given.items() if value is not None for word in (name, written[name])[: 2 - (value is True)]

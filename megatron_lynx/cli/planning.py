@@ -249,7 +249,6 @@ def planned_from(plan: Plan) -> tuple[Job, Path | None] | None:
 
 
 def _launched(answer: Answer, output: Path, *, chosen: bool) -> str:
-    """The command or flags to launch with. `chosen`: an option of `plan` decides the optimizer's share on the host."""
     from megatron_lynx.cli.inputs import command_with
     from megatron_lynx.launch_arguments.model_facts import OF_THE_HOST
     from megatron_lynx.plan.layout import launch_flags

@@ -42,8 +42,7 @@ def layer_problems(layers: int, parallel: Parallel) -> Iterator[str]:
 
 
 def expert_problems(model: Model, parallel: Parallel, gpus: int) -> Iterator[str]:
-    """Yield problems of experts that Megatron would reject (`parallel_state.initialize_model_parallel`,
-    `TransformerConfig.__post_init__`, `MoELayer.forward`)."""
+    """Rules of `parallel_state.initialize_model_parallel`, `TransformerConfig.__post_init__` and `MoELayer.forward`."""
     experts = model.experts
     if experts is None:
         asked = [name for name in ("expert", "expert_tensor") if getattr(parallel, name) not in (1, None)]
@@ -148,7 +147,6 @@ def _unfit(model: Model, parallel: Parallel, micro: int) -> Iterator[str]:
 
 
 GATHERED = ("model.hidden", "model.latent.q_rank", "model.latent.kv_rank")
-"""Columns of linear inputs that sequence parallelism gathers."""
 
 
 def _unable(recipe: str, cluster: Cluster) -> Iterator[str]:

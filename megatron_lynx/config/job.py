@@ -34,8 +34,6 @@ Policy = Literal["none", "selective", "balanced", "full", "planned"]
 """Recomputation: none; stock's core attention; norms and activation (Yuan et al.); whole layers; by a plan."""
 
 MOST_MICROBATCHES = 20_000
-"""Limit of micro-batches per pipeline and step: each is simulated, and a mistyped number must fail at once."""
-
 Schedule = Literal["flush", "double_buffered"]
 """Pipeline schedule. flush: drained before each update (1F1B, interleaved with several chunks per stage). double_buffered: never
 drained, with gradients one update old (PipeDream-2BW)."""
@@ -248,8 +246,7 @@ class Job(Part):
 
     @property
     def keeps_gathered(self) -> bool:
-        """Whether linears with an input gathered by sequence parallelism are never recomputed: they use a userbuffer, their
-        adapter communicates, or their weight gradient needs a second gather."""
+        """Whether linears with an input gathered by sequence parallelism are never recomputed."""
         if self.userbuffers or (self.model.adapted and self.parallel.tensor > 1):
             return True
         return self.parallel.sequence_parallel and not gathers_once(self.model.fp8_recipe)
@@ -300,8 +297,7 @@ class Job(Part):
 
     @property
     def memory_budget_bytes(self) -> int:
-        """Device memory for PyTorch's allocations, limited to the memory that a run found available; negative if the reserve
-        exceeds the device."""
+        """Device memory for PyTorch's allocations; negative if the reserve exceeds the device."""
         stated, device_bytes = self.budget.memory_gib, self.learned.device_bytes
         budget_bytes = self.device_reserve.left_bytes if stated is None else int(GIB * stated)
         return budget_bytes if device_bytes is None else min(budget_bytes, device_bytes)
@@ -361,8 +357,7 @@ class Job(Part):
 
     @property
     def digest(self) -> str:
-        """Digest that plans record as their origin, without host time and CPUs, which are measured again with every release, and
-        fusions, which a measured profile includes."""
+        """Without host time and CPUs, which every release measures again, and fusions, which a measured profile includes."""
         cluster = {"host_time": True, "node": {"cores", "memory_gb_per_s"}}
         return digest_of(self, {"learned": True, "cluster": cluster, "model": {"fusions"}})
 

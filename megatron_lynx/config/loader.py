@@ -85,7 +85,6 @@ def lengths_in(file: Path) -> dict[str, float]:
 
 
 def job_path(name: str | os.PathLike[str]) -> Path:
-    """Return the file of a job name. Raises `ConfigError` if it does not exist."""
     return _file_of(os.fspath(name), where=os.fspath(name), kind="jobs")
 
 
@@ -106,8 +105,7 @@ def load_model(name: str, where: str) -> Model:
 
 
 def _file_of(name: str, where: str, kind: str, beside: Path = Path()) -> Path:
-    """Return the file (or pipe) of a name: a path, or a bundled file of this kind, also by a unique prefix of its name, with or
-    without its folder, in any case."""
+    """`name`: a path, or a bundled file's, also a unique prefix of its name, with or without its folder, in any case."""
     for folder in (beside, bundled_configs()):
         for candidate in (folder / name, folder / f"{name}.yaml"):
             if os.path.exists(candidate) and not os.path.isdir(candidate):

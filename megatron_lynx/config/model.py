@@ -229,7 +229,6 @@ class Model(Part):
 
     @property
     def every_section(self) -> tuple[Section, ...]:
-        """All sections of the model, those of a layer without experts first, even if no layer has them."""
         mixture = () if self.experts is None else (self.kind_sections(experts=True)[1],)
         named = (section for opaque in self.opaque for section in self.kind_sections(experts=False, opaque=(opaque.kind,)))
         return (*self.halves.values(), *mixture, *dict.fromkeys(section for section in named if section.name in OPAQUE))
@@ -253,8 +252,7 @@ class Model(Part):
         return self.fuses("bias_activation")
 
     def saves_input(self, linear: str) -> bool:
-        """Whether a linear's argument is read in backward: for its weight's gradient, or that of its adapter's first weight, if
-        dropout has not made a copy."""
+        """Whether a linear's argument is read in backward. Dropout makes a copy for the adapter."""
         return self.adapters is None or (linear in self.adapters.targets and not self.adapters.dropout)
 
     @property
@@ -360,8 +358,7 @@ class Model(Part):
 
     @property
     def query_width(self) -> int:
-        """Columns of all queries, and rows of the attention's output projection: h, unless `kv_channels` differs. With latent
-        attention, rows of the output projection only."""
+        """Columns of all queries, and rows of the output projection; with latent attention, the latter only."""
         return self.heads * (self.head_size if self.latent is None else self.latent.value_head_size)
 
     @property

@@ -75,7 +75,6 @@ def _as_objects(data: Mapping[str, Any]) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A value as a flag has it: types, functions and enum members by their names; in a file, the named ones."""
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, Mapping) and "_target_" in value:
@@ -109,7 +108,6 @@ def _changed(cfg: Any, change: str) -> Problem | None:
 
 
 def _with_precision(cfg: Any, problems: list[Problem]) -> None:
-    """`cfg.mixed_precision` overrides settings of the same names of the model, the optimizer and DDP."""
     said = getattr(cfg, "mixed_precision", None)
     if isinstance(said, str):
         if (known := sys.modules.get("megatron.bridge.training.mixed_precision")) is not None:
@@ -197,7 +195,6 @@ STACKS = {
     "mamba_stack_spec": ("get_default_mamba_stack_spec", "transformer_engine_mamba_stack_spec"),
     "mamba_chunk_size": ("128",),
 }
-"""Layer specs of hybrid stacks that are modelled: Transformer Engine's layers, and Megatron-LM's Mamba chunk size."""
 ACTIVATIONS = {("gelu", False), ("silu", True), ("squared_relu", False), ("quick_gelu", True), ("fast_gelu", False)}
 
 
@@ -340,4 +337,3 @@ TOLD: dict[str, Read] = {
         lambda container: None,
     ),
 }
-"""Values that Bridge expresses differently, by Megatron's names; None if not set."""

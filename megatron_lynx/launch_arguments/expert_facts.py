@@ -55,8 +55,7 @@ def balances(given: Given) -> bool:
 
 
 def natural_routing(experts: Experts, *, balancing: bool) -> Iterator[str]:
-    """Yield a warning, with the load at which published steps are met: of a trained Qwen3 235B with an auxiliary loss, at four
-    lengths (Megatron-MoE-ModelZoo). `balancing`: whether there is such a loss."""
+    """Yield a warning, with the load at which published steps of a trained Qwen3 235B are met (Megatron-MoE-ModelZoo)."""
     if experts.drops and experts.holds is not None:
         yield f"warning: tokens beyond {experts.holds:g} times a balanced share are dropped; bytes are the most that can be left."
         yield "  An uneven router drops more: --experts-load 0.8 states what the fullest rank gets."

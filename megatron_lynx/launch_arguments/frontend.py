@@ -34,7 +34,6 @@ SWITCHES = {
     **dict.fromkeys(("recompute_granularity", "recompute_modules"), "policy.megatron_cfg.activation_checkpointing"),
 }
 DEEPEST = 10
-"""References that refer to each other, and files that inherit from each other."""
 
 
 @cache
@@ -196,7 +195,6 @@ def _options(words: Sequence[str], environment: Sequence[tuple[str, str]]) -> di
 
 
 def _overrides(name: str, words: Sequence[str], problems: list[Problem]) -> dict[str, Any]:
-    """Overrides of hydra, `key=value`, after those of NeMo-RL's `--config FILE`."""
     rest, said = list(words), dict[str, Any]()
     while rest:
         word = rest.pop(0)
@@ -351,7 +349,6 @@ def _of_swift(launch: Frontend, values: Mapping[str, Value], gpus: int | None) -
 
 
 def _pairs(launch: Frontend, keys: Sequence[str], in_pairs: bool) -> Iterator[Entry]:
-    """Yield batch and micro-batch; in pairs, each sample has a chosen and a rejected answer."""
     why, times = (": a chosen and a rejected answer each", 2) if in_pairs else ("", 1)
     for key, name in zip(keys, ("global_batch_size", "micro_batch_size"), strict=True):
         yield f"{launch.origin(key)}{why}", name, times * launch.get(key)

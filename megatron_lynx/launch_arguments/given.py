@@ -33,7 +33,6 @@ class Flag:
     """Spellings. If `takes` is 0 and `to` is None, those that start with --no- switch it off."""
     sets: str
     takes: int | str
-    """Number of words that follow, or `+` (some), `*` (any)."""
     type: str
     to: Any
     """The value set by a flag without words; None: True, or False for its --no- form."""
@@ -66,7 +65,6 @@ class FlagTable:
     conflicts: Mapping[str, Mapping[str, str]]
 
     def newest(self, option: str, releases: Iterable[str] | None = None) -> Flag | None:
-        """The form of an option in the newest of these releases (by default all) that has it."""
         wanted = set(self.releases if releases is None else releases)
         forms = [flag for flag in self.of_option.get(option, ()) if wanted & set(flag.releases)]
         return max(forms, key=lambda flag: max(self.releases.index(one) for one in flag.releases if one in wanted), default=None)
@@ -96,7 +94,6 @@ def flag_table() -> FlagTable:
 
 
 def _flag(row: dict[str, Any], groups: dict[str, str]) -> Flag:
-    """`groups`: Megatron's headings whose flags change neither activations nor seconds, with their subject."""
     kind = None
     if "kind" in row:
         kind = FlagKind(row["kind"], row.get("why", ""))
@@ -315,7 +312,6 @@ def _typed(flag: Flag, option: str, word: str, problems: list[Problem], unknown:
 
 
 def in_range(flag: Flag, where: str, number: float, problems: list[Problem]) -> float | None:
-    """The number; None, with a problem, if it cannot be a size."""
     if number < 1 and flag.sets in flag_table().at_least_one:
         problems.append(Problem(where, str(number), "at least 1"))
         return None

@@ -29,7 +29,6 @@ NUMBERS = (
     *("num_hidden_layers", "num_attention_heads", "moe_intermediate_size", "n_shared_experts", "first_k_dense_replace"),
     *("decoder_sparse_step", "sliding_window"),
 )
-"""Keys that are calculated with; the type of others is checked as that of a flag."""
 
 
 class Shapes(NamedTuple):

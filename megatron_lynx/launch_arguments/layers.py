@@ -31,7 +31,6 @@ from megatron_lynx.launch_arguments.model_facts import FORKS, STATES_ON_HOST, VA
 from megatron_lynx.launch_arguments.parallel_facts import LAYOUT
 
 MOST_LAYERS, MOST_CHARACTERS = 1_000, 10_000
-"""Limits of a pattern, so that a mistyped number cannot exhaust memory."""
 
 
 def layer_pattern(given: Given, flag: str, problems: list[Problem], example: str) -> int | list[int] | None:
@@ -112,14 +111,13 @@ PATTERN_FLAG = "--hybrid-layer-pattern"
 OLD_PATTERNS = OLD_PATTERN, OLD_PREDICTING = "hybrid_override_pattern", "mtp_hybrid_override_pattern"
 """Older names of the pattern, and of its parts for multi-token prediction; Megatron joins them."""
 STOCK_SPECS = ("hybrid_stack_spec", "mamba_stack_spec")
-HYBRID_ALONE = "is_hybrid_model"
 
 
 def as_gpt(given: Given, problems: list[Problem]) -> Given:
     given = _with_one_pattern(given)
     if not (pattern := str(given[PATTERN] or "")):
         return given
-    kept = {name: value for name, value in given.values.items() if name != HYBRID_ALONE and not _is_stock(name, value)}
+    kept = {name: value for name, value in given.values.items() if name != "is_hybrid_model" and not _is_stock(name, value)}
     given = replace(given, values=kept)
     segments, predicting = _segments(given), parts_of(pattern)[1]
     finding = ""

@@ -225,9 +225,6 @@ def _latent(given: Given, problems: list[Problem]) -> Iterator[Fact]:
             problems.append(Problem(given.origin("rope_type"), "rope", needed))
 
 
-REUSED = "reuse-grad-buf-for-mxfp8-param-ag"
-
-
 def _fp8(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     bits = next((bits for bits in ("fp8", "fp4") if given[bits]), None)
     if bits is None:
@@ -244,7 +241,7 @@ def _fp8(given: Given, problems: list[Problem]) -> Iterator[Fact]:
         yield Fact("model.fp8.parameters", True, held)
         if recipe == "mxfp8" and not given["reuse_grad_buf_for_mxfp8_param_ag"]:
             why = "weights would be there in 16 bits as well, which is not counted"
-            problems.append(Problem(held, "given", f"--{REUSED} beside it", why))
+            problems.append(Problem(held, "given", "--reuse-grad-buf-for-mxfp8-param-ag beside it", why))
     if given["first_last_layers_bf16"]:
         for place, name in (("first", "num_layers_at_start_in_bf16"), ("last", "num_layers_at_end_in_bf16")):
             yield Fact(

@@ -59,7 +59,6 @@ from megatron_lynx.units import format_bytes
 from megatron_lynx.validation import validated
 
 EXPERTS_OWN = ("moe_", "expert_")
-USERBUFFERS_OWN = "tp_comm_"
 SOME_USERBUFFERS = "userbuffers of all linears: the range of the step, from what stock hides to everything, holds fewer, too"
 DISPATCH = "exchanges in which a token travels once to each rank of its experts"
 SCHEDULE = "--lynx-schedule"
@@ -72,7 +71,6 @@ class Reading:
     given: Given
     facts: tuple[Fact, ...]
     priced_as: tuple[tuple[str, str], ...]
-    """(flag, substitute) of flags that are counted as something else."""
     no_matter: dict[str, tuple[str, ...]]
     problems: tuple[Problem, ...]
     today: Today
@@ -83,7 +81,6 @@ class Reading:
         return problem if self.container is None else self.container.in_words(problem)
 
     def said(self, flags: Sequence[str]) -> str:
-        """Flags with their values (quoted for a shell) as flags, or as Bridge's settings."""
         return " ".join(flags if self.container is None else map(self.container.setting, flags))
 
     @property
@@ -226,7 +223,7 @@ def _policy(today: Today, given: Given, *, planning: bool) -> Fact:
 def _judged(given: Given, value: Value) -> FlagKind | None:
     if value.flag.sets.startswith(EXPERTS_OWN) and not has_experts(given):
         return FlagKind("no matter", "a feature that is not switched on")
-    if given[USERBUFFERS] and value.flag.sets.startswith(USERBUFFERS_OWN) and value.flag.sets != USERBUFFERS:
+    if given[USERBUFFERS] and value.flag.sets.startswith("tp_comm_") and value.flag.sets != USERBUFFERS:
         return FlagKind("priced as", SOME_USERBUFFERS)
     return value.flag.kind
 
@@ -297,8 +294,7 @@ def _silent(given: Given, said: Sequence[str]) -> tuple[str, ...]:
 
 
 def job_of(reading: Reading, cluster: str, changes: Mapping[str, Any] | None = None) -> Job:
-    """The job of a launch on a cluster, given by name or file. `changes`: further values of the job by their place
-    (`{"budget.memory_gib": 70}`). Raises `ConfigError` with all problems."""
+    """`changes`: further values by their place (`{"budget.memory_gib": 70}`). Raises `ConfigError` with all problems."""
     problems: list[Problem] = list(reading.problems)
     if any(place.startswith("head.") for place in changes or {}):
         problems += _refused(reading.given, reading.today, ["head"])
@@ -399,7 +395,6 @@ RANK = "dim"
 SECTIONS = {VERL: ("actor_rollout_ref.model.lora", "model.lora"), NEMO: ("policy.megatron_cfg.peft",)}
 RENAMED = {VERL: {RANK: "rank", "lora_dtype": "dtype"}, NEMO: {}, SWIFT: {RANK: "lora_rank", "dropout": "lora_dropout"}}
 USUAL = {"a2a_experimental": False, "exclude_modules": [], "lora_dtype": None, "sequence_parallel_input_regather": False}
-"""Fields that need this value: others communicate, or save, otherwise than is modelled."""
 DEFAULTS = {RANK: 32, "dropout": 0.0, "dropout_position": "pre", "target_modules": list(LINEARS)}
 SWIFTS = {RANK: 8, "dropout": 0.05}
 TUNER, ALL = "tuner_type", "all-linear"

@@ -37,7 +37,6 @@ RANDOM = ("te_rng_tracker", "inference_rng_tracker")
 GRAPHS = (GRAPHS_BY, LOCAL, EXTERNAL)
 OF_GRAPHS = (*GRAPHS, *GRAPH_MODULES, "cuda_graph_warmup_steps", *RANDOM)
 NOT_TRIED = ("mtp_num_layers", "overlap_moe_expert_parallel_comm", "tp_comm_overlap", "hybrid_layer_pattern")
-ALL_MODULES = "full"
 GRANULARITY, METHOD, LAYERS, MODULES = (f"recompute_{name}" for name in ("granularity", "method", "num_layers", "modules"))
 FINE_GRAINED, OFFLOAD, FRACTION = "fine_grained_activation_offloading", "offload_modules", "activation_offload_fraction"
 BY_LAYERS = "cpu_offloading_num_layers"
@@ -206,4 +205,4 @@ def graph_facts(given: Given) -> Iterator[Fact]:
 def _captured(given: Given) -> tuple[str, tuple[str, ...]]:
     implementation = "transformer_engine" if given[EXTERNAL] else str(given[GRAPHS_BY] or "none")
     named = next((given[name] for name in GRAPH_MODULES if given[name]), ())
-    return "local" if given[LOCAL] else implementation, tuple(str(module) for module in named if str(module) != ALL_MODULES)
+    return "local" if given[LOCAL] else implementation, tuple(str(module) for module in named if str(module) != "full")

@@ -158,7 +158,6 @@ def _exchanging_again(plan: Plan, rule: Rule, half: Half) -> Iterator[str]:
 
 
 def _unmade_inputs(plan: Plan, rule: Rule, half: Half) -> Iterator[str]:
-    """Recomputed GEMMs without their input: the norm before them, and with sequence parallelism a gather."""
     gather, sequence_parallel = getattr(rule.gather, half), plan.parallel.sequence_parallel
     for section in _sections(plan, rule, half):
         norm, linear, te = section.norm, section.gathered, plan.model.implementation == "transformer_engine"

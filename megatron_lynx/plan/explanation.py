@@ -20,9 +20,7 @@ from megatron_lynx.tables import WrappedTable
 from megatron_lynx.units import GIB, format_bytes, format_seconds
 
 NEW_LINE = "\n"
-CHECKPOINTED = "all, what communicates too"
 MOST_ROWS, MOST_NAMES = 4, 3
-"""Most rows of a summary, and most names of one treatment in a row: with the heading they fit on a screen of 40 lines."""
 
 
 def summary(plan: Plan) -> RenderableType:
@@ -83,7 +81,6 @@ def explanation(plan: Plan) -> RenderableType:
 
 
 def _treatment(stage: Stage) -> object:
-    """Treatment of a stage's layers, without their numbers and without seconds that depend on the stage's place in a step."""
     first = stage.layers.first
     places = [(rule.layers.first - first, rule.layers.last - first) for rule in stage.rules]
     rules = [rule.model_copy(update={"layers": None}) for rule in stage.rules]
@@ -163,7 +160,7 @@ def _table(plan: Plan, alike: Sequence[Stage]) -> WrappedTable:
             deferred = [_listed(linears)] if stage.defers else []
             again = rule.recomputed_in(half)
             if rule.checkpoints(half):
-                kept, again = [plan.kept_input(stage, rule, half)], (CHECKPOINTED,)
+                kept, again = [plan.kept_input(stage, rule, half)], ("all, what communicates too",)
             table.add(str(rule.layers), half, _listed(kept), _listed(again), _window(rule, half), *deferred)
     return table
 
@@ -188,9 +185,6 @@ def _window(rule: Rule, half: Half) -> Text:
     return Text(f"{text}{gathered}".replace(THEN, f"\n{THEN.lstrip()}"))
 
 
-WHERE_AT_ONCE = "where a micro-batch's own backward follows at once"
-
-
 def _beside(stage: Stage) -> Text | None:
     lines = []
     if (offload := stage.offload) is not None:
@@ -204,7 +198,8 @@ def _beside(stage: Stage) -> Text | None:
             pace = f"it goes half by half, {format_bytes(offload.pace_bytes)} beside one half's forward"
             at_once = f"{pace}, and comes back as it went"
             every = offload.half_by_half == "all"
-            said = f"{at_once}, within its own backward" if every else f"{WHERE_AT_ONCE} {at_once}; else {back}"
+            partly = "where a micro-batch's own backward follows at once"
+            said = f"{at_once}, within its own backward" if every else f"{partly} {at_once}; else {back}"
             lines += [f"{goes}; {stays}", said]
         if offload.beside_messages == "avoid":
             lines.append("copies and messages between stages take turns: an exchange waits for what was asked for before it")

@@ -277,8 +277,7 @@ def _userbuffers(plan: Plan) -> Iterator[str]:
 
 
 def _without_collectives(plan: Plan, rule: Rule, beside: str) -> Iterator[str]:
-    """Where no tensor-parallel collective is a window, and weight gradients are as in stock. Adapters issue collectives between
-    those of the layer."""
+    """Where no tensor-parallel collective is a window, and weight gradients are as in stock."""
     for linear in rule.weight_gradients:
         yield f"weight_gradients.{linear} is deferred, but {beside} none is: leave it out"
     if plan.parallel.tensor == 1:

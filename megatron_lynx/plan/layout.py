@@ -19,7 +19,6 @@ from megatron_lynx.plan.plan import Plan
 
 
 def launch_flags(plan: Plan) -> tuple[str, ...]:
-    """The arguments for layout and micro-batch, one or two words each; the model's own are the launch's."""
     layout = plan.parallel
     flags = [f"--num-layers {plan.model.layers}", f"--tensor-model-parallel-size {layout.tensor}"]
     flags.append(f"--pipeline-model-parallel-size {layout.pipeline}")
@@ -34,8 +33,7 @@ def launch_flags(plan: Plan) -> tuple[str, ...]:
 
 
 def layer_flags(plan: Plan, *, chunks_counted: bool = False) -> tuple[str, ...]:
-    """The arguments for the layers of each stage; empty for Megatron's default. `chunks_counted`: give the number of equal chunks
-    instead of their layers."""
+    """Empty for Megatron's default. `chunks_counted`: give the number of equal chunks instead of their layers."""
     counts = [len(stage.layers) for stage in plan.stages]
     if len(set(counts)) == 1 and plan.parallel.chunks == 1:
         return ()

@@ -183,7 +183,6 @@ class Plan(Part):
         return tuple(entry for entry in self.stages if entry.stage == stage)
 
     def passes(self, microbatches: float) -> float:
-        """Length of a step in micro-batches of its slowest stage, with the pipeline's fill and drain."""
         filling = 0 if self.schedule == "double_buffered" else (self.parallel.pipeline - 1) / self.parallel.chunks
         return microbatches + filling
 

@@ -66,7 +66,6 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
 
 
 def plan_schema() -> dict[str, Any]:
-    """The JSON schema of plan files, for editors. Stored in `configs/plan.schema.json`."""
     schema = Plan.model_json_schema()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "megatron-lynx plan", **schema}
 

@@ -163,7 +163,6 @@ class Rule(Part):
         return self.checkpoint is not None and self.checkpoint != HALVES[half == HALVES[0]]
 
     def feeds(self, layer: int, half: Half) -> bool:
-        """Whether the next half of a layer keeps no input, and gets it when this one is recomputed whole."""
         return self.fed_behind(layer, half) > 0
 
     def fed_behind(self, layer: int, half: Half) -> int:
@@ -186,7 +185,6 @@ class Rule(Part):
         return _recomputed(half, self.keep, self.recompute)
 
     def filling(self, half: Half) -> Section:
-        """The section that the rule's items of a half belong to: a dense layer's, unless an item is another section's."""
         of_experts = (linear for section in filling(half) if section.in_some_layers for linear in section.linears)
         deferred = tuple(linear for linear in of_experts if linear in self.weight_gradients) if self.weight_gradients else ()
         if self.checkpoints(half):

@@ -72,7 +72,6 @@ def devices_of(plan: Plan, measured_bytes: Mapping[int, int]) -> Iterator[Device
 
 
 def point_of(plan: Plan, simulation: Simulation | None, figures: PlanFigures | None, label: str = "the plan") -> Point:
-    """Return the point of a plan. `figures`: of its job, if known, else the plan's own."""
     predicted = plan.stages[0].predicted
     passes_s = predicted.step_s if simulation is None else simulation.step_s
     step_s = None if passes_s is None or predicted.update_s is None else passes_s + predicted.update_s
@@ -106,7 +105,6 @@ Watch = Callable[[int, int], None]
 
 
 def plans_over_budgets(job: Job, profile: Profile, budgets: int, watch: Watch) -> Iterator[Point]:
-    """Yield a plan for each of `budgets` evenly spaced budgets, without infeasible and repeated ones."""
     least_bytes = max(memory.total for memory in least_memory(job, profile))
     most_bytes = max(memory.total for memory in memory_of_stages(job.model_copy(update={"policy": "none", "offload_ratio": 0.0})))
     seen: set[tuple[int | None, float]] = set()
@@ -127,7 +125,6 @@ def plans_over_budgets(job: Job, profile: Profile, budgets: int, watch: Watch) -
 
 
 def stock_points(job: Job, profile: Profile) -> Iterator[Point]:
-    """Yield stock Megatron's settings for the same job, without offloading; settings that its model lacks are left out."""
     under, added_s = as_stock(job), update_s(job, profile)
     for setting in STOCK:
         with suppress(LynxError):

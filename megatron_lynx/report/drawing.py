@@ -59,8 +59,6 @@ def is_wait(span: Span) -> bool:
 
 @dataclass(frozen=True)
 class View:
-    """One step. Its rows are stages, or ranks of a run."""
-
     name: Literal["predicted", "measured"]
     title: str
     passes_s: float
@@ -135,10 +133,7 @@ PASSES = ("forward", "backward")
 GUTTER, COLUMNS = 130, 1250
 WIDTH = GUTTER + COLUMNS + 4
 FINE = 8
-"""Samples of a column, whose shares of time are drawn."""
 HALVES_SHOWN = 14
-"""Halves of the busiest stage in the part that is drawn bar by bar."""
-
 Bar = tuple[str, Span]
 
 
@@ -147,7 +142,6 @@ def bars_of(spans: Sequence[Span]) -> list[Bar]:
 
 
 def part_of(view: View) -> tuple[float, float] | None:
-    """Return the bounds of a part from the middle of a long step, with some halves of the busiest row, else None."""
     rows = [[span.start_s for span in view.timeline.ranks[row] if span.kind in PASSES] for row in view.stages]
     starts_s = max((sorted(row) for row in rows), key=lambda row: len(row), default=[])
     if len(starts_s) <= 3 * HALVES_SHOWN:

@@ -105,7 +105,6 @@ class RowFigures:
     """Recomputations on demand, and the remainder of those that outlasted their wait."""
     flushed_s: float
     copies_s: float
-    """Waits for copies from the host."""
     waits_s: float
     unused_s: float
     collectives_s: float
@@ -165,7 +164,6 @@ FIGURES: dict[str, tuple[Unit, str]] = {
 def tiles_of(
     views: Sequence[View], points: Sequence[Point], outcome: RunOutcome | None, stated_s: float | None
 ) -> Iterator[Tile]:
-    """Yield the tiles. `stated_s`: seconds of passes stated by a plan without a simulation."""
     seen = {view.name: view for view in views}
     predicted, measured = seen.get("predicted"), seen.get("measured")
     shown = next((point for point in points if point.shown), None)
