@@ -23,7 +23,6 @@ SHOWN = ("peak_bytes", "on_demand_s", "offloaded_bytes", "host_bytes", "exposed_
 
 
 def as_json(measurement: Measurement) -> dict[str, Any]:
-    """The content of `megatron-lynx compare --json`: a row for each setting, in the measurement's order. Seconds are medians."""
     return {"rows": [_row(measurement, setting) for setting in measurement.settings]}
 
 

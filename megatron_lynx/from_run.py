@@ -122,8 +122,7 @@ class Lesson:
 
 
 def lesson(outcome: RunOutcome, job: Job, profile: Profile, where: str, plan: Plan | None = None) -> Lesson:
-    """Corrections from a run. `where`: its file; `plan`: the run's plan, if it still exists. Raises `ConfigError` with every
-    reason why it has none."""
+    """`where`: the outcome's file; `plan`: the run's, if it still exists. Raises `ConfigError` with every reason against it."""
     if problems := [*_of_another(outcome, job, profile, where), *_untypical(outcome, where), *_nonsense(outcome, job, where)]:
         raise ConfigError(f"no plan can be made from the run in {where}", problems)
     last, before = outcome.reports[-1], outcome.learned or Learned()
@@ -204,7 +203,6 @@ def _waits(report: Report, job: Job, profile: Profile) -> Iterator[Price]:
 
 
 def _forward_waits_s(job: Job, profile: Profile) -> dict[str, float]:
-    """Length of a forward's waits without tasks, by place."""
     sections: dict[str, Section] = {half: job.model.halves[half] for half in HALVES}
     if profile.experts is not None:
         sections["experts"] = profile.shape.sections_with_experts[-1]

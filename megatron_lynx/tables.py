@@ -33,8 +33,6 @@ GAP = 2
 
 @dataclass
 class WrappedTable:
-    """A table whose columns continue below if the terminal is too narrow."""
-
     columns: Sequence[str]
     words: Collection[str] = ()
     """Names of text columns; the others are figures, aligned right."""
@@ -65,7 +63,6 @@ class WrappedTable:
         yield part
 
     def _limits(self, column: int) -> tuple[int, int]:
-        """Minimum and maximum width of a column."""
         cells = [str(cells[column]) for cells, _ in self.rows]
         head = self.columns[column]
         least = max(map(len, head.split()), default=0)

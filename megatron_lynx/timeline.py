@@ -145,10 +145,7 @@ THREADS = {"compute": 0, "recompute": 1, "communication": 2, "gather": 3, "offlo
 def write_trace(
     timeline: Timeline, path: str | os.PathLike[str], row_name: str = "rank", memory: Mapping[int, MemoryCurve] | None = None
 ) -> None:
-    """Write a Chrome trace, for ui.perfetto.dev: one process per rank, one thread per lane, microseconds.
-
-    Raises ConfigError if the file cannot be written.
-    """
+    """Write a Chrome trace, in microseconds, for ui.perfetto.dev. Raises `ConfigError` if the file cannot be written."""
     names = [event for rank in timeline.ranks for event in _names(rank, row_name)]
     spans = [_event(rank, span) for rank, spans in timeline.ranks.items() for span in spans]
     counters = [

@@ -236,10 +236,7 @@ def run_script(command: Command) -> None:
 
 
 def hold(script_arguments: Sequence[str] | None = None) -> None:
-    """Place the hooks until the process ends, for a script that calls this first (`patches/`), if the launcher has not.
-
-    `script_arguments`: by default those of this process. Exits with a message for a bad flag of ours.
-    """
+    """Place the hooks until the process ends, if the launcher has not, for a script that calls this first (`patches/`)."""
     from megatron.training import arguments
 
     from megatron_lynx.apply import hook as holding

@@ -1,7 +1,4 @@
-"""The measurement file: seconds and bytes of one training step under several settings, on one machine, in one run.
-
-It has samples, bytes and counts; figures derived from these are properties here and columns in `megatron_lynx.compare`.
-"""
+"""The measurement file: samples, bytes and counts of one training step under several settings, on one machine, in one run."""
 
 from __future__ import annotations
 
@@ -113,9 +110,8 @@ def time_alternating(
 ) -> dict[str, tuple[float, ...]]:
     """This rank's samples in seconds, by setting, one per round. Settings take turns: a machine that slows down slows them all.
 
-    `prepare` is called with a setting's name before each of its turns, to put it in force. Then ranks wait for each other and, on
-    CUDA, for the device; a sample lasts from there until this rank's step is done. Every rank must call this with equal settings,
-    in the same order.
+    `prepare` puts a setting in force before each of its turns. Then ranks wait for each other and, on CUDA, for the device; a
+    sample lasts from there until this rank's step is done. Every rank must call this with equal settings, in the same order.
     """
     device = torch.device(device)
     wait: Step = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
@@ -202,7 +198,6 @@ class Measurement(Part):
         return len(self.reference.step_samples_s)
 
     def exposed_s(self, setting: Setting) -> float:
-        """Seconds that a setting adds to stock none's step (medians): exposed recomputation and side effects."""
         return setting.step.median_s - self.reference.step.median_s
 
     def ratio_to_none(self, setting: Setting) -> float:

@@ -53,7 +53,6 @@ class MemoryUse:
 
     @property
     def resident_bytes(self) -> int:
-        """Largest mark: bytes between forward and backward passes."""
         return max((mark.bytes for mark in self.marks), default=0)
 
     def at(self, name: str) -> int:
