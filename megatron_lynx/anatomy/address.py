@@ -133,12 +133,10 @@ def half_before(half: Half) -> tuple[Half, int]:
 
 
 def own_windows_in_time(section: Section, recompute: Collection[str], *, sequence_parallel: bool, te: bool) -> int:
-    """Return the number of windows of the half's backward before it needs a tensor that these items recompute.
-
-    Its window 0 is in time with sequence parallelism: it gathers the gradient before any GEMM's saved tensor is read. Two
-    exceptions: the dropout mask of the residual addition, which backward reads first; and the row-parallel linear's input in
-    Transformer Engine's layers, whose linears read their saved tensors before they gather. Later windows are too late.
-    """
+    """Return the number of windows of the half's backward before it needs a tensor that these items recompute. Its window 0 is in
+    time with sequence parallelism: it gathers the gradient before any GEMM's saved tensor is read. Two exceptions: the dropout
+    mask of the residual addition, which backward reads first; and the row-parallel linear's input in Transformer Engine's layers,
+    whose linears read their saved tensors before they gather. Later windows are too late."""
     row_parallel_input = te and section.before_row_parallel in recompute
     return int(sequence_parallel and not (row_parallel_input or section.residual in recompute))
 

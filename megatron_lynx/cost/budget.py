@@ -60,11 +60,8 @@ def most_beside_layers(job: Job, stage: int) -> StageMemory:
 
 
 def _on_device_bytes(job: Job, stage: int) -> int:
-    """Return the device's bound on layers; below 0 if an update alone is too much.
-
-    The embedding's backward, and updates without flushes, may need more than the layers' backward, but by then the micro-batch
-    that has run backward holds less.
-    """
+    """Return the device's bound on layers; below 0 if an update alone is too much. The embedding's backward, and updates without
+    flushes, may need more than the layers' backward, but by then the micro-batch that has run backward holds less."""
     peak, beside = most_beside_layers(job, stage), parts_beside_layers(job, stage)
     left = job.memory_budget_bytes - peak.total
     if peak.moment != "backward":

@@ -151,12 +151,9 @@ def _longer(block: BlockProfile, forward_s: float, backward_s: float) -> BlockPr
 def gather_lost_and_spared_s(
     profile: Profile, section: Section, behind: Section | None, message_bytes: int, *, whole: bool = False
 ) -> tuple[float, float]:
-    """Return (lost, saved) seconds of gathering a column-parallel linear's input once, for both recomputation and backward;
-    one of the two is 0.
-
-    The gather starts after the first backward collective of the section `behind`, and overlaps the backward of that section's
-    row-parallel linear and of the items before it; `whole`: also the rest of it. `behind` None: exposed.
-    """
+    """Return (lost, saved) seconds of gathering a column-parallel linear's input once, for both recomputation and backward; one
+    of the two is 0. The gather starts after the first backward collective of the section `behind`, and overlaps the backward of
+    that section's row-parallel linear and of the items before it; `whole`: also the rest of it. `behind` None: exposed."""
     gather_s = profile.link_s("all_gather", profile.gathered_input(message_bytes))
     saved_s = max(0.0, gather_s - profile.of(section).items[section.column_parallel].dgrad_s)
     longer_s = max(0.0, gather_s - (behind_gather_s(profile, behind, whole) if behind else 0.0)) - saved_s

@@ -126,11 +126,8 @@ def host_seconds(job: Job, owned: float, adam: HostAdam | None) -> HostUpdate:
 
 
 def states_s(job: Job, parameters: Parameters, adam_s: float, reduction_s: float) -> float:
-    """Return the time an update waits for states from the host.
-
-    The first chunk overlaps the gradient reduction, the others the update. Copies in both directions overlap. 0 without a
-    description of PCIe.
-    """
+    """Return the time an update waits for states from the host. The first chunk overlaps the gradient reduction, the others the
+    update. Copies in both directions overlap. 0 without a description of PCIe."""
     sizes, owned, pcie = bytes_each(job), owned_parameters(job, parameters), job.cluster.pcie
     if pcie is None or not job.optimizer.states_on_host:
         return 0.0

@@ -242,11 +242,9 @@ def update_copies_bytes(job: Job, parameters: Parameters) -> int:
 
 
 def restored_bytes(job: Job, parameters: Parameters) -> tuple[int, int]:
-    """Return (main parameters, moments) that an update brings to the device from states on the host.
-
-    All main parameters are restored first, moments by chunks; one parameter's moments are in one chunk
-    (`ChunkedOptimizerStateOffloader` of Megatron's dev branch).
-    """
+    """Return (main parameters, moments) that an update brings to the device from states on the host. All main parameters are
+    restored first, moments by chunks; one parameter's moments are in one chunk (`ChunkedOptimizerStateOffloader` of Megatron's
+    dev branch)."""
     asked, sizes, owned = job.optimizer, bytes_each(job), owned_parameters(job, parameters)
     moments, largest = asked.states_on_host * sizes.moments * owned, sizes.moments * min(parameters.largest, owned)
     window = 2 * max(asked.chunk_mib * MIB, largest) if asked.chunk_mib else moments

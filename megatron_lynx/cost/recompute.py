@@ -116,13 +116,10 @@ def sensible_choices(
     sequence_parallel: bool = False,
     te: bool = False,
 ) -> tuple[tuple[str, ...], ...]:
-    """Return each set of recomputed items that equals the items its recomputation runs: at most 2^5. Other sets are equivalent
-    to one of these.
-
-    `context`: number of context-parallel ranks; with several the core attention is kept. `sequence_parallel`, `te`: restrict
-    latent attention, too. It has hundreds of sets: those are dropped that another one beats in both bytes and items, and of sets
-    that hold equal bytes all but the first with fewest items.
-    """
+    """Return each set of recomputed items that equals the items its recomputation runs: at most 2^5. Other sets are equivalent to
+    one of these. `context`: number of context-parallel ranks; with several the core attention is kept. `sequence_parallel`, `te`:
+    restrict latent attention, too. It has hundreds of sets: those are dropped that another one beats in both bytes and items, and
+    of sets that hold equal bytes all but the first with fewest items."""
     recomputable = section.recomputable_among(context, sequence_parallel=sequence_parallel)
     held_bytes: dict[tuple[str, ...], int] = {}
     for chosen in chain.from_iterable(combinations(recomputable, size) for size in range(len(recomputable) + 1)):

@@ -108,12 +108,10 @@ def _copies_s(job: Job, stages: Sequence[Passes], ratio: float, message_s: float
 
 
 def exposed_copies_s(job: Job, stage: Passes, number: int, copy_s: float, message_s: float) -> float:
-    """Return exposed copy seconds per step. `copy_s`: copying one chunk of stage `number` for one micro-batch, one way.
-
-    Copies out overlap a forward during warm-up, copies back a backward during cool-down, both overlap a pair in steady state.
-    Copies and messages alternate on a shared link (Yuan et al. serialise them), so a pass loses one message's time; without
-    chunks a plan keeps them apart, and copies overlap only the pair's backward.
-    """
+    """Return exposed copy seconds per step. `copy_s`: copying one chunk of stage `number` for one micro-batch, one way. Copies
+    out overlap a forward during warm-up, copies back a backward during cool-down, both overlap a pair in steady state. Copies and
+    messages alternate on a shared link (Yuan et al. serialise them), so a pass loses one message's time; without chunks a plan
+    keeps them apart, and copies overlap only the pair's backward."""
     shared_s = message_s if meet_messages(job) else 0.0
     forward_s, backward_s = (seconds / job.chunks - shared_s for seconds in (stage.forward_s, stage.backward_s))
     ends = chunks_in_flight(job, number) - 1 if job.schedule == "flush" else 0

@@ -49,12 +49,8 @@ NOTHING_LEFT = {
 }
 
 
-OF_HYBRID_LAYERS = frozenset({"moe_router", "moe_preprocess", "mamba"})
-"""Modules that `local` captures in hybrid stacks only."""
-
-
 def captures_nothing(implementation: str, modules: Collection[str], *, hybrid: bool) -> bool:
-    only_hybrid = bool(modules) and OF_HYBRID_LAYERS.issuperset(modules)
+    only_hybrid = bool(modules) and {"moe_router", "moe_preprocess", "mamba"}.issuperset(modules)
     return implementation == "none" or (implementation == "local" and only_hybrid and not hybrid)
 
 

@@ -259,12 +259,9 @@ def adapter_blocks(shape: LayerShape, item: Item, linear: Linear) -> tuple[int, 
 
 
 def adapter_s(job: Job, shape: LayerShape, item: Item, linear: Linear, roof: Roofline) -> Passes:
-    """Return the seconds of a linear's adapter; 0 without one.
-
-    Forward: two GEMMs, scale, sum, dropout. Backward: four GEMMs, scale, dropout, sum of both inputs' gradients. Tensor-parallel
-    ranks gather the output of a row-parallel linear's adapter, whose weight is cut by columns. Source: Megatron-Bridge's
-    `ParallelLinearAdapter` and `LoRALinear`.
-    """
+    """Return the seconds of a linear's adapter; 0 without one. Forward: two GEMMs, scale, sum, dropout. Backward: four GEMMs,
+    scale, dropout, sum of both inputs' gradients. Tensor-parallel ranks gather the output of a row-parallel linear's adapter,
+    whose weight is cut by columns. Source: Megatron-Bridge's `ParallelLinearAdapter` and `LoRALinear`."""
     adapters, element, tensor = shape.model.adapters, shape.model.element_bytes, shape.parallel.tensor
     if adapters is None or item.name not in adapters.targets:
         return Passes(0.0, 0.0)

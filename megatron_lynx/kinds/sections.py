@@ -100,10 +100,6 @@ def all_items() -> tuple[str, ...]:
     return tuple(name for half in HALVES for name in names_in(half))
 
 
-def kind_names() -> tuple[str, ...]:
-    return tuple(kind.name for kind in KINDS if kind.name)
-
-
 def sections_of(facts: Facts = USUAL) -> LayerKind:
     sections: dict[Half, Section] = {}
     for kind in KINDS:  # the last that answers
@@ -136,4 +132,4 @@ def _one_of(names: Callable[[], tuple[str, ...]]) -> AfterValidator:
 
 ItemName = Annotated[str, _one_of(all_items), WithJsonSchema({"enum": list(all_items()), "type": "string"})]
 
-KindName = Annotated[str, _one_of(kind_names), WithJsonSchema({"type": "string"})]
+KindName = Annotated[str, _one_of(lambda: tuple(kind.name for kind in KINDS if kind.name)), WithJsonSchema({"type": "string"})]

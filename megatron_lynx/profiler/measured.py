@@ -74,10 +74,7 @@ def blocks_of(run: HalfRun) -> tuple[tuple[SavedTensor, ...], dict[str, int]]:
 
 def held_bytes(run: Callable[[], Tensor], width: int, sequence_shards: int = 1) -> int:
     """Return the bytes that one pass of the embedding or output layer saves, without blocks common to two passes (parameters, and
-    a shared input).
-
-    Under sequence parallelism, blocks of tensors `width` wide are sharded: divided by `sequence_shards`.
-    """
+    a shared input). Under sequence parallelism, blocks of tensors `width` wide are sharded: divided by `sequence_shards`."""
     (first, _kept_first), (second, _kept_second) = _saved_by(run), _saved_by(run)
     blocks = [(size, last) for address, (size, last) in second.items() if address not in first]
     return sum(size // (sequence_shards if last == width else 1) for size, last in blocks)
@@ -200,11 +197,10 @@ def measure_layer(
     te: TeLayer | None = None,
 ) -> dict[Half, HalfProfile]:
     """Measure halves of a `TransformerLayer` in training mode. `sites`: their contents, and the methods of each one's sites.
-
     `hidden` is the layer's input on all rows; `arguments` are the other arguments of its forward (mask, rotary tables). `device`
     is the layer's device, whose clock is used. `sequence_shards` is the tensor-parallel size under sequence parallelism: figures
-    of norms, dropouts and residuals, which work on a part of the rows, are divided by it. For FP8 the caller enters its context.
-    """
+    of norms, dropouts and residuals, which work on a part of the rows, are divided by it. For FP8 the caller enters its
+    context."""
 
     runs, head_start = list[HalfRun](), head_start_on(device)
     for section, places in sites.items():
@@ -290,10 +286,8 @@ def measure_links(
     kinds: Iterable[LinkKind], sizes_bytes: Sequence[int], group: ProcessGroup, device: torch.device, repetitions: int = 7
 ) -> tuple[LinkPoint, ...]:
     """Time messages of these kinds and sizes over `group`. Every rank of the group makes the same call and gets the same result.
-
     Sizes are rounded down to whole fp32 elements on every rank. `p2p` goes from each rank to the next one and needs two ranks.
-    `host` is a copy to host memory, of all ranks at once.
-    """
+    `host` is a copy to host memory, of all ranks at once."""
     points = []
     for kind, size in product(kinds, sizes_bytes):
         seconds = _median_seconds(_message(kind, size, group, device), group, repetitions)

@@ -285,11 +285,9 @@ class Profile(Part):
         return message_bytes if self.shape.fp8 is None else cast_bytes(self.shape.fp8, message_bytes // BF16_BYTES)
 
     def link_s(self, kind: LinkKind, size_bytes: int) -> float:
-        """Return the seconds of one message, interpolated linearly between the sizes.
-
-        Above the largest size the last line is extended; below the smallest the time is constant. A single point is taken as pure
-        bandwidth. A kind without points costs nothing: the profiled layout does not send it.
-        """
+        """Return the seconds of one message, interpolated linearly between the sizes. Above the largest size the last line is
+        extended; below the smallest the time is constant. A single point is taken as pure bandwidth. A kind without points costs
+        nothing: the profiled layout does not send it."""
         points = sorted((point.bytes, point.seconds) for point in self.links if point.kind == kind)
         if not points or not size_bytes:
             return 0.0
@@ -367,10 +365,8 @@ PartT = TypeVar("PartT", bound=BaseModel)
 
 
 def as_learned(profile: Profile, learned: Learned | None) -> Profile:
-    """Return the profile with a run's corrections; unchanged for None.
-
-    Host copies, host time (Python's) and the optimizer's update, which profiles do not contain, stay as they are.
-    """
+    """Return the profile with a run's corrections; unchanged for None. Host copies, host time (Python's) and the optimizer's
+    update, which profiles do not contain, stay as they are."""
     if learned is None:
         return profile
     times = learned.seconds

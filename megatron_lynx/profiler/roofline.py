@@ -134,10 +134,8 @@ def softmax_kernels(shape: LayerShape) -> Kernels:
 
 
 def turned_kernels(shape: LayerShape, width: int, rotary_size: int, *, interleaved: bool = False) -> Kernels:
-    """Return the kernels of RoPE on `width` columns per row, with tables of `rotary_size` columns.
-
-    `interleaved`: latent attention's, which first moves even columns before odd ones, and is never fused under a plan.
-    """
+    """Return the kernels of RoPE on `width` columns per row, with tables of `rotary_size` columns. `interleaved`: latent
+    attention's, which first moves even columns before odd ones, and is never fused under a plan."""
     whole = shape.model.element_bytes * shape.tokens * width
     if shape.model.fuses("rope") and not interleaved:
         return one_kernel(2 * whole, 2 * whole)

@@ -72,11 +72,8 @@ class HalfRun:
 
     @contextmanager
     def watched(self, entered: Callable[[Place, Any], None], left: Callable[[Place, Any], None]) -> Iterator[None]:
-        """Call back at the entry of every site with its arguments, and at its exit with its outputs.
-
-        Sites get aliases of their arguments: the gradient of an alias is complete when this site's backward is, though other
-        sites read the same tensor.
-        """
+        """Call back at the entry of every site with its arguments, and at its exit with its outputs. Sites get aliases of their
+        arguments: the gradient of an alias is complete when this site's backward is, though other sites read the same tensor."""
 
         def watching(place: Place, original: Callable[..., Any]) -> Callable[..., Any]:
             @wraps(original)
@@ -121,7 +118,6 @@ def first_of(outputs: Any) -> Tensor:
 LONGER = 2.0
 """Duration of the products, relative to the host time of the previous pass."""
 SHORTEST_S, LONGEST_S = 0.01, 0.25
-WARM_UP_S = 1.0
 WIDTH = 8192
 """Matrix width: a product takes an A100 some 4 ms, an H100 1.5."""
 
@@ -151,7 +147,7 @@ def head_start_on(device: Device) -> HeadStart:
     if device.where.type != "cuda":
         return HeadStart(device)
     products = _Products(device)
-    products.issue(WARM_UP_S)
+    products.issue(seconds=1.0)
     return HeadStart(device, products.issue)
 
 

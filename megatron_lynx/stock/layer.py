@@ -167,10 +167,8 @@ LayerBytes = tuple[HalfBytes, ...]
 def layer_bytes(
     shape: LayerShape, setting: StockSetting, kind: LayerKind | None = None, least: int = LEAST_ELEMENTS
 ) -> LayerBytes:
-    """Return a layer's bytes with modules recomputed or offloaded.
-
-    `kind`: the layer's, or None for a usual one. `least`: elements of the smallest offloaded tensor.
-    """
+    """Return a layer's bytes with modules recomputed or offloaded. `kind`: the layer's, or None for a usual one. `least`:
+    elements of the smallest offloaded tensor."""
     sections, least_bytes = kind or shape.model.kind_sections(experts=False), least * shape.model.element_bytes
     return tuple(_half_bytes(shape, _of_section(setting, section), section, least_bytes) for section in sections)
 

@@ -46,11 +46,9 @@ class Priced:
 
 
 def priced(job: Job, profile: Profile, setting: StockSetting) -> Priced:
-    """Return the setting's price. `profile`: the job's, analytic or measured.
-
-    The step is a range: userbuffers hide an unknown part of the exchanges, and an unknown part of the head's deferred weight
-    gradients runs while the last stage waits at the end of the step.
-    """
+    """Return the setting's price. `profile`: the job's, analytic or measured. The step is a range: userbuffers hide an unknown
+    part of the exchanges, and an unknown part of the head's deferred weight gradients runs while the last stage waits at the end
+    of the step."""
     return Pricing(job, profile, setting).price
 
 

@@ -195,9 +195,6 @@ Modules = tuple[str, ...]
 WORTH_PRICING = 2e-3
 """Relative gain below which a setting is not priced; with a smaller one, some launches take minutes."""
 
-MILLION = 1_000_000
-
-
 Choose = Callable[[Iterable[Modules]], Iterable[Modules]]
 
 
@@ -261,10 +258,7 @@ def _subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 def _shares(layers: int) -> Iterator[float]:
     """Fractions of a chunk's layers, for 1 to n - 1 of n. Slightly below k / n, so that k are taken."""
-    return (math.floor(MILLION * count / layers) / MILLION for count in range(1, layers))
-
-
-STRONGEST = 5
+    return (math.floor(1_000_000 * count / layers) / 1_000_000 for count in range(1, layers))
 
 
 @dataclass(frozen=True)
@@ -300,7 +294,7 @@ def side_by_side(
     none, full = priced(job, profile, NONE), priced(job, profile, FULL)
     contenders = [price for price in sorted(rivals, key=by_speed) if price.setting not in (NONE, FULL)]
     added_s = update_s(job, profile)
-    rows = [_row(price, added_s) for price in (none, full, *contenders[:STRONGEST])]
+    rows = [_row(price, added_s) for price in (none, full, *contenders[:5])]
     if today is not None:
         rows = [today, *(row for row in rows if f"today: {row.setting}" != today.setting)]
     none_s = none.step_s + added_s

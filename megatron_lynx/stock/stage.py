@@ -402,10 +402,8 @@ def offloading_layers(setting: StockSetting, layers: int) -> int:
 
 
 def made_again_bytes(layers: Sequence[StockLayer]) -> int:
-    """Most bytes by which a chunk's memory rises during the backward of one micro-batch.
-
-    From the last layer down: a checkpoint recomputes all its tensors, and finished layers are freed.
-    """
+    """Most bytes by which a chunk's memory rises during the backward of one micro-batch. From the last layer down: a checkpoint
+    recomputes all its tensors, and finished layers are freed."""
     held_bytes = peak_bytes = 0
     inside = 0
     for layer in reversed(layers):

@@ -272,7 +272,9 @@ def expert_tensors(shape: LayerShape) -> tuple[SavedTensor, ...]:
     if shape.model.fp8_recipe == "delayed" or _gathers_apart(shape):  # the norm's output is not the linear's saved input
         readers = (ROUTER,)
     norm, dropout = norm_tensors(shape, section, readers), dropout_tensor(shape, section)
-    blocks = (*norm, *_shared(shape), *_router_tensors(shape), *_dispatch(shape), *_expert_rows(shape), *_latent(shape), dropout)
+    # the input of the projection back from a latent width; the other one's is the router's, too
+    latent = own_tensors(COMBINE, shape.own_tokens * (experts_of(shape).latent or 0) * shape.model.element_bytes)
+    blocks = (*norm, *_shared(shape), *_router_tensors(shape), *_dispatch(shape), *_expert_rows(shape), *latent, dropout)
     return tuple(block for block in blocks if block.bytes)
 
 
@@ -292,12 +294,6 @@ def _dispatch(shape: LayerShape) -> Iterator[SavedTensor]:
     yield SavedTensor(bytes=rows * shape.model.routed_hidden * element, made_by=DISPATCH, saved_by=readers, output=True)
     of_row = FP32_BYTES if fused else element
     yield SavedTensor(bytes=padded_rows(shape) * of_row, made_by=DISPATCH, saved_by=(EXPERTS_ACTIVATION,), output=True)
-
-
-def _latent(shape: LayerShape) -> list[SavedTensor]:
-    """The input of the projection back from a latent width. The other one's is the router's, too."""
-    columns = experts_of(shape).latent or 0
-    return own_tensors(COMBINE, shape.own_tokens * columns * shape.model.element_bytes)
 
 
 def _maps(shape: LayerShape) -> tuple[int, int]:
