@@ -62,7 +62,6 @@ class Release:
     layers, a `head` in pieces, `hybrid` models, `overlapped` exchanges of experts, layers of Transformer Engine (`te`: importable
     only if it is installed); of Transformer Engine itself `fp8`, `fp4` and `grouped` experts."""
     also: Fingerprints = field(default_factory=dict)
-    """Equivalent fingerprints of other patch releases, and of frameworks."""
 
     def then(self, version: str, fingerprints: Fingerprints, only_with: Mapping[str, Fingerprints]) -> Release:
         tables = {name: changed(self.only_with.get(name, {}), table) for name, table in only_with.items()}

@@ -6,9 +6,8 @@
         pipeline.forward_backward(forward_step, batches)      up to the last backward of this batch, some forwards of the next
         pipeline.update()                                     the optimizer's step, on the retired buffer
 
-A batch that `drains` starts no forwards of the next one. All micro-batches are done after its update: only then may weights be
-evaluated, saved or changed, and the next batch fills the pipeline again. Versions are counted from there, so that continuing
-equals resuming from a checkpoint, which has one version.
+A batch that `drains` starts no forwards of the next one. After its update weights may be evaluated, saved or changed, and
+versions are counted anew, so that continuing equals resuming from a checkpoint.
 
 The weights have two versions, in alternating buffers (`TwoVersions`):
 
@@ -19,16 +18,14 @@ The weights have two versions, in alternating buffers (`TwoVersions`):
     owned        W(0)       W(1)            W(2)            W(3)                  the newer one: by the optimizer and DDP
 
 At update j the buffer of version j - 1 is filled with version j, all owners of the weights are pointed at it, and the optimizer
-steps there in place. Version j itself is not written: micro-batches in flight read the same memory in backward as in forward,
-through the parameter or through a view that autograd saved. Of two gradient buffers (`TwoGradients`) one has a batch's whole
-gradient until its deferred update, the other one starts the next batch's:
+steps there in place: micro-batches in flight read the same memory in backward as in forward. Of two gradient buffers
+(`TwoGradients`) one has a batch's whole gradient until its deferred update, the other one starts the next batch's:
 
     deferral 2      B(j, last)   B(j+1, 0)   B(j+1, 1)   Uj        B(j+1, 2) ...
     buffer j mod 2   += ─────────  whole gradient of batch j ── step, then cleared for batch j + 2
     buffer j+1 mod 2              += ──────── += ────────────────── += ...
 
-DDP's buffers, its buckets and the parameters' `main_grad` are pointed at one of them. Between calls they are at the batch that
-was updated last, whose gradient Megatron clears before each step.
+Between calls gradients are at the batch that was updated last, which Megatron clears before each step.
 
 `claims` are the hooks on Megatron's training loop.
 
@@ -173,11 +170,8 @@ class TwoGradients:
             self._shown = batch
 
     def _wait_for_reductions(self) -> None:
-        """Wait for reductions that DDP began in a batch's last backward, before their tensors are pointed elsewhere.
-
-        Each is waited for once, while its batch is shown: at the wait gloo copies its result to where the tensors point. DDP
-        waits again when it ends the reduction, when this batch is shown again.
-        """
+        """Wait once for each reduction that DDP began, while its batch is shown: then gloo copies its result to where the tensors
+        point. DDP waits again when it ends the reduction, when this batch is shown again."""
         handles = (group.grad_reduce_handle for group in self._chunk.bucket_groups)
         under_way = [handle for handle in handles if handle is not None]
         for handle in under_way:
@@ -309,7 +303,10 @@ class DoubleBuffered:
             result = (step or self.optimizer.step)()
         self._batch += 1
         if self.drained:
-            self._start_anew()
+            self._batch = 0
+            self.versions.start_anew()
+            if self.gradients is not None:
+                self.gradients.start_anew()
         return result
 
     def check_drained(self, what: str) -> None:
@@ -326,12 +323,6 @@ class DoubleBuffered:
 
     def under(self, engine: Engine | None) -> None:
         self._engine = engine
-
-    def _start_anew(self) -> None:
-        self._batch = 0
-        self.versions.start_anew()
-        if self.gradients is not None:
-            self.gradients.start_anew()
 
 
 OPTIMIZERS = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer, torch.optim.Optimizer)

@@ -11,8 +11,7 @@ Copies between a device and its host have one copier and one stream per directio
 
  [1] a copy waits for all compute issued so far, so its source exists
  [2] and for the copies it must follow: a reload for its own copy out, a copy out for the last reader of its host memory
- [3] a copy holds its tensors until compute waits for it or its event is reached. Memory that is freed after a wait can be
-     allocated again at once; with the caching allocator's `record_stream` it would return only when the host polls the event
+ [3] a copy holds its tensors until compute waits for it or its event is reached
  [4] a backward waits for the copies that it needs, on the compute stream
  [5] where the plan keeps copies and messages apart, a message waits for all copies issued so far, and the next copies are issued
      when the exchange is over

@@ -351,7 +351,6 @@ class Engine(Progress):
                 self.weight_gradients.flush(chunk)
 
     def experts_got(self, rows: int, balanced: int) -> None:
-        """Report that experts of this rank are about to run on `rows` rows. `balanced`: rows under uniform routing."""
         if (scope := self.scope) is None or not scope.recomputes:
             self.counts.expert_load = max(self.counts.expert_load, rows / balanced)
         if scope is not None:
@@ -363,7 +362,6 @@ class Engine(Progress):
 
     @property
     def owns_gathered(self) -> bool:
-        """Whether the site's gathered input needs a buffer that is not shared, because it is kept for recomputation."""
         return self.scope is not None and self.scope.owns_gathered
 
     def backward_of(self, micro_batch: MicroBatch) -> Pass:

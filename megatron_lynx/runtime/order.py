@@ -152,7 +152,6 @@ class Ledger:
         return self._frames.get((micro_batch.number, key))
 
     def enter(self, frame: Frame) -> None:
-        """Report that backward reaches a half, and has left the one before."""
         self.leave()
         self._entered = weakref.ref(frame)
         frame.micro_batch.ahead.discard(frame.key)

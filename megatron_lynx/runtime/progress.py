@@ -132,7 +132,6 @@ class Progress:
         return counts
 
     def run(self, scope: Run, *given: Any) -> Any:
-        """Run this call; sites and collectives inside report to it."""
         outer, self.scope = self.scope, scope
         try:
             return scope.run(*given)

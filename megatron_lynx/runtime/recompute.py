@@ -68,7 +68,6 @@ class Recomputer(Run):
         return self.leaves_under_way if self._is_at(self._starts) and exchange == policy.section.exchanges else None
 
     def leaves_under_way(self, work: Any) -> Done:
-        """Keep a `Work` for the frame's next recomputation to wait for."""
         assert self.frame.under_way is not None
         self.frame.under_way.works.append(work)
         return DONE

@@ -15,8 +15,7 @@ or sizes: the recomputation reads each tensor from the slot that the record repl
 saved tensors, and the half's next call records anew.
 
 A shortcut recomputes the half's first sites one after another, without the code around them. It needs that no tensor of the code
-in between was dropped, and that each site is called with one of the half's arguments or an earlier site's output, unchanged. The
-half's first call learns whether that holds; later calls check it by tensor identity.
+in between was dropped, and that each site is called with one of the half's arguments or an earlier site's output, unchanged.
 """
 
 from __future__ import annotations
@@ -245,11 +244,8 @@ class FirstCall:
         """Sites after which the code drops nothing, and of which no state is captured."""
 
     def handed(self, call: SiteCall, item: Item, after: str | None) -> None:
-        """Report that a site, which is `item`, is about to be called, after the item `after`.
-
-        Its inputs stay if that item is kept. With two paths (shared experts) only code and the half's begin count: outputs of
-        kept sites stay in any case, and the other path may be recomputed.
-        """
+        """Report that a site, which is `item`, is about to be called, after the item `after`. Its inputs stay if that is kept;
+        with two paths (shared experts) only code and the half's begin count, as the other path may be recomputed."""
         section = self._section
         after_kept = after not in self._recompute and (not section.two_paths or after is None or after in section.code)
         if after_kept and not item.exchanges:

@@ -1,9 +1,8 @@
 """Delays weight gradients: which ones backward leaves, and when they are computed (docs/runtime.md).
 
 A wait takes the oldest entry of each linear that the plan has there: of experts those of one micro-batch, of a gradient in pieces
-one piece. The last backward is a chunk's last one before its gradients are reduced or read. If they are reduced during that
-backward (`overlap_grad_reduce`, unless stages reduce together after it: `align_grad_reduce`), hooks on parameters must find them
-complete: nothing is delayed in it, and pending ones of a linear run before the linear's last gradient.
+one piece. If gradients are reduced during a chunk's last backward (`overlap_grad_reduce`, unless stages reduce together after it:
+`align_grad_reduce`), nothing is delayed in it, and pending ones of a linear run before the linear's last gradient.
 
 Delays follow from the plan and the schedule's order only (rule R1). Outside of Megatron's schedules nothing is delayed.
 """

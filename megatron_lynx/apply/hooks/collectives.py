@@ -13,11 +13,9 @@ Replaces              local layers     `dist_all_gather_func` and `dist_reduce_s
                       exchanges        `torch.distributed.all_to_all_single`, which Megatron's alltoall dispatcher calls in both
                                        passes; `dispatch` and `combine` of `deep_ep.Buffer`, which its flex dispatcher calls
 Why                   compute waits in each of them. TE overlaps the gather of an input and the scatter of its gradient with
-                      GEMMs; there the window is the rest. A recomputation runs latent attention's code between two sites, and
-                      must not communicate (rule R2): its gather is a site that is always kept. Compute waits for tokens, or for
-                      the event of DeepEP's own stream. Megatron gathers into one global buffer: an input that is gathered once
-                      for a recomputation and its weight gradient must outlive that, and one that is kept, or that a delayed
-                      weight gradient reads, must not be overwritten.
+                      GEMMs; there the window is the rest. A recomputation must not communicate (rule R2): a gather of latent
+                      attention is a site that is always kept. Megatron gathers into one global buffer, which must not overwrite
+                      an input that a recomputation or a delayed weight gradient still reads.
 Calls the original    once per call; in a window asynchronously, then waits if the call was synchronous. Latent attention's never
                       in a recomputation. The buffer's unless a frame has the gathered input.
 Holds                 the groups.

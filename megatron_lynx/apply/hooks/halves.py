@@ -5,8 +5,8 @@ Replaces              `_forward_attention` and `_forward_mlp` on each layer *ins
                       experts also `forward` on each layer's `mlp.experts`, whatever their kind. With sparse attention
                       `DSAIndexerLossLoggingHelper.save_loss_to_tracker`.
 Why                   a frame records one half, and a window recomputes it. Subclasses override these methods, so never on the
-                      class. A plan assumes a load of experts; a rank with more rows needs more memory and time, which the run
-                      reports, and by which a half may fall back. A recomputed indexer would log its loss twice.
+                      class. A run reports its load of experts, by which a half may fall back. A recomputed indexer would log
+                      its loss twice.
 Calls the original    once per call, with the arguments as they came; again, without this hook, in every recomputation.
 Holds                 the policy of the half, the plan's capacity in tokens, a rank's rows under balanced routing; nothing per
                       call. One attention half of a rank reports lengths to `Engine.met`.

@@ -125,8 +125,7 @@ class LogitsInPieces:
             hidden = model(...)                                   the output layer's input (B, S, H) instead of logits
         values = in_pieces(function)(hidden, labels=labels)       function(logits, labels=labels), piece by piece
 
-    `model` may be wrapped. Without an output layer it is unchanged. `remove` ends it as leaving the `with` block does. Raises
-    `HookRefused` for an output layer that cannot run in pieces.
+    Without an output layer `model` is unchanged. Raises `HookRefused` for an output layer that cannot run in pieces.
     """
 
     def __init__(self, model: Module, pieces: int) -> None:

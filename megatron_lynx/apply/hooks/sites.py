@@ -31,8 +31,6 @@ ONE_BY_ONE = "local_experts"
 
 
 class Place(NamedTuple):
-    """One method that is a site, or a part of one."""
-
     item: Item
     owner: Any
     method: str

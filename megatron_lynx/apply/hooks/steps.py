@@ -14,11 +14,10 @@ Receiving a gradient, and sending one, are windows:
 Replaces              `_p2p_ops` and `_batched_p2p_ops` of `megatron.core.pipeline_parallel.p2p_communication`.
 Why                   the stage idles while it waits for the next stage's gradient; its first frames can be recomputed there.
                       Once its own gradient is in flight, weight gradients run that the stage before need not wait for.
-                      If the plan keeps offload copies away from messages, they finish first.
                       NCCL runs all messages of two ranks in a group on one stream. With one hardware queue a recomputation
                       after the send of a forward would wait for the pending receive. So if a forward comes between
-                      (`gradients_apart`), gradients have streams of their own: they use the group of all ranks or, between
-                      two stages, one group for each direction.
+                      (`gradients_apart`), gradients use the group of all ranks or, between two stages, one group for each
+                      direction.
 Calls the original    once per call, with the keywords as they came. With gradients apart once for outputs, and once for
                       gradients unless there are two stages, whose gradients are posted here.
 Holds                 nothing.
@@ -114,11 +113,8 @@ def _combined_claim(engine: Engine, chunks: Container[int]) -> Claim:
 
 
 def receive_claims(engine: Engine, *, waited_for_later: bool, gradients_apart: bool) -> Iterator[Claim]:
-    """All ranks must pass the same arguments.
-
-    `waited_for_later`: the schedule is interleaved, and overlaps its exchanges with passes.
-    `gradients_apart`: and a recomputation may run between the send of a forward and a gradient.
-    """
+    """All ranks must pass the same. `waited_for_later`: the schedule is interleaved, and overlaps its exchanges with passes.
+    `gradients_apart`: and a recomputation may run between the send of a forward and a gradient."""
     from megatron.core.pipeline_parallel import p2p_communication
 
     def hooked(original: Any, apart: bool = False) -> Any:

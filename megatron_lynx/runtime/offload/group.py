@@ -151,7 +151,6 @@ class OffloadedWrapper:
 
 
 def on_device(value: Any) -> Any:
-    """Return the same nest with tensors in place of offloaded ones."""
     return map_nest(OffloadedTensor, lambda one: one.tensor().detach().requires_grad_(one.requires_grad), value)
 
 

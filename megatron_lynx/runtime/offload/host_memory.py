@@ -1,12 +1,10 @@
 """Host memory for offloaded activations: a rank's limit, and reused page-locked rooms.
 
 A rank may use the least, over the pots of memory that it uses, of (free - reserve) / ranks that use the pot (`free_memory`). The
-reserve is a tenth of the free memory, for page cache and data loaders, or the ranks' training states if larger: an asynchronous
-checkpoint copies them to the host, and a CPU optimizer keeps them there.
+reserve is a tenth of the free memory, for page cache and data loaders, or the ranks' training states if larger.
 
-Before the first step a slab of the plan's bytes is page-locked, because that takes the host seconds for tens of GB. Rooms are cut
-from it, or from further slabs: one for a half's storages, on a shelf of its half, whose sizes repeat. PyTorch's page-locked
-allocator would round up to powers of two.
+Before the first step a slab of the plan's bytes is page-locked. Rooms are cut from it, or from further slabs: one for a half's
+storages, on a shelf of its half, whose sizes repeat.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 As a whole, a micro-batch is copied out after its forward, its originals are freed at the end of the next such forward at the
 latest, and it is copied back when the backward before its own begins, or its gradient is awaited. If its backward follows its
-forward, it stays on the device, or moves half by half if there is a pace. Handles in autograd's graph and frames own storages:
-they are freed with the graph, and so are their rooms on the host (rule R8).
+forward, it stays on the device, or moves half by half if there is a pace.
 """
 
 from __future__ import annotations
@@ -104,7 +103,6 @@ class Offloader:
             self.leave(group, output)
 
     def exchange_begins(self) -> None:
-        """Let messages between stages wait for the copies issued so far, if the plan keeps them apart."""
         if self._avoids_messages:
             self.out.give_way()
             self.back.give_way()
