@@ -44,6 +44,7 @@ from megatron_lynx.anatomy.address import (
     Window,
     WindowAddress,
 )
+from megatron_lynx.once import once
 from megatron_lynx.schedule.schedule import Phase
 
 At = Literal["enter", "demand", "core", "in", "after"]
@@ -101,7 +102,7 @@ Tasks = Mapping[Moment, tuple[Task, ...]]
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass of a chunk, or the receive of a gradient, which has no halves."""
+    """The receive of a gradient has no halves."""
 
     halves: tuple[HalfPass, ...] = ()
     tasks: Tasks = field(default_factory=dict)
@@ -149,8 +150,6 @@ class Layout(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a half is recomputed in one phase."""
-
     stretches: tuple[tuple[Window, str | None], ...] = ((ON_DEMAND, None),)
     """Windows, each with the item before which the recomputation stops there; None: it does not stop."""
     gather: Window | None = None
@@ -180,8 +179,6 @@ def may_gather_ahead(section: Section, *, experts: bool, feeds: bool) -> bool:
 
 @dataclass(frozen=True)
 class PlannedHalf:
-    """One half of one layer under a plan."""
-
     layer: int
     section: Section
     recompute: Collection[str] = ()
@@ -256,7 +253,7 @@ class PlannedHalf:
         return RECV_BACKWARD in self._windows()
 
     def _windows(self) -> Iterator[Window | None]:
-        """Windows in which it is recomputed, or after which its input is gathered."""
+        """In which it is recomputed, or after which its input is gathered."""
         for place in (self.steady, self.cooldown):
             yield from (window for window, _ in place.stretches)
             yield place.gather
@@ -267,10 +264,6 @@ def _place_in_stage(key: FrameKey) -> int:
     return len(HALVES) * layer + HALVES.index(half)
 
 
-AT_HALVES: tuple[At, ...] = ("enter", "demand", "core")
-IN_WAITS: tuple[At, ...] = ("in", "after")
-
-
 class Timetable:
     """`chunks`: for each chunk, its halves in forward order; one chunk may have no layers."""
 
@@ -279,7 +272,6 @@ class Timetable:
         self.layout = layout
         self._forwards: dict[int, Pass] = {}
         self._backwards: dict[tuple[int, Phase], Pass] = {}
-        self._known: dict[tuple[int, Phase], Tasks] = {}
 
     def forward(self, chunk: int) -> Pass:
         if chunk not in self._forwards:
@@ -295,8 +287,10 @@ class Timetable:
                 HalfPass(half.key, tuple(self._waits("bwd", half, half.place(phase).gather or ON_DEMAND)))
                 for half in reversed(self.chunks[chunk])
             )
-            at_halves = [Moment(at, half.half) for half in halves for at in AT_HALVES]
-            moments = (*at_halves, *(Moment(at, wait.window) for half in halves for wait in half.waits for at in IN_WAITS))
+            at_halves: tuple[At, ...] = ("enter", "demand", "core")
+            in_waits: tuple[At, ...] = ("in", "after")
+            moments = [Moment(at, half.half) for half in halves for at in at_halves]
+            moments += [Moment(at, wait.window) for half in halves for wait in half.waits for at in in_waits]
             self._backwards[chunk, phase] = Pass(halves, _table(moments, planned, self._weight_gradients[chunk]))
         return self._backwards[chunk, phase]
 
@@ -307,7 +301,7 @@ class Timetable:
         return Pass((), _table([Moment("in", SEND_BACKWARD)], {}, self._deferred[chunk]))
 
     def serving(self, chunk: int, phase: BackwardPhase) -> Iterator[tuple[Pass, FrameKey | None, Sequence[Wait]]]:
-        """Yield the waits of all passes that may serve a backward, in order."""
+        """The waits of all passes that may serve a backward, in order."""
         yield self.receive(chunk, phase), None, (Wait(RECV_BACKWARD),)
         backward = self.backward(chunk, phase)
         yield from ((backward, half.half, half.waits) for half in backward.halves)
@@ -343,10 +337,9 @@ class Timetable:
             over = once and half.section.collectives("bwd", True)[ordinal].carries == "input"
             yield Wait(WindowAddress(passing, half.layer, half.half, ordinal), gathered if over else None)
 
+    @once
     def _planned(self, chunk: int, phase: Phase) -> Tasks:
-        if (chunk, phase) not in self._known:
-            self._known[chunk, phase] = _planned(self.chunks[chunk], phase, self.layout)
-        return self._known[chunk, phase]
+        return _planned(self.chunks[chunk], phase, self.layout)
 
     @cached_property
     def _deferred(self) -> tuple[Tasks, ...]:

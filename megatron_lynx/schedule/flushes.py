@@ -51,7 +51,7 @@ def goes_back_at_once(pipeline: int, stage: int, microbatches: int, chunk: int, 
 
 
 def _places(microbatches: int, chunks: int, group: int) -> Iterator[tuple[int, int]]:
-    """(micro-batch, chunk) of all forwards, in order."""
+    """(micro-batch, chunk) of all forwards."""
     for first in range(0, microbatches, group):
         for chunk in range(chunks):
             for micro_batch in range(first, min(first + group, microbatches)):
@@ -136,7 +136,6 @@ def counts_at_backwards(
 
 @lru_cache(maxsize=1024)
 def sets_on_host(pipeline: int, stage: int, microbatches: int, chunks: int = 1, group: int | None = None) -> tuple[int, ...]:
-    """Return `most_on_host` in a step of Megatron's schedules."""
     peaks = most_on_host(passes_of(pipeline, stage, microbatches, chunks, group))
     return tuple(peaks[chunk] for chunk in range(chunks))
 

@@ -13,7 +13,6 @@ An action as text, without its stage:
     │└─ kind       F forward, R recomputation while the gradient is awaited, B backward,
     │               W weight gradients once the input's gradient is sent
     └── micro-batch
-
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ class Action(NamedTuple):
 
 
 def with_recomputations(actions: Iterable[Action]) -> Iterator[Action]:
-    """Yield the actions with a recomputation before each backward."""
     for action in actions:
         if action.kind == "B":
             yield Action(action.micro_batch, "R", action.chunk)

@@ -302,7 +302,6 @@ class Run:
 
 @lru_cache(maxsize=8)
 def _steps(schedule: Schedule) -> tuple[Steps, ...]:
-    """Cached: plans of one job are simulated with one schedule."""
     return tuple(_steps_of(schedule, stage) for stage in range(schedule.pipeline))
 
 

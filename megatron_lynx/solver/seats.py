@@ -183,8 +183,6 @@ class HalfKind:
 
 @dataclass(frozen=True)
 class Seats:
-    """Seats that all stages of a job have."""
-
     job: Job
     profile: Profile
 
@@ -203,7 +201,7 @@ class Seats:
         return [Seat(placement, *self._gathered_for(kind, placement)) if gathers else Seat(placement) for placement in best_first]
 
     def gathers(self, kind: HalfKind, recompute: Collection[str]) -> bool:
-        """Whether the recomputation runs a GEMM whose input is gathered once."""
+        """Whether it runs a GEMM whose input is gathered once."""
         return self.job.parallel.sequence_parallel and kind.section.gathered in recompute
 
     def communicates(self, kind: HalfKind, recompute: Collection[str]) -> bool:
@@ -276,7 +274,7 @@ class Seats:
     @once
     def _windows(self, half: Half, above: int) -> list[Wait]:
         """Windows of a half in a backward, so many layers above the recomputed half. A gather of an input is no window."""
-        section = self._halves[half]
+        section = self.job.model.halves[half]
         if not (self._collectives_hide and section.has_windows):
             return []
         lengths_s = window_lengths_s(self.profile, "bwd", section, self.shape.gathered_bytes)
@@ -290,12 +288,9 @@ class Seats:
     @once
     def _gather_s(self, half: Half, behind: Half | None, whole: bool = False) -> tuple[float, float]:
         """Return exposed seconds and saved seconds of gathering a half's input after another half's first collective."""
-        section = None if behind is None else self._halves[behind]
-        return gather_lost_and_spared_s(self.profile, self._halves[half], section, self.shape.gathered_bytes, whole=whole)
-
-    @cached_property
-    def _halves(self) -> Mapping[Half, Section]:
-        return self.job.model.halves
+        halves = self.job.model.halves
+        section = None if behind is None else halves[behind]
+        return gather_lost_and_spared_s(self.profile, halves[half], section, self.shape.gathered_bytes, whole=whole)
 
     @cached_property
     def shape(self) -> LayerShape:

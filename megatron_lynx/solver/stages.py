@@ -119,7 +119,7 @@ class Chunks:
     def _with_last(
         self, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver, reserved_bytes: int = 0
     ) -> SolvedChunks:
-        """Return the answers of chunks beside each other that leave this many bytes, and of the last chunk in the rest."""
+        """Of chunks beside each other that leave this many bytes, and of the last chunk in the rest."""
         beside = self._beside_each_other(stage, in_flight, budget_bytes, solver, reserved_bytes)
         room_bytes = (beside.peak_bytes if budget_bytes is None else budget_bytes) - beside.beside_bytes
         problem = replace(self.problems.of(stage, (len(beside),)), in_flight=1, budget_bytes=room_bytes)
@@ -153,7 +153,7 @@ class Chunks:
 
     @once
     def _leanest(self, stage: int) -> Solved:
-        """Return the answer with the least peak of the model's last chunk alone."""
+        """Of the model's last chunk alone."""
         return least_memory(replace(self.problems.of(stage, (self.problems.job.chunks - 1,)), in_flight=1))
 
     def _kind(self, stage: int, chunk: int) -> tuple[int, tuple[bool, ...], tuple[str, ...]]:
@@ -286,7 +286,7 @@ class Stages:
         return Stages(self.job, self.profile, WAIT_S, self._chunks)
 
     def keeping_all(self, stage: int) -> StageAnswer:
-        """Return the stage without recomputation and offload, regardless of the budget."""
+        """Regardless of the budget."""
         return self._offloading(stage, NOTHING, None, baselines.keep_all)
 
     def fits(self, answer: StageAnswer) -> bool:
@@ -294,7 +294,7 @@ class Stages:
         return budget_bytes is None or answer.peak_bytes <= budget_bytes
 
     def _shares(self, stage: int) -> Iterator[list[Share]]:
-        """Yield the fractions to try: between passes, and within micro-batches."""
+        """The fractions to try: between passes, and within micro-batches."""
         asked = self.job.offload_ratio
         within = asked != 0 and may_go_within(self.job) and (asked == "auto" or self.job.parallel.pipeline == 1)
         between = asked != 0 and chunks_in_flight(self.job, stage) > CHUNKS_NOT_OFFLOADED
@@ -309,7 +309,7 @@ class Stages:
 
     @once
     def _known(self, stage: int, share: Share, budget_bytes: int | None, paced: bool) -> StageAnswer:
-        """Return the answer for a fraction. Raises `Infeasible`."""
+        """Raises `Infeasible`."""
         if not share.within:
             paces = paced and share.ratio
             return self._offloading(stage, share, budget_bytes, partial(self._paced, share) if paces else self._solved)
