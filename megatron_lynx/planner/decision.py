@@ -111,7 +111,7 @@ def fastest_decision(job: Job, profile: Profile) -> Decision:
 
 
 def _best_way(job: Job, profile: Profile, settings: Sequence[Setting]) -> Decision:
-    """Decide for a job that leaves these settings open. Raises what the last way that was tried raises if none fits."""
+    """Decide for a job that leaves these settings open. Raises the error of the last way that was tried if none fits."""
     if not settings:
         return _made(job, profile)
     best: Decision | None = None

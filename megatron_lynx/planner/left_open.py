@@ -21,7 +21,7 @@ STEPS = 100
 
 
 def as_planned(job: Job, plan: Plan) -> Job:
-    """Return the job with everything that it leaves to the plan, and what an earlier run learned."""
+    """Return the job with everything that it leaves to the plan, and the findings of an earlier run."""
     if job.parallel.partition == "auto":
         job = with_partition(job, tuple(len(stage.layers) for stage in plan.stages))
     if job.model.fp8 is not None and job.model.fp8.copies_kept is None:

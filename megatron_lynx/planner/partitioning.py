@@ -25,7 +25,7 @@ from megatron_lynx.solver.stages import Stages
 from megatron_lynx.units import SECOND_DIGITS
 
 StageTime = Callable[[int, int], float]
-"""Seconds of one micro-batch, forward and backward, on a stage with so many layers; `inf` if they do not fit."""
+"""Seconds of one micro-batch, forward and backward, on a stage by its layers; `inf` if they do not fit."""
 
 Counts = tuple[int, ...]
 """Layers of each stage."""

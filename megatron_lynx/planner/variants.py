@@ -117,7 +117,7 @@ class Variants:
         return _chosen(self._planned(changes) if changes else self._plans, rival_s)
 
     def fastest_in(self, budget: Budget) -> Planned | None:
-        """The fastest in less memory than the job's. No variant is faster there than in the job's."""
+        """The fastest in less memory than the job's. Variants are never faster there than in the job's."""
         return _chosen(self._planned({"budget": budget}, self._plans), None)
 
     @cached_property

@@ -30,7 +30,7 @@ from megatron_lynx.schedule.schedule import Action, Phase, Schedule, paired, pha
 
 def groups_needed(microbatches: int, group: int, pipeline: int, prefix: str = "") -> str | None:
     """Return in words the number of micro-batches that Megatron needs to interleave: full groups, and a last one that fills the
-    pipeline. None if it is right. `prefix`: of the file's keys."""
+    pipeline; None if it is right. `prefix`: of the file's keys."""
     if microbatches >= group and not 0 < microbatches % group < pipeline:
         return None
     if group == pipeline:

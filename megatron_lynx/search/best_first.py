@@ -59,7 +59,7 @@ class Candidate:
     offload_ratio: float
     """The largest of all stages."""
     memory_bytes: int
-    """Of the fullest stage."""
+    """Bytes of the fullest stage."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -192,7 +192,7 @@ class LayerCost:
 
 
 def _whole_model_s(job: Job, profile: Profile, policy: Policy) -> float:
-    """Of one micro-batch with all layers on one stage."""
+    """One micro-batch with all layers on one stage."""
     parallel = job.parallel.model_copy(update={"pipeline": 1, "layers_per_chunk": None})
     flat = job.model_copy(update={"parallel": parallel, "policy": policy})
     return recomputing_stage_s(flat, profile, 0).both_s

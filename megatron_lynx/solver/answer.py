@@ -130,7 +130,7 @@ class SolvedChunks(tuple[Solved, ...]):
 
     @property
     def most_resident_bytes(self) -> int:
-        """Of one micro-batch."""
+        """Bytes of one micro-batch."""
         return max(chunk.resident_bytes for chunk in self.beside_each_other)
 
     @property
@@ -248,7 +248,7 @@ class StageAnswer:
 
     @property
     def chunk_bytes(self) -> int:
-        """Of one micro-batch, the largest of chunks beside others (C)."""
+        """Bytes of one micro-batch on the largest of chunks beside others (C)."""
         return self.chunks.most_resident_bytes
 
     @property

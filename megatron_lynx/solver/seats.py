@@ -17,7 +17,7 @@ runs in that half's first window, it is gathered after the first collective one 
 
 These are not offered: windows of zero length; windows in which an input is gathered; windows of forwards; collectives with
 userbuffers or beside overlapped exchanges of experts. Recomputation that communicates runs on demand: in FP8 with one scale for
-all ranks' parts of a norm's output, recomputing the norm reduces its amax (rule R2). So does what could run in a
+all ranks' parts of a norm's output, recomputing the norm reduces its amax (rule R2). So does recomputation in a
 receive of a gradient: that hides less than 1 % of a step.
 """
 

@@ -119,7 +119,7 @@ class Chunks:
     def _with_last(
         self, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver, reserved_bytes: int = 0
     ) -> SolvedChunks:
-        """Of chunks beside each other that leave this many bytes, and of the last chunk in the rest."""
+        """Chunks beside each other that leave these bytes, and the last chunk in the rest."""
         beside = self._beside_each_other(stage, in_flight, budget_bytes, solver, reserved_bytes)
         room_bytes = (beside.peak_bytes if budget_bytes is None else budget_bytes) - beside.beside_bytes
         problem = replace(self.problems.of(stage, (len(beside),)), in_flight=1, budget_bytes=room_bytes)
@@ -153,7 +153,7 @@ class Chunks:
 
     @once
     def _leanest(self, stage: int) -> Solved:
-        """Of the model's last chunk alone."""
+        """The model's last chunk alone."""
         return least_memory(replace(self.problems.of(stage, (self.problems.job.chunks - 1,)), in_flight=1))
 
     def _kind(self, stage: int, chunk: int) -> tuple[int, tuple[bool, ...], tuple[str, ...]]:
@@ -229,7 +229,7 @@ class Stages:
         """Return the fastest answer that fits. Raises `Infeasible` if none fits.
 
         After the first lag between passes, the stage offloads no more of a chunk than is copied during its forward. After another
-        one the same share gets so much less memory, and then it is excluded.
+        one the same share gets that much less memory, and then it is excluded.
         """
         pacing = [at for at, (share, _) in enumerate(lags) if not share.within and self.job.policy == "planned"][:1]
         counted = [lag for at, lag in enumerate(lags) if at not in pacing]
