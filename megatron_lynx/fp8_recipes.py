@@ -75,7 +75,7 @@ def lacking(recipe: Recipe, where: str) -> Problem:
 
 
 def lacking_here(recipe: Recipe | None, where: str) -> Problem | None:
-    """None if none is installed, or if it has the recipe. Transformer Engine is not imported: that needs a GPU's libraries."""
+    """The problem, if Transformer Engine is installed without the recipe. It is not imported: that needs a GPU's libraries."""
     if recipe is None or STORED[recipe].made_by in _text_of_recipes():
         return None
     problem = lacking(recipe, where)

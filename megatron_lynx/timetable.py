@@ -191,12 +191,12 @@ class PlannedHalf:
     """By linear whose delayed weight gradient is cut, the number of its pieces: each wait takes the oldest pending piece."""
     checkpoint: bool = False
     """Whether it keeps at most its input: all of `recompute` is recomputed on demand, including communication. If its place is
-    the first wait of its own backward, the part after its last communication runs there."""
+    the first wait of that half's backward, the part after its last communication runs there."""
     fed_behind: int = 0
     """Number of halves after this checkpointed one that get their input from its recomputation."""
     ahead_to: str | None = None
     """Item up to which this checkpointed half is recomputed when backward enters the attention half of the layer above; the
-    item's communication is in flight meanwhile. The half's last item: all of it has run. None: it begins when backward enters it.
+    item's communication is in flight meanwhile. The half's last item: all of it has run; None: it begins when backward enters it.
     """
     gathers_ahead: bool = False
     """Whether its input is gathered ahead, before that."""

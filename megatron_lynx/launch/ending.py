@@ -10,7 +10,7 @@
                                                   exit without a message
     a signal, an abort                            Python's stacks of all threads
 
-torchrun exits with status 1 whatever a rank's status was.
+torchrun exits with status 1 for any status of a rank.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`--lynx-check frames`: compares what recomputations and reloads return for some frames with what their forward saved.
 
     step 1 ... N    forward     some frames are drawn; their saved tensors are copied to the host, too
-                    backward    what it gets for them is compared bit for bit when it requests it
+                    backward    the tensors it gets for them are compared bit for bit when it requests them
                     end         all ranks exit if one differs, before the optimizer uses the gradients
 
 Results of backward are not compared, so kernels need not be deterministic. A fault in backward itself is not seen.

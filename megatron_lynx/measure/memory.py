@@ -7,8 +7,8 @@ a CPU    reports of PyTorch's allocator to its profiler, exact and at every allo
 
 On a CPU c10's flag "report CPU memory usage" is set before the first count, and stays set; it costs each allocation about a
 microsecond. Without it the allocator knows only blocks of profiled threads, and takes a later block at the same address for the
-old one. Not counted: workspaces that bypass the allocator (oneDNN, MKL), NumPy arrays, the release of blocks older than the flag
-(`remember_blocks`), and peaks inside threads that neither the metered thread nor autograd started.
+old one. The count excludes workspaces that bypass the allocator (oneDNN, MKL), NumPy arrays, the release of blocks older than the
+flag (`remember_blocks`), and peaks inside threads that neither the metered thread nor autograd started.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class RankFigures:
     links: tuple[LinkPoint, ...]
     interference: float
     adam: HostAdam | None
-    """None if a stand-in computes part of the layers: their host time is then unknown as well."""
+    """Unknown (None), as is the host time, if a stand-in computes part of the layers."""
 
     @property
     def layer_s(self) -> float:
