@@ -14,9 +14,8 @@ from rich.console import Console
 
 from megatron_lynx.advise import Answer, answered, screen, verdict
 from megatron_lynx.advise.neighbours import Neighbour
-from megatron_lynx.advise.screen import _last_names
+from megatron_lynx.advise.screen import _last_names, _run
 from megatron_lynx.advise.today import Row, as_stock, asked_launch
-from megatron_lynx.advise.verdict import _run
 from megatron_lynx.cost.step import StepRange
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import Infeasible, Problem
