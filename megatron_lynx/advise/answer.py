@@ -68,7 +68,7 @@ class Answer:
     """Whether offloading was tried, or the launch or job states it."""
     would_fit: tuple[str, ...] = ()
     refused: tuple[Problem, ...] = ()
-    """Problems that exclude any plan, whatever the budget."""
+    """Problems that exclude any plan at any budget."""
     on_host: OnHost | None = field(default=None, repr=False)
 
     @property

@@ -141,7 +141,7 @@ class Stock:
 
 
 def stocks_best(job: Job, costs: Profile, release: str | None) -> Stock | None:
-    """Of equals the one with fewer bytes; None if none fits, or stock cannot place the layers. `release`: None: the newest."""
+    """The one with fewer bytes among equals; None if none fits, or stock cannot place the layers. `release`: None: the newest."""
     stock_job = as_stock(job)
     prices = [] if _undivided(job) else rivals(stock_job, costs, job.memory_budget_bytes, release or NEWEST)
     best = fastest(prices)

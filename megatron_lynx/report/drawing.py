@@ -311,10 +311,10 @@ class Point(NamedTuple):
     shown: bool = False
     hidden_s: float | None = None
     exposed_s: float | None = None
-    """Of recomputations, on the stage that has most."""
+    """Seconds of recomputations, on the stage that has most."""
     recomputed: str = ""
     offloaded_bytes: int | None = None
-    """Of each micro-batch, on the stage that has most."""
+    """Bytes of each micro-batch, on the stage that has most."""
 
 
 LEFT, RIGHT, TOP, BOTTOM = 80, 660, 30, 270
