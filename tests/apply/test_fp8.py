@@ -65,7 +65,7 @@ def test_layers_at_the_ends_that_stay_in_bf16(pool_of):
     """The plan says how many, and they are recomputed in bf16."""
     job = fp8_job("tensorwise", "gpt", fp8={"recipe": "tensorwise", "first_in_bf16": 1, "last_in_bf16": 1})
     plan = plan_for(job, lambda layer: recomputable(job))
-    assert plan.model.in_bf16 == {"first_in_bf16": 1, "last_in_bf16": 1}
+    assert (plan.model.first_in_bf16, plan.model.last_in_bf16) == (1, 1)
     checked(pool_of, job, [plan], Trial(steps=3))
 
 

@@ -7,7 +7,7 @@ import pytest
 from megatron_lynx.config.experts import Opaque
 from megatron_lynx.config.job import Budget, Job
 from megatron_lynx.errors import ConfigError
-from megatron_lynx.kinds.mamba.section import GATED_NORM, IN_PROJ, SCAN, MambaSizes
+from megatron_lynx.kinds.mamba.section import MAMBA_IN_PROJ, MAMBA_NORM, SCAN, MambaSizes
 from megatron_lynx.planner import make_plan, uniform_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.rehearsal import rehearse
@@ -29,14 +29,14 @@ def test_tighter_budgets_recompute_more_of_it() -> None:
     job = job_of()
     profile = analytic_profile(job)
     items, kept = profile.opaque["mamba"].items, rehearse(uniform_plan(job, "none"), profile)
-    assert items[IN_PROJ].forward_s > items[SCAN].forward_s > items[GATED_NORM].forward_s > 0
+    assert items[MAMBA_IN_PROJ].forward_s > items[SCAN].forward_s > items[MAMBA_NORM].forward_s > 0
     recomputed = []
     for share in (0.8, 0.4):
         tight = job.model_copy(update={"budget": Budget(activation_mib=share * kept.memory(0).peak_bytes / 2**20)})
         plan = make_plan(tight, profile)
         assert rehearse(plan, profile).memory(0).peak_bytes <= share * kept.memory(0).peak_bytes
         recomputed.append([item for rule in plan.stages[0].rules for item in rule.recompute if item.startswith("mamba")])
-    assert set(recomputed[0]) <= {GATED_NORM, SCAN}
+    assert set(recomputed[0]) <= {MAMBA_NORM, SCAN}
     assert len(recomputed[0]) < len(recomputed[1])
 
 

@@ -137,7 +137,7 @@ def batched(values: list[int]) -> Iterator[tuple[int, int]]:
 def said_of(plan: Plan, profile: Profile) -> list[int]:
     """What the simulator takes for what begins ahead, in the order of a backward of the first stage."""
     timetable, prices = timetable_of(plan, 0), Prices(profile)
-    halves = {half.key: half for half in treated_halves(plan.stages[0], timetable.chunks[0], prices)}
+    halves = {half.planned.key: half for half in treated_halves(plan.stages[0], timetable.chunks[0], prices)}
     found, backward = [], timetable.backward(0, "steady")
     for half in backward.halves:
         first, *others = [backward.at("after", wait.window) for wait in half.waits] or [()]

@@ -25,7 +25,17 @@ from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.face import HalfParameters, Linear, Planning, Step
-from megatron_lynx.kinds.mamba.section import CONVOLUTION, GATED_NORM, IN_PROJ, RULE, SCAN, DeltaSizes, MambaSizes
+from megatron_lynx.kinds.mamba.section import (
+    CONVOLUTION,
+    GATED_NORM,
+    IN_PROJ,
+    MAMBA_IN_PROJ,
+    MAMBA_NORM,
+    RULE,
+    SCAN,
+    DeltaSizes,
+    MambaSizes,
+)
 from megatron_lynx.kinds.saved import column_parallel, dropout_tensor, norm_tensors, rms_products, row_parallel
 from megatron_lynx.kinds.section import Item
 from megatron_lynx.profiler.profile import SavedTensor, own_tensors
@@ -102,12 +112,12 @@ class MambaLayer(TokenMixer):
     def saved(self, shape: LayerShape) -> Iterator[SavedTensor]:
         sizes, one = self.sizes(shape.model), column_bytes(shape)
         inner, alone = one * sizes.inner, shape.micro == 1  # else sequences come one after the other, in copies
-        yield from norm_tensors(shape, self.section, (IN_PROJ,))
-        yield SavedTensor(bytes=one * sizes.made, made_by=IN_PROJ, saved_by=(SCAN,) if alone else (), output=True)
+        yield from norm_tensors(shape, self.section, (MAMBA_IN_PROJ,))
+        yield SavedTensor(bytes=one * sizes.made, made_by=MAMBA_IN_PROJ, saved_by=(SCAN,) if alone else (), output=True)
         decay = FP32_BYTES * sizes.heads // shape.parallel.tensor
         yield from own_tensors(SCAN, inner, decay, decay, *[] if alone else [one * sizes.made])
-        yield SavedTensor(bytes=inner, made_by=SCAN, saved_by=(GATED_NORM,))
-        yield from own_tensors(GATED_NORM, FP32_BYTES * shape.tokens * sizes.groups // shape.parallel.tensor)
+        yield SavedTensor(bytes=inner, made_by=SCAN, saved_by=(MAMBA_NORM,))
+        yield from own_tensors(MAMBA_NORM, FP32_BYTES * shape.tokens * sizes.groups // shape.parallel.tensor)
         yield from self.result_tensors(shape)
         yield dropout_tensor(shape, self.section)
 
@@ -130,7 +140,7 @@ class MambaLayer(TokenMixer):
         inner, convolved, made = (one * columns for columns in (sizes.inner, sizes.convolved, sizes.made))
         states = 3 * FP32_BYTES * (shape.tokens // shape.parallel.tensor) * sizes.inner * sizes.state // CHUNK
         yield from row_parallel(shape, self.section, inner)
-        yield Step(GATED_NORM, inner, inner)
+        yield Step(MAMBA_NORM, inner, inner)
         inside = 2 * convolved + states
         yield Step(SCAN, inside + made, inside + inner)
         yield from column_parallel(shape, self.section, made)
