@@ -156,11 +156,14 @@ def _of_one_layer(job: Job, repetitions: int) -> tuple[dict[str, HalfProfile], B
 
 def of_experts(job: Job, experts: Experts, repetitions: int) -> HalfProfile:
     """Measure a half with experts over its expert-parallel ranks: seconds at the stated load, bytes at the held one."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
     alone = _alone(job, experts=experts.model_copy(update={"layers": "all", "shared_beside": False}), ranks=job.parallel.expert)
     chunk = _chunk(job, alone, moe_grouped_gemm=job.model.uses_te and torch.cuda.is_available())
     hidden = _rows(alone, chunk, job.parallel.tensor if job.parallel.sequence_parallel else 1)
     router = chunk.decoder.layers[0].mlp.router
     gating, rows = router.gating, hidden.shape[0] * hidden.shape[1]
+    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device=hidden.device))  # as schedules do: its own has another shape
 
     def loaded(load: float, repetitions: int) -> HalfProfile:
         chosen = chosen_experts(experts, rows, job.parallel.expert, load).to(hidden.device)

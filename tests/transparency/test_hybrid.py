@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_lynx.cost.parameters import parameter_tensors, stage_parameters
-from megatron_lynx.kinds.mamba.section import GATED_NORM, IN_PROJ, MAMBA, OUT_PROJ, SCAN
+from megatron_lynx.kinds.mamba.section import MAMBA, MAMBA_IN_PROJ, MAMBA_NORM, MAMBA_OUT_PROJ, SCAN
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.shape import LayerShape
@@ -97,12 +97,12 @@ def test_stacks_with_mamba_layers(pool_of: Pools, layout: str) -> None:
     candidates = [
         kept,
         everything,
-        uniform_plan(job, (SCAN, GATED_NORM)),
-        uniform_plan(job, (GATED_NORM,)),
+        uniform_plan(job, (SCAN, MAMBA_NORM)),
+        uniform_plan(job, (MAMBA_NORM,)),
         checkpointed(kept, "mlp", [1, 2, 3, 5, 6]),
         checkpointed(kept, "attention", [1, 3, 4, 5, 6]),
         checkpointed(kept, "layer", [1, 3, 5, 6]),
-        offloading(uniform_plan(job, (GATED_NORM,)), 8_000, experts=True),
+        offloading(uniform_plan(job, (MAMBA_NORM,)), 8_000, experts=True),
     ]
     of_ranks = pool_of(job.gpus).run(compare_hybrid, job, candidates, Trial(canaries=layout == "TP2+SP"))
     assert any(outcomes[1].planned.counts[-1].in_windows for outcomes in of_ranks)
@@ -131,7 +131,7 @@ def test_mamba_layers_in_fp8_and_in_another_release(core: str, recipe: str | Non
     fp8 = None if recipe is None else {"recipe": recipe}
     job = hybrid_job(**LAYOUTS["TP2+SP"], layers=2, dtype="bf16", fp8=fp8, opaque=opaque)
     kept = uniform_plan(job, "none")
-    candidates = [uniform_plan(job, gather="once"), uniform_plan(job, (SCAN, GATED_NORM)), checkpointed(kept, "layer", [1])]
+    candidates = [uniform_plan(job, gather="once"), uniform_plan(job, (SCAN, MAMBA_NORM)), checkpointed(kept, "layer", [1])]
     with pool_with("2.17", 2, core=core, TESTBED_STAND_INS="tests.instruments.mamba") as pool:
         for outcomes in pool.run(compare_hybrid, job, candidates, Trial(canaries=True)):
             assert [(outcome.differing, outcome.planned.frames_left) for outcome in outcomes] == [([], 0)] * len(candidates)
@@ -139,7 +139,7 @@ def test_mamba_layers_in_fp8_and_in_another_release(core: str, recipe: str | Non
 
 def test_weight_gradients_of_mamba_layers_in_waits(pool_of: Pools) -> None:
     job = hybrid_job(tensor=2, sequence_parallel=True, layers=6, opaque=OPAQUE)
-    plan = deferring(uniform_plan(job), (IN_PROJ, OUT_PROJ))
+    plan = deferring(uniform_plan(job), (MAMBA_IN_PROJ, MAMBA_OUT_PROJ))
     trial = Trial(training={"ddp": True}, model={"gradient_accumulation_fusion": True})
     for [outcome] in pool_of(2).run(compare_hybrid, job, [plan], trial):
         assert outcome.differing == []

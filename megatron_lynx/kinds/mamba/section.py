@@ -40,7 +40,7 @@ MAMBA = Section(
     COLLECTIVES,
     in_some_layers=True,
 )
-MAMBA_IN_PROJ, SCAN, MAMBA_NORM, _ = MAMBA.names[1:-1]
+MAMBA_IN_PROJ, SCAN, MAMBA_NORM, MAMBA_OUT_PROJ = MAMBA.names[1:-1]
 
 
 class MambaSizes(Part):
