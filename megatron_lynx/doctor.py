@@ -45,11 +45,12 @@ def findings(words: Sequence[str] = (), *, cluster: str | None = None) -> Iterat
     variables = {**os.environ, **dict(reading.command.environment if reading else ())}
     yield from software()
     named = None if cluster is None else load_cluster(cluster, "--cluster")
-    elsewhere = None if named is None or named.node is None or gpus() else named
+    here = gpus()
+    elsewhere = None if named is None or named.node is None or here else named
     yield from machine(reading.command.launcher if reading else (), elsewhere=elsewhere)
-    if gpus():
+    if here:
         yield from links(named, Links.of_machine())
-    devices = gpus() if elsewhere is None else [elsewhere.name]
+    devices = here if elsewhere is None else [elsewhere.name]
     yield from hardware_queues(variables, reading.given if reading else None, devices)
     yield from environment(variables, nccl_ub=reading is not None and bool(reading.given["nccl_ub"]))
     if reading is not None:

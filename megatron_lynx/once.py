@@ -12,14 +12,15 @@ T = TypeVar("T")
 
 
 def once(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Decorate a method of hashable positional arguments: each answer is worked out once for each object."""
+    """Decorate a method of hashable arguments: each answer is worked out once for each object."""
     name = f"{method.__name__} by arguments"
 
     @wraps(method)
     def known(self: S, /, *given: P.args, **named: P.kwargs) -> T:
         answers: dict[Any, T] = vars(self).setdefault(name, {})
-        if given not in answers:
-            answers[given] = method(self, *given, **named)
-        return answers[given]
+        asked = given, *named.items()
+        if asked not in answers:
+            answers[asked] = method(self, *given, **named)
+        return answers[asked]
 
     return known

@@ -107,7 +107,9 @@ def fastest_decision(job: Job, profile: Profile) -> Decision:
     """Decide without `completed`. Raises as `decide` does, without changes that would fit."""
     check_plannable(job)
     check_profile(job, profile)
-    return _best_way(job, profile, left_open.SETTINGS)
+    best = _best_way(job, profile, left_open.SETTINGS)
+    origin = best.plan.provenance.model_copy(update={"job": job.digest})
+    return replace(best, plan=best.plan.model_copy(update={"provenance": origin}))
 
 
 def _best_way(job: Job, profile: Profile, settings: Sequence[Setting]) -> Decision:
@@ -115,6 +117,7 @@ def _best_way(job: Job, profile: Profile, settings: Sequence[Setting]) -> Decisi
     if not settings:
         return _made(job, profile)
     best: Decision | None = None
+    best_cost = inf
     failed: Infeasible | None = None
     costs: list[float] = []
     for way in settings[0](job, costs):
@@ -127,13 +130,12 @@ def _best_way(job: Job, profile: Profile, settings: Sequence[Setting]) -> Decisi
             costs.append(inf)
             continue
         costs.append(_cost(found, profile))
-        if best is None or costs[-1] < (1 - way.worth) * _cost(best, profile):
-            best = found
+        if best is None or costs[-1] < (1 - way.worth) * best_cost:
+            best, best_cost = found, costs[-1]
     if best is None:
         assert failed is not None, "a setting has a way"
         raise failed
-    origin = best.plan.provenance.model_copy(update={"job": job.digest})
-    return replace(best, plan=best.plan.model_copy(update={"provenance": origin}))
+    return best
 
 
 def _cost(decision: Decision, profile: Profile) -> float:

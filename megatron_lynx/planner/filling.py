@@ -50,8 +50,7 @@ from megatron_lynx.timetable import Timetable
 from megatron_lynx.units import MIB
 
 PIECES = (2, 4)
-"""Numbers of pieces that are tried. More gain nothing (`design/value.md`: four fill every wait), and are GEMMs of less
-efficiency."""
+"""Numbers of pieces that are tried. Four fill every wait; more are GEMMs of less efficiency."""
 
 
 @dataclass(frozen=True)
