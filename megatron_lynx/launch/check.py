@@ -11,7 +11,8 @@ schedule.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -72,8 +73,8 @@ class Outcome:
         )
 
     def on_host(self) -> Outcome:
-        losses = map_nest(Tensor, _to_host, self.losses)
-        gradients = {name: None if value is None else _to_host(value) for name, value in self.gradients.items()}
+        losses = map_nest(Tensor, to_host, self.losses)
+        gradients = {name: None if value is None else to_host(value) for name, value in self.gradients.items()}
         return Outcome(losses, gradients, self.positions)
 
     @property
@@ -81,7 +82,7 @@ class Outcome:
         return sum(gradient.nbytes for gradient in self.gradients.values() if gradient is not None)
 
 
-def _to_host(tensor: Tensor) -> Tensor:
+def to_host(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
@@ -119,7 +120,7 @@ def differences(
         Difference(one.positions[name], rank, stage, name, what)
         for name, mine in one.gradients.items()
         if not _near(mine, other.gradients[name], tolerances.get(name))
-        and (what := _difference(mine, other.gradients[name], names))
+        and (what := difference(mine, other.gradients[name], names))
     ]
     return sorted(all_differences)
 
@@ -128,15 +129,15 @@ def _loss_difference(one: Any, other: Any, names: tuple[str, str]) -> str:
     mine, yours = tensors_in(one), tensors_in(other)
     if len(mine) != len(yours):
         return f"{len(mine)} values in {names[0]}, {len(yours)} in {names[1]}"
-    return next((what for a, b in zip(mine, yours, strict=True) if (what := _difference(a, b, names))), "")
+    return next((what for a, b in zip(mine, yours, strict=True) if (what := difference(a, b, names))), "")
 
 
-def _difference(one: Tensor | None, other: Tensor | None, names: tuple[str, str]) -> str:
+def difference(one: Tensor | None, other: Tensor | None, names: tuple[str, str]) -> str:
     if one is None or other is None:
         present, absent = (names[1], names[0]) if one is None else names
         return "" if one is other else f"a value in {present}, none in {absent}"
-    if what := unlike(one, other, names):
-        return what
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return f"{tuple(one.shape)} {one.dtype} in {names[0]}, {tuple(other.shape)} {other.dtype} in {names[1]}"
     one = one.to(other.device)
     differing = (bits(one) != bits(other)).flatten()
     if not differing.any():
@@ -174,20 +175,19 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()])
 
 
-def unlike(one: Tensor, other: Tensor, names: tuple[str, str]) -> str:
-    if (one.shape, one.dtype) == (other.shape, other.dtype):
-        return ""
-    return f"{tuple(one.shape)} {one.dtype} in {names[0]}, {tuple(other.shape)} {other.dtype} in {names[1]}"
-
-
 @dataclass(frozen=True)
-class _Found:
-    parameters: int
-    losses: int
+class Compared:
+    """One step of one rank."""
+
+    counts: Counter[str]
     size_bytes: int
-    differences: tuple[Difference, ...]
-    near: Mapping[str, float]
-    """Tolerances of gradients that need not be equal in every bit, by name."""
+    differences: Sequence[Difference]
+    """Earliest first."""
+
+
+def in_all(compared: Iterable[Compared]) -> tuple[Counter[str], int]:
+    """Sums of counts and of bytes."""
+    return sum((one.counts for one in compared), Counter[str]()), sum(one.size_bytes for one in compared)
 
 
 class Check:
@@ -197,7 +197,9 @@ class Check:
         self._left = steps
         self._against = against
         self._head_in_pieces = head_in_pieces
-        self._compared: list[_Found] = []
+        self._compared: list[Compared] = []
+        self._near: dict[str, float] = {}
+        """Tolerances of gradients that need not be equal in every bit, by name."""
         self.steps = 0
 
     def around(self, schedule: Schedule, optimizer: Any, installation: Installation) -> Schedule:
@@ -222,40 +224,37 @@ class Check:
         """Compare the two passes: returns on all ranks, or exits on all of them."""
         setting = self._against
         near = head_tolerances(step.run.chunks) if self._head_in_pieces else {}
-        differences = step.differences(reference, planned, (IN_WORDS[setting], "the plan"), near)
-        self._compared = of_all_ranks(
-            _Found(len(reference.gradients), len(reference.losses), reference.size_bytes, tuple(differences[:1]), near)
-        )
+        counts = Counter(parameters=len(reference.gradients), losses=len(reference.losses))
+        differing = step.differences(reference, planned, (IN_WORDS[setting], "the plan"), near)
+        ranks = of_all_ranks((Compared(counts, reference.size_bytes, differing), near))
+        self._compared = [compared for compared, _ in ranks]
+        self._near = {name: tolerance for _, near in ranks for name, tolerance in near.items()}
         self.steps += 1
-        if not (first := [difference for rank in self._compared for difference in rank.differences]):
+        if not (found := [difference for rank in self._compared for difference in rank.differences]):
             return
-        count = sum(of_all_ranks(len(differences)))
         with enough_memory(self.steps, IN_WORDS[setting]):
             again = step.stock(setting)
         repeated = step.differences(reference, again, ("the first run", "the second"))
         if restless := [difference for rank in of_all_ranks(repeated[:1]) for difference in rank]:
             agree(not_repeatable(self.steps, setting, min(restless)))
-        agree(plan_differs(self.steps, setting, min(first), count, head_in_pieces=self._head_in_pieces))
+        agree(plan_differs(self.steps, setting, min(found), len(found), head_in_pieces=self._head_in_pieces))
 
     def summary(self) -> str | None:
         if not self._compared:
             return None
-        parameters, losses, size_bytes = (
-            sum(getattr(rank, name) for rank in self._compared) for name in ("parameters", "losses", "size_bytes")
-        )
+        counts, size_bytes = in_all(self._compared)
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
         where = "" if len(self._compared) == 1 else f" on {len(self._compared)} ranks"
         return (
-            f"checked {steps} against {IN_WORDS[self._against]}: in each, {losses} losses and the gradients of {parameters} "
-            f"parameters ({format_bytes(size_bytes)}{where}) are equal in every bit{self._but_for()}"
+            f"checked {steps} against {IN_WORDS[self._against]}: in each, {counts['losses']} losses and the gradients of "
+            f"{counts['parameters']} parameters ({format_bytes(size_bytes)}{where}) are equal in every bit{self._but_for()}"
         )
 
     def _but_for(self) -> str:
-        near = {name: tolerance for rank in self._compared for name, tolerance in rank.near.items()}
-        if not near:
+        if not self._near:
             return ""
-        loosest = max(near.values())
-        return f", but for {' and '.join(near)}: within {loosest:.1g} of its largest value, as the plan's head is in pieces"
+        names, loosest = " and ".join(self._near), max(self._near.values())
+        return f", but for {names}: within {loosest:.1g} of its largest value, as the plan's head is in pieces"
 
     @property
     def over(self) -> bool:

@@ -2,20 +2,19 @@
 
     the training loop returns, or exits with 0    `concluded` writes the last figures; Megatron exits with 0 between steps, when
                                                   its time is over or a signal arrived
-    the script raises                             a line, then Python's traceback; exit status 1
-    the script exits with another status          a line: `sys.exit` prints nothing
+    the script raises                             Python's traceback, which torch marks with the rank; exit status 1
+    the script exits with another status          torchrun reports it
     an error found where all ranks check          `agree`: rank 0 says why, and all ranks exit with one status
     an error on one rank                          `FirstFailure`: that rank says why and exits; torchrun (or
                                                   `srun --kill-on-bad-exit`) ends the others, and ranks that fail because of it
                                                   exit without a message
-    a signal, an abort                            Python's stacks of all threads
+    a signal, an abort                            Python's stacks of all threads (`faulthandler`)
 
 torchrun exits with status 1 for any status of a rank.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import sys
 import time
@@ -60,25 +59,6 @@ class FirstFailure:
 
 
 @contextmanager
-def named_ending(how_far: Callable[[], str]) -> Iterator[None]:
-    """Print how the block ended if it fails. `how_far` returns the progress of the run in words ("in step 3")."""
-    with suppress(AttributeError, OSError, RuntimeError, ValueError):  # standard error may be no file
-        faulthandler.enable()  # until the process ends: an abort may come after Python code has finished
-    try:
-        yield
-    except (Ended, LynxError):
-        raise
-    except SystemExit as end:
-        if end.code not in (None, 0):
-            _say(how_far, f"sys.exit({end.code!r})")
-        raise
-    except BaseException as error:
-        first = str(error).partition("\n")[0]
-        _say(how_far, f"{type(error).__name__}: {first}" if first else type(error).__name__)
-        raise
-
-
-@contextmanager
 def concluded(conclude: Callable[[], None], between_steps: Callable[[], bool]) -> Iterator[None]:
     """Call `conclude` if the training loop inside ends normally; it does so on all ranks alike."""
     try:
@@ -88,10 +68,6 @@ def concluded(conclude: Callable[[], None], between_steps: Callable[[], bool]) -
             conclude()
         raise
     conclude()
-
-
-def _say(how_far: Callable[[], str], cause: str) -> None:
-    say(f"megatron-lynx: rank {os.environ.get('RANK', '0')} ended {how_far()}: {cause}")
 
 
 Value = TypeVar("Value")

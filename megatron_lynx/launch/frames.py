@@ -1,8 +1,9 @@
 """`--lynx-check frames`: compares what recomputations and reloads return for some frames with what their forward saved.
 
     step 1 ... N    forward     some frames are drawn; their saved tensors are copied to the host, too
-                    backward    the tensors it gets for them are compared bit for bit when it requests them
-                    end         all ranks exit if one differs, before the optimizer uses the gradients
+                    backward    the tensors it gets for them are copied to the host when it requests them
+                    end         both copies are compared bit for bit; all ranks exit if one differs, before the optimizer uses
+                                the gradients
 
 Results of backward are not compared, so kernels need not be deterministic. A fault in backward itself is not seen.
 """
@@ -13,9 +14,8 @@ import random
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -23,32 +23,29 @@ from megatron_lynx.anatomy.address import BACKWARD_PHASES, FrameKey
 from megatron_lynx.apply.installation import Installation
 from megatron_lynx.apply.live_run import LiveRun, live_run, of_all_ranks
 from megatron_lynx.errors import LynxError
-from megatron_lynx.launch.check import Difference, Schedule, bits, first_call, frames_differ, unlike
+from megatron_lynx.launch.check import Compared, Difference, Schedule, difference, first_call, frames_differ, in_all, to_host
 from megatron_lynx.launch.ending import agree
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.runtime.frame import Frame
-from megatron_lynx.runtime.record import Again, Place, Returned
+from megatron_lynx.runtime.record import Place, Returned
 from megatron_lynx.units import format_bytes
 
 
-@dataclass(frozen=True)
-class _Found:
-    frames: int
-    again: dict[Again, int]
-    size_bytes: int
-    kinds: tuple[int, int]
-    """Kinds of frames drawn and seen since the run began."""
-    first: tuple[Difference, ...]
-    differing: int
+@dataclass
+class Drawn:
+    """One tensor of a frame, on the host: as its forward saved it, and as backward got it."""
 
-
-@dataclass(frozen=True)
-class _Drawn:
     step: int
     frame: tuple[int, FrameKey]
     place: Place
     name: str
-    original: Original
+    saved: Tensor
+    returned: Tensor | None = None
+    """None until backward has requested it."""
+
+    @property
+    def difference(self) -> str:
+        return difference(self.returned, self.saved, (f"what was {self.place.again}", "what was saved"))
 
 
 class FrameCheck:
@@ -61,10 +58,12 @@ class FrameCheck:
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._draw = Draw(seed + self._rank)
         self._stage = 0
-        self._pending: list[_Drawn] = []
+        self._pending: list[Drawn] = []
         self._reached: dict[tuple[int, FrameKey], int] = {}
         """Drawn frames in the order in which backward reached them."""
-        self._compared: list[_Found] = []
+        self._compared: list[Compared] = []
+        self._kinds: list[tuple[int, int]] = []
+        """By rank: kinds of frames drawn and seen since the run began."""
         self.steps = 0
 
     def around(self, schedule: Schedule, optimizer: Any, installation: Installation) -> Schedule:
@@ -97,21 +96,16 @@ class FrameCheck:
     def summary(self) -> str | None:
         if not self._compared:
             return None
-        frames, size_bytes = (
-            sum(getattr(comparison, name) for comparison in self._compared) for name in ("frames", "size_bytes")
-        )
-        again = sum((Counter(comparison.again) for comparison in self._compared), Counter[Again]())
-        gathered = f", and {again['gathered']} inputs that were gathered again," if again["gathered"] else ""
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        kinds = [comparison.kinds for comparison in self._compared[-ranks:]]
+        counts, size_bytes = in_all(self._compared)
+        gathered = f", and {counts['gathered']} inputs that were gathered again," if counts["gathered"] else ""
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
-        where = "" if ranks == 1 else f" on {ranks} ranks"
-        drawn, total = (sum(of_rank) for of_rank in zip(*kinds, strict=True))
+        where = "" if len(self._kinds) == 1 else f" on {len(self._kinds)} ranks"
+        drawn, total = map(sum, zip(*self._kinds, strict=True))
         covered = f"all {total} kinds of frames" if drawn == total else f"{drawn} of {total} kinds of frames"
         return (
-            f"checked {frames} frames in {steps}{where}, of {covered}: {again['recomputed']} tensors that were recomputed and "
-            f"{again['reloaded']} that were reloaded{gathered} ({format_bytes(size_bytes)}) are in every bit what their forward "
-            "had saved"
+            f"checked {counts['frames']} frames in {steps}{where}, of {covered}: {counts['recomputed']} tensors that were "
+            f"recomputed and {counts['reloaded']} that were reloaded{gathered} ({format_bytes(size_bytes)}) are in every bit "
+            "what their forward had saved"
         )
 
     def wants(self, frame: Frame, offloads: bool) -> bool:
@@ -121,13 +115,13 @@ class FrameCheck:
         return self._draw.takes((policy.chunk, policy.half, tuple(sorted(policy.recompute)), where, offloads))
 
     def saved(self, frame: Frame, place: Place, tensor: Tensor) -> Returned:
-        original = Original(tensor, place.again)
-        which = frame.micro_batch.number, frame.key
-        self._pending.append(_Drawn(self.steps, which, place, _name(frame, place, tensor), original))
+        drawn = Drawn(self.steps, (frame.micro_batch.number, frame.key), place, _name(frame, place, tensor), to_host(tensor))
+        self._pending.append(drawn)
 
         def returned(made: Tensor) -> None:
-            self._reached.setdefault(which, len(self._reached))
-            original.compare(made)
+            self._reached.setdefault(drawn.frame, len(self._reached))
+            if drawn.returned is None:
+                drawn.returned = to_host(made)
 
         return returned
 
@@ -139,37 +133,32 @@ class FrameCheck:
         self._draw.step_begins()
 
     def _settle(self) -> None:
-        over = [drawn for drawn in self._pending if drawn.original.over]
-        self._pending = [drawn for drawn in self._pending if not drawn.original.over] if self._lag else []
-        differing = self._differences(over)
-        mine = _Found(
-            frames=len({drawn.frame for drawn in over}),
-            again=Counter(drawn.place.again for drawn in over),
-            size_bytes=sum(drawn.original.size_bytes for drawn in over),
-            kinds=self._draw.kinds,
-            first=tuple(differing[:1]),
-            differing=len(differing),
-        )
-        comparisons = of_all_ranks(mine)
-        self._compared += comparisons
-        if first := [difference for rank in comparisons for difference in rank.first]:
-            compared = sum(sum(rank.again.values()) for rank in comparisons)
-            agree(frames_differ(min(first), sum(rank.differing for rank in comparisons), compared))
+        over = self._returned()
+        self._pending = [drawn for drawn in self._pending if drawn.returned is None] if self._lag else []
+        counts = Counter[str](drawn.place.again for drawn in over) + Counter(frames=len({drawn.frame for drawn in over}))
+        mine = Compared(counts, sum(drawn.saved.nbytes for drawn in over), self._differences(over))
+        ranks = of_all_ranks((mine, self._draw.kinds))
+        self._compared += [compared for compared, _ in ranks]
+        self._kinds = [kinds for _, kinds in ranks]
+        if found := [one for compared, _ in ranks for one in compared.differences]:
+            tensors = sum(compared.counts.total() - compared.counts["frames"] for compared, _ in ranks)
+            agree(frames_differ(min(found), len(found), tensors))
 
     def _differs(self) -> LynxError | None:
-        over = [drawn for drawn in self._pending if drawn.original.over]
+        over = self._returned()
         differing = self._differences(over)
         return frames_differ(differing[0], len(differing), len(over)) if differing else None
 
-    def _differences(self, over: list[_Drawn]) -> list[Difference]:
-        return sorted(difference for drawn in over if (difference := self._difference(drawn)) is not None)
+    def _returned(self) -> list[Drawn]:
+        return [drawn for drawn in self._pending if drawn.returned is not None]
 
-    def _difference(self, drawn: _Drawn) -> Difference | None:
-        description, place = drawn.original.difference(), drawn.place
-        if not description:
-            return None
-        position = drawn.step, self._reached[drawn.frame], place.segment, place.ordinal
-        return Difference(position, self._rank, self._stage, f"step {drawn.step}, {drawn.name}", description)
+    def _differences(self, over: list[Drawn]) -> list[Difference]:
+        found = []
+        for drawn in over:
+            if values := drawn.difference:
+                position = drawn.step, self._reached[drawn.frame], drawn.place.segment, drawn.place.ordinal
+                found.append(Difference(position, self._rank, self._stage, f"step {drawn.step}, {drawn.name}", values))
+        return sorted(found)
 
 
 def _name(frame: Frame, place: Place, tensor: Tensor) -> str:
@@ -218,55 +207,3 @@ class Draw:
         self._drawn[kind] += drawn
         self._left -= drawn
         return drawn
-
-
-class _Compared(NamedTuple):
-    """On the device: the number of elements that differ, the first one's index, and its bits in both tensors."""
-
-    differing: Tensor
-    first: Tensor
-    returned: Tensor
-    saved: Tensor
-
-
-class Original:
-    def __init__(self, tensor: Tensor, made_by: str) -> None:
-        self.made_by = made_by
-        self.size_bytes = tensor.nbytes
-        self._shape, self._dtype = tensor.shape, tensor.dtype
-        self._kept: Tensor | None = tensor.detach().to("cpu", copy=True)
-        self._compared: _Compared | None = None
-        self._unlike = ""
-
-    @torch.no_grad()
-    def compare(self, returned: Tensor) -> None:
-        """Compare with the tensor that backward gets, the first time."""
-        kept, self._kept = self._kept, None
-        if kept is None:
-            return
-        self._unlike = unlike(returned, kept, (f"what was {self.made_by}", "what was saved"))
-        if self._unlike or kept.numel() == 0:
-            return
-        mine = bits(returned).clone().flatten()
-        saved = bits(kept).to(mine.device).flatten()
-        differ = mine != saved
-        first = differ.to(torch.uint8).argmax().view(1)
-        self._compared = _Compared(differ.sum(), first, mine.index_select(0, first), saved.index_select(0, first))
-
-    @property
-    def over(self) -> bool:
-        return self._kept is None
-
-    def difference(self) -> str:
-        """The difference in words; empty if all bits are equal. Waits for the device."""
-        if self._unlike or self._compared is None:
-            return self._unlike
-        count = int(self._compared.differing)
-        if count == 0:
-            return ""
-        returned, saved = (float(side.cpu().view(self._dtype)) for side in (self._compared.returned, self._compared.saved))
-        at = [int(index) for index in torch.unravel_index(self._compared.first.cpu(), self._shape)]
-        return (
-            f"{count} of {self._shape.numel()} values that differ, the first at {at}: {returned:.9g} {self.made_by} and "
-            f"{saved:.9g} saved"
-        )

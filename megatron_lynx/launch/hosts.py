@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from importlib import import_module
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 
@@ -43,17 +43,8 @@ from megatron_lynx.errors import ConfigError, LynxError, Problem
 from megatron_lynx.launch.ending import Ended
 from megatron_lynx.launch.script import BRIDGE, add_flags, stop
 
-
-class LaunchCallbacks(Protocol):
-    """`args` has the names of Megatron-LM's (`seq_length`, `tensor_model_parallel_size`, ...), accepts our flags, and its
-    `curr_iteration` follows the loop. The arguments of a step have `forward_backward_func` and `optimizer`, and may be replaced.
-    """
-
-    def prepare(self, args: Any) -> None: ...
-
-    def training(self, model: Any, optimizer: Any) -> AbstractContextManager[None]: ...
-
-    def step(self, arguments: dict[str, Any]) -> AbstractContextManager[None]: ...
+if TYPE_CHECKING:
+    from megatron_lynx.launch.launch import Launch
 
 
 class Host(Protocol):
@@ -76,8 +67,8 @@ class Host(Protocol):
             problem = Problem(script, f"no {missing.name} that it could import", self.needed, todo)
             raise ConfigError(f"the launch cannot find the training of {self.name}", [problem]) from None
 
-    def claims(self, callbacks: LaunchCallbacks) -> Iterator[Claim]:
-        """Hooks that call `callbacks` when distributed is initialised, around the training loop, and around a step."""
+    def claims(self, launch: Launch) -> Iterator[Claim]:
+        """Hooks that call the launch when distributed is initialised, around the training loop, and around a step."""
         ...
 
     def refused(self, args: Any) -> Iterable[Problem]:
@@ -118,7 +109,7 @@ class MegatronLM(Host):
     name = "Megatron-LM"
     loop, needed = "megatron.training.training", "megatron.training (of Megatron-LM, or of a megatron-core wheel from 0.17)"
 
-    def claims(self, callbacks: LaunchCallbacks) -> Iterator[Claim]:
+    def claims(self, launch: Launch) -> Iterator[Claim]:
         arguments, initialize, training = (
             import_module(f"megatron.training.{name}") for name in ("arguments", "initialize", "training")
         )
@@ -129,14 +120,14 @@ class MegatronLM(Host):
         @contextmanager
         def initialised(_: Mapping[str, Any]) -> Iterator[None]:
             yield
-            callbacks.prepare(import_module("megatron.training.global_vars").get_args())
+            launch.prepare(import_module("megatron.training.global_vars").get_args())
 
         yield Claim(arguments, "add_megatron_arguments", declared, "declares Megatron's arguments")
         yield around(initialize, "_initialize_distributed", initialised, "starts torch.distributed")
         loop = around(
-            training, "train", lambda given: callbacks.training(given["model"], given["optimizer"]), "is the training loop"
+            training, "train", lambda given: launch.training(given["model"], given["optimizer"]), "is the training loop"
         )
-        yield from (loop, around(training, "train_step", callbacks.step, "is one step"))
+        yield from (loop, around(training, "train_step", launch.step, "is one step"))
 
     def writers(self) -> tuple[Any, Any]:
         from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
@@ -181,7 +172,7 @@ class Bridge(Host):
     def arguments_of(self, words: Sequence[str]) -> Sequence[str]:
         return add_flags(argparse.ArgumentParser(add_help=False, allow_abbrev=False)).parse_known_args(list(words))[1]
 
-    def claims(self, callbacks: LaunchCallbacks) -> Iterator[Claim]:
+    def claims(self, launch: Launch) -> Iterator[Claim]:
         setup, pretrain, train = (import_module(f"{TRAINING}.{name}") for name in ("setup", "pretrain", "train"))
 
         @contextmanager
@@ -190,18 +181,18 @@ class Bridge(Host):
             _let_our_warnings_through()
             self._settings = Settings(given["cfg"])
             with _leaving_together():
-                callbacks.prepare(self._settings)
+                launch.prepare(self._settings)
 
         @contextmanager
         def loop(given: Mapping[str, Any]) -> Iterator[None]:
             assert self._settings is not None, "Bridge initialises before it trains"
             self._settings.state = given["global_state"]
-            with _leaving_together(), callbacks.training(given["model"], given["optimizer"]):
+            with _leaving_together(), launch.training(given["model"], given["optimizer"]):
                 yield
 
         yield around(setup, "initialize_megatron", initialised, "starts torch.distributed")
         yield around(pretrain, "train", loop, "is the training loop")
-        yield around(train, "train_step", callbacks.step, "is one step")
+        yield around(train, "train_step", launch.step, "is one step")
 
     def refused(self, args: Any) -> Iterator[Problem]:
         yield from args.refused()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from operator import attrgetter
 from typing import Any
 
@@ -17,7 +18,7 @@ from megatron_lynx.apply.releases import installed_version
 from megatron_lynx.errors import ConfigError, HookRefused, LynxError, Problem
 from megatron_lynx.figures import Figures
 from megatron_lynx.launch.check import Check
-from megatron_lynx.launch.ending import agree, concluded, named_ending, on_rank_0
+from megatron_lynx.launch.ending import agree, concluded, on_rank_0
 from megatron_lynx.launch.frames import FrameCheck
 from megatron_lynx.launch.hosts import Host, host_named
 from megatron_lynx.launch.out_of_memory import MemoryWatch
@@ -46,8 +47,7 @@ class Launch:
         self._reporter: Reporter | None = None
         self._steps = 0
         self._in_step = False
-        self.memory = MemoryWatch(lambda: self.how_far)
-        self.how_far = "before its training loop began"
+        self.memory = MemoryWatch(lambda: f"in step {self._steps} of this run" if self._in_step else f"after {self._steps} steps")
 
     def prepare(self, args: Any) -> None:
         """Read and check all that can be checked before a model is built. All ranks continue, or none.
@@ -78,7 +78,6 @@ class Launch:
 
     @contextmanager
     def training(self, model: Any, optimizer: Any) -> Iterator[None]:
-        self.how_far = "when its training loop began"
         self.memory.trains(model, optimizer)
         with ExitStack() as inside:
             pipeline = None
@@ -89,8 +88,6 @@ class Launch:
             if self._plan is not None:
                 inside.enter_context(self._planned(model, self._plan, pipeline))
             yield
-            self.how_far = f"when its training loop ended, behind {self._steps} steps"
-        self.how_far = f"behind its training loop, {self._steps} steps, when nothing of megatron-lynx ran any more"
 
     @contextmanager
     def _planned(self, model: Any, plan: Plan, pipeline: Any) -> Iterator[None]:
@@ -118,12 +115,10 @@ class Launch:
     @contextmanager
     def step(self, arguments: dict[str, Any]) -> Iterator[None]:
         self._steps += 1
-        self.how_far = f"in step {self._steps} of this run"
         self._in_step = True
         with self.memory.step():
             yield from self._step(arguments)
         self._in_step = False
-        self.how_far = f"between steps, behind step {self._steps} of this run"
 
     def _step(self, arguments: dict[str, Any]) -> Iterator[None]:
         if self._reporter is None or self._metrics is None:
@@ -218,7 +213,9 @@ def held(launch: Launch) -> list[Hook]:
 def in_force(launch: Launch) -> Iterator[None]:
     hooks = held(launch)
     try:
-        with named_ending(lambda: launch.how_far), launch.memory.watching():
+        with suppress(AttributeError, OSError, RuntimeError, ValueError):  # standard error may be no file
+            faulthandler.enable()  # until the process ends: an abort may come after Python code has finished
+        with launch.memory.watching():
             yield
     finally:
         hook.give_back(hooks)

@@ -113,21 +113,22 @@ def explained(error: BaseException, rank: Rank, how_far: str, plan: str) -> OutO
 
 def _problems(error: BaseException, moment: Moment, rank: Rank, predicted: Predicted, plan: str) -> Iterator[Problem]:
     where, allocator = f"stage {rank.stage}, {moment.words}", Allocator.of(error)
-    at_most = max(((sum(held.values()), name) for name in moment.planned if (held := predicted.held_at(name))), default=None)
+    fullest = max(filter(None, map(predicted.held_at, moment.planned)), key=lambda held: sum(held.values()), default=None)
+    planned_bytes = None if fullest is None else sum(fullest.values())
     if allocator is None:
         yield Problem(where, str(error).partition("\n")[0], "")
     else:
         usage = f"{format_bytes(allocator.allocated_bytes)} allocated and {format_bytes(allocator.asked_bytes)} asked for, of"
         needed = "no more than was planned"
-        if at_most is not None:
-            needed = f"at most {format_bytes(at_most[0])} at this moment, as planned"
+        if planned_bytes is not None:
+            needed = f"at most {format_bytes(planned_bytes)} at this moment, as planned"
         yield Problem(where, f"{usage} {format_bytes(allocator.limit_bytes)}", needed)
-    yield Problem("planned", _planned(predicted, at_most), "")
+    yield Problem("planned", _planned(predicted, fullest), "")
     yield from _load(error, rank)
     if allocator is not None:
         yield Problem("held", _held(states_held(rank.chunks, rank.optimizer), allocator), "")
         yield Problem("fragmentation", _fragmented(allocator), "")
-        to_do = command(allocator, at_most and at_most[0], plan, rank.plan.provenance.asked)
+        to_do = command(allocator, planned_bytes, plan, rank.plan.provenance.asked)
         yield Problem("nearest change that fits", to_do, "")
 
 
@@ -139,12 +140,11 @@ def _load(error: BaseException, rank: Rank) -> Iterator[Problem]:
         yield Problem("experts", load, f"{planned:.2f}, for which the plan was made", todo)
 
 
-def _planned(predicted: Predicted, at_most: tuple[int, str] | None) -> str:
+def _planned(predicted: Predicted, fullest: Mapping[str, int] | None) -> str:
     if not predicted.memory_bytes:
         return "nothing: the plan does not say what a device of this stage holds"
     whole = f"{format_bytes(predicted.memory_bytes)} at the stage's fullest"
-    held = None if at_most is None else predicted.held_at(at_most[1])
-    return whole if held is None else f"{whole}, at this moment {_largest(held)}"
+    return whole if fullest is None else f"{whole}, at this moment {_largest(fullest)}"
 
 
 def _held(states: Mapping[str, int], allocator: Allocator) -> str:

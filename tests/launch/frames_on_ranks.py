@@ -42,7 +42,7 @@ class Checked:
     observer: Any = None
     """What is left at the engine."""
     kept: int = 0
-    """Originals that live behind the last step."""
+    """Tensors that live behind the last step."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -84,7 +84,7 @@ def _checked(job: Job, trial: Trial) -> Checked:
         if checked.status is None:
             checked.summary = check.summary()
     gc.collect()
-    checked.kept = sum(type(thing).__name__ == "Original" for thing in gc.get_objects())
+    checked.kept = sum(type(thing).__name__ == "Drawn" for thing in gc.get_objects())
     checked.said = said.getvalue()
     return checked
 
