@@ -21,14 +21,10 @@ from typing import Any
 import yaml
 
 from megatron_lynx.errors import ConfigError, Problem
-from megatron_lynx.units import MIB
 from megatron_lynx.whole_file import text_in
 
 MOST_VALUES = 100_000
 """Most keys and values of a file, which takes some seconds to read. Plans of the largest models have 4,000."""
-
-MOST_EXPLAINED = MIB
-"""Largest text, in characters, for which PyYAML's own parser, five times slower than libyaml's, explains syntax errors."""
 
 LINE_WIDTH = 120
 
@@ -46,13 +42,13 @@ _SCALARS = (
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012  PyYAML's own attribute, replaced so that none of 1.1's remain
 
-    def __init__(self, text: str, where: str, parser: Any = None) -> None:
-        """`parser`: libyaml's for the same text, five times faster than PyYAML's own."""
+    def __init__(self, text: str, where: str) -> None:
         super().__init__(text)
         self.where = where
         self.problems: dict[int, list[Problem]] = {}
         self.values = 0
-        if parser is not None:
+        if yaml.__with_libyaml__:  # its parser is five times faster than PyYAML's own
+            parser = yaml.CSafeLoader(text)
             vars(self).update({name: getattr(parser, name) for name in ("peek_event", "check_event", "get_event")})
 
     def add_problem(self, node: yaml.Node, content: str, needed: str, todo: str) -> None:
@@ -121,7 +117,8 @@ def read_yaml(path: str | os.PathLike[str], needed: str = "") -> dict[str, Any]:
     """
     text, where = text_in(path, needed or "a readable YAML file"), os.fspath(path)
     try:
-        data, problems = _data_of(text, where)
+        loader = _Loader(text, where)
+        data, problems = loader.get_single_data(), loader.found_problems()
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         data, problems = None, [_syntax_problem(where, error)]
     if not problems and not isinstance(data, dict):
@@ -130,19 +127,6 @@ def read_yaml(path: str | os.PathLike[str], needed: str = "") -> dict[str, Any]:
     if problems:
         raise ConfigError(f"{where} cannot be used", problems)
     return data  # type: ignore[no-any-return]
-
-
-def _data_of(text: str, where: str) -> tuple[Any, list[Problem]]:
-    """The data of a text, and its problems. For syntax errors PyYAML's own parser has the messages."""
-    if yaml.__with_libyaml__:
-        try:
-            loader = _Loader(text, where, yaml.CSafeLoader(text))
-            return loader.get_single_data(), loader.found_problems()
-        except yaml.YAMLError:
-            if len(text) > MOST_EXPLAINED:
-                raise
-    loader = _Loader(text, where)
-    return loader.get_single_data(), loader.found_problems()
 
 
 def _syntax_problem(where: str, error: Exception) -> Problem:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,21 +37,11 @@ def _boundary() -> Iterator[None]:
     except LynxError as error:
         show_error(error)
         raise typer.Exit(error.exit_status) from None
-    except BrokenPipeError:  # `| head` closed the pipe
-        drop_output()
-        raise typer.Exit(OUTPUT_CLOSED) from None
-    except SystemExit as end:  # Rich exits so if a page of help is no longer read
-        if not isinstance(end.__context__, BrokenPipeError):
-            raise
-        raise typer.Exit(OUTPUT_CLOSED) from None
     except Exception as error:  # usage errors repeat the user's text
         if isinstance(text := getattr(error, "message", None), str):
             vars(error)["message"] = printable(text)
         raise
 
-
-OUTPUT_CLOSED = 141
-"""Exit status of a command whose output is no longer read, as shells report for SIGPIPE."""
 
 app = typer.Typer(cls=ErrorBoundary, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -98,6 +89,7 @@ def megatron_lynx(
 
 
 def main() -> None:
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends a command as it ends others
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # file names may have characters that the terminal's encoding lacks
     try:
@@ -108,8 +100,8 @@ def main() -> None:
                 sys.stdout.flush()
     except OSError as error:
         say(_in_words(error), err=True)
-        if error.filename is None:
-            drop_output()
+        if error.filename is None:  # Python would try to write the remaining output again at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(2)
 
 
@@ -117,8 +109,3 @@ def _in_words(error: OSError) -> str:
     if error.filename is not None:
         return f"{error.filename} cannot be used: {in_words(error)}"
     return f"standard output cannot be written: {in_words(error)}"
-
-
-def drop_output() -> None:
-    """Discard the remaining output, which Python would try to write again at its end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -131,6 +132,7 @@ def figures_for(plan: Plan, profile_file: Path | None, job: Job | None) -> Profi
 def hosts_of(job: Job) -> Iterator[Hosts]:
     from megatron_lynx.testbed.ranks import hosts_for
 
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a rank that is gone is an error, and does not end this process
     with hosts_for(job) as hosts:
         say(f"{hosts.ranks} {'rank' if hosts.ranks == 1 else 'ranks'} on this machine: {hosts.description}", err=True)
         yield hosts

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from io import StringIO
-from textwrap import wrap
+from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
@@ -37,20 +37,12 @@ def say(text: str, *, err: bool = False) -> None:
     typer.echo(_folded(printable(text)) if err else printable(text), err=err)
 
 
-BEGINNING = re.compile(r" *(- )?")
-
-
 def _folded(text: str) -> str:
     """Fold lines of stderr at blanks, if its width is known. Words such as paths are never broken."""
-    width, folded = width_of_terminal(sys.stderr), list[str]()
-    for line in text.split("\n"):
-        begin = BEGINNING.match(line)
-        indent = " " * (len(begin[0]) + (0 if begin[1] else 2)) if begin else ""
-        if width is None or len(line) <= width:
-            folded.append(line)
-        else:
-            folded += wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-    return "\n".join(folded)
+    if (width := width_of_terminal(sys.stderr)) is None:
+        return text
+    wrapper = TextWrapper(width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(map(wrapper.fill, text.split("\n")))
 
 
 VERSION_OF_JSON = 1
@@ -84,9 +76,6 @@ def page() -> Console:
     from rich.segment import Segment
 
     class Page(Console):
-        def on_broken_pipe(self) -> None:
-            raise BrokenPipeError  # Rich would exit with 1, which means "no" here
-
         def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
             for segment in super().render(renderable, options):
                 yield segment if segment.control else segment._replace(text=printable(segment.text))

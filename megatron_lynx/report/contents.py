@@ -18,12 +18,12 @@ from megatron_lynx.anatomy import HALVES
 from megatron_lynx.compare import verdicts
 from megatron_lynx.config.job import Budget, Job
 from megatron_lynx.cost.stage_memory import memory_of_stages
+from megatron_lynx.cost.step import StepRange
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, Infeasible, LynxError, Problem
 from megatron_lynx.plan.explanation import explanation
 from megatron_lynx.plan.plan import ALWAYS, Plan
 from megatron_lynx.planner import PlanFigures, as_planned, decide, figures_of, least_memory
-from megatron_lynx.prediction import within_error
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.report.drawing import (
@@ -57,6 +57,7 @@ from megatron_lynx.report.tables import (
 )
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.stock import FULL, NONE, SELECTIVE, priced
+from megatron_lynx.stock.rival import SimulatedRow, verdict
 from megatron_lynx.units import GIB, format_bytes, format_seconds
 from megatron_lynx.version import __version__
 
@@ -129,7 +130,8 @@ def stock_points(job: Job, profile: Profile) -> Iterator[Point]:
     for setting in STOCK:
         with suppress(LynxError):
             price = priced(under, profile, setting)
-            yield Point(f"stock {setting.name}", "stock", price.step_s + added_s, price.most_bytes)
+            flags = " ".join(setting.flags)
+            yield Point(f"stock {setting.name}", "stock", price.step_s + added_s, price.most_bytes, recomputed=flags)
 
 
 def report(given: Given, job: Job | None, costs: Profile | None, budgets: int = 0, watch: Watch = lambda done, of: None) -> str:
@@ -141,11 +143,11 @@ def report(given: Given, job: Job | None, costs: Profile | None, budgets: int = 
     if job is not None and costs is not None and budgets:
         points += plans_over_budgets(job, costs, budgets, watch)
         points += stock_points(job, costs)
-    verdict = verdict_of(points, job) if given.measurement is None else " ".join(verdicts(given.measurement))
+    answer = verdict_of(points, job) if given.measurement is None else " ".join(verdicts(given.measurement))
     stated_s = None if plan is None else plan.stages[0].predicted.step_s
     devices = [] if plan is None else list(devices_of(plan, allocated_bytes(given.outcome)))
     budget_bytes = job.memory_budget_bytes if job is not None and job.cluster.device != "cpu" else None
-    body = [heading(", ".join(given.names), "" if plan is None else subject_of(plan), verdict)]
+    body = [heading(", ".join(given.names), "" if plan is None else subject_of(plan), answer)]
     body.append(tiles(tiles_of(views, points, given.outcome, stated_s)))
     body += map(step, views)
     if devices:
@@ -205,28 +207,15 @@ def subject_of(plan: Plan) -> str:
 
 
 def verdict_of(points: Sequence[Point], job: Job | None) -> str:
-    shown = next((drawn for drawn in points if drawn.shown), None)
-    baselines = [setting for setting in points if setting.by == "stock"]
-    if job is None or shown is None or not shown.step_s or not baselines:
+    """The plan against the fastest stock setting that fits the job's budget; empty without either."""
+    rows = [
+        SimulatedRow(at.label, StepRange.known(at.step_s), at.memory_bytes or 0, flags=(at.recomputed,), ours=at.shown)
+        for at in points
+        if at.by == "stock" or (at.shown and at.step_s)
+    ]
+    if job is None or {row.ours for row in rows} != {True, False}:
         return ""
-    budget_bytes = job.memory_budget_bytes
-    names = ", ".join(setting.label for setting in baselines)
-    fitting = [setting for setting in baselines if (setting.memory_bytes or 0) <= budget_bytes]
-    if not fitting:
-        return f"Simulated: {_in_figures(shown)}; of {names} none fits {format_bytes(budget_bytes)}."
-    best = min(fitting, key=lambda setting: setting.step_s)
-    saved = 1 - shown.step_s / best.step_s
-    difference = f"{abs(saved):.1%} {'less' if saved > 0 else 'more'}".replace("%", " %")
-    unsure = within_error(shown.step_s, best.step_s, experts=job.model.experts is not None)
-    return (
-        f"Simulated: {_in_figures(shown)}. That is {difference} than the fastest of {names} that fits "
-        f"{format_bytes(budget_bytes)}: {_in_figures(best)}. {unsure}"
-    ).rstrip()
-
-
-def _in_figures(shown: Point) -> str:
-    held = "" if shown.memory_bytes is None else f" in {format_bytes(shown.memory_bytes)}"
-    return f"{shown.label} takes {format_seconds(shown.step_s)} a step{held}"
+    return f"Simulated: {verdict(rows, job.memory_budget_bytes, experts=job.model.experts is not None)}"
 
 
 def notes_of(plan: Plan | None, costs: Profile | None, simulation: Simulation | None) -> Iterator[str]:
@@ -251,8 +240,8 @@ def page(title: str, body: Iterable[str]) -> str:
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n{lines}\n</body></html>\n'
 
 
-def heading(title: str, subject: str, verdict: str) -> str:
-    return f'<h1>{escape(title)}</h1><p class="soft">{escape(subject)}</p><p class="verdict">{escape(verdict)}</p>'
+def heading(title: str, subject: str, answer: str) -> str:
+    return f'<h1>{escape(title)}</h1><p class="soft">{escape(subject)}</p><p class="verdict">{escape(answer)}</p>'
 
 
 def bullets(lines: Iterable[str]) -> str:

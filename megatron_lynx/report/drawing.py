@@ -313,6 +313,7 @@ class Point(NamedTuple):
     exposed_s: float | None = None
     """Seconds of recomputations, on the stage that has most."""
     recomputed: str = ""
+    """Items of a plan, or flags of a stock setting."""
     offloaded_bytes: int | None = None
     """Bytes of each micro-batch, on the stage that has most."""
 

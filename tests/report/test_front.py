@@ -10,7 +10,7 @@ from megatron_lynx.cost.update import update_s
 from megatron_lynx.planner import decide, figures_of
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.report.contents import devices_of, plans_over_budgets, point_of, stock_points, verdict_of
-from megatron_lynx.units import GIB, format_bytes, format_seconds
+from megatron_lynx.units import GIB
 
 JOB = load_job("jobs/llama3-8b-h800-80g")
 PROFILE = analytic_profile(JOB)
@@ -52,10 +52,10 @@ def test_the_header_names_the_fastest_stock_setting_that_fits() -> None:
     plan = none._replace(by="plan", label="the plan", shown=True, step_s=0.9 * full.step_s)
     job = JOB.model_copy(update={"budget": Budget(memory_gib=((full.memory_bytes or 0) + 1) / GIB)})
     text = verdict_of([plan, none, selective, full], job)
-    assert "10.0 % less than the fastest of stock none, stock selective, stock full that fits" in text
-    assert text.endswith(f": stock full takes {format_seconds(full.step_s)} a step in {format_bytes(full.memory_bytes or 0)}.")
+    assert text.startswith("Simulated: ours is 1.11 times as fast as stock full, the fastest stock setting that fits into ")
+    assert text.endswith(" (--recompute-granularity full --recompute-method uniform --recompute-num-layers 1).")
     near = verdict_of([plan._replace(step_s=0.99 * full.step_s), none, selective, full], job)
     assert near.endswith("within the error of such ratios, 2 %: measure both.")
     none_fits = JOB.model_copy(update={"budget": Budget(memory_gib=1.0)})
-    assert "none fits 1.00 GiB" in verdict_of([plan, none, selective, full], none_fits)
+    assert "No stock setting fits into 1.00 GiB" in verdict_of([plan, none, selective, full], none_fits)
     assert verdict_of([plan], JOB) == "", "without a baseline"
