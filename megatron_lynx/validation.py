@@ -1,12 +1,8 @@
-"""Validates user data; reports all errors at once.
-
-Pydantic checks a whole only if its parts are valid. So misspelt names are corrected in a copy, and that is checked again: a
-misspelt site does not hide a missing stage. The copy is never returned: problems are raised in any case.
-"""
+"""Validates user data; reports all errors of its fields at once. Pydantic checks a whole (`Part._problems`) if its fields are
+valid."""
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import os
@@ -20,7 +16,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.errors import ConfigError, Problem, suggestion
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 Path = tuple[str | int, ...]
@@ -83,14 +79,13 @@ def formerly(name: str, older: str) -> Any:
 
 @dataclass(frozen=True)
 class _Fault:
-    """One error at one place. With `instead`, the name that was probably meant, a copy of the data can be repaired."""
+    """One error at one place."""
 
     path: Path
     kind: str
     finding: str
     needed: str
     todo: str = ""
-    instead: str | None = None
 
     @property
     def wrong_type(self) -> bool:
@@ -105,20 +100,11 @@ def validated(model_class: type[ModelT], data: Mapping[str, Any], where: str | o
     text, where = json.dumps(data), os.fspath(where)
     if other := _of_another_kind(model_class, data):
         raise ConfigError(f"{where} is not a {_in_words(model_class)}", [Problem(where, *other)])
-    problems: dict[Problem, None] = {}  # in order, each once
-    while True:
-        try:
-            instance = model_class.model_validate_json(text, strict=True)
-        except ValidationError as error:
-            content = json.loads(text)
-            faults = _faults(error, model_class, content)
-            problems.update((_problem(fault, where), None) for fault in faults)
-            if _repair(content, faults):
-                text = json.dumps(content)
-                continue
-        if problems:
-            raise ConfigError(f"{where} is not a valid {_in_words(model_class)}", list(problems))
-        return instance
+    try:
+        return model_class.model_validate_json(text, strict=True)
+    except ValidationError as error:
+        problems = dict.fromkeys(_problem(fault, where) for fault in _faults(error, model_class, json.loads(text)))
+        raise ConfigError(f"{where} is not a valid {_in_words(model_class)}", list(problems)) from None
 
 
 def _of_another_kind(model_class: type[BaseModel], data: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -154,7 +140,7 @@ def _faults(error: ValidationError, model_class: type[BaseModel], data: Any) -> 
             result += dict.fromkeys(sharper)
         elif path not in above:
             needed = " or ".join(dict.fromkeys(fault.needed for fault in faults))
-            named = next((fault for fault in faults if fault.instead is not None), faults[0])
+            named = next((fault for fault in faults if fault.kind == "literal_error"), faults[0])
             result.append(replace(named, needed=needed))
     return result
 
@@ -166,11 +152,11 @@ def _faults_of(detail: ErrorDetails, model_class: type[BaseModel], data: Any) ->
         yield _Fault((*path, detail["loc"][-1]), kind, "nothing", "this key")
     elif kind == "extra_forbidden":
         known = _keys_at(model_class, path[:-1])
-        yield _Fault(path, kind, "an unknown key", _one_of(known), *_suggestion(str(path[-1]), known))
+        yield _Fault(path, kind, "an unknown key", _one_of(known), suggestion(str(path[-1]), known))
     elif kind == "literal_error":
         known = re.findall(r"'([^']*)'", context["expected"])
         needed = _one_of(known) if known else str(context["expected"])
-        yield _Fault(path, kind, _shown(value), needed, *_suggestion(value, known))
+        yield _Fault(path, kind, _shown(value), needed, suggestion(str(value), known))
     elif kind == "value_error":
         for sentence in str(context["error"]).split("; "):  # validators join problems with "; "
             yield _Fault(path, kind, sentence, "")
@@ -213,11 +199,6 @@ def _one_of(names: Iterable[str]) -> str:
     return "one of " + ", ".join(names)
 
 
-def _suggestion(name: Any, known: list[str]) -> tuple[str, str | None]:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6) if isinstance(name, str) else []
-    return (f"did you mean {close[0]}?", close[0]) if close else ("", None)
-
-
 def _shown(value: Any) -> str:
     if isinstance(value, (dict, list)):
         return ("an empty " if not value else "a ") + ("mapping" if isinstance(value, dict) else "list")
@@ -227,24 +208,3 @@ def _shown(value: Any) -> str:
         return str(value).lower()
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _repair(data: Any, faults: list[_Fault]) -> bool:
-    """Correct names in `data`, and drop unknown keys. Returns whether anything changed."""
-    done = False
-    for fault in faults:
-        if fault.kind not in ("extra_forbidden", "literal_error") or not fault.path:
-            continue
-        parent = data
-        for part in fault.path[:-1]:
-            parent = parent[part]
-        key = fault.path[-1]
-        if fault.kind == "extra_forbidden":
-            value = parent.pop(key)
-            if fault.instead is not None:
-                parent.setdefault(fault.instead, value)
-            done = True
-        elif fault.instead is not None:
-            parent[key] = fault.instead
-            done = True
-    return done
