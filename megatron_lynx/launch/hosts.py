@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -42,9 +42,6 @@ from megatron_lynx.bridge_settings import BridgeSettings
 from megatron_lynx.errors import ConfigError, LynxError, Problem
 from megatron_lynx.launch.ending import Ended
 from megatron_lynx.launch.script import BRIDGE, add_flags, stop
-
-if TYPE_CHECKING:
-    from megatron_lynx.launch.launch import Launch
 
 
 class Host(Protocol):
@@ -67,8 +64,12 @@ class Host(Protocol):
             problem = Problem(script, f"no {missing.name} that it could import", self.needed, todo)
             raise ConfigError(f"the launch cannot find the training of {self.name}", [problem]) from None
 
-    def claims(self, launch: Launch) -> Iterator[Claim]:
-        """Hooks that call the launch when distributed is initialised, around the training loop, and around a step."""
+    def claims(self, launch: Any) -> Iterator[Claim]:
+        """Hooks that call a `Launch` when distributed is initialised, around the training loop, and around a step.
+
+        `prepare` gets arguments with Megatron-LM's names (`seq_length`, `tensor_model_parallel_size`, ...) that accept our flags
+        and whose `curr_iteration` follows the loop; `step` gets those of a step, and may replace them.
+        """
         ...
 
     def refused(self, args: Any) -> Iterable[Problem]:
@@ -109,7 +110,7 @@ class MegatronLM(Host):
     name = "Megatron-LM"
     loop, needed = "megatron.training.training", "megatron.training (of Megatron-LM, or of a megatron-core wheel from 0.17)"
 
-    def claims(self, launch: Launch) -> Iterator[Claim]:
+    def claims(self, launch: Any) -> Iterator[Claim]:
         arguments, initialize, training = (
             import_module(f"megatron.training.{name}") for name in ("arguments", "initialize", "training")
         )
@@ -172,7 +173,7 @@ class Bridge(Host):
     def arguments_of(self, words: Sequence[str]) -> Sequence[str]:
         return add_flags(argparse.ArgumentParser(add_help=False, allow_abbrev=False)).parse_known_args(list(words))[1]
 
-    def claims(self, launch: Launch) -> Iterator[Claim]:
+    def claims(self, launch: Any) -> Iterator[Claim]:
         setup, pretrain, train = (import_module(f"{TRAINING}.{name}") for name in ("setup", "pretrain", "train"))
 
         @contextmanager
