@@ -26,7 +26,6 @@ CIRCUMSTANCES = {
     "experts": "under a plan with experts",
     "inside experts": "where a plan recomputes, offloads or defers inside experts",
     "latent": "with multi-latent attention",
-    "planned latent": "under a plan with multi-latent attention",
     "fp8": "in FP8 or FP4",
     "weight gradients": "where a plan delays weight gradients",
     "head": "with a head in pieces",

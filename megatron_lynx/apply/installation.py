@@ -22,7 +22,7 @@ from megatron_lynx.apply.hooks.sites import marked_in, may_draw_in
 from megatron_lynx.apply.kinds import layers_by_kind, sections_in
 from megatron_lynx.apply.live_run import LiveRun, is_hybrid, live_run, of_all_ranks, overlapped, recipe_of
 from megatron_lynx.apply.refusals import mismatches, refusals
-from megatron_lynx.apply.releases import Release, present_release, present_te
+from megatron_lynx.apply.releases import present_release, present_te
 from megatron_lynx.apply.transformer_engine import Fp8Autocast
 from megatron_lynx.errors import HookRefused, PlanMismatch, Problem
 from megatron_lynx.free_memory import free_memory
@@ -114,9 +114,8 @@ def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) 
     limit = host_limit_of(plan, run)
     if not isinstance(run, LiveRun):
         raise HookRefused("this model cannot carry a plan", run)
-    for code, stale in _recorded(present_release(), plan, run):
-        if stale:
-            raise HookRefused(f"{code} not read as recorded", stale)
+    if stale := stale_code(plan, run):
+        raise HookRefused("code that hooks rely on does not read as recorded", stale)
     if refused := refusals(plan, run):
         raise HookRefused("this run cannot carry a plan", refused)
     if differing := mismatches(plan, run, without_flushes is not None):
@@ -151,24 +150,21 @@ def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) 
     return Installation(engine, hooks, without_flushes)
 
 
-def _recorded(release: Release, plan: Plan, run: LiveRun) -> Iterator[tuple[str, list[Problem]]]:
-    yield "megatron-core does", release.stale()
-    if run.uses_te:
-        yield "Transformer Engine, or megatron-core beside it, does", _stale_te(release, run)
-    for face in (face for face, layers in layers_by_kind(run) if layers and face.recorded):
-        yield f"megatron-core's code for {face.name} does", release.stale(face.recorded)
-    if any(map(is_hybrid, run.chunks)):
-        yield "megatron-core's hybrid stack does", release.stale("hybrid")
-    if plan.head is not None:
-        yield "megatron-core's head does", release.stale("head")
-    if overlapped(run.config):
-        yield "megatron-core's overlapped exchanges do", release.stale("overlapped")
-
-
-def _stale_te(release: Release, run: LiveRun) -> list[Problem]:
-    te = present_te()
-    has = {"fp8": run.fp8, "fp4": run.fp8 and recipe_of(run.config) == "nvfp4", "grouped": run.groups_experts}
-    return [*release.stale("te"), *te.stale(), *(problem for what in has if has[what] for problem in te.stale(what))]
+def stale_code(plan: Plan, run: LiveRun) -> list[Problem]:
+    """Functions of Megatron and Transformer Engine that matter in this run, and differ from what was recorded."""
+    matters = {
+        "": True,
+        "te": run.uses_te,
+        "fp8": run.fp8,
+        "fp4": run.fp8 and recipe_of(run.config) == "nvfp4",
+        "grouped": run.groups_experts,
+        "hybrid": any(map(is_hybrid, run.chunks)),
+        "head": plan.head is not None,
+        "overlapped": overlapped(run.config),
+        **{face.recorded: bool(layers) for face, layers in layers_by_kind(run) if face.recorded},
+    }
+    releases = [present_release(), *([present_te()] if run.uses_te else [])]
+    return [problem for release in releases for what, does in matters.items() if does for problem in release.stale(what)]
 
 
 def _claims(engine: Engine, plan: Plan, run: LiveRun, timetable: Timetable) -> Iterator[Claim]:

@@ -17,13 +17,13 @@ from torch.nn import Module
 from megatron_lynx.apply.hook import Claim
 from megatron_lynx.apply.hooks import collectives, halves
 from megatron_lynx.apply.hooks.sites import places_of
-from megatron_lynx.apply.live_run import OWNS_USERBUFFER, TE_MODULE, LiveRun, captured_modules, module_at, name_of, overlapped
+from megatron_lynx.apply.live_run import OWNS_USERBUFFER, LiveRun, captured_modules, module_at, name_of, overlapped
 from megatron_lynx.apply.releases import installed_version
 from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.captured import ROUTER, in_graph
 from megatron_lynx.kinds.dense.section import ATTENTION, MLP
 from megatron_lynx.kinds.experts.section import DISPATCHERS, EXPERTS, IN_NODES, MIXTURE, MIXTURES
-from megatron_lynx.kinds.latent.section import KV_DOWN, LATENT, Q_DOWN, SPARSE, LatentSizes, SparseSizes, trained_on
+from megatron_lynx.kinds.latent.section import KV_DOWN, LATENT, Q_DOWN, SPARSE
 from megatron_lynx.kinds.mamba.section import DELTA_NET, MAMBA
 from megatron_lynx.kinds.opaque.section import OPAQUE, OpaqueName
 from megatron_lynx.kinds.section import HALVES, Half, Role, Section
@@ -33,8 +33,6 @@ from megatron_lynx.runtime.engine import Engine
 
 Classes = Mapping[Role, Sequence[str]]
 """Full names of the classes that a site may have, by role; roles that are left out may have any."""
-
-UNKNOWN: Classes = {}
 
 Layers = Mapping[int, Module]
 
@@ -46,8 +44,6 @@ class Running(ABC):
     """The key of a plan that lists the layers of this kind; empty: no key does."""
     recorded: str = ""
     """The table of a release with the functions of this kind alone; empty if there is none."""
-    local = te = UNKNOWN
-    """Allowed classes of its sites, in Megatron's own layers and in Transformer Engine's."""
 
     @abstractmethod
     def section_in(self, layer: Module) -> Section | None:
@@ -56,25 +52,12 @@ class Running(ABC):
     def refusals(self, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Problem]:
         yield from ()
 
-    def mismatches(self, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Problem]:
-        planned = {number for number in run.layers if any(self.has(section) for section in plan.model.sections_of(number))}
-        if not self.stated_as:  # the other kinds report layers that differ
-            return
-        for numbers, said in ((layers.keys() - planned, "in this run alone"), (planned - layers.keys(), "in the plan alone")):
-            if numbers:
-                place = f"plan: {self.stated_as}: layers {', '.join(map(str, sorted(numbers)))}"
-                yield Problem(place, f"{self.name} {said}", "the same in both", "make a plan for this model")
-
-    def has(self, section: Section) -> bool:
-        return section.name == self.name
-
     def claims(self, engine: Engine, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Claim]:
         yield from ()
 
 
 CLASSES: dict[str, dict[str, Classes]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-"""By kind, for Megatron's own layers and Transformer Engine's: classes that were shown to be recomputed bit for bit."""
-LOCAL = CLASSES["dense"]["local"]
+"""By section, for Megatron's own layers and Transformer Engine's: classes that were shown to be recomputed bit for bit."""
 
 
 class HeldHalf(Running):
@@ -84,7 +67,6 @@ class HeldHalf(Running):
         self.name, self.half, self._section, self._recognised = section.name, section.half, section, recognised
         self.recorded = recorded
         self.stated_as = "model.opaque_layers" if recognised else ""
-        self.local, self.te = (UNKNOWN, UNKNOWN) if section.kept_whole else (LOCAL, CLASSES["dense"]["te"])
 
     def section_in(self, layer: Module) -> Section | None:
         return self._section if self._recognised is None or self._recognised(layer) else None
@@ -100,78 +82,40 @@ class HeldDeltaNet(HeldHalf):
             yield Problem("megatron.core", installed_version(), needed, "keep the items of these layers' attention halves")
 
 
-ANY_LATENT = LATENT[True, True, False]
-
-
 class HeldLatentAttention(Running):
-    half, name = ANY_LATENT.half, ANY_LATENT.name
+    half, name = ATTENTION.half, LATENT[True, False].name
+    stated_as = ""
     recorded = "latent"
-    local, te = CLASSES["latent"]["local"], CLASSES["latent"]["te"]
     module, attention = "megatron.core.transformer.multi_latent_attention", "MLASelfAttention"
     """The one with fused down-projections is another class."""
 
     def section_in(self, layer: Module) -> Section | None:
         if name_of(module_at(layer, KV_DOWN.path.rpartition(".")[0])) != f"{self.module}.{self.attention}":
             return None
-        te = name_of(module_at(layer, KV_DOWN.path)).startswith(TE_MODULE)
         config: Any = layer.config
-        return self.section_of(module_at(layer, Q_DOWN.path) is not None, te, bool(config.apply_rope_fusion))
+        return self.section_of(module_at(layer, Q_DOWN.path) is not None, bool(config.apply_rope_fusion))
 
-    def section_of(self, compressed: bool, te: bool, fused_rotary: bool) -> Section:
-        return LATENT[compressed, te, fused_rotary]
-
-    def indexer_of(self, config: Any) -> SparseSizes | None:
-        return None
-
-    def mismatches(self, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Problem]:
-        if not run.layers:
-            return
-        planned, needed, config = plan.model.latent_attention, None, run.config
-        if planned is not None and (planned.sparse is None) != (self.name == ANY_LATENT.name):
-            planned = None
-        if layers:
-            needed = LatentSizes(
-                q_rank=config.q_lora_rank,
-                kv_rank=config.kv_lora_rank,
-                head_size=config.qk_head_dim,
-                rope_size=config.qk_pos_emb_head_dim,
-                value_head_size=config.v_head_dim,
-                fused_rotary=bool(config.apply_rope_fusion),
-                sparse=self.indexer_of(config),
-            )
-        if planned != needed:
-            stated = f"{needed}, as this run has it"
-            yield Problem("plan: model.latent_attention", str(planned), stated, "make a plan for this model")
+    def section_of(self, compressed: bool, fused_rotary: bool) -> Section:
+        return LATENT[compressed, fused_rotary]
 
     def claims(self, engine: Engine, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Claim]:
         if run.tensor > 1 and layers:
-            yield from collectives.latent_claims(engine, self.module)
+            yield collectives.latent_claim(engine, self.module)
 
 
 class HeldSparseAttention(HeldLatentAttention):
     name = SPARSE[True].name
     recorded = "sparse"
-    te = CLASSES["sparse"]["te"]
     module = "megatron.core.transformer.experimental_attention_variant.absorbed_mla"
     attention = "AbsorbedMLASelfAttention"
 
-    def section_of(self, compressed: bool, te: bool, fused_rotary: bool) -> Section:
+    def section_of(self, compressed: bool, fused_rotary: bool) -> Section:
         return SPARSE[compressed]
-
-    def indexer_of(self, config: Any) -> SparseSizes | None:
-        return SparseSizes(
-            heads=config.dsa_indexer_n_heads,
-            head_size=config.dsa_indexer_head_dim,
-            keys=config.dsa_indexer_topk,
-            loss=trained_on(config.dsa_indexer_loss_coeff, config.dsa_indexer_use_sparse_loss),
-            fused=config.dsa_kernel_backend != "none",
-            shared=config.dsa_indexer_topk_freq > 1,
-        )
 
     def claims(self, engine: Engine, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Claim]:
         yield from super().claims(engine, plan, run, layers)
         if layers:
-            yield from halves.indexer_claims(engine)
+            yield halves.indexer_claim(engine)
 
 
 _MOE = "megatron.core.transformer.moe."
@@ -184,7 +128,6 @@ TODO = OR_ELSE["inside experts"]
 class HeldExperts(Running):
     half, name, stated_as = EXPERTS.half, EXPERTS.name, "model.moe_layers"
     recorded = "experts"
-    local, te = CLASSES["experts"]["local"], CLASSES["experts"]["te"]
 
     def section_in(self, layer: Module) -> Section | None:
         mixture = module_at(layer, MIXTURE)
@@ -192,7 +135,7 @@ class HeldExperts(Running):
             return None
         config: Any = layer.config
         mixtures = IN_NODES if overlapped(config) or ROUTER in captured_modules(config) else MIXTURES
-        named = _dispatched_by(config)
+        named = dispatched_by(config)
         dispatcher = next((known for known in DISPATCHERS if known == named), DISPATCHERS[0])  # unknown ones: as all-to-all
         return mixtures[dispatcher, getattr(mixture, "shared_experts", None) is not None]
 
@@ -220,8 +163,8 @@ class HeldExperts(Running):
             yield Problem(f"layer {touched[0]}", str(missing), "the sites of a mixture of experts", TODO)
 
     def _other_linears(self, run: LiveRun, number: int, layer: Module) -> Iterator[Problem]:
-        classes, section = self.te if run.uses_te else self.local, self.section_in(layer)
-        for place in places_of(section, layer, te=run.uses_te) if section is not None else ():
+        classes, (_, section) = classes_of(EXPERTS, te=run.uses_te), sections_in(layer)
+        for place in places_of(section, layer, te=run.uses_te):
             known = classes.get(place.item.role)
             if known is not None and name_of(place.owner) not in known:
                 yield Problem(f"layer {number}.{place.item.name}", name_of(place.owner), " or ".join(known), TODO)
@@ -232,19 +175,6 @@ class HeldExperts(Running):
                 yield Problem(f"layer {number}.{place.item.name}.{flag}", "on", "off: what owns a userbuffer runs once", TODO)
                 return
 
-    def mismatches(self, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Problem]:
-        yield from super().mismatches(plan, run, layers)
-        dispatcher = _dispatched_by(run.config)
-        if layers and plan.exchanging and plan.model.moe_dispatcher != dispatcher:
-            needed = f"{dispatcher}, which brings tokens to experts in this run"
-            yield Problem("plan: model.moe_dispatcher", plan.model.moe_dispatcher, needed, "make a plan for this launch")
-        elif layers and plan.parallel.expert not in (1, run.expert):
-            place, needed = "plan: parallel.expert", f"{run.expert}, the ranks that exchange tokens, or 1"
-            yield Problem(place, str(plan.parallel.expert), needed, "make a plan for this layout")
-        if layers and plan.model.shared_experts and not run.config.moe_shared_expert_intermediate_size:
-            place = "plan: model.shared_experts"
-            yield Problem(place, "True", "False, as this run has none", "make a plan for this model")
-
     def claims(self, engine: Engine, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Claim]:
         if layers:
             yield from halves.load_claims(engine, plan, run, layers)
@@ -254,7 +184,7 @@ class HeldExperts(Running):
             yield collectives.exchange_claim(engine, run.expert_group)
 
 
-def _dispatched_by(config: Any) -> str:
+def dispatched_by(config: Any) -> str:
     """The launch's name: Megatron's dispatcher, or the backend of its flex dispatcher."""
     dispatcher = str(config.moe_token_dispatcher_type)
     return str(getattr(config, "moe_flex_dispatcher_backend", "deepep")) if dispatcher == "flex" else dispatcher
@@ -308,8 +238,7 @@ def sections_in(layer: Module) -> tuple[Section, Section]:
 
 
 def classes_of(section: Section, *, te: bool) -> Classes:
-    face = next(face for face in reversed(FACES) if face.has(section))
-    return face.te if te else face.local
+    return CLASSES.get(section.name, CLASSES["dense"])["te" if te else "local"]
 
 
 def layers_by_kind(run: LiveRun) -> list[tuple[Running, Layers]]:

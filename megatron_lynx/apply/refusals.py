@@ -19,7 +19,7 @@ from megatron_lynx.anatomy.address import BACKWARD_PHASES, RECV_BACKWARD, Backwa
 from megatron_lynx.apply.hooks.head_in_pieces import refused_head
 from megatron_lynx.apply.hooks.sites import places_of
 from megatron_lynx.apply.hooks.weight_gradients import refused_deferrals
-from megatron_lynx.apply.kinds import Classes, classes_of, layers_by_kind, sections_in
+from megatron_lynx.apply.kinds import Classes, classes_of, dispatched_by, layers_by_kind, sections_in
 from megatron_lynx.apply.live_run import (
     CLASSES,
     OWNS_USERBUFFER,
@@ -39,6 +39,8 @@ from megatron_lynx.environment import AVOIDS_RECORDING, records_operands
 from megatron_lynx.errors import Problem
 from megatron_lynx.fp8_recipes import STORED, lacking
 from megatron_lynx.kinds.dense.section import CORE_ATTENTION
+from megatron_lynx.kinds.experts.section import EXPERTS
+from megatron_lynx.kinds.latent.section import LATENT, SPARSE, LatentSizes
 from megatron_lynx.limits import refused
 from megatron_lynx.plan.facts import IN_BF16
 from megatron_lynx.plan.plan import Plan
@@ -77,13 +79,12 @@ UNSET = {
 
 
 def refused_settings(config: Any, *, te: bool) -> Iterator[Problem]:
-    latent, experts = getattr(config, "multi_latent_attention", False), getattr(config, "num_moe_experts", None)
+    experts = getattr(config, "num_moe_experts", None)
     circumstances = {
         "plan": True,
         "te": te,
         "fp8": te and recipe_of(config) is not None,
-        "latent": latent,
-        "planned latent": latent,
+        "latent": getattr(config, "multi_latent_attention", False),
         "experts": experts,
         "flex": experts and config.moe_token_dispatcher_type == "flex",
     }
@@ -250,8 +251,7 @@ def mismatches(plan: Plan, run: LiveRun, overlapping: bool = False) -> list[Prob
     if not plan.chunks_of(run.stage):
         problems.append(Problem("plan: stages", f"no stage {run.stage}", f"one for each of {run.pipeline} pipeline ranks"))
     elif plan.parallel.chunks == len(run.chunks):
-        problems += _layers(plan, run)
-        problems += (problem for face, layers in layers_by_kind(run) for problem in face.mismatches(plan, run, layers))
+        problems += (*_layers(plan, run), *_kinds(plan, run))
     return problems
 
 
@@ -281,8 +281,9 @@ def facts_of_launch(args: Any) -> dict[str, Any]:
     return facts
 
 
-def facts_of_run(run: LiveRun) -> dict[str, Any]:
-    config = run.config
+def facts_of_run(plan: Plan, run: LiveRun) -> dict[str, Any]:
+    """`plan`: of facts that only some plans depend on, those of others are taken from it."""
+    config, planned = run.config, plan.model
     latent = getattr(config, "multi_latent_attention", False)  # which has keys for every head
     facts = {
         "parallel.tensor": run.tensor,
@@ -297,8 +298,15 @@ def facts_of_run(run: LiveRun) -> dict[str, Any]:
         "model.captured": captured_modules(config),
     }
     if run.layers:
+        names = {section.name for layer in run.layers.values() for section in sections_in(layer)}
         facts["model.implementation"] = "transformer_engine" if run.uses_te else "local"
         facts["model.adapted"] = run.adapted
+        sparse, compressed = (one.name in names for one in (SPARSE[True], LATENT[True, False]))
+        facts["model.latent_attention"] = LatentSizes.of(config, sparse=sparse) if sparse or compressed else None
+        if EXPERTS.name in names:
+            facts["model.moe_dispatcher"] = dispatched_by(config) if plan.exchanging else planned.moe_dispatcher
+            facts["model.shared_experts"] = planned.shared_experts and bool(config.moe_shared_expert_intermediate_size)
+            facts["parallel.expert"] = run.expert if plan.parallel.expert > 1 else 1
     return facts
 
 
@@ -335,7 +343,7 @@ def _said(value: object) -> str:
 
 
 def _facts(plan: Plan, run: LiveRun) -> Iterator[Problem]:
-    differences = list(differing(plan, facts_of_run(run)))
+    differences = list(differing(plan, facts_of_run(plan, run)))
     interleaved = plan.parallel.chunks == len(run.chunks) > 1 and plan.parallel.pipeline == run.pipeline
     if interleaved and plan.parallel.group != run.group_size:
         differences.append(("parallel.microbatch_group", plan.parallel.group, run.group_size))
@@ -349,6 +357,19 @@ def layers_in_bf16(config: Any) -> dict[str, int]:
     asked = getattr(config, "first_last_layers_bf16", False)
     numbers = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
     return {f"model.{key}": getattr(config, name) if asked else 0 for key, name in zip(IN_BF16, numbers, strict=True)}
+
+
+def _kinds(plan: Plan, run: LiveRun) -> Iterator[Problem]:
+    """Layers of this stage with a half of another kind than planned."""
+    for face, layers in layers_by_kind(run):
+        if not face.stated_as:  # the other kinds report layers that differ
+            continue
+        sections = {number: plan.model.sections_of(number) for number in run.layers}
+        planned = {number for number, pair in sections.items() if any(section.name == face.name for section in pair)}
+        for numbers, said in ((layers.keys() - planned, "in this run alone"), (planned - layers.keys(), "in the plan alone")):
+            if numbers:
+                place = f"plan: {face.stated_as}: layers {', '.join(map(str, sorted(numbers)))}"
+                yield Problem(place, f"{face.name} {said}", "the same in both", "make a plan for this model")
 
 
 def _layers(plan: Plan, run: LiveRun) -> Iterator[Problem]:

@@ -182,11 +182,16 @@ class Model(Part):
 
     @model_validator(mode="before")
     @classmethod
-    def _usual_position(cls, data: Any) -> Any:
-        if isinstance(data, dict) and "position" not in data:
-            rotary = data.get("norm") == "rmsnorm" or data.get("latent") is not None
-            return {**data, "position": "rope" if rotary else "learned"}
-        return data
+    def _usual(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        latent = data.get("latent") is not None
+        rotary = data.get("norm") == "rmsnorm" or latent
+        return {
+            "position": "rope" if rotary else "learned",
+            **({"implementation": "transformer_engine"} if latent else {}),
+            **data,
+        }
 
     def _problems(self) -> Iterator[str]:
         if self.kv_channels is None and self.latent is None and self.hidden % self.heads:
@@ -209,6 +214,8 @@ class Model(Part):
             yield f"latent needs kv_groups {self.heads} (heads), found {self.kv_groups}: there are keys for every head"
         if self.latent is not None and self.position != "rope":
             yield f"latent needs position rope, found {self.position}"
+        if self.latent is not None and not self.uses_te:
+            yield f"latent needs implementation transformer_engine, found {self.implementation}: Megatron has no other"
         if self.adapters is not None:
             others = [name for name in BESIDE_NO_ADAPTERS if getattr(self, name)]
             yield from (f"adapters go with no {name}, found both: its frozen weights are not modelled" for name in others)
@@ -221,7 +228,7 @@ class Model(Part):
     @property
     def facts(self) -> Facts:
         copies_go = self.fp8 is not None and not self.fp8.copies_kept
-        return Facts(te=self.uses_te, latent=self.latent, kinds=self.kinds, captured=self.captured, copies_go=copies_go)
+        return Facts(latent=self.latent, kinds=self.kinds, captured=self.captured, copies_go=copies_go)
 
     @property
     def halves(self) -> Mapping[Half, Section]:

@@ -107,7 +107,7 @@ class OpaqueHalf(Planning):
 FACES: dict[str, type[Planning]] = {
     ATTENTION.name: DenseAttention,
     MLP.name: DenseMlp,
-    LATENT[True, True, False].name: LatentAttention,
+    LATENT[True, False].name: LatentAttention,
     SPARSE[True].name: SparseAttention,
     EXPERTS.name: MixtureOfExperts,
     **dict.fromkeys(OPAQUE, OpaqueHalf),

@@ -16,13 +16,12 @@ from pydantic_core import PydanticCustomError
 from megatron_lynx.kinds.captured import ROUTER, CapturedModule, in_graph
 from megatron_lynx.kinds.dense.section import ATTENTION, MLP
 from megatron_lynx.kinds.experts.section import EXPERTS_WITH_SHARED, IN_NODES, MIXTURES, Dispatcher
-from megatron_lynx.kinds.latent.section import LATENT, SPARSE, LatentSizes, latent_section
+from megatron_lynx.kinds.latent.section import LATENT, SPARSE, LatentSizes
 from megatron_lynx.kinds.opaque.section import OPAQUE, OpaqueName
 from megatron_lynx.kinds.section import HALVES, Half, Section
 
 
 class Facts(NamedTuple):
-    te: bool = False
     latent: LatentSizes | None = None
     experts: bool = False
     shared_experts: bool = False
@@ -55,9 +54,9 @@ class Kind(NamedTuple):
 
 
 def _latent(facts: Facts) -> Section | None:
-    if facts.latent is None:
+    if (sizes := facts.latent) is None:
         return None
-    return latent_section(facts.latent, te=facts.te) if facts.latent.sparse is None else SPARSE[facts.latent.compressed]
+    return LATENT[sizes.compressed, sizes.fused_rotary] if sizes.sparse is None else SPARSE[sizes.compressed]
 
 
 def _experts(facts: Facts) -> Section | None:
@@ -72,7 +71,7 @@ def _opaque(half: Half) -> Callable[[Facts], Section | None]:
 KINDS: list[Kind] = [
     Kind((ATTENTION,), lambda _: ATTENTION),
     Kind((MLP,), lambda _: MLP),
-    Kind((LATENT[True, False, False], LATENT[False, False, False], *SPARSE.values()), _latent),
+    Kind((LATENT[True, False], LATENT[False, False], *SPARSE.values()), _latent),
     Kind((EXPERTS_WITH_SHARED,), _experts),
     *(Kind(tuple(one for one in OPAQUE.values() if one.half == half), _opaque(half)) for half in HALVES),
 ]

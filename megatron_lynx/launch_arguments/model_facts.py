@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.fp8_recipes import STORED
-from megatron_lynx.kinds.latent.section import trained_on
+from megatron_lynx.kinds.latent.section import INDEXER, SIZES, trained_on
 from megatron_lynx.launch_arguments.frontend import NEMO, SWIFT, VERL, Frontend
 from megatron_lynx.launch_arguments.given import Fact, Given, facts_in
 from megatron_lynx.whole_file import json_in
@@ -183,20 +183,7 @@ def _attention(given: Given) -> Iterator[Fact]:
 
 
 LATENT = "multi_latent_attention"
-SIZES = {
-    "model.latent.q_rank": "q_lora_rank",
-    "model.latent.kv_rank": "kv_lora_rank",
-    "model.latent.head_size": "qk_head_dim",
-    "model.latent.rope_size": "qk_pos_emb_head_dim",
-    "model.latent.value_head_size": "v_head_dim",
-}
-
 VARIANT, SPARSE = "experimental_attention_variant", "dsa"
-INDEXER = {
-    "model.latent.sparse.heads": "dsa_indexer_n_heads",
-    "model.latent.sparse.head_size": "dsa_indexer_head_dim",
-    "model.latent.sparse.keys": "dsa_indexer_topk",
-}
 
 
 def _sparse(given: Given, problems: list[Problem]) -> Iterator[Fact]:
@@ -205,7 +192,7 @@ def _sparse(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     if absent := [f"--{flag.replace('_', '-')}" for flag in (LATENT, *INDEXER.values()) if not given[flag]]:
         problems.append(Problem(given.origin(VARIANT), SPARSE, f"{', '.join(absent)} beside it", "Megatron stops here"))
         return
-    yield from facts_in(given, INDEXER)
+    yield from facts_in(given, {f"model.latent.sparse.{size}": flag for size, flag in INDEXER.items()})
     loss = trained_on(given["dsa_indexer_loss_coeff"], given["dsa_indexer_use_sparse_loss"])
     yield Fact("model.latent.sparse.loss", loss, given.origin("dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss"))
     yield Fact("model.latent.sparse.fused", given["dsa_kernel_backend"] != "none", given.origin("dsa_kernel_backend"))
@@ -216,7 +203,7 @@ def _latent(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     yield from _sparse(given, problems)
     if not given[LATENT]:
         return
-    yield from facts_in(given, SIZES)
+    yield from facts_in(given, {f"model.latent.{size}": flag for size, flag in SIZES.items()})
     positions = "rope" if given["use_rotary_position_embeddings"] else given["position_embedding_type"]
     if given["apply_rope_fusion"] and positions == "rope":  # the only one that Megatron fuses
         yield Fact("model.latent.fused_rotary", True, given.origin("apply_rope_fusion"))

@@ -229,10 +229,9 @@ def _judged(given: Given, value: Value) -> FlagKind | None:
 
 
 def _circumstances(given: Given, *, planning: bool) -> Iterator[str]:
-    latent, flex = given["multi_latent_attention"], given["moe_token_dispatcher_type"] == "flex"
-    te = given["transformer_impl"] == "transformer_engine"
-    planned = {"plan": True, "te": te, "flex": flex and has_experts(given), "planned latent": latent}
-    always = {"any": True, "latent": latent, "fp8": given["fp8"] or given["fp4"]}
+    te, flex = given["transformer_impl"] == "transformer_engine", given["moe_token_dispatcher_type"] == "flex"
+    planned = {"plan": True, "te": te, "flex": flex and has_experts(given)}
+    always = {"any": True, "latent": given["multi_latent_attention"], "fp8": given["fp8"] or given["fp4"]}
     yield from (name for name, holds in {**always, **(planned if planning else {})}.items() if holds)
 
 

@@ -135,8 +135,8 @@ class ModelFacts(Part):
 
     @property
     def facts(self) -> Facts:
-        te, copies_go = self.implementation == "transformer_engine", not self.fp8_copies_kept
-        return Facts(te=te, latent=self.latent_attention, kinds=self.kinds, captured=self.captured, copies_go=copies_go)
+        copies_go = not self.fp8_copies_kept
+        return Facts(latent=self.latent_attention, kinds=self.kinds, captured=self.captured, copies_go=copies_go)
 
     @property
     def exchanges_in_windows(self) -> bool:

@@ -184,7 +184,7 @@ class Shape(Part):
 
     @property
     def facts(self) -> Facts:
-        return Facts(te=self.te, latent=self.latent, kinds=self.kinds)
+        return Facts(latent=self.latent, kinds=self.kinds)
 
     @property
     def sections_with_experts(self) -> tuple[Section, Section]:

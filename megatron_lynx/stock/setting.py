@@ -79,7 +79,7 @@ RECOMPUTED = (
     Module("shared_experts", named=SHARED_EXPERTS),
     Module(
         "mla_up_proj",
-        (LATENT[True, True, False],),
+        (LATENT[True, False],),
         ("up_projection", "query_projection", "code"),
         discards_output=True,
         needs="latent",

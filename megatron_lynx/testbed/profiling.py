@@ -297,13 +297,11 @@ def check_measurable(job: Job) -> None:
     """Raise `ConfigError` for layers that cannot be measured. Ranks have the same import path."""
     model, elsewhere = job.model, "plan for a described cluster: seconds and bytes then follow from shapes"
     install = "install it with its compiled part; without a GPU docs/models.md says what a checkout can do"
-    latent, engine = "transformer_engine with latent attention, as Megatron has it", "Transformer Engine on the import path"
+    engine = "Transformer Engine on the import path"
     problems = []
     if job.parallel.context > 1:
         needed = "1: a layer is measured without its exchange"
         problems.append(Problem("job: parallel.context", str(job.parallel.context), needed, elsewhere))
-    if model.latent is not None and not model.uses_te:
-        problems.append(Problem("job: model.implementation", "local", latent, elsewhere))
     if model.experts is not None:
         unmeasured = _unmeasured(job, model.experts)
         problems += [Problem(f"job: {name}", found, needed, elsewhere) for name, found, needed in unmeasured]

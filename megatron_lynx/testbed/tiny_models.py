@@ -18,7 +18,6 @@ from megatron.core import parallel_state
 from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import Float16Module
@@ -29,7 +28,7 @@ from megatron_lynx.anatomy import DENSE
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.kinds.experts.section import FUSED
-from megatron_lynx.kinds.latent.section import KV_NORM, KV_UP, Q_NORM, Q_UP
+from megatron_lynx.kinds.latent.section import SIZES
 from megatron_lynx.plan.layout import layout_text
 from megatron_lynx.testbed.fusions import fusion_fields
 from megatron_lynx.testbed.stand_in import named_stand_ins
@@ -128,11 +127,7 @@ def latent_fields(job: Job) -> dict[str, Any]:
         return {}
     return {
         "multi_latent_attention": True,
-        "q_lora_rank": sizes.q_rank,
-        "kv_lora_rank": sizes.kv_rank,
-        "qk_head_dim": sizes.head_size,
-        "qk_pos_emb_head_dim": sizes.rope_size,
-        "v_head_dim": sizes.value_head_size,
+        **{name: getattr(sizes, size) for size, name in SIZES.items()},
         "kv_channels": sizes.value_head_size,
         "rope_type": "yarn" if sizes.fused_rotary else "rope",  # the only one that Megatron fuses
         "apply_rope_fusion": sizes.fused_rotary,
@@ -216,24 +211,18 @@ def _build_chunk(
 
 def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """Return the spec of Megatron's local layers of a stage or chunk, with our norms, and a core attention for context
-    parallelism and for latent attention, which Megatron's own does not support."""
+    parallelism, which Megatron's own does not support."""
     if config.num_moe_experts:
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
         layers, block.layer_norm = block.layer_specs, Norm
     else:
-        layer = get_gpt_layer_local_spec(
-            normalization=config.normalization,
-            qk_layernorm=config.qk_layernorm,
-            multi_latent_attention=config.multi_latent_attention,
-        )
+        layer = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
         layers = [layer] * get_num_layers_to_build(config, vp_stage)
         block = TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
     for layer in layers:
         exchange_norms(layer.submodules)
         if config.context_parallel_size > 1 and (stand_ins := named_stand_ins()) is not None:
             layer.submodules.self_attention.submodules.core_attention = stand_ins.attention_among_ranks(te=False)
-        elif config.multi_latent_attention:
-            layer.submodules.self_attention.submodules.core_attention = LatentCore
     return block
 
 
@@ -250,7 +239,7 @@ def predicting_spec(config: TransformerConfig, block: TransformerBlockSubmodules
 def exchange_norms(layer: Any) -> None:
     """Replace one layer's norms by ours. Equal layers share their submodules: a second call changes nothing."""
     attention = layer.self_attention.submodules
-    inner = (Q_NORM.name, "k_layernorm", KV_NORM.name)  # of queries and keys, or of compressed latents
+    inner = ("q_layernorm", "k_layernorm")
     for owner, name in (
         *((layer, section.norm) for section in DENSE.values()),
         *((attention, name) for name in inner if hasattr(attention, name)),
@@ -284,18 +273,7 @@ class Norm:
         return norm
 
 
-class LatentCore(DotProductAttention):  # type: ignore[misc]
-    """Megatron's local core attention for latent attention. From 0.15 to 0.19 it is called with the widths of keys and values,
-    but does not accept them. It takes the value width from `config.kv_channels`."""
-
-    def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        assert v_channels in (None, self.config.kv_channels), f"kv_channels {self.config.kv_channels}, needed {v_channels}"
-
-
-SAME = {f"{section.item('column_parallel').path}.layer_norm_": f"{section.norm}." for section in DENSE.values()} | {
-    f"{linear.path}.layer_norm_": f"{norm.path}." for linear, norm in ((Q_UP, Q_NORM), (KV_UP, KV_NORM))
-}
+SAME = {f"{section.item('column_parallel').path}.layer_norm_": f"{section.norm}." for section in DENSE.values()}
 """Names of Transformer Engine's fused norms, and of the same parameters in local layers."""
 
 KEPT = "_high_precision_init_val"

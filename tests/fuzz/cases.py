@@ -60,8 +60,8 @@ class Case:
 
     @property
     def te(self) -> bool:
-        """Whether Transformer Engine has to be importable. Latent attention asks for its classes, whoever's layers it has."""
-        return self.job.model.uses_te or self.job.model.latent is not None
+        """Whether Transformer Engine has to be importable."""
+        return self.job.model.uses_te
 
     def plans(self) -> Iterator[tuple[str, Plan]]:
         """Each with where it comes from. Budgets at which no plan fits yield none."""
@@ -141,7 +141,7 @@ def _jobs(draw: st.DrawFn, kind: str, fused: bool) -> Job:
         fields |= draw(_experts(tensor, spare))
     elif spare > 1 and draw(st.booleans()):
         fields["replicas"] = 2
-    if kind == "grouped experts" or (kind != "experts" and draw(st.booleans())):
+    if kind == "grouped experts" or ("latent" not in kind and kind != "experts" and draw(st.booleans())):
         fields["implementation"] = "transformer_engine"
     if "latent" in kind:
         fields |= {"latent": draw(st.sampled_from([SIZES, DIRECT])), "qk_norm": draw(st.booleans())}

@@ -22,7 +22,6 @@ FLAGS = {
     "plan": "",
     "te": "--transformer-impl transformer_engine",
     "latent": "--multi-latent-attention",
-    "planned latent": "--multi-latent-attention --transformer-impl local",
     "experts": "--num-experts 8 --moe-token-dispatcher-type alltoall",
     "flex": "--num-experts 8 --expert-model-parallel-size 2 --moe-token-dispatcher-type flex",
     "fp8": "--fp8-format hybrid",

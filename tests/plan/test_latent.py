@@ -15,14 +15,14 @@ from megatron_lynx.validation import validated
 SIZES = {"q_rank": 48, "kv_rank": 32, "head_size": 16, "rope_size": 8, "value_head_size": 16}
 
 
-def plan_data(*, compressed: bool = True, te: bool = False, recompute: tuple[str, ...] = (), **parallel: Any) -> dict[str, Any]:
-    items = (*LATENT[compressed, te, False].names, *MLP.names)
+def plan_data(*, compressed: bool = True, recompute: tuple[str, ...] = (), **parallel: Any) -> dict[str, Any]:
+    items = (*LATENT[compressed, False].names, *MLP.names)
     sizes: dict[str, Any] = {name: size for name, size in SIZES.items() if compressed or name != "q_rank"}
     facts = {"layers": 2, "hidden": 64, "ffn": 128, "heads": 4, "kv_groups": 4, "seq": 32, "latent_attention": sizes}
     rule = {"layers": "1-2", "keep": [item for item in items if item not in recompute], "recompute": list(recompute)}
     return {
         "version": 1,
-        "model": facts | ({"implementation": "transformer_engine"} if te else {}),
+        "model": facts | {"implementation": "transformer_engine"},
         "parallel": {"tensor": 1, "pipeline": 1, **parallel},
         "batch": {"micro": 1, "microbatches": 2},
         "stages": [{"stage": 0, "layers": "1-2", "ahead_depth": 0, "rules": [rule]}],
@@ -44,9 +44,9 @@ def test_a_plan_of_latent_attention_is_read_as_it_was_written(compressed: bool, 
     (tmp_path / "plan.yaml").write_text(text)
     assert load_plan(tmp_path / "plan.yaml") == plan
     assert dump_plan(load_plan(tmp_path / "plan.yaml")) == text
-    assert " ".join(LATENT[compressed, False, False].names) in text.split("version")[0]
+    assert " ".join(LATENT[compressed, False].names) in text.split("version")[0]
     assert plan.stages[0].rules[0].recomputed_in("attention") == recompute
-    assert plan.model.halves["attention"] is LATENT[compressed, False, False]
+    assert plan.model.halves["attention"] is LATENT[compressed, False]
 
 
 def test_a_rule_speaks_of_the_attention_that_the_model_has() -> None:
@@ -84,35 +84,31 @@ def test_what_a_fused_kernel_turns_in_place_is_not_turned_twice(recompute: tuple
 
 def test_where_a_linear_is_kept_what_its_output_is_turned_in_is_kept() -> None:
     """Uncompressed queries read the residual stream, which nobody gathers twice."""
-    section = LATENT[False, True, True]
+    section = LATENT[False, True]
     assert {"linear_q_proj", "rotary", "core_attention"} <= set(section.recomputable_among(1))
     assert section.recomputable_among(1, sequence_parallel=True)[-1] == "linear_kv_up_proj"
-    assert "core_attention" in LATENT[False, True, False].recomputable_among(1, sequence_parallel=True)
+    assert "core_attention" in LATENT[False, False].recomputable_among(1, sequence_parallel=True)
 
 
 def test_what_gathers_the_residual_stream_is_kept() -> None:
     sliced = {"tensor": 2, "sequence_parallel": True}
-    for compressed, te, linear in ((True, False, "linear_kv_down_proj"), (False, True, "linear_q_proj")):
-        text = problems(plan_data(compressed=compressed, te=te, recompute=(linear,), **sliced))
-        assert f"{linear} is recomputed, but gathers the residual stream" in text
+    text = problems(plan_data(compressed=False, recompute=("linear_q_proj",), **sliced))
+    assert "linear_q_proj is recomputed, but gathers the residual stream" in text
     validated(Plan, plan_data(recompute=("linear_kv_up_proj", "kv_layernorm"), **sliced), "plan.yaml")
-    validated(Plan, plan_data(te=True, recompute=("linear_kv_down_proj",), **sliced), "plan.yaml")
+    validated(Plan, plan_data(recompute=("linear_kv_down_proj",), **sliced), "plan.yaml")
 
 
 @pytest.mark.parametrize(
-    ("te", "linear", "too_early", "in_time"),
+    ("linear", "too_early", "in_time"),
     [
-        (True, "linear_proj", "bwd.attention.0", "bwd.attention.1"),
-        (True, "linear_q_up_proj", "bwd.attention.3", "bwd.attention.4"),
-        (True, "linear_q_down_proj", "bwd.attention.5", "bwd.mlp.0-1"),
-        (False, "linear_q_down_proj", "bwd.attention.9", "bwd.attention.10"),
+        ("linear_proj", "bwd.attention.0", "bwd.attention.1"),
+        ("linear_q_up_proj", "bwd.attention.3", "bwd.attention.4"),
+        ("linear_q_down_proj", "bwd.attention.5", "bwd.mlp.0-1"),
     ],
 )
-def test_with_one_micro_batch_a_weight_gradient_waits_for_what_comes_behind(
-    te: bool, linear: str, too_early: str, in_time: str
-) -> None:
-    """In time is the wait for the gradient of its own input; for Transformer Engine's down-projections no wait of the half is."""
-    data = plan_data(te=te, tensor=2, sequence_parallel=True)
+def test_with_one_micro_batch_a_weight_gradient_waits_for_what_comes_behind(linear: str, too_early: str, in_time: str) -> None:
+    """In time is the wait for the gradient of its own input; for down-projections no wait of the half is."""
+    data = plan_data(tensor=2, sequence_parallel=True)
     data["batch"]["microbatches"] = 1
     [stage] = data["stages"]
     [rule] = stage["rules"]
@@ -131,5 +127,5 @@ def test_what_is_not_planned_with_latent_attention_is_refused_by_name() -> None:
     deferred["stages"][0]["rules"][0]["weight_gradients"] = {"linear_q_up_proj": ["bwd.mlp.0"]}
     linears = "linear_kv_down_proj, linear_q_proj, linear_kv_up_proj, linear_proj, linear_fc1, linear_fc2"
     assert f"weight_gradients.linear_q_up_proj is no linear of a layer: there are {linears}" in problems(deferred)
-    alone = problems(plan_data(te=True, recompute=("linear_kv_up_proj",)))
+    alone = problems(plan_data(recompute=("linear_kv_up_proj",)))
     assert "linear_kv_up_proj is recomputed, and kv_layernorm with it" in alone

@@ -29,17 +29,13 @@ SIZES = {"q_rank": 12, "kv_rank": 8, "head_size": 8, "rope_size": 4, "value_head
 DIRECT = {name: size for name, size in SIZES.items() if name != "q_rank"}
 TE = {"implementation": "transformer_engine"}
 JOBS = {
-    "local, normed": tiny_job("gpt", latent=SIZES, qk_norm=True),
-    "local, RMSNorm, queries as they are": tiny_job("llama", kv_groups=4, latent=DIRECT, qk_norm=True),
-    "local in bf16": tiny_job("gpt", latent=SIZES, dtype="bf16", micro=1),
-    "Transformer Engine's": tiny_job("gpt", latent=SIZES, **TE),
-    "Transformer Engine's, normed": tiny_job("gpt", latent=SIZES, qk_norm=True, **TE),
-    "Transformer Engine's, fused": tiny_job("gpt", latent=SIZES | {"fused_rotary": True}, qk_norm=True, **TE),
-    "Transformer Engine's, queries as they are, fused": tiny_job(
-        "llama", kv_groups=4, latent=DIRECT | {"fused_rotary": True}, **TE
-    ),
-    "Transformer Engine's, RMSNorm in bf16": tiny_job("llama", kv_groups=4, latent=DIRECT, qk_norm=True, dtype="bf16", **TE),
-    "Transformer Engine's, queries as they are": tiny_job("llama", kv_groups=4, latent=DIRECT, **TE),
+    "in bf16": tiny_job("gpt", latent=SIZES, dtype="bf16", micro=1, **TE),
+    "in fp32": tiny_job("gpt", latent=SIZES, **TE),
+    "normed": tiny_job("gpt", latent=SIZES, qk_norm=True, **TE),
+    "fused": tiny_job("gpt", latent=SIZES | {"fused_rotary": True}, qk_norm=True, **TE),
+    "queries as they are, fused": tiny_job("llama", kv_groups=4, latent=DIRECT | {"fused_rotary": True}, **TE),
+    "RMSNorm in bf16": tiny_job("llama", kv_groups=4, latent=DIRECT, qk_norm=True, dtype="bf16", **TE),
+    "queries as they are": tiny_job("llama", kv_groups=4, latent=DIRECT, **TE),
 }
 
 
@@ -49,12 +45,12 @@ def pool_of() -> Iterator[Callable[[int], RankPool]]:
 
 
 def measured(rank: int, job: Job) -> tuple[tuple[SavedTensor, ...], dict[str, int]]:
-    """The blocks of one attention half on a rank, and the FLOPs of its items."""
+    """The blocks of one attention half on a rank, and the elements of its linears' weights."""
     import torch
 
     from megatron_lynx.apply.hooks.sites import places_of
     from megatron_lynx.profiler.measured import blocks_of
-    from megatron_lynx.profiler.timing import HalfRun, item_flops
+    from megatron_lynx.profiler.timing import HalfRun
     from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.profiling import inner_norms
     from megatron_lynx.testbed.tiny_models import build_model
@@ -64,28 +60,25 @@ def measured(rank: int, job: Job) -> tuple[tuple[SavedTensor, ...], dict[str, in
     layer = getattr(chunk, "module", chunk).decoder.layers[0]
     hidden = torch.randn(job.model.seq, job.batch.micro, job.model.hidden, dtype=next(layer.parameters()).dtype)
     section = job.model.kind_sections(experts=False)[0]
-    norms = inner_norms(layer, section) if job.model.uses_te else {}
-    places = places_of(section, layer, te=job.model.uses_te)
-    run = HalfRun(section, getattr(layer, section.method), {"attention_mask": None}, hidden, places, norms)
-    return blocks_of(run)[0], item_flops(run)
+    places = places_of(section, layer, te=True)
+    run = HalfRun(section, getattr(layer, section.method), {"attention_mask": None}, hidden, places, inner_norms(layer, section))
+    return blocks_of(run)[0], {place.item.name: place.owner.weight.numel() for place in places if place.item.is_linear}
 
 
 def counted(job: Job, tensors: tuple[SavedTensor, ...]) -> Counter[Any]:
-    """Of Transformer Engine's layers what comes before the core attention: its kernels are stood in for."""
+    """What comes before the core attention: its kernels are stood in for."""
     names = job.model.kind_sections(experts=False)[0].names
-    before = names[: names.index(CORE_ATTENTION)] if job.model.uses_te else names
+    before = names[: names.index(CORE_ATTENTION)]
     return Counter((one.made_by, one.saved_by, one.bytes) for one in tensors if one.made_by in before)
 
 
 @pytest.mark.parametrize("job", JOBS.values(), ids=JOBS.keys())
 def test_a_real_layer_keeps_what_its_shape_says(pool_of: Callable[[int], RankPool], job: Job) -> None:
-    [(tensors, flops)] = pool_of(1).run(measured, job)
+    [(tensors, weights)] = pool_of(1).run(measured, job)
     shape = LayerShape(job.model, job.parallel, job.batch.micro)
     assert counted(job, tensors) == counted(job, half_tensors(shape, "attention"))
-    if not job.model.uses_te:  # torch counts no FLOPs of its extension
-        assert {item: flops.get(item, 0) for item in job.model.kind_sections(experts=False)[0].names} == {
-            item: flops_of(shape)[item] for item in job.model.kind_sections(experts=False)[0].names
-        }
+    flops, section = flops_of(shape), job.model.kind_sections(experts=False)[0]
+    assert {item: flops[item] for item in section.linears} == {item: 2 * shape.tokens * weights[item] for item in weights}
 
 
 @pytest.mark.parametrize(("exchange", "made_by"), [("p2p", (ROTARY, CORE_ATTENTION)), ("all_gather", (ROTARY, ROTARY))])

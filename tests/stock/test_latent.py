@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from megatron_lynx.kinds.planning import half_tensors
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.stock.layer import layer_bytes
@@ -15,15 +13,12 @@ SIZES = {"q_rank": 12, "kv_rank": 8, "head_size": 8, "rope_size": 4, "value_head
 UP = StockSetting(recompute=("mla_up_proj",))
 
 
-@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
-def test_heads_are_made_again_of_what_was_compressed(implementation: str) -> None:
-    """With Transformer Engine the norms inside the up-projections, too: they are in the same checkpoint."""
-    job = tiny_job("gpt", latent=SIZES, qk_norm=True, implementation=implementation)
+def test_heads_are_made_again_of_what_was_compressed() -> None:
+    """The norms inside the up-projections, too: they are in the same checkpoint."""
+    job = tiny_job("gpt", latent=SIZES, qk_norm=True)
     shape = LayerShape.of(job)
     attention, mlp = layer_bytes(shape, UP)
-    inside = {"linear_q_up_proj", "linear_kv_up_proj", "rotary"}
-    if implementation == "transformer_engine":
-        inside |= {"q_layernorm", "kv_layernorm"}
+    inside = {"q_layernorm", "linear_q_up_proj", "kv_layernorm", "linear_kv_up_proj", "rotary"}
     made = sum(tensor.bytes for tensor in half_tensors(shape, "attention") if tensor.made_by in inside and tensor.saved_by)
     assert attention.again == made > 0
     whole, same = layer_bytes(shape, StockSetting())

@@ -169,4 +169,4 @@ def test_another_stack_is_refused(pool_of: Pools) -> None:
     assert "plan: model.opaque_layers: layers 1: found no_mlp in this run alone" in said
     rewritten = partial(reads_otherwise, what="hybrid")
     [said] = pool_of(1).run(refused, job, plan_for(job, lambda layer: ()), pattern_of(job), rewritten)
-    assert "megatron-core's hybrid stack does not read as recorded" in said
+    assert "code that hooks rely on does not read as recorded" in said

@@ -1,7 +1,6 @@
 """Latent attention under plans equals stock in every bit: two paths of items, gathers between sites, inputs kept gathered.
 
-Megatron's module asks whether its projections are Transformer Engine's, so that must be importable; its compiled part is stood in
-for. Megatron's own layers come with a core attention of ours, because its own refuses the widths of latent attention.
+Megatron has no other layers for it than Transformer Engine's, whose compiled part is stood in for.
 """
 
 from __future__ import annotations
@@ -49,12 +48,10 @@ TE = {"implementation": "transformer_engine"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {"latent": SIZES, "qk_norm": True, **TE},
     "one rank, queries as they are": {"latent": DIRECT, "norm": "rmsnorm", "bias": False, **TE},
-    "one rank, local": {"latent": SIZES, "qk_norm": True},
     "TP2": {"latent": SIZES, **TP2, **TE},
-    "TP2, local": {"latent": DIRECT, "qk_norm": True, **TP2},
+    "TP2, queries as they are": {"latent": DIRECT, "qk_norm": True, **TP2, **TE},
     "TP2+SP": {"latent": SIZES, "qk_norm": True, **SP2, **TE},
     "TP2+SP, queries as they are": {"latent": DIRECT, **SP2, **TE},
-    "TP2+SP, local": {"latent": SIZES, "qk_norm": True, **SP2},
     "PP2": {"latent": SIZES, **PP2, **TE},
     "PP2xVPP2": {"latent": DIRECT, "qk_norm": True, "layers_per_chunk": 1, **PP2, **TE},
     "CP2, a ring": {"latent": SIZES, "qk_norm": True, "context": 2, "norm": "rmsnorm", "bias": False, **NO_DROPOUT, **TE},
@@ -63,7 +60,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2+SP, queries as they are, fused": {"latent": DIRECT | {"fused_rotary": True}, **SP2, **TE},
     "PP2xVPP2, fused": {"latent": FUSED, "layers_per_chunk": 1, **PP2, **TE},
     "CP2, a ring, fused": {"latent": FUSED, "qk_norm": True, "context": 2, "norm": "rmsnorm", "bias": False, **NO_DROPOUT, **TE},
-    "CP2, traded, local": {"latent": SIZES, "qk_norm": True, "context": 2, "context_exchange": "a2a"},
+    "CP2, traded": {"latent": SIZES, "qk_norm": True, "context": 2, "context_exchange": "a2a", **TE},
     "CP2xTP2+SP, gathered": {"latent": DIRECT, "context": 2, "context_exchange": "all_gather", **SP2, **TE},
 }
 HEADS = ("kv_layernorm", "linear_kv_up_proj", "rotary")
@@ -137,7 +134,7 @@ def hidden(job: Job, everything: Collection[str], heads: Collection[str]) -> lis
     return [*plans, uniform_plan(job, gather="once")]  # MLP halves run again behind the last wait of the attention above
 
 
-CUT = ("CP2, traded, local", "CP2xTP2+SP, gathered")
+CUT = ("CP2, traded", "CP2xTP2+SP, gathered")
 TURNED = ("one rank, fused", "TP2+SP, queries as they are, fused", "PP2xVPP2, fused", "CP2, a ring, fused")
 LONG = (
     *CUT,
@@ -147,9 +144,8 @@ LONG = (
     "PP2xVPP2",
     "one rank, queries as they are",
     "TP2",
-    "TP2, local",
+    "TP2, queries as they are",
     "TP2+SP, queries as they are",
-    "TP2+SP, local",
     "PP2",
 )
 """Layouts of which the others show, one by one, what each combines."""
@@ -172,7 +168,7 @@ def test_yarn(pool_of: Pools) -> None:
 
 def test_checked_frames_keep_the_latents_that_were_gathered(pool_of: Pools) -> None:
     """`--lynx-check frames` kept none, and refused the recomputation: it would have gathered them again."""
-    job = job_of("TP2+SP, local")
+    job = job_of("TP2+SP")
     ((checked,), _) = pool_of(job.gpus).run(
         frames_on_ranks.check_frames, job, [frames_on_ranks.Trial(latent_plan(job, together(job, HEADS)))]
     )
@@ -180,11 +176,11 @@ def test_checked_frames_keep_the_latents_that_were_gathered(pool_of: Pools) -> N
     assert "are in every bit what their forward had saved" in (checked.summary or "")
 
 
-DEFERRING = {"TP2+SP, local": None, "TP2+SP": None, "TP2": "linear_kv_down_proj", "PP2xVPP2": None}
+DEFERRING = {"TP2+SP": None, "TP2": "linear_kv_down_proj", "PP2xVPP2": None}
 """Where weight gradients are deferred, and what else may be the only one that is."""
 
 
-@pytest.mark.parametrize("layout", ["TP2+SP", "PP2xVPP2", *long("TP2", "TP2+SP, local")])
+@pytest.mark.parametrize("layout", ["TP2+SP", "PP2xVPP2", *long("TP2")])
 def test_weight_gradients_in_waits(pool_of: Pools, layout: str) -> None:
     """All of both halves' linears, of kept and of recomputed halves, into whatever comes; each is computed once."""
     job = job_of(layout)
@@ -262,7 +258,7 @@ def test_a_plan_for_other_sizes_is_refused(pool_of: Pools) -> None:
 
 
 def test_what_does_not_go_with_latent_attention_is_named() -> None:
-    wrong = ("cache_mla_latents", "mla_down_proj_fusion", "qk_clip", "tp_comm_overlap")
+    wrong = ("cache_mla_latents", "mla_down_proj_fusion", "tp_comm_overlap")
     config = SimpleNamespace(multi_latent_attention=True, **dict.fromkeys(wrong, True))
     assert {problem.where for problem in refused_settings(config, te=False)} == {f"config.{name}" for name in wrong}
     config.multi_latent_attention = False

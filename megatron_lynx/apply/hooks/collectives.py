@@ -7,7 +7,7 @@ Replaces              local layers     `dist_all_gather_func` and `dist_reduce_s
                       TE's layers      `gather_along_first_dim` and `reduce_scatter_along_first_dim` as bound in `module.base`,
                                        `module.linear` and `module.layernorm_linear` of `transformer_engine.pytorch`; its
                                        `allreduce` ends in `torch.distributed.all_reduce`
-                      latent attention `gather_from_tensor_model_parallel_region` and `gather_from_sequence_parallel_region` in
+                      latent attention `gather_from_sequence_parallel_region` in
                                        `megatron.core.transformer.multi_latent_attention`; of sparse attention in
                                        `experimental_attention_variant.absorbed_mla`
                       exchanges        `torch.distributed.all_to_all_single`, which Megatron's alltoall dispatcher calls in both
@@ -199,15 +199,14 @@ def _of_kind(tensor: Any, gathered: Any) -> Any:
     return gathered.detach() if isinstance(tensor, Tensor) else with_bytes(tensor, gathered.detach())
 
 
-def latent_claims(engine: Engine, module: str) -> Iterator[Claim]:
-    """`module`: of the attention's class, which imports the gathers by name."""
+def latent_claim(engine: Engine, module: str) -> Claim:
+    """`module`: of the attention's class, which imports the gather by name."""
 
     def remembered(original: Any) -> Any:
         site = Site("gathered latents", torch.nn.Module(), original, may_draw=False)
         return wraps(original)(engine.reported(site))
 
-    for name in ("gather_from_tensor_model_parallel_region", "gather_from_sequence_parallel_region"):
-        yield Claim(import_module(module), name, remembered, "gathers what was compressed")
+    return Claim(import_module(module), "gather_from_sequence_parallel_region", remembered, "gathers what was compressed")
 
 
 def exchange_claim(engine: Engine, group: Any) -> Claim:

@@ -150,7 +150,7 @@ def load_claims(engine: Engine, plan: Plan, run: LiveRun, layers: Mapping[int, M
         yield Claim(experts, "forward", counting, "counts the rows of experts", f"layer {number}.{MIXTURE}.experts")
 
 
-def indexer_claims(engine: Engine) -> Iterator[Claim]:
+def indexer_claim(engine: Engine) -> Claim:
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 
     def once(original: Any) -> Any:
@@ -160,4 +160,4 @@ def indexer_claims(engine: Engine) -> Iterator[Claim]:
 
         return save_loss_to_tracker
 
-    yield Claim(DSAIndexerLossLoggingHelper, "save_loss_to_tracker", once, "logs an indexer's loss")
+    return Claim(DSAIndexerLossLoggingHelper, "save_loss_to_tracker", once, "logs an indexer's loss")

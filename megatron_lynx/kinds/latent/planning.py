@@ -3,8 +3,8 @@
 Letters as in `profiler.shape`; q and k: ranks of compressed queries, and of keys with values; r: rotary part of a head.
 
     item                   input      output                   rows
-    linear_q_down_proj     h          q                        Megatron's: all, a t-th of the columns, then gathered
-    linear_kv_down_proj    h          k + r                    Transformer Engine's: the rank's own, all columns
+    linear_q_down_proj     h          q                        the rank's own
+    linear_kv_down_proj    h          k + r                    the rank's own
     q_, kv_layernorm       q, k       q, k                     those of its input
     linear_q_up_proj       q          a (d + r) / t            all
     linear_kv_up_proj      k          a (d + v) / t            all
@@ -28,6 +28,7 @@ from megatron_lynx.kinds.dense.section import CORE_ATTENTION, LINEAR_PROJ, ROTAR
 from megatron_lynx.kinds.face import HalfParameters, Linear, Planning, Step, kept_of_argument, longer, made_bytes, normed_cast
 from megatron_lynx.kinds.latent.section import (
     CORE,
+    HEADS,
     KV_DOWN,
     KV_NORM,
     KV_UP,
@@ -45,17 +46,15 @@ from megatron_lynx.profiler.roofline import Kernels, Roofline, collective_s, ker
 from megatron_lynx.profiler.shape import FP32_BYTES, MASK_BYTES, LayerShape, normed_bytes, saved_bytes
 from megatron_lynx.timeline import Passes
 
-DOWN, HEADS = ("down_projection",), ("up_projection", "query_projection")
+DOWN = "down_projection"
 
 
 class LatentAttention(Planning):
     def linears(self, shape: LayerShape) -> Mapping[str, Linear]:
-        sizes, hidden, te, heads = sizes_of(shape.model), shape.model.hidden, shape.model.uses_te, heads_of(shape)
-        whole = 1 if te else shape.parallel.tensor
-        rows = shape.own_tokens if te else shape.tokens
+        sizes, hidden, heads = sizes_of(shape.model), shape.model.hidden, heads_of(shape)
         linears = {
-            Q_DOWN.name: Linear(rows, hidden, (sizes.q_rank or 0) // whole),
-            KV_DOWN.name: Linear(rows, hidden, sizes.kv_down_width // whole),
+            Q_DOWN.name: Linear(shape.own_tokens, hidden, sizes.q_rank or 0),
+            KV_DOWN.name: Linear(shape.own_tokens, hidden, sizes.kv_down_width),
             Q_PROJ.name: Linear(shape.tokens, hidden, heads * sizes.query_head_size),
             Q_UP.name: Linear(shape.tokens, sizes.q_rank or 0, heads * sizes.query_head_size),
             KV_UP.name: Linear(shape.tokens, sizes.kv_rank, heads * sizes.kv_head_size),
@@ -75,7 +74,7 @@ class LatentAttention(Planning):
     def kernels(self, shape: LayerShape, item: Item) -> Kernels:
         element, sizes, heads = shape.model.element_bytes, sizes_of(shape.model), heads_of(shape)
         if item.role == "inner_norm":
-            one = element * latent_rows(shape) * _rank(sizes, item) * shape.model.qk_norm
+            one = element * shape.own_tokens * _rank(sizes, item) * shape.model.qk_norm
             return one_kernel(2 * one, 3 * one)
         if sizes.fused_rotary:  # only the rotary part of queries
             columns = heads * (2 * sizes.rope_size + sizes.kv_head_size + sizes.query_head_size + sizes.value_head_size)
@@ -100,7 +99,7 @@ class LatentAttention(Planning):
 
     def output_bytes(self, shape: LayerShape, item: Item) -> int:
         if item.role == "inner_norm":
-            return latent_rows(shape) * _rank(sizes_of(shape.model), item) * shape.model.element_bytes
+            return shape.own_tokens * _rank(sizes_of(shape.model), item) * shape.model.element_bytes
         return super().output_bytes(shape, item)
 
     def saved(self, shape: LayerShape) -> Iterator[SavedTensor]:
@@ -120,14 +119,12 @@ class LatentAttention(Planning):
         yield dropout_tensor(shape, self.section)
 
     def _compressed(self, shape: LayerShape, path: tuple[Item, Item, Item], width: int, rank: int) -> Iterator[SavedTensor]:
-        """Yield the saved tensors of one path, from down-projection to the up-projection's input. A gathered latent stays as long
-        as the input of `linear_proj`. Transformer Engine's linears save their input, or a copy of a part of a wider block."""
-        (down, norm, up), model, rows = path, shape.model, latent_rows(shape)
+        """Yield the saved tensors of one path, from down-projection to the up-projection's input. Linears save their input, or a
+        copy of a part of a wider block."""
+        (down, norm, up), model, rows = path, shape.model, shape.own_tokens
         element, recipe = model.element_bytes, model.fp8_recipe
-        stays = (LINEAR_PROJ,) if not model.uses_te and shape.parallel.tensor > 1 else ()
-        reader = norm.name if model.qk_norm and not model.uses_te else up.name
-        copied, cast = model.uses_te and width != rank, recipe is not None and not model.qk_norm
-        readers = () if copied or cast else (reader, *stays)
+        copied, cast = width != rank, recipe is not None and not model.qk_norm
+        readers = () if copied or cast else (up.name,)
         yield SavedTensor(bytes=rows * width * element, made_by=down.name, saved_by=readers, output=True)
         if recipe is not None and cast:
             yield from own_tensors(up.name, saved_bytes(recipe, rows, rank))
@@ -138,7 +135,7 @@ class LatentAttention(Planning):
             yield from statistics(shape, norm.name, normed)
             if recipe is not None:
                 normed = normed_bytes(recipe, shape.own_tokens, rank, gathered=shape.parallel.sequence_parallel)
-            yield SavedTensor(bytes=normed, made_by=norm.name, saved_by=(up.name,), output=not model.uses_te)
+            yield SavedTensor(bytes=normed, made_by=norm.name, saved_by=(up.name,))
 
     def _heads(self, shape: LayerShape) -> Iterator[SavedTensor]:
         one, linears, given = shape.tokens * shape.model.element_bytes, self.linears(shape), self.attention(shape)
@@ -160,13 +157,13 @@ class LatentAttention(Planning):
         return [item for item in self.section.items if item.role in roles]
 
     def parameters(self, model: Model, layout: Parallel) -> HalfParameters:
-        """Transformer Engine's down-projections are whole on each rank. Only the last projection may have a bias."""
+        """Down-projections are whole on each rank. Only the last projection may have a bias."""
         sizes = sizes_of(model)
         queries = model.heads * sizes.query_head_size * (sizes.q_rank or model.hidden)
         keys_values = model.heads * sizes.kv_head_size * sizes.kv_rank
         down, projection = model.hidden * ((sizes.q_rank or 0) + sizes.kv_down_width), model.query_width * model.hidden
         inner = (sizes.q_rank or 0) + sizes.kv_rank if model.qk_norm else 0
-        cut = queries + keys_values + projection + (0 if model.uses_te else down)
+        cut = queries + keys_values + projection
         return HalfParameters(
             cut=cut,
             passed=cut,
@@ -175,7 +172,7 @@ class LatentAttention(Planning):
             biased=1,
             norms=1 + (1 + sizes.compressed if model.qk_norm else 0),
             largest=max(projection, queries, keys_values),
-            whole=down if model.uses_te else 0,
+            whole=down,
         )
 
     def backward(self, shape: LayerShape) -> Iterator[Step]:
@@ -183,7 +180,7 @@ class LatentAttention(Planning):
         element, linears, given = shape.model.element_bytes, self.linears(shape), self.attention(shape)
         yield from row_parallel(shape, self.section, given.value)
         yield from core(shape, given.query, (given.query + given.value) // 2)
-        heads, down = self._with_role(*HEADS), self._with_role(*DOWN)
+        heads, down = self._with_role(*HEADS), self._with_role(DOWN)
         made = {item.name: shape.tokens * element * linears[item.name].made for item in heads}
         turned = made.get(self.section.in_place[0], 0) if self.section.in_place else 0  # gradients of queries are in place
         yield Step(ROTARY, sum(made.values()) - turned, given.query + given.key + given.value - turned)
@@ -194,29 +191,22 @@ class LatentAttention(Planning):
             linear, element = self.linears(shape)[item.name], shape.model.element_bytes
             weight = 0 if shape.keeps_gradient_blocks else linear.taken * linear.made * shape.added_gradient_bytes
             yield Step(item.name, linear.rows * linear.taken * element + weight, linear.rows * linear.made * element + weight)
-        yield norm(shape, self.section, (len(self._with_role(*DOWN)) + 1) * shape.input_bytes)
+        yield norm(shape, self.section, (len(self._with_role(DOWN)) + 1) * shape.input_bytes)
 
     def input_width(self, sizes: Shape, linear: str) -> int:
         latent = sizes_of(sizes)
         return {Q_UP.name: latent.q_rank or 0, KV_UP.name: latent.kv_rank}.get(linear, sizes.hidden)
 
     def carried_width(self, sizes: Shape, collective: Collective) -> int:
-        latent = sizes_of(sizes)
-        if collective.carries != "latent":
-            return self.input_width(sizes, collective.of)
-        if collective.of == Q_DOWN.name:
-            return latent.q_rank or 0
-        return latent.rope_size if sizes.te else latent.kv_down_width
+        return sizes_of(sizes).rope_size if collective.carries == "latent" else self.input_width(sizes, collective.of)
 
     def operands_bytes(self, profile: Profile, linear: str) -> tuple[int, int]:
-        """Two linears with the same input count it twice. A gathered latent, which stays as long as the input of `linear_proj`,
-        is not part of that input."""
-        sizes, half, down = profile.shape, profile.of(self.section), {item.name for item in self._with_role(*DOWN)}
+        """Two linears with the same input count it twice."""
+        sizes, half = profile.shape, profile.of(self.section)
         if linear == LINEAR_PROJ:
-            gathered = sum(one.bytes for one in half.tensors if one.made_by in down and linear in one.saved_by)
-            return kept_of_argument(half, linear) - gathered, profile.message_bytes
-        made = made_bytes(half, linear) // (sizes.tensor if linear in down and not sizes.te else 1)
-        if linear in down and sizes.te:
+            return kept_of_argument(half, linear), profile.message_bytes
+        made = made_bytes(half, linear)
+        if linear in (Q_DOWN.name, KV_DOWN.name):
             return profile.gathered_input(half.input_bytes), made
         return profile.gathered_input(profile.message_bytes) * self.input_width(sizes, linear) // sizes.hidden, made
 
@@ -228,11 +218,6 @@ def sizes_of(model: Model | Shape) -> LatentSizes:
 
 def heads_of(shape: LayerShape) -> int:
     return shape.model.heads // shape.parallel.tensor
-
-
-def latent_rows(shape: LayerShape) -> int:
-    """Megatron's layers gather all rows, and slice the block."""
-    return shape.own_tokens if shape.model.uses_te else shape.tokens
 
 
 def _rank(sizes: LatentSizes, norm: Item) -> int:
@@ -315,7 +300,7 @@ class SparseAttention(LatentAttention):
         element, tokens, heads, recipe = model.element_bytes, shape.tokens, heads_of(shape), shape.model.fp8_recipe
         trained, gathers = sparse.loss != "none", shape.parallel.sequence_parallel
         indexed = (CORE.name,) if trained and not gathers else ()
-        linears = [item.name for item in self._with_role(*DOWN, "query_projection")]
+        linears = [item.name for item in self._with_role(DOWN, "query_projection")]
         yield from norm_tensors(shape, self.section, (*(linears if recipe is None else ()), *indexed))
         if recipe is not None:
             for linear in linears:
@@ -397,13 +382,11 @@ class SparseAttention(LatentAttention):
         made = Q_UP.name if sizes.compressed else Q_PROJ.name
         queries = one * self.linears(shape)[made].made
         yield Step(ROTARY, queries + latent, latent + given)
-        yield from self._paths_back(shape, (*self._with_role(*HEADS), *reversed(self._with_role(*DOWN))))
+        yield from self._paths_back(shape, (*self._with_role(*HEADS), *reversed(self._with_role(DOWN))))
 
     def refusals(self, job: Job) -> Iterator[Problem]:
         if job.parallel.tensor > 1 and not job.parallel.sequence_parallel:
             yield Problem("job: parallel.sequence_parallel", "false", "true with several tensor-parallel ranks: Megatron stops")
-        if not job.model.uses_te:
-            yield Problem("job: model.implementation", job.model.implementation, "transformer_engine: Megatron has no other")
 
 
 def sparse_of(model: Model) -> SparseSizes:

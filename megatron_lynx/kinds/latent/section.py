@@ -4,12 +4,8 @@
                      └─> linear_kv_down_proj ─> kv_layernorm ─> linear_kv_up_proj ─┘
 
 Uncompressed queries come from `linear_q_proj` on the residual stream. Inner norms exist only with `--qk-layernorm`; Transformer
-Engine fuses them into the next linears. Tensor-parallel communication:
-
-    Megatron's own       down-projections are column-parallel: their input is gathered (sequence parallelism), their output is
-                         gathered by columns and sliced by rows; in backward its gradient is gathered by rows
-    Transformer Engine   down-projections are whole on each rank; with sequence parallelism the shared rotary key is gathered
-    both                 up-projections gather their input (sequence parallelism); backward reduces its gradient
+Engine, whose layers these are, fuses them into the next linears. Down-projections are whole on each tensor-parallel rank; with
+sequence parallelism the shared rotary key is gathered, and so is the input of up-projections; backward reduces its gradient.
 
 Recomputed code between two sites must not communicate: gathered tensors there are kept (`apply.hooks.collectives`).
 
@@ -25,12 +21,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise, product
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from megatron_lynx.kinds.dense.section import ATTENTION, LINEAR_PROJ, ROTARY
-from megatron_lynx.kinds.section import Collective, Item, Pass, Section
+from megatron_lynx.kinds.section import Collective, Item, Pass, Role, Section
 from megatron_lynx.validation import Part
 
 Q_DOWN = Item("linear_q_down_proj", "down_projection", path="self_attention.linear_q_down_proj")
@@ -41,30 +37,27 @@ Q_PROJ = Item("linear_q_proj", "query_projection", path="self_attention.linear_q
 Q_UP = Item("linear_q_up_proj", "up_projection", path="self_attention.linear_q_up_proj", norm_inside="q_layernorm")
 KV_UP = Item("linear_kv_up_proj", "up_projection", path="self_attention.linear_kv_up_proj", norm_inside="kv_layernorm")
 
+HEADS: tuple[Role, ...] = ("up_projection", "query_projection")
 _NORM, _BEHIND = ATTENTION.items[0], tuple(ATTENTION.items[ATTENTION.index(ROTARY) :])
 
 
-def _forward(order: tuple[Item, ...], te: bool, sequence_parallel: bool) -> Iterator[Collective]:
+def _forward(order: tuple[Item, ...], sequence_parallel: bool) -> Iterator[Collective]:
     """`order`: items from the norm to the last up-projection."""
-    for before, item in pairwise(order):
-        gathers = item.role in ("up_projection", "query_projection") or (item.role == "down_projection" and not te)
-        if sequence_parallel and gathers:
+    for before, item in pairwise(order) if sequence_parallel else ():
+        if item.role in HEADS:
             yield Collective("all_gather", "input", before.name, of=item.name)
-        if item.role == "down_projection" and (not te or (sequence_parallel and item is KV_DOWN)):
+        if item is KV_DOWN:
             yield Collective("all_gather", "latent", item.name, of=item.name)
     yield Collective("reduce_scatter" if sequence_parallel else "all_reduce", "output", LINEAR_PROJ)
 
 
-def _backward(order: tuple[Item, ...], te: bool, sequence_parallel: bool) -> Iterator[Collective]:
+def _backward(order: tuple[Item, ...], sequence_parallel: bool) -> Iterator[Collective]:
     if sequence_parallel:
         yield Collective("all_gather", "gradient", "residual")
     for item in reversed(order):
-        if item.role == "down_projection" and sequence_parallel:
-            if not te:
-                yield Collective("all_gather", "latent", item.name, of=item.name)
-            elif item is KV_DOWN:
-                yield Collective("reduce_scatter", "latent", item.name, of=item.name)
-        if item.role not in ("up_projection", "query_projection") and (item.role != "down_projection" or te):
+        if item is KV_DOWN and sequence_parallel:
+            yield Collective("reduce_scatter", "latent", item.name, of=item.name)
+        if item.role not in HEADS:
             continue
         if sequence_parallel:
             yield Collective("all_gather", "input", item.name, beside="dgrad", of=item.name)
@@ -72,13 +65,13 @@ def _backward(order: tuple[Item, ...], te: bool, sequence_parallel: bool) -> Ite
         yield Collective(kind, "input_gradient", item.name, beside="wgrad", of=item.name)
 
 
-def _section(compressed: bool, te: bool, fused: bool) -> Section:
+def _section(compressed: bool, fused: bool) -> Section:
     whole = (_NORM, Q_DOWN, KV_DOWN, Q_NORM, KV_NORM, Q_UP, KV_UP)
     order = whole if compressed else (_NORM, KV_DOWN, KV_NORM, Q_PROJ, KV_UP)
     collectives: dict[tuple[Pass, bool], tuple[Collective, ...]] = {}
     for sliced in (False, True):
-        collectives["fwd", sliced] = tuple(_forward(order, te, sliced))
-        collectives["bwd", sliced] = tuple(_backward(order, te, sliced))
+        collectives["fwd", sliced] = tuple(_forward(order, sliced))
+        collectives["bwd", sliced] = tuple(_backward(order, sliced))
     turned = ((Q_UP if compressed else Q_PROJ).name, ROTARY) if fused else ()
     items = (*order, *_BEHIND)
     return Section(
@@ -86,15 +79,10 @@ def _section(compressed: bool, te: bool, fused: bool) -> Section:
     )
 
 
-LATENT: Mapping[tuple[bool, bool, bool], Section] = {
-    (compressed, te, fused): _section(compressed, te, fused) for compressed, te, fused in product((True, False), repeat=3)
+LATENT: Mapping[tuple[bool, bool], Section] = {
+    (compressed, fused): _section(compressed, fused) for compressed, fused in product((True, False), repeat=2)
 }
-"""By compressed queries, Transformer Engine's layers, and fused rotary kernel."""
-
-
-def latent_section(sizes: LatentSizes, *, te: bool) -> Section:
-    return LATENT[sizes.compressed, te, sizes.fused_rotary]
-
+"""By compressed queries, and fused rotary kernel."""
 
 IndexerLoss = Literal["none", "selected", "all"]
 
@@ -114,6 +102,17 @@ class SparseSizes(Part):
     """Whether fused kernels select and attend (`dsa_kernel_backend`)."""
     shared: bool = False
     """Whether layers reuse the keys of an earlier one (`dsa_indexer_topk_freq`). Checkpoints keep such halves."""
+
+
+SIZES = {
+    "q_rank": "q_lora_rank",
+    "kv_rank": "kv_lora_rank",
+    "head_size": "qk_head_dim",
+    "rope_size": "qk_pos_emb_head_dim",
+    "value_head_size": "v_head_dim",
+}
+INDEXER = {"heads": "dsa_indexer_n_heads", "head_size": "dsa_indexer_head_dim", "keys": "dsa_indexer_topk"}
+"""Names of sizes in Megatron's arguments and configurations."""
 
 
 def trained_on(coefficient: float | None, only_selected: bool) -> IndexerLoss:
@@ -139,6 +138,20 @@ class LatentSizes(Part):
     sparse: SparseSizes | None = None
     """Sizes of sparse attention, whose heads are never made from compressed keys and values."""
 
+    @classmethod
+    def of(cls, config: Any, *, sparse: bool) -> LatentSizes:
+        """Sizes in a configuration of Megatron's."""
+        indexer = None
+        if sparse:
+            indexer = SparseSizes(
+                **{size: getattr(config, name) for size, name in INDEXER.items()},
+                loss=trained_on(config.dsa_indexer_loss_coeff, config.dsa_indexer_use_sparse_loss),
+                fused=config.dsa_kernel_backend != "none",
+                shared=config.dsa_indexer_topk_freq > 1,
+            )
+        sizes = {size: getattr(config, name) for size, name in SIZES.items()}
+        return cls(**sizes, fused_rotary=bool(config.apply_rope_fusion), sparse=indexer)
+
     @property
     def compressed(self) -> bool:
         return self.q_rank is not None
@@ -162,7 +175,7 @@ CORE = Item("sparse_attention", "sparse_core", path=ATTENTION.item("core").path)
 
 
 def _sparse_section(compressed: bool) -> Section:
-    items = (item for item in LATENT[compressed, True, False].items if item != KV_UP)
+    items = (item for item in LATENT[compressed, False].items if item != KV_UP)
     absorbed = (CORE if item.role == "core" else replace(item, norm_inside="") for item in items)
     return Section("sparse", ATTENTION.half, ATTENTION.method, tuple(absorbed), fuses_norm=False, two_paths=True)
 

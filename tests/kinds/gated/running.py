@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch.nn import Module
 
 from megatron_lynx.anatomy import Section
-from megatron_lynx.apply.kinds import LOCAL, Classes, Running
+from megatron_lynx.apply.kinds import Running
 from megatron_lynx.apply.live_run import module_at
 
 from .section import GATE, GATED
@@ -15,7 +13,6 @@ from .section import GATE, GATED
 
 class HeldGatedAttention(Running):
     half, name = GATED.half, GATED.name
-    local: ClassVar[Classes] = {**LOCAL, "query_projection": LOCAL["column_parallel"]}
 
     def section_in(self, layer: Module) -> Section | None:
         return None if module_at(layer, GATE.path) is None else GATED
