@@ -14,13 +14,8 @@ matrix, the same one in every call. So a recomputed cast has the same bits (Tran
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Literal
-
-from megatron_lynx.errors import Problem
 
 Recipe = Literal["delayed", "tensorwise", "mxfp8", "blockwise", "nvfp4"]
 
@@ -66,25 +61,3 @@ def reduces_amaxes(recipe: Recipe | None) -> bool:
 def gathers_once(recipe: Recipe | None) -> bool:
     """Whether forward's gathered input also serves the weight gradient; with block scales it does not."""
     return recipe is None or STORED[recipe].block is None
-
-
-def lacking(recipe: Recipe, where: str) -> Problem:
-    option = "--fp4-recipe" if STORED[recipe].bits == 4 else "--fp8-recipe"
-    needed = f"one that this Transformer Engine has: it has no {STORED[recipe].made_by}"
-    return Problem(where, recipe, needed, f"install a Transformer Engine that has it, or drop {option}")
-
-
-def lacking_here(recipe: Recipe | None, where: str) -> Problem | None:
-    """The problem, if Transformer Engine is installed without the recipe. It is not imported: that needs a GPU's libraries."""
-    if recipe is None or STORED[recipe].made_by in _text_of_recipes():
-        return None
-    problem = lacking(recipe, where)
-    return replace(problem, todo=f"{problem.todo}; or plan for another machine where no Transformer Engine is installed")
-
-
-@cache
-def _text_of_recipes() -> str:
-    spec = find_spec("transformer_engine")
-    folders = [] if spec is None else spec.submodule_search_locations or []
-    files = [file for folder in folders if (file := Path(folder, "common", "recipe", "__init__.py")).is_file()]
-    return files[0].read_text(encoding="utf-8") if files else " ".join(storage.made_by for storage in STORED.values())

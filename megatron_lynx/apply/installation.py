@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import lru_cache
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
@@ -39,24 +39,14 @@ from megatron_lynx.runtime.surroundings import NO_HOOKS, Autocast, ForwardHooks
 from megatron_lynx.schedule.flushes import most_in_flight, most_on_host, passes_of
 from megatron_lynx.timetable import PlannedHalf, Timetable
 
+if TYPE_CHECKING:
+    from megatron_lynx.double_buffered.pipeline import DoubleBuffered
+
 log = logging.getLogger(__name__)
 
 
-class Overlapping(Protocol):
-    """Runs the batches of one stage without draining the pipeline between them (`double_buffered`)."""
-
-    def as_recorded(self, micro_batch: int) -> AbstractContextManager[None]:
-        """Context in which parameters have the values that this micro-batch's forward saw."""
-
-    def check_drained(self, what: str) -> None:
-        """Raise `HookRefused` if micro-batches are in flight."""
-
-    def under(self, engine: Engine | None) -> None:
-        """Report batches to this engine (or none) from now on."""
-
-
 class Installation:
-    def __init__(self, engine: Engine, hooks: list[Hook], overlapping: Overlapping | None = None) -> None:
+    def __init__(self, engine: Engine, hooks: list[Hook], overlapping: DoubleBuffered | None = None) -> None:
         self.engine = engine
         self.hooks = tuple(hooks)
         self._overlapping = overlapping
@@ -99,11 +89,11 @@ class Installation:
         self.remove()
 
 
-def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) -> Installation:
+def install(model: Any, plan: Plan, without_flushes: DoubleBuffered | None = None) -> Installation:
     """Install `plan` on `model`: a GPTModel of megatron-core, as built and wrapped, or Megatron's list of a rank's chunks.
 
     Call it on every rank, after `parallel_state` and the model exist and before the first step. `without_flushes`: runs the
-    batches instead of Megatron's schedules (`double_buffered.pipeline.DoubleBuffered`).
+    batches instead of Megatron's schedules.
 
     Raises:
         PlanMismatch: the plan was made for another model, layout or stage (every difference is listed).
@@ -196,7 +186,7 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun, timetable: Timetable) -> I
     if plan.head is not None and (chunk := head_chunk(run)) is not None:
         yield from head_in_pieces.claims(chunk, plan.head.pieces)
     if linears:
-        yield from (weight_gradients.te_claims if run.uses_te else weight_gradients.claims)(engine, plan, run, linears)
+        yield from weight_gradients.claims(engine, plan, run, linears)
 
 
 def policies(

@@ -17,7 +17,7 @@ from torch.nn import Module
 from megatron_lynx.apply.hook import Claim
 from megatron_lynx.apply.hooks import collectives, halves
 from megatron_lynx.apply.hooks.sites import places_of
-from megatron_lynx.apply.live_run import OWNS_USERBUFFER, LiveRun, captured_modules, module_at, name_of, overlapped
+from megatron_lynx.apply.live_run import LiveRun, captured_modules, module_at, name_of, overlapped
 from megatron_lynx.apply.releases import installed_version
 from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.captured import ROUTER, in_graph
@@ -169,11 +169,6 @@ class HeldExperts(Running):
             if known is not None and name_of(place.owner) not in known:
                 yield Problem(f"layer {number}.{place.item.name}", name_of(place.owner), " or ".join(known), TODO)
                 return  # the first stands for all
-            if flag := next(
-                (name for name in OWNS_USERBUFFER if place.item.of_experts and getattr(place.owner, name, False)), None
-            ):
-                yield Problem(f"layer {number}.{place.item.name}.{flag}", "on", "off: what owns a userbuffer runs once", TODO)
-                return
 
     def claims(self, engine: Engine, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Claim]:
         if layers:

@@ -23,16 +23,6 @@ from megatron_lynx.kinds.dense.section import LINEARS
 
 TE_MODULE = "megatron.core.extensions.transformer_engine."
 
-OWNS_USERBUFFER = (
-    "ub_overlap_ag_fprop",
-    "ub_overlap_ag_dgrad",
-    "ub_overlap_rs_fprop",
-    "ub_overlap_rs_dgrad",
-    "ub_bulk_dgrad",
-    "ub_bulk_wgrad",
-)
-"""Attributes of Transformer Engine's linears that own a userbuffer."""
-
 
 @dataclass(frozen=True)
 class LiveRun:

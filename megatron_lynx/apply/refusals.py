@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from itertools import product
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,14 @@ import torch
 from torch import distributed
 from torch.nn import Module
 
-from megatron_lynx.anatomy import ATTENTION, HALVES, Item
+from megatron_lynx.anatomy import ATTENTION, HALVES
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, RECV_BACKWARD, BackwardPhase
 from megatron_lynx.apply.hooks.head_in_pieces import refused_head
 from megatron_lynx.apply.hooks.sites import places_of
 from megatron_lynx.apply.hooks.weight_gradients import refused_deferrals
-from megatron_lynx.apply.kinds import Classes, classes_of, dispatched_by, layers_by_kind, sections_in
+from megatron_lynx.apply.kinds import classes_of, dispatched_by, layers_by_kind, sections_in
 from megatron_lynx.apply.live_run import (
     CLASSES,
-    OWNS_USERBUFFER,
     TE_MODULE,
     LiveRun,
     captured_modules,
@@ -37,7 +35,7 @@ from megatron_lynx.apply.live_run import (
 )
 from megatron_lynx.environment import AVOIDS_RECORDING, records_operands
 from megatron_lynx.errors import Problem
-from megatron_lynx.fp8_recipes import STORED, lacking
+from megatron_lynx.fp8_recipes import STORED
 from megatron_lynx.kinds.dense.section import CORE_ATTENTION
 from megatron_lynx.kinds.experts.section import EXPERTS
 from megatron_lynx.kinds.latent.section import LATENT, SPARSE, LatentSizes
@@ -57,7 +55,7 @@ KNOWN_TRACKERS = (
 
 def refusals(plan: Plan, run: LiveRun) -> list[Problem]:
     return [
-        *refused_settings(run.config, te=run.uses_te),
+        *refused_settings(run.config, te=run.uses_te if run.layers else None),
         *refused_in_fp8(run),
         *refused_windows(plan, run),
         *_early_gradients(plan, run),
@@ -78,12 +76,15 @@ UNSET = {
 """Environment variables that change which tensors nodes save, with their defaults."""
 
 
-def refused_settings(config: Any, *, te: bool) -> Iterator[Problem]:
+def refused_settings(config: Any, *, te: bool | None) -> Iterator[Problem]:
+    """`te`: whether the rank's layers are Transformer Engine's; None: it has none."""
     experts = getattr(config, "num_moe_experts", None)
     circumstances = {
         "plan": True,
         "te": te,
+        "local": te is False,
         "fp8": te and recipe_of(config) is not None,
+        "fp4": te and recipe_of(config) == "nvfp4",
         "latent": getattr(config, "multi_latent_attention", False),
         "experts": experts,
         "flex": experts and config.moe_token_dispatcher_type == "flex",
@@ -94,23 +95,12 @@ def refused_settings(config: Any, *, te: bool) -> Iterator[Problem]:
 
 def refused_in_fp8(run: LiveRun) -> Iterator[Problem]:
     recipe = recipe_of(run.config)
-    if recipe is None:
+    if recipe is None or not run.uses_te:
         return
-    bits = "fp8" if run.config.fp8 else "fp4"
-    if not run.uses_te and run.layers:
-        setting = str(getattr(run.config, bits))
-        yield Problem(f"config.{bits}", setting, "off: these layers are Megatron's own", f"drop --{bits}-format")
-        return
-    if (known := next((stored for stored in STORED if stored == recipe), None)) is None:
+    if recipe not in STORED:
+        bits = "fp8" if run.config.fp8 else "fp4"
         todo = f"drop --{bits}-recipe, or train without a plan"
         yield Problem(f"config.{bits}_recipe", recipe, f"{' or '.join(STORED)} under a plan", todo)
-    else:
-        from transformer_engine.common import recipe as installed
-
-        if not hasattr(installed, STORED[known].made_by):
-            yield lacking(known, f"config.{bits}_recipe")
-    if bits == "fp4" and run.userbuffers:
-        yield Problem("config.tp_comm_overlap", "True", "off with --fp4-format", "drop --tp-comm-overlap: such linears have none")
     for name, nothing in UNSET.items():
         if (setting := os.environ.get(name, nothing)) != nothing:
             yield Problem(name, setting, "unset under a plan", "unset it: what nodes save then is not known")
@@ -192,14 +182,10 @@ def refused_windows(plan: Plan, run: LiveRun) -> Iterator[Problem]:
 
 
 _LAYER_CLASS = "megatron.core.transformer.transformer_layer.TransformerLayer"
-_TE_FLAGS = ("return_layernorm_output", "fsdp_group")
-"""Attributes of its linears that must be off: they return or keep tensors that belong to no item."""
-
 _OTHER_KINDS = "layers of another kind, such as hybrid models have, are not planned yet"
 
 
 def refused_layers(run: LiveRun) -> Iterator[Problem]:
-    first = next(iter(run.layers), None)
     for number, layer in run.layers.items():
         if problems := [*_other_layers(number, layer)]:
             yield from problems
@@ -210,17 +196,17 @@ def refused_layers(run: LiveRun) -> Iterator[Problem]:
         except AttributeError as missing:
             yield Problem(f"layer {number}", str(missing), "the sites of a layer", _OTHER_KINDS)
             continue
-        for section in sections:
-            held = {item: sites[item] for item in section.sites if section.fuses_norm or item.role != "norm"}
-            yield from _other_classes(number, held, classes_of(section, te=run.uses_te))
-        flags = _TE_FLAGS if run.userbuffers else (*OWNS_USERBUFFER, *_TE_FLAGS)
-        linears = [site for site in sites if site.is_linear] if run.uses_te and number == first else []  # all have one config
-        for site, flag in product(linears, flags):
-            if setting := getattr(sites[site], flag, None):
-                yield Problem(f"layer {number}.{site.name}.{flag}", str(setting), "off under a plan")
-    if run.userbuffers and run.layers and not run.uses_te:
-        todo = "drop --tp-comm-overlap, or launch with --transformer-impl transformer_engine"
-        yield Problem("config.tp_comm_overlap", "True", "off with Megatron's own layers, which have no userbuffers", todo)
+        classes = [
+            (site, classes_of(one, te=run.uses_te))
+            for one in sections
+            for site in one.sites
+            if one.fuses_norm or site.role != "norm"
+        ]
+        for site, of_role in classes:
+            known = of_role.get(site.role)
+            if known is not None and name_of(linear_in(sites[site])) not in known:
+                todo = "launch with --transformer-impl local, or with transformer_engine and its usual layers"
+                yield Problem(f"layer {number}.{site.name}", name_of(sites[site]), " or ".join(known), todo)
 
 
 def _other_layers(number: int, layer: Any) -> Iterator[Problem]:
@@ -230,15 +216,6 @@ def _other_layers(number: int, layer: Any) -> Iterator[Problem]:
     for owner, needed in owners.items():
         if name_of(owner) not in needed:
             yield Problem(f"layer {number}", name_of(owner), " or ".join(needed), _OTHER_KINDS)
-
-
-def _other_classes(number: int, sites: Mapping[Item, Module], classes: Classes) -> Iterator[Problem]:
-    for site, module in sites.items():
-        known = classes.get(site.role)
-        if known is not None and name_of(linear_in(module)) not in known:
-            needed = " or ".join(known)
-            todo = "launch with --transformer-impl local, or with transformer_engine and its usual layers"
-            yield Problem(f"layer {number}.{site.name}", name_of(module), needed, todo)
 
 
 def mismatches(plan: Plan, run: LiveRun, overlapping: bool = False) -> list[Problem]:

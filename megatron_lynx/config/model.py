@@ -138,8 +138,8 @@ class Model(Part):
     attention_dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     hidden_dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     implementation: Implementation = "local"
-    """Layer implementation (Megatron's `--transformer-impl`). Transformer Engine computes the norms inside `linear_qkv` and
-    `linear_fc1`."""
+    """Layer implementation (Megatron's `--transformer-impl`). Transformer Engine, the default with latent attention, computes the
+    norms inside `linear_qkv` and `linear_fc1`."""
     qk_norm: bool = False
     """Whether queries and keys are normalized per head (Megatron's `--qk-layernorm`), with `norm`."""
     fusions: Annotated[tuple[Fusion, ...] | None, AS_TUPLE] = None
@@ -185,13 +185,9 @@ class Model(Part):
     def _usual(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        latent = data.get("latent") is not None
-        rotary = data.get("norm") == "rmsnorm" or latent
-        return {
-            "position": "rope" if rotary else "learned",
-            **({"implementation": "transformer_engine"} if latent else {}),
-            **data,
-        }
+        if data.get("latent") is not None:
+            return {"position": "rope", "implementation": "transformer_engine"} | data
+        return {"position": "rope" if data.get("norm") == "rmsnorm" else "learned"} | data
 
     def _problems(self) -> Iterator[str]:
         if self.kv_channels is None and self.latent is None and self.hidden % self.heads:

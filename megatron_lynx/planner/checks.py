@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, PlanMismatch, Problem
-from megatron_lynx.fp8_recipes import lacking_here
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.plan.consistency import of_launch
 from megatron_lynx.plan.plan import Plan
@@ -30,8 +29,6 @@ def check_plannable(job: Job) -> None:
     for setting, needed in job.fused_dispatch.limits():
         problems.append(Problem("job: model.experts.dispatcher", setting, needed, "the job can be estimated"))
     problems += [problem for section in job.model.every_section for problem in planning_of(section).refusals(job)]
-    if (lacks := lacking_here(job.model.fp8_recipe, "job: model.fp8.recipe")) is not None:
-        problems.append(lacks)
     if not problems:  # what a plan file refuses
         contents = Plan.model_construct(**contents_of(job), stages=())
         problems = [Problem("job", text, "", "the job can be estimated") for text in of_launch(contents)]

@@ -120,6 +120,14 @@ class WeightGradients:
             return False
         return not (ledger.completes_gradients and self._reduced_in_backward())
 
+    def delays(self, linear: Linear) -> bool:
+        """Whether a weight gradient may be put off now; if not, compute pending ones of the linear, which come before it."""
+        if self.puts_off(linear):
+            return True
+        while (entry := self.take(linear)) is not None:
+            self._compute(entry, FLUSHED)
+        return False
+
     def put_off(self, linear: Linear, operands: Iterable[Tensor], pieces: Mapping[int, Callable[[], object]]) -> None:
         """Delay a weight gradient for which `puts_off` returned True; if it does not fit, compute the oldest ones first.
 
@@ -140,10 +148,6 @@ class WeightGradients:
             else:
                 self.add(entry)
         counts.deferred_bytes = max(counts.deferred_bytes, self.bytes)
-
-    def catch_up(self, linear: Linear) -> None:
-        while (entry := self.take(linear)) is not None:
-            self._compute(entry, FLUSHED)
 
     def run(self, linear: Linear, window: str) -> None:
         """Compute a linear's oldest weight gradient or piece in a wait, if any; for experts, of all or a group of them."""

@@ -19,7 +19,6 @@ from megatron_lynx.advise.today import Row, as_stock, asked_launch
 from megatron_lynx.cost.step import StepRange
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import Infeasible, Problem
-from megatron_lynx.fp8_recipes import _text_of_recipes, lacking
 from megatron_lynx.launch_arguments import job_of, read_launch
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.stock import StockSetting, priced
@@ -310,33 +309,6 @@ def test_graphs_are_held_against_a_plan_as_if_the_host_took_no_time() -> None:
     assert "today's graphs: as if the host took no time" in said
     assert "left out of the launch under a plan: --cuda-graph-impl --te-rng-tracker" in said
     assert "stock none, graphs" in said
-
-
-@pytest.mark.parametrize("recipes", ["DelayedScaling", "DelayedScaling, MXFP8BlockScaling", None])
-def test_a_recipe_that_the_installed_transformer_engine_lacks_is_refused_at_planning(
-    recipes: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only installing a plan refused it, after the queue. What is installed is read, not imported: that takes a GPU's libraries.
-    Where nothing is installed (None) nothing is known against it."""
-    if recipes is not None:
-        folder = tmp_path / "transformer_engine"
-        (folder / "common" / "recipe").mkdir(parents=True)
-        (folder / "__init__.py").write_text("raise OSError('libcudnn.so.9: cannot open shared object file')")
-        (folder / "common" / "recipe" / "__init__.py").write_text(f"from somewhere import {recipes}")
-        monkeypatch.syspath_prepend(tmp_path)
-    words = f"{LAUNCH} --fp8-format e4m3 --fp8-recipe mxfp8 --transformer-impl transformer_engine"
-    asked = asked_launch(shlex.split(words), "b200-180g")
-    _text_of_recipes.cache_clear()
-    found = answered(asked.job, analytic_profile(asked.job), asked.reading, near=False)
-    _text_of_recipes.cache_clear()
-    if recipes == "DelayedScaling":
-        same = str(lacking("mxfp8", "job: model.fp8.recipe"))  # as at an installation
-        assert [str(each) for each in found.problems] == [
-            f"{same}; or plan for another machine where no Transformer Engine is installed"
-        ]
-        assert found.launch.row is not None, "what it takes today is told all the same"
-    else:
-        assert found.plan is not None
 
 
 @pytest.mark.parametrize(("share", "run"), [(1.02, "launch"), (0.995, "launch"), (0.98, "plan")])

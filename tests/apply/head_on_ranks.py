@@ -224,7 +224,6 @@ def unfit(chunk: Any) -> None:
     chunk.config.defer_embedding_wgrad_compute = True
     chunk.config.enable_autocast = True
     chunk.config.config_logger_dir = "logs"
-    chunk.config.cross_entropy_loss_fusion, chunk.config.cross_entropy_fusion_impl = True, "linear"
     chunk.output_layer.gather_output = True
     chunk.output_layer.output_dtype = torch.float32
     chunk.output_layer.bias = torch.nn.Parameter(torch.zeros(1))

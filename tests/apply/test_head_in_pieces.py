@@ -161,7 +161,6 @@ def test_all_that_is_unfit_is_said_at_once(pool_of):
         "config.config_logger_dir",
         "config.defer_embedding_wgrad_compute",
         "config.enable_autocast",
-        "config.cross_entropy_fusion_impl",
         "output_layer.bias",
         "output_layer.gather_output",
         "output_layer.output_dtype",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lynx.apply.hooks.weight_gradients import Cutter, LinearOf, _Store
+from megatron_lynx.apply.hooks.weight_gradients import LinearOf, Store
 from megatron_lynx.figures import Figures
 from megatron_lynx.runtime.device import Trace
 from megatron_lynx.runtime.frame import ChunkPolicy
@@ -34,7 +34,7 @@ class Backward:
         progress: Any = self.progress
         self.gradients = WeightGradients(progress, [deferral], Surroundings(()), reduced_in_backward=lambda: True)
         module = SimpleNamespace(apply_bias=False, gemm_bias_unfused_add=False)
-        self.store = _Store(None, self.gradients, FC1, module, Cutter())  # type: ignore[arg-type]
+        self.store = Store(None, self.gradients, FC1, module)
         self.order: list[int] = []
 
     def of(self, micro_batch: int, *, last: bool = False) -> None:

@@ -38,7 +38,7 @@ def problems(data: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("compressed", [True, False])
 def test_a_plan_of_latent_attention_is_read_as_it_was_written(compressed: bool, tmp_path: Any) -> None:
-    recompute = ("input_layernorm", "linear_kv_up_proj", "rotary")
+    recompute = ("input_layernorm", "kv_layernorm", "linear_kv_up_proj", "rotary")
     plan = validated(Plan, plan_data(compressed=compressed, recompute=recompute), "plan.yaml")
     text = dump_plan(plan)
     (tmp_path / "plan.yaml").write_text(text)
@@ -64,10 +64,10 @@ def test_a_rule_speaks_of_the_attention_that_the_model_has() -> None:
 @pytest.mark.parametrize(
     ("recompute", "missing"),
     [
-        (("rotary",), "linear_q_up_proj"),
+        (("q_layernorm", "rotary"), "linear_q_up_proj"),
         (("q_layernorm", "linear_q_up_proj"), "rotary"),
-        (("core_attention",), "linear_q_up_proj, rotary"),
-        (("linear_kv_up_proj", "attention_bda"), "linear_q_up_proj, rotary"),
+        (("q_layernorm", "core_attention"), "linear_q_up_proj, rotary"),
+        (("q_layernorm", "kv_layernorm", "linear_kv_up_proj", "attention_bda"), "linear_q_up_proj, rotary"),
     ],
 )
 def test_what_a_fused_kernel_turns_in_place_is_not_turned_twice(recompute: tuple[str, ...], missing: str) -> None:

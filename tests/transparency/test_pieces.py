@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_lynx.anatomy import EXPERTS, LINEARS
 from megatron_lynx.anatomy.address import RECV_BACKWARD, is_forward
-from megatron_lynx.apply.hooks.weight_gradients import Cutter, refused_pieces
+from megatron_lynx.apply.hooks.weight_gradients import LinearOf, cut, proven, refused_pieces
 from megatron_lynx.config.job import Budget
 from megatron_lynx.cost import section
 from megatron_lynx.plan.plan import Plan
@@ -103,9 +103,10 @@ def test_experts_in_groups(pool_of: Pools) -> None:
     """Of experts that run one by one each wait takes a group; their GEMMs are as before."""
     job = job_of("EP2", layers=2)
     plan = deferring(plans(job)[0], EXPERTS.linears, into_exchanges)
-    for whole, cut in counts_of(pool_of, job, [plan, in_pieces(plan, dict.fromkeys(EXPERTS.linears, 2))], trial_of(**STATEFUL)):
-        assert cut.deferred == whole.deferred
-        assert 0 < cut.filled <= whole.filled
+    candidates = [plan, in_pieces(plan, dict.fromkeys(EXPERTS.linears, 2))]
+    for whole, pieces in counts_of(pool_of, job, candidates, trial_of(**STATEFUL)):
+        assert pieces.deferred == whole.deferred
+        assert 0 < pieces.filled <= whole.filled
 
 
 def test_shapes_that_differ_stay_whole(caplog: pytest.LogCaptureFixture) -> None:
@@ -116,18 +117,18 @@ def test_shapes_that_differ_stay_whole(caplog: pytest.LogCaptureFixture) -> None
         for part, of in zip(*halves, strict=True) if len(out) < 16 else [(given, gradient)]:
             out.add_(of.t() @ part)
 
-    weight = torch.empty(32, 8)
-    weight.main_grad = torch.zeros(32, 8)  # type: ignore[attr-defined]
-    cutter = Cutter()
-    for pieces in (2, 4, 4):
-        cutter.prove(gemm, weight, 64, pieces)
-    cutter.say_whole()
+    module = torch.nn.Linear(8, 32)
+    module.weight.main_grad = torch.zeros(32, 8)  # type: ignore[assignment]
+    linears = (
+        LinearOf(layer, "mlp", "linear_fc1", "column_parallel", pieces=pieces) for layer, pieces in enumerate((1, 2, 4, 4))
+    )
+    equal = proven(64, dict.fromkeys(linears, module), lambda dtype: gemm)
     said = "weight gradients stay whole, because their pieces differ in bits on this device: 32 x 8 in 4"
     assert caplog.messages == [said]
     operands, out = (torch.randn(64, 8), torch.randn(64, 32)), torch.zeros(32, 8)
-    assert cutter.cut(gemm, operands, out, 4) is None
-    assert cutter.cut(gemm, (operands[0][:32], operands[1][:32]), out, 2) is None, "nobody has compared so few tokens"
-    pieces = cutter.cut(gemm, operands, out, 2)
+    assert cut(gemm, operands, out, 4, equal) is None
+    assert cut(gemm, (operands[0][:32], operands[1][:32]), out, 2, equal) is None, "nobody has compared so few tokens"
+    pieces = cut(gemm, operands, out, 2, equal)
     assert pieces is not None
     for compute in pieces.values():
         compute()

@@ -196,30 +196,31 @@ def _check_call(given: Mapping[str, Any], projection: Module) -> None:
 
 WHOLE = "plan without a head in pieces (head)"
 
-LOSSES = ("native", "te")
-"""Megatron's fused losses; each treats rows independently."""
-
-MODEL = "megatron.core.models.gpt.gpt_model.GPTModel"
 PROJECTION = "megatron.core.tensor_parallel.layers.ColumnParallelLinear"
-OVERRIDDEN = {
-    "forward": MODEL,
-    "_postprocess": MODEL,
-    "_scale_logits": "megatron.core.models.common.language_module.language_module.LanguageModule",
-    "compute_language_model_loss": "megatron.core.models.common.language_module.language_module.LanguageModule",
-}
-"""Methods that a subclass must not override, with their owners. Releases before 0.17 have no `_scale_logits`."""
+_MODEL = "megatron.core.models.gpt.gpt_model.GPTModel"
+_LANGUAGE = "megatron.core.models.common.language_module.language_module.LanguageModule"
+KNOWN = (
+    f"{_MODEL}.forward",
+    f"{_MODEL}._postprocess",
+    f"{_LANGUAGE}._scale_logits",
+    f"{_LANGUAGE}.compute_language_model_loss",
+)
+"""Methods that must be Megatron's own. Releases before 0.17 have no `_scale_logits`."""
 
 
 def refused_head(plan: Plan, run: LiveRun) -> Iterator[Problem]:
     if plan.head is None:
         return
     yield from refused(run.config, ["head"])
-    impl = getattr(run.config, "cross_entropy_fusion_impl", "native")
-    if run.config.cross_entropy_loss_fusion and impl not in LOSSES:
-        yield Problem("config.cross_entropy_fusion_impl", str(impl), " or ".join(LOSSES), f"launch with one of these, or {WHOLE}")
-    if (chunk := head_chunk(run)) is not None:
-        yield from _another_model(chunk)
-        yield from _another_projection(chunk)
+    if (chunk := head_chunk(run)) is None:
+        return
+    for known in KNOWN:
+        method = known.rpartition(".")[2]
+        code = getattr(chunk, method, None)
+        found = f"{getattr(code, '__module__', '')}.{getattr(code, '__qualname__', name_of(code))}"
+        if code is not None and found != known:
+            yield Problem(f"model.{method}", found, f"{known} with a head in pieces", f"train Megatron's, or {WHOLE}")
+    yield from _another_projection(chunk)
 
 
 def readers_of_logits(projection: Module) -> list[str]:
@@ -228,16 +229,6 @@ def readers_of_logits(projection: Module) -> list[str]:
 
 def head_chunk(run: LiveRun) -> Any:
     return run.chunks[-1] if getattr(run.chunks[-1], "post_process", False) else None
-
-
-def _another_model(chunk: Module) -> Iterator[Problem]:
-    for method, owner in OVERRIDDEN.items():
-        defined = next((base for base in type(chunk).__mro__ if method in vars(base)), None)
-        definer = None if defined is None else f"{defined.__module__}.{defined.__qualname__}"
-        if method_of_chunk := vars(chunk).get(method):
-            definer = getattr(method_of_chunk, "__qualname__", name_of(method_of_chunk))
-        if definer not in (None, owner):
-            yield Problem(f"model.{method}", f"{definer}'s", f"{owner}'s with a head in pieces", f"train Megatron's, or {WHOLE}")
 
 
 def _another_projection(chunk: Any) -> Iterator[Problem]:

@@ -24,15 +24,14 @@ import inspect
 import logging
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_lynx.anatomy import EXPERTS_LINEARS, Half, Role
 from megatron_lynx.anatomy.address import FrameKey
@@ -54,6 +53,8 @@ Gemm = Callable[[Tensor, Tensor, Tensor], Any]
 """Adds the weight gradient of an input and of its output's gradient to a `main_grad`, or to rows of it."""
 Shape = tuple[int, int, int, int]
 """(tokens, inputs, outputs, pieces)."""
+Pieces = Mapping[int, Callable[[], object]]
+"""By index."""
 
 
 class LinearOf(NamedTuple):
@@ -154,45 +155,46 @@ def in_rows(gemm: Gemm, given: Tensor, gradient: Tensor, out: Tensor, rows: slic
     gemm(given, gradient[:, rows].contiguous(), out[rows])
 
 
-@dataclass(frozen=True)
-class Cutter:
-    """Cuts the linears of one rank. `equal`: whether a shape in pieces is equal to the whole in every bit."""
+def equal_in_rows(gemm: Gemm, weight: Tensor, tokens: int, pieces: int) -> bool:
+    """Whether a weight gradient of this shape in blocks of rows equals the whole in every bit. `weight`: has the `main_grad`."""
+    outputs, inputs = weight.shape
+    generator = torch.Generator(weight.device).manual_seed(0)
 
-    equal: dict[Shape, bool] = field(default_factory=dict)
+    def drawn(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(rows, columns, dtype=dtype, device=weight.device, generator=generator)
 
-    def prove(self, gemm: Gemm, weight: Tensor, tokens: int, pieces: int) -> None:
-        """Compare the weight gradient of a shape whole and in blocks of rows. `weight`: has the `main_grad`."""
+    given, gradient = drawn(tokens, inputs, weight.dtype), drawn(tokens, outputs, weight.dtype)
+    whole = drawn(outputs, inputs, weight.main_grad.dtype)  # type: ignore[attr-defined]
+    blocks = whole.clone()
+    gemm(given, gradient, whole)
+    for rows in parts(outputs, pieces):
+        in_rows(gemm, given, gradient, blocks, rows)
+    return torch.equal(whole, blocks)
+
+
+def proven(tokens: int, linears: Mapping[LinearOf, Module], gemm_of: Callable[[Any], Gemm]) -> frozenset[Shape]:
+    """The shapes of these linears that may be cut; warns of those that stay whole. `tokens`: rows of an input."""
+    equal: dict[Shape, bool] = {}
+    for linear, module in linears.items():
+        if linear.pieces == 1 or linear.of_experts:
+            continue
+        (weight,) = weights_of(module)
         outputs, inputs = weight.shape
-        if (shape := (tokens, inputs, outputs, pieces)) in self.equal:
-            return
-        generator = torch.Generator(weight.device).manual_seed(0)
+        if (shape := (tokens, inputs, outputs, linear.pieces)) not in equal:
+            equal[shape] = equal_in_rows(gemm_of(weight.main_grad.dtype), weight, tokens, linear.pieces)  # type: ignore[attr-defined]
+    if differing := [shape for shape, same in equal.items() if not same]:
+        shapes = ", ".join(f"{outputs} x {inputs} in {pieces}" for _, inputs, outputs, pieces in differing)
+        log.warning("weight gradients stay whole, because their pieces differ in bits on this device: %s", shapes)
+    return frozenset(equal.keys() - differing)
 
-        def drawn(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-            return torch.randn(rows, columns, dtype=dtype, device=weight.device, generator=generator)
 
-        given, gradient = drawn(tokens, inputs, weight.dtype), drawn(tokens, outputs, weight.dtype)
-        whole = drawn(outputs, inputs, weight.main_grad.dtype)  # type: ignore[attr-defined]
-        blocks = whole.clone()
-        gemm(given, gradient, whole)
-        for rows in parts(outputs, pieces):
-            in_rows(gemm, given, gradient, blocks, rows)
-        self.equal[shape] = torch.equal(whole, blocks)
-
-    def say_whole(self) -> None:
-        differing = [shape for shape, equal in self.equal.items() if not equal]
-        if differing:
-            shapes = ", ".join(f"{outputs} x {inputs} in {pieces}" for _, inputs, outputs, pieces in differing)
-            log.warning("weight gradients stay whole, because their pieces differ in bits on this device: %s", shapes)
-
-    def cut(
-        self, gemm: Gemm, operands: tuple[Tensor, Tensor], out: Tensor, pieces: int
-    ) -> dict[int, Callable[[], object]] | None:
-        """The pieces of a weight gradient, or None if it stays whole."""
-        given, gradient = (operand.flatten(0, -2) for operand in operands)
-        if not self.equal.get((*given.shape, gradient.shape[-1], pieces), False):
-            return None
-        blocks = enumerate(parts(len(out), pieces))
-        return {piece: partial(in_rows, gemm, given, gradient, out, rows) for piece, rows in blocks}
+def cut(gemm: Gemm, operands: tuple[Tensor, Tensor], out: Tensor, pieces: int, equal: Container[Shape]) -> Pieces | None:
+    """The pieces of a weight gradient, or None if it stays whole. `equal`: the shapes that may be cut."""
+    given, gradient = (operand.flatten(0, -2) for operand in operands)
+    if (*given.shape, gradient.shape[-1], pieces) not in equal:
+        return None
+    blocks = enumerate(parts(len(out), pieces))
+    return {piece: partial(in_rows, gemm, given, gradient, out, rows) for piece, rows in blocks}
 
 
 def te_gemm(weight_gradient: Callable[..., Any]) -> tuple[Gemm, Tensor]:
@@ -230,51 +232,33 @@ def refused_pieces(place: str, module: Any, experts: int, pieces: int, *, fp8: b
         yield Problem(where, found, "a GEMM of its own: this one makes the bias gradient, too", TODO)
 
 
-def _cutter(plan: Plan, run: LiveRun, linears: Mapping[LinearOf, Module], gemm_of: Callable[[Any], Gemm]) -> Cutter:
-    cutter = Cutter()
-    for linear, module in linears.items():
-        if linear.pieces > 1 and not linear.of_experts:
-            (weight,) = weights_of(module)
-            tokens = plan.model.seq // run.context * plan.batch.micro
-            cutter.prove(gemm_of(weight.main_grad.dtype), weight, tokens, linear.pieces)  # type: ignore[attr-defined]
-    cutter.say_whole()
-    return cutter
-
-
 def claims(engine: Engine, plan: Plan, run: LiveRun, linears: Mapping[LinearOf, Module]) -> Iterator[Claim]:
+    tokens = plan.model.seq // run.context * plan.batch.micro
+    yield from (_te_claims if run.uses_te else _local_claims)(engine.weight_gradients, tokens, linears)
+
+
+def _local_claims(gradients: WeightGradients, tokens: int, linears: Mapping[LinearOf, Module]) -> Iterator[Claim]:
     from megatron.core.tensor_parallel import layers
 
     extension = layers.fused_weight_gradient_mlp_cuda
     gemms = {torch.float32: extension.wgrad_gemm_accum_fp32}
-    cutter = _cutter(plan, run, linears, lambda dtype: gemms.get(dtype, extension.wgrad_gemm_accum_fp16))
-    of_half: dict[FrameKey, dict[LinearOf, Module]] = defaultdict(dict)
+    equal = proven(tokens, linears, lambda dtype: gemms.get(dtype, extension.wgrad_gemm_accum_fp16))
+    of_half: dict[FrameKey | None, dict[LinearOf, Module]] = defaultdict(dict)
     for linear, module in linears.items():
         of_half[linear.frame][linear] = module
-    owners: dict[FrameKey, Any] = defaultdict(WeakIdKeyDictionary)  # cached: a half has as many linears as a rank has experts
-
-    def owner_of(half: FrameKey | None, main_grad: Tensor) -> LinearOf | None:
-        if half not in of_half:
-            return None
-        if main_grad not in owners[half]:
-            having = (of for of, module in of_half[half].items() if getattr(module.weight, "main_grad", None) is main_grad)
-            owners[half][main_grad] = next(having, None)
-        return owners[half][main_grad]  # type: ignore[no-any-return]
 
     def hooked(original: Any) -> Any:
         @wraps(original)
         def accumulate(total_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-            gradients = engine.weight_gradients
-            linear = owner_of(gradients.backward_of, main_grad)
-            if linear is None:
+            of = of_half.get(gradients.backward_of, {})
+            owners = (linear for linear, module in of.items() if getattr(module.weight, "main_grad", None) is main_grad)
+            if (linear := next(owners, None)) is None or not gradients.delays(linear.linear):
                 original(total_input, grad_output, main_grad)
-            elif gradients.puts_off(linear.linear):
-                operands = total_input.detach(), grad_output.detach()
-                pieces = None if linear.of_experts else cutter.cut(original, operands, main_grad, linear.pieces)
-                whole = {linear.piece: partial(original, *operands, main_grad)}
-                gradients.put_off(linear.linear, operands, pieces or whole)
-            else:
-                gradients.catch_up(linear.linear)
-                original(total_input, grad_output, main_grad)
+                return
+            operands = total_input.detach(), grad_output.detach()
+            pieces = None if linear.of_experts else cut(original, operands, main_grad, linear.pieces, equal)
+            whole = {linear.piece: partial(original, *operands, main_grad)}
+            gradients.put_off(linear.linear, operands, pieces or whole)
 
         return accumulate
 
@@ -282,33 +266,27 @@ def claims(engine: Engine, plan: Plan, run: LiveRun, linears: Mapping[LinearOf, 
         yield Claim(extension, name, hooked, "adds a weight gradient to where it lies")
 
 
-def te_claims(engine: Engine, plan: Plan, run: LiveRun, linears: Mapping[LinearOf, Module]) -> Iterator[Claim]:
-    cutter = _cutter(plan, run, linears, lambda dtype: te_gemm_alone())
+def _te_claims(gradients: WeightGradients, tokens: int, linears: Mapping[LinearOf, Module]) -> Iterator[Claim]:
+    equal = proven(tokens, linears, lambda dtype: te_gemm_alone())
     for linear, module in linears.items():
-
-        def hooked(original: Any, linear: LinearOf = linear, module: Module = module) -> Any:
-            return _Store(original, engine.weight_gradients, linear, module, cutter)
-
-        yield Claim(module, "wgrad_store", hooked, "is asked whether to compute a weight gradient now", linear.place)
+        store = partial(Store, gradients=gradients, of=linear, module=module, equal=equal)
+        yield Claim(module, "wgrad_store", store, "is asked whether to compute a weight gradient now", linear.place)
 
 
-class _Store:
-    def __init__(self, original: Any, gradients: WeightGradients, linear: LinearOf, module: Any, cutter: Cutter) -> None:
-        self._original = original
-        self._gradients = gradients
-        self._half, self._linear = linear.frame, linear.linear
-        self._of, self._cutter = linear, cutter
-        self._module = module
+@dataclass(eq=False)
+class Store:
+    """Stands for the `WeightGradStore` of a linear of Transformer Engine's. `equal`: the shapes that may be cut."""
+
+    original: Any
+    gradients: WeightGradients
+    of: LinearOf
+    module: Any
+    equal: Container[Shape] = ()
 
     def delay_wgrad_compute(self) -> bool:
         """In backward: whether the linear delays its weight gradient. In forward: True, because since 2.15 the store reaches
         backward only then."""
-        if self._gradients.backward_of != self._half:
-            return True
-        if self._gradients.puts_off(self._linear):
-            return True
-        self._gradients.catch_up(self._linear)
-        return False
+        return self.gradients.backward_of != self.of.frame or self.gradients.delays(self.of.linear)
 
     def put(self, tensor_list: Sequence[Any], func: Callable[..., tuple[Any, Any]]) -> None:
         operands = [
@@ -318,34 +296,33 @@ class _Store:
         def compute() -> None:
             made = func(*operands)  # of a grouped linear, another tuple
             if self._makes_bias_gradient and (gradient := made[1]) is not None and gradient.numel():
-                bias = self._module.bias
+                bias = self.module.bias
                 bias.main_grad.add_(gradient.to(bias.dtype).view_as(bias))
 
-        if self._gradients.puts_off(self._linear):
-            pieces = self._pieces(operands, func) if self._of.pieces > 1 else None
-            self._gradients.put_off(self._linear, memory_of(operands[:2]), pieces or {self._of.piece: compute})
+        if self.gradients.delays(self.of.linear):
+            pieces = self._pieces(operands, func) if self.of.pieces > 1 else None
+            self.gradients.put_off(self.of.linear, memory_of(operands[:2]), pieces or {self.of.piece: compute})
         else:
-            self._gradients.catch_up(self._linear)
             compute()
         if self._makes_bias_gradient and type(operands[1]) is Tensor:
-            self._module.bias.grad = torch.zeros_like(self._module.bias)  # DDP's hook needs one; adding zeros changes nothing
+            self.module.bias.grad = torch.zeros_like(self.module.bias)  # DDP's hook needs one; adding zeros changes nothing
 
-    def _pieces(self, operands: Sequence[Any], func: Callable[..., Any]) -> dict[int, Callable[[], object]] | None:
+    def _pieces(self, operands: Sequence[Any], func: Callable[..., Any]) -> Pieces | None:
         """Pieces of a weight gradient that is cut; None if it stays whole. A grouped linear has lists of all experts."""
-        if not self._of.of_experts:
+        if not self.of.of_experts:
             gemm, out = te_gemm(func)
-            return self._cutter.cut(gemm, (operands[0], operands[1]), out, self._of.pieces)
-        if self._of.expert is not None:
+            return cut(gemm, (operands[0], operands[1]), out, self.of.pieces, self.equal)
+        if self.of.expert is not None:
             return None
-        groups = enumerate(parts(len(operands[0]), self._of.pieces))
+        groups = enumerate(parts(len(operands[0]), self.of.pieces))
         return {piece: partial(func, *(operand[group] for operand in operands)) for piece, group in groups}
 
     @property
     def _makes_bias_gradient(self) -> bool:
-        return bool(self._module.apply_bias and not self._module.gemm_bias_unfused_add)
+        return bool(self.module.apply_bias and not self.module.gemm_bias_unfused_add)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)
+        return getattr(self.original, name)
 
 
 def puts_off_gathered(engine: Engine, linears: Iterable[LinearOf]) -> Callable[[], bool]:
