@@ -35,9 +35,7 @@ class Claim:
         another model's installation."""
         attribute = getattr(self.owner, self.name, _ABSENT)
         if attribute is _ABSENT:
-            return Problem(
-                self.where, "nothing", f"a function, {self.reason}", "report the Megatron version: it is not as recorded"
-            )
+            return Problem(self.where, "nothing", f"a function, {self.reason}", "use a release of Megatron that has it")
         of_nobody = isinstance(self.owner, ModuleType | type)
         if getattr(attribute, MARK, False) and not (around_others and of_nobody):
             return Problem(

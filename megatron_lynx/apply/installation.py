@@ -20,7 +20,7 @@ from megatron_lynx.apply.hooks.head_in_pieces import head_chunk
 from megatron_lynx.apply.hooks.random_state import MegatronRandom, left_as_they_were
 from megatron_lynx.apply.hooks.sites import marked_in, may_draw_in
 from megatron_lynx.apply.kinds import layers_by_kind, sections_in
-from megatron_lynx.apply.live_run import LiveRun, is_hybrid, live_run, of_all_ranks, overlapped, recipe_of
+from megatron_lynx.apply.live_run import LiveRun, is_hybrid, live_run, of_all_ranks, overlapped, owner_of, recipe_of
 from megatron_lynx.apply.refusals import mismatches, refusals
 from megatron_lynx.apply.releases import present_release, present_te
 from megatron_lynx.apply.transformer_engine import Fp8Autocast
@@ -216,7 +216,10 @@ def _policy(plan: Plan, stage: Stage, planned: PlannedHalf, section: Section, ga
     if planned.checkpoint:
         recomputed |= {GATHERED.name}
     falls_back = stage.experts_hold is not None and section.on_rows - recomputed and not planned.checkpoint
-    hooks = ForwardHooks(module.modules(), _waits_for_weights) if recomputed or falls_back else NO_HOOKS
+    hooks, marked = NO_HOOKS, tuple[object, ...]()
+    if recomputed or falls_back:
+        hooks = ForwardHooks(module.modules(), _waits_for_weights)
+        marked = (owner_of(module, planned.half, section.owner), *(marked_in(section, module) if planned.checkpoint else ()))
     rest_in_wait = planned.rest_after is not None and not section.exchanges
     gathers = plan.parallel.sequence_parallel and (planned.gathers or planned.gathers_ahead or rest_in_wait)
     kept = plan.parallel.sequence_parallel and not planned.checkpoint
@@ -231,7 +234,7 @@ def _policy(plan: Plan, stage: Stage, planned: PlannedHalf, section: Section, ga
         chunk=stage.chunk,
         may_draw=may_draw_in(section, module, recomputed),
         stays=stays,
-        marked=marked_in(section, module) if planned.checkpoint else (),
+        marked=marked,
         allowed_load=stage.experts_hold if falls_back else None,
         hooks=hooks,
     )

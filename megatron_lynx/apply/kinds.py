@@ -18,7 +18,6 @@ from megatron_lynx.apply.hook import Claim
 from megatron_lynx.apply.hooks import collectives, halves
 from megatron_lynx.apply.hooks.sites import places_of
 from megatron_lynx.apply.live_run import LiveRun, captured_modules, module_at, name_of, overlapped
-from megatron_lynx.apply.releases import installed_version
 from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.captured import ROUTER, in_graph
 from megatron_lynx.kinds.dense.section import ATTENTION, MLP
@@ -70,16 +69,6 @@ class HeldHalf(Running):
 
     def section_in(self, layer: Module) -> Section | None:
         return self._section if self._recognised is None or self._recognised(layer) else None
-
-
-class HeldDeltaNet(HeldHalf):
-    def refusals(self, plan: Plan, run: LiveRun, layers: Layers) -> Iterator[Problem]:
-        """Before 0.18 Megatron's code has no name for the rule that a hook could replace."""
-        places = ((entry, layer) for entry in plan.chunks_of(run.stage) for layer in entry.layers if layer in layers)
-        touched = (layer for entry, layer in places if entry.offload or entry.rule_for(layer).recomputed(DELTA_NET))
-        if (layer := next(touched, None)) and not hasattr(module_at(layers[layer], IN_ATTENTION), "gated_delta_rule"):
-            needed = "0.18 or later where a plan recomputes or offloads inside of gated delta nets"
-            yield Problem("megatron.core", installed_version(), needed, "keep the items of these layers' attention halves")
 
 
 class HeldLatentAttention(Running):
@@ -221,7 +210,7 @@ IS: dict[OpaqueName, Callable[[Any], bool]] = {
 FACES: list[Running] = [HeldHalf(ATTENTION), HeldHalf(MLP), HeldLatentAttention(), HeldSparseAttention(), HeldExperts()]
 FACES += [HeldHalf(OPAQUE[name], recognised) for name, recognised in IS.items()]
 FACES += [
-    HeldDeltaNet(DELTA_NET, lambda layer: _class_in(layer, IN_ATTENTION) == "GatedDeltaNet", "delta"),
+    HeldHalf(DELTA_NET, lambda layer: _class_in(layer, IN_ATTENTION) == "GatedDeltaNet", "delta"),
     HeldHalf(MAMBA, lambda layer: _class_in(layer, "mixer") != "", "mamba"),
 ]
 """The usual content of each half first: it accepts every layer."""

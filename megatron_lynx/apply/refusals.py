@@ -40,7 +40,6 @@ from megatron_lynx.kinds.dense.section import CORE_ATTENTION
 from megatron_lynx.kinds.experts.section import EXPERTS
 from megatron_lynx.kinds.latent.section import LATENT, SPARSE, LatentSizes
 from megatron_lynx.limits import refused
-from megatron_lynx.plan.facts import IN_BF16
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.timetables import timetable_of
 
@@ -220,11 +219,11 @@ def _other_layers(number: int, layer: Any) -> Iterator[Problem]:
 
 def mismatches(plan: Plan, run: LiveRun, overlapping: bool = False) -> list[Problem]:
     """Every difference between the plan and the run. `overlapping`: the run has no flushes."""
-    problems = [*_facts(plan, run)]
-    needed = "double_buffered" if overlapping else "flush"
+    problems, needed = list[Problem](), "double_buffered" if overlapping else "flush"
     if plan.schedule != needed:
         run_schedule = f"{needed}, as this run has it"
-        problems.insert(0, Problem("plan: schedule", plan.schedule, run_schedule, "make a plan for this schedule"))
+        problems.append(Problem("plan: schedule", plan.schedule, run_schedule, "make a plan for this schedule"))
+    problems += _facts(plan, run)
     if not plan.chunks_of(run.stage):
         problems.append(Problem("plan: stages", f"no stage {run.stage}", f"one for each of {run.pipeline} pipeline ranks"))
     elif plan.parallel.chunks == len(run.chunks):
@@ -242,13 +241,10 @@ def _named(settings: Any, kind: str) -> dict[str, Any]:
 
 
 def facts_of_launch(args: Any) -> dict[str, Any]:
-    several = getattr(args, "tensor_model_parallel_size", None) != 1
     facts = {
         **_named(args, "argument"),
         "parallel.chunks": getattr(args, "virtual_pipeline_model_parallel_size", None) or 1,
-        "parallel.sequence_parallel": bool(getattr(args, "sequence_parallel", False)) and several,
-        "parallel.userbuffers": bool(getattr(args, "tp_comm_overlap", False)) and several,
-        **_of_model(args),
+        **_of_settings(args, several=getattr(args, "tensor_model_parallel_size", None) != 1),
     }
     if not getattr(args, "hybrid_layer_pattern", None):  # two of its layers may be one of a plan's (`live_run`)
         facts["model.layers"] = getattr(args, "num_layers", None)
@@ -267,10 +263,8 @@ def facts_of_run(plan: Plan, run: LiveRun) -> dict[str, Any]:
         "parallel.context": run.context,
         "parallel.pipeline": run.pipeline,
         "parallel.chunks": len(run.chunks),
-        "parallel.sequence_parallel": bool(config.sequence_parallel and run.tensor > 1),
-        "parallel.userbuffers": run.userbuffers,
         "model.layers": run.all_layers,
-        **_of_model(config),
+        **_of_settings(config, several=run.tensor > 1),
         "model.kv_groups": config.num_attention_heads if latent else config.num_query_groups,
         "model.captured": captured_modules(config),
     }
@@ -287,15 +281,20 @@ def facts_of_run(plan: Plan, run: LiveRun) -> dict[str, Any]:
     return facts
 
 
-def _of_model(settings: Any) -> dict[str, Any]:
+def _of_settings(settings: Any, *, several: bool) -> dict[str, Any]:
+    """Facts that Megatron's arguments and a model's config say alike. `several`: whether there are tensor-parallel ranks."""
     recipe, held = recipe_of(settings), ("fp8_param_gather", "fp8_param", "fp4_param")
+    ends = recipe is not None and getattr(settings, "first_last_layers_bf16", False)  # as `get_fp8_context` reads them
     return {
+        "parallel.sequence_parallel": bool(getattr(settings, "sequence_parallel", False)) and several,
+        "parallel.userbuffers": bool(getattr(settings, "tp_comm_overlap", False)) and several,
         **_named(settings, "setting"),
         "model.mtp": getattr(settings, "mtp_num_layers", None) or 0,
         "model.moe_overlapped": overlapped(settings),
         "model.fp8": recipe,
         "model.fp8_parameters": recipe is not None and any(getattr(settings, name, False) for name in held),
-        **(layers_in_bf16(settings) if recipe else {}),
+        "model.first_in_bf16": settings.num_layers_at_start_in_bf16 if ends else 0,
+        "model.last_in_bf16": settings.num_layers_at_end_in_bf16 if ends else 0,
     }
 
 
@@ -327,13 +326,6 @@ def _facts(plan: Plan, run: LiveRun) -> Iterator[Problem]:
     for key, planned, fact in differences:
         part = key.partition(".")[0].replace("parallel", "layout")
         yield Problem(f"plan: {key}", str(planned), f"{fact}, as this run has it", f"make a plan for this {part}")
-
-
-def layers_in_bf16(config: Any) -> dict[str, int]:
-    """Layers that Megatron keeps in bf16 at each end of a model in FP8 (`get_fp8_context`), by a plan's key."""
-    asked = getattr(config, "first_last_layers_bf16", False)
-    numbers = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
-    return {f"model.{key}": getattr(config, name) if asked else 0 for key, name in zip(IN_BF16, numbers, strict=True)}
 
 
 def _kinds(plan: Plan, run: LiveRun) -> Iterator[Problem]:

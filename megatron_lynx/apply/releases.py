@@ -100,14 +100,18 @@ KNOWN = releases_in(Path(__file__).with_suffix(".json"))
 KNOWN_TE = releases_in(Path(__file__).with_name("transformer_engine.json"))
 
 
+def imported(module: str, name: str) -> Any:
+    """The module. Raises `HookRefused` if it cannot be imported: it may lack triton, or libraries of a GPU."""
+    try:
+        return import_module(module)
+    except (ImportError, OSError, RuntimeError) as missing:
+        problem = Problem(module, str(missing), "it, to be imported", "install it")
+        raise HookRefused(f"{name} cannot be imported", [problem]) from None
+
+
 def installed_version() -> str:
     """The version of the imported megatron-core, e.g. `0.16.1`. Raises `HookRefused` if it cannot be imported."""
-    try:
-        from megatron.core import __version__
-    except ModuleNotFoundError as missing:  # 0.18 and 0.19 import triton, which torch for CPUs does not install
-        problem = Problem("megatron.core", f"no module {missing.name}", "it, to be imported", "install it")
-        raise HookRefused("megatron-core cannot be imported", [problem]) from None
-    return str(__version__)
+    return str(imported("megatron.core", "megatron-core").__version__)
 
 
 def present_release() -> Release:
@@ -116,12 +120,8 @@ def present_release() -> Release:
 
 
 def installed_te() -> str:
-    try:
-        import transformer_engine.pytorch
-    except (ImportError, OSError, RuntimeError) as missing:  # it looks for its libraries and loads them
-        problem = Problem("transformer_engine", str(missing), "it, to be imported", "install it")
-        raise HookRefused("Transformer Engine cannot be imported", [problem]) from None
-    return str(transformer_engine.__version__)
+    imported("transformer_engine.pytorch", "Transformer Engine")
+    return str(imported("transformer_engine", "Transformer Engine").__version__)
 
 
 def present_te() -> Release:

@@ -11,7 +11,7 @@ these; they belong to the model, and change between steps only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -85,21 +85,6 @@ def own_quantizers(live: Any, scale: Tensor | None) -> Any:
     return copies or live
 
 
-def in_fp8() -> bool:
-    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-
-    return bool(FP8GlobalStateManager.is_fp8_enabled())
-
-
-def input_quantizer_of(linear: Any) -> Any:
-    """The quantizer of a `LayerNormLinear`'s norm, set up as in the forward of the linear."""
-    quantizer = linear.quantizers[FORWARD][0]
-    quantizer.internal = True
-    gathered = gathers_input(linear) and quantizer.supports_only_rowwise_all_gather()
-    quantizer.set_usage(rowwise=True, columnwise=not gathered)
-    return quantizer
-
-
 def gathers_input(linear: Module) -> bool:
     return bool(linear.sequence_parallel and linear.parallel_mode == "column")
 
@@ -137,24 +122,24 @@ SLOTS = (5, 6, 7)
 
 def norm_inside(linear: Any, item: str) -> FirstPart:
     """The norm of one `LayerNormLinear`, as the first part of its call. `item`: its name in plans."""
+    from transformer_engine.pytorch.module._common import apply_normalization
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+    from transformer_engine.pytorch.utils import cast_if_needed
 
     def slots(node: Any) -> tuple[int, ...]:
         if not node.fp8:
             return SLOTS
         return tuple(range(-2 - parts_saved(linear), 0))  # from the end: mean and deviation are the last
 
-    return FirstPart(item=item, run=_norm_of(linear), node="_LayerNormLinearBackward", slots=slots)
-
-
-def _norm_of(linear: Any) -> Callable[[Tensor], tuple[Tensor | None, ...]]:
-    from transformer_engine.pytorch.module._common import apply_normalization
-    from transformer_engine.pytorch.utils import cast_if_needed
-
     def norm(hidden: Tensor) -> tuple[Tensor | None, ...]:
-        dtype = linear.activation_dtype
+        dtype, quantizer = linear.activation_dtype, None
         rows = cast_if_needed(hidden.contiguous().view(-1, hidden.shape[-1]), dtype)
         weight, bias = (cast_if_needed(parameter, dtype) for parameter in (linear.layer_norm_weight, linear.layer_norm_bias))
-        quantizer = input_quantizer_of(linear) if in_fp8() else None
+        if FP8GlobalStateManager.is_fp8_enabled():  # set up as in the forward of the linear
+            quantizer = linear.quantizers[FORWARD][0]
+            quantizer.internal = True
+            by_rows = gathers_input(linear) and quantizer.supports_only_rowwise_all_gather()
+            quantizer.set_usage(rowwise=True, columnwise=not by_rows)
         normalised, mean, deviation = apply_normalization(
             rows,
             None,  # into a new tensor
@@ -170,4 +155,4 @@ def _norm_of(linear: Any) -> Callable[[Tensor], tuple[Tensor | None, ...]]:
         parts = [normalised] if quantizer is None else as_saved(normalised, linear)
         return (*parts, mean, deviation)
 
-    return norm
+    return FirstPart(item=item, run=norm, node="_LayerNormLinearBackward", slots=slots)

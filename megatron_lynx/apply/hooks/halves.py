@@ -18,7 +18,7 @@ Passes through when   gradients are off (evaluation, forward_only). A call with 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -63,9 +63,7 @@ def claims(
             continue
         owner = owner_of(layer, policy.section.half, policy.section.owner)
 
-        def hooked(original: Any, policy: HalfPolicy = policy, owner: Module = owner) -> Any:
-            code = _leaving_as_it_was(owner, original) if policy.may_recompute else original
-
+        def hooked(original: Any, policy: HalfPolicy = policy) -> Any:
             def run_half(*args: Any, **kwargs: Any) -> Any:
                 of_call = policy
                 if policy is telling and engine.met is not None and torch.is_grad_enabled():
@@ -74,7 +72,7 @@ def claims(
                     _check_call(policy, kwargs)
                     if not policy.section.owner and not capacity.holds(_rows(args, kwargs)):
                         of_call = policy.keeping
-                return engine.half(of_call, code, args, kwargs)
+                return engine.half(of_call, original, args, kwargs)
 
             return run_half
 
@@ -99,29 +97,6 @@ def _squares(args: tuple[Any, ...], kwargs: Mapping[str, Any], shards: int) -> i
         return b * (shards * s) ** 2
     squares: Tensor = ends.detach().diff().to(torch.float64).square().sum()
     return squares
-
-
-PER_CALL = ("mlp_norm_manager", "attn_norm_manager")
-"""Attributes of a layer that its halves set at the norm and clear at their end: the MLP half since 0.19, attention since 0.20, at
-its first call. They refer to the half's input."""
-
-
-def _leaving_as_it_was(layer: Module, code: Callable[..., Any]) -> Callable[..., Any]:
-    """Restore `PER_CALL` after a call: a recomputation stops early, and may run inside another call of the half (rule R13)."""
-    if not hasattr(layer, PER_CALL[0]):
-        return code
-    attributes = vars(layer)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        before = [attributes.get(name) for name in PER_CALL]
-        try:
-            return code(*args, **kwargs)
-        finally:
-            for name, manager in zip(PER_CALL, before, strict=True):
-                if name in attributes:
-                    attributes[name] = manager
-
-    return run
 
 
 def _check_call(policy: HalfPolicy, kwargs: Mapping[str, Any]) -> None:
