@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
-from megatron_lynx.anatomy import HALVES, Half, Section
+from megatron_lynx.anatomy import HALVES, Section
 from megatron_lynx.apply import hook as holding
 from megatron_lynx.apply.hook import Claim, Hook
 from megatron_lynx.apply.hooks import collectives, halves, head_in_pieces, sites, steps, weight_gradients
@@ -158,19 +158,19 @@ def stale_code(plan: Plan, run: LiveRun) -> list[Problem]:
 
 
 def _claims(engine: Engine, plan: Plan, run: LiveRun, timetable: Timetable) -> Iterator[Claim]:
-    shards = run.shards_of(plan.parallel.sequence_parallel)
+    shards, layers = run.shards_of(plan.parallel.sequence_parallel), run.layers
     capacity = halves.Capacity(-(-plan.model.seq // shards) * plan.batch.micro, shards)
     gather, offloading = collectives.start_gather(run.tensor_group), engine.offloader.policies
-    of_layer = policies(plan, run.stage, timetable, gather, run.layers, offloading)
-    attention = (policy for of in of_layer.values() for policy in of.values() if policy.section.half == HALVES[0])
-    telling = next((policy for policy in attention if not policy.section.kept_whole), None)  # of the stage's first chunk
-    for number, layer in run.layers.items():
-        yield from halves.claims(engine, layer, of_layer[number], capacity, telling)  # type: ignore[arg-type]
-        met = [of.section for of in of_layer[number].values() if of.may_recompute or of.midway or of.goes_out(offloading)]
-        yield from sites.claims(engine, layer, number, met, te=run.uses_te, fp8=run.fp8)
+    planned = list(policies(plan, run.stage, timetable, gather, layers, offloading))
+    telling = next((policy for policy in planned if policy.half == HALVES[0] and not policy.section.kept_whole), None)
+    for policy in planned:
+        if not policy.section.kept_whole:
+            yield halves.claim(engine, layers[policy.layer], policy, capacity, tells=policy is telling)
+        if policy.may_recompute or policy.midway or policy.goes_out(offloading):
+            yield from sites.claims(engine, layers[policy.layer], policy.section, policy.layer, te=run.uses_te, fp8=run.fp8)
     yield from steps.claims(engine, frozenset(map(id, run.chunks)), combined=overlapped(run.config))
-    for face, layers in layers_by_kind(run):
-        yield from face.claims(engine, plan, run, layers)
+    for face, having in layers_by_kind(run):
+        yield from face.claims(engine, plan, run, having)
     linears = weight_gradients.deferring_linears(plan, run)
     if run.pipeline > 1:
         timetables = [timetable_of(plan, stage) for stage in range(run.pipeline)] if run.overlaps_exchanges else []
@@ -180,9 +180,9 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun, timetable: Timetable) -> I
         yield from collectives.claims(engine, run.tensor_group)
         if run.uses_te:
             yield from collectives.te_claims(engine, run.tensor_group)
-        gathers = any(policy.gather_site or policy.keeps_gathered for halves_ in of_layer.values() for policy in halves_.values())
+        gathers = any(policy.gather_site or policy.keeps_gathered for policy in planned)
         if gathers or (linears and plan.parallel.sequence_parallel and not run.uses_te):
-            yield from collectives.buffer_claims(engine, weight_gradients.puts_off_gathered(engine, linears))
+            yield collectives.buffer_claim(engine)
     if plan.head is not None and (chunk := head_chunk(run)) is not None:
         yield from head_in_pieces.claims(chunk, plan.head.pieces)
     if linears:
@@ -191,9 +191,8 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun, timetable: Timetable) -> I
 
 def policies(
     plan: Plan, stage: int, timetable: Timetable, gather: Gather, modules: Mapping[int, Module], offloading: Container[int]
-) -> dict[int, dict[Half, HalfPolicy]]:
-    """The policy of every half of a stage, by layer number. `offloading`: chunks that offload."""
-    of_layer: dict[int, dict[Half, HalfPolicy]] = {number: {} for number in modules}
+) -> Iterator[HalfPolicy]:
+    """The policy of every half of a stage. `modules`: its layers by number. `offloading`: chunks that offload."""
     for entry, halves_of_chunk, busy_halves in zip(plan.chunks_of(stage), timetable.chunks, timetable.busy_halves, strict=True):
         below: HalfPolicy | None = None
         for planned in halves_of_chunk:
@@ -201,14 +200,14 @@ def policies(
             section = next(section for section in sections_in(module) if section.half == planned.half)
             policy = _policy(plan, entry, planned, section, gather, module)
             busy = policy.goes_out(offloading) or policy.deferred or policy.may_recompute or policy.key in busy_halves
-            below = of_layer[planned.layer][planned.half] = replace(
+            below = replace(
                 policy,
                 fed_by=below.key if below is not None and below.feeds else None,
                 midway=section.core if policy.key in timetable.core_halves else None,
                 passed_over=not busy,
                 below_passed_over=below is not None and below.passed_over,
             )
-    return of_layer
+            yield below
 
 
 def _policy(plan: Plan, stage: Stage, planned: PlannedHalf, section: Section, gather: Gather, module: Module) -> HalfPolicy:

@@ -120,6 +120,16 @@ class WeightGradients:
             return False
         return not (ledger.completes_gradients and self._reduced_in_backward())
 
+    @property
+    def puts_off_gathered(self) -> bool:
+        """Whether the present gather may feed a delayed weight gradient. Row-parallel linears gather no input. Several of latent
+        attention cannot be distinguished here: if one of them delays, it may."""
+        if (frame := self._progress.ledger.entered) is None:
+            return False
+        section, layer = frame.policy.section, frame.policy.layer
+        gathering = (name for name in frame.policy.deferred if section.of_name[name].role != "row_parallel")
+        return any(self.puts_off((layer, name)) for name in gathering)
+
     def delays(self, linear: Linear) -> bool:
         """Whether a weight gradient may be put off now; if not, compute pending ones of the linear, which come before it."""
         if self.puts_off(linear):

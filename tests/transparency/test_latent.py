@@ -260,6 +260,6 @@ def test_a_plan_for_other_sizes_is_refused(pool_of: Pools) -> None:
 def test_what_does_not_go_with_latent_attention_is_named() -> None:
     wrong = ("cache_mla_latents", "mla_down_proj_fusion", "tp_comm_overlap")
     config = SimpleNamespace(multi_latent_attention=True, **dict.fromkeys(wrong, True))
-    assert {problem.where for problem in refused_settings(config, te=False)} == {f"config.{name}" for name in wrong}
+    assert {problem.where for problem in refused_settings(config, te=True)} == {f"config.{name}" for name in wrong}
     config.multi_latent_attention = False
-    assert list(refused_settings(config, te=False)) == []
+    assert list(refused_settings(config, te=True)) == []

@@ -83,8 +83,7 @@ def claims(engine: Engine, group: Any) -> Iterator[Claim]:
     yield Claim(torch.distributed, "all_reduce", in_window, "reduces a half's output or gradient")
 
 
-def buffer_claims(engine: Engine, puts_off: Callable[[], bool]) -> Iterator[Claim]:
-    """`puts_off`: whether the present gather may feed a delayed weight gradient."""
+def buffer_claim(engine: Engine) -> Claim:
     from megatron.core.tensor_parallel import layers
 
     def hooked(original: Any) -> Any:
@@ -94,13 +93,13 @@ def buffer_claims(engine: Engine, puts_off: Callable[[], bool]) -> Iterator[Clai
             if gathered is not None:
                 return SimpleNamespace(get_tensor=partial(_held, gathered))
             shared = original()
-            if puts_off() or engine.owns_gathered:
+            if engine.weight_gradients.puts_off_gathered or engine.owns_gathered:
                 return SimpleNamespace(get_tensor=lambda *args, **kwargs: torch.empty_like(shared.get_tensor(*args, **kwargs)))
             return shared
 
         return get_global_memory_buffer
 
-    yield Claim(layers, "get_global_memory_buffer", hooked, "lends the buffer for a gathered input")
+    return Claim(layers, "get_global_memory_buffer", hooked, "lends the buffer for a gathered input")
 
 
 def _held(gathered: Tensor, tensor_shape: Any, dtype: torch.dtype, name: str, *args: Any, **kwargs: Any) -> Tensor:

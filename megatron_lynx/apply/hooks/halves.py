@@ -54,29 +54,24 @@ class Capacity:
         return tokens <= self.tokens
 
 
-def claims(
-    engine: Engine, layer: Module, policies: Mapping[str, HalfPolicy], capacity: Capacity, telling: HalfPolicy | None = None
-) -> Iterator[Claim]:
-    """`telling`: the half that reports lengths."""
-    for policy in policies.values():
-        if policy.section.kept_whole:
-            continue
-        owner = owner_of(layer, policy.section.half, policy.section.owner)
+def claim(engine: Engine, layer: Module, policy: HalfPolicy, capacity: Capacity, *, tells: bool) -> Claim:
+    """`tells`: whether this half reports lengths."""
 
-        def hooked(original: Any, policy: HalfPolicy = policy) -> Any:
-            def run_half(*args: Any, **kwargs: Any) -> Any:
-                of_call = policy
-                if policy is telling and engine.met is not None and torch.is_grad_enabled():
-                    engine.met.add(_rows(args, kwargs), _squares(args, kwargs, capacity.shards))
-                if policy.may_recompute and torch.is_grad_enabled():
-                    _check_call(policy, kwargs)
-                    if not policy.section.owner and not capacity.holds(_rows(args, kwargs)):
-                        of_call = policy.keeping
-                return engine.half(of_call, original, args, kwargs)
+    def hooked(original: Any) -> Any:
+        def run_half(*args: Any, **kwargs: Any) -> Any:
+            of_call = policy
+            if tells and engine.met is not None and torch.is_grad_enabled():
+                engine.met.add(_rows(args, kwargs), _squares(args, kwargs, capacity.shards))
+            if policy.may_recompute and torch.is_grad_enabled():
+                _check_call(policy, kwargs)
+                if not policy.section.owner and not capacity.holds(_rows(args, kwargs)):
+                    of_call = policy.keeping
+            return engine.half(of_call, original, args, kwargs)
 
-            return run_half
+        return run_half
 
-        yield Claim(owner, policy.section.method, hooked, "runs one half of a layer", f"layer {policy.layer}")
+    owner = owner_of(layer, policy.section.half, policy.section.owner)
+    return Claim(owner, policy.section.method, hooked, "runs one half of a layer", f"layer {policy.layer}")
 
 
 def _shape(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int]:

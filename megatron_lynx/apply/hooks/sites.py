@@ -11,7 +11,7 @@ Passes through when   the call is outside of a half that is recorded or recomput
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterator
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -102,25 +102,16 @@ def may_draw_in(section: Section, layer: Module, recomputed: Container[str]) -> 
     return may_draw
 
 
-def claims(
-    engine: Engine,
-    layer: Module,
-    number: int,
-    sections: Iterable[Section],
-    *,
-    te: bool = False,
-    fp8: bool = False,
-) -> Iterator[Claim]:
-    """`sections`: those with items that are recomputed or offloaded, or with work that begins inside. `te`: the layer is
-    Transformer Engine's. `fp8`: its linears may run in FP8."""
-    for section in sections:
-        for place in places_of(section, layer, te=te):
-            site = _site_at(place, section, te=te, fp8=fp8)
+def claims(engine: Engine, layer: Module, section: Section, number: int, *, te: bool, fp8: bool) -> Iterator[Claim]:
+    """`section`: has items that are recomputed or offloaded, or work that begins inside. `te`: the layer is Transformer Engine's.
+    `fp8`: its linears may run in FP8."""
+    for place in places_of(section, layer, te=te):
+        site = _site_at(place, section, te=te, fp8=fp8)
 
-            def hooked(original: Any, site: Callable[..., Site] = site) -> Any:
-                return engine.reported(site(forward=original))
+        def hooked(original: Any, site: Callable[..., Site] = site) -> Any:
+            return engine.reported(site(forward=original))
 
-            yield Claim(place.owner, place.method, hooked, "is a site of the plan", f"layer {number}.{place.item.name}")
+        yield Claim(place.owner, place.method, hooked, "is a site of the plan", f"layer {number}.{place.item.name}")
 
 
 def _site_at(place: Place, section: Section, *, te: bool, fp8: bool) -> Callable[..., Site]:

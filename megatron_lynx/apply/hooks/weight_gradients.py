@@ -24,7 +24,7 @@ import inspect
 import logging
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, NamedTuple
@@ -323,18 +323,3 @@ class Store:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.original, name)
-
-
-def puts_off_gathered(engine: Engine, linears: Iterable[LinearOf]) -> Callable[[], bool]:
-    """Whether the present gather may feed a delayed weight gradient. Row-parallel linears gather no input. Several of latent
-    attention cannot be distinguished here: if one of them delays, none uses the global buffer."""
-    of_half: dict[FrameKey, list[Linear]] = defaultdict(list)
-    for linear in linears:
-        if linear.role != "row_parallel":
-            of_half[linear.frame].append(linear.linear)
-
-    def puts_off() -> bool:
-        half = engine.weight_gradients.backward_of
-        return half is not None and any(map(engine.weight_gradients.puts_off, of_half.get(half, ())))
-
-    return puts_off
