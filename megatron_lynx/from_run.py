@@ -30,7 +30,7 @@ from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.cost.update import reduction_s
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.figures import Learned
-from megatron_lynx.measure.run_outcome import Report, RunOutcome, StageRow
+from megatron_lynx.measure.run_outcome import Parts, PartSeconds, Report, RunOutcome, StageRow, added
 from megatron_lynx.plan.facts import without_options
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.profiler.profile import Profile, as_learned
@@ -172,34 +172,29 @@ def _prices(outcome: RunOutcome, job: Job, profile: Profile, plan: Plan | None) 
         return (), ["seconds of halves and waits: no step of the run was traced for them"]
     if plan is None:
         return (), [f"seconds of halves and waits: {outcome.plan}, the run's plan, is not there any more, or was changed"]
-    candidates = [*_halves(last, profile), *_waits(last, job, profile)]
+    parts = added(row.measured.parts or {} for row in last.stages)
+    candidates = [*_halves(parts, profile), *_waits(parts, job, profile)]
     usual = tuple(price for price in candidates if 1 / MOST_TIMES <= price.times <= MOST_TIMES)
     return usual, [f"{price.part}: x {price.times:.3g} is another machine's" for price in candidates if price not in usual]
 
 
-def _halves(report: Report, profile: Profile) -> Iterator[Price]:
-    for part, name in list(NAMES.items())[:3]:
-        measured_halves = [parts.halves[name] for row in report.stages if (parts := row.measured.parts) and name in parts.halves]
-        costs, calls = getattr(profile, name), sum(half.calls for half in measured_halves)
-        if calls and costs is not None:
+def _halves(parts: Parts, profile: Profile) -> Iterator[Price]:
+    for label, name in list(NAMES.items())[:3]:
+        half, costs = parts.get(name, PartSeconds()), getattr(profile, name)
+        if half.count and costs is not None:
             was_s = sum(item.forward_s + item.backward_s for item in costs.items.values())
             if was_s > 0:
-                yield Price(part, was_s, sum(half.seconds for half in measured_halves) / calls)
+                yield Price(label, was_s, half.seconds / half.count)
 
 
-def _waits(report: Report, job: Job, profile: Profile) -> Iterator[Price]:
+def _waits(parts: Parts, job: Job, profile: Profile) -> Iterator[Price]:
     """Waits of forwards, in which no weight gradient runs. Waits that ended before their tasks are left out."""
-    lengths_s = _forward_waits_s(job, profile)
-    for part, of_experts in (("collectives", False), ("exchanges of experts", True)):
-        was_s = is_s = 0.0
-        count = 0
-        waits = (placed_wait for row in report.stages if row.measured.parts for placed_wait in row.measured.parts.waits.items())
-        for place, wait in waits:
-            length_s = lengths_s.get(place, 0.0)
-            if length_s and (".experts." in place) is of_experts:
-                was_s, is_s, count = was_s + wait.longer * length_s, is_s + wait.longer_s, count + wait.longer
+    lengths_s = {place: length_s for place, length_s in _forward_waits_s(job, profile).items() if length_s and place in parts}
+    for label, of_experts in (("collectives", False), ("exchanges of experts", True)):
+        places = [place for place in lengths_s if (".experts." in place) is of_experts]
+        count, is_s = sum(parts[place].count for place in places), sum(parts[place].seconds for place in places)
         if count and is_s:
-            yield Price(part, was_s / count, is_s / count)
+            yield Price(label, sum(parts[place].count * lengths_s[place] for place in places) / count, is_s / count)
 
 
 def _forward_waits_s(job: Job, profile: Profile) -> dict[str, float]:

@@ -6,7 +6,7 @@
     reported            a table     a table                                         a table
 
 Every step is timed by events, without waiting. Recomputations are timed in the steps marked "timed", memory on a CPU is counted
-in those marked "counted". The third step, or that of `--lynx-trace`, is traced for `StepParts`. Traced and checked steps are left
+in those marked "counted". The third step, or that of `--lynx-trace`, is traced for its `Parts`. Traced and checked steps are left
 out of the medians.
 
 Predicted seconds are scaled to the run's micro-batches:

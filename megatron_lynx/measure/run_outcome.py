@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from statistics import median
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -39,46 +39,29 @@ class StagePredicted(Part):
     exposed_copy_s: float | None = None
 
 
-class HalfSeconds(Part):
-    """All halves of one kind on a stage's ranks, in one step."""
+class PartSeconds(Part):
+    """All halves of one kind, or all waits at one place, on a stage's ranks in one traced step."""
 
-    calls: int = 0
-    """Forwards."""
+    model_config = ConfigDict(extra="ignore")  # older files state them in another way
+
+    count: int = 0
     seconds: float = 0.0
-    """Forwards and backwards at their medians, and delayed weight gradients; without waits and recomputations."""
+
+    def __add__(self, other: PartSeconds) -> PartSeconds:
+        return PartSeconds(count=self.count + other.count, seconds=self.seconds + other.seconds)
 
 
-class WaitSeconds(Part):
-    """Waits for communication at one place of a half that outlast the work in them, on a stage's ranks, in one step."""
-
-    model_config = ConfigDict(extra="ignore")  # older files also count recomputations
-
-    longer: int = 0
-    longer_s: float = 0.0
-    """Their length, from the wait's begin: the communication that was left then."""
+Parts = dict[str, PartSeconds]
+"""By part of the profile (attention, mlp, experts): forwards, and the seconds of forwards and backwards at their medians and of
+delayed weight gradients, without waits and recomputations. By place, as in plans, with the part of the profile for the half
+(`fwd.experts.0`): waits that outlast the work in them, and their lengths, the communication that was left when they began."""
 
 
-class StepParts(Part):
-    """The parts of one traced step, added up over the ranks of a stage."""
-
-    halves: dict[str, HalfSeconds] = Field(default_factory=dict)
-    """By part of the profile: attention, mlp, experts."""
-    waits: dict[str, WaitSeconds] = Field(default_factory=dict)
-    """By place, as in plans, with the part of the profile for the half: `fwd.experts.0`."""
-
-    def __add__(self, other: StepParts) -> StepParts:
-        return StepParts(halves=_sums(self.halves, other.halves), waits=_sums(self.waits, other.waits))
-
-
-PartT = TypeVar("PartT", HalfSeconds, WaitSeconds)
-
-
-def _sums(one: dict[str, PartT], other: dict[str, PartT]) -> dict[str, PartT]:
-    sums = dict(one)
-    for key, more in other.items():
-        present = sums.get(key, type(more)())
-        sums[key] = type(more)(**{name: getattr(present, name) + getattr(more, name) for name in type(more).model_fields})
-    return dict(sorted(sums.items()))
+def added(traced: Iterable[Parts]) -> Parts:
+    sums: Parts = {}
+    for parts in traced:
+        sums |= {name: sums.get(name, PartSeconds()) + part for name, part in parts.items()}
+    return sums
 
 
 COMPUTING = ("forward", "backward")
@@ -87,7 +70,7 @@ OVER = 0.02
 """A wait ends before the work in it if at most this fraction of it remains after the work."""
 
 
-def parts_of(spans: Sequence[Span], has_experts: Callable[[int], bool]) -> StepParts:
+def parts_of(spans: Sequence[Span], has_experts: Callable[[int], bool]) -> Parts:
     """Split one rank's step into halves and waits. `has_experts` takes the number of a layer.
 
     spans, nested               backward mlp(3) ┬ window bwd.mlp.0@3 ┬ recompute attention(3)    in the wait
@@ -109,24 +92,22 @@ def parts_of(spans: Sequence[Span], has_experts: Callable[[int], bool]) -> StepP
             passing, half, ordinal = name.split(".")
             place = f"{passing}.{_kind(half, int(layer), has_experts)}.{ordinal}"
             waits[place].append((span.end_s - span.start_s, own_s))
-    return StepParts(
-        halves={kind: _half(seconds_by_kind) for kind, seconds_by_kind in sorted(halves.items())},
-        waits={place: _waits(wait_times) for place, wait_times in sorted(waits.items())},
-    )
+    of_halves = {kind: _half(seconds_by_kind) for kind, seconds_by_kind in sorted(halves.items())}
+    return of_halves | {place: _waits(wait_times) for place, wait_times in sorted(waits.items())}
 
 
-def _half(seconds_by_kind: Mapping[str, Sequence[float]]) -> HalfSeconds:
+def _half(seconds_by_kind: Mapping[str, Sequence[float]]) -> PartSeconds:
     """`seconds_by_kind`: seconds by kind of span. The median is used for passes, as other work may have delayed some."""
     seconds = sum(
         len(seconds_by_kind[passing]) * median(seconds_by_kind[passing]) for passing in COMPUTING if seconds_by_kind[passing]
     )
-    return HalfSeconds(calls=len(seconds_by_kind["forward"]), seconds=seconds + sum(seconds_by_kind["weight_gradient"]))
+    return PartSeconds(count=len(seconds_by_kind["forward"]), seconds=seconds + sum(seconds_by_kind["weight_gradient"]))
 
 
-def _waits(wait_times: Sequence[tuple[float, float]]) -> WaitSeconds:
+def _waits(wait_times: Sequence[tuple[float, float]]) -> PartSeconds:
     """`wait_times`: for each wait its length, and its rest after the work in it."""
     longer = [whole_s for whole_s, rest_s in wait_times if rest_s > OVER * whole_s]
-    return WaitSeconds(longer=len(longer), longer_s=sum(longer))
+    return PartSeconds(count=len(longer), seconds=sum(longer))
 
 
 def _kind(half: str | None, layer: int | None, has_experts: Callable[[int], bool]) -> str:
@@ -159,13 +140,13 @@ class StageMeasured(Figures):
     """Used on the device outside PyTorch's allocator: context, libraries, NCCL; null where unknown."""
     slack_bytes: Annotated[int | None, MOST] = None
     """reserved_bytes - allocated_bytes of one rank."""
-    parts: StepParts | None = None
+    parts: Parts | None = None
     """null: no step was traced (a short run, a checked one, an older file)."""
 
 
 def stage_of(ranks: Sequence[StageMeasured]) -> StageMeasured:
     traced = [rank.parts for rank in ranks if rank.parts is not None]
-    parts = sum(traced[1:], start=traced[0]) if traced else None
+    parts = added(traced) if traced else None
     return StageMeasured(ranks=sum(rank.ranks for rank in ranks), parts=parts, **of_slowest(ranks))
 
 
