@@ -95,7 +95,7 @@ def stages_of_rows(trace: ReadTrace, plan: Plan | None, where: str) -> dict[int,
     stages = {row: row // group for row in rows}
     if plan is None:
         return stages
-    if problems := list(_wrong_rows(trace, plan, where)) or list(_wrong_layers(trace, stages, plan, where)):
+    if problems := list(_wrong_layers(trace, stages, plan, where)):
         raise PlanMismatch("the trace is of another job than the plan", problems)
     return stages
 
@@ -103,28 +103,14 @@ def stages_of_rows(trace: ReadTrace, plan: Plan | None, where: str) -> dict[int,
 ABOUT_RUNS = "give the trace of a run under this plan, or the plan of that run"
 
 
-def _wrong_rows(trace: ReadTrace, plan: Plan, where: str) -> Iterator[Problem]:
-    layout, rows = plan.parallel, list(trace.timeline.ranks)
-    of, needed = f"the plan's {layout.pipeline}", layout.pipeline
-    if not trace.simulated:
-        needed = layout.tensor * layout.pipeline
-        of = f"a multiple of {needed} (tensor {layout.tensor} x pipeline {layout.pipeline})"
-    if rows != list(range(needed if trace.simulated else len(rows))) or len(rows) % needed:
-        kind = "stages" if trace.simulated else "ranks"
-        yield Problem(f"{where}: {kind}", ", ".join(map(str, as_spans(set(rows)))), f"{of}, counted from 0", ABOUT_RUNS)
-
-
 def _wrong_layers(trace: ReadTrace, stages: dict[int, int], plan: Plan, where: str) -> Iterator[Problem]:
-    owned = {
-        stage: {layer for entry in plan.chunks_of(stage) for layer in entry.layers} for stage in range(plan.parallel.pipeline)
-    }
     for row, spans in trace.timeline.ranks.items():
-        traced_layers = {span.layer for span in spans if span.layer is not None}
-        if not traced_layers <= owned[stages[row]]:
-            said, needed = (", ".join(map(str, as_spans(layers))) for layers in (traced_layers, owned[stages[row]]))
-            yield Problem(
-                f"{where}: rank {row}", f"layers {said}", f"layers {needed}, which stage {stages[row]} owns", ABOUT_RUNS
-            )
+        owned = {layer for entry in plan.stages if entry.stage == stages[row] for layer in entry.layers}
+        traced = {span.layer for span in spans if span.layer is not None}
+        if not traced <= owned:
+            said, needed = (", ".join(map(str, as_spans(layers))) or "none" for layers in (traced, owned))
+            needed = f"layers {needed}, which stage {stages[row]} owns"
+            yield Problem(f"{where}: rank {row}", f"layers {said}", needed, ABOUT_RUNS)
 
 
 FileKind = Literal["plan", "profile", "job", "trace", "measurement", "outcome"]

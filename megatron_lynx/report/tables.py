@@ -107,8 +107,6 @@ class RowFigures:
     copies_s: float
     waits_s: float
     unused_s: float
-    collectives_s: float
-    collectives_unused_s: float
 
     @classmethod
     def of(cls, spans: Sequence[Span]) -> RowFigures:
@@ -116,10 +114,8 @@ class RowFigures:
         for span in spans:
             if (kind := kind_of(span)) in seconds:
                 seconds[kind] += span.seconds
-        uses = waits_of(spans)
-        collectives = [use for name, use in uses.items() if not name.startswith("pipe.")]
-        waits = ((sum(use.seconds for use in part), sum(use.unused_s for use in part)) for part in (uses.values(), collectives))
-        return cls(*seconds.values(), *(figure for pair in waits for figure in pair))
+        uses = waits_of(spans).values()
+        return cls(*seconds.values(), sum(use.seconds for use in uses), sum(use.unused_s for use in uses))
 
 
 def stage_table(views: Sequence[View]) -> Table:
@@ -130,8 +126,7 @@ def stage_table(views: Sequence[View]) -> Table:
             rows.append([view.labels[row], view.name, view.layers.get(row, ""), *vars(figures).values(), held])
     columns: dict[str, Unit] = dict.fromkeys(("where", "seen", "layers"), "text")
     passes = ("forward", "backward", "recompute hidden", "recompute exposed", "weight gradients exposed", "copies waited for")
-    waits = ("waits", "unused", "of collectives", "unused of these")
-    columns |= {**dict.fromkeys((*passes, *waits), "s"), "activations at most": "bytes"}
+    columns |= {**dict.fromkeys((*passes, "waits", "unused"), "s"), "activations at most": "bytes"}
     note = (
         "Seconds of one step. Passes include the waits inside them; waits include those for messages between stages. "
         "Communication slows what runs beside it, so a bar is longer than the recomputation would be alone."
@@ -143,22 +138,10 @@ def figures_of(view: View) -> dict[int, RowFigures]:
     return {row: RowFigures.of(view.timeline.ranks[row]) for row in view.stages}
 
 
-def _shares(view: View | None) -> dict[str, float | None]:
+def _hidden_share(view: View | None) -> float | None:
     rows = [] if view is None else figures_of(view).values()
     hidden_s, exposed_s = sum(row.hidden_s for row in rows), sum(row.exposed_s for row in rows)
-    waits_s, unused_s = sum(row.collectives_s for row in rows), sum(row.collectives_unused_s for row in rows)
-    return {
-        "recompute hidden": hidden_s / (hidden_s + exposed_s) if hidden_s + exposed_s else None,
-        "recompute exposed": max((row.exposed_s for row in rows), default=None),
-        "collectives unused": unused_s / waits_s if waits_s else None,
-    }
-
-
-FIGURES: dict[str, tuple[Unit, str]] = {
-    "recompute hidden": ("share", "of all seconds of recomputation, those during waits"),
-    "recompute exposed": ("s", "in one step, on the stage that has most"),
-    "collectives unused": ("share", "of all seconds of waits for tensor-parallel collectives"),
-}
+    return hidden_s / (hidden_s + exposed_s) if hidden_s + exposed_s else None
 
 
 def tiles_of(
@@ -172,8 +155,8 @@ def tiles_of(
     predicted_s = stated_s if predicted is None else predicted.passes_s
     measured_s = _last_known(outcome, "passes_s") if measured is None else measured.passes_s
     tiles = [Tile("passes", "s", predicted_s, measured_s, "forwards and backwards of one step")]
-    of_predicted, of_measured = _shares(predicted), _shares(measured)
-    tiles += [Tile(label, unit, of_predicted[label], of_measured[label], note) for label, (unit, note) in FIGURES.items()]
+    shares = _hidden_share(predicted), _hidden_share(measured)
+    tiles.append(Tile("recompute hidden", "share", *shares, "of all seconds of recomputation, those during waits"))
     yield from (tile for tile in tiles if (tile.predicted, tile.measured) != (None, None))
     if shown is not None and shown.memory_bytes:
         measured_bytes = max(allocated_bytes(outcome).values(), default=None)

@@ -106,7 +106,7 @@ def test_a_trace_of_another_job(tmp_path: Path) -> None:
     folder, run = run_folder(tmp_path / "run"), as_if_run()
     (folder / "trace.json").unlink()
     three = other_trace(tmp_path, Timeline({rank: run.ranks[rank] for rank in range(3)}))
-    assert "ranks: found 0-2, needed a multiple of 4 (tensor 2 x pipeline 2), counted from 0" in refused(tmp_path, folder, three)
+    assert "rank 1: found layers 1-2, needed layers 3-4, which stage 1 owns" in refused(tmp_path, folder, three)
     turned = other_trace(tmp_path, Timeline({rank: run.ranks[3 - rank] for rank in range(4)}))
     said = refused(tmp_path, folder, turned)
     assert "rank 0: found layers 3-4, needed layers 1-2, which stage 0 owns" in said
