@@ -96,37 +96,36 @@ def use_table(view: View) -> Table:
     return Table(f"waits-{view.name}", f"Waits, {view.name}", note, columns, rows)
 
 
-@dataclass(frozen=True)
-class RowFigures:
-    forward_s: float
-    backward_s: float
-    hidden_s: float
-    exposed_s: float
-    """Recomputations on demand, and the remainder of those that outlasted their wait."""
-    flushed_s: float
-    copies_s: float
-    waits_s: float
-    unused_s: float
+SECONDS = {
+    "forward": "forward",
+    "backward": "backward",
+    "recompute hidden": "hidden",
+    "recompute exposed": "on_demand",
+    "weight gradients exposed": "flushed",
+    "copies waited for": "wait",
+}
+"""Columns, and the kinds of spans whose seconds they are. Exposed is also what outlasts its wait."""
 
-    @classmethod
-    def of(cls, spans: Sequence[Span]) -> RowFigures:
-        seconds = dict.fromkeys(("forward", "backward", "hidden", "on_demand", "flushed", "wait"), 0.0)
-        for span in spans:
-            if (kind := kind_of(span)) in seconds:
-                seconds[kind] += span.seconds
-        uses = waits_of(spans).values()
-        return cls(*seconds.values(), sum(use.seconds for use in uses), sum(use.unused_s for use in uses))
+
+def seconds_of(spans: Sequence[Span]) -> dict[str, float]:
+    """Seconds of one row by column."""
+    by_kind: dict[str, float] = defaultdict(float)
+    for span in spans:
+        by_kind[kind_of(span)] += span.seconds
+    uses = waits_of(spans).values()
+    waits = {"waits": sum(use.seconds for use in uses), "unused": sum(use.unused_s for use in uses)}
+    return {column: by_kind[kind] for column, kind in SECONDS.items()} | waits
 
 
 def stage_table(views: Sequence[View]) -> Table:
     rows: list[list[Cell]] = []
     for view in views:
-        for row, figures in figures_of(view).items():
+        for row, label in view.labels.items():
             held = view.memory[row].peak_bytes if row in view.memory else None
-            rows.append([view.labels[row], view.name, view.layers.get(row, ""), *vars(figures).values(), held])
+            seconds = seconds_of(view.timeline.ranks[row])
+            rows.append([label, view.name, view.layers.get(row, ""), *seconds.values(), held])
     columns: dict[str, Unit] = dict.fromkeys(("where", "seen", "layers"), "text")
-    passes = ("forward", "backward", "recompute hidden", "recompute exposed", "weight gradients exposed", "copies waited for")
-    columns |= {**dict.fromkeys((*passes, "waits", "unused"), "s"), "activations at most": "bytes"}
+    columns |= {**dict.fromkeys((*SECONDS, "waits", "unused"), "s"), "activations at most": "bytes"}
     note = (
         "Seconds of one step. Passes include the waits inside them; waits include those for messages between stages. "
         "Communication slows what runs beside it, so a bar is longer than the recomputation would be alone."
@@ -134,13 +133,9 @@ def stage_table(views: Sequence[View]) -> Table:
     return Table("stages", "Stages", note, columns, rows)
 
 
-def figures_of(view: View) -> dict[int, RowFigures]:
-    return {row: RowFigures.of(view.timeline.ranks[row]) for row in view.stages}
-
-
 def _hidden_share(view: View | None) -> float | None:
-    rows = [] if view is None else figures_of(view).values()
-    hidden_s, exposed_s = sum(row.hidden_s for row in rows), sum(row.exposed_s for row in rows)
+    rows = [] if view is None else [seconds_of(view.timeline.ranks[row]) for row in view.stages]
+    hidden_s, exposed_s = (sum(row[f"recompute {where}"] for row in rows) for where in ("hidden", "exposed"))
     return hidden_s / (hidden_s + exposed_s) if hidden_s + exposed_s else None
 
 
