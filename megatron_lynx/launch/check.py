@@ -296,39 +296,33 @@ Schedule = Callable[..., Any]
 """Megatron's `forward_backward_func`, called with keywords."""
 
 
+@dataclass
 class Step:
     """A step that runs several times. The pass from which training continues runs last."""
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        model: Any,
-        data_iterator: Any,
-        arguments: dict[str, Any],
-        optimizer: Any,
-        installation: Installation,
-    ) -> None:
-        run = live_run(model)
+    schedule: Schedule
+    model: Any
+    data_iterator: Any
+    arguments: dict[str, Any]
+    optimizer: Any
+    installation: Installation
+    fresh: bool = True
+    """Whether no pass has run."""
+
+    def __post_init__(self) -> None:
+        run = live_run(self.model)
         assert isinstance(run, LiveRun)  # the plan is installed for it
-        self.run = run
-        self._schedule = schedule
-        self._model = model
-        self._optimizer = optimizer
-        self._installation = installation
-        self._iterators = DataIterators(data_iterator)
-        self._arguments = arguments
-        self._state = TrainingState(run.chunks)
-        self._fresh = True
+        self.run, self.state, self.iterators = run, TrainingState(run.chunks), DataIterators(self.data_iterator)
 
     def planned(self) -> Any:
-        trace = self._installation.engine.trace
+        trace = self.installation.engine.trace
         with self._once_more():
             if trace.enabled:
                 trace.start()  # drops the spans of the other passes
             return self._pass()
 
     def stock(self, setting: str) -> Outcome:
-        with self._once_more(), self._installation.lifted(), stock(setting, self.run.chunks):
+        with self._once_more(), self.installation.lifted(), stock(setting, self.run.chunks):
             return Outcome.of(self._pass(), self.run.chunks).on_host()
 
     def differences(
@@ -338,19 +332,19 @@ class Step:
         return differences(one, other, rank=rank, stage=self.run.stage, names=names, tolerances=tolerances)
 
     def _pass(self) -> Any:
-        return self._schedule(model=self._model, data_iterator=self._iterators.stand_in, **self._arguments)
+        return self.schedule(model=self.model, data_iterator=self.iterators.stand_in, **self.arguments)
 
     @contextmanager
     def _once_more(self) -> Iterator[None]:
         """Restore the state in which Megatron called its schedule: gradients zero, nothing read."""
-        if not self._fresh:
-            self._state.restore()
-            self._iterators.again()
-            for chunk in self._model:
+        if not self.fresh:
+            self.state.restore()
+            self.iterators.again()
+            for chunk in self.model:
                 chunk.zero_grad_buffer()
-            self._optimizer.zero_grad()
+            self.optimizer.zero_grad()
             torch.cuda.empty_cache()  # blocks of one pass would fragment the memory of the next
-        self._fresh = False
+        self.fresh = False
         yield
 
 
