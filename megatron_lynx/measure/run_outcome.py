@@ -10,7 +10,6 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
 from statistics import median
 from typing import Annotated, Literal
 
@@ -239,15 +238,15 @@ COLUMNS = (
     ("peak", "predicted", "memory_bytes"),
     ("peak", "allocated", "allocated_bytes"),
     ("peak", "reserved", "reserved_bytes"),
-    ("forwards and backwards", "predicted", "passes_s"),
-    ("forwards and backwards", "measured", "passes_s"),
+    ("passes", "predicted", "passes_s"),
+    ("passes", "measured", "passes_s"),
     ("whole", "step", "step_s"),
-    ("recomputations hidden", "predicted", "hidden_recompute_s"),
-    ("recomputations hidden", "in windows", "in_windows_s"),
-    ("recomputations exposed", "predicted", "exposed_recompute_s"),
-    ("recomputations exposed", "on demand", "on_demand_s"),
+    ("hidden", "predicted", "hidden_recompute_s"),
+    ("hidden", "in windows", "in_windows_s"),
+    ("exposed", "predicted", "exposed_recompute_s"),
+    ("exposed", "on demand", "on_demand_s"),
 )
-"""Columns of tables: group, heading, figure."""
+"""Columns of tables: two lines of the heading, and the figure. Hidden and exposed are seconds of recomputations."""
 
 
 UNKNOWN = "-"
@@ -256,26 +255,13 @@ BETWEEN = "  "
 
 
 def lines(report: Report) -> list[str]:
-    cells = [tuple(name for _, name in HEADINGS), *(_cells(report, row) for row in report.stages)]
+    cells = [*zip(*HEADINGS, strict=True), *(_cells(report, row) for row in report.stages)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    heading = _heading(widths)
     table = [BETWEEN.join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
     title = f"step {report.step} of this run, beside what its plan predicts:"
     if report.when == "end":
         title = f"how this run of {report.step} steps came out (seconds of a usual step, the most bytes of all):"
-    return [title, *(f"  {line}".rstrip() for line in (heading, *table, *_notes(report)))]
-
-
-def _heading(widths: list[int]) -> str:
-    """Names of groups, right-aligned over their columns. Widens the first column of a group that is narrower than its name."""
-    names, column = [], 0
-    for name, group in groupby(HEADINGS, key=lambda heading: heading[0]):
-        size = len(list(group))
-        width = sum(widths[column : column + size]) + len(BETWEEN) * (size - 1)
-        widths[column] += max(0, len(name) - width)
-        names.append(name.rjust(max(width, len(name))))
-        column += size
-    return BETWEEN.join(names)
+    return [title, *(f"  {line}".rstrip() for line in (*table, *_notes(report)))]
 
 
 def _cells(report: Report, row: StageRow) -> tuple[str, ...]:
