@@ -206,9 +206,12 @@ class PlannedHalf:
         return self.section.half
 
     def delayed(self, *, drains: bool) -> frozenset[str]:
-        """Linears that delay their weight gradients in one backward. `drains`: it is in cool-down, or its chunk's last: only then
-        does a later stage's gradient reach the stage before sooner than it is needed there."""
-        return frozenset(linear for linear, waits in self.deferred.items() if drains or waits != (SEND_BACKWARD,))
+        return frozenset(linear for linear in self.deferred if self.delays(linear, drains=drains))
+
+    def delays(self, linear: str, *, drains: bool) -> bool:
+        """Whether a linear delays its weight gradient in one backward. `drains`: it is in cool-down, or its chunk's last: only
+        then does a later stage's gradient reach the stage before sooner than it is needed there."""
+        return linear in self.deferred and (drains or self.deferred[linear] != (SEND_BACKWARD,))
 
     @cached_property
     def feeds(self) -> bool:

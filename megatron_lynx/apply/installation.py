@@ -121,7 +121,7 @@ def install(model: Any, plan: Plan, without_flushes: DoubleBuffered | None = Non
     timetable = timetable_of(plan, run.stage)
     engine = Engine(
         timetable,
-        chunk_policies(plan, timetable, run.stage),
+        chunk_policies(plan, run.stage),
         order=order,
         random=MegatronRandom(device),
         guard=left_as_they_were,
@@ -244,17 +244,15 @@ def _waits_for_weights(hook: Callable[..., Any]) -> bool:
     return getattr(hook, "__module__", "") == "megatron.core.distributed.distributed_data_parallel"
 
 
-def chunk_policies(plan: Plan, timetable: Timetable, stage: int) -> list[ChunkPolicy]:
+def chunk_policies(plan: Plan, stage: int) -> list[ChunkPolicy]:
     return [
         ChunkPolicy(
             entry.ahead_depth,
             entry.whole or (),
-            frozenset((half.layer, linear) for half in halves for linear in half.deferred),
-            frozenset((half.layer, linear) for half in halves for linear in half.deferred.keys() - half.delayed(drains=False)),
             0 if entry.weight_gradients is None else entry.weight_gradients.bytes,
             read_after_send=stage > 0 and plan.schedule == "flush",
         )
-        for entry, halves in zip(plan.chunks_of(stage), timetable.chunks, strict=True)
+        for entry in plan.chunks_of(stage)
     ]
 
 

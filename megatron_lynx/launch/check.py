@@ -317,7 +317,7 @@ class Step:
     def planned(self) -> Any:
         trace = self.installation.engine.trace
         with self._once_more():
-            if trace.enabled:
+            if trace.runs:
                 trace.start()  # drops the spans of the other passes
             return self._pass()
 

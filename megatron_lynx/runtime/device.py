@@ -285,33 +285,52 @@ def _made(where: torch.device) -> Device:
     return Device(where)
 
 
-class Trace:
-    """Spans recorded while `enabled`."""
+class Clock:
+    """Pairs of events on the current stream. `runs`: whether they are recorded."""
+
+    def __init__(self, device: Device, *, runs: bool = False) -> None:
+        self.runs = runs
+        self._device = device
+        self._timed: deque[tuple[Any, Event, Event]] = deque()
+
+    def begin(self) -> Event | None:
+        return self._device.current.record(timed=True) if self.runs else None
+
+    def end(self, what: Any, begin: Event | None) -> None:
+        if begin is not None:
+            self._timed.append((what, begin, self._device.current.record(timed=True)))
+
+    def take(self, *, exact: bool = True) -> list[tuple[Any, float]]:
+        """Return (label, seconds) since the last call. `exact` waits for the device; otherwise unreached pairs stay."""
+        seconds = []
+        while self._timed and (exact or self._timed[0][2].done):
+            what, begin, end = self._timed.popleft()
+            end.synchronize()
+            seconds.append((what, end.seconds_since(begin)))
+        return seconds
+
+
+class Trace(Clock):
+    """Spans that began while it runs."""
 
     def __init__(self, device: Device | None = None) -> None:
-        self.enabled = False
-        self._device = device or device_for(torch.device("cpu"))
+        super().__init__(device or device_for(torch.device("cpu")))
         self._origin: Event | None = None
-        self._spans: list[tuple[SpanKind, tuple[Any, ...], Event, Event]] = []
 
     def start(self) -> None:
-        self._spans.clear()
-        self.enabled, self._origin = True, self._device.current.record(timed=True)
+        self._timed.clear()
+        self.runs, self._origin = True, self._device.current.record(timed=True)
 
     def stop(self) -> list[Span]:
         """Return the spans since `start`, sorted by begin; waits for the device. Empty if it was never started."""
         if self._origin is None:
             return []
-        self.enabled = False
+        self.runs = False
         self._device.synchronize()
-        since = self._origin
-        spans = [Span(kind, at.seconds_since(since), end.seconds_since(since), *of) for kind, of, at, end in self._spans]
-        self._spans.clear()
+        since, timed = self._origin, list(self._timed)
+        self._timed.clear()
+        spans = [Span(kind, at.seconds_since(since), end.seconds_since(since), *of) for (kind, *of), at, end in timed]
         return sorted(spans, key=lambda span: (span.start_s, -span.end_s))
-
-    def now(self) -> Event | None:
-        """Return the begin of a span, for `add` (None while disabled)."""
-        return self._device.current.record(timed=True) if self.enabled else None
 
     def add(
         self,
@@ -323,34 +342,8 @@ class Trace:
         window: str | None = None,
     ) -> None:
         """End a span now."""
-        if self.enabled and begin is not None:
-            of = (layer, half, micro_batch, window, name_of(kind, layer, half, window))
-            self._spans.append((kind, of, begin, self._device.current.record(timed=True)))
-
-
-class Clock:
-    """Seconds between pairs of events on the current stream. `runs`: whether pairs are recorded."""
-
-    def __init__(self, device: Device, *, runs: bool = False) -> None:
-        self.runs = runs
-        self._device = device
-        self._timed: deque[tuple[str, Event, Event]] = deque()
-
-    def begin(self) -> Event | None:
-        return self._device.current.record(timed=True) if self.runs else None
-
-    def end(self, what: str, begin: Event | None) -> None:
         if begin is not None:
-            self._timed.append((what, begin, self._device.current.record(timed=True)))
-
-    def take(self, *, exact: bool = True) -> list[tuple[str, float]]:
-        """Return (label, seconds) since the last call. `exact` waits for the device; otherwise unreached pairs stay."""
-        seconds = []
-        while self._timed and (exact or self._timed[0][2].done):
-            what, begin, end = self._timed.popleft()
-            end.synchronize()
-            seconds.append((what, end.seconds_since(begin)))
-        return seconds
+            self.end((kind, layer, half, micro_batch, window, name_of(kind, layer, half, window)), begin)
 
 
 Pair = tuple[Tensor, Tensor]
@@ -407,7 +400,7 @@ class Copier:
         return self._holding[-1]
 
     def _move_all(self, pairs: Sequence[Pair], micro_batch: int) -> None:
-        begin = self._trace.now()
+        begin = self._trace.begin()
         for target, source in pairs:
             self.move(target, source)
         self._trace.add(self.direction, begin, micro_batch=micro_batch)
@@ -420,7 +413,7 @@ class Copier:
     def wait(self, copy: Copy) -> None:
         """Let compute issued from now on wait for this copy."""
         if not copy.done:
-            begin, traced = self._waits.begin(), self._trace.now()
+            begin, traced = self._waits.begin(), self._trace.begin()
             self._device.current.wait(copy.event)  # [4]
             self._trace.add("copy_wait", traced, micro_batch=copy.micro_batch)
             self._waits.end("copy", begin)

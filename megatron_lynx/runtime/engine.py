@@ -161,7 +161,7 @@ class Engine(Progress):
         if not torch.is_grad_enabled():
             return code(*args, **kwargs)
         self.ledger.leave()  # a forward runs, so no backward does
-        if policy.passed_over and not self.trace.enabled:
+        if policy.passed_over and not self.trace.runs:
             return code(*args, **kwargs)
         micro_batch = self.ledger.micro_batch_for(policy.key, policy.chunk)
         whole = micro_batch.index in self._chunks[policy.chunk].whole
@@ -169,7 +169,7 @@ class Engine(Progress):
         group = None if whole or policy.stays else self.offloader.group_for(micro_batch, policy.key, (args, kwargs), self.ledger)
         frame = Frame(policy, micro_batch, code, self._recomputations.on_demand)
         self.ledger.keep(frame)
-        begin = self.trace.now()
+        begin = self.trace.begin()
         if policy.may_recompute or group is not None:
             outputs = self._record(frame, group, args, kwargs)
         else:
@@ -236,7 +236,7 @@ class Engine(Progress):
         self._close_backward_span()
         self.ledger.enter(frame)
         self.offloader.backward_reaches(frame.micro_batch, frame.key)
-        self._entered_at = self.trace.now()
+        self._entered_at = self.trace.begin()
         self.reach(self.backward_of(frame.micro_batch), Moment("enter", frame.key), frame.micro_batch, gradients)
 
     def _midway(self, frame: Frame, _: Any) -> None:
@@ -269,7 +269,7 @@ class Engine(Progress):
         else:
             address, through = WindowAddress("bwd", *frame.key, self.ledger.ordinal), self.backward_of(frame.micro_batch)
             self.ledger.ordinal += 1
-        if address not in through.busy and not self.trace.enabled:
+        if address not in through.busy and not self.trace.runs:
             return None
         return lambda work: WindowedWork(work, lambda proper: self._window(through, address, frame.micro_batch, proper))
 
@@ -327,7 +327,7 @@ class Engine(Progress):
     def _window(self, through: Pass, window: Window, micro_batch: MicroBatch, proper: Callable[[], Any]) -> Any:
         """`proper`: the wait itself."""
         kind: SpanKind = "recv" if window == RECV_BACKWARD else "window"
-        begin = self.trace.now()
+        begin = self.trace.begin()
         self.reach(through, Moment("in", window), micro_batch)
         waited = proper()
         if begin is not None:
@@ -405,7 +405,7 @@ class Engine(Progress):
             self.counts.ahead += not entered
 
     def _gather(self, frame: Frame, task: Task, moment: Moment) -> None:
-        begin = self.trace.now()
+        begin = self.trace.begin()
         self._recomputations.gather(frame)
         self.add_span("gather", frame, str(moment.place), begin)
 

@@ -32,10 +32,6 @@ class ChunkPolicy:
     ahead_depth: int = 0
     """How many halves of a micro-batch may be recomputed before backward reaches them (rule R4)."""
     whole: Container[int] = ()
-    delayed: frozenset[tuple[int, str]] = frozenset()
-    """(layer, item) of each linear whose weight gradients are delayed."""
-    in_drain: frozenset[tuple[int, str]] = frozenset()
-    """Those of them that delay in cool-down and in the chunk's last backward only."""
     most_delayed_bytes: int = 0
     read_after_send: bool = False
     """Whether its weights' gradients are read only after that of its input is sent."""

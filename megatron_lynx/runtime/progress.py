@@ -143,7 +143,7 @@ class Progress:
 
     @contextmanager
     def recomputing(self, frame: Frame, window: str) -> Iterator[None]:
-        begin, clocked = self.trace.now(), self.clock.begin()
+        begin, clocked = self.trace.begin(), self.clock.begin()
         yield
         self.clock.end(window, clocked)
         self.add_span("recompute", frame, window, begin)

@@ -22,8 +22,7 @@ from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.runtime.frame import ChunkPolicy
 from megatron_lynx.runtime.progress import Progress
 from megatron_lynx.runtime.surroundings import Surroundings
-
-FLUSHED = "flushed"
+from megatron_lynx.timeline import FLUSHED
 
 Linear = tuple[int, str]
 
@@ -113,10 +112,9 @@ class WeightGradients:
 
     def puts_off(self, linear: Linear) -> bool:
         frame, ledger = self._progress.ledger.entered, self._progress.ledger
-        if frame is None or self.backward_of is None or frame.policy.layer != linear[0]:
+        if frame is None or self.backward_of is None or ledger.running is None or frame.policy.layer != linear[0]:
             return False
-        policy = self._policies[frame.policy.chunk]
-        if linear not in policy.delayed or ledger.running is None or (linear in policy.in_drain and not ledger.drains):
+        if not frame.policy.delays(linear[1], drains=ledger.drains):
             return False
         return not (ledger.completes_gradients and self._reduced_in_backward())
 
@@ -170,7 +168,7 @@ class WeightGradients:
             self._compute(entry, FLUSHED)
 
     def _compute(self, entry: Entry, window: str) -> None:
-        begin = self._progress.trace.now()
+        begin = self._progress.trace.begin()
         with torch.no_grad(), self._surroundings.as_captured(entry.surroundings):
             entry.compute()
         if window == FLUSHED:

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_lynx.anatomy import MLP
+from megatron_lynx.anatomy.address import RECV_BACKWARD
 from megatron_lynx.apply.hooks.weight_gradients import LinearOf, Store
 from megatron_lynx.figures import Figures
 from megatron_lynx.runtime.device import Trace
-from megatron_lynx.runtime.frame import ChunkPolicy
+from megatron_lynx.runtime.frame import ChunkPolicy, HalfPolicy
 from megatron_lynx.runtime.surroundings import Surroundings
 from megatron_lynx.runtime.weight_gradients import WeightGradients
 
@@ -26,11 +28,11 @@ class Backward:
     """A linear whose backward runs in one micro-batch after the other, with gradients reduced while the last one's does."""
 
     def __init__(self) -> None:
-        policy = SimpleNamespace(layer=1, chunk=0, half="mlp")
+        policy = HalfPolicy(layer=1, section=MLP, deferred={FC1.item: (RECV_BACKWARD,)})
         self._frame = SimpleNamespace(key=FC1.frame, policy=policy, micro_batch=SimpleNamespace(number=0))
-        self._ledger = SimpleNamespace(entered=self._frame, running=object(), completes_gradients=False)
+        self._ledger = SimpleNamespace(entered=self._frame, running=object(), completes_gradients=False, drains=False)
         self.progress = SimpleNamespace(trace=Trace(), counts=Figures(), scope=None, ledger=self._ledger)
-        deferral = ChunkPolicy(delayed=frozenset([FC1.linear]), most_delayed_bytes=10**6)
+        deferral = ChunkPolicy(most_delayed_bytes=10**6)
         progress: Any = self.progress
         self.gradients = WeightGradients(progress, [deferral], Surroundings(()), reduced_in_backward=lambda: True)
         module = SimpleNamespace(apply_bias=False, gemm_bias_unfused_add=False)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_lynx.anatomy.address import RECV_BACKWARD
 from megatron_lynx.figures import Figures
 from megatron_lynx.runtime.device import Trace
 from megatron_lynx.runtime.frame import ChunkPolicy, Frame, MicroBatch
@@ -97,11 +98,12 @@ def test_a_wait_takes_those_of_one_micro_batch() -> None:
 
 def in_backward_of(layer: int, most_bytes: int) -> tuple[WeightGradients, Any]:
     """Deferring two linears of layer 3, while the backward of a half of this layer runs; and the progress."""
-    frame = Frame(policy(layer=layer), MicroBatch(0), lambda hidden: hidden)
+    deferred = {name: (RECV_BACKWARD,) for _, name in (FC1, QKV)}
+    frame = Frame(policy(layer=layer, deferred=deferred), MicroBatch(0), lambda hidden: hidden)
     running = Action(0, "B")
-    ledger = SimpleNamespace(entered=frame, running=running, completes_gradients=False)
+    ledger = SimpleNamespace(entered=frame, running=running, completes_gradients=False, drains=False)
     progress: Any = SimpleNamespace(ledger=ledger, scope=None, trace=Trace(), counts=Figures())
-    policies = [ChunkPolicy(delayed=frozenset({FC1, QKV}), most_delayed_bytes=most_bytes)]
+    policies = [ChunkPolicy(most_delayed_bytes=most_bytes)]
     return WeightGradients(progress, policies, Surroundings(()), reduced_in_backward=lambda: False), progress
 
 
