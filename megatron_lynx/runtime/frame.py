@@ -238,10 +238,10 @@ class Frame:
     mark: Any = None
     """Hook handle on the graph: backward reaches this half. It owns the frame until the half's backward is over."""
     midway: Any = None
-    key: FrameKey = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.key = self.policy.key
+    @cached_property
+    def key(self) -> FrameKey:
+        return self.policy.key
 
     @property
     def lets_go(self) -> bool:
