@@ -177,7 +177,8 @@ class Engine(Progress):
         self.add_span("forward", frame, None, begin)
         if not frame.lets_go:
             frame.give_up_inputs()
-        self.offloader.half_ends(micro_batch, policy.key, outputs, policy.ahead)
+        if micro_batch.group is not None:
+            micro_batch.group.half_ends(policy.key, outputs, policy.ahead)
         self._mark(frame, (args, kwargs), outputs)
         return outputs
 
@@ -235,7 +236,8 @@ class Engine(Progress):
             raise PARTIAL_BACKWARD.of(frame.policy.name)
         self._close_backward_span()
         self.ledger.enter(frame)
-        self.offloader.backward_reaches(frame.micro_batch, frame.key)
+        if frame.micro_batch.group is not None:
+            frame.micro_batch.group.backward_reaches(frame.key)
         self._entered_at = self.trace.begin()
         self.reach(self.backward_of(frame.micro_batch), Moment("enter", frame.key), frame.micro_batch, gradients)
 

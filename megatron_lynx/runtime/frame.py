@@ -99,6 +99,8 @@ class MicroBatch:
     output: weakref.ref[Tensor] | None = None
     """Weak: an alias would keep memory that the schedule frees."""
     phase: Phase = "steady"
+    group: Any = None
+    """Its `OffloadGroup`, if some of its tensors may move to the host."""
     rows: dict[frozenset[str], tuple[int, int]] = field(default_factory=dict)
     """(expert halves that it holds, their rows) by the items that these recompute, where experts may fall back
     (`record.too_many`)."""

@@ -127,8 +127,9 @@ class Progress:
     def take_counts(self, *, exact: bool = True) -> Figures:
         """Return the figures since the last call; `exact` as in `Clock.take`."""
         counts, self.counts = self.counts, Figures()
-        counts.offloaded_bytes, counts.reloaded_bytes = self.offloader.take_bytes()
-        counts.host_bytes, counts.exposed_copy_s = self.offloader.host_bytes, self.offloader.take_waited_s(exact=exact)
+        counts.offloaded_bytes, counts.reloaded_bytes = (copier.take_bytes() for copier in self.offloader.copiers)
+        counts.exposed_copy_s = sum(copier.take_waited_s(exact=exact) for copier in self.offloader.copiers)
+        counts.host_bytes = self.offloader.memory.bytes
         return counts
 
     def run(self, scope: Run, *given: Any) -> Any:

@@ -163,7 +163,7 @@ class Share(NamedTuple):
 
 
 class Within(NamedTuple):
-    """Offload of each micro-batch within its own forward; it comes back within its own backward (`runtime.offload.group`)."""
+    """Offload of each micro-batch within its own forward; it comes back within its own backward (`runtime.offload`)."""
 
     bytes: tuple[int, ...]
     """By chunk."""

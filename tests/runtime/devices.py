@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_lynx.runtime.device import Copy, Device, Event, device_for
+from megatron_lynx.runtime.offload import Offloader
 from tests.instruments.streams.asynchronous import AsynchronousDevice
 from tests.instruments.streams.happens_before import HappensBefore
 
@@ -48,3 +49,13 @@ def launches_block(device: Device) -> bool:
 def under_way(moment: Event | Copy, device: Device) -> bool:
     """Whether an event, or a copy's end, is still to come, as far as the device can say."""
     return device is CPU or launches_block(device) or not moment.done
+
+
+def moved_bytes(offloader: Offloader) -> tuple[int, ...]:
+    """Bytes copied (out, back) since the last call."""
+    return tuple(copier.take_bytes() for copier in offloader.copiers)
+
+
+def waited_s(offloader: Offloader) -> float:
+    """For which compute waited for copies since the last call."""
+    return sum(copier.take_waited_s() for copier in offloader.copiers)

@@ -40,7 +40,7 @@ def a_graph_that_is_dropped_on_streams(rank: int) -> tuple[bool, bool]:
     from megatron_lynx.runtime.offload import HostLimit, Offloader, OffloadPolicy
 
     made = Offloader({0: OffloadPolicy(10**4, 1, 1)}, device=device_for(HERE), limit=HostLimit(10**6))
-    made.out, made.back = copiers_for(CudaDevice(HERE), made.trace)
+    made.copiers = made.out, made.back = copiers_for(CudaDevice(HERE), made.trace)
     bytes_of_it = np.arange(100, dtype=np.uint8)
     held = weakref.ref(bytes_of_it)
     group = made.open(0, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,11 +15,11 @@ from megatron_lynx.anatomy import DENSE, HALVES
 from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.frame import HalfPolicy
-from megatron_lynx.runtime.offload import HostLimit, Offloader, OffloadPolicy
+from megatron_lynx.runtime.offload import HostLimit, Offloader, OffloadGroup, OffloadPolicy
 from megatron_lynx.runtime.offload.host_memory import ALIGNMENT
 from megatron_lynx.runtime.order import StageOrder
 from megatron_lynx.schedule.schedule import Action
-from tests.runtime.devices import CPU, delay, on_every_device
+from tests.runtime.devices import CPU, delay, moved_bytes, on_every_device
 from tests.runtime.devices import device as device
 
 LAYERS = 3
@@ -107,18 +108,18 @@ def test_each_half_leaves_when_it_is_over_and_the_last_one_stays(engine: Engine)
         output = given * 1
         for policy in KEPT:
             output = engine.half(policy, code, (output,), {})
-            started.append(engine.offloader.take_bytes()[0])
+            started.append(moved_bytes(engine.offloader)[0])
         ended_with(output)
     assert all(started[:-1]), "something of every half"
     assert started[-1] == 0
-    enter = engine.offloader.backward_reaches
+    enter = OffloadGroup.backward_reaches
 
     def reaching(*where: Any) -> None:
         enter(*where)
-        reached.append(engine.offloader.take_bytes()[1])
+        reached.append(moved_bytes(engine.offloader)[1])
 
-    engine.offloader.backward_reaches = reaching  # type: ignore[method-assign]
-    backward(engine, output)
+    with mock.patch.object(OffloadGroup, "backward_reaches", reaching):
+        backward(engine, output)
     assert reached == [*reversed(started[:-1]), 0], "of the half before the one that backward comes to"
 
 
@@ -133,8 +134,8 @@ def test_originals_go_at_their_turn_and_not_when_a_copy_happens_to_be_over() -> 
                 engine.offloader.out.drain()
                 engine.offloader.settle()
             storages = {id(thing): thing for thing in gc.get_objects() if type(thing).__name__ == "OffloadedStorage"}
-            (group,) = engine.offloader._groups.values()
-            sent = dict(enumerate(group._away, start=1))
+            assert engine.ledger.recording is not None
+            sent = dict(enumerate(engine.ledger.recording.group._away, start=1))
             gone = {half for half, one in sent.items() if not any(storage._original is not None for storage in one.alive())}
             assert gone == away, pace_bytes
             output = engine.half(KEPT[-1], code, (output,), {})

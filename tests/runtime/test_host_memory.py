@@ -69,7 +69,7 @@ def test_what_a_plan_needs_is_locked_before_the_first_step(monkeypatch: pytest.M
     made.lock_ahead()
     assert locked == [2 * (6144 + 512)], "of experts it is not known before how much"
     assert made.locked.bytes == limit.held_bytes == sum(locked)
-    lent = [made._memory.lend(0, [4000, 2000]) for _ in range(2)]
+    lent = [made.memory.lend(0, [4000, 2000]) for _ in range(2)]
     assert len(locked) == 1
     lent.clear()
     made.close()

@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron_lynx.errors import OffloadError
 from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.offload import HostLimit, OffloadedTensor, Offloader, OffloadGroup, OffloadPolicy, on_device
-from megatron_lynx.runtime.offload.group import OffloadedStorage
-from tests.runtime.devices import CPU, asynchronous, delay, on_every_device
+from megatron_lynx.runtime.offload.storage import OffloadedStorage
+from tests.runtime.devices import CPU, asynchronous, delay, moved_bytes, on_every_device, waited_s
 from tests.runtime.devices import device as device
 
 
@@ -91,7 +91,7 @@ def test_views_come_back_with_shape_stride_and_offset() -> None:
         handles = pushed(group, *views)
         del base, views
         there_and_back(made, group)
-        assert made.take_bytes() == (6 * 8 * 4 * 4,) * 2, "tensors that alias move once"
+        assert moved_bytes(made) == (6 * 8 * 4 * 4,) * 2, "tensors that alias move once"
         returned = [handle.tensor() for handle in handles]
         assert all(torch.equal(one, other) for one, other in zip(returned, expected, strict=True))
         assert [(one.size(), one.stride(), one.storage_offset(), one.dtype) for one in returned] == shapes
@@ -125,7 +125,7 @@ def test_the_bytes_of_a_quantized_matrix_move_and_its_small_scales_stay() -> Non
         handle = group.push(matrix)
         del data, matrix
         there_and_back(made, group)
-        assert made.take_bytes() == (16 * 8,) * 2
+        assert moved_bytes(made) == (16 * 8,) * 2
         returned = handle.tensor()  # type: ignore[operator]
         assert isinstance(returned, Quantized)
         assert (returned.shape, returned.dtype) == (torch.Size((16, 8)), torch.bfloat16)
@@ -157,7 +157,7 @@ def test_a_tensor_that_is_all_of_its_storage_comes_back_without_a_view() -> None
                 assert returned.reshape(-1).view(torch.uint8).equal(tensor.reshape(-1).view(torch.uint8))
             del group, handles, handle
         size_bytes = sum(tensor.nbytes for tensor in expected)
-        assert made.take_bytes() == (2 * size_bytes,) * 2
+        assert moved_bytes(made) == (2 * size_bytes,) * 2
 
 
 def test_the_edge_may_lie_in_a_tensor_that_is_all_of_its_storage() -> None:
@@ -166,7 +166,7 @@ def test_the_edge_may_lie_in_a_tensor_that_is_all_of_its_storage() -> None:
         expected = torch.randn(8, 8)
         (handle,) = pushed(group, expected.clone())
         there_and_back(made, group)
-        assert made.take_bytes() == (100, 100)
+        assert moved_bytes(made) == (100, 100)
         returned = handle.tensor()
         assert returned.shape == (8, 8)
         assert torch.equal(returned, expected)
@@ -182,8 +182,8 @@ def test_bytes_are_counted_not_tensors() -> None:
         handles = pushed(group, *tensors)
         del tensors
         there_and_back(made, group)
-        assert made.take_bytes() == (1000, 1000)
-        assert made.host_bytes == 768 + 512, "600 and 400 bytes in blocks that begin at multiples of 256"
+        assert moved_bytes(made) == (1000, 1000)
+        assert made.memory.bytes == 768 + 512, "600 and 400 bytes in blocks that begin at multiples of 256"
         returned = [handle.tensor() for handle in handles]
         assert all(torch.equal(one, other) for one, other in zip(returned, expected, strict=True))
         assert returned[2].data_ptr() == addresses[2]
@@ -213,7 +213,7 @@ def test_the_output_of_the_stage_stays() -> None:
         output, other = torch.randn(64), torch.randn(64)
         handles = pushed(group, output, other)
         made.leave(group, (output.view(8, 8),))
-        assert made.take_bytes()[0] == 256
+        assert moved_bytes(made)[0] == 256
         assert handles[0].tensor().data_ptr() == output.data_ptr()
 
 
@@ -230,7 +230,7 @@ def test_an_original_is_let_go_behind_its_copy_and_before_the_next_but_one() -> 
         assert is_leaving(first), "its copy has not ended"
         made.leave(groups[1], None)
         assert not is_leaving(first)
-        assert made.take_waited_s() > 0
+        assert waited_s(made) > 0
         assert [int(handle.tensor()[0]) for handle in handles] == [0, 1]
 
 
@@ -255,18 +255,18 @@ def test_copies_that_avoid_messages_leave_behind_them_and_come_before_them() -> 
     (handle,) = pushed(group, torch.arange(64.0))
     made.leave(group, None)
     made.exchange_begins()
-    assert made.take_bytes() == (0, 0)
+    assert moved_bytes(made) == (0, 0)
     made._send()
-    assert made.take_bytes() == (256, 0)
-    assert made.take_waited_s() == 0
+    assert moved_bytes(made) == (256, 0)
+    assert waited_s(made) == 0
     made.exchange_begins()
-    assert made.take_waited_s() > 0, "the message comes behind the copy"
+    assert waited_s(made) > 0, "the message comes behind the copy"
     group.fetch()
-    assert made.take_bytes() == (0, 256)
+    assert moved_bytes(made) == (0, 256)
     made.exchange_begins()
-    assert made.take_waited_s() > 0, "and this one behind the reload"
+    assert waited_s(made) > 0, "and this one behind the reload"
     assert torch.equal(handle.tensor(), torch.arange(64.0))
-    assert made.take_waited_s() == 0
+    assert waited_s(made) == 0
     made.close()
 
 
@@ -286,7 +286,7 @@ def test_storages_are_fetched_last_one_first_and_once() -> None:
         group.fetch()
         made.back.drain()
         assert order == [3, 2, 1, 0]
-        assert made.take_bytes() == (1024, 1024)
+        assert moved_bytes(made) == (1024, 1024)
         assert [int(handle.tensor()[0]) for handle in handles] == [0, 1, 2, 3]
 
 
@@ -299,7 +299,7 @@ def test_what_was_not_fetched_is_fetched_on_demand() -> None:
         assert again.requires_grad
         assert torch.equal(again.detach(), torch.arange(64.0))
         assert torch.equal(handle.tensor(), torch.arange(64.0)), "it can be asked for again"
-        assert made.take_bytes() == (256, 256)
+        assert moved_bytes(made) == (256, 256)
 
 
 def test_when_the_graph_goes_everything_goes() -> None:
@@ -311,7 +311,7 @@ def test_when_the_graph_goes_everything_goes() -> None:
             made.leave(group, None)
             del handles
             assert list(storages_of(group)) == []
-        assert made.host_bytes == 1024
+        assert made.memory.bytes == 1024
 
 
 def test_a_host_that_is_too_small_is_refused_before_anything_runs() -> None:

@@ -44,7 +44,7 @@ def a_backward_that_does_not_wait() -> Iterator[None]:
 @contextmanager
 def an_original_released_early() -> Iterator[None]:
     """The device's memory is let go as soon as its copy to the host was asked for."""
-    from megatron_lynx.runtime.offload.group import OffloadGroup
+    from megatron_lynx.runtime.offload import OffloadGroup
 
     send = OffloadGroup.send
 
@@ -63,7 +63,7 @@ def an_original_released_early() -> Iterator[None]:
 @contextmanager
 def an_address_taken_for_its_tensor() -> Iterator[None]:
     """What was let go in the middle of a forward is still known by its address, which another tensor has by now."""
-    from megatron_lynx.runtime.offload.group import OffloadedStorage
+    from megatron_lynx.runtime.offload.storage import OffloadedStorage
 
     with ExitStack() as undo:
         replace(undo, OffloadedStorage, "here", True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -230,6 +231,7 @@ def bytes_at_marks(rank: int, job: Job, plans: list[Plan]) -> list[list[int]]:
 
 def bytes_at_halves(rank: int, job: Job, plans: list[Plan]) -> list[list[int]]:
     """Live activation bytes before every half's forward, and before its backward, of one counted step under each plan."""
+    from megatron_lynx.runtime.offload import OffloadGroup
     from megatron_lynx.testbed.training import run_schedule
 
     def step(training: Any, batches: Any, offloader: Any, meter: Any) -> None:
@@ -242,9 +244,9 @@ def bytes_at_halves(rank: int, job: Job, plans: list[Plan]) -> list[list[int]]:
 
             return reporting
 
-        begins, reaches = offloader.group_for, offloader.backward_reaches
-        offloader.group_for, offloader.backward_reaches = marked(begins), marked(reaches)
-        run_schedule(training.chunks, job, batches)
+        offloader.group_for = marked(offloader.group_for)
+        with mock.patch.object(OffloadGroup, "backward_reaches", marked(OffloadGroup.backward_reaches)):
+            run_schedule(training.chunks, job, batches)
 
     return _counted(job, plans, step)
 

@@ -1,28 +1,52 @@
-"""When the activations of a stage move to the host and back: fixed by the order of passes (rule R1, docs/offloading.md).
+"""What moves to the host and back, and when: fixed by bytes and the order of passes (rule R1, docs/offloading.md).
 
-As a whole, a micro-batch is copied out after its forward, its originals are freed at the end of the next such forward at the
-latest, and it is copied back when the backward before its own begins, or its gradient is awaited. If its backward follows its
-forward, it stays on the device, or moves half by half if there is a pace.
+Half by half, a half's storages leave when it ends, in one copy (`pace`). As a whole, a micro-batch is copied out after its
+forward, its originals are freed at the end of the next such forward at the latest, and it is copied back when the backward before
+its own begins, or its gradient is awaited. If its backward follows its forward, it stays, or moves half by half with a pace.
+
+A tensor stays on the device if it was made after the plan's bytes are reached, if its storage lasts (parameters, buffers), or if
+something else references it: masks and rotary tables, which are arguments of a half, and the stage's input and output.
 """
 
 from __future__ import annotations
 
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from megatron_lynx.anatomy import HALVES
 from megatron_lynx.anatomy.address import FrameKey
-from megatron_lynx.pace import Pace
-from megatron_lynx.runtime.device import Device, Trace, copiers_for
+from megatron_lynx.nest import map_nest
+from megatron_lynx.pace import AFTERWARDS, Pace, Turns
+from megatron_lynx.runtime.device import Copy, Device, Trace, copiers_for
 from megatron_lynx.runtime.frame import MicroBatch
-from megatron_lynx.runtime.offload.group import OffloadGroup, OffloadPolicy
 from megatron_lynx.runtime.offload.host_memory import HostLimit, HostMemory, bytes_ahead, too_little
+from megatron_lynx.runtime.offload.storage import OffloadedStorage, OffloadedTensor, OffloadedWrapper, fetch
 from megatron_lynx.runtime.order import Ledger
-from megatron_lynx.runtime.saved import storage_of
+from megatron_lynx.runtime.saved import is_parameter, is_wrapper, parts_of, storage_of, tensors_in
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """How one chunk offloads, by the keys of `plan.plan.Offload`."""
+
+    bytes: int
+    smallest_tensor_bytes: int
+    sets: int = 1
+    """Micro-batches on the host at once."""
+    ragged: bool = False
+    """Whether sizes differ from one micro-batch to the next."""
+    avoids_messages: bool = False
+    pace_bytes: int | None = None
+    all_half_by_half: bool = False
+    layers: tuple[int, int] = (1, 0)
+    """The chunk's first layer, and its number of layers."""
 
 
 class Locked(NamedTuple):
@@ -31,7 +55,7 @@ class Locked(NamedTuple):
 
 
 class Offloader:
-    """The offload groups of one stage, by chunk. Raises `OffloadError` if `limit` is less than the plan's bytes."""
+    """Offloads one stage. Raises `OffloadError` if `limit` is less than the plan's bytes."""
 
     def __init__(
         self,
@@ -46,17 +70,16 @@ class Offloader:
         if needed_bytes > limit.most_bytes:
             raise too_little(where, needed_bytes, limit)
         self.trace = Trace(device)
-        self.out, self.back = copiers_for(device, self.trace)
+        self.copiers = self.out, self.back = copiers_for(device, self.trace)
         self.policies = dict(policies)
+        self.device = device
+        self.memory = HostMemory(where, device, limit)
+        self.locked = Locked(0, 0.0)
         self._avoids_messages = any(policy.avoids_messages for policy in policies.values())
         self._limit = limit
-        self._memory = HostMemory(where, device, limit)
-        self.locked = Locked(0, 0.0)
-        self._device = device
         self._lasting = lasting
         self._lasting_of: dict[int, set[int]] = {}
         """Storages of parameters and buffers, by chunk, until the next step: weights do not move within a step."""
-        self._groups: weakref.WeakKeyDictionary[MicroBatch, OffloadGroup] = weakref.WeakKeyDictionary()
         self._departing: OffloadGroup | None = None
         """The last micro-batch that left as a whole."""
 
@@ -66,15 +89,13 @@ class Offloader:
         wanted_bytes = sum(policy.sets * bytes_ahead(policy.bytes, policy.smallest_tensor_bytes) for policy in known)
         if known and wanted_bytes <= self._limit.most_bytes:
             begin_s = time.perf_counter()
-            self._memory.lock(wanted_bytes)
+            self.memory.lock(wanted_bytes)
             self.locked = Locked(self._limit.held_bytes, time.perf_counter() - begin_s)
 
     def step_begins(self) -> None:
         self._lasting_of.clear()
 
     def forward_begins(self, ledger: Ledger) -> None:
-        if not self.policies:
-            return
         self._send()
         if ledger.before_other:
             self._fetch(ledger.coming)
@@ -84,53 +105,26 @@ class Offloader:
         policy = self.policies.get(micro_batch.chunk)
         if policy is None:
             return None
-        group = self._groups.get(micro_batch)
+        group: OffloadGroup | None = micro_batch.group
         if group is None:
             whole = not (policy.all_half_by_half or ledger.own_backward_follows(micro_batch))
             if not whole and policy.pace_bytes is None:
                 return None
-            group = self._groups[micro_batch] = self.open(micro_batch.number, micro_batch.chunk, whole=whole)
+            group = micro_batch.group = self.open(micro_batch.number, micro_batch.chunk, whole=whole)
         if group.pace.whole:
             self.settle()
         return group.half_begins(key, arguments)
-
-    def half_ends(self, micro_batch: MicroBatch, key: FrameKey, outputs: Any, ahead: int) -> None:
-        if (group := self._groups.get(micro_batch)) is not None:
-            group.half_ends(key, outputs, ahead)
-
-    def forward_ends(self, micro_batch: MicroBatch | None, output: Any) -> None:
-        if micro_batch is not None and (group := self._groups.get(micro_batch)) is not None:
-            self.leave(group, output)
-
-    def exchange_begins(self) -> None:
-        if self._avoids_messages:
-            self.out.give_way()
-            self.back.give_way()
-
-    def gradient_awaited(self, ledger: Ledger) -> None:
-        """Report that a backward's gradient is in flight: a message, so copies that avoid messages wait for the backward."""
-        if self.policies and not self._avoids_messages:
-            self._fetch(ledger.coming)
-
-    def backward_begins(self, micro_batch: MicroBatch | None, ledger: Ledger) -> None:
-        if not self.policies:
-            return
-        self.settle()
-        self._send()
-        self._fetch(micro_batch)
-        self._fetch(ledger.coming)
-
-    def backward_reaches(self, micro_batch: MicroBatch, key: FrameKey) -> None:
-        if (group := self._groups.get(micro_batch)) is not None:
-            group.fetch(group.place(key))
 
     def open(self, micro_batch: int, chunk: int, *, whole: bool = True) -> OffloadGroup:
         if chunk not in self._lasting_of:
             self._lasting_of[chunk] = {storage_of(tensor) for tensor in self._lasting(chunk)}
         policy = self.policies[chunk]
         pace = Pace(None if whole else policy.pace_bytes, len(HALVES) * policy.layers[1])
-        where, lasting = self._device.where, self._lasting_of[chunk]
-        return OffloadGroup(micro_batch, chunk, policy, pace, self._memory, where, self.out, self.back, lasting)
+        return OffloadGroup(self, micro_batch, chunk, policy, pace, self._lasting_of[chunk])
+
+    def forward_ends(self, micro_batch: MicroBatch | None, output: Any) -> None:
+        if micro_batch is not None and micro_batch.group is not None:
+            self.leave(micro_batch.group, output)
 
     def leave(self, group: OffloadGroup, output: Any) -> None:
         """End a group's forward. As a whole it leaves now, and the group before is freed, so that at most two are resident."""
@@ -142,38 +136,204 @@ class Offloader:
             if not group.policy.avoids_messages:
                 self._send()
 
+    def exchange_begins(self) -> None:
+        for copier in self.copiers if self._avoids_messages else ():
+            copier.give_way()
+
+    def gradient_awaited(self, ledger: Ledger) -> None:
+        """Report that a backward's gradient is in flight: a message, so copies that avoid messages wait for the backward."""
+        if not self._avoids_messages:
+            self._fetch(ledger.coming)
+
+    def backward_begins(self, micro_batch: MicroBatch | None, ledger: Ledger) -> None:
+        if self.policies:
+            self.settle()
+            self._send()
+            self._fetch(micro_batch)
+            self._fetch(ledger.coming)
+
     def settle(self) -> None:
         if self._departing is not None:
             self._departing.settle()
-        self.out.settle()
-        self.back.settle()
+        for copier in self.copiers:
+            copier.settle()
 
     def _send(self) -> None:
         if self._departing is not None:
             self._departing.send()
 
     def _fetch(self, micro_batch: MicroBatch | None) -> None:
-        group = self._groups.get(micro_batch) if micro_batch is not None else None
-        if group is not None and group.pace.whole:
-            group.fetch()
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of this stage's rooms on the host, without the margin that was locked ahead (`bytes_ahead`)."""
-        return self._memory.bytes
-
-    def take_bytes(self) -> tuple[int, int]:
-        """Bytes copied (out, back) since the last call."""
-        return self.out.take_bytes(), self.back.take_bytes()
-
-    def take_waited_s(self, *, exact: bool = True) -> float:
-        return self.out.take_waited_s(exact=exact) + self.back.take_waited_s(exact=exact)
+        if micro_batch is not None and micro_batch.group is not None and micro_batch.group.pace.whole:
+            micro_batch.group.fetch()
 
     def abandon(self) -> None:
         self._departing = None
 
     def close(self) -> None:
         """Free host memory; rooms in use return when their micro-batch is freed."""
-        self.out.close()
-        self.back.close()
-        self._memory.clear()
+        for copier in self.copiers:
+            copier.close()
+        self.memory.clear()
+
+
+_Known = weakref.ref[OffloadedStorage]
+
+
+class _Leaving(NamedTuple):
+    """Storages that leave after one half, with bytes of each. The graph may free them at any time."""
+
+    half: int
+    turns: Turns
+    storages: list[tuple[_Known, int]]
+
+    def alive(self) -> dict[OffloadedStorage, int]:
+        return {storage: size for known, size in self.storages if (storage := known()) is not None}
+
+
+@dataclass(eq=False)
+class OffloadGroup:
+    """Storages of one forward of one chunk, in the order in which they were made, and their copies. `lasting`: addresses of
+    parameters and buffers."""
+
+    stage: Offloader
+    micro_batch: int
+    chunk: int
+    policy: OffloadPolicy
+    pace: Pace
+    lasting: set[int]
+    half: int = 0
+    _staying: dict[int, Tensor] = field(default_factory=dict)
+    _storages: list[tuple[int, _Known]] = field(default_factory=list)
+    _at: dict[int, _Known] = field(default_factory=dict)
+    """The newest storage at each address: freed ones leave it to others."""
+    _chosen_bytes: int = 0
+    _chosen: list[_Leaving] = field(default_factory=list)
+    _leaving: deque[tuple[_Leaving, Copy]] = field(default_factory=deque)
+    """Those whose originals may still be resident, with their copies."""
+    _away: list[_Leaving] = field(default_factory=list)
+    """Those that were not fetched."""
+
+    def half_begins(self, key: FrameKey, arguments: Any) -> OffloadGroup | None:
+        """Return the group if saved tensors of this half may leave, else None."""
+        self.half = self.place(key)
+        if self._chosen_bytes >= self.policy.bytes or self.pace.stays(self.half):
+            return None
+        input_stays = self.half == 1 and not self.pace.whole  # Megatron holds the chunk's input until its forward is over
+        for index, tensor in enumerate(tensors_in(arguments)):
+            if index > 0 or tensor.is_leaf or input_stays:  # masks and tables, which layers share; the stage's input
+                self.leave([tensor])
+        return self
+
+    def leave(self, tensors: Iterable[Tensor]) -> None:
+        """Keep these on the device: something else holds them until backward."""
+        self._staying |= {storage_of(tensor): tensor for tensor in tensors}
+
+    def push(self, tensor: Tensor) -> OffloadedTensor | OffloadedWrapper | Tensor:
+        """Return an `OffloadedTensor` (for a wrapper, an `OffloadedWrapper`), or the detached tensor if it must stay."""
+        if type(tensor) is not Tensor and is_wrapper(tensor) and self.may_go(tensor):
+            return OffloadedWrapper(tensor, {name: self.push(part) for name, part in parts_of(tensor).items()})
+        storage = self._movable_storage(tensor)
+        if storage is None:
+            return tensor.detach().requires_grad_(tensor.requires_grad)
+        address = storage.data_ptr()
+        known = self._at.get(address)
+        offloaded = known() if known is not None else None
+        if offloaded is None or not offloaded.here:
+            offloaded = OffloadedStorage(tensor, storage, self.micro_batch, self.stage.back)
+            self._at[address] = weakref.ref(offloaded)
+            self._storages.append((address, self._at[address]))
+        return OffloadedTensor(tensor, offloaded)
+
+    def push_all(self, value: Any) -> Any:
+        return map_nest(Tensor, lambda tensor: tensor if is_parameter(tensor) else self.push(tensor), value)
+
+    def may_go(self, tensor: Tensor, *, any_size: bool = False) -> bool:
+        """Return whether a tensor may leave: plain, large enough (or of `any_size`), and not held by others."""
+        parts = parts_of(tensor).values() if is_wrapper(tensor) else [tensor]
+        return any(self._movable_storage(part, any_size=any_size) is not None for part in parts)
+
+    def _movable_storage(self, tensor: Tensor, *, any_size: bool = False) -> torch.UntypedStorage | None:
+        if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.device != self.stage.device.where:
+            return None
+        if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+            return None
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < (self.policy.smallest_tensor_bytes or 1) and not any_size:
+            return None
+        address = storage.data_ptr()
+        held = self._staying.get(address)
+        stays = held is not None and storage_of(held) == address  # Megatron may have freed this input already
+        return None if stays or address in self.lasting else storage
+
+    def half_ends(self, key: FrameKey, outputs: Any, ahead: int) -> None:
+        """End a half's forward. `ahead`: how many halves before its own backward its recomputation may begin."""
+        self.half = self.place(key)
+        self.release(self.half)
+        if not self.pace.stays(self.half):
+            self._choose(outputs, ahead)
+        if not self.pace.whole:
+            self.send()
+
+    def forward_ends(self, output: Any) -> None:
+        """End the forward: others no longer hold their tensors."""
+        self._staying.clear()
+        if self.pace.whole:
+            self.half += 1  # outputs of code after the last half
+            self._choose(output)
+        else:
+            self.release(self.pace.halves)
+
+    def send(self) -> None:
+        """Copy the chosen storages to the host, one copy per half. Raises `OffloadError` if the host has too little memory."""
+        chosen, self._chosen = self._chosen, []
+        for leaving in chosen:
+            if storages := leaving.alive():
+                lease = self.stage.memory.lend((self.chunk, leaving.half), [*storages.values()])
+                pairs = [storage._copy_to_host(lease, at, size) for at, (storage, size) in enumerate(storages.items())]
+                copy = lease.room.last = self.stage.out.start(pairs, self.micro_batch, [lease.room.last])
+                for storage in storages:
+                    storage._out = copy
+                self._leaving.append((leaving, copy))
+                self._away.append(leaving)
+
+    def settle(self) -> None:
+        while self._leaving and self._leaving[0][1].done:
+            self._release(*self._leaving.popleft())
+
+    def release(self, place: int = AFTERWARDS) -> None:
+        """Free originals that are away after the half at `place`, after their copies."""
+        while self._leaving and self._leaving[0][0].turns.away <= place:
+            self._release(*self._leaving.popleft())
+
+    def fetch(self, place: int = 1) -> None:
+        """Copy back the storages that are due when backward reaches the half at `place`, the last ones first."""
+        while self._away and self._away[-1].turns.back >= place:
+            fetch(self._away.pop().alive())
+
+    def backward_reaches(self, key: FrameKey) -> None:
+        self.fetch(self.place(key))
+
+    def place(self, key: FrameKey) -> int:
+        layer, half = key
+        return len(HALVES) * (layer - self.policy.layers[0]) + HALVES.index(half) + 1
+
+    def _choose(self, outputs: Any, ahead: int = 1) -> None:
+        """Choose storages made since the last call to leave next, up to the plan's bytes; `outputs` wait for the next call."""
+        kept_outputs = {storage_of(tensor) for tensor in tensors_in(outputs)}
+        made, self._storages = self._storages, [entry for entry in self._storages if entry[0] in kept_outputs]
+        before_bytes, chosen = self._chosen_bytes, list[tuple[_Known, int]]()
+        for address, known in made:
+            storage = None if address in kept_outputs else known()
+            left_bytes = self.policy.bytes - self._chosen_bytes
+            if storage is not None and left_bytes > 0 and storage.size_bytes:
+                chosen.append((known, min(left_bytes, storage.size_bytes)))
+                self._chosen_bytes += chosen[-1][1]
+        if chosen:
+            turns = self.pace.leaves(self.half, self._chosen_bytes - before_bytes, ahead)
+            self._chosen.append(_Leaving(self.half, turns, chosen))
+
+    def _release(self, leaving: _Leaving, copy: Copy) -> None:
+        if storages := leaving.alive():
+            self.stage.out.wait(copy)
+            for storage in storages:
+                storage._let_go()
