@@ -37,6 +37,7 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor
 
+from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.timeline import Span, SpanKind, name_of
 
 log = logging.getLogger(__name__)
@@ -333,17 +334,12 @@ class Trace(Clock):
         return sorted(spans, key=lambda span: (span.start_s, -span.end_s))
 
     def add(
-        self,
-        kind: SpanKind,
-        begin: Event | None,
-        layer: int | None = None,
-        half: str | None = None,
-        micro_batch: int | None = None,
-        window: str | None = None,
+        self, kind: SpanKind, begin: Event | None, half: FrameKey | None = None, micro_batch: int | None = None, window: str = ""
     ) -> None:
         """End a span now."""
         if begin is not None:
-            self.end((kind, layer, half, micro_batch, window, name_of(kind, layer, half, window)), begin)
+            layer, name = half or (None, None)
+            self.end((kind, layer, name, micro_batch, window or None, name_of(kind, layer, name, window)), begin)
 
 
 Pair = tuple[Tensor, Tensor]

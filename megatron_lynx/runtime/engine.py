@@ -174,7 +174,7 @@ class Engine(Progress):
             outputs = self._record(frame, group, args, kwargs)
         else:
             outputs = self.run(Run(frame), args, kwargs)
-        self.add_span("forward", frame, None, begin)
+        self.add_span("forward", frame, begin)
         if not frame.lets_go:
             frame.give_up_inputs()
         if micro_batch.group is not None:
@@ -184,9 +184,7 @@ class Engine(Progress):
 
     def _record(self, frame: Frame, group: OffloadGroup | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         policy = frame.policy
-        if (
-            torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        ):  # they would see handles, or no tensors (rule R14)
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # they would see handles (rule R14)
             raise FOREIGN_HOOKS.of(policy.name)
         if policy.may_recompute:
             frame.inputs = self._held_inputs(frame, (args, kwargs))
@@ -252,7 +250,7 @@ class Engine(Progress):
     def _close_backward_span(self) -> None:
         frame = self.ledger.entered
         if frame is not None:
-            self.add_span("backward", frame, None, self._entered_at)
+            self.add_span("backward", frame, self._entered_at)
             frame.gathering = None
             frame.take_gathered_gradient(None)
 
@@ -409,7 +407,7 @@ class Engine(Progress):
     def _gather(self, frame: Frame, task: Task, moment: Moment) -> None:
         begin = self.trace.begin()
         self._recomputations.gather(frame)
-        self.add_span("gather", frame, str(moment.place), begin)
+        self.add_span("gather", frame, begin, str(moment.place))
 
     def _has_room_for(self, frame: Frame) -> bool:
         """Return whether this half may be recomputed by now (rule R4). It counts as ahead until backward reaches it."""

@@ -324,7 +324,3 @@ class Handle:
         if tensor is None:
             raise ASKED_TWICE.of(frame.policy.name)
         return tensor
-
-
-def tensor_of(held: Any) -> Tensor:
-    return held if isinstance(held, Tensor) else held.tensor()

@@ -118,7 +118,8 @@ class Ledger:
         self.running = self._order.backwards[self._begun][0] if self._begun < len(self._order.backwards) else None
         self._begun += 1
         self.leave()
-        return self._of(output)
+        tensor = first_in(Tensor, output)
+        return next((one for one in self._in_flight.values() if one.output is not None and one.output() is tensor), None)
 
     def end_backward(self, micro_batch: MicroBatch | None, *, sends: bool = False) -> None:
         """End the backward. `sends`: the gradient of its input is sent next."""
@@ -197,7 +198,3 @@ class Ledger:
         coming = self._order.backwards[self._begun : self._begun + 1]
         micro_batch = self._in_flight.get(coming[0][0].virtual) if coming else None
         return micro_batch if micro_batch is not None and micro_batch.alive else None
-
-    def _of(self, output: Any) -> MicroBatch | None:
-        tensor = first_in(Tensor, output)
-        return next((one for one in self._in_flight.values() if one.output is not None and one.output() is tensor), None)

@@ -147,8 +147,8 @@ class Progress:
         begin, clocked = self.trace.begin(), self.clock.begin()
         yield
         self.clock.end(window, clocked)
-        self.add_span("recompute", frame, window, begin)
+        self.add_span("recompute", frame, begin, window)
 
-    def add_span(self, kind: SpanKind, frame: Frame, window: str | None, begin: Event | None) -> None:
+    def add_span(self, kind: SpanKind, frame: Frame, begin: Event | None, window: str = "") -> None:
         if begin is not None:
-            self.trace.add(kind, begin, *frame.key, frame.micro_batch.number, window)
+            self.trace.add(kind, begin, frame.key, frame.micro_batch.number, window)

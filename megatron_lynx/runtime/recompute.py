@@ -84,7 +84,7 @@ class Recomputer(Run):
         args, kwargs = on_device(self.frame.inputs) if self.frame.offloaded else self.frame.inputs
         shortcut = () if self._whole or self._starts else self.frame.shortcut
         draws = self.frame.random is not None and (not shortcut or any(step.site.may_draw for step in shortcut))
-        self._packing = Packing(self._collect, _never_unpacked)
+        self._packing = Packing(self._collect)
         try:
             random = drawing_from(self._random, self.frame.random) if draws else nullcontext()
             with random, torch.enable_grad(), suppress(_Enough):
@@ -224,10 +224,6 @@ class Recomputer(Run):
     def _stop_if_done(self) -> None:
         if not self.frame.wanted and not self._has_fixed_end:
             raise _Enough
-
-
-def _never_unpacked(_: Any) -> Tensor:
-    raise AssertionError("a recomputation's own graph is never run backward")
 
 
 Guard = Callable[[], AbstractContextManager[Any]]

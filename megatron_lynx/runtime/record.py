@@ -16,10 +16,10 @@ from torch import Tensor
 
 from megatron_lynx.anatomy import Item
 from megatron_lynx.nest import map_nest
-from megatron_lynx.runtime.frame import Frame, HalfPolicy, Handle, Memo, MicroBatch, absent, tensor_of
+from megatron_lynx.runtime.frame import Frame, HalfPolicy, Handle, Memo, MicroBatch, absent
 from megatron_lynx.runtime.offload import OffloadedTensor, OffloadGroup
 from megatron_lynx.runtime.progress import Run
-from megatron_lynx.runtime.saved import Packing, View, detached, is_parameter, storage_of
+from megatron_lynx.runtime.saved import Packing, View, detached, is_parameter, storage_of, tensor_of
 from megatron_lynx.runtime.site import NOTHING, FirstCall, Graphs, Key, Replaced, ShortcutFinder, Site, SiteCall
 from megatron_lynx.runtime.surroundings import RandomSource
 
@@ -99,7 +99,7 @@ class Recorder(Run):
 
     def run(self, *given: Any) -> Any:
         args, kwargs = given
-        self._packing = Packing(self._pack if self._observer is None else partial(self._watched, self._pack), tensor_of)
+        self._packing = Packing(self._pack if self._observer is None else partial(self._watched, self._pack))
         try:
             self._packing.turn(self._group is not None)
             if self._first is not None or self._graph.shortcut:

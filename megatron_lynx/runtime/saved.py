@@ -96,11 +96,16 @@ class View(NamedTuple):
         return empty.set_(tensor.untyped_storage(), self.offset, self.size, self.stride)
 
 
+def tensor_of(held: Any) -> Tensor:
+    """Return the tensor for which autograd holds this: itself, or what its stand-in makes."""
+    return held if isinstance(held, Tensor) else held.tensor()
+
+
 class Packing:
     """Default saved-tensor hooks that can be switched on and off while they are the innermost ones."""
 
-    def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+    def __init__(self, pack: Callable[[Tensor], Any]) -> None:
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, tensor_of)
         self._on = False
 
     def turn(self, on: bool) -> None:

@@ -175,8 +175,7 @@ class WeightGradients:
             self._progress.counts.flushed += 1
         else:
             self._progress.counts.filled += 1
-        layer, _ = entry.linear
-        self._progress.trace.add("weight_gradient", begin, layer, entry.half, entry.micro_batch, window)
+        self._progress.trace.add("weight_gradient", begin, (entry.linear[0], entry.half), entry.micro_batch, window)
 
 
 def blocks_of(tensors: Iterable[Tensor]) -> dict[int, int]:

@@ -131,7 +131,7 @@ def test_packing_is_on_for_a_while() -> None:
         packed.append(tensor)
         return tensor
 
-    packing = Packing(pack, lambda tensor: tensor)
+    packing = Packing(pack)
     argument = given()
     argument.exp()
     packing.turn(True)
