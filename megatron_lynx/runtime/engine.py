@@ -44,9 +44,8 @@ class WindowedWork:
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         window, self._window = self._window, None
-        if window is None:
-            return self._work.wait(*args, **kwargs)
-        return window(lambda: self._work.wait(*args, **kwargs))
+        proper = partial(self._work.wait, *args, **kwargs)
+        return proper() if window is None else window(proper)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
@@ -305,9 +304,7 @@ class Engine(Progress):
     def started_gather(self, output: Any) -> Any:
         """Return the `Work` that gathers into `output`, if a frame started it. It counts as a collective of the half."""
         gathering = self._gathering
-        if gathering is None:
-            return None
-        if gathering[0] is not output and storage_of(gathering[0]) != storage_of(output):
+        if gathering is None or (gathering[0] is not output and storage_of(gathering[0]) != storage_of(output)):
             return None
         if self.scope is not None:
             return gathering[1]
@@ -335,10 +332,6 @@ class Engine(Progress):
         self.reach(through, Moment("after", window), micro_batch)
         return waited
 
-    def exchange_begins(self) -> None:
-        with self.aborting():
-            self.offloader.exchange_begins()
-
     def gradient_sent(self) -> None:
         """Report that the gradient of a backward's input is in flight. Weight gradients left by a chunk's last backward run."""
         sending, self.ledger.sending = self.ledger.sending, None
@@ -355,14 +348,6 @@ class Engine(Progress):
             self.counts.expert_load = max(self.counts.expert_load, rows / balanced)
         if scope is not None:
             scope.experts_got(rows, balanced)
-
-    def gathered(self, whole: Any) -> None:
-        if self.scope is not None:
-            self.scope.keep_gathered(whole)
-
-    @property
-    def owns_gathered(self) -> bool:
-        return self.scope is not None and self.scope.owns_gathered
 
     def backward_of(self, micro_batch: MicroBatch) -> Pass:
         return self.timetable.backward(micro_batch.chunk, micro_batch.phase)

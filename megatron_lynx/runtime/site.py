@@ -315,17 +315,11 @@ class FirstCall:
 
 def signature_of(arguments: Any) -> tuple[Any, ...]:
     """Return rounded shapes, dtypes, contiguity and `requires_grad`. Sizes 0 and 1 stay apart: views and copies differ."""
-    return tuple(
-        [
-            (
-                tuple([size and 1 + (size - 1).bit_length() for size in one.shape]),
-                one.is_contiguous(),
-                one.dtype,
-                one.requires_grad,
-            )
-            for one in tensors_in(arguments)
-        ]
-    )
+    kinds = [
+        (*[size and 1 + (size - 1).bit_length() for size in one.shape], one.is_contiguous(), one.dtype, one.requires_grad)
+        for one in tensors_in(arguments)
+    ]
+    return tuple(kinds)
 
 
 Graphs = dict[frozenset[str], RecordedGraph]

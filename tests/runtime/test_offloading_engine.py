@@ -158,7 +158,7 @@ def passes_of_a_step(engine: Engine, fails_at: tuple[str, int, int] | None = Non
                     raise ValueError("in the middle")
                 ended_with(outputs[one.virtual])
         else:
-            engine.exchange_begins()
+            engine.offloader.exchange_begins()
             engine.receive([Work()])[0].wait()
             with engine.backward_pass(outputs[one.virtual]):
                 outputs.pop(one.virtual).sum().backward()

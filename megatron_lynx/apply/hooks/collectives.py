@@ -56,8 +56,8 @@ def claims(engine: Engine, group: Any) -> Iterator[Claim]:
             work = engine.started_gather(output) if engine.in_half else None
             if work is None:
                 waited_for = windowed(output, *args, **kwargs)
-                if waited_for is None:
-                    engine.gathered(output)
+                if waited_for is None and engine.scope is not None:
+                    engine.scope.keep_gathered(output)
                 return waited_for
             return waited(work, kwargs.get("async_op"))
 
@@ -93,7 +93,8 @@ def buffer_claim(engine: Engine) -> Claim:
             if gathered is not None:
                 return SimpleNamespace(get_tensor=partial(_held, gathered))
             shared = original()
-            if engine.weight_gradients.puts_off_gathered or engine.owns_gathered:
+            owns = engine.scope is not None and engine.scope.owns_gathered
+            if owns or engine.weight_gradients.puts_off_gathered:
                 return SimpleNamespace(get_tensor=lambda *args, **kwargs: torch.empty_like(shared.get_tensor(*args, **kwargs)))
             return shared
 
@@ -160,8 +161,8 @@ def te_claims(engine: Engine, group: Any) -> Iterator[Claim]:
             gathered = engine.gathered_input() if process_group is group and engine.in_half else None
             if gathered is None:
                 whole, work = windowed(tensor, process_group, async_op, **kwargs)
-                if process_group is group and work is None and engine.owns_gathered:
-                    engine.gathered(as_alias(whole) if is_wrapper(whole) else whole)
+                if process_group is group and work is None and (scope := engine.scope) is not None and scope.owns_gathered:
+                    scope.keep_gathered(as_alias(whole) if is_wrapper(whole) else whole)
                 return whole, work
             return _of_kind(tensor, gathered), waited(engine.started_gather(gathered), async_op)
 

@@ -120,7 +120,8 @@ def receive_claims(engine: Engine, *, waited_for_later: bool, gradients_apart: b
     def hooked(original: Any, apart: bool = False) -> Any:
         @wraps(original)
         def exchange(**kwargs: Any) -> Any:
-            engine.exchange_begins()
+            with engine.aborting():
+                engine.offloader.exchange_begins()
             works = _apart(original, kwargs) if apart else original(**kwargs)
             if kwargs.get("tensor_send_prev") is not None:
                 engine.gradient_sent()
