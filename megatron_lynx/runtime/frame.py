@@ -297,11 +297,8 @@ class Frame:
     def give_up_inputs(self) -> None:
         self.recomputed = True
         self.inputs = self.random = self.source = None
-        self.memos.clear()
-        self.site_states.clear()
-        self.gathered.clear()
-        self.views.clear()
-        self.sites.clear()
+        for held in (self.memos, self.site_states, self.gathered, self.views, self.sites):
+            held.clear()
 
 
 class Handle:

@@ -100,10 +100,8 @@ class WeightGradients:
         return None if oldest is None else self.take(oldest.linear)
 
     def clear(self) -> None:
-        self._of.clear()
-        self._in_order.clear()
-        self._bytes.clear()
-        self._holders.clear()
+        for held in (self._of, self._in_order, self._bytes, self._holders):
+            held.clear()
 
     @property
     def backward_of(self) -> FrameKey | None:
