@@ -125,10 +125,12 @@ def timeline_of(spans: Mapping[int, Iterable[Span]]) -> Timeline:
     def shifted(span: Span) -> Span:
         return span._replace(start_s=span.start_s - origin_s, end_s=span.end_s - origin_s)
 
-    def order(span: Span) -> tuple[float, float]:
-        return span.start_s, -span.end_s
+    return Timeline({rank: tuple(nested(map(shifted, rank_spans))) for rank, rank_spans in ranks.items()})
 
-    return Timeline({rank: tuple(sorted(map(shifted, rank_spans), key=order)) for rank, rank_spans in ranks.items()})
+
+def nested(spans: Iterable[Span]) -> list[Span]:
+    """In order of their beginnings, a span before those inside it."""
+    return sorted(spans, key=lambda span: (span.start_s, -span.end_s))
 
 
 def name_of(kind: str, layer: int | None, half: str | None, window: str | None) -> str:

@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from inspect import isclass
 from typing import Any, Self, TypeVar, get_args
 
@@ -37,7 +37,10 @@ NEEDED = {
     "less_than": "less than {lt:g}",
     "less_than_equal": "at most {le:g}",
 }
-"""Pydantic's error types in words. An error whose type ends in `_type` may be about another arm of a union."""
+"""Pydantic's error types in words."""
+
+WRONG_TYPE = ("_type", "none_required", "literal_error")
+"""Ends of error types that may be about another arm of a union."""
 
 
 class Part(BaseModel):
@@ -77,21 +80,6 @@ def formerly(name: str, older: str) -> Any:
     return Field(validation_alias=AliasChoices(name, older), serialization_alias=older)
 
 
-@dataclass(frozen=True)
-class _Fault:
-    """One error at one place."""
-
-    path: Path
-    kind: str
-    finding: str
-    needed: str
-    todo: str = ""
-
-    @property
-    def wrong_type(self) -> bool:
-        return self.kind.endswith(("_type", "none_required", "literal_error"))
-
-
 def validated(model_class: type[ModelT], data: Mapping[str, Any], where: str | os.PathLike[str]) -> ModelT:
     """`data` as an instance of `model_class`; `where` (a file) starts every problem's place: `plan.yaml: stages.0.layers`.
 
@@ -103,8 +91,8 @@ def validated(model_class: type[ModelT], data: Mapping[str, Any], where: str | o
     try:
         return model_class.model_validate_json(text, strict=True)
     except ValidationError as error:
-        problems = dict.fromkeys(_problem(fault, where) for fault in _faults(error, model_class, json.loads(text)))
-        raise ConfigError(f"{where} is not a valid {_in_words(model_class)}", list(problems)) from None
+        problems = _problems_of(error, model_class, json.loads(text), where)
+        raise ConfigError(f"{where} is not a valid {_in_words(model_class)}", problems) from None
 
 
 def _of_another_kind(model_class: type[BaseModel], data: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -121,49 +109,48 @@ def _in_words(model_class: type[BaseModel]) -> str:
     return re.sub(r"\B(?=[A-Z])", " ", model_class.__name__).lower()
 
 
-def _problem(fault: _Fault, where: str) -> Problem:
-    place = ".".join(str(part) for part in fault.path)
-    return Problem(f"{where}: {place}" if place else where, fault.finding, fault.needed, fault.todo)
-
-
-def _faults(error: ValidationError, model_class: type[BaseModel], data: Any) -> list[_Fault]:
-    """The faults, joined by place, without those of union arms that were not meant."""
-    at: dict[Path, list[_Fault]] = {}
+def _problems_of(error: ValidationError, model_class: type[BaseModel], data: Any, where: str) -> list[Problem]:
+    """The problems, joined by place, without those of union arms that were not meant."""
+    at: dict[Path, list[tuple[str, Problem]]] = {}
     for detail in error.errors(include_url=False):
-        for fault in _faults_of(detail, model_class, data):
-            at.setdefault(fault.path, []).append(fault)
+        for path, problem in _found(detail, model_class, data, where):
+            at.setdefault(path, []).append((detail["type"], problem))
     above = {path[:length] for path in at for length in range(len(path))}
-    result: list[_Fault] = []
-    for path, faults in at.items():
-        sharper = [fault for fault in faults if not fault.wrong_type]  # otherwise a name that none of its arms has
+    problems: dict[Problem, None] = {}  # in order, each once
+    for path, found in at.items():
+        sharper = [problem for kind, problem in found if not kind.endswith(WRONG_TYPE)]  # otherwise a name that no arm has
         if sharper:
-            result += dict.fromkeys(sharper)
+            problems |= dict.fromkeys(sharper)
         elif path not in above:
-            needed = " or ".join(dict.fromkeys(fault.needed for fault in faults))
-            named = next((fault for fault in faults if fault.kind == "literal_error"), faults[0])
-            result.append(replace(named, needed=needed))
-    return result
+            needed = " or ".join(dict.fromkeys(problem.needed for _, problem in found))
+            named = next((problem for kind, problem in found if kind == "literal_error"), found[0][1])
+            problems[replace(named, needed=needed)] = None
+    return list(problems)
 
 
-def _faults_of(detail: ErrorDetails, model_class: type[BaseModel], data: Any) -> Iterator[_Fault]:
+def _found(detail: ErrorDetails, model_class: type[BaseModel], data: Any, where: str) -> Iterator[tuple[Path, Problem]]:
+    """The problems of one error, each with its path in the data."""
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     path = _path_in(data, detail["loc"])
     if kind == "missing":
-        yield _Fault((*path, detail["loc"][-1]), kind, "nothing", "this key")
+        path = *path, detail["loc"][-1]
+    place = f"{where}: {'.'.join(map(str, path))}" if path else where
+    if kind == "missing":
+        yield path, Problem(place, "nothing", "this key")
     elif kind == "extra_forbidden":
         known = _keys_at(model_class, path[:-1])
-        yield _Fault(path, kind, "an unknown key", _one_of(known), suggestion(str(path[-1]), known))
+        yield path, Problem(place, "an unknown key", _one_of(known), suggestion(str(path[-1]), known))
     elif kind == "literal_error":
         known = re.findall(r"'([^']*)'", context["expected"])
         needed = _one_of(known) if known else str(context["expected"])
-        yield _Fault(path, kind, _shown(value), needed, suggestion(str(value), known))
+        yield path, Problem(place, _shown(value), needed, suggestion(str(value), known))
     elif kind == "value_error":
         for sentence in str(context["error"]).split("; "):  # validators join problems with "; "
-            yield _Fault(path, kind, sentence, "")
+            yield path, Problem(place, sentence, "")
     else:
         needed = NEEDED.get(kind, detail["msg"].removeprefix("Input should be ")).format_map(context)
         number_for_text = kind == "string_type" and isinstance(value, (int, float))
-        yield _Fault(path, kind, _shown(value), needed, "put it in quotes" if number_for_text else "")
+        yield path, Problem(place, _shown(value), needed, "put it in quotes" if number_for_text else "")
 
 
 def _path_in(data: Any, location: tuple[str | int, ...]) -> Path:

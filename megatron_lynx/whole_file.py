@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import uuid
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -36,7 +37,8 @@ def text_in(
     name = os.fspath(path)
     where, headline = where or name, headline or f"{name} cannot be read"
     try:
-        content = _content_of(name, most_bytes + 1)
+        with nullcontext(sys.stdin.buffer) if name == STANDARD_INPUT else open(name, "rb") as file:
+            content = file.read(most_bytes + 1)
         if len(content) > most_bytes:
             raise ConfigError(headline, [Problem(where, f"more than {format_bytes(most_bytes)}", needed, todo)])
         return content.decode("utf-8-sig")
@@ -46,13 +48,6 @@ def text_in(
         line = error.object.count(b"\n", 0, error.start) + 1
         byte_in_words = f"a byte that is no text (0x{error.object[error.start]:02x})"
         raise ConfigError(headline, [Problem(f"{where}:{line}", byte_in_words, "UTF-8", todo)]) from None
-
-
-def _content_of(name: str, size: int) -> bytes:
-    if name == STANDARD_INPUT:
-        return sys.stdin.buffer.read(size)
-    with open(name, "rb") as file:
-        return file.read(size)
 
 
 def json_in(path: str | os.PathLike[str], needed: str, *, todo: str = "", most_bytes: int = MOST_BYTES) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from pydantic import ConfigDict, Field
 from megatron_lynx.anatomy import EXPERTS
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.figures import MOST, Figure, Figures, Learned, in_words, of_slowest
-from megatron_lynx.timeline import Span
+from megatron_lynx.timeline import Span, nested
 from megatron_lynx.units import format_bytes
 from megatron_lynx.validation import Part, formerly, validated
 from megatron_lynx.whole_file import json_in, write_whole
@@ -115,7 +115,7 @@ def _kind(half: str | None, layer: int | None, has_experts: Callable[[int], bool
 
 def _nested(spans: Iterable[Span]) -> Iterator[tuple[Span, list[Span]]]:
     around: list[tuple[Span, list[Span]]] = []
-    for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
+    for span in nested(spans):
         while around and around[-1][0].end_s < span.end_s:
             yield around.pop()
         if around:

@@ -28,7 +28,7 @@ from megatron_lynx.measure.run_outcome import RunOutcome, load_outcome
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.plan_file import load_plan
 from megatron_lynx.profiler.profile import Profile, load_profile
-from megatron_lynx.timeline import MemoryCurve, Span, SpanKind, Timeline
+from megatron_lynx.timeline import MemoryCurve, Span, SpanKind, Timeline, nested
 from megatron_lynx.units import GIB
 from megatron_lynx.whole_file import json_in
 from megatron_lynx.yaml_file import read_yaml
@@ -69,7 +69,7 @@ def read_trace(data: Mapping[str, Any], where: str) -> ReadTrace:
             raise _unreadable(Problem(f"{where}: traceEvents.{number}", found, "an event of a trace", ABOUT_TRACES)) from None
     if not rows:
         raise _unreadable(Problem(where, "no event with a duration", "a traced step", ABOUT_TRACES))
-    timeline = Timeline({row: tuple(sorted(rows[row], key=lambda span: (span.start_s, -span.end_s))) for row in sorted(rows)})
+    timeline = Timeline({row: tuple(nested(rows[row])) for row in sorted(rows)})
     memory = {row: MemoryCurve(*zip(*points, strict=True)) for row, points in held.items()}
     return ReadTrace(timeline, memory, names == {"stage"})
 
