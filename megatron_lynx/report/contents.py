@@ -147,7 +147,7 @@ def report(given: Given, job: Job | None, costs: Profile | None, budgets: int = 
     stated_s = None if plan is None else plan.stages[0].predicted.step_s
     devices = [] if plan is None else list(devices_of(plan, allocated_bytes(given.outcome)))
     budget_bytes = job.memory_budget_bytes if job is not None and job.cluster.device != "cpu" else None
-    body = [heading(", ".join(given.names), "" if plan is None else subject_of(plan), answer)]
+    body = [heading(", ".join(given.names), answer)]
     body.append(tiles(tiles_of(views, points, given.outcome, stated_s)))
     body += map(step, views)
     if devices:
@@ -195,17 +195,6 @@ def _predicted(given: Given, asked: Job | None, costs: Profile | None) -> tuple[
     return decision.plan, decision.simulation, [point_of(decision.plan, decision.simulation, figures)]
 
 
-def subject_of(plan: Plan) -> str:
-    model, layout, batch = plan.model, plan.parallel, plan.batch
-    chunks = f" with {layout.chunks} chunks each" if layout.chunks > 1 else ""
-    sequence = " with sequence parallelism" if layout.sequence_parallel else ""
-    head = "" if plan.head is None else f"; the head in {plan.head.pieces} pieces (inexact)"
-    return (
-        f"{model.layers} layers of {model.hidden}, sequence {model.seq}; tensor {layout.tensor}{sequence}, "
-        f"pipeline {layout.pipeline}{chunks}; {batch.microbatches} micro-batches of {batch.micro} a step{head}"
-    )
-
-
 def verdict_of(points: Sequence[Point], job: Job | None) -> str:
     """The plan against the fastest stock setting that fits the job's budget; empty without either."""
     rows = [
@@ -240,8 +229,8 @@ def page(title: str, body: Iterable[str]) -> str:
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n{lines}\n</body></html>\n'
 
 
-def heading(title: str, subject: str, answer: str) -> str:
-    return f'<h1>{escape(title)}</h1><p class="soft">{escape(subject)}</p><p class="verdict">{escape(answer)}</p>'
+def heading(title: str, answer: str) -> str:
+    return f'<h1>{escape(title)}</h1><p class="verdict">{escape(answer)}</p>'
 
 
 def bullets(lines: Iterable[str]) -> str:

@@ -24,7 +24,7 @@ def test_a_plan_with_its_profile_is_simulated(tmp_path: Path) -> None:
     assert "One step, measured" not in page
     assert tiles_in(page)["passes"] == (simulated().step_s, None)
     assert rows_in(page) == [["stage 0", "stage 1"]]
-    assert "tensor 2, pipeline 2; 3 micro-batches of 2 a step" in page
+    assert "layout  tensor 2, pipeline 2\nbatch   3 micro-batches of 2\n" in page
 
 
 def test_a_plan_without_figures_is_shown_as_it_is(tmp_path: Path) -> None:
