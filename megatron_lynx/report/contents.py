@@ -162,7 +162,7 @@ def report(given: Given, job: Job | None, costs: Profile | None, budgets: int = 
     if plan is not None:
         body += ["<h2>The plan, layer by layer</h2>", preformatted(explanation(plan))]
     sources = (f"{kind} {source}" for kind, source in given.sources.items())
-    body += ["<h2>About this page</h2>", bullets([*notes_of(plan, costs, simulation), *sources, f"megatron-lynx {__version__}"])]
+    body += ["<h2>About this page</h2>", bullets([*notes_of(plan, costs), *sources, f"megatron-lynx {__version__}"])]
     return page(", ".join(given.names), body)
 
 
@@ -207,15 +207,12 @@ def verdict_of(points: Sequence[Point], job: Job | None) -> str:
     return f"Simulated: {verdict(rows, job.memory_budget_bytes, experts=job.model.experts is not None)}"
 
 
-def notes_of(plan: Plan | None, costs: Profile | None, simulation: Simulation | None) -> Iterator[str]:
+def notes_of(plan: Plan | None, costs: Profile | None) -> Iterator[str]:
     if costs is not None:
         how = "measured on" if costs.source.how == "measured" else "computed from the figures of"
         yield f"Predicted seconds are from a profile that was {how} {costs.source.machine}."
     elif plan is not None:
         yield "There were no figures to simulate the plan with: give its profile, or --job."
-    if simulation is not None and simulation.host_bound:
-        stages = ", ".join(str(load.stage) for load in simulation.host_bound)
-        yield f"Host-bound stages: {stages}. There the device waits for Python, and hiding recomputation gains nothing."
 
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
