@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from benchmarks.learning_ranks import Course, learned
 from benchmarks.results_folder import results_folder
 from megatron_lynx.testbed.ranks import run_ranks
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 
 
 def table(curves: dict[str, list[list[float]]], every: int) -> str:

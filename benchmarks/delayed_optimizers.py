@@ -20,8 +20,8 @@ from typing import Any
 from benchmarks.learning_ranks import Course, learned
 from benchmarks.results_folder import results_folder
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.whole_file import write_whole
+from tests.tiny_jobs import tiny_job
 
 OPTIMIZERS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
     "AdamW, betas 0.9 and 0.999": ({}, (0.0003, 0.001, 0.003)),

@@ -34,9 +34,9 @@ from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.candidates import FULL, NONE, Candidate
 from megatron_lynx.testbed.host_time import offloading_all
 from megatron_lynx.testbed.ranks import Hosts, hosts_for
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.timeline import Passes
 from tests import instruments
+from tests.tiny_jobs import tiny_job
 
 MICROBATCHES = 4
 STEPS = 3

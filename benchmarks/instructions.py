@@ -37,8 +37,8 @@ from megatron_lynx.testbed.candidates import FULL, NONE, Candidate
 from megatron_lynx.testbed.fusions import deferring_job, stand_in_for_fused_gradient
 from megatron_lynx.testbed.host_time import offloading_all
 from megatron_lynx.testbed.ranks import MEGATRON_ENVIRONMENT
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests import instruments
+from tests.tiny_jobs import tiny_job
 
 LAYERS, MICROBATCHES, WARMUP = 6, 2, 3
 

@@ -21,7 +21,7 @@ import statistics
 
 from benchmarks.sleeping_stages import BACKWARD, batch_times
 from megatron_lynx.testbed.ranks import run_ranks
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 
 
 def expected(pipeline: int, microbatches: int) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Layouts of tiny jobs that most of planning is tried on: arguments of `testbed.tiny_jobs.tiny_job`."""
+"""Layouts of tiny jobs that most of planning is tried on: arguments of `tiny_jobs.tiny_job`."""
 
 from __future__ import annotations
 

@@ -14,11 +14,11 @@ from megatron_lynx.errors import Infeasible
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.units import GIB
 from tests.config.jobs import catalogued_job
 from tests.cost.moments_on_ranks import count
 from tests.profiler.made_up import made_up_profile
+from tests.tiny_jobs import tiny_job
 
 LONGER_AT_MOST = 0.001
 """Stages are solved one by one, and a step is simulated: what a stage exposes less need not make it shorter.

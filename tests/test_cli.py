@@ -24,13 +24,13 @@ from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.profile import load_profile
 from megatron_lynx.testbed.comparison import Comparison
 from megatron_lynx.testbed.fusions import deferring_job
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.timeline import Timeline
 from megatron_lynx.version import __version__
 from megatron_lynx.yaml_file import write_yaml
 from tests.measure.samples import measurement, setting
 from tests.nursery import process as nursery
 from tests.plan.test_plan_file import small_plan
+from tests.tiny_jobs import tiny_job
 
 
 def lynx(*arguments: object) -> Result:

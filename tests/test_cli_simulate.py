@@ -13,11 +13,11 @@ from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.profile import save_profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.testbed.comparison import Comparison
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.compare.test_report import measurement
 from tests.profiler.made_up import made_up_profile
 from tests.report.samples import PLAN, as_if_run, rows_in, table_in
 from tests.test_cli import lynx
+from tests.tiny_jobs import tiny_job
 
 JOB = tiny_job("llama", tensor=2, pipeline=2, microbatches=3)
 

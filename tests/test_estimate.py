@@ -19,8 +19,8 @@ from megatron_lynx.planner import make_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import ItemProfile, save_profile
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.config.jobs import catalogued_job
+from tests.tiny_jobs import tiny_job
 
 JOB = """\
 model: {layers: 80, hidden: 8192, ffn: 22016, heads: 64, kv_groups: 64, vocab: 32004, seq: 8192,

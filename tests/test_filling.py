@@ -30,10 +30,10 @@ from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.solver.answer import StageAnswer
 from megatron_lynx.stock import NONE, priced
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.units import GIB
 from tests.config.jobs import catalogued_job
 from tests.profiler.made_up import made_up_profile
+from tests.tiny_jobs import tiny_job
 
 
 def deferring(job: Job, asked: str) -> Job:

@@ -30,11 +30,11 @@ from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import LinkPoint, as_learned
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.rehearsal import rehearse
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.units import GIB
 from tests.profiler.made_up import made_up_profile
 from tests.report.samples import tiles_in
 from tests.test_cli import lynx
+from tests.tiny_jobs import tiny_job
 
 NAME = "jobs/llama3-8b-a100-80g"
 MORE = (3 * GIB // 2, -GIB // 2)

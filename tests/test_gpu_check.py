@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.timeline import Span
 from scripts.gpu_check.command import main
 from scripts.gpu_check.machine import Machine, problems
@@ -29,6 +28,7 @@ from scripts.gpu_check.trial import Setting
 from tests import gpu_faults
 from tests.long import long
 from tests.te_releases import folder_of
+from tests.tiny_jobs import tiny_job
 
 pytestmark = pytest.mark.streams
 

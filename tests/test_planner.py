@@ -24,12 +24,12 @@ from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.solver.answer import SolvedChunks
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.programme import solve
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.units import MIB
 from tests.config.jobs import catalogued_job
 from tests.cost.on_ranks import count
 from tests.layouts import LAYOUTS
 from tests.profiler.made_up import made_up_profile
+from tests.tiny_jobs import tiny_job
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 every_model = pytest.mark.parametrize("like", ["gpt", "llama"])

@@ -15,11 +15,11 @@ from megatron_lynx.profiler.profile import BlockProfile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.stock import FULL
 from megatron_lynx.stock.stage import StockStage
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.config.jobs import catalogued_job
 from tests.launch_arguments.test_reading import SMALL, read
 from tests.profiler.made_up import made_up_profile
 from tests.test_cli import lynx
+from tests.tiny_jobs import tiny_job
 
 
 def eight_billion(**changes):

@@ -21,12 +21,12 @@ from megatron_lynx.rehearsal import passes_of_chunks, rehearse, treated_halves
 from megatron_lynx.simulator.figures import as_json
 from megatron_lynx.solver.stages import Stages
 from megatron_lynx.testbed.candidates import without_windows
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.timeline import Passes
 from megatron_lynx.units import MIB
 from tests import layouts
 from tests.config.jobs import catalogued_job
 from tests.profiler.made_up import made_up_profile
+from tests.tiny_jobs import tiny_job
 
 LAYOUTS = {
     **layouts.LAYOUTS,

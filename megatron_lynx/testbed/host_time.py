@@ -24,8 +24,10 @@ from torch import Tensor
 
 from megatron_lynx.anatomy import DENSE, HALVES, Half
 from megatron_lynx.anatomy.address import is_forward
-from megatron_lynx.config.cluster import HalfHostTime, HostPasses, HostTime, Implementation, LayerHostTime
-from megatron_lynx.config.job import Job
+from megatron_lynx.config.cluster import Cluster, HalfHostTime, HostPasses, HostTime, Implementation, LayerHostTime
+from megatron_lynx.config.job import Batch, Job
+from megatron_lynx.config.model import Model
+from megatron_lynx.config.parallel import Overlap, Parallel
 from megatron_lynx.kinds.dense.section import ACTIVATION
 from megatron_lynx.measure.measurement import Links, this_machine
 from megatron_lynx.nest import all_in
@@ -34,15 +36,15 @@ from megatron_lynx.planner import uniform_plan
 from megatron_lynx.runtime.device import device_for
 from megatron_lynx.testbed.candidates import FULL, NONE, Candidate, deferring, with_offload
 from megatron_lynx.testbed.comparison import Subject, subjects_of
-from megatron_lynx.testbed.fusions import adds_up_in_place, compiler_for, deferring_job, stand_in_for_fused_gradient
+from megatron_lynx.testbed.fusions import adds_up_in_place, compiler_for, stand_in_for_fused_gradient
 from megatron_lynx.testbed.ranks import LONGEST_RUN_S, run_ranks
 from megatron_lynx.testbed.stand_in import replace, stood_in_for
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.timeline import Passes
 from megatron_lynx.version import __version__
 
 LAYERS, MICROBATCHES = 6, 2
-ON_GPU: dict[str, Any] = {"hidden": 256, "ffn": 704, "seq": 128, "micro": 1, "dtype": "bf16"}
+ON_CPU: dict[str, Any] = {"hidden": 32, "ffn": 64, "seq": 16, "dtype": "fp32"}
+ON_GPU: dict[str, Any] = {"hidden": 256, "ffn": 704, "seq": 128, "dtype": "bf16"}
 """Small enough that any host is slower than the device, and supported by the kernels of launches."""
 
 
@@ -84,7 +86,7 @@ def measure_alone(rank: int, asked: Asked) -> LayerHostTime:
 
     join_alone(2)
     with stand_in_for_fused_gradient():
-        one = _job(asked, replicas=2)
+        one = _job(asked)
         kept = Candidate("kept", plan=uniform_plan(one, "none"))
         partly, recomputed = (list(_half_alone(one, setting)) for setting in ("partly", "recomputed"))
         layer, none = _layer(one, [NONE, FULL, kept, *partly, *recomputed], asked)
@@ -121,12 +123,31 @@ def _made_by(asked: Asked, job: Job, subject: Subject) -> str:
 
 
 def _job(asked: Asked, **layout: Any) -> Job:
-    gpu, kind = torch.cuda.is_available(), asked.implementation
-    size = ON_GPU if gpu else {}
-    attention = "flash" if gpu and kind == "transformer_engine" else "unfused"
-    job = tiny_job("llama", layers=LAYERS, microbatches=MICROBATCHES, implementation=kind, attention=attention, **size, **layout)
-    cluster = job.cluster.model_copy(update={"device": "cuda" if gpu else "cpu"})
-    return deferring_job(job.model_copy(update={"cluster": cluster}))
+    """Return a job of two ranks with a Llama-like model: replicas, unless `layout` splits it."""
+    gpu, kind, parallel = torch.cuda.is_available(), asked.implementation, Parallel(**layout)
+    model = Model(
+        **(ON_GPU if gpu else ON_CPU),
+        layers=LAYERS,
+        heads=4,
+        kv_groups=2,
+        vocab=64,
+        implementation=kind,
+        activation="swiglu",
+        norm="rmsnorm",
+        position="rope",
+        bias=False,
+        attention="flash" if gpu and kind == "transformer_engine" else "unfused",
+    )
+    micro = 1 if gpu else 2
+    batch = {"micro": micro, "global": micro * MICROBATCHES * (2 // parallel.ranks)}
+    return Job(
+        model=model,
+        cluster=Cluster(name="testbed", device="cuda" if gpu else "cpu", memory_gib=8),
+        gpus=2,
+        parallel=parallel,
+        batch=Batch.model_validate(batch),
+        overlap=Overlap(weight_gradients="deferred"),
+    )
 
 
 def _half_alone(job: Job, setting: Literal["partly", "recomputed", "gathered"]) -> Iterator[Candidate]:

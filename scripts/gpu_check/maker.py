@@ -16,7 +16,6 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.fusions import NAME
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from scripts.gpu_check.machine import Machine
 from scripts.gpu_check.meeting import meeting
 from scripts.gpu_check.mps import mps
@@ -24,6 +23,7 @@ from scripts.gpu_check.part import Part
 from scripts.gpu_check.side_by_side import SideBySide, side_by_side
 from scripts.gpu_check.trial import Setting, trial
 from scripts.gpu_check.without_flushes import two_versions
+from tests.tiny_jobs import tiny_job
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, receiving, recomputable
 

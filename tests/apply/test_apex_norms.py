@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 
 from ..transparency.plans import plan_for, recomputable
 from ..transparency.trials import Trial

@@ -15,7 +15,7 @@ import pytest
 from megatron_lynx.anatomy import ATTENTION
 from megatron_lynx.cost.stage_memory import stage_memory
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 
 from ..layouts import LAYOUTS
 from ..long import long

@@ -10,11 +10,11 @@ from pydantic import ValidationError
 
 from megatron_lynx.config.parallel import Optimizer
 from megatron_lynx.plan.plan import Head, Plan
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.apply import head_on_ranks
 from tests.apply.head_on_ranks import How, compare
 from tests.apply.on_ranks import install_and_remove
 from tests.long import long
+from tests.tiny_jobs import tiny_job
 from tests.transparency.plans import plan_for, recomputable
 
 PIECES = 4

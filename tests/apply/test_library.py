@@ -6,7 +6,7 @@ import pytest
 
 from megatron_lynx.plan import save_plan
 from megatron_lynx.planner import uniform_plan
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 
 from ..long import long
 from ..transparency.offloaded import offloading

@@ -14,7 +14,7 @@ import pytest
 from megatron_lynx.anatomy.address import is_forward
 from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 
 from ..long import long
 from ..te_releases import folder_of, python_path

@@ -18,7 +18,7 @@ from megatron_lynx.limits import limits
 from megatron_lynx.plan.plan import Head
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.candidates import deferring
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 
 from ..transparency.offloaded import offloading
 from ..transparency.plans import plan_for, recomputable

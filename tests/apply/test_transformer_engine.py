@@ -18,8 +18,8 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.profiler.made_up import saved_parts
+from tests.tiny_jobs import tiny_job
 
 from ..long import long
 from ..plan.strategies import plans_for, samples

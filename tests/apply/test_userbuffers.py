@@ -15,7 +15,7 @@ from megatron_lynx.anatomy import COLUMN_PARALLEL, RECOMPUTABLE
 from megatron_lynx.config.job import Job
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 
 from ..long import long
 from ..te_releases import pools_with

@@ -12,7 +12,7 @@ import pytest
 from megatron_lynx.config import Job, load_job
 from megatron_lynx.config.loader import bundled_configs
 from megatron_lynx.errors import ConfigError
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 
 from .jobs import catalogued_job
 

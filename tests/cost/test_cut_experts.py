@@ -11,11 +11,11 @@ import pytest
 
 from megatron_lynx.cost.parameters import buckets, filled_numbers, owned_parameters, stage_parameters
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.cost.buckets_on_ranks import buffers
 from tests.cost.on_ranks import parameters_of_experts
 from tests.cost.test_buckets import SIZE
 from tests.te_releases import folder_of, python_path
+from tests.tiny_jobs import tiny_job
 
 EXPERTS = {"count": 4, "per_token": 2, "ffn": 96}
 SP2 = {"tensor": 2, "sequence_parallel": True}

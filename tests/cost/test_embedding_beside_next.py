@@ -10,9 +10,9 @@ from megatron_lynx.config import Experts
 from megatron_lynx.cost.stage_memory import stage_parts
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.cost.embedding_on_ranks import count_embedding
 from tests.long import long
+from tests.tiny_jobs import tiny_job
 
 
 @pytest.mark.parametrize("overlapped", [True, *long(False)])

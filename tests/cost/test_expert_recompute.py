@@ -16,9 +16,9 @@ from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.profile import SavedTensor
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.cost.on_ranks import count
 from tests.profiler.test_experts import mixtral
+from tests.tiny_jobs import tiny_job
 
 LAYERS = 8
 STATES_PER_HALF = 8

@@ -7,8 +7,8 @@ import pytest
 from megatron_lynx.cost.parameters import ParameterTensors, parameter_tensors, stage_parameters
 from megatron_lynx.cost.update import Fixed, fixed_of, fixed_s, shared_embedding_s, update_s
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.config.jobs import catalogued_job
+from tests.tiny_jobs import tiny_job
 
 ALONE = {"tensor": 1, "pipeline": 1}
 SHARDED = {"tensor": 2, "sequence_parallel": True, "distributed_optimizer": True}

@@ -12,10 +12,10 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import BlockProfile, LinkPoint
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.config.jobs import catalogued_job
 from tests.cost.moments_on_ranks import count
 from tests.cost.test_moments import ROW_BYTES
+from tests.tiny_jobs import tiny_job
 from tests.transparency.plans import plan_for
 
 SIZE = {"layers": 2, "hidden": 32, "ffn": 64, "vocab": 4096, "seq": 128, "micro": 2, "microbatches": 2}

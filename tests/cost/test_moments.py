@@ -23,10 +23,10 @@ from megatron_lynx.kinds.experts.planning import routed_rows
 from megatron_lynx.kinds.planning import half_tensors
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.config.jobs import catalogued_job
 from tests.cost.moments_on_ranks import count, count_adapted, count_with_rows
 from tests.long import long
+from tests.tiny_jobs import tiny_job
 
 SIZE = {"layers": 4, "hidden": 64, "ffn": 256, "vocab": 2048, "seq": 64, "micro": 1}
 ROW_BYTES = 64

@@ -15,10 +15,10 @@ from megatron_lynx.cost.stage_memory import stage_parts
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.config.jobs import catalogued_job
 from tests.cost.on_ranks import matrices_of_muon
 from tests.te_releases import folder_of, python_path
+from tests.tiny_jobs import tiny_job
 
 SHARERS = [1, 2, 4, 64]
 

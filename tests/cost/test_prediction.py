@@ -14,8 +14,8 @@ from megatron_lynx.cost.parameters import flops_per_token, parameter_tensors, st
 from megatron_lynx.cost.stage_memory import stage_parts
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.profiler.made_up import made_up_profile
+from tests.tiny_jobs import tiny_job
 
 Pools = Callable[[int], RankPool]
 NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}

@@ -12,8 +12,8 @@ from megatron_lynx.kinds.planning import half_tensors
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.cost.on_ranks import count
+from tests.tiny_jobs import tiny_job
 
 LAYERS = 8
 STATES_PER_HALF = 5

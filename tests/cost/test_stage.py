@@ -18,11 +18,11 @@ from megatron_lynx.cost.memory import HalfMemory, held_at_moments, peak_bytes, s
 from megatron_lynx.cost.stage import Phases, chunks_in_flight, microbatches_in_flight, phases_of, step_s
 from megatron_lynx.profiler.profile import BlockProfile
 from megatron_lynx.schedule.flushes import with_flushes
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.timeline import Passes
 from megatron_lynx.units import MIB
 from tests.profiler.made_up import made_up_profile
 from tests.schedule.orders import most_in_flight
+from tests.tiny_jobs import tiny_job
 
 SMALL = HalfMemory(resident=10, regenerated=5, tail=12)
 LARGE = HalfMemory(resident=10, regenerated=40, tail=12)

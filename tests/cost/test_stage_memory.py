@@ -19,8 +19,8 @@ from megatron_lynx.cost.update import update_s
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.flushes import with_flushes
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.config.jobs import catalogued_job
+from tests.tiny_jobs import tiny_job
 
 STAGES = range(8)
 

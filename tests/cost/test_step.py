@@ -21,10 +21,10 @@ from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.simulator.passes import plain_passes
 from megatron_lynx.simulator.simulate import simulate
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.timeline import Passes
 from tests.config.jobs import catalogued_job
 from tests.profiler.made_up import made_up_profile
+from tests.tiny_jobs import tiny_job
 
 
 def priced(job, policy="none"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 
 from ..long import long
 from ..testbed.on_ranks import same

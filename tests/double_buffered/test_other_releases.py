@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 
 from ..te_releases import folder_of, python_path
 from . import on_ranks

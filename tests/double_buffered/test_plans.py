@@ -11,7 +11,7 @@ from megatron_lynx.anatomy.address import is_forward
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.testbed.candidates import deferring
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 
 from ..long import long
 from ..transparency.offloaded import offloading

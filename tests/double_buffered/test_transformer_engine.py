@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 
 from ..long import long
 from ..te_releases import pool_with

@@ -19,9 +19,9 @@ from megatron_lynx.plan.features import may_fall_back
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.plan.strategies import plans_for, samples
 from tests.test_plans_within_budget import BUDGETS, budget_of
+from tests.tiny_jobs import tiny_job
 from tests.transparency.offloaded import offloading
 from tests.transparency.test_experts import STATEFUL
 from tests.transparency.test_latent import DIRECT, SIZES

@@ -24,13 +24,13 @@ from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.validation import validated
 from tests.config.jobs import catalogued_job
 from tests.kinds import on_ranks
 from tests.kinds.gated import registration
 from tests.kinds.gated.section import GATE, GATED, GATING
 from tests.profiler.made_up import made_up_profile
+from tests.tiny_jobs import tiny_job
 from tests.transparency.trials import Trial
 
 KIND = {"kinds": (GATED.name,)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_lynx.planner import uniform_plan
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 
 from . import on_ranks
 from .launched import saved

@@ -16,7 +16,7 @@ from megatron_lynx.launch.check import Outcome, backward_position, differences, 
 from megatron_lynx.launch.launch import arguments_against
 from megatron_lynx.launch.training_state import DataIterators, TrainingState
 from megatron_lynx.planner import uniform_plan
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 
 
 def reading(count):

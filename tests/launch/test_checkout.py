@@ -18,7 +18,7 @@ from megatron_lynx.anatomy import ATTENTION, Facts, sections_of
 from megatron_lynx.measure.run_outcome import FILE_NAME, load_outcome
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.candidates import deferring
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 
 from ..long import long
 from ..transparency.checkpoints import ahead, checkpointed, with_rest_in_wait

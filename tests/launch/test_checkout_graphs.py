@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lynx.planner import uniform_plan
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 
 from .checkouts import minor_of, te_for, under_plans
 from .launched import GROUPED, LAYOUTS, MODEL, SIZE, TE, WITH_EXPERTS

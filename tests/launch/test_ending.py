@@ -12,7 +12,7 @@ import pytest
 
 from megatron_lynx.launch.ending import Ended, concluded
 from megatron_lynx.planner import uniform_plan
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 
 from .launched import MODEL, SIZE, saved
 

@@ -49,7 +49,7 @@ import torch.distributed as dist
 from megatron_lynx.launch.ending import ENDED, FirstFailure
 from megatron_lynx.launch.out_of_memory import MemoryWatch
 from megatron_lynx.planner import uniform_plan
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 
 watch = MemoryWatch(lambda: "in step 1")
 watch.under(uniform_plan(tiny_job("gpt")), "plan.yaml")

@@ -10,7 +10,7 @@ import pytest
 from megatron_lynx.launch.launch import against_two_versions, arguments_against
 from megatron_lynx.plan import Plan
 from megatron_lynx.planner.uniform import uniform_plan
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 
 PLAN = uniform_plan(tiny_job("llama", tensor=2, sequence_parallel=True))
 AS_PLANNED = {

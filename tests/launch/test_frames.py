@@ -17,7 +17,7 @@ from megatron_lynx.launch.frames import Draw
 from megatron_lynx.launch.launch import arguments_against
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, recomputable
 

@@ -10,9 +10,9 @@ import pytest
 from megatron_lynx.measure.run_outcome import FILE_NAME, Report, load_outcome
 from megatron_lynx.plan import load_plan
 from megatron_lynx.profiler.profile import save_profile
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.units import GIB
 from megatron_lynx.yaml_file import write_yaml
+from tests.tiny_jobs import tiny_job
 
 from ..profiler.made_up import made_up_profile
 from ..test_cli import lynx

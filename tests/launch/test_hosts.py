@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from megatron_lynx.launch.hosts import Bridge, Settings
 from megatron_lynx.launch.launch import arguments_against
 from megatron_lynx.planner import uniform_plan
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 
 from .hosts_on_ranks import one_after_the_other
 from .launched import saved

@@ -20,9 +20,9 @@ from megatron_lynx.launch.out_of_memory import (
 )
 from megatron_lynx.planner import decide, uniform_plan
 from megatron_lynx.runtime.progress import Whereabouts, note
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.units import GIB, KIB, MIB, format_bytes
 from tests.instruments.script_device import MEMORY_BYTES, LimitedMemory, out_of_memory
+from tests.tiny_jobs import tiny_job
 
 from ..profiler.made_up import made_up_profile
 from .launched import MODEL, SIZE, flags_of, saved

@@ -13,7 +13,7 @@ from megatron_lynx.config import Job
 from megatron_lynx.launch_arguments import read_launch
 from megatron_lynx.plan import save_plan
 from megatron_lynx.planner import uniform_plan
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "scripts/launches/gpt_tiny_cpu.sh"

@@ -18,7 +18,7 @@ from megatron_lynx.errors import LynxError, Problem
 from megatron_lynx.launch.out_of_memory import MemoryWatch
 from megatron_lynx.launch.script import stop
 from megatron_lynx.planner import uniform_plan
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 
 
 def fail(failure: str) -> None:

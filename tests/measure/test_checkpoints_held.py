@@ -15,11 +15,11 @@ from megatron_lynx.cost.section import Prices
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.solver.options import begun_ahead
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import long
 from tests.measure.on_ranks import held
 from tests.profiler.made_up import made_up_profile
 from tests.te_releases import pool_with, pools_with
+from tests.tiny_jobs import tiny_job
 from tests.transparency import test_latent
 from tests.transparency.checkpoints import FULL, ahead, checkpointed, with_rest_in_wait, without_beginning, without_copies
 from tests.transparency.plans import plan_for

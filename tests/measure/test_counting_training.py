@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.measure.on_ranks import count
+from tests.tiny_jobs import tiny_job
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SEQ, MICRO, HIDDEN = 64, 2, 64

@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from megatron_lynx.anatomy import MLP
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.plan import test_latent
+from tests.tiny_jobs import tiny_job
 from tests.transparency.checkpoints import ahead, checkpointed
 from tests.transparency.plans import plan_for
 from tests.transparency.test_overlapped import job_of as overlapped_job

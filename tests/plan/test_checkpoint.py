@@ -13,7 +13,7 @@ from megatron_lynx.plan.plan import LayerRange, Plan, Rule
 from megatron_lynx.plan.plan_file import dump_plan, load_plan
 from megatron_lynx.plan.rule import CheckpointGroups, joined
 from megatron_lynx.plan.timetables import timetable_of
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 from tests.transparency.checkpoints import ahead, checkpointed
 from tests.transparency.plans import plan_for
 

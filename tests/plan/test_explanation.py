@@ -14,8 +14,8 @@ from megatron_lynx.plan.explanation import explanation, summary
 from megatron_lynx.plan.plan import Head, Offload, Plan
 from megatron_lynx.plan.rule import CheckpointGroups
 from megatron_lynx.planner import uniform_plan
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.units import GIB
+from tests.tiny_jobs import tiny_job
 from tests.transparency.checkpoints import checkpointed, with_rest_in_wait, without_copies
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_lynx.plan.timetables import norms_in_windows
 from megatron_lynx.planner import uniform_plan
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 
 
 def test_norms_run_in_windows_but_where_their_output_is_gathered() -> None:

@@ -18,7 +18,7 @@ from megatron_lynx.plan.layout import launch_flags, layer_flags, layout_text
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.plan_file import dump_plan
 from megatron_lynx.planner import uniform_plan
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 
 FIELDS = {
     "--decoder-first-pipeline-num-layers": "num_layers_in_first_pipeline_stage",

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.timetables import timetable_of
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 from tests.transparency.plans import plan_for, recomputable
 
 

@@ -22,8 +22,8 @@ from megatron_lynx.planner import decide, make_plan, uniform_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.stock import FULL, priced
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.units import GIB
+from tests.tiny_jobs import tiny_job
 
 from ..config.jobs import catalogued_job
 

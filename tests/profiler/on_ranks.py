@@ -77,7 +77,7 @@ def measure_messages(rank: int, kinds: Sequence[LinkKind], sizes: Sequence[int])
 
     from megatron_lynx.profiler.measured import measure_links
     from megatron_lynx.testbed.groups import initialise
-    from megatron_lynx.testbed.tiny_jobs import tiny_job
+    from tests.tiny_jobs import tiny_job
 
     initialise(tiny_job(tensor=2))
     return measure_links(kinds, sizes, dist.group.WORLD, torch.device("cpu"), repetitions=2)
@@ -93,7 +93,7 @@ def measure_sleeping(rank: int, longer: float) -> float:
 
     from megatron_lynx.profiler.measured import WARMUP, measure_interference
     from megatron_lynx.testbed.groups import initialise
-    from megatron_lynx.testbed.tiny_jobs import tiny_job
+    from tests.tiny_jobs import tiny_job
 
     initialise(tiny_job(tensor=2))
     seconds = chain(repeat(0.004, WARMUP + 3), cycle((0.004, 0.004 * longer)))

@@ -14,10 +14,10 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.parameters import stage_parameters
 from megatron_lynx.kinds.planning import half_tensors
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.profiler.on_ranks import measure_one
 from tests.profiler.test_measured import TE, sizes
 from tests.te_releases import pool_with
+from tests.tiny_jobs import tiny_job
 from tests.transparency.adapters import adapters, parameters_of
 
 ALL = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")

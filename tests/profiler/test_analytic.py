@@ -19,8 +19,8 @@ from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import shape_of
 from megatron_lynx.profiler.roofline import Roofline
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.config.jobs import catalogued_job
+from tests.tiny_jobs import tiny_job
 
 
 def gpt_22b(**layout):

@@ -8,7 +8,7 @@ import torch
 from megatron_lynx.anatomy import MLP
 from megatron_lynx.kinds.planning import half_tensors
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 
 
 @pytest.mark.parametrize(("named", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])

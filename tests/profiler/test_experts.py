@@ -25,11 +25,11 @@ from megatron_lynx.simulator.halves import segments
 from megatron_lynx.stock.price import priced
 from megatron_lynx.stock.setting import FULL, NONE, StockSetting
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.config.jobs import catalogued_job
 from tests.profiler.made_up import saved_parts
 from tests.profiler.on_ranks import bytes_saved_by_items
 from tests.te_releases import pool_with
+from tests.tiny_jobs import tiny_job
 
 
 def mixtral(cluster: str = "h800-80g", **layout: object) -> Job:

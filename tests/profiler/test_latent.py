@@ -22,8 +22,8 @@ from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import SavedTensor
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.te_releases import pools_with
+from tests.tiny_jobs import tiny_job
 
 SIZES = {"q_rank": 12, "kv_rank": 8, "head_size": 8, "rope_size": 4, "value_head_size": 6}
 DIRECT = {name: size for name, size in SIZES.items() if name != "q_rank"}

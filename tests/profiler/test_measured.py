@@ -22,9 +22,9 @@ from megatron_lynx.testbed import stand_in
 from megatron_lynx.testbed.fusions import compiler_for, fusions_of
 from megatron_lynx.testbed.profiling import check_measurable, measure_profile
 from megatron_lynx.testbed.ranks import hosts_for
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.profiler.on_ranks import measure_experts, measure_messages, measure_one, measure_sleeping, measure_squaring
 from tests.te_releases import folder_of, pool_with
+from tests.tiny_jobs import tiny_job
 from tests.transparency.opaque_layers import delta_net_in
 
 NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}

@@ -8,8 +8,8 @@ import pytest
 
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.profiler.profile import LinkPoint, load_profile, save_profile
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.profiler.made_up import made_up_host_time, made_up_layer_host_time, made_up_profile
+from tests.tiny_jobs import tiny_job
 
 
 def with_links(*points: tuple[int, float]):

@@ -102,8 +102,8 @@ def reads_of_losses(rank: int, mode: str) -> list[int]:
     )
 
     from megatron_lynx.testbed.groups import initialise
-    from megatron_lynx.testbed.tiny_jobs import tiny_job
     from tests.instruments.queues.recorder import Recorder
+    from tests.tiny_jobs import tiny_job
 
     initialise(tiny_job("gpt"))
     destroy_rerun_state_machine()

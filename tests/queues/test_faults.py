@@ -9,12 +9,12 @@ from itertools import pairwise
 import pytest
 
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.instruments.queues.differences import differences
 from tests.instruments.queues.log import COMPUTE, Collective, Kernel, Log, Mark, Messages, Wait
 from tests.instruments.queues.replay import replay
 from tests.instruments.queues.unawaited import unawaited
 from tests.queues.on_ranks import Setting, recorded
+from tests.tiny_jobs import tiny_job
 
 Pools = Callable[[int], RankPool]
 QUEUES = pytest.mark.parametrize("queues", [1, 8])

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.double_buffered.test_plans import without_flushes
 from tests.instruments.queues.hidden import hides
 from tests.instruments.queues.log import Kernel, Log
 from tests.instruments.queues.replay import replay
 from tests.queues.on_ranks import Setting, named_recomputations
+from tests.tiny_jobs import tiny_job
 from tests.transparency.plans import plan_for, receiving, recomputable
 
 Pools = Callable[[int], RankPool]

@@ -15,7 +15,6 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.cpu_device import stand_in_for_cuda
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.double_buffered.test_plans import without_flushes
 from tests.instruments.posted import stand_in_for_posted
 from tests.instruments.queues.differences import differences
@@ -24,6 +23,7 @@ from tests.instruments.queues.recorder import Recorder
 from tests.instruments.queues.replay import replay
 from tests.instruments.queues.unawaited import unawaited
 from tests.queues.on_ranks import Setting, recorded, trained
+from tests.tiny_jobs import tiny_job
 from tests.transparency.checkpoints import ahead, checkpointed, with_rest_in_wait, without_beginning
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, receiving, recomputable

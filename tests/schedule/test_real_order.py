@@ -8,9 +8,9 @@ import pytest
 
 from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.schedule.on_ranks import recorded_order
 from tests.schedule.orders import write_actions
+from tests.tiny_jobs import tiny_job
 
 Pools = Callable[[int], RankPool]
 

@@ -12,11 +12,11 @@ from megatron_lynx.profiler.profile import BlockProfile, LinkPoint
 from megatron_lynx.simulator.halves import segments
 from megatron_lynx.simulator.passes import PHASES
 from megatron_lynx.simulator.walk import Treated
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.timeline import Passes
 from megatron_lynx.timetable import ON_DEMAND_PLACE, Place, PlannedHalf
 from tests.profiler.made_up import made_up_profile
 from tests.simulator.by_hand import passes_of_halves
+from tests.tiny_jobs import tiny_job
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "p2p")
 

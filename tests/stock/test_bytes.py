@@ -16,9 +16,9 @@ from megatron_lynx.stock.layer import layer_bytes
 from megatron_lynx.stock.setting import FULL, NONE, SELECTIVE, StockSetting, block
 from megatron_lynx.stock.stage import StockStage
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.stock.on_ranks import copies, hold
 from tests.te_releases import pool_with
+from tests.tiny_jobs import tiny_job
 
 STATE = torch.get_rng_state().nbytes
 STATES = 3 * STATE

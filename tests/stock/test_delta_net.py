@@ -16,9 +16,9 @@ from megatron_lynx.stock.layer import layer_bytes, layer_seconds
 from megatron_lynx.stock.legality import Facts, refused
 from megatron_lynx.stock.rival import module_sets
 from megatron_lynx.stock.setting import NONE, Fact, StockSetting
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.stock.on_ranks import hold
 from tests.te_releases import pool_with
+from tests.tiny_jobs import tiny_job
 from tests.transparency.opaque_layers import SIZES, delta_net_in, delta_nets
 
 NORM_OUT = StockSetting(recompute=("gdn_norm_out",))

@@ -7,7 +7,7 @@ from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.stock.layer import layer_bytes
 from megatron_lynx.stock.legality import Facts, refused
 from megatron_lynx.stock.setting import StockSetting
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 
 SIZES = {"q_rank": 12, "kv_rank": 8, "head_size": 8, "rope_size": 4, "value_head_size": 6}
 UP = StockSetting(recompute=("mla_up_proj",))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 from tests.transparency.trials import Trial
 
 from . import faults, on_ranks

@@ -14,7 +14,7 @@ from megatron_lynx.anatomy.address import is_forward
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.candidates import deferring
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 from tests.transparency.checkpoints import ahead, checkpointed, with_rest_in_wait
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, recomputable

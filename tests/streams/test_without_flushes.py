@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.double_buffered.test_plans import without_flushes
+from tests.tiny_jobs import tiny_job
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, recomputable
 

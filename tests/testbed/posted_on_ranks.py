@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 
 
 def ready(ranks: int) -> None:

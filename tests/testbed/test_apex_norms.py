@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 
 from ..instruments import apex_norms
 from . import on_ranks

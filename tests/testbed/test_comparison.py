@@ -21,8 +21,8 @@ from megatron_lynx.testbed.comparison import Comparison, compare
 from megatron_lynx.testbed.fusions import deferring_job
 from megatron_lynx.testbed.profiling import measure_profile
 from megatron_lynx.testbed.ranks import hosts_for
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.testbed import on_ranks
+from tests.tiny_jobs import tiny_job
 
 JOB = tiny_job("gpt", tensor=2, microbatches=1, micro=1, hidden=64, ffn=128, seq=128)
 """With dropout: equal gradients need equal random numbers. Wide enough that activations outweigh the states of generators."""

@@ -15,7 +15,7 @@ import torch
 from megatron_lynx.testbed import links
 from megatron_lynx.testbed.links import LATENCY_S, Link, Links, bytes_sent
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 
 from . import links_on_ranks, on_ranks
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 
 from . import posted_on_ranks
 

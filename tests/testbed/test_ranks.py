@@ -16,7 +16,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from megatron_lynx.testbed.groups import share_one_device
 from megatron_lynx.testbed.ranks import RankError, RankPool, run_ranks
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 
 from ..nursery import process
 from . import on_ranks

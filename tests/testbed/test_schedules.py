@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.schedules import Way, differing, time_ways
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 
 
 def test_trained_ways_are_what_they_are_said_to_be() -> None:

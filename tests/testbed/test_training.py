@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 
 from ..long import long, with_models
 from . import on_ranks

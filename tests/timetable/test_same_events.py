@@ -20,10 +20,10 @@ from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.rehearsal import rehearse, treated_halves
 from megatron_lynx.schedule.schedule import Action
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.timetable import HalfPass, Linear, Pass, Task, Timetable
 from tests.plan.strategies import drawn, plans_for, samples
 from tests.profiler.made_up import made_up_profile
+from tests.tiny_jobs import tiny_job
 from tests.transparency.expected import lets_go, schedule_of
 from tests.transparency.trials import Trial, compare_with_stock
 

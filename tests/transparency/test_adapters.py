@@ -11,10 +11,10 @@ from pydantic import ValidationError
 from megatron_lynx.config.job import Budget
 from megatron_lynx.plan import Plan
 from megatron_lynx.planner import make_plan, uniform_plan
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import long
 from tests.profiler.made_up import made_up_profile
 from tests.te_releases import pools_with
+from tests.tiny_jobs import tiny_job
 from tests.transparency.adapters import compare, refused
 from tests.transparency.checkpoints import checkpointed
 from tests.transparency.offloaded import offloading

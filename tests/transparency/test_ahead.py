@@ -17,9 +17,9 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.timetable import Task
 from tests.long import long
+from tests.tiny_jobs import tiny_job
 from tests.transparency import test_flex
 from tests.transparency.checkpoints import ahead, checkpointed
 from tests.transparency.plans import plan_for

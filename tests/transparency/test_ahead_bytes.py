@@ -20,8 +20,8 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.rehearsal import treated_halves
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.profiler.made_up import made_up_profile
+from tests.tiny_jobs import tiny_job
 from tests.transparency.ahead_bytes import bytes_begun, held_after_tasks
 from tests.transparency.checkpoints import ahead, checkpointed
 from tests.transparency.plans import plan_for, recomputable

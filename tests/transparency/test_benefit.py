@@ -16,7 +16,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 from tests.transparency.plans import plan_for, recomputable
 from tests.transparency.test_deferring_experts import LINEARS, plans, with_shared
 from tests.transparency.test_experts import job_of

@@ -15,10 +15,10 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.ranks import RankError, RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.instruments.graphs import Tracker
 from tests.long import long
 from tests.te_releases import pool_with, pools_with
+from tests.tiny_jobs import tiny_job
 from tests.transparency.capturing import Captured, capturing
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, recomputable

@@ -9,7 +9,7 @@ import torch
 
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 from tests.transparency.changing import CHANGES, steps
 
 JOB = tiny_job("gpt", layers=2)

@@ -16,8 +16,8 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import long, with_models
+from tests.tiny_jobs import tiny_job
 from tests.transparency.checkpoints import FULL, checkpointed
 from tests.transparency.plans import plan_for, recomputable
 from tests.transparency.test_every_bit import LAYOUTS, checked

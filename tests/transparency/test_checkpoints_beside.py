@@ -11,7 +11,6 @@ import pytest
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.apply import test_fp8_kinds
 from tests.apply.test_fp8 import fp8_job
 from tests.double_buffered import on_ranks as without_flush
@@ -19,6 +18,7 @@ from tests.double_buffered.test_plans import MEGATRON, without_flushes
 from tests.launch import frames_on_ranks
 from tests.long import long
 from tests.te_releases import pools_with
+from tests.tiny_jobs import tiny_job
 from tests.transparency import test_context, test_latent
 from tests.transparency.checkpoints import ahead, checkpointed, with_rest_in_wait, without_copies
 from tests.transparency.offloaded import offloading

@@ -18,10 +18,10 @@ from megatron_lynx.profiler.profile import SavedTensor
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.kinds.on_ranks import measured_delta_net
 from tests.long import long
 from tests.te_releases import pool_with, pools_with
+from tests.tiny_jobs import tiny_job
 from tests.transparency.checkpoints import ahead, checkpointed
 from tests.transparency.offloaded import offloading
 from tests.transparency.opaque_layers import compare, delta_net_in, refused

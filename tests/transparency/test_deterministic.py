@@ -9,7 +9,7 @@ import pytest
 
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 from tests.transparency.offloaded import offloading
 from tests.transparency.trials import Trial, compare_with_stock
 

@@ -11,9 +11,9 @@ from megatron_lynx.anatomy import DENSE
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import long, with_models
 from tests.plan.strategies import plans_for, samples
+from tests.tiny_jobs import tiny_job
 from tests.transparency import learned_activation
 from tests.transparency.expected import expected
 from tests.transparency.plans import plan_for, recomputable

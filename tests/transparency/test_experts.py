@@ -15,9 +15,9 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import long
 from tests.plan.strategies import plans_for, samples
+from tests.tiny_jobs import tiny_job
 from tests.transparency.checkpoints import checkpointed
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, recomputable

@@ -10,8 +10,8 @@ import pytest
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.ranks import RankError, RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import long
+from tests.tiny_jobs import tiny_job
 from tests.transparency.checkpoints import checkpointed
 from tests.transparency.plans import plan_for, recomputable
 from tests.transparency.test_every_bit import checked

@@ -10,7 +10,7 @@ import pytest
 from megatron_lynx.errors import RecomputeError
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 
 from ..te_releases import folder_of, python_path
 from . import listening

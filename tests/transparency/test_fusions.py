@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.te_releases import folder_of, python_path
+from tests.tiny_jobs import tiny_job
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, recomputable
 from tests.transparency.test_every_bit import checked

@@ -16,10 +16,10 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.timetable import Task
 from tests.apply.on_ranks import refused
 from tests.long import long
+from tests.tiny_jobs import tiny_job
 from tests.transparency import test_flex
 from tests.transparency.checkpoints import with_rest_in_wait, without_beginning
 from tests.transparency.test_ahead import begun, held_up, late

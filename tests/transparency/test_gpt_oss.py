@@ -15,10 +15,10 @@ from megatron_lynx.kinds.dense.section import CORE_ATTENTION
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.config.jobs import catalogued_job
 from tests.cost.test_prediction import assert_parameters
 from tests.long import long
+from tests.tiny_jobs import tiny_job
 from tests.transparency.test_every_bit import checked
 from tests.transparency.trials import Trial
 

@@ -18,9 +18,9 @@ from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.report.drawing import kind_of
 from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import with_models
 from tests.profiler.made_up import made_up_profile
+from tests.tiny_jobs import tiny_job
 from tests.transparency.queued import held_bytes, pending_when_reduced, posted_and_computed
 from tests.transparency.test_deferring_experts import plans as plans_of_experts
 from tests.transparency.test_deferring_experts import trial_of

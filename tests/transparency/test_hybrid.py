@@ -16,10 +16,10 @@ from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.apply.on_ranks import reads_otherwise
 from tests.long import long
 from tests.te_releases import pool_with, pools_with
+from tests.tiny_jobs import tiny_job
 from tests.transparency.checkpoints import checkpointed
 from tests.transparency.hybrid_models import compare_hybrid, mamba_half, pattern_of, refused
 from tests.transparency.offloaded import offloading

@@ -24,12 +24,12 @@ from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.report.drawing import kind_of
 from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.apply import on_ranks
 from tests.launch import frames_on_ranks
 from tests.long import long
 from tests.profiler.made_up import made_up_profile
 from tests.te_releases import pool_with, pools_with
+from tests.tiny_jobs import tiny_job
 from tests.transparency.plans import plan_for
 from tests.transparency.test_every_bit import checked
 from tests.transparency.test_weight_gradients import counts_of

@@ -25,10 +25,10 @@ from megatron_lynx.schedule.flushes import sets_on_host
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankError, RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import long
 from tests.plan.strategies import plans_for, samples
 from tests.profiler.made_up import made_up_profile
+from tests.tiny_jobs import tiny_job
 from tests.transparency.checkpoints import checkpointed
 from tests.transparency.offload_trials import bytes_at_halves, bytes_at_marks, fail_and_recover, fail_mid_step, reshape
 from tests.transparency.offloaded import offloading

@@ -12,8 +12,8 @@ from megatron_lynx.cost.parameters import stage_parameters
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import long
+from tests.tiny_jobs import tiny_job
 from tests.transparency.checkpoints import checkpointed
 from tests.transparency.offloaded import offloading
 from tests.transparency.opaque_layers import compare, held_and_parameters, own_attention_in, refused

@@ -12,7 +12,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.tiny_jobs import tiny_job
 from tests.transparency.plans import plan_for, recomputable
 from tests.transparency.trials import Trial, compare_with_stock
 

@@ -22,10 +22,10 @@ from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.rehearsal import passes_of_chunks
 from megatron_lynx.simulator.passes import TimedPass
 from megatron_lynx.testbed.ranks import RankError, RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import long
 from tests.profiler.made_up import made_up_profile
 from tests.te_releases import folder_of, pools_with, python_path
+from tests.tiny_jobs import tiny_job
 from tests.transparency.checkpoints import checkpointed
 from tests.transparency.offload_trials import bytes_at_halves
 from tests.transparency.offloaded import offloading

@@ -20,9 +20,9 @@ from megatron_lynx.plan.rule import Rule
 from megatron_lynx.planner import decide
 from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import with_models
 from tests.profiler.made_up import made_up_profile
+from tests.tiny_jobs import tiny_job
 from tests.transparency.queued import held_bytes
 from tests.transparency.test_deferring_experts import into_exchanges, plans, trial_of
 from tests.transparency.test_every_bit import LAYOUTS, checked

@@ -14,10 +14,10 @@ from megatron_lynx.profiler.profile import BlockProfile, LinkPoint
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.units import MIB
 from tests.long import long
 from tests.profiler.made_up import made_up_profile
+from tests.tiny_jobs import tiny_job
 from tests.transparency.test_every_bit import checked
 from tests.transparency.trials import Trial
 

@@ -14,10 +14,10 @@ from megatron_lynx.kinds.latent.section import CORE
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.kinds.on_ranks import measured_sparse
 from tests.long import long
 from tests.te_releases import pool_with, pools_with
+from tests.tiny_jobs import tiny_job
 from tests.transparency.checkpoints import checkpointed
 from tests.transparency.offloaded import offloading
 from tests.transparency.sparse_layers import compare, logged_losses

@@ -12,9 +12,9 @@ from megatron_lynx.errors import PlanMismatch
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.apply import on_ranks
 from tests.te_releases import pool_with
+from tests.tiny_jobs import tiny_job
 from tests.transparency.test_every_bit import checked
 from tests.transparency.trials import Trial
 

@@ -12,9 +12,9 @@ from megatron_lynx.launch_arguments import read_launch
 from megatron_lynx.plan.plan_file import dump_plan
 from megatron_lynx.planner import make_plan, uniform_plan
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import with_models
 from tests.profiler.made_up import made_up_profile
+from tests.tiny_jobs import tiny_job
 from tests.transparency.offloaded import offloading
 from tests.transparency.test_every_bit import checked
 from tests.transparency.trials import Trial

@@ -14,9 +14,9 @@ from megatron_lynx.figures import Figures
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import long, with_models
 from tests.plan.strategies import plans_for, samples
+from tests.tiny_jobs import tiny_job
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, recomputable
 from tests.transparency.queued import failing, held_and_given_back, held_bytes, pending_when_reduced

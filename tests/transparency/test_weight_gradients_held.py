@@ -14,8 +14,8 @@ from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.report.drawing import kind_of
 from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.profiler.made_up import made_up_profile
+from tests.tiny_jobs import tiny_job
 from tests.transparency.test_every_bit import LAYOUTS
 from tests.transparency.test_pieces import in_pieces
 from tests.transparency.test_weight_gradients import FUSED, counts_of, nothing

@@ -13,8 +13,8 @@ from megatron_lynx.cost.recompute import recomputed_flops
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.testbed.ranks import RankPool
-from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import with_models
+from tests.tiny_jobs import tiny_job
 from tests.transparency.plans import plan_for, recomputable
 from tests.transparency.trials import Seen, Trial, compare_with_stock
 
