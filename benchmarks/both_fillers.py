@@ -100,8 +100,8 @@ def measure(modes: Sequence[str], rates: Sequence[float], rounds: int) -> Iterat
     for mode in modes:
         for rate in rates:
             job = training(mode == "yes", rate)
-            with hosts_for(job) as hosts:
-                yield from rows(job, hosts, rounds)
+            hosts = hosts_for(job)
+            yield from rows(job, hosts, rounds)
 
 
 def markdown(found: Sequence[Row], rounds: int) -> str:
@@ -122,8 +122,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     chosen = parser.parse_args()
     stem = chosen.output / f"{date.today()}-both-fillers"
-    with hosts_for(training(False, chosen.rates[0])) as hosts:
-        machine = this_machine(hosts.links, "cpu").model_dump(mode="json")
+    hosts = hosts_for(training(False, chosen.rates[0]))
+    machine = this_machine(hosts.links, "cpu").model_dump(mode="json")
     found: list[Row] = []
     for row in measure(chosen.modes, chosen.rates, chosen.rounds):
         found.append(row)

@@ -72,9 +72,9 @@ def plan_of(job: Job, *, ahead: Ahead, rest_in_wait: bool) -> Plan:
 def rows(name: str, job: Job, rounds: int) -> Iterator[str]:
     """One for each setting: seconds, and ratios to stock full round by round."""
     settings = list(candidates(job))
-    with hosts_for(job) as hosts:
-        yield f"{name}: {hosts.description}"
-        laps = hosts.run(race, job, settings, rounds, 1)
+    hosts = hosts_for(job)
+    yield f"{name}: {hosts.description}"
+    laps = hosts.run(race, job, settings, rounds, 1)
     of_round = {each.name: [max(lap[each.name].step_s[at] for lap in laps) for at in range(rounds)] for each in settings}
     for setting, seconds in of_round.items():
         ratios = [own / full for own, full in zip(seconds, of_round[FULL.name], strict=True)]

@@ -58,12 +58,12 @@ def rows(layout: str, rounds: int, link_mbit_per_s: float) -> Iterator[str]:
     """One for each setting: seconds, and ratios round by round."""
     mechanism, fields = LAYOUTS[layout]
     job = job_of(fields, link_mbit_per_s)
-    with hosts_for(job) as hosts:
-        profile = measure_profile(job, hosts, lambda what: nullcontext())
-        settings = list(candidates(job, profile, mechanism))
-        load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
-        laps = hosts.run(race, job, settings, rounds, 1)
-        yield f"{layout}, {mechanism}: {hosts.description}; {link_mbit_per_s:.0f} Mbit/s; {load} to {os.getloadavg()[0]:.1f}"
+    hosts = hosts_for(job)
+    profile = measure_profile(job, hosts, lambda what: nullcontext())
+    settings = list(candidates(job, profile, mechanism))
+    load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+    laps = hosts.run(race, job, settings, rounds, 1)
+    yield f"{layout}, {mechanism}: {hosts.description}; {link_mbit_per_s:.0f} Mbit/s; {load} to {os.getloadavg()[0]:.1f}"
     steps_s = {each.name: [max(lap[each.name].step_s[at] for lap in laps) for at in range(rounds)] for each in settings}
     simulated_s = {each.name: rehearse(each.plan, profile).step_s for each in settings if each.plan is not None}
     yield "| setting | step | of ours without | simulated |\n|---|--:|--:|--:|"

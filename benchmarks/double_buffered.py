@@ -118,10 +118,10 @@ def main() -> None:
     chosen = parser.parse_args()
     job = load_job("jobs/demo", {**LAYOUT, "cluster.link_mbit_per_s": chosen.mbit, **(QUICK if chosen.quick else {})})
     rounds = 2 if chosen.quick else chosen.rounds
-    with hosts_for(job) as hosts:
-        profile = measure_profile(job, hosts, lambda what: nullcontext())
-        ranks = hosts.run(time_ways, job, [Way(*setting) for setting in SETTINGS.items()], rounds, chosen.batches)
-        machine = this_machine(hosts.links, "cpu")
+    hosts = hosts_for(job)
+    profile = measure_profile(job, hosts, lambda what: nullcontext())
+    ranks = hosts.run(time_ways, job, [Way(*setting) for setting in SETTINGS.items()], rounds, chosen.batches)
+    machine = this_machine(hosts.links, "cpu")
     found = rows(job, profile, ranks)
     model = f"{job.model.layers} layers of {job.model.hidden}, {job.model.seq} tokens, {job.microbatches} micro-batches"
     text = markdown(found, f"{machine}; 2 stages, {model}; {rounds} rounds of {chosen.batches} batches")

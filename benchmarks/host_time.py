@@ -31,8 +31,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.kinds.dense.section import ACTIVATION
 from megatron_lynx.measure.measurement import Links, this_machine
 from megatron_lynx.planner import uniform_plan
-from megatron_lynx.testbed.candidates import FULL, NONE, Candidate
-from megatron_lynx.testbed.host_time import offloading_all
+from megatron_lynx.testbed.candidates import FULL, NONE, Candidate, offloading_all
 from megatron_lynx.testbed.ranks import Hosts, hosts_for
 from megatron_lynx.timeline import Passes
 from tests import instruments
@@ -126,11 +125,11 @@ def measure(layers: int, rounds: int, te: str | None, show_profile: bool) -> Ite
         kinds["transformer_engine"] = {"implementation": "transformer_engine"}
     for kind, model in kinds.items():
         for layout in layouts(layers, **model):
-            with hosts_for(layout.job) as hosts:
-                yield from rows(kind, layout, hosts, rounds)
-                for plan in layout.plans if show_profile else ():
-                    print(f"{kind}, {layout.name}: {plan.name}", file=sys.stderr)
-                    print(hosts.run(profiled, layout.job, plan, STEPS, 40)[0], file=sys.stderr)
+            hosts = hosts_for(layout.job)
+            yield from rows(kind, layout, hosts, rounds)
+            for plan in layout.plans if show_profile else ():
+                print(f"{kind}, {layout.name}: {plan.name}", file=sys.stderr)
+                print(hosts.run(profiled, layout.job, plan, STEPS, 40)[0], file=sys.stderr)
 
 
 def as_json(found: list[Row], layers: int, rounds: int) -> str:

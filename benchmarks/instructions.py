@@ -33,9 +33,8 @@ from benchmarks.host_time import NORMS_AND_ACTIVATION
 from megatron_lynx.config.job import Job
 from megatron_lynx.measure.measurement import Links, this_machine
 from megatron_lynx.planner import uniform_plan
-from megatron_lynx.testbed.candidates import FULL, NONE, Candidate
+from megatron_lynx.testbed.candidates import FULL, NONE, Candidate, offloading_all
 from megatron_lynx.testbed.fusions import deferring_job, stand_in_for_fused_gradient
-from megatron_lynx.testbed.host_time import offloading_all
 from megatron_lynx.testbed.ranks import MEGATRON_ENVIRONMENT
 from tests import instruments
 from tests.tiny_jobs import tiny_job
@@ -82,12 +81,10 @@ def step_under_valgrind(marks: Path, kind: str, *, offloading: bool) -> None:
     import torch
 
     from megatron_lynx.testbed.comparison import subjects_of
-    from megatron_lynx.testbed.cpu_device import stand_in_for_cuda, stand_in_for_missing_modules
 
     valgrind = ctypes.CDLL(str(marks))
     torch.set_num_threads(1)
-    stand_in_for_cuda()
-    stand_in_for_missing_modules()
+    instruments.stand_in()
     from megatron_lynx.testbed.groups import join_alone  # it imports Megatron, and that Transformer Engine
 
     join_alone(2)

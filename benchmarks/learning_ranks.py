@@ -54,7 +54,7 @@ class Course:
 
 def learned(rank: int, job: Job, course: Course, seeds: int) -> dict[str, list[list[float]]]:
     """Validation losses before the first batch and at each evaluation, by setting and seed. On the last stage."""
-    from megatron_lynx.testbed.groups import initialise
+    from tests.instruments.groups import initialise
 
     initialise(job)
     settings = {"flush": False, "without flushes": True}
@@ -65,8 +65,8 @@ def curve(job: Job, without_flushes: bool, course: Course, seed: int) -> Iterato
     """Train with either schedule from the same weights, text and learning rates. The pipeline drains for an evaluation."""
     from megatron_lynx.double_buffered.pipeline import DoubleBuffered
     from megatron_lynx.testbed.groups import seed_random_numbers
-    from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import forward_step, run_schedule
+    from tests.instruments.tiny_models import build_model
     from tests.instruments.training import Training
 
     given: dict[str, Any] = {"optimizer": "megatron", "learning_rate": course.rate, "settings": dict(course.optimizer)}

@@ -180,12 +180,12 @@ def main() -> None:
     chosen = parser.parse_args()
     rounds, steps = (1, 1) if chosen.quick else (chosen.rounds, chosen.steps)
     job = load_job("jobs/demo", LAYOUT | (QUICK if chosen.quick else {}))
-    with hosts_for(job) as hosts:
-        print("measuring a layer and the link", file=sys.stderr, flush=True)
-        profile = measure_profile(job, hosts, lambda what: nullcontext())
-        plans = {f"{ratio:.0%}": make_plan(job.model_copy(update={"offload_ratio": ratio}), profile) for ratio in RATIOS}
-        found = list(rows(plans, profile, job, hosts, rounds, steps))
-        machine = this_machine(hosts.links, "cpu")
+    hosts = hosts_for(job)
+    print("measuring a layer and the link", file=sys.stderr, flush=True)
+    profile = measure_profile(job, hosts, lambda what: nullcontext())
+    plans = {f"{ratio:.0%}": make_plan(job.model_copy(update={"offload_ratio": ratio}), profile) for ratio in RATIOS}
+    found = list(rows(plans, profile, job, hosts, rounds, steps))
+    machine = this_machine(hosts.links, "cpu")
     text = markdown(found, f"{machine}; {hosts.ranks} ranks; {rounds} rounds of {steps} steps; {room(plans, profile)}")
     print(text)
     if chosen.output is None or chosen.quick:

@@ -47,7 +47,7 @@ def timed(rank: int, job: Job, candidates: list[Candidate], rounds: int, steps: 
 
 
 def _subjects(job: Job, candidates: list[Candidate]) -> dict[str, Subject]:
-    from megatron_lynx.testbed.groups import initialise
+    from tests.instruments.groups import initialise
 
     initialise(job)
     first = Subject(job, NONE)

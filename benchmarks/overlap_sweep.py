@@ -141,14 +141,14 @@ def sweep(modes: list[str], ratios: list[float], depths: list[int], rounds: int)
     for mode in modes:
         sequence_parallel, gather = MODES[mode]
         loose = job_of(1, sequence_parallel, None)
-        with hosts_for(loose) as hosts:
-            profile = measure_profile(loose, hosts, lambda what: nullcontext())
+        hosts = hosts_for(loose)
+        profile = measure_profile(loose, hosts, lambda what: nullcontext())
         for layers in depths:
             for ratio in ratios:
                 rate = rate_for(ratio, loose, plan_of(loose, gather), profile)
                 job = job_of(layers, sequence_parallel, round(rate, 1))
-                with hosts_for(job) as hosts:
-                    yield row(mode, job, ratio, plan_of(job, gather), hosts, rounds)
+                hosts = hosts_for(job)
+                yield row(mode, job, ratio, plan_of(job, gather), hosts, rounds)
 
 
 def bytes_per_layer(mode: str) -> dict[str, float]:
@@ -158,8 +158,8 @@ def bytes_per_layer(mode: str) -> dict[str, float]:
     for layers in (4, 8):
         job = job_of(layers, sequence_parallel, None)
         candidates: list[Candidate] = [NONE, FULL, ours(plan_of(job, gather))[-1]]
-        with hosts_for(job) as hosts:
-            held[layers] = hosts.run(count, job, candidates)[0]
+        hosts = hosts_for(job)
+        held[layers] = hosts.run(count, job, candidates)[0]
     return {name: (held[8][name] - held[4][name]) / 4 for name in held[4]}
 
 
@@ -204,8 +204,8 @@ def main() -> None:
 
 
 def write(stem: Path, rows: list[Row], held: dict[str, dict[str, float]], rounds: int) -> None:
-    with hosts_for(job_of(1, False, 300.0)) as hosts:
-        machine = this_machine(hosts.links, "cpu")
+    hosts = hosts_for(job_of(1, False, 300.0))
+    machine = this_machine(hosts.links, "cpu")
     links = "emulated hosts and shaped links" if machine.links.kind == "shaped" else machine.links.kind
     made_of = f"torch {machine.torch}, megatron-core {machine.megatron_core}"
     words = f"{machine.cpu}, {machine.cores} cores, {made_of}; {links}; {rounds} rounds"

@@ -10,7 +10,7 @@ from megatron_lynx.testbed.fusions import fused_gradients
 
 def count(rank: int, job: Job, candidates: list[Candidate]) -> dict[str, int]:
     """Bytes that each setting holds at the end of the forward pass, beyond the level at its start. Runs on a rank."""
-    from megatron_lynx.testbed.groups import initialise
+    from tests.instruments.groups import initialise
 
     initialise(job)
     held = {}

@@ -55,7 +55,7 @@ class TrainedModel:
     def __init__(self, job: Job, way: Way, learning_rate: float = 1e-4) -> None:
         from megatron_lynx.double_buffered.pipeline import DoubleBuffered
         from megatron_lynx.testbed.groups import seed_random_numbers
-        from megatron_lynx.testbed.tiny_models import build_model
+        from tests.instruments.tiny_models import build_model
         from tests.instruments.training import Training
 
         seed_random_numbers(1234)
@@ -131,7 +131,7 @@ def time_ways(rank: int, job: Job, ways: list[Way], rounds: int, batches: int) -
     """Runs inside `RankPool`. All ways, round by round; a first run of each is not timed. At least four batches have a middle."""
     import torch.distributed as dist
 
-    from megatron_lynx.testbed.groups import initialise
+    from tests.instruments.groups import initialise
 
     initialise(job)
     models = {way.name: TrainedModel(job, way) for way in ways}
@@ -150,8 +150,9 @@ def differing(rank: int, job: Job, way: Way, batches: int) -> list[str]:
     """Runs inside `RankPool`. The parameters that are not what the rule makes of them, to the bit, after so many batches."""
     import torch
 
-    from megatron_lynx.testbed.groups import initialise, seed_random_numbers
+    from megatron_lynx.testbed.groups import seed_random_numbers
     from megatron_lynx.testbed.training import run_schedule, synthetic_batches
+    from tests.instruments.groups import initialise
 
     initialise(job)
     ours, rule = TrainedModel(job, way, learning_rate=0.01), TrainedModel(job, Way("the rule"), learning_rate=0.01)

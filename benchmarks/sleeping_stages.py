@@ -22,7 +22,7 @@ SETTINGS: dict[str, tuple[bool, bool | None]] = {
 
 def batch_times(rank: int, job: Job, batches: int, forward_s: float) -> dict[str, list[float]]:
     """Seconds of each batch but the first two and the last, by setting."""
-    from megatron_lynx.testbed.groups import initialise
+    from tests.instruments.groups import initialise
 
     initialise(job)
     found = {}
@@ -35,8 +35,8 @@ def batch_times(rank: int, job: Job, batches: int, forward_s: float) -> dict[str
 def trained(job: Job, batches: int, forward_s: float, barrier: bool, defers: bool | None) -> Iterator[None]:
     """Train; yields behind each update."""
     from megatron_lynx.double_buffered.pipeline import DoubleBuffered
-    from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import run_schedule, synthetic_batches
+    from tests.instruments.tiny_models import build_model
     from tests.instruments.training import Training
 
     training = Training(job, build_model(job), ddp=barrier, optimizer="megatron" if barrier else "sgd", learning_rate=0.001)

@@ -12,14 +12,18 @@ caches and clock: an idle machine is better, and `--note` says what it was.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from megatron_lynx.anatomy import HALVES
-from megatron_lynx.config.cluster import LAYERS, Implementation
-from megatron_lynx.testbed.host_time import Asked, measured_here
-from megatron_lynx.testbed.stand_in import TRANSFORMER_ENGINE
+from megatron_lynx.config.cluster import LAYERS, HostTime, Implementation, LayerHostTime
+from megatron_lynx.measure.measurement import Links, this_machine
+from megatron_lynx.testbed.cpu_device import TRANSFORMER_ENGINE
+from megatron_lynx.testbed.fusions import compiles
+from megatron_lynx.testbed.host_time import job_of, measure_alone
+from megatron_lynx.testbed.ranks import LONGEST_RUN_S, run_ranks
 from megatron_lynx.whole_file import write_whole
 from megatron_lynx.yaml_file import FlowMapping, read_yaml, write_yaml
 from tests import instruments
@@ -41,13 +45,22 @@ def main() -> None:
     instruments.offer()
     here: list[Implementation] = ["local", *(["transformer_engine"] if find_spec(TRANSFORMER_ENGINE) else [])]  # type: ignore[list-item]
     kinds = [kind for kind in here if options.layers in (None, kind)]
-    every = {"gathered": True, "offloaded": True, "deferred": True}
-    asked = [Asked(kind, **every, rounds=options.rounds, steps=options.steps) for kind in kinds]
-    measured = measured_here(*asked).model_dump(mode="json", exclude_none=True) | _kept(options.output)
+    measured = measured_here(kinds, options.rounds, options.steps).model_dump(mode="json", exclude_none=True)
+    measured |= _kept(options.output)
     for kind in kinds:
         measured[kind] = _as_lines(measured[kind], options.note)
     write_whole(options.output, HEADER.format(path=options.output) + write_yaml(measured))
     print(f"wrote {options.output}")
+
+
+def measured_here(kinds: Iterable[Implementation], rounds: int, steps: int = 1) -> HostTime:
+    """Measure this machine's host time, each implementation on a fresh rank. Raises `RankError` with a rank's error."""
+    layers: dict[str, LayerHostTime] = {}
+    for kind in kinds:
+        compiled = compiles(job_of(kind))
+        settings = {"pin": not compiled, "timeout_s": LONGEST_RUN_S, "compiled": compiled}
+        [layers[kind]] = run_ranks(measure_alone, 1, kind, rounds, steps, **settings)
+    return HostTime(cpu=this_machine(Links(kind="none")).cpu, **layers)
 
 
 def _kept(path: Path) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from megatron_lynx.apply import releases
 from megatron_lynx.apply.releases import GONE, Release, fingerprint, installed_te, installed_version, minor_of, number_of
 from megatron_lynx.double_buffered import releases as without_flushes
 from megatron_lynx.errors import HookRefused
-from megatron_lynx.testbed.cpu_device import stand_in_for_cuda, stand_in_for_missing_modules
 
 LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer"
 COMING = (
@@ -116,6 +115,5 @@ if __name__ == "__main__":
     from tests import instruments
 
     instruments.offer()
-    stand_in_for_cuda()
-    stand_in_for_missing_modules()  # where there is no GPU
+    instruments.stand_in()  # where there is no GPU
     main()

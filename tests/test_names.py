@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +120,7 @@ def test_options_are_left_out_of_what_was_asked() -> None:
 
 def test_a_plan_for_the_testbed_keeps_its_profile_and_is_launched_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was measured was thrown away, and the launch line was one for GPUs."""
-    monkeypatch.setattr("megatron_lynx.cli.inputs.hosts_of", lambda job: nullcontext())
+    monkeypatch.setattr("megatron_lynx.cli.inputs.hosts_of", lambda job: None)
     monkeypatch.setattr("megatron_lynx.cli.inputs.measured_here", lambda job, hosts: made_up_profile(job))
     words = LAUNCH.replace("--bf16", "--transformer-impl local").replace("--nproc-per-node 8", "--nproc-per-node 4").split()
     plan = tmp_path / "tiny.yaml"

@@ -23,8 +23,8 @@ from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator import figures
 from megatron_lynx.solver.stages import Stages
-from megatron_lynx.testbed.candidates import deferring
 from tests.config.jobs import catalogued_job
+from tests.deferring import deferring
 from tests.profiler.made_up import made_up_host_time, made_up_layer_host_time
 
 SMALL = {"tensor": 8, "pipeline": 1, "sequence_parallel": True}

@@ -183,7 +183,7 @@ def test_only_commands_reach_the_testbed() -> None:
 
 
 def test_the_wheel_needs_nothing_else_of_the_checkout() -> None:
-    """Instruments live with the tests; who wants them names them (`testbed.stand_in`)."""
+    """Instruments live with the tests; who wants them names them (`testbed.cpu_device.STAND_INS`)."""
     others = {"tests", "scripts", "benchmarks"}
     assert [(module, name) for module in modules() for name in imports_of(module) if within(name, others)] == []
 

@@ -11,10 +11,9 @@ from benchmarks.gpu_figures.figure import Figure
 from megatron_lynx.anatomy import DENSE, HALVES, Section
 from megatron_lynx.config.cluster import LayerHostTime
 from megatron_lynx.config.job import Job
-from megatron_lynx.measure.measurement import Links as LinkFacts
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import HalfProfile, Profile
-from megatron_lynx.testbed.fusions import compiler_for
+from megatron_lynx.testbed.fusions import compiles
 from megatron_lynx.testbed.links import Links
 from megatron_lynx.testbed.profiling import measure_profile
 from megatron_lynx.testbed.ranks import Hosts, run_ranks
@@ -33,13 +32,13 @@ class Bounded(Hosts):
     ) -> list[Any]:
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.device == "cpu" else {}
         environment = {**hidden, **(env or {})}
-        return run_ranks(function, 1, *args, pin=False, env=environment, compiler=self.compiler, timeout_s=self.limit_s)
+        return run_ranks(function, 1, *args, pin=False, env=environment, compiled=self.compiled, timeout_s=self.limit_s)
 
 
 def measured_profile(job: Job, limit_s: float, *, dry: bool) -> Profile:
     """Raises `RankError` or `TimeoutError`."""
-    compiler = None if dry else compiler_for(job)
-    hosts = Bounded(1, "cpu" if dry else "cuda", Links(), LinkFacts(kind="none"), compiler, limit_s=limit_s)
+    compiled = not dry and compiles(job)
+    hosts = Bounded(1, "cpu" if dry else "cuda", Links(), compiled, limit_s=limit_s)
     return measure_profile(job, hosts, lambda what: nullcontext())
 
 

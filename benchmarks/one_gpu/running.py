@@ -18,7 +18,7 @@ from benchmarks.one_gpu.results import AGAIN, Results
 from benchmarks.one_gpu.settings import Setting, settings_of
 from benchmarks.one_gpu.subjects import Subject
 from megatron_lynx.testbed.candidates import NONE, Candidate
-from megatron_lynx.testbed.fusions import compiler_for
+from megatron_lynx.testbed.fusions import compiles
 from megatron_lynx.testbed.ranks import RankError, run_ranks
 
 MOST_PROCESSES = 4
@@ -34,8 +34,9 @@ def run_subject(subject: Subject, folder: Path, until_s: float, steps: int, *, d
     results = Results(subject.name, subject.shows, not_run=refused)
     results.predicted = {each.name: as_json(each) for each in settings}
     results.write(folder)
-    left = [*(each.candidate for each in settings if not each.candidate.offloads), _again(NONE)]
-    left += [each.candidate for each in settings if each.candidate.offloads]
+    candidates = [each.candidate for each in settings]
+    offloading = [each for each in candidates if "offload_modules" in each.fields]
+    left = [*(each for each in candidates if each not in offloading), _again(NONE), *offloading]
     for _ in range(MOST_PROCESSES):
         left, results = _run_process(subject, left, folder, until_s, steps, dry=dry)
         if not left:
@@ -58,17 +59,19 @@ def _run_process(
     subject: Subject, left: list[Candidate], folder: Path, until_s: float, steps: int, *, dry: bool
 ) -> tuple[list[Candidate], Results]:
     """The settings that are left when a process has ended, and all results so far."""
-    compiler = None if dry else compiler_for(subject.job)
-    env = {"TORCHDYNAMO_DISABLE": "0"} if compiler is not None else {}
+    env = {}
     if subject.uses_te:
         env |= {"NVTE_CPU_OFFLOAD_V1": "1"}  # Megatron asks for it where it offloads; nothing else reads it
     if subject.repeatable:
         env |= {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     if dry:
         env |= {"CUDA_VISIBLE_DEVICES": ""}
+    compiled = not dry and compiles(subject.job)
     limit_s = max(1.0, until_s - time.time()) + GRACE_S
     try:
-        run_ranks(measure, 1, subject, left, str(folder), until_s, steps, pin=False, timeout_s=limit_s, env=env)
+        run_ranks(
+            measure, 1, subject, left, str(folder), until_s, steps, pin=False, timeout_s=limit_s, env=env, compiled=compiled
+        )
     except (RankError, TimeoutError) as error:
         return _left_behind(left, folder, subject, error)
     return [], Results.read(folder, subject.name)
@@ -100,7 +103,7 @@ def measure(rank: int, subject: Subject, left: list[Candidate], folder: str, unt
 
     from benchmarks.one_gpu.measured import Measuring, Row, free_memory
     from benchmarks.one_gpu.trained import Trained, sums_in_place
-    from megatron_lynx.testbed.groups import initialise
+    from tests.instruments.groups import initialise
 
     results = Results.read(Path(folder), subject.name)
     _join(subject)

@@ -20,7 +20,7 @@ from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.solver.offload import Leaver
 from megatron_lynx.stock import FULL, NONE, SELECTIVE, StockSetting
 from megatron_lynx.stock.legality import Facts, offered
-from megatron_lynx.testbed.candidates import Candidate, stock, with_offload, without_windows
+from megatron_lynx.testbed.candidates import Candidate, changed, stock, without_windows
 from megatron_lynx.units import GIB, MIB
 
 NORMS_AND_ACTIVATION = (*(section.norm for section in DENSE.values()), ACTIVATION)
@@ -113,7 +113,7 @@ def _hidden_share(job: Job, profile: Profile, kept: Plan) -> float:
 
 def offloading(job: Job, plan: Plan, size_bytes: int) -> Plan:
     """The same plan; a micro-batch that waits for its backward sends so much to the host, if it has as much."""
-    return with_offload(plan, Offload(bytes=size_bytes, beside_messages="avoid" if avoid_messages(job) else "allow"))
+    return changed(plan, offload=Offload(bytes=size_bytes, beside_messages="avoid" if avoid_messages(job) else "allow"))
 
 
 def _resident_bytes(plan: Plan, profile: Profile) -> int:

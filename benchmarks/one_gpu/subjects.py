@@ -14,7 +14,7 @@ from megatron_lynx.config.job import Batch, Job
 from megatron_lynx.config.loader import bundled_configs, load_cluster
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Parallel
-from megatron_lynx.testbed.stand_in import transformer_engine_can_run
+from megatron_lynx.testbed.cpu_device import transformer_engine_can_run
 from megatron_lynx.yaml_file import read_yaml
 
 CLUSTER = "clusters/h100-80g"

@@ -18,13 +18,13 @@ from megatron.core.utils import get_model_config
 from benchmarks.one_gpu.subjects import Subject
 from megatron_lynx.config.job import Job
 from megatron_lynx.testbed.candidates import Candidate
-from megatron_lynx.testbed.comparison import forget_offloaded, without_its_table
 from megatron_lynx.testbed.fusions import NAME, stand_in_for_fused_gradient
 from megatron_lynx.testbed.groups import seed_random_numbers
-from megatron_lynx.testbed.stand_in import replace
-from megatron_lynx.testbed.tiny_models import build_model
-from megatron_lynx.testbed.training import ForwardStep, MicroBatch, forward_step, run_schedule, synthetic_batches, unwrapped
-from tests.instruments.training import Training
+from megatron_lynx.testbed.training import ForwardStep, MicroBatch, forward_step, run_schedule, synthetic_batches
+from tests.instruments.replacing import replace
+from tests.instruments.stock_offloading import forget_offloaded, stock_offloads
+from tests.instruments.tiny_models import build_model
+from tests.instruments.training import Training, unwrapped
 
 SEED = 1234
 
@@ -57,10 +57,9 @@ class Trained:
             if candidate.fields:
                 self._now = self._built(candidate)
                 undo.callback(setattr, self, "_now", self._base)
-            if candidate.offloads:
-                forget_offloaded()
+            if "offload_modules" in candidate.fields:
                 undo.callback(forget_offloaded)
-                undo.enter_context(without_its_table())
+                undo.enter_context(stock_offloads())
             yield None
 
     def _built(self, candidate: Candidate) -> Training:

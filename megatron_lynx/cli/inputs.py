@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from math import gcd
 from pathlib import Path
@@ -116,8 +115,7 @@ def known_costs(job: Job | None, profile: Profile | None) -> Profile | None:
 def costs_of(job: Job, profile_file: Path | None) -> Profile:
     if (known := known_costs(job, None if profile_file is None else load_profile(profile_file))) is not None:
         return known
-    with hosts_of(job) as hosts:
-        return measured_here(job, hosts)
+    return measured_here(job, hosts_of(job))
 
 
 def figures_for(plan: Plan, profile_file: Path | None, job: Job | None) -> Profile:
@@ -128,14 +126,13 @@ def figures_for(plan: Plan, profile_file: Path | None, job: Job | None) -> Profi
     return as_learned(known, plan.provenance.learned)
 
 
-@contextmanager
-def hosts_of(job: Job) -> Iterator[Hosts]:
+def hosts_of(job: Job) -> Hosts:
     from megatron_lynx.testbed.ranks import hosts_for
 
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a rank that is gone is an error, and does not end this process
-    with hosts_for(job) as hosts:
-        say(f"{hosts.ranks} {'rank' if hosts.ranks == 1 else 'ranks'} on this machine: {hosts.description}", err=True)
-        yield hosts
+    hosts = hosts_for(job)
+    say(f"{hosts.ranks} {'rank' if hosts.ranks == 1 else 'ranks'} on this machine: {hosts.description}", err=True)
+    return hosts
 
 
 def measured_here(job: Job, hosts: Hosts) -> Profile:

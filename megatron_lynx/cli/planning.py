@@ -54,8 +54,8 @@ def profile(
 
     job = job_named(job_file)
     check_writable(output, read=[job_path(job_file)])
-    with hosts_of(job) as hosts:
-        measured = measured_here(job, hosts)
+    hosts = hosts_of(job)
+    measured = measured_here(job, hosts)
     save_profile(measured, output)
     if as_json:
         show_json(measured.model_dump(mode="json"))

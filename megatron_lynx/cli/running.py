@@ -57,9 +57,9 @@ def compare(
     if simulate or job.schedule == "double_buffered":
         _compare_simulated(job, reading, plan_file, profile_file, output, as_json)
         return
-    with hosts_of(job) as hosts:
-        made = plan_for(job, hosts, plan_file, profile_file, output)
-        comparison = run(as_planned(job, made), made, hosts, announced, rounds=rounds, warmups=warmups)
+    hosts = hosts_of(job)
+    made = plan_for(job, hosts, plan_file, profile_file, output)
+    comparison = run(as_planned(job, made), made, hosts, announced, rounds=rounds, warmups=warmups)
     written = write_comparison(comparison, made, output)
     if as_json:
         show_json(rows_as_json(comparison.measurement))

@@ -313,7 +313,7 @@ class Cluster(Part):
     reserve: Reserve | None = None
     """Memory per device that plans do not use, in parts (`config.device_reserve`); None: nothing is reserved."""
     link_mbit_per_s: float | None = Field(default=None, gt=0)
-    """Testbed only: rate of the link between the two emulated hosts; None: the speed of this machine's loopback."""
+    """Testbed only: rate of each rank's emulated link; None: the speed of this machine's loopback."""
     matmul: Matmul | None = None
     fp8: Fp8Units | None = None
     """If None: no FP8 on these GPUs, or unknown."""

@@ -24,7 +24,7 @@ LinkKind = Literal["none", "loopback", "shaped", "device"]
 
 
 class Links(Part):
-    """The links between the ranks. shaped: two emulated hosts on one machine, with a link of limited rate between them."""
+    """The links between the ranks. shaped: emulated hosts of one rank each on one machine, with links of limited rate."""
 
     kind: LinkKind
     mbit_per_s: float | None = Field(default=None, gt=0)
@@ -34,7 +34,7 @@ class Links(Part):
         return {
             "none": "one rank, no links",
             "loopback": "loopback of one host, not shaped: communication takes next to no time, so windows hide next to nothing",
-            "shaped": f"two emulated hosts on one machine, shaped link{rate}",
+            "shaped": f"emulated hosts of one rank each on one machine, shaped links{rate}",
             "device": "real links between devices",
         }[self.kind]
 

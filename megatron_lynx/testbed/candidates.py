@@ -12,26 +12,24 @@ ours                      the plan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import combinations
 from typing import Any
 
-from megatron_lynx.anatomy import DENSE, HALVES, PASSES, Pass
-from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, SEND_BACKWARD, window_name
+from megatron_lynx.anatomy import DENSE, HALVES
+from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.config.job import Job
-from megatron_lynx.plan.consistency import deferral_problems
-from megatron_lynx.plan.plan import Offload, Plan, Stage, WeightGradients
+from megatron_lynx.plan.plan import Offload, Plan
 from megatron_lynx.plan.rule import Gather, Rule, Windows
-from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.stock import FULL as STOCK_FULL
 from megatron_lynx.stock import NONE as STOCK_NONE
 from megatron_lynx.stock import SELECTIVE as STOCK_SELECTIVE
 from megatron_lynx.stock import StockSetting
 from megatron_lynx.stock.legality import Facts, offered
 from megatron_lynx.stock.setting import RECOMPUTED, block
-from megatron_lynx.testbed.stand_in import TRANSFORMER_ENGINE
+from megatron_lynx.testbed.cpu_device import TRANSFORMER_ENGINE
 
 MODULES = tuple(module.name for module in RECOMPUTED if module.sections)
 """Stock's `recompute_modules` of a dense layer. The others apply to experts and latent attention."""
@@ -42,10 +40,6 @@ class Candidate:
     name: str
     fields: dict[str, Any] = field(default_factory=dict)
     plan: Plan | None = None
-
-    @property
-    def offloads(self) -> bool:
-        return "offload_modules" in self.fields
 
     @property
     def ours(self) -> bool:
@@ -91,62 +85,30 @@ def blocks(job: Job) -> Iterator[Candidate]:
         yield stock(block(recomputed))
 
 
-def without_windows(plan: Plan) -> Plan:
+def changed(plan: Plan, of_rule: Callable[[Rule], dict[str, Any]] = lambda rule: {}, **of_stage: Any) -> Plan:
+    """Return the plan with other fields of every stage and of every rule."""
     return plan.with_stages(
-        stage.model_copy(update={"ahead_depth": 0, "rules": tuple(map(_on_demand, stage.rules))}) for stage in plan.stages
+        stage.model_copy(update={**of_stage, "rules": tuple(rule.model_copy(update=of_rule(rule)) for rule in stage.rules)})
+        for stage in plan.stages
     )
 
 
-def with_offload(plan: Plan, offload: Offload) -> Plan:
-    return plan.with_stages(stage.model_copy(update={"offload": offload}) for stage in plan.stages)
+def without_windows(plan: Plan) -> Plan:
+    return changed(plan, _on_demand, ahead_depth=0)
 
 
-def without_deferral(plan: Plan) -> Plan:
-    return deferring(plan, chosen=lambda wait: False)
-
-
-def _on_demand(rule: Rule) -> Rule:
+def _on_demand(rule: Rule) -> dict[str, Any]:
     gathers = {
         half: ON_DEMAND
         for half in HALVES
         if getattr(rule.gather, half) is not None and DENSE[half].column_parallel in rule.recompute
     }
-    return rule.model_copy(update={"windows": Windows(), "gather": Gather.model_validate(gathers)})
+    return {"windows": Windows(), "gather": Gather.model_validate(gathers)}
 
 
-def deferring(
-    plan: Plan, linears: Sequence[str] = (), chosen: Callable[[str], bool] = lambda wait: True, most_bytes: int = 1 << 30
-) -> Plan:
-    """Return the plan with the weight gradients of `linears`, by default all, delayed into those of the chosen waits that can
-    take them."""
-    return plan.with_stages(_stage(plan, stage, linears, chosen, most_bytes) for stage in plan.stages)
+def without_deferral(plan: Plan) -> Plan:
+    return changed(plan, lambda rule: {"weight_gradients": {}}, weight_gradients=None)
 
 
-def _stage(plan: Plan, stage: Stage, linears: Sequence[str], chosen: Callable[[str], bool], most_bytes: int) -> Stage:
-    timetable = timetable_of(plan, stage.stage)
-    deferrable = linears or [linear for half in HALVES for linear in plan.model.halves[half].linears]
-
-    def comes(rule: Rule, linear: str, wait: str) -> bool:
-        asked = rule.model_copy(update={"weight_gradients": {linear: (wait,)}})
-        return not list(deferral_problems(plan, stage, asked, timetable))
-
-    rules = []
-    for rule in stage.rules:
-        waits = {
-            linear: tuple(wait for wait in _waits(plan) if chosen(wait) and comes(rule, linear, wait)) for linear in deferrable
-        }
-        waits = {linear: some for linear, some in waits.items() if some}
-        rules.append(rule.model_copy(update={"weight_gradients": waits}))
-    bound = WeightGradients(bytes=most_bytes) if any(rule.weight_gradients for rule in rules) else None
-    return stage.model_copy(update={"rules": tuple(rules), "weight_gradients": bound})
-
-
-def _waits(plan: Plan) -> Iterator[str]:
-    yield RECV_BACKWARD
-    sliced = plan.parallel.sequence_parallel
-    passes: tuple[Pass, ...] = PASSES
-    for passing in passes:
-        for half in HALVES:
-            for ordinal in range(len(plan.model.halves[half].collectives(passing, sliced))):
-                yield from (window_name(passing, half, ordinal, above) for above in (0, 1, -1))
-    yield SEND_BACKWARD
+def offloading_all(plan: Plan) -> Plan:
+    return changed(plan, offload=Offload(bytes=2**30, smallest_tensor_bytes=0))

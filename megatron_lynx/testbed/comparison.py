@@ -6,9 +6,8 @@ from the same weights. If the job delays weight gradients, all settings accumula
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,7 @@ from megatron_lynx.testbed.candidates import (
     module_sets,
     ours,
 )
-from megatron_lynx.testbed.fusions import adds_up_in_place, deferring_job, fused_gradient_fields, fused_gradients
+from megatron_lynx.testbed.fusions import add_up_in_place, adds_up_in_place, deferring_job, fused_gradient_fields, fused_gradients
 from megatron_lynx.testbed.ranks import Hosts
 from megatron_lynx.timeline import Span, Timeline, timeline_of
 from megatron_lynx.units import format_bytes
@@ -44,30 +43,25 @@ SEED = 7
 
 
 class Subject:
-    """A model under one setting. It shares the weights of the subject `weights_of`, by default draws its own."""
+    """A model under one setting. It shares the weights and gradients of the subject `like`, by default has its own."""
 
-    def __init__(self, job: Job, candidate: Candidate, weights_of: Subject | None = None) -> None:
+    def __init__(self, job: Job, candidate: Candidate, like: Subject | None = None) -> None:
         from megatron_lynx.testbed.tiny_models import build_model
-        from megatron_lynx.testbed.training import Training, synthetic_batches, unwrapped
+        from megatron_lynx.testbed.training import named_parameters, synthetic_batches
 
-        like = None if weights_of is None else weights_of.training
-        self._quietly: Callable[[], AbstractContextManager[None]] = nullcontext
-        if candidate.offloads:
-            forget_offloaded()
-            self._quietly = without_its_table
-        # Weights are drawn or shared after building, so Megatron need not initialize them.
         fields = fused_gradient_fields(job) | candidate.fields
-        chunks = None if like is None else unwrapped(like.chunks)
-        model = build_model(job, weights_of=chunks, perform_initialization=False, **fields)
         self.job = job
         self.candidate = candidate
-        self._in_place = adds_up_in_place(job)
-        self.training: Training = Training(job, model, ddp=self._in_place, buffers_of=like)
+        self.chunks: list[Any] = build_model(job, weights_of=None if like is None else like.chunks, **fields)
+        self.parameters = named_parameters(self.chunks)
+        if like is None and adds_up_in_place(job):
+            for chunk in self.chunks:
+                add_up_in_place(job, chunk)
         self.batches = synthetic_batches(job)
 
     @property
     def device(self) -> torch.device:
-        return next(iter(self.training.parameters().values())).device
+        return next(iter(self.parameters.values())).device
 
     @contextmanager
     def in_force(self) -> Iterator[Any]:
@@ -76,26 +70,31 @@ class Subject:
         if self.candidate.plan is None:
             yield None
             return
-        with install(self.training.chunks, self.candidate.plan) as installation:
+        with install(self.chunks, self.candidate.plan) as installation:
             yield installation
 
     def step(self) -> list[torch.Tensor]:
-        with self._quietly():
-            return self.training.step(self.batches)
+        """Clear gradients and run forwards and backwards; return the losses (empty except on the last stage)."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+            if adds_up_in_place(self.job):
+                parameter.main_grad.zero_()  # type: ignore[attr-defined]
+        return self.uncleared_step()
 
-    def uncleared_step(self, forward_step: ForwardStep | None = None) -> None:
-        """Run forward and backward only. Gradients accumulate, so none is allocated or freed."""
+    def uncleared_step(self, forward_step: ForwardStep | None = None) -> list[torch.Tensor]:
+        """Run forwards and backwards only. Gradients accumulate, so none is allocated or freed."""
         from megatron_lynx.testbed.training import run_schedule
 
-        run_schedule(self.training.chunks, self.job, self.batches, forward_step_func=forward_step)
+        return run_schedule(self.chunks, self.job, self.batches, forward_step_func=forward_step)
 
     def repeatable_step(self) -> dict[str, torch.Tensor]:
         """Run one step seeded with `SEED`; return copies of its losses and gradients by name."""
         from megatron_lynx.testbed.groups import seed_random_numbers
+        from megatron_lynx.testbed.training import gradients_of
 
         seed_random_numbers(SEED)
         losses = self.step()
-        return {f"loss {index}": loss.detach().clone() for index, loss in enumerate(losses)} | self.training.gradients()
+        return {f"loss {index}": loss.detach().clone() for index, loss in enumerate(losses)} | gradients_of(self.chunks)
 
     def counted_step(self) -> MemoryUse:
         """Return a step's memory use, marked at the end of every forward pass. Needs a warm-up step before."""
@@ -104,7 +103,7 @@ class Subject:
         def step(meter: ActivationMeter) -> None:
             self.uncleared_step(marked(forward_step, meter, "forward"))
 
-        allocated = () if self._in_place else self.training.parameters().values()
+        allocated = () if adds_up_in_place(self.job) else self.parameters.values()
         return count_step(step, self.device, allocated)
 
 
@@ -118,19 +117,6 @@ def subjects_of(job: Job, candidates: Sequence[Candidate]) -> dict[str, Subject]
 
 def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
-
-
-@contextmanager
-def without_its_table() -> Iterator[None]:
-    with redirect_stdout(io.StringIO()):
-        yield
-
-
-def forget_offloaded() -> None:
-    """Reset stock's process-wide offload manager, which otherwise expects the steps of one model."""
-    from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
-
-    PipelineOffloadManager.reset_instance()
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""Megatron's fusions in the testbed's layers, their compiler, and in-place accumulation of weight gradients.
+"""Megatron's fusions in the testbed's layers, and in-place accumulation of weight gradients.
 
-Fusions are `job.model.fusions`; by default all that the layers support on GPUs, as in Megatron, and none on CPU ranks.
+Fusions are `job.model.fusions`; by default all that the layers support on GPUs, as in Megatron. CPU ranks have none.
 
     backward of a linear layer, fused:   main_grad (H, h) += grad_output (n, H)^T x total_input (n, h)
 
@@ -11,20 +11,17 @@ R11). The stand-in does the same in plain torch. Jobs that delay weight gradient
 from __future__ import annotations
 
 import importlib.util
-import os
-import shutil
-import sys
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import cache, partial
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Fusion
 from megatron_lynx.errors import Problem
-from megatron_lynx.testbed.stand_in import TRANSFORMER_ENGINE, replace, replace_entry
+from megatron_lynx.testbed.cpu_device import TRANSFORMER_ENGINE, answer, with_module
 
 FIELDS: dict[Fusion, str] = {
     "bias_dropout": "bias_dropout_fusion",
@@ -51,54 +48,27 @@ def fusion_fields(job: Job) -> dict[str, bool]:
     return {field: name in fusions_of(job) for name, field in FIELDS.items()}
 
 
-def compiler_for(job: Job) -> Backend | None:
-    """Return the `torch.compile` backend of the job's ranks; None if no fusion is compiled."""
-    if not {"bias_dropout", "bias_activation"} & set(fusions_of(job)):
-        return None
-    cpu_can = shutil.which(os.environ.get("CXX", "g++")) is not None
-    return "inductor" if job.cluster.device == "cuda" or cpu_can else "aot_eager"
+def compiles(job: Job) -> bool:
+    """Whether the job's fusions include some that `torch.compile` makes; only GPUs are offered them."""
+    return not {"bias_dropout", "bias_activation"}.isdisjoint(fusions_of(job))
 
 
 def fusion_problems(job: Job) -> list[Problem]:
     model, said = job.model, job.model.fusions or ()
-    problems, needed = [], "a GPU and Transformer Engine, whose kernel it is"
+    problems, place, todo = [], "job: model.fusions", "leave it out"
     without_te = job.cluster.device == "cpu" or importlib.util.find_spec(TRANSFORMER_ENGINE) is None
+    if compiles(job) and job.cluster.device == "cpu":
+        problems.append(Problem(place, ", ".join(said), "a GPU, for which they are compiled", todo))
     if "rope" in said and without_te:
-        problems.append(Problem("job: model.fusions", "rope", needed, "leave it out"))
+        problems.append(Problem(place, "rope", "a GPU and Transformer Engine, whose kernel it is", todo))
     if model.cross_entropy == "te" and without_te:
+        needed = "a GPU and Transformer Engine, whose kernel it is"
         problems.append(Problem("job: model.cross_entropy", "te", needed, "take native, or unfused"))
     if "bias_activation" in said and model.activation == "gelu" and not model.bias:
-        problems.append(Problem("job: model.fusions", "bias_activation", "biases (model.bias), or swiglu", "leave it out"))
+        problems.append(Problem(place, "bias_activation", "biases (model.bias), or swiglu", todo))
     if "bias_activation" in said and model.activation == "squared_relu":
-        problems.append(Problem("job: model.fusions", "bias_activation", "gelu or swiglu (model.activation)", "leave it out"))
+        problems.append(Problem(place, "bias_activation", "gelu or swiglu (model.activation)", todo))
     return problems
-
-
-Backend = Literal["aot_eager", "inductor"]
-
-DISABLED = "TORCHDYNAMO_DISABLE"
-
-
-def stand_in_for_compiler(backend: Backend) -> ExitStack:
-    """Make `torch.compile` use this backend until the returned stack is closed.
-
-    Call it before importing Megatron, whose `jit_fuser` is `torch.compile`, and before the CUDA emulation: torch's compiler
-    builds tables of torch's own functions. The bits of `aot_eager` equal uncompiled code's; `inductor` draws other dropout masks.
-    """
-    import torch._dynamo
-    from torch._dynamo import trace_rules
-
-    undo = ExitStack()
-    rules = trace_rules.get_torch_obj_rule_map()
-    replace(undo, trace_rules, "get_torch_obj_rule_map", cache(lambda: rules))  # new process groups clear its cache
-    if backend == "inductor":
-        from torch._inductor.codecache import CacheBase
-
-        CacheBase.get_system()  # cached here, because it would query a GPU's properties under the emulation
-    replace(undo, torch, "compile", partial(torch.compile, backend=backend))
-    if (disabled := os.environ.pop(DISABLED, None)) is not None:
-        undo.callback(os.environ.__setitem__, DISABLED, disabled)
-    return undo
 
 
 NAME = "fused_weight_gradient_mlp_cuda"
@@ -116,11 +86,10 @@ def stand_in_for_fused_gradient() -> ExitStack:
     undo = ExitStack()
     if not (layers._grad_accum_fusion_available and torch.cuda.is_available()):
         extension = ModuleType(NAME)
-        extension.wgrad_gemm_accum_fp32 = accumulate  # type: ignore[attr-defined]
-        extension.wgrad_gemm_accum_fp16 = accumulate  # type: ignore[attr-defined]
-        replace_entry(undo, sys.modules, NAME, extension)
-        replace(undo, layers, NAME, extension)
-        replace(undo, layers, "_grad_accum_fusion_available", True)
+        vars(extension).update(wgrad_gemm_accum_fp32=accumulate, wgrad_gemm_accum_fp16=accumulate)
+        undo.enter_context(with_module(NAME, extension))
+        answer(undo, layers, _grad_accum_fusion_available=True)
+        undo.enter_context(patch.object(layers, NAME, extension, create=True))
     return undo
 
 
@@ -142,8 +111,21 @@ def fused_gradients(job: Job) -> AbstractContextManager[object]:
 
 
 def give_main_gradients(job: Job, module: torch.nn.Module) -> None:
-    """Give a module zeroed `main_grad` tensors for in-place accumulation without DistributedDataParallel, if the job uses it."""
+    """Give a module zeroed `main_grad` tensors, as Megatron's DistributedDataParallel does, if the job accumulates in place."""
     if adds_up_in_place(job):
         kept = torch.float32 if job.optimizer.gradients == "fp32" else None
         for parameter in module.parameters():
             parameter.main_grad = torch.zeros_like(parameter, dtype=kept)  # type: ignore[attr-defined]
+
+
+def add_up_in_place(job: Job, module: torch.nn.Module) -> None:
+    """Accumulate all of a module's gradients in `main_grad` tensors, also those that backward leaves in `grad`."""
+    give_main_gradients(job, module)
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(_into_main_gradient)
+
+
+def _into_main_gradient(parameter: torch.Tensor) -> None:
+    if parameter.grad is not None:
+        parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
+        parameter.grad = None

@@ -1,7 +1,7 @@
 """Process groups and seeds of the ranks, as a launch script makes them: torch.distributed, Megatron's parallel_state, RNG.
 
     join_alone(ranks)    first, in a process without other ranks: torch's "fake" backend replaces them
-    initialise(job)      torch.distributed (once), the groups of this job's layout (rebuilt if it changed), seeds
+    initialise(job)      torch.distributed (once), the groups of this job's layout, seeds
 
 All groups of a rank share one gloo device, whose thread polls a hundred times per second.
 """
@@ -9,8 +9,6 @@ All groups of a rank share one gloo device, whose thread polls a hundred times p
 from __future__ import annotations
 
 import gc
-import importlib
-import importlib.util
 import os
 import random
 from datetime import timedelta
@@ -27,10 +25,8 @@ from megatron_lynx.config.job import Job
 
 SEED = 1234
 
-INTERFACES = ("TORCH_GLOO_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-"""Environment variables with network interfaces, separated by commas, as PyTorch reads them."""
 THREADS = 2
-"""Threads per device for a group's collectives, PyTorch's default."""
+"""Threads for a group's collectives, PyTorch's default."""
 
 
 def initialise(job: Job) -> None:
@@ -41,19 +37,18 @@ def initialise(job: Job) -> None:
         _leave_imports_to_themselves()
         share_one_device()
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    if not _has_layout_of(job):
+    if parallel_state.is_initialized():
         _drop_groups()
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=job.parallel.tensor,
-            pipeline_model_parallel_size=job.parallel.pipeline,
-            context_parallel_size=job.parallel.context,
-            expert_model_parallel_size=job.parallel.expert,
-            expert_tensor_parallel_size=job.parallel.expert_tensor_size,
-            num_distributed_optimizer_instances=job.parallel.optimizer_instances,
-            create_gloo_process_groups=dist.get_backend() != "fake",
-        )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=job.parallel.tensor,
+        pipeline_model_parallel_size=job.parallel.pipeline,
+        context_parallel_size=job.parallel.context,
+        expert_model_parallel_size=job.parallel.expert,
+        expert_tensor_parallel_size=job.parallel.expert_tensor_size,
+        num_distributed_optimizer_instances=job.parallel.optimizer_instances,
+        create_gloo_process_groups=dist.get_backend() != "fake",
+    )
     parallel_state.set_virtual_pipeline_model_parallel_world_size(job.chunks if job.chunks > 1 else None)
-    _forget_what_routers_logged()
     seed_random_numbers(SEED)
 
 
@@ -69,33 +64,6 @@ def _leave_imports_to_themselves() -> None:
     """Exclude imported objects from garbage collection, which otherwise takes 0.2 s longer each time."""
     gc.collect()
     gc.freeze()
-
-
-def _has_layout_of(job: Job) -> bool:
-    if not parallel_state.is_initialized():
-        return False
-    sizes = (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-        parallel_state.get_context_parallel_world_size(),
-        parallel_state.get_expert_model_parallel_world_size(),
-        parallel_state.get_expert_tensor_parallel_world_size(),
-    )
-    layout = job.parallel
-    sharers = parallel_state.get_data_parallel_world_size(with_context_parallel=True, partial_data_parallel=True)
-    return (*sizes, sharers) == (
-        *(layout.tensor, layout.pipeline, layout.context, layout.expert, layout.expert_tensor_size),
-        job.optimizer_sharers,
-    )
-
-
-def _forget_what_routers_logged() -> None:
-    """Clear Megatron's global tables of auxiliary and multi-token losses, whose size is that of the first model that logs."""
-    if importlib.util.find_spec("megatron.core.transformer.moe.moe_logging") is not None:  # since 0.18
-        importlib.import_module("megatron.core.transformer.moe.moe_logging").destroy_moe_metrics_tracker()
-    else:
-        importlib.import_module("megatron.core.transformer.moe.moe_utils").get_moe_layer_wise_logging_tracker().clear()
-    importlib.import_module("megatron.core.transformer.multi_token_prediction").MTPLossLoggingHelper.tracker.clear()
 
 
 def _drop_groups() -> None:
@@ -124,17 +92,12 @@ class _OnOneDevice(c10d.ProcessGroupGloo):
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **more: Any) -> None:
         """`more`: options of later PyTorch releases by name (`enable_reconfigure` from 2.14 on)."""
         options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices, options._threads, options._timeout = [_device()], THREADS, timeout
         for name, value in more.items():
             setattr(options, name, value)
-        options._devices = _devices()
-        options._threads = THREADS * len(options._devices)
-        options._timeout = timeout
         super().__init__(store, rank, size, options)
 
 
 @cache
-def _devices() -> list[Any]:
-    named = next((os.environ[name] for name in INTERFACES if os.environ.get(name)), "")
-    interfaces = [interface for interface in named.split(",") if interface]
-    make = c10d.ProcessGroupGloo
-    return [make.create_device(interface=interface) for interface in interfaces] or [make.create_default_device()]
+def _device() -> Any:
+    return c10d.ProcessGroupGloo.create_device(interface=os.environ.get("GLOO_SOCKET_IFNAME", "lo"))

@@ -49,10 +49,10 @@ from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.profiler.timing import InnerNorm, measure_block
 from megatron_lynx.runtime.device import device_for, present_device
 from megatron_lynx.runtime.saved import nodes_between
+from megatron_lynx.testbed.cpu_device import stood_in_for, transformer_engine_can_run
 from megatron_lynx.testbed.fusions import fused_gradient_fields, fused_gradients, fusions_of, give_main_gradients
-from megatron_lynx.testbed.host_time import asked_by, measure_alone
+from megatron_lynx.testbed.host_time import measure_alone
 from megatron_lynx.testbed.ranks import Hosts
-from megatron_lynx.testbed.stand_in import stood_in_for, transformer_engine_can_run
 from megatron_lynx.version import __version__
 
 REPETITIONS = 9
@@ -84,7 +84,7 @@ def measure_profile(job: Job, hosts: Hosts, announce: Callable[[str], AbstractCo
     with announce("measuring a layer and the links"):
         figures: list[RankFigures] = hosts.run(measure_rank, job, REPETITIONS)
         if missing is None:
-            [layers] = replace(hosts, ranks=1).run(measure_alone, asked_by(job, HOST_ROUNDS), unshaped=True)
+            [layers] = replace(hosts, ranks=1).run(measure_alone, job.model.implementation, HOST_ROUNDS, unshaped=True)
             host_time = HostTime(cpu=machine.cpu, adam=figures[0].adam, **{job.model.implementation: layers})
     slowest = max(figures, key=lambda rank: rank.layer_s)
     experts = [half for rank in figures if (half := rank.halves.pop("experts", None)) is not None]
@@ -295,43 +295,41 @@ def _interference(job: Job, links: tuple[LinkPoint, ...], device: torch.device, 
 
 def check_measurable(job: Job) -> None:
     """Raise `ConfigError` for layers that cannot be measured. Ranks have the same import path."""
-    model, elsewhere = job.model, "plan for a described cluster: seconds and bytes then follow from shapes"
-    install = "install it with its compiled part; without a GPU docs/models.md says what a checkout can do"
-    engine = "Transformer Engine on the import path"
-    problems = []
-    if job.parallel.context > 1:
-        needed = "1: a layer is measured without its exchange"
-        problems.append(Problem("job: parallel.context", str(job.parallel.context), needed, elsewhere))
-    if model.experts is not None:
-        unmeasured = _unmeasured(job, model.experts)
-        problems += [Problem(f"job: {name}", found, needed, elsewhere) for name, found, needed in unmeasured]
-    for opaque in (each for each in model.opaque if not each.nothing):
-        problems.append(Problem("job: model.opaque", opaque.kind, "attention, MLP or experts", elsewhere))
-    if model.latent is not None and model.latent.sparse is not None:
-        problems.append(Problem("job: model.latent.sparse", "an indexer", "none", elsewhere))
-    if model.fp8 is not None:
-        problems.append(Problem("job: model.fp8", str(model.fp8_recipe), "none", elsewhere))
-    if model.adapters is not None:
-        problems.append(Problem("job: model.adapters", ", ".join(model.adapted), "none", elsewhere))
-    if model.uses_te and not transformer_engine_can_run():
-        problems.append(Problem("job: model.implementation", model.implementation, engine, install))
+    elsewhere = "plan for a described cluster: seconds and bytes then follow from shapes"
+    problems = [Problem(f"job: {key}", found, needed, elsewhere) for key, found, needed in _unmeasured(job)]
+    if job.model.uses_te and not transformer_engine_can_run():
+        install = "install it with its compiled part; without a GPU docs/models.md says what a checkout can do"
+        needed = "Transformer Engine on the import path"
+        problems.append(Problem("job: model.implementation", job.model.implementation, needed, install))
     if problems:
         raise ConfigError("these layers cannot be measured here", problems)
 
 
-def _unmeasured(job: Job, experts: Experts) -> Iterator[tuple[str, str, str]]:
-    """Yield (key, found, needed) of settings under which a layer with experts cannot be measured."""
-    tensor, split = job.parallel.tensor, job.parallel.expert_tensor_size
-    if split > 1:
-        yield "parallel.expert_tensor", str(split), "1: experts are measured whole"
-    if experts.shared_ffn and tensor > 1:
-        yield "parallel.tensor", f"{tensor} with shared experts", "1: they are measured without their collectives"
-    if experts.drops:
-        yield "model.experts.drops", "true", "false: the measured layers drop no token"
-    if experts.latent is not None:
-        yield "model.experts.latent", str(experts.latent), "none: the measured layers route the residual stream"
-    if experts.dispatcher in FUSED and importlib.util.find_spec("deep_ep") is None:
-        yield "model.experts.dispatcher", experts.dispatcher, "DeepEP on the import path (deep_ep), or alltoall"
+def _unmeasured(job: Job) -> Iterator[tuple[str, str, str]]:
+    """Yield (key, found, needed) of settings under which a layer cannot be measured."""
+    model, parallel, experts = job.model, job.parallel, job.model.experts
+    if parallel.context > 1:
+        yield "parallel.context", str(parallel.context), "1: a layer is measured without its exchange"
+    if experts is not None:
+        if parallel.expert_tensor_size > 1:
+            yield "parallel.expert_tensor", str(parallel.expert_tensor_size), "1: experts are measured whole"
+        if experts.shared_ffn and parallel.tensor > 1:
+            found = f"{parallel.tensor} with shared experts"
+            yield "parallel.tensor", found, "1: they are measured without their collectives"
+        if experts.drops:
+            yield "model.experts.drops", "true", "false: the measured layers drop no token"
+        if experts.latent is not None:
+            yield "model.experts.latent", str(experts.latent), "none: the measured layers route the residual stream"
+        if experts.dispatcher in FUSED and importlib.util.find_spec("deep_ep") is None:
+            yield "model.experts.dispatcher", experts.dispatcher, "DeepEP on the import path (deep_ep), or alltoall"
+    for opaque in (each for each in model.opaque if not each.nothing):
+        yield "model.opaque", opaque.kind, "attention, MLP or experts"
+    if model.latent is not None and model.latent.sparse is not None:
+        yield "model.latent.sparse", "an indexer", "none"
+    if model.fp8 is not None:
+        yield "model.fp8", str(model.fp8_recipe), "none"
+    if model.adapters is not None:
+        yield "model.adapters", ", ".join(model.adapted), "none"
 
 
 def te_layer(job: Job, layer: Any, sections: Iterable[Section]) -> TeLayer | None:

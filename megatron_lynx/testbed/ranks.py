@@ -2,8 +2,7 @@
 
     parent                                      rank process (one per rank; own core)
       start all ──── environment, pipe ───────>   exits with its parent; pins itself, imports torch, emulates CUDA
-                <─── rank 0's rendezvous port ─   (rank 0 keeps torch's store open, so no port is guessed)
-      run(f, x) ──── pickled f, x ────────────>   f(rank, x)
+      run(f, x) ──── pickled f, x ────────────>   joins the parent's store; f(rank, x)
                 <─── pickled result or error ──
       close     ──── kill ────────────────────>   exit
 
@@ -19,27 +18,28 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, Literal
 
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, LynxError, Problem
+from megatron_lynx.measure.measurement import LinkKind
 from megatron_lynx.measure.measurement import Links as LinkFacts
-from megatron_lynx.testbed.fusions import Backend, compiler_for, fusion_problems
+from megatron_lynx.testbed.fusions import compiles, fusion_problems
 from megatron_lynx.testbed.links import Links
-from megatron_lynx.testbed.stand_in import named_stand_ins
 
 START_S = 120.0
 """Time limit for a rank's import of torch and megatron-core."""
 
 
 MEGATRON_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-"""Disables compilation unless the pool has a compiler (read when megatron-core is imported); one thread keeps the order of sums
-fixed; Megatron's sequence parallelism requires one CUDA connection."""
+"""Disables compilation (read when megatron-core is imported); one thread keeps the order of sums fixed; Megatron's sequence
+parallelism requires one CUDA connection."""
 
 
 class RankError(RuntimeError):
@@ -63,8 +63,7 @@ class RankPool(AbstractContextManager["RankPool"]):
     """Ranks that stay alive to run several functions in sequence. They exit with the thread that started them.
 
     The first `run` starts them, and the first one after a failure restarts them. `links`: None: loopback. `pin`: every rank to
-    its own core, if there are enough. `env`: variables besides the parent's and torchrun's. `compiler`: `torch.compile` backend,
-    which enables compiled fusions.
+    its own core, if there are enough. `env`: variables besides the parent's and torchrun's. `compiled`: `torch.compile` is on.
     """
 
     def __init__(
@@ -74,16 +73,15 @@ class RankPool(AbstractContextManager["RankPool"]):
         links: Links | None = None,
         pin: bool = True,
         env: Mapping[str, str] | None = None,
-        compiler: str | None = None,
+        compiled: bool = False,
     ) -> None:
         self.ranks = ranks
         self.links = Links() if links is None else links
         cores = sorted(os.sched_getaffinity(0))
         self._cores = cores[:ranks] if pin and ranks <= len(cores) else []
-        self._env = dict(env or {}) | ({"LYNX_COMPILER": compiler} if compiler else {})
+        self._env = ({"TORCHDYNAMO_DISABLE": "0"} if compiled else {}) | dict(env or {})
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
-        self._port = 0
         self._runs = 0
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 300.0) -> list[Any]:
@@ -98,7 +96,7 @@ class RankPool(AbstractContextManager["RankPool"]):
             if not self._processes:
                 self._start()
             self._runs += 1
-            packed = pickle.dumps((self._port, self._runs, function, args))
+            packed = pickle.dumps((self._store.port, self._runs, function, args))
             for pipe in self._pipes:
                 pipe.send_bytes(packed)
             return self._collect(timeout_s)
@@ -120,12 +118,13 @@ class RankPool(AbstractContextManager["RankPool"]):
         self.close()
 
     def _start(self) -> None:
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # so no port is guessed
         for rank in range(self.ranks):
             ours, theirs = Pipe()
             with theirs:
                 self._pipes.append(ours)
                 self._processes.append(self.process(rank, theirs.fileno()))
-        self._port = self._collect(START_S)[0]
+        self._collect(START_S)
 
     def process(self, rank: int, pipe: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
@@ -181,9 +180,9 @@ LONGEST_RUN_S = 1800.0
 
 @dataclass(frozen=True)
 class Hosts:
-    """Where the ranks of a job run. Made by `hosts_for`, which closes the network.
+    """Where the ranks of a job run.
 
-    job.cluster: device cpu, link 400 Mbit/s   ─>  two emulated hosts, a shaped link
+    job.cluster: device cpu, link 400 Mbit/s   ─>  emulated hosts, shaped links
     job.cluster: device cpu, no link           ─>  loopback
     job.cluster: device cuda                   ─>  this machine's GPUs
     """
@@ -191,9 +190,13 @@ class Hosts:
     ranks: int
     device: Literal["cpu", "cuda"]
     network: Links
-    links: LinkFacts
-    compiler: Backend | None = None
-    """`torch.compile` backend of the job's fusions; None: nothing is compiled."""
+    compiled: bool = False
+    """Whether `torch.compile` makes fusions of the job."""
+
+    @property
+    def links(self) -> LinkFacts:
+        several: LinkKind = "device" if self.device == "cuda" else "loopback" if self.network.rate_mbit is None else "shaped"
+        return LinkFacts(kind="none" if self.ranks == 1 else several, mbit_per_s=self.network.rate_mbit)
 
     @property
     def description(self) -> str:
@@ -204,8 +207,8 @@ class Hosts:
         network = Links() if unshaped else self.network
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.device == "cpu" else {}
         try:
-            settings = {"links": network, "env": hidden, "compiler": self.compiler}
-            return run_ranks(function, self.ranks, *args, timeout_s=LONGEST_RUN_S, **settings)
+            with RankPool(self.ranks, links=network, env=hidden, compiled=self.compiled) as pool:
+                return pool.run(function, *args, timeout_s=LONGEST_RUN_S)
         except RankError as error:
             if isinstance(error.__cause__, LynxError):
                 raise error.__cause__ from None
@@ -215,38 +218,31 @@ class Hosts:
             raise
 
 
-@contextmanager
-def hosts_for(job: Job) -> Iterator[Hosts]:
-    """Yield the hosts of a job. Raises `ConfigError` if this machine cannot run it."""
-    _check(job)
-    on_cpus = job.cluster.device == "cpu"
-    with Links(job.cluster.link_mbit_per_s if on_cpus and job.gpus > 1 else None) as network:
-        several = "device" if not on_cpus else "loopback" if network.rate_mbit is None else "shaped"
-        facts = LinkFacts(kind="none" if job.gpus == 1 else several, mbit_per_s=network.rate_mbit)
-        yield Hosts(job.gpus, job.cluster.device, network, facts, compiler_for(job))
-
-
-def _check(job: Job) -> None:
-    problems = []
-    if job.cluster.device == "cuda" and (gpus := torch.cuda.device_count()) < job.gpus:
-        problems.append(
-            Problem("job: gpus", f"{job.gpus}", f"at most {gpus}, the GPUs of this machine", "or cluster.device: cpu")
-        )
-    if job.cluster.device == "cpu" and job.gpus > MOST_RANKS_PER_CORE * (cores := len(os.sched_getaffinity(0))):
-        needed = f"at most {MOST_RANKS_PER_CORE * cores}, {MOST_RANKS_PER_CORE} for each core of this machine"
-        problems.append(Problem("job: gpus", f"{job.gpus} processes", needed))
-    if job.parallel.context > 1 and job.cluster.device == "cpu" and named_stand_ins() is None:
-        needed = "1: on CPU ranks no attention exchanges keys and values"
-        problems.append(Problem("job: parallel.context", f"{job.parallel.context}", needed))
-    if job.model.vocab % job.parallel.tensor:
-        needed = f"a multiple of parallel.tensor ({job.parallel.tensor})"
-        problems.append(Problem("job: model.vocab", f"{job.model.vocab}", needed, "pad it, as Megatron's training scripts do"))
-    if job.model.attention == "flash" and not (job.model.uses_te and job.cluster.device == "cuda"):
-        todo = "the testbed's local layers keep the scores, and so do all on a CPU"
-        problems.append(Problem("job: model.attention", "flash", "unfused", todo))
-    problems += fusion_problems(job)
-    if problems:
+def hosts_for(job: Job) -> Hosts:
+    """Raises `ConfigError` if this machine cannot run the job."""
+    if problems := list(_problems(job)):
         raise ConfigError("this job cannot be run on this machine", problems)
+    rate_mbit = job.cluster.link_mbit_per_s if job.cluster.device == "cpu" and job.gpus > 1 else None
+    return Hosts(job.gpus, job.cluster.device, Links(rate_mbit), compiles(job))
+
+
+def _problems(job: Job) -> Iterator[Problem]:
+    model, parallel, on_gpus = job.model, job.parallel, job.cluster.device == "cuda"
+    if on_gpus and (gpus := torch.cuda.device_count()) < job.gpus:
+        yield Problem("job: gpus", f"{job.gpus}", f"at most {gpus}, the GPUs of this machine", "or cluster.device: cpu")
+    if not on_gpus and job.gpus > MOST_RANKS_PER_CORE * (cores := len(os.sched_getaffinity(0))):
+        needed = f"at most {MOST_RANKS_PER_CORE * cores}, {MOST_RANKS_PER_CORE} for each core of this machine"
+        yield Problem("job: gpus", f"{job.gpus} processes", needed)
+    if parallel.context > 1 and not (model.uses_te and on_gpus):
+        needed = "1: but for Transformer Engine's on GPUs no attention exchanges keys and values"
+        yield Problem("job: parallel.context", f"{parallel.context}", needed)
+    if model.vocab % parallel.tensor:
+        needed = f"a multiple of parallel.tensor ({parallel.tensor})"
+        yield Problem("job: model.vocab", f"{model.vocab}", needed, "pad it, as Megatron's training scripts do")
+    if model.attention == "flash" and not (model.uses_te and on_gpus):
+        todo = "the testbed's local layers keep the scores, and so do all on a CPU"
+        yield Problem("job: model.attention", "flash", "unfused", todo)
+    yield from fusion_problems(job)
 
 
 MOST_RANKS_PER_CORE = 4

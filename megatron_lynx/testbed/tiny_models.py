@@ -1,27 +1,22 @@
-"""Builds a job's models from megatron-core's local or Transformer Engine layers, with the same weights in every layout.
+"""Builds a job's models from megatron-core's local or Transformer Engine layers.
 
-    job.model, job.parallel ──> TransformerConfig ──> one GPTModel per chunk ──> weights drawn by global name
-
-Two builds are equal in every bit.
+job.model, job.parallel ──> TransformerConfig ──> one GPTModel per chunk
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.activations import quick_gelu, squared_relu
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_lynx.anatomy import DENSE
@@ -31,7 +26,6 @@ from megatron_lynx.kinds.experts.section import FUSED
 from megatron_lynx.kinds.latent.section import SIZES
 from megatron_lynx.plan.layout import layout_text
 from megatron_lynx.testbed.fusions import fusion_fields
-from megatron_lynx.testbed.stand_in import named_stand_ins
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ACTIVATIONS = {
@@ -43,10 +37,6 @@ ACTIVATIONS = {
 
 MODULES = "cuda_graph_modules" if hasattr(TransformerConfig, "cuda_graph_modules") else "cuda_graph_scope"
 """Field for CUDA-graph modules; renamed in 0.18."""
-
-ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
-"""Variables in which Megatron passes the attention kernel to Transformer Engine. It refuses a model that differs from their
-values, which an earlier model of this process may have set."""
 
 
 def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
@@ -165,28 +155,34 @@ def expert_fields(job: Job) -> dict[str, Any]:
 
 
 def build_model(
-    job: Job, *, seed: int = 1234, weights_of: Sequence[torch.nn.Module] | None = None, **overrides: Any
+    job: Job,
+    *,
+    draw: Callable[[GPTModel], object] | None = None,
+    weights_of: Sequence[torch.nn.Module] | None = None,
+    **overrides: Any,
 ) -> list[GPTModel | Float16Module]:
     """Return this rank's chunks in training mode, on the GPU if there is one: one, or `job.chunks` virtual stages.
 
-    Needs an initialised `parallel_state`. Weights depend only on `seed` and names. RNG states change, so seed them afterwards.
-    `overrides`: fields of TransformerConfig, such as stock recomputation. `weights_of`: chunks whose parameters are shared.
+    Needs an initialised `parallel_state`. `draw`: gives a chunk its weights, by default Megatron's initialization does.
+    `weights_of`: chunks whose parameters are shared. `overrides`: fields of TransformerConfig, such as stock recomputation.
     """
-    config = transformer_config(job, **overrides)
-    for variable in ATTENTION:
-        os.environ.pop(variable, None)
+    config = transformer_config(job, **{"perform_initialization": weights_of is None, **overrides})
     if job.userbuffers and config.tp_comm_overlap:
         make_userbuffers(job, config.params_dtype)
-    likes: Sequence[torch.nn.Module | None] = weights_of or [None] * job.chunks
-    return [_build_chunk(job, config, number, seed, like) for number, like in enumerate(likes)]
+    chunks = []
+    for number in range(job.chunks):
+        chunk = _build_chunk(job, config, number if job.chunks > 1 else None)
+        if draw is not None:
+            draw(chunk)
+        chunks.append(Float16Module(config, chunk) if config.bf16 or config.fp16 else chunk)
+    for chunk, like in zip(chunks, weights_of or (), strict=False):
+        share_weights(chunk, like)
+    return chunks
 
 
-def _build_chunk(
-    job: Job, config: TransformerConfig, number: int, seed: int, like: torch.nn.Module | None
-) -> GPTModel | Float16Module:
+def _build_chunk(job: Job, config: TransformerConfig, vp_stage: int | None) -> GPTModel:
     model = job.model
-    vp_stage = number if job.chunks > 1 else None
-    block = (te_block_spec if model.uses_te else block_spec)(config, vp_stage)
+    block = block_spec(config, vp_stage, model.uses_te)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
     chunk = GPTModel(
         config=config,
@@ -200,29 +196,16 @@ def _build_chunk(
         vp_stage=vp_stage,
         **({"mtp_block_spec": predicting_spec(config, block, vp_stage, te=model.uses_te)} if last and model.mtp else {}),
     )
-    chunk.cuda(torch.cuda.current_device())
-    if like is None:
-        draw_weights(chunk, seed)
-    whole = Float16Module(config, chunk) if config.bf16 or config.fp16 else chunk
-    if like is not None:
-        share_weights(whole, like)
-    return whole
+    return chunk.cuda(torch.cuda.current_device())
 
 
-def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """Return the spec of Megatron's local layers of a stage or chunk, with our norms, and a core attention for context
-    parallelism, which Megatron's own does not support."""
-    if config.num_moe_experts:
-        block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
-        layers, block.layer_norm = block.layer_specs, Norm
-    else:
-        layer = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
-        layers = [layer] * get_num_layers_to_build(config, vp_stage)
-        block = TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
-    for layer in layers:
-        exchange_norms(layer.submodules)
-        if config.context_parallel_size > 1 and (stand_ins := named_stand_ins()) is not None:
-            layer.submodules.self_attention.submodules.core_attention = stand_ins.attention_among_ranks(te=False)
+def block_spec(config: TransformerConfig, vp_stage: int | None, te: bool) -> TransformerBlockSubmodules:
+    """Return the spec of the layers of a stage or chunk: Transformer Engine's, or Megatron's local ones with torch's norms."""
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=te, vp_stage=vp_stage)
+    if not te:
+        block.layer_norm = Norm
+        for layer in block.layer_specs:
+            exchange_norms(layer.submodules)
     return block
 
 
@@ -248,20 +231,6 @@ def exchange_norms(layer: Any) -> None:
             setattr(owner, name, Norm)
 
 
-def te_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    from megatron.core.extensions.transformer_engine import TENorm
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-
-    if config.num_moe_experts:
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-    layer = get_gpt_layer_with_transformer_engine_spec(
-        qk_layernorm=config.qk_layernorm, multi_latent_attention=config.multi_latent_attention
-    )
-    if config.context_parallel_size > 1 and not torch.cuda.is_available() and (stand_ins := named_stand_ins()) is not None:
-        layer.submodules.self_attention.submodules.core_attention = stand_ins.attention_among_ranks(te=True)
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, vp_stage), layer_norm=TENorm)
-
-
 class Norm:
     """Torch's LayerNorm or RMSNorm for a layer spec; Megatron sums gradients of parameters marked for sequence parallelism."""
 
@@ -271,59 +240,6 @@ class Norm:
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm
-
-
-SAME = {f"{section.item('column_parallel').path}.layer_norm_": f"{section.norm}." for section in DENSE.values()}
-"""Names of Transformer Engine's fused norms, and of the same parameters in local layers."""
-
-KEPT = "_high_precision_init_val"
-"""Attribute with the original values of an FP8 weight, until the optimizer has made its main parameter."""
-
-
-@torch.no_grad()
-def draw_weights(chunk: GPTModel, seed: int) -> None:
-    """Overwrite every parameter with its slice of a tensor drawn from `seed` and its global name, on the parameter's device."""
-    for name, parameter in chunk.named_parameters():
-        name, (ranks, rank) = global_name(chunk, name), _shard_of(name)
-        # A gated delta net's convolution has no partition_dim. SwiGLU's first GEMM has two strides, gate and up: each is split.
-        dim, strides = getattr(parameter, "partition_dim", 0), getattr(parameter, "partition_stride", 1)
-        shape, split = list(parameter.shape), getattr(parameter, "tensor_model_parallel", False)
-        if split:
-            shape[dim] *= ranks
-        of_name = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
-        generator = torch.Generator(parameter.device).manual_seed(of_name)
-        weights = torch.randn(shape, generator=generator, device=parameter.device) * 0.05
-        if name.endswith("norm.weight"):
-            weights += 1
-        if split:
-            weights = torch.cat([part.chunk(ranks, dim)[rank] for part in weights.chunk(strides, dim)], dim)
-        if hasattr(parameter, KEPT):
-            if (amax := getattr(parameter._quantizer, "amax", None)) is not None:
-                amax.zero_()  # computed from uninitialized memory
-            setattr(parameter, KEPT, weights.to(parameter.dtype).cpu())
-        parameter.copy_(weights)
-
-
-def global_name(chunk: GPTModel, name: str) -> str:
-    """Return a parameter's name in the unsplit model of local layers, whose layers and experts are counted over all ranks."""
-    if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
-        return "embedding.word_embeddings.weight"
-    for fused, local in SAME.items():
-        name = name.replace(fused, local)
-    name = re.sub(r"(?<=\.local_experts\.)\d+", lambda index: str(_first_expert(chunk) + int(index[0])), name)
-    name = re.sub(r"(?<=\.mlp\.experts\.)(?!local_experts)", lambda _: f"from_{_first_expert(chunk)}.", name)
-    return re.sub(r"(?<=^decoder\.layers\.)\d+", lambda index: str(chunk.decoder.layers[int(index[0])].layer_number - 1), name)
-
-
-def _first_expert(chunk: GPTModel) -> int:
-    ranks, rank = parallel_state.get_expert_model_parallel_world_size(), parallel_state.get_expert_model_parallel_rank()
-    return int(rank) * (int(chunk.config.num_moe_experts or 0) // int(ranks))
-
-
-def _shard_of(name: str) -> tuple[int, int]:
-    if ".mlp.experts." in name:
-        return parallel_state.get_expert_tensor_parallel_world_size(), parallel_state.get_expert_tensor_parallel_rank()
-    return parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
 
 
 def share_weights(chunk: torch.nn.Module, like: torch.nn.Module) -> None:

@@ -38,8 +38,8 @@ TESTS = [f"tests/runtime/test_{of}.py" for of in ("device", "copier", "offload",
 
 def copies(rank: int, job: Job, dry: bool) -> Answer:
     """Runs inside `RankPool`. A dry run copies little, and between the same memory."""
-    from megatron_lynx.testbed.groups import initialise
-    from megatron_lynx.testbed.tiny_models import build_model
+    from tests.instruments.groups import initialise
+    from tests.instruments.tiny_models import build_model
     from tests.instruments.training import Training
 
     initialise(job)

@@ -14,7 +14,6 @@ from megatron_lynx.apply.releases import KNOWN_TE, minor_of
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan
-from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.fusions import NAME
 from scripts.gpu_check.machine import Machine
 from scripts.gpu_check.meeting import meeting
@@ -23,6 +22,7 @@ from scripts.gpu_check.part import Part
 from scripts.gpu_check.side_by_side import SideBySide, side_by_side
 from scripts.gpu_check.trial import Setting, trial
 from scripts.gpu_check.without_flushes import two_versions
+from tests.deferring import deferring
 from tests.tiny_jobs import tiny_job
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, receiving, recomputable

@@ -22,7 +22,7 @@ VALUES = 2**16
 
 def meeting(rank: int, job: Job) -> Answer:
     """Runs inside `RankPool`."""
-    from megatron_lynx.testbed.groups import initialise
+    from tests.instruments.groups import initialise
 
     initialise(job)
     wrong, took_s = list[str](), dict[str, float]()

@@ -20,6 +20,7 @@ from scripts.gpu_check.maker import (
     received_apart,
 )
 from scripts.gpu_check.part import Part
+from tests.instruments.compiler import COMPILER
 
 REDUCED = {"ddp": True, "overlap_grad_reduce": True, "optimizer": "megatron"}
 FUSED = {"bias_dropout_fusion": True, "bias_activation_fusion": True, "gradient_accumulation_fusion": True}
@@ -59,7 +60,7 @@ class _Parts(Maker):
         alone = self.job("gpt", tensor=8, layers=2, **({"heads": 8, "kv_groups": 8} if self._dry else LARGE))
         shows = "recomputations behind emulated collectives"
         yield self.part_of("one rank of TP8", shows, alone, ranks=1, apart=True, alone=True, delay="large")
-        env = {"LYNX_COMPILER": "aot_eager"} if self._dry else COMPILED
+        env = {COMPILER: "aot_eager"} if self._dry else COMPILED
         shows = f"with Megatron's fusions, compiled{', as far as that needs no GPU' if self._dry else ''}"
         yield self.part_of("fusions", shows, self.job("gpt"), env=env, model=FUSED, training={"ddp": True})
 

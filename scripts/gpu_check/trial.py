@@ -26,7 +26,6 @@ from megatron_lynx.runtime.device import device_for
 from scripts.gpu_check.late import Late
 from scripts.gpu_check.overlap import ENOUGH, Interval, hidden_share, recomputations_behind_collectives
 from scripts.gpu_check.part import Answer
-from tests import instruments
 from tests.transparency.fp8_state import reset_fp8
 
 STEPS = 3
@@ -79,7 +78,8 @@ class _Run:
 
 def trial(rank: int, setting: Setting) -> Answer:
     """Runs inside `RankPool`."""
-    from megatron_lynx.testbed.groups import initialise, join_alone
+    from megatron_lynx.testbed.groups import join_alone
+    from tests.instruments.groups import initialise
 
     if setting.alone:
         join_alone(setting.job.gpus)
@@ -154,7 +154,7 @@ def _trained(setting: Setting, plan: Plan | None, *, late: bool) -> _Run:
     from megatron_lynx.apply.installation import install
     from megatron_lynx.testbed.fusions import stand_in_for_fused_gradient
     from megatron_lynx.testbed.groups import seed_random_numbers
-    from megatron_lynx.testbed.tiny_models import build_model
+    from tests.instruments.tiny_models import build_model
     from tests.instruments.training import Training
 
     gc.collect()  # the training before leaves it its model, which would count as memory of this one
@@ -163,8 +163,6 @@ def _trained(setting: Setting, plan: Plan | None, *, late: bool) -> _Run:
         stack.enter_context(stand_in_for_fused_gradient())
         reset_fp8()
         seed_random_numbers(SEED)
-        if setting.job.parallel.context > 1 and not setting.job.model.uses_te:
-            instruments.offer()
         training = Training(setting.job, build_model(setting.job, **setting.model), **setting.training)
         seed_random_numbers(SEED)
         device = device_for(next(training.chunks[0].parameters()).device)

@@ -21,7 +21,7 @@ BATCHES = 4
 
 def two_versions(rank: int, job: Job, way: Way) -> Answer:
     """Runs inside `RankPool`."""
-    from megatron_lynx.testbed.groups import initialise
+    from tests.instruments.groups import initialise
 
     wrong = [f"weight {name} is not what the rule makes of it" for name in differing(rank, job, way, BATCHES)]
     initialise(job)

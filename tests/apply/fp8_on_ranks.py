@@ -55,8 +55,9 @@ def passes_from_one_state(rank: int, job: Job) -> tuple[list[str], int]:
 
 def buffers(rank: int, job: Job, trial: Trial) -> dict[str, int]:
     """Bytes of the buffers that DDP makes of a rank's parameters and gradients, and of what its weights hold beside these."""
-    from megatron_lynx.testbed.groups import initialise, seed_random_numbers
-    from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.groups import seed_random_numbers
+    from tests.instruments.groups import initialise
+    from tests.instruments.tiny_models import build_model
     from tests.instruments.training import Training
 
     initialise(job)
@@ -92,7 +93,7 @@ def with_other_kernels(training: Any, undo: ExitStack) -> list[torch.nn.Module]:
     from transformer_engine.pytorch.module.grouped_linear import GroupedLinear
     from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
-    from megatron_lynx.testbed.tiny_models import build_model
+    from tests.instruments.tiny_models import build_model
 
     model = build_model(training.job, moe_grouped_gemm=True)
     undo.enter_context(patch.object(GroupedLinear, "forward", training.step))

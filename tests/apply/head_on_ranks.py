@@ -55,8 +55,9 @@ class _Seen:
 def compare(rank: int, job: Job, plan: Plan, how: How) -> Compared:
     from megatron_lynx.apply.installation import install
     from megatron_lynx.testbed.fusions import stand_in_for_fused_gradient
-    from megatron_lynx.testbed.groups import initialise, seed_random_numbers
-    from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.groups import seed_random_numbers
+    from tests.instruments.groups import initialise
+    from tests.instruments.tiny_models import build_model
     from tests.instruments.training import Training
 
     initialise(job)
@@ -264,8 +265,9 @@ def _entropy(logits: torch.Tensor) -> torch.Tensor:
 def compare_log_probabilities(rank: int, job: Job, pieces: int, run: Callable[..., dict[str, torch.Tensor]]) -> Compared:
     """`run(model, pieces, tokens, label, temperature)`: values of all tokens; with `pieces` None as the frontend has them."""
     from megatron_lynx.apply.live_run import unwrapped
-    from megatron_lynx.testbed.groups import initialise, seed_random_numbers
-    from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.groups import seed_random_numbers
+    from tests.instruments.groups import initialise
+    from tests.instruments.tiny_models import build_model
 
     initialise(job)
     seed_random_numbers(7)

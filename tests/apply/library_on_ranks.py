@@ -21,7 +21,7 @@ PHASES = (((16,), (8,), (12,)), ((4,), (16,)), ((12,), (8,), (8,), (4,)))
 
 def both(rank: int, job: Job, plans: tuple[Plan, Plan]) -> dict[str, Any]:
     """What differs between the loop under plans and without, and what is left of the plans behind it."""
-    from megatron_lynx.testbed.groups import initialise
+    from tests.instruments.groups import initialise
 
     initialise(job)
     gc.collect()
@@ -33,8 +33,8 @@ def both(rank: int, job: Job, plans: tuple[Plan, Plan]) -> dict[str, Any]:
 
 def _run(job: Job, plans: tuple[Plan | None, Plan | None]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     from megatron_lynx.testbed.groups import seed_random_numbers
-    from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import mean_loss
+    from tests.instruments.tiny_models import build_model
     from tests.instruments.training import Training
 
     page = block_of(PAGE, 0)

@@ -51,8 +51,9 @@ class Attributes:
 
 def trained(job: Job, **model: Any) -> Any:
     """A model of the job, ready for a first step."""
-    from megatron_lynx.testbed.groups import initialise, seed_random_numbers
-    from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.groups import seed_random_numbers
+    from tests.instruments.groups import initialise
+    from tests.instruments.tiny_models import build_model
     from tests.instruments.training import Training
 
     initialise(job)

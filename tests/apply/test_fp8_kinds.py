@@ -16,8 +16,8 @@ from megatron_lynx.errors import ConfigError
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner.checks import check_plannable
 from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape
-from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankError, RankPool
+from tests.deferring import deferring
 from tests.profiler.made_up import saved_parts
 
 from ..long import long

@@ -12,8 +12,8 @@ from functools import partial
 import pytest
 
 from megatron_lynx.anatomy.address import is_forward
-from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankPool
+from tests.deferring import deferring
 from tests.tiny_jobs import tiny_job
 
 from ..long import long

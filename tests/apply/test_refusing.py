@@ -17,7 +17,7 @@ from megatron_lynx.errors import HookRefused, OffloadError, PlanMismatch
 from megatron_lynx.limits import limits
 from megatron_lynx.plan.plan import Head
 from megatron_lynx.planner import uniform_plan
-from megatron_lynx.testbed.candidates import deferring
+from tests.deferring import deferring
 from tests.tiny_jobs import tiny_job
 
 from ..transparency.offloaded import offloading

@@ -14,8 +14,8 @@ from megatron_lynx.anatomy import LINEARS as DENSE_LINEARS
 from megatron_lynx.anatomy.address import is_forward
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankPool
+from tests.deferring import deferring
 from tests.tiny_jobs import tiny_job
 
 from ..long import long

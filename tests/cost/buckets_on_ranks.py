@@ -10,7 +10,7 @@ Buffer = tuple[int, int, int]
 
 def buffers(rank: int, jobs: list[Job]) -> list[list[Buffer]]:
     """Of each job, of every chunk, as pretraining wraps it."""
-    from megatron_lynx.testbed.groups import initialise
+    from tests.instruments.groups import initialise
 
     initialise(jobs[0])
     return [_buffers(job) for job in jobs]
@@ -20,7 +20,7 @@ def _buffers(job: Job) -> list[Buffer]:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.utils import get_model_config
 
-    from megatron_lynx.testbed.tiny_models import build_model
+    from tests.instruments.tiny_models import build_model
 
     chunks = build_model(job)
     count = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())

@@ -18,9 +18,9 @@ def count_embedding(rank: int, job: Job) -> list[int]:
     from megatron.core.utils import unwrap_model
 
     from megatron_lynx.measure.memory import activation_meter, remember_blocks
-    from megatron_lynx.testbed.groups import initialise
-    from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import forward_step, run_schedule, synthetic_batches
+    from tests.instruments.groups import initialise
+    from tests.instruments.tiny_models import build_model
     from tests.instruments.training import Training
 
     remember_blocks()

@@ -29,9 +29,9 @@ def count(rank: int, job: Job, fields: dict[str, Any], plan: Plan | None = None)
 
     from megatron_lynx.apply.installation import install
     from megatron_lynx.measure.memory import activation_meter, remember_blocks
-    from megatron_lynx.testbed.groups import initialise
-    from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import synthetic_batches
+    from tests.instruments.groups import initialise
+    from tests.instruments.tiny_models import build_model
     from tests.instruments.training import Training
 
     remember_blocks()

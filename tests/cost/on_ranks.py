@@ -25,7 +25,7 @@ class Counted:
 def count(rank: int, job: Job, plans: list[Plan | None]) -> list[Counted]:
     """One counted step under each plan, after a warm-up (None: stock)."""
     from megatron_lynx.measure.memory import remember_blocks
-    from megatron_lynx.testbed.groups import initialise
+    from tests.instruments.groups import initialise
 
     initialise(job)
     remember_blocks()
@@ -47,8 +47,8 @@ def _count(job: Job, plan: Plan | None) -> Counted:
     from megatron_lynx.apply.installation import install
     from megatron_lynx.figures import Figures
     from megatron_lynx.measure.memory import count_step, marked
-    from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import forward_step, run_schedule, synthetic_batches
+    from tests.instruments.tiny_models import build_model
     from tests.instruments.training import Training
 
     training = Training(job, build_model(job), optimizer=None)
@@ -72,8 +72,8 @@ def _count(job: Job, plan: Plan | None) -> Counted:
 
 def parameters_of_experts(rank: int, job: Job) -> tuple[int, int, int]:
     """Numbers of all parameters of this rank, of its experts, and those that its distributed optimizer steps."""
-    from megatron_lynx.testbed.groups import initialise
-    from megatron_lynx.testbed.tiny_models import build_model
+    from tests.instruments.groups import initialise
+    from tests.instruments.tiny_models import build_model
     from tests.instruments.training import Training
 
     initialise(job)
@@ -91,8 +91,8 @@ def matrices_of_muon(rank: int, job: Job, sharers: list[int]) -> tuple[int, list
     from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer as LayerWise
     from megatron.core.optimizer.layer_wise_optimizer import is_managed_by_layer_wise_optimizer
 
-    from megatron_lynx.testbed.groups import initialise
-    from megatron_lynx.testbed.tiny_models import build_model
+    from tests.instruments.groups import initialise
+    from tests.instruments.tiny_models import build_model
 
     initialise(job)
     parameters = [parameter for chunk in build_model(job) for parameter in chunk.parameters()]

@@ -25,6 +25,7 @@ from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.testbed.ranks import RankPool
 from tests.config.jobs import catalogued_job
 from tests.cost.moments_on_ranks import count, count_adapted, count_with_rows
+from tests.instruments.compiler import COMPILER
 from tests.long import long
 from tests.tiny_jobs import tiny_job
 
@@ -251,7 +252,7 @@ def test_what_megatrons_fused_loss_holds(own_pool_of, dtype):
 def test_compiled_it_copies_its_softmax():
     """On GPUs `jit_fuser` is on: there 10 bytes a logit are predicted, in place of 6."""
     job = tiny_job("gpt", **LOSS, dtype="bf16", cross_entropy="native").model_copy(update={"policy": "none"})
-    with RankPool(1, compiler="inductor") as pool:
+    with RankPool(1, env={COMPILER: "inductor"}) as pool:
         (counted,) = pool.run(count, job, {})
     copy = 4 * job.model.seq * job.model.vocab
     assert 0 <= counted["loss"] - stage_parts(job, 0).at("loss").total - copy <= ROW_BYTES * job.model.seq

@@ -31,8 +31,8 @@ JOBS = {
 
 def parameters_of(rank: int, job: Job) -> tuple[int, int]:
     """How many parameters a real stage has, and as how many tensors."""
-    from megatron_lynx.testbed.groups import initialise
-    from megatron_lynx.testbed.tiny_models import build_model
+    from tests.instruments.groups import initialise
+    from tests.instruments.tiny_models import build_model
 
     initialise(job)
     sizes = [parameter.numel() for chunk in build_model(job) for parameter in chunk.parameters()]
@@ -55,9 +55,10 @@ def kept_by(rank: int, job: Job) -> int:
     """Bytes of all blocks that a forward with its loss keeps for backward, parameters and what it was called with left out."""
     import torch
 
-    from megatron_lynx.testbed.groups import initialise, seed_random_numbers
-    from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.groups import seed_random_numbers
     from megatron_lynx.testbed.training import synthetic_batches
+    from tests.instruments.groups import initialise
+    from tests.instruments.tiny_models import build_model
 
     initialise(job)
     [chunk] = build_model(job)

@@ -21,7 +21,7 @@ def stock_and_interpreted(rank: int, job: Job, how: dict[str, Any], setting: dic
 
     `how`: arguments of Training, and `align`: only the first stage starts reducing gradients during backward.
     """
-    from megatron_lynx.testbed.groups import initialise
+    from tests.instruments.groups import initialise
 
     initialise(job)
     return one_f_one_b(job, how, setting, interpreted=False), one_f_one_b(job, how, setting, interpreted=True)
@@ -34,8 +34,8 @@ def one_f_one_b(job: Job, how: dict[str, Any], setting: dict[str, Any], interpre
     from megatron_lynx.double_buffered.interpreter import Interpreter
     from megatron_lynx.schedule.flushes import order
     from megatron_lynx.testbed.groups import seed_random_numbers
-    from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import forward_step, synthetic_batches
+    from tests.instruments.tiny_models import build_model
     from tests.instruments.training import Training
 
     training = Training(job, build_model(job, **setting), **{key: value for key, value in how.items() if key != "align"})
@@ -86,7 +86,8 @@ def trained_twice(rank: int, job: Job, how: dict[str, Any], batches: int = 4) ->
     `how`: arguments of Training; `optimizer_config`: fields of Megatron's; `spoilt`: batches whose loss is infinite;
     `defer_updates`: with a second gradient buffer; `model`: fields of TransformerConfig.
     """
-    from megatron_lynx.testbed.groups import initialise, seed_random_numbers
+    from megatron_lynx.testbed.groups import seed_random_numbers
+    from tests.instruments.groups import initialise
 
     initialise(job)
     runs = Trained(), Trained()
@@ -174,7 +175,7 @@ def build(job: Job, how: dict[str, Any]) -> Any:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.utils import get_model_config
 
-    from megatron_lynx.testbed.tiny_models import build_model
+    from tests.instruments.tiny_models import build_model
     from tests.instruments.training import Training
 
     settings = {key: how[key] for key in how.keys() - {"optimizer_config", "spoilt", "defer_updates", "model"}}
@@ -238,8 +239,9 @@ def load(training: Any, weights: dict[str, torch.Tensor]) -> None:
 
 def stopped_and_resumed(rank: int, job: Job, how: dict[str, Any]) -> list[Trained]:
     """Twice three batches with an evaluation between: the reference, without flushes, and the second half from what was saved."""
-    from megatron_lynx.testbed.groups import initialise, seed_random_numbers
+    from megatron_lynx.testbed.groups import seed_random_numbers
     from megatron_lynx.testbed.training import synthetic_batches
+    from tests.instruments.groups import initialise
 
     initialise(job)
     runs = [Trained() for _ in range(3)]
@@ -266,8 +268,9 @@ def hooked(rank: int, job: Job, how: dict[str, Any]) -> tuple[Trained, Trained, 
     from megatron_lynx.double_buffered.pipeline import claims
     from megatron_lynx.errors import HookRefused
     from megatron_lynx.testbed import training as loop
-    from megatron_lynx.testbed.groups import initialise, seed_random_numbers
+    from megatron_lynx.testbed.groups import seed_random_numbers
     from megatron_lynx.testbed.training import synthetic_batches
+    from tests.instruments.groups import initialise
 
     initialise(job)
     expected, run, refused = Trained(), Trained(), []
@@ -314,7 +317,8 @@ def spoilt_memory(rank: int, job: Job, how: dict[str, Any], too_early: bool = Fa
     """
     from megatron.core.pipeline_parallel import schedules
 
-    from megatron_lynx.testbed.groups import initialise, seed_random_numbers
+    from megatron_lynx.testbed.groups import seed_random_numbers
+    from tests.instruments.groups import initialise
 
     initialise(job)
     run = Trained()
@@ -371,7 +375,7 @@ def looking_into(buffer: list[torch.Tensor]) -> int:
 def refused(rank: int, job: Job, how: dict[str, Any], spoil: Callable[[Any], None]) -> tuple[type, str]:
     """How a run that `spoil` was let at is answered; it is not changed."""
     from megatron_lynx.errors import LynxError
-    from megatron_lynx.testbed.groups import initialise
+    from tests.instruments.groups import initialise
 
     initialise(job)
     training = build(job, how)
@@ -418,7 +422,8 @@ def planned(rank: int, job: Job, how: dict[str, Any], plans: list[Any], batches:
     """The reference, without a plan, and each plan. The retired buffer is NaN before it is filled again: recomputations read
     neither."""
     from megatron_lynx.apply.installation import install
-    from megatron_lynx.testbed.groups import initialise, seed_random_numbers
+    from megatron_lynx.testbed.groups import seed_random_numbers
+    from tests.instruments.groups import initialise
 
     initialise(job)
     expected, outcomes = Trained(), []
@@ -456,8 +461,8 @@ def installed_differently(rank: int, job: Job, plans: dict[str, Any]) -> dict[st
     """How plans are refused: of another schedule, on either; while micro-batches are in flight."""
     from megatron_lynx.apply.installation import install
     from megatron_lynx.errors import LynxError
-    from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.training import forward_step, synthetic_batches
+    from tests.instruments.groups import initialise
 
     initialise(job)
     said = {}
@@ -494,7 +499,7 @@ def plan_installed(training: Any) -> Callable[[], None]:
 def plan_comes_later(rank: int, job: Job) -> str:
     """How the next batch is answered."""
     from megatron_lynx.errors import HookRefused
-    from megatron_lynx.testbed.groups import initialise
+    from tests.instruments.groups import initialise
 
     initialise(job)
     training = build(job, {})

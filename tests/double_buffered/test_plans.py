@@ -10,7 +10,7 @@ import pytest
 from megatron_lynx.anatomy.address import is_forward
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.schedule.flushes import with_flushes
-from megatron_lynx.testbed.candidates import deferring
+from tests.deferring import deferring
 from tests.tiny_jobs import tiny_job
 
 from ..long import long

@@ -17,7 +17,7 @@ from types import ModuleType
 
 import torch
 
-from megatron_lynx.testbed.stand_in import replace_entry
+from tests.instruments.replacing import replace_entry
 from tests.instruments.transformer_engine.normalization import layernorm_bwd, layernorm_fwd
 
 Norm = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lynx.testbed.stand_in import replace_entry
+from tests.instruments.replacing import replace_entry
 
 NAME = "deep_ep"
 

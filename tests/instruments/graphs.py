@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from megatron_lynx.testbed.stand_in import ignore
+from megatron_lynx.testbed.cpu_device import ignore
 
 
 class Recording(TorchDispatchMode):

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from megatron_lynx.testbed.stand_in import replace_entry
 from tests import instruments
+from tests.instruments.replacing import replace_entry
 
 PACKAGE = "mamba_ssm"
 

@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup, Work
 from megatron_lynx.errors import LynxError, Problem
 from megatron_lynx.testbed.cpu_device import OneGenerator
 from megatron_lynx.testbed.links import MESSAGES, Posted, Works
-from megatron_lynx.testbed.stand_in import ignore, replace
+from tests.instruments.replacing import replace
 
 SYNCHRONIZE_S = "TESTBED_SYNCHRONIZE_S"
 """The environment variable with the seconds after which a synchronisation is taken for a hang; 0: it waits for nothing."""
@@ -51,7 +51,7 @@ class NotedWork(Posted):
     """A work with its size and the place where it was asked for."""
 
     def __init__(self, operation: str, group: ProcessGroup, args: tuple[Any, ...]) -> None:
-        super().__init__(operation, group, args[1] if operation in MESSAGES else None, ignore)
+        super().__init__(operation, group, args[1] if operation in MESSAGES else None)
         self._size, self._asked_at = _size(args), asked_at()
 
     def __str__(self) -> str:

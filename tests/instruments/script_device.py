@@ -35,11 +35,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lynx.errors import ConfigError, Problem
-from megatron_lynx.testbed.cpu_device import Inert, OneGenerator, stand_in_for_cuda, stand_in_for_missing_modules, stay
-from megatron_lynx.testbed.stand_in import ignore, replace, replace_entry
+from megatron_lynx.testbed.cpu_device import Inert, OneGenerator, ignore, named_stand_in, stand_in_for_cuda, stay
 from megatron_lynx.units import format_bytes
 from tests.instruments.cpu_total import CpuTotal
 from tests.instruments.posted import stand_in_for_posted
+from tests.instruments.replacing import replace, replace_entry
+from tests.instruments.tensor_types import stand_in_for_tensor_types
 
 CAPABILITY = (8, 0)
 """Compute capability that is claimed: new enough for what Megatron requires, too old for what is optional."""
@@ -57,7 +58,8 @@ def stand_in_for_gpu_machine() -> ExitStack:
     if not isinstance(torch.cuda.default_generators, OneGenerator):
         undo.enter_context(stand_in_for_cuda())
         answer_which_device(undo)
-        undo.enter_context(stand_in_for_missing_modules())
+        undo.enter_context(stand_in_for_tensor_types())
+        undo.enter_context(named_stand_in())
         sys.meta_path.insert(0, finder := ScriptModules())
         undo.callback(sys.meta_path.remove, finder)
         stand_in_for_posted(undo)

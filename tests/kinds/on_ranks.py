@@ -68,8 +68,8 @@ def _measured(job: Job) -> Measured:
     from megatron_lynx.apply.hooks.sites import places_of
     from megatron_lynx.profiler.measured import blocks_of
     from megatron_lynx.profiler.timing import HalfRun, item_flops
-    from megatron_lynx.testbed.groups import initialise
-    from megatron_lynx.testbed.tiny_models import build_model
+    from tests.instruments.groups import initialise
+    from tests.instruments.tiny_models import build_model
 
     initialise(job)
     [chunk] = build_model(job)

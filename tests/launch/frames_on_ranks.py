@@ -47,7 +47,7 @@ class Checked:
 
 
 def check_frames(rank: int, job: Job, trials: list[Trial]) -> list[Checked]:
-    from megatron_lynx.testbed.groups import initialise
+    from tests.instruments.groups import initialise
 
     initialise(job)
     return [_checked(job, trial) for trial in trials]
@@ -60,7 +60,7 @@ def _checked(job: Job, trial: Trial) -> Checked:
     from megatron_lynx.errors import LynxError
     from megatron_lynx.launch.frames import FrameCheck
     from megatron_lynx.testbed.groups import seed_random_numbers
-    from megatron_lynx.testbed.tiny_models import build_model
+    from tests.instruments.tiny_models import build_model
     from tests.instruments.training import Training
 
     seed_random_numbers(7)

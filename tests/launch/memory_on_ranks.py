@@ -15,7 +15,7 @@ Said = tuple[str | None, str]
 
 def said_at(rank: int, job: Job, plan: Plan, limits: list[int], steps: int = 1) -> list[Said]:
     """What is said of a training under each limit, in bytes beyond what is there when its first step begins."""
-    from megatron_lynx.testbed.groups import initialise
+    from tests.instruments.groups import initialise
 
     initialise(job)
     return [_trained(job, plan, limit, steps) for limit in limits]
@@ -27,10 +27,10 @@ def _trained(job: Job, plan: Plan, limit_bytes: int, steps: int) -> Said:
     from megatron_lynx.apply.installation import install
     from megatron_lynx.apply.live_run import live_run
     from megatron_lynx.launch.out_of_memory import Rank, explained, moment_of
-    from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import synthetic_batches
     from tests.instruments.cpu_total import CpuTotal
     from tests.instruments.script_device import LimitedMemory
+    from tests.instruments.tiny_models import build_model
     from tests.instruments.training import Training
 
     training = Training(job, build_model(job), optimizer="megatron", ddp=True)

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_lynx.config.job import Head
 from megatron_lynx.planner import uniform_plan
-from megatron_lynx.testbed.candidates import deferring
+from tests.deferring import deferring
 from tests.tiny_jobs import tiny_job
 
 from ..transparency.checkpoints import checkpointed

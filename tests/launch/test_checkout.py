@@ -17,7 +17,7 @@ import pytest
 from megatron_lynx.anatomy import ATTENTION, Facts, sections_of
 from megatron_lynx.measure.run_outcome import FILE_NAME, load_outcome
 from megatron_lynx.planner import uniform_plan
-from megatron_lynx.testbed.candidates import deferring
+from tests.deferring import deferring
 from tests.tiny_jobs import tiny_job
 
 from ..long import long

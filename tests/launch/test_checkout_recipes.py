@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.testbed.candidates import deferring
+from tests.deferring import deferring
 from tests.transparency.checkpoints import checkpointed, without_copies
 
 from .checkouts import te_for, under_plans

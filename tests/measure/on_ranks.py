@@ -11,15 +11,15 @@ from megatron_lynx.plan.plan import Plan
 
 def count(rank: int, trials: list[tuple[Job, dict[str, Any]]]) -> list[MemoryUse]:
     """One counted step of each job under its setting, after a warm-up."""
-    from megatron_lynx.testbed.groups import initialise
+    from tests.instruments.groups import initialise
 
     initialise(trials[0][0])
     return [_count_one(job, setting) for job, setting in trials]
 
 
 def _count_one(job: Job, setting: dict[str, Any]) -> MemoryUse:
-    from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import forward_step, run_schedule, synthetic_batches
+    from tests.instruments.tiny_models import build_model
     from tests.instruments.training import Training
 
     training = Training(job, build_model(job, **setting), optimizer=None)
@@ -57,7 +57,7 @@ def held(rank: int, job: Job, cases: list[tuple[dict[str, Any], Plan | None]]) -
             for _ in range(3):
                 if job.model.experts is not None:
                     with torch.no_grad():
-                        evaluated(subject.training, subject.batches)
+                        evaluated(subject.chunks, subject.job, subject.batches)
                 uses.append(subject.counted_step())
             found.append((min(use.marks[-1].bytes for use in uses), min(use.peak_bytes for use in uses)))
     return found

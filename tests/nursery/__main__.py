@@ -52,7 +52,7 @@ def import_megatron(what: str) -> None:
 
 MODULES = {
     "megatron": (
-        *("megatron_lynx.testbed.groups", "megatron_lynx.testbed.tiny_models", "megatron_lynx.testbed.training"),
+        *("tests.instruments.groups", "tests.instruments.tiny_models", "tests.instruments.training"),
         *("megatron_lynx.apply", "tests.transparency.trials"),
     ),
     "training": ("megatron.training.training", "megatron_lynx.launch.script", "megatron_lynx.apply"),

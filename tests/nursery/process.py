@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from megatron_lynx.testbed.ranks import RankPool
+from tests.instruments.compiler import COMPILER
 from tests.nursery.request import Request, receive_number
 
 ADDRESS = "TESTS_NURSERY"
@@ -104,7 +105,7 @@ def start_rank(pool: RankPool, rank: int, pipe: int) -> Process | subprocess.Pop
         return as_ever(pool, rank, pipe)
     if not PINNED:
         environment.pop("LYNX_CORE", None)
-    nursery = address() if "LYNX_COMPILER" in environment else with_megatron(environment)
+    nursery = address() if COMPILER in environment else with_megatron(environment)
     environment["LYNX_PARENT"] = str(nursery[1])
     return _start("megatron_lynx.testbed.rank_process", [], environment, {1: 1, 2: 2, pipe: pipe}, nursery[0])
 

@@ -18,9 +18,9 @@ def measure_one(rank: int, job: Job) -> dict[Half, HalfProfile]:
     from megatron_lynx.apply.hooks.sites import places_of
     from megatron_lynx.profiler.measured import measure_layer, shard_arguments
     from megatron_lynx.runtime.device import device_for
-    from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.profiling import te_layer
-    from megatron_lynx.testbed.tiny_models import build_model
+    from tests.instruments.groups import initialise
+    from tests.instruments.tiny_models import build_model
     from tests.instruments.training import fp8_context
 
     model, shards = job.model, job.parallel.tensor
@@ -76,7 +76,7 @@ def measure_messages(rank: int, kinds: Sequence[LinkKind], sizes: Sequence[int])
     import torch.distributed as dist
 
     from megatron_lynx.profiler.measured import measure_links
-    from megatron_lynx.testbed.groups import initialise
+    from tests.instruments.groups import initialise
     from tests.tiny_jobs import tiny_job
 
     initialise(tiny_job(tensor=2))
@@ -92,7 +92,7 @@ def measure_sleeping(rank: int, longer: float) -> float:
     import torch.distributed as dist
 
     from megatron_lynx.profiler.measured import WARMUP, measure_interference
-    from megatron_lynx.testbed.groups import initialise
+    from tests.instruments.groups import initialise
     from tests.tiny_jobs import tiny_job
 
     initialise(tiny_job(tensor=2))
@@ -110,9 +110,11 @@ def bytes_saved_by_items(
     import torch
 
     from megatron_lynx.runtime.saved import memory_of
-    from megatron_lynx.testbed.groups import initialise, seed_random_numbers
-    from megatron_lynx.testbed.tiny_models import DTYPES, build_model
+    from megatron_lynx.testbed.groups import seed_random_numbers
+    from megatron_lynx.testbed.tiny_models import DTYPES
     from tests.apply.te_on_ranks import copies_of_weights
+    from tests.instruments.groups import initialise
+    from tests.instruments.tiny_models import build_model
     from tests.instruments.training import fp8_context
 
     initialise(job)

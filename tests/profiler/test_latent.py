@@ -51,9 +51,9 @@ def measured(rank: int, job: Job) -> tuple[tuple[SavedTensor, ...], dict[str, in
     from megatron_lynx.apply.hooks.sites import places_of
     from megatron_lynx.profiler.measured import blocks_of
     from megatron_lynx.profiler.timing import HalfRun
-    from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.profiling import inner_norms
-    from megatron_lynx.testbed.tiny_models import build_model
+    from tests.instruments.groups import initialise
+    from tests.instruments.tiny_models import build_model
 
     initialise(job)
     chunk = build_model(job)[0]
@@ -96,8 +96,8 @@ def test_cut_sequences_keep_what_the_exchange_leaves(exchange: Any, made_by: tup
 
 def parameters_of(rank: int, job: Job) -> tuple[int, int]:
     """How many parameters a real model has, and as how many tensors."""
-    from megatron_lynx.testbed.groups import initialise
-    from megatron_lynx.testbed.tiny_models import build_model
+    from tests.instruments.groups import initialise
+    from tests.instruments.tiny_models import build_model
 
     initialise(job)
     sizes = [parameter.numel() for chunk in build_model(job) for parameter in chunk.parameters()]

@@ -18,10 +18,12 @@ from megatron_lynx.planner import make_plan
 from megatron_lynx.profiler.measured import messages_of
 from megatron_lynx.profiler.profile import HalfProfile, load_profile, save_profile
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.testbed import stand_in
-from megatron_lynx.testbed.fusions import compiler_for, fusions_of
+from megatron_lynx.testbed import cpu_device
+from megatron_lynx.testbed.fusions import compiles, fusions_of
+from megatron_lynx.testbed.links import Links
 from megatron_lynx.testbed.profiling import check_measurable, measure_profile
-from megatron_lynx.testbed.ranks import hosts_for
+from megatron_lynx.testbed.ranks import Hosts, hosts_for
+from tests.instruments.compiler import COMPILER
 from tests.profiler.on_ranks import measure_experts, measure_messages, measure_one, measure_sleeping, measure_squaring
 from tests.te_releases import folder_of, pool_with
 from tests.tiny_jobs import tiny_job
@@ -142,8 +144,8 @@ def sizes(tensors):
 def test_seconds_of_a_stand_in_are_marked_and_plans_say_so(monkeypatch):
     job = tiny_job("gpt", **TE)
     monkeypatch.syspath_prepend(folder_of("TRANSFORMER_ENGINE", "2.9", "transformer_engine"))
-    with hosts_for(job) as hosts:
-        profile = measure_profile(job, hosts, lambda text: nullcontext())
+    hosts = hosts_for(job)
+    profile = measure_profile(job, hosts, lambda text: nullcontext())
     assert profile.source.stood_in_for == "Transformer Engine's kernels"
     assert "a stand-in for Transformer Engine's kernels" in make_plan(job, profile).provenance.note
     local = profile.model_copy(update={"source": profile.source.model_copy(update={"stood_in_for": None})})
@@ -153,13 +155,12 @@ def test_seconds_of_a_stand_in_are_marked_and_plans_say_so(monkeypatch):
 @pytest.mark.streams
 def test_fusions_of_the_job_are_measured_and_stated(monkeypatch):
     """Bias-gelu saves what the GEMM made and the bias; without fusion their sum is saved instead, and what is made of it."""
-    monkeypatch.setenv("CXX", "a compiler of nobody's")  # so that torch's generates no C++, which takes long
+    monkeypatch.setenv(COMPILER, "aot_eager")
     profiles = {}
     for fusions in (None, ("bias_activation", "bias_dropout")):
         job = tiny_job("gpt", fusions=fusions)
-        with hosts_for(job) as hosts:
-            assert hosts.compiler == (None if fusions is None else "aot_eager")
-            profiles[fusions] = measure_profile(job, hosts, lambda text: nullcontext())
+        hosts = Hosts(1, "cpu", Links())
+        profiles[fusions] = measure_profile(job, hosts, lambda text: nullcontext())
     plain, fused = profiles.values()
     assert plain.source.fusions == ()
     assert fused.source.fusions == ("bias_dropout", "bias_activation")
@@ -168,11 +169,13 @@ def test_fusions_of_the_job_are_measured_and_stated(monkeypatch):
     assert [tensor.made_by for tensor in fused.mlp.tensors if tensor.saved_by == ("activation",)] == ["linear_fc1"]
 
 
-@pytest.mark.parametrize(("fusion", "needed"), [("rope", "Transformer Engine, whose kernel"), ("bias_activation", "biases")])
+@pytest.mark.parametrize(
+    ("fusion", "needed"), [("rope", "Transformer Engine, whose kernel"), ("bias_activation", "biases"), ("bias_dropout", "a GPU")]
+)
 def test_fusions_that_layers_cannot_have_are_refused(fusion, needed):
     job = tiny_job("gpt", bias=False, fusions=(fusion,))
-    with pytest.raises(ConfigError, match=needed), hosts_for(job):
-        pass
+    with pytest.raises(ConfigError, match=needed):
+        hosts_for(job)
 
 
 def test_on_gpus_fusions_are_a_launchs_unless_the_job_says_others():
@@ -183,13 +186,13 @@ def test_on_gpus_fusions_are_a_launchs_unless_the_job_says_others():
     assert fusions_of(tiny_job("llama")) == ()
     assert fusions_of(on_gpus(activation="squared_relu")) == ("bias_dropout",), "Megatron would stop at its bias being fused"
     assert set(fusions_of(on_gpus())) - {"rope"} == {"bias_dropout", "bias_activation"}
-    assert compiler_for(on_gpus()) == "inductor"
+    assert compiles(on_gpus())
     assert fusions_of(on_gpus(fusions=("bias_dropout",))) == ("bias_dropout",)
-    assert compiler_for(on_gpus(fusions=())) is None
+    assert not compiles(on_gpus(fusions=()))
 
 
 def test_transformer_engine_that_is_not_there_is_asked_for(monkeypatch):
-    monkeypatch.setattr(stand_in, "TRANSFORMER_ENGINE", "transformer_engine_of_nobody")
+    monkeypatch.setattr(cpu_device, "TRANSFORMER_ENGINE", "transformer_engine_of_nobody")
     with pytest.raises(ConfigError, match="Transformer Engine on the import path"):
         measure_profile(tiny_job("gpt", **TE), hosts=None, announce=None)
 
@@ -295,8 +298,8 @@ def test_a_job_with_experts_is_profiled_and_planned(monkeypatch, tmp_path):
     """It was refused. The dense first layer and the others have figures of their own."""
     monkeypatch.setattr("megatron_lynx.testbed.profiling.HOST_ROUNDS", 1)
     job = tiny_experts(SHARED.model_copy(update={"layers": ("2-4",)}))
-    with hosts_for(job) as hosts:
-        profile = measure_profile(job, hosts, lambda text: nullcontext())
+    hosts = hosts_for(job)
+    profile = measure_profile(job, hosts, lambda text: nullcontext())
     save_profile(profile, tmp_path / "profile.yaml")
     shown = profile_in_words(profile, tmp_path).splitlines()
     assert [line.split()[0] for line in shown[:5]] == ["attention", "mlp", "experts", "exchange", "links"]

@@ -39,7 +39,7 @@ class Setting:
 def recorded(rank: int, job: Job, setting: Setting) -> Log:
     """Runs inside `RankPool`. The log of a few steps."""
     from megatron_lynx.testbed.fusions import stand_in_for_fused_gradient
-    from megatron_lynx.testbed.groups import initialise
+    from tests.instruments.groups import initialise
     from tests.instruments.queues.recorder import Recorder
 
     initialise(job)
@@ -53,7 +53,7 @@ def recorded(rank: int, job: Job, setting: Setting) -> Log:
 
 def trained(rank: int, job: Job, setting: Setting) -> None:
     """Runs inside `RankPool`. The same steps, not recorded: where Megatron synchronises the device, this rank waits."""
-    from megatron_lynx.testbed.groups import initialise
+    from tests.instruments.groups import initialise
     from tests.instruments.posted import synchronizing_within
 
     initialise(job)
@@ -101,7 +101,7 @@ def reads_of_losses(rank: int, mode: str) -> list[int]:
         initialize_rerun_state_machine,
     )
 
-    from megatron_lynx.testbed.groups import initialise
+    from tests.instruments.groups import initialise
     from tests.instruments.queues.recorder import Recorder
     from tests.tiny_jobs import tiny_job
 
@@ -138,8 +138,8 @@ class Loop:
         from megatron.core.utils import get_model_config
 
         from megatron_lynx.double_buffered.pipeline import DoubleBuffered
-        from megatron_lynx.testbed.tiny_models import build_model
         from megatron_lynx.testbed.training import synthetic_batches
+        from tests.instruments.tiny_models import build_model
         from tests.instruments.training import Training
 
         self._job, self._setting = job, setting

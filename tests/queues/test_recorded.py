@@ -12,9 +12,9 @@ import torch
 from megatron_lynx.anatomy import EXPERTS as EXPERTS_HALF
 from megatron_lynx.anatomy import LINEARS
 from megatron_lynx.config.job import Job
-from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.cpu_device import stand_in_for_cuda
 from megatron_lynx.testbed.ranks import RankPool
+from tests.deferring import deferring
 from tests.double_buffered.test_plans import without_flushes
 from tests.instruments.posted import stand_in_for_posted
 from tests.instruments.queues.differences import differences

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 
 from megatron_lynx.runtime.frame import Absent
-from megatron_lynx.testbed.fusions import stand_in_for_compiler
+from tests.instruments.compiler import stand_in_for_compiler
 from tests.runtime.tiny_half import ACTIVATION, FC1, FC2, FLOAT_BYTES, NORM, RESIDUAL, ROWS, WIDTH, TinyHalf, recomputed, recorded
 
 

@@ -11,9 +11,9 @@ def recorded_order(rank: int, job: Job) -> tuple[int, str]:
     """(stage, the order in which one step ran forwards and backwards, as text)."""
     from megatron.core import parallel_state
 
-    from megatron_lynx.testbed.groups import initialise
-    from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import synthetic_batches
+    from tests.instruments.groups import initialise
+    from tests.instruments.tiny_models import build_model
     from tests.instruments.training import Training
 
     initialise(job)

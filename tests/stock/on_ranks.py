@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 from megatron_lynx.config.job import Job
@@ -39,7 +40,8 @@ def hold(rank: int, jobs: list[Job], fields: list[dict[str, Any]], model: dict[s
     from megatron_lynx.measure.memory import remember_blocks
     from megatron_lynx.testbed.candidates import Candidate
     from megatron_lynx.testbed.comparison import Subject, same_bits
-    from megatron_lynx.testbed.groups import initialise
+    from tests.instruments.groups import initialise
+    from tests.instruments.stock_offloading import stock_offloads
     from tests.instruments.training import evaluated
 
     initialise(jobs[0])
@@ -51,13 +53,14 @@ def hold(rank: int, jobs: list[Job], fields: list[dict[str, Any]], model: dict[s
         counted.append([])
         for each in fields:
             offloads = "offload_modules" in each
-            subject = Subject(job, Candidate("one", (model or {}) | each), none)
-            for _ in range(2 if offloads else 1):
-                assert same_bits(subject.repeatable_step(), reference), each
-            if job.model.experts is not None:
-                with torch.no_grad():
-                    evaluated(subject.training, subject.batches)
-            counted[-1].append(subject.counted_step().marks[-1].bytes)
+            with stock_offloads() if offloads else nullcontext():
+                subject = Subject(job, Candidate("one", (model or {}) | each), none)
+                for _ in range(2 if offloads else 1):
+                    assert same_bits(subject.repeatable_step(), reference), each
+                if job.model.experts is not None:
+                    with torch.no_grad():
+                        evaluated(subject.chunks, subject.job, subject.batches)
+                counted[-1].append(subject.counted_step().marks[-1].bytes)
     return counted
 
 
@@ -69,7 +72,8 @@ def copies(rank: int, job: Job, fields: dict[str, Any]) -> str:
 
     from megatron_lynx.testbed.candidates import Candidate
     from megatron_lynx.testbed.comparison import Subject
-    from megatron_lynx.testbed.groups import initialise
+    from tests.instruments.groups import initialise
+    from tests.instruments.stock_offloading import stock_offloads
 
     seen: list[str] = []
     ahead: list[bool] = []
@@ -95,6 +99,7 @@ def copies(rank: int, job: Job, fields: dict[str, Any]) -> str:
         patch.object(handler, "offload", noted(handler.offload, lambda: "o")),
         patch.object(handler, "reload", noted(handler.reload, lambda: "b" if ahead else "d")),
         patch.object(handler, "bulk_reload_group", bulk(handler.bulk_reload_group)),
+        stock_offloads(),
     ):
         subject = Subject(job, Candidate("one", fields))
         subject.step()

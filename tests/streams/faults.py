@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from megatron_lynx.testbed.stand_in import replace
+from tests.instruments.replacing import replace
 
 
 def replace_function(undo: ExitStack, owner: Any, name: str, wrong: Callable[..., Any]) -> None:

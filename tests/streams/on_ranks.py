@@ -37,7 +37,7 @@ def watched(
     rank: int, job: Job, plans: list[Plan], trial: Trial, logged: bool = False, fault: Fault = nullcontext
 ) -> list[Under]:
     """Stock, and each plan under watch. `logged`: each step is timed between barriers, as `--log-interval 1` does it."""
-    from megatron_lynx.testbed.groups import initialise
+    from tests.instruments.groups import initialise
     from tests.instruments.streams import watched_streams
     from tests.transparency.trials import _outcome, train
 
@@ -59,7 +59,7 @@ def timed_between_barriers() -> Iterator[None]:
     """Every step is timed as Megatron's loop does it: barrier, synchronisation, step, barrier, synchronisation."""
     from megatron.core.timers import Timers
 
-    from megatron_lynx.testbed.stand_in import replace
+    from tests.instruments.replacing import replace
     from tests.instruments.training import Training
 
     timers, step = Timers(log_level=2, log_option="all"), Training.step

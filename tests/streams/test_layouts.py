@@ -13,7 +13,7 @@ from megatron_lynx.anatomy import LINEARS
 from megatron_lynx.anatomy.address import is_forward
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.testbed.candidates import deferring
+from tests.deferring import deferring
 from tests.tiny_jobs import tiny_job
 from tests.transparency.checkpoints import ahead, checkpointed, with_rest_in_wait
 from tests.transparency.offloaded import offloading

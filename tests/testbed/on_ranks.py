@@ -40,7 +40,7 @@ def same(a: Any, b: Any) -> bool:
 
 def train(rank: int, job: Job, settings: list[dict[str, Any]], **how: Any) -> list[Run]:
     """Two steps and an evaluation under each of several settings of TransformerConfig, everything else equal."""
-    from megatron_lynx.testbed.groups import initialise
+    from tests.instruments.groups import initialise
 
     initialise(job)
     return [train_once(job, setting, **how) for setting in settings]
@@ -49,8 +49,8 @@ def train(rank: int, job: Job, settings: list[dict[str, Any]], **how: Any) -> li
 def train_once(job: Job, setting: dict[str, Any], **how: Any) -> Run:
     from megatron_lynx.testbed.fusions import stand_in_for_fused_gradient
     from megatron_lynx.testbed.groups import seed_random_numbers
-    from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import synthetic_batches
+    from tests.instruments.tiny_models import build_model
     from tests.instruments.training import Training
 
     with stand_in_for_fused_gradient() if setting.get("gradient_accumulation_fusion") else nullcontext():
@@ -80,7 +80,7 @@ def losses_and_differences(
 
 def far_apart(run: Run, other: Run) -> float:
     """The largest difference of losses and gradients, relative to the largest of each tensor. Fused norms by own names."""
-    from megatron_lynx.testbed.tiny_models import SAME
+    from tests.instruments.tiny_models import SAME
 
     def tensors(of: Run) -> dict[str, torch.Tensor]:
         named = {f"loss {index}": loss for index, loss in enumerate([*of.losses, *of.evaluation])}
@@ -116,7 +116,7 @@ def apex_against_torch(rank: int, job: Job, setting: dict[str, Any]) -> tuple[bo
 
 def train_with_ddp(rank: int, job: Job, cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[Run]:
     """Each case: settings of TransformerConfig and arguments of Training besides `ddp`."""
-    from megatron_lynx.testbed.groups import initialise
+    from tests.instruments.groups import initialise
 
     initialise(job)
     return [train_once(job, setting, ddp=True, **how) for setting, how in cases]
@@ -124,7 +124,7 @@ def train_with_ddp(rank: int, job: Job, cases: list[tuple[dict[str, Any], dict[s
 
 def train_in_thread(rank: int, job: Job) -> list[Run]:
     """The same run twice, the second one in another thread."""
-    from megatron_lynx.testbed.groups import initialise
+    from tests.instruments.groups import initialise
 
     initialise(job)
     runs = [train_once(job, {})]
@@ -135,9 +135,9 @@ def train_in_thread(rank: int, job: Job) -> list[Run]:
 
 
 def first_losses(rank: int, job: Job) -> list[torch.Tensor]:
-    from megatron_lynx.testbed.groups import initialise
-    from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import synthetic_batches
+    from tests.instruments.groups import initialise
+    from tests.instruments.tiny_models import build_model
     from tests.instruments.training import Training
 
     initialise(job)
@@ -164,7 +164,7 @@ def double(rank: int, tensor: torch.Tensor) -> tuple[int, int, set[int], torch.T
 
 def threads_that_look_for_events(rank: int, jobs: list[Job]) -> list[int]:
     """How many of this process's threads are gloo's, with the groups of each job."""
-    from megatron_lynx.testbed.groups import initialise
+    from tests.instruments.groups import initialise
 
     counts = []
     for job in jobs:
@@ -202,18 +202,17 @@ def die(rank: int) -> None:
 
 
 def shared_main_gradients(rank, job):
-    """Whether gradients of two settings are added up in the same place, by a step of the second; how many models are wrapped."""
+    """Whether gradients of two settings are added up in the same place, by a step of the second."""
     from megatron_lynx.testbed.candidates import FULL, NONE
     from megatron_lynx.testbed.comparison import subjects_of
     from megatron_lynx.testbed.fusions import fused_gradients
 
     with fused_gradients(job):
         first, second = subjects_of(job, [NONE, FULL]).values()
-        places = [parameter.main_grad.data_ptr() for parameter in first.training.parameters().values()]
+        places = [parameter.main_grad.data_ptr() for parameter in first.parameters.values()]
         second.step()
-        same = places == [parameter.main_grad.data_ptr() for parameter in second.training.parameters().values()]
-        added = all(gradient.any() for gradient in first.training.gradients().values())
-        return same and added, len({id(each.training.chunks[0].module) for each in (first, second)})
+        same = places == [parameter.main_grad.data_ptr() for parameter in second.parameters.values()]
+        return same and all(parameter.main_grad.any() for parameter in first.parameters.values())
 
 
 def fused_gradients_beside_an_installed_extension(rank: int, job: Job) -> tuple[bool, bool]:

@@ -11,7 +11,7 @@ from tests.tiny_jobs import tiny_job
 
 
 def ready(ranks: int) -> None:
-    from megatron_lynx.testbed.groups import initialise
+    from tests.instruments.groups import initialise
 
     initialise(tiny_job("gpt", tensor=ranks))
 
@@ -86,10 +86,10 @@ def wait_for_nothing(rank: int) -> list[float]:
 
 def left_by_steps(rank: int, job: Job) -> int:
     """Works that nobody has waited for behind two steps."""
-    from megatron_lynx.testbed.groups import initialise
-    from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import synthetic_batches
+    from tests.instruments.groups import initialise
     from tests.instruments.posted import synchronizing_within
+    from tests.instruments.tiny_models import build_model
     from tests.instruments.training import Training
 
     initialise(job)

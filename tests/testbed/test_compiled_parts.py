@@ -7,12 +7,7 @@ import sys
 
 import pytest
 
-from megatron_lynx.testbed.stand_in import (
-    STAND_INS,
-    TRANSFORMER_ENGINE,
-    stand_in_for_compiled_parts,
-    transformer_engine_can_run,
-)
+from megatron_lynx.testbed.cpu_device import STAND_INS, TRANSFORMER_ENGINE, named_stand_in, transformer_engine_can_run
 
 
 @pytest.fixture
@@ -27,7 +22,7 @@ def only_python(tmp_path, monkeypatch):
 
 def test_without_a_stand_in_it_is_hidden_and_found_again_afterwards(only_python):
     assert not transformer_engine_can_run()
-    with stand_in_for_compiled_parts():
+    with named_stand_in():
         assert importlib.util.find_spec(TRANSFORMER_ENGINE) is None
         with pytest.raises(ImportError):
             importlib.import_module(TRANSFORMER_ENGINE)
@@ -38,11 +33,11 @@ def test_without_a_stand_in_it_is_hidden_and_found_again_afterwards(only_python)
 def test_a_module_that_the_environment_names_stands_in(only_python, monkeypatch):
     monkeypatch.setenv(STAND_INS, "kernels_of_somebody")
     (only_python / "kernels_of_somebody.py").write_text(
-        "from contextlib import ExitStack\nfrom megatron_lynx.testbed.stand_in import replace_entry\nasked = {}\n"
+        "from contextlib import ExitStack\nfrom tests.instruments.replacing import replace_entry\nasked = {}\n"
         "def stand_in():\n    undo = ExitStack()\n    replace_entry(undo, asked, 'answers', True)\n    return undo\n"
     )
     assert transformer_engine_can_run()
-    with stand_in_for_compiled_parts():
+    with named_stand_in():
         assert sys.modules["kernels_of_somebody"].asked == {"answers": True}
     assert sys.modules["kernels_of_somebody"].asked == {}
 
@@ -50,5 +45,5 @@ def test_a_module_that_the_environment_names_stands_in(only_python, monkeypatch)
 def test_with_its_compiled_part_nothing_is_hidden(only_python):
     (only_python / "transformer_engine_torch.cpython-311-x86_64-linux-gnu.so").touch()
     assert transformer_engine_can_run()
-    with stand_in_for_compiled_parts():
+    with named_stand_in():
         assert importlib.util.find_spec(TRANSFORMER_ENGINE) is not None

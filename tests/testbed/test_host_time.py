@@ -6,8 +6,8 @@ import pytest
 
 from megatron_lynx.anatomy import HALVES
 from megatron_lynx.config.cluster import HostTime, LayerHostTime
-from megatron_lynx.testbed.host_time import Asked, measured_here
 from megatron_lynx.timeline import Passes
+from scripts.measure_host_time import measured_here
 from tests.te_releases import folder_of
 
 LESS_AND_MORE = (
@@ -23,7 +23,7 @@ LESS_AND_MORE = (
 
 @pytest.fixture(scope="module")
 def known() -> HostTime:
-    return measured_here(Asked(gathered=True, offloaded=True, deferred=True, rounds=1, steps=1))
+    return measured_here(["local"], rounds=1)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_figures_say_what_they_were_taken_on(known: HostTime) -> None:
 @pytest.mark.long
 def test_transformer_engines_layers_say_that_their_kernels_are_stood_in_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(folder_of("TRANSFORMER_ENGINE", "2.17", "transformer_engine")))
-    known = measured_here(Asked("transformer_engine", gathered=True, offloaded=True, deferred=True, rounds=1, steps=1))
+    known = measured_here(["transformer_engine"], rounds=1)
     assert known.measured == ("transformer_engine",)
     assert "transformer_engine layers, a stand-in for Transformer Engine's kernels, " in known.of("transformer_engine").made_by
 

@@ -111,8 +111,8 @@ def compare(rank: int, job: Job, plans: list[Plan], trial: Trial) -> list[Outcom
 
 def parameters_of(job: Job) -> tuple[int, int]:
     """Numbers of this rank's parameters that are trained, and of the others."""
-    from megatron_lynx.testbed.groups import initialise
-    from megatron_lynx.testbed.tiny_models import build_model
+    from tests.instruments.groups import initialise
+    from tests.instruments.tiny_models import build_model
 
     initialise(job)
     with adapters(job):
@@ -124,8 +124,8 @@ def parameters_of(job: Job) -> tuple[int, int]:
 def refused(rank: int, job: Job, plan: Plan, name: str = "LoRALinear") -> str:
     """Why this plan is refused by a run of the job, whose adapters are of a class with this name."""
     from megatron_lynx.apply.installation import install
-    from megatron_lynx.testbed.groups import initialise
-    from megatron_lynx.testbed.tiny_models import build_model
+    from tests.instruments.groups import initialise
+    from tests.instruments.tiny_models import build_model
 
     initialise(job)
     with adapters(job):

@@ -19,9 +19,10 @@ there before)."""
 def held_after_tasks(rank: int, job: Job, plan: Plan) -> list[Held]:
     """In the order in which the tasks of one step ran."""
     from megatron_lynx.apply.installation import install
-    from megatron_lynx.testbed.groups import initialise, seed_random_numbers
-    from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.groups import seed_random_numbers
     from megatron_lynx.testbed.training import synthetic_batches
+    from tests.instruments.groups import initialise
+    from tests.instruments.tiny_models import build_model
     from tests.instruments.training import Training
 
     initialise(job)
@@ -37,10 +38,11 @@ def bytes_begun(rank: int, job: Job, plan: Plan, model: dict[str, Any]) -> list[
     """What every beginning ahead of the second step adds to the bytes that are there, in the order of the step. The first two
     experts get all tokens."""
     from megatron_lynx.apply.installation import install
-    from megatron_lynx.testbed.groups import initialise, seed_random_numbers
-    from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.groups import seed_random_numbers
     from megatron_lynx.testbed.training import synthetic_batches
     from tests.instruments.cpu_total import CpuTotal
+    from tests.instruments.groups import initialise
+    from tests.instruments.tiny_models import build_model
     from tests.instruments.training import Training
     from tests.transparency.trials import starve
 

@@ -14,7 +14,7 @@ from megatron_lynx.plan.plan import Plan
 
 def evaluate(subject: Any) -> None:
     """A pass without gradients, with sequences of another length."""
-    chunk = subject.training.chunks[0]
+    chunk = subject.chunks[0]
     tokens = torch.zeros(1, subject.job.model.seq // 2, dtype=torch.long)
     with torch.no_grad():
         chunk(tokens, torch.arange(tokens.size(1)).unsqueeze(0), None)
@@ -30,18 +30,18 @@ def drop_again(subject: Any) -> None:
 
 def drop_in_evaluation_mode(subject: Any) -> None:
     """Gradients on, and every dropout passed over."""
-    for chunk in subject.training.chunks:
+    for chunk in subject.chunks:
         chunk.eval()
 
 
 def train_again(subject: Any) -> None:
-    for chunk in subject.training.chunks:
+    for chunk in subject.chunks:
         chunk.train()
 
 
 def new_parameters(subject: Any) -> None:
     """Of the first layer: other objects, so that what a recipe remembered of the old ones would show."""
-    first = subject.training.chunks[0].decoder.layers[0]
+    first = subject.chunks[0].decoder.layers[0]
     for module in (first.mlp.linear_fc1, first.self_attention.linear_qkv, first.pre_mlp_layernorm):
         generator = torch.Generator().manual_seed(3)
         old = module.weight
@@ -64,7 +64,7 @@ def steps(rank: int, job: Job, plan: Plan | None) -> list[dict[str, torch.Tensor
     """Losses and gradients of two steps before any change, and of two behind each."""
     from megatron_lynx.testbed.candidates import NONE, Candidate
     from megatron_lynx.testbed.comparison import Subject
-    from megatron_lynx.testbed.groups import initialise
+    from tests.instruments.groups import initialise
 
     initialise(job)
     subject = Subject(job, NONE if plan is None else Candidate("ours", plan=plan))
@@ -78,7 +78,7 @@ def steps(rank: int, job: Job, plan: Plan | None) -> list[dict[str, torch.Tensor
 
 
 def _dropout(subject: Any, probability: float) -> None:
-    for chunk in subject.training.chunks:
+    for chunk in subject.chunks:
         for layer in chunk.decoder.layers:
             layer.hidden_dropout = probability
             layer.self_attention.core_attention.attention_dropout.p = probability

@@ -40,12 +40,13 @@ def one_by_one(spec: Any, job: Job) -> Any:
 
 
 def build_hybrid(job: Job, *, seed: int = 1234, pattern: str | None = None, **overrides: Any) -> list[torch.nn.Module]:
-    """What `testbed.tiny_models.build_model` makes of a job, as a hybrid model."""
+    """What `tiny_models.build_model` makes of a job, as a hybrid model."""
     from megatron.core import parallel_state
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-    from megatron_lynx.testbed.tiny_models import draw_weights, transformer_config
+    from megatron_lynx.testbed.tiny_models import transformer_config
+    from tests.instruments.tiny_models import draw_weights
 
     pattern = pattern or pattern_of(job)
     symbols = pattern.replace("|", "")
@@ -77,7 +78,7 @@ def build_hybrid(job: Job, *, seed: int = 1234, pattern: str | None = None, **ov
 
 def compare_hybrid(rank: int, job: Job, plans: list[Plan], trial: Trial) -> list[Outcome]:
     """As `trials.compare_with_stock`, with hybrid models."""
-    import megatron_lynx.testbed.tiny_models as tiny_models
+    from tests.instruments import tiny_models
 
     with patch.object(tiny_models, "build_model", build_hybrid), delta_kernels():
         return compare_with_stock(rank, job, plans, trial)
@@ -88,8 +89,8 @@ def mamba_half(rank: int, job: Job) -> tuple[tuple[SavedTensor, ...], tuple[int,
     from megatron_lynx.apply.hooks.sites import places_of
     from megatron_lynx.profiler.measured import blocks_of
     from megatron_lynx.profiler.timing import HalfRun
-    from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.profiling import inner_norms
+    from tests.instruments.groups import initialise
 
     initialise(job)
     [chunk] = build_hybrid(job)
@@ -106,7 +107,7 @@ def refused(rank: int, job: Job, plan: Plan, pattern: str, spoil: Any = None) ->
     """What installing says of a stack with this pattern, in a run that `spoil` has changed."""
     from megatron_lynx.apply.installation import install
     from megatron_lynx.errors import LynxError
-    from megatron_lynx.testbed.groups import initialise
+    from tests.instruments.groups import initialise
 
     initialise(job)
     with ExitStack() as undo:

@@ -37,7 +37,7 @@ class Seen:
 
 def changing_lengths(rank: int, job: Job, plan: Plan, steps: Sequence[Step], model: dict[str, Any]) -> tuple[list[str], Seen]:
     """What differs from stock, and what the planned training showed."""
-    from megatron_lynx.testbed.groups import initialise
+    from tests.instruments.groups import initialise
 
     initialise(job)
     gc.collect()
@@ -53,7 +53,7 @@ def _train(job: Job, plan: Plan | None, steps: Sequence[Step], model: dict[str, 
     from megatron_lynx.apply.installation import install
     from megatron_lynx.figures import InputSeen
     from megatron_lynx.testbed.groups import seed_random_numbers
-    from megatron_lynx.testbed.tiny_models import build_model
+    from tests.instruments.tiny_models import build_model
     from tests.instruments.training import Training
 
     seen = Seen()

@@ -18,9 +18,10 @@ def held_in_backward(rank: int, job: Job, plans: list[Plan], model: dict[str, An
     """For each plan the most bytes that are there when a backward of the second step begins, beyond what was there before the
     step, and how many halves of it fell back. The first two experts get all tokens."""
     from megatron_lynx.apply.installation import install
-    from megatron_lynx.testbed.groups import initialise, seed_random_numbers
-    from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.groups import seed_random_numbers
     from megatron_lynx.testbed.training import synthetic_batches
+    from tests.instruments.groups import initialise
+    from tests.instruments.tiny_models import build_model
     from tests.instruments.training import Training
 
     initialise(job)

@@ -37,9 +37,10 @@ class Failed:
 def fail_and_recover(rank: int, job: Job, plan: Plan, direction: Literal["offload", "reload"]) -> Failed:
     """The copies of the last micro-batch fail on one stage of one."""
     from megatron_lynx.apply.installation import install
-    from megatron_lynx.testbed.groups import initialise, seed_random_numbers
-    from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.groups import seed_random_numbers
     from megatron_lynx.testbed.training import synthetic_batches
+    from tests.instruments.groups import initialise
+    from tests.instruments.tiny_models import build_model
     from tests.instruments.training import Training
 
     initialise(job)
@@ -108,9 +109,9 @@ def fail_mid_step(rank: int, job: Job, plan: Plan, where: Literal["backward", "o
     from megatron.core import parallel_state
 
     from megatron_lynx.apply.installation import install
-    from megatron_lynx.testbed.groups import initialise
-    from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import forward_step, run_schedule, synthetic_batches
+    from tests.instruments.groups import initialise
+    from tests.instruments.tiny_models import build_model
     from tests.instruments.training import Training
 
     with _groups_of_little_patience():
@@ -182,16 +183,18 @@ class Reshaped:
 def reshape(rank: int, jobs: list[Job], plan: Plan) -> Reshaped:
     """One step of each job, with the model of the first: stock, then all of them under the plan, an evaluation behind each."""
     from megatron_lynx.apply.installation import install
-    from megatron_lynx.testbed.groups import initialise, seed_random_numbers
-    from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training, run_schedule, synthetic_batches
+    from megatron_lynx.testbed.groups import seed_random_numbers
+    from megatron_lynx.testbed.training import run_schedule, synthetic_batches
+    from tests.instruments.groups import initialise
+    from tests.instruments.tiny_models import build_model
+    from tests.instruments.training import Training
 
     initialise(jobs[0])
     chunks = build_model(jobs[0])
 
     def step(job: Job) -> dict[str, Tensor]:
         seed_random_numbers(7)
-        training = Training(job, chunks)
+        training = Training(job, chunks, optimizer=None)
         training.step(synthetic_batches(job))
         return training.gradients()
 
@@ -254,7 +257,7 @@ def bytes_at_halves(rank: int, job: Job, plans: list[Plan]) -> list[list[int]]:
 def _counted(job: Job, plans: list[Plan], step: Callable[[Any, Any, Any, Any], None]) -> list[list[int]]:
     """Live bytes at each mark of a step under each plan, after a warm-up. `step`: of (training, batches, offloader, meter)."""
     from megatron_lynx.measure.memory import remember_blocks
-    from megatron_lynx.testbed.groups import initialise
+    from tests.instruments.groups import initialise
 
     initialise(job)
     remember_blocks()
@@ -264,8 +267,8 @@ def _counted(job: Job, plans: list[Plan], step: Callable[[Any, Any, Any, Any], N
 def _counted_under(job: Job, plan: Plan, step: Callable[[Any, Any, Any, Any], None]) -> list[int]:
     from megatron_lynx.apply.installation import install
     from megatron_lynx.measure.memory import count_step
-    from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import synthetic_batches
+    from tests.instruments.tiny_models import build_model
     from tests.instruments.training import Training
 
     training, batches = Training(job, build_model(job), optimizer=None), synthetic_batches(job)

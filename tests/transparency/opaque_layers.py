@@ -50,9 +50,9 @@ def delta_nets(job: Job) -> Iterator[None]:
     classes = {"gated_delta_net": theirs.GatedDeltaNet, "own_attention": OwnAttention}
     modules = {number: classes.get(each.kind) for each in job.model.opaque for number in each.numbers(job.model.layers)}
 
-    def block_spec(usual: Any, config: Any, vp_stage: int | None = None) -> Any:
+    def block_spec(usual: Any, config: Any, vp_stage: int | None, te: bool) -> Any:
         with_delta_nets(config, job)
-        block = usual(config, vp_stage)
+        block = usual(config, vp_stage, te)
         first = 1 + get_transformer_layer_offset(config, vp_stage)
         block.layer_specs = [deepcopy(spec) for spec in block.layer_specs]
         for number, spec in enumerate(block.layer_specs, start=first):
@@ -63,11 +63,7 @@ def delta_nets(job: Job) -> Iterator[None]:
                 spec.submodules.self_attention = ModuleSpec(module=module, submodules=submodules)
         return block
 
-    with (
-        patch.object(tiny_models, "block_spec", partial(block_spec, tiny_models.block_spec)),
-        patch.object(tiny_models, "te_block_spec", partial(block_spec, tiny_models.te_block_spec)),
-        delta_kernels(),
-    ):
+    with patch.object(tiny_models, "block_spec", partial(block_spec, tiny_models.block_spec)), delta_kernels():
         yield
 
 

@@ -144,8 +144,9 @@ def held_and_given_back(rank: int, job: Job, plan: Plan) -> tuple[list[str], lis
 @contextmanager
 def _training(job: Job, **settings: Any) -> Iterator[Any]:
     from megatron_lynx.testbed.fusions import stand_in_for_fused_gradient
-    from megatron_lynx.testbed.groups import initialise, seed_random_numbers
-    from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.groups import seed_random_numbers
+    from tests.instruments.groups import initialise
+    from tests.instruments.tiny_models import build_model
     from tests.instruments.training import Training
 
     initialise(job)

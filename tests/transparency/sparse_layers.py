@@ -19,11 +19,11 @@ def sparse_attention(job: Job) -> Iterator[None]:
 
     from megatron_lynx.testbed import tiny_models
 
-    usual = tiny_models.latent_fields
+    usual, spec = tiny_models.latent_fields, theirs.get_transformer_block_with_experimental_attention_variant_spec
     tracker().clear()
     with (
         patch.object(tiny_models, "latent_fields", lambda job: usual(job) | sparse_fields(job)),
-        patch.object(tiny_models, "te_block_spec", theirs.get_transformer_block_with_experimental_attention_variant_spec),
+        patch.object(tiny_models, "block_spec", lambda config, vp_stage, te: spec(config, vp_stage)),
     ):
         yield
 
@@ -56,7 +56,7 @@ def tracker() -> dict[str, Any]:
 
 def logged_losses(rank: int, job: Job, plans: list[Plan]) -> list[list[float]]:
     """The logged losses of indexers by layer, of stock and under each plan."""
-    from megatron_lynx.testbed.groups import initialise
+    from tests.instruments.groups import initialise
 
     initialise(job)
     logged = []

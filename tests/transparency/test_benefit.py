@@ -14,8 +14,8 @@ import pytest
 from megatron_lynx.anatomy.address import RECV_BACKWARD
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankPool
+from tests.deferring import deferring
 from tests.tiny_jobs import tiny_job
 from tests.transparency.plans import plan_for, recomputable
 from tests.transparency.test_deferring_experts import LINEARS, plans, with_shared

@@ -165,9 +165,11 @@ def called_as_graphs(rank: int, job: Job, captured: tuple[str, ...]) -> list[str
     """The classes whose calls go to a manager of graphs, in a forward of the model."""
     from megatron.core.transformer.cuda_graphs import CudaGraphManager
 
-    from megatron_lynx.testbed.groups import initialise, seed_random_numbers
-    from megatron_lynx.testbed.tiny_models import MODULES, build_model
+    from megatron_lynx.testbed.groups import seed_random_numbers
+    from megatron_lynx.testbed.tiny_models import MODULES
     from megatron_lynx.testbed.training import synthetic_batches
+    from tests.instruments.groups import initialise
+    from tests.instruments.tiny_models import build_model
     from tests.instruments.training import Training
 
     initialise(job)
@@ -191,8 +193,9 @@ def called_as_graphs(rank: int, job: Job, captured: tuple[str, ...]) -> list[str
 def held_by(rank: int, job: Job, plan: Plan) -> list[str]:
     """The functions that an installation holds."""
     from megatron_lynx.apply.installation import install
-    from megatron_lynx.testbed.groups import initialise, seed_random_numbers
-    from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.groups import seed_random_numbers
+    from tests.instruments.groups import initialise
+    from tests.instruments.tiny_models import build_model
     from tests.instruments.training import Training
 
     initialise(job)
@@ -204,9 +207,10 @@ def held_by(rank: int, job: Job, plan: Plan) -> list[str]:
 
 def calls_of_a_hook(rank: int, job: Job) -> dict[str, int]:
     """How often `linear_qkv` and `linear_fc1` of the first layer are called in a step of two micro-batches with graphs."""
-    from megatron_lynx.testbed.groups import initialise, seed_random_numbers
-    from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.groups import seed_random_numbers
     from megatron_lynx.testbed.training import synthetic_batches
+    from tests.instruments.groups import initialise
+    from tests.instruments.tiny_models import build_model
     from tests.instruments.training import Training
 
     initialise(job)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankPool
 from tests.apply import test_fp8_kinds
 from tests.apply.test_fp8 import fp8_job
+from tests.deferring import deferring
 from tests.double_buffered import on_ranks as without_flush
 from tests.double_buffered.test_plans import MEGATRON, without_flushes
 from tests.launch import frames_on_ranks

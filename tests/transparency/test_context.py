@@ -84,7 +84,7 @@ def test_random_plans(pool_of: Pools, layout: str) -> None:
 
 
 def trained(rank: int, job: Job) -> dict[str, torch.Tensor]:
-    from megatron_lynx.testbed.groups import initialise
+    from tests.instruments.groups import initialise
 
     initialise(job)
     return train(job, None, Trial(steps=1, training={"ddp": True, "optimizer": None})).tensors

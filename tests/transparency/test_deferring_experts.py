@@ -14,8 +14,8 @@ from megatron_lynx.anatomy import ATTENTION, EXPERTS, EXPERTS_WITH_SHARED
 from megatron_lynx.anatomy.address import is_forward
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankPool
+from tests.deferring import deferring
 from tests.long import long
 from tests.transparency.plans import plan_for, recomputable
 from tests.transparency.queued import held_bytes

@@ -16,8 +16,8 @@ from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.profile import SavedTensor
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankPool
+from tests.deferring import deferring
 from tests.kinds.on_ranks import measured_delta_net
 from tests.long import long
 from tests.te_releases import pool_with, pools_with

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megatron_lynx.testbed.ranks import RankPool
+from tests.instruments.compiler import COMPILER
 from tests.te_releases import folder_of, python_path
 from tests.tiny_jobs import tiny_job
 from tests.transparency.offloaded import offloading
@@ -42,7 +43,7 @@ BIAS_FOUND_IN_BACKWARD = {"gpt": ["bias_gelu_back"], "llama": []}
 def compiling() -> Iterator[Callable[[int], RankPool]]:
     """`pool_of`, whose ranks compile."""
     pools: dict[int, RankPool] = {}
-    yield lambda ranks: pools.setdefault(ranks, RankPool(ranks, compiler="aot_eager"))
+    yield lambda ranks: pools.setdefault(ranks, RankPool(ranks, env={COMPILER: "aot_eager"}))
     for pool in pools.values():
         pool.close()
 
@@ -90,7 +91,7 @@ def test_rotary_positions_in_one_kernel() -> None:
         offloading(plan_for(job, lambda layer: ["rotary"] if layer % 2 else ()), chunk_bytes(job)),
     ]
     trial = Trial(steps=2, model={**FUSED, "apply_rope_fusion": True})
-    with RankPool(1, compiler="aot_eager", env={"PYTHONPATH": python_path(folder)}) as pool:
+    with RankPool(1, env={COMPILER: "aot_eager", "PYTHONPATH": python_path(folder)}) as pool:
         (outcomes,) = checked(lambda _: pool, job, candidates, trial)
         assert pool.run(turned_as_megatron_does) == [(True, True)]
     assert_nothing_new("llama", outcomes[0].stock, [outcome.planned for outcome in outcomes])
@@ -123,6 +124,6 @@ def test_masks_that_generated_code_draws() -> None:
         plan_for(job, lambda layer: recomputable(job)),
         offloading(plan_for(job, lambda layer: ["attention_bda", "mlp_bda"]), chunk_bytes(job)),
     ]
-    with RankPool(1, compiler="inductor", env={"TORCHINDUCTOR_COMPILE_THREADS": "1"}) as pool:
+    with RankPool(1, env={COMPILER: "inductor", "TORCHINDUCTOR_COMPILE_THREADS": "1"}) as pool:
         (outcomes,) = checked(lambda _: pool, job, candidates, Trial(steps=2, model=FUSED, recompile_limit=1))
     assert_nothing_new("llama", outcomes[0].stock, [outcome.planned for outcome in outcomes])

@@ -14,9 +14,9 @@ from megatron_lynx.kinds.mamba.section import MAMBA, MAMBA_IN_PROJ, MAMBA_NORM, 
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankPool
 from tests.apply.on_ranks import reads_otherwise
+from tests.deferring import deferring
 from tests.long import long
 from tests.te_releases import pool_with, pools_with
 from tests.tiny_jobs import tiny_job

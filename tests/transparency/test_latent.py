@@ -22,9 +22,9 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.report.drawing import kind_of
-from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankPool
 from tests.apply import on_ranks
+from tests.deferring import deferring
 from tests.launch import frames_on_ranks
 from tests.long import long
 from tests.profiler.made_up import made_up_profile

@@ -23,8 +23,8 @@ from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.runtime.offload.host_memory import ALIGNMENT
 from megatron_lynx.schedule.flushes import sets_on_host
 from megatron_lynx.simulator.simulation import Simulation
-from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankError, RankPool
+from tests.deferring import deferring
 from tests.long import long
 from tests.plan.strategies import plans_for, samples
 from tests.profiler.made_up import made_up_profile

@@ -10,8 +10,8 @@ import pytest
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.parameters import stage_parameters
 from megatron_lynx.planner import uniform_plan
-from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankPool
+from tests.deferring import deferring
 from tests.long import long
 from tests.tiny_jobs import tiny_job
 from tests.transparency.checkpoints import checkpointed

@@ -18,8 +18,8 @@ from megatron_lynx.cost import section
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.rule import Rule
 from megatron_lynx.planner import decide
-from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankPool
+from tests.deferring import deferring
 from tests.long import with_models
 from tests.profiler.made_up import made_up_profile
 from tests.tiny_jobs import tiny_job

@@ -12,8 +12,8 @@ from megatron_lynx.anatomy.address import RECV_BACKWARD, is_forward
 from megatron_lynx.config.job import Job
 from megatron_lynx.figures import Figures
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankPool
+from tests.deferring import deferring
 from tests.long import long, with_models
 from tests.plan.strategies import plans_for, samples
 from tests.tiny_jobs import tiny_job

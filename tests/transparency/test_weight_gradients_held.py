@@ -12,8 +12,8 @@ from megatron_lynx.anatomy.address import is_forward
 from megatron_lynx.cost.section import weight_gradient
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.report.drawing import kind_of
-from megatron_lynx.testbed.candidates import deferring
 from megatron_lynx.testbed.ranks import RankPool
+from tests.deferring import deferring
 from tests.profiler.made_up import made_up_profile
 from tests.tiny_jobs import tiny_job
 from tests.transparency.test_every_bit import LAYOUTS

@@ -102,9 +102,10 @@ def timelines(rank: int, job: Job, plans: list[Plan], training: dict[str, Any], 
     """One step under each plan."""
     from megatron_lynx.apply.installation import install
     from megatron_lynx.testbed.fusions import stand_in_for_fused_gradient
-    from megatron_lynx.testbed.groups import initialise, seed_random_numbers
-    from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.groups import seed_random_numbers
     from megatron_lynx.testbed.training import synthetic_batches
+    from tests.instruments.groups import initialise
+    from tests.instruments.tiny_models import build_model
     from tests.instruments.training import Training
 
     initialise(job)

@@ -92,7 +92,7 @@ class Outcome:
 
 def compare_with_stock(rank: int, job: Job, plans: list[Plan], trial: Trial) -> list[Outcome]:
     """One outcome per plan."""
-    from megatron_lynx.testbed.groups import initialise
+    from tests.instruments.groups import initialise
 
     initialise(job)
     torch._dynamo.reset()  # what an earlier test of these ranks compiled
@@ -103,7 +103,7 @@ def compare_with_stock(rank: int, job: Job, plans: list[Plan], trial: Trial) -> 
 
 def stock_seen(rank: int, job: Job, trial: Trial) -> Seen:
     """What a training of stock shows, under the settings of the trial."""
-    from megatron_lynx.testbed.groups import initialise
+    from tests.instruments.groups import initialise
 
     initialise(job)
     return train(job, None, trial)
@@ -114,7 +114,7 @@ def train(job: Job, plan: Plan | None, trial: Trial) -> Seen:
     from megatron_lynx.apply.installation import install
     from megatron_lynx.testbed.fusions import stand_in_for_fused_gradient
     from megatron_lynx.testbed.groups import seed_random_numbers
-    from megatron_lynx.testbed.tiny_models import build_model
+    from tests.instruments.tiny_models import build_model
     from tests.instruments.training import Training
 
     seen = Seen()

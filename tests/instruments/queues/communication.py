@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from megatron_lynx.testbed.links import Posted
-from megatron_lynx.testbed.stand_in import replace
 from tests.instruments.posted import WorkListener, listening_to_works
 from tests.instruments.queues.log import Communicator, Direction, Event, Log, Message
+from tests.instruments.replacing import replace
 
 UNEQUAL = ("gather", "scatter", "all_to_all_single")
 """Collectives of which members may be given tensors of other sizes: those with a root, and rows of experts on their way."""

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_lynx.testbed.stand_in import replace
 from tests.instruments.queues.communication import note_communication
 from tests.instruments.queues.log import Log
 from tests.instruments.queues.seam import note_copies
+from tests.instruments.replacing import replace
 
 READS = ("_local_scalar_dense", "equal", "nonzero", "masked_select")
 """Operations whose result the host needs."""

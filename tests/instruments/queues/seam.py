@@ -13,8 +13,8 @@ from typing import Any
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_lynx.runtime import device
-from megatron_lynx.testbed.stand_in import replace
 from tests.instruments.queues.log import COMPUTE, Event, Log
+from tests.instruments.replacing import replace
 
 
 def note_copies(undo: ExitStack, log: Log) -> None:

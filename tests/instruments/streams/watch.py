@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_lynx.testbed.stand_in import replace
 from tests.instruments.posted import listening_to_works
+from tests.instruments.replacing import replace
 from tests.instruments.streams.asynchronous import AsynchronousDevice
 from tests.instruments.streams.compute import Computing
 from tests.instruments.streams.happens_before import HappensBefore

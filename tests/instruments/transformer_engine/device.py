@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from megatron_lynx.testbed.cpu_device import with_device_on_cpu
-from megatron_lynx.testbed.stand_in import replace
+from tests.instruments.replacing import replace
 
 CAPABILITY = tuple(int(part) for part in os.environ.get("TESTBED_CAPABILITY", "9.0").split("."))
 """A Hopper's, unless TESTBED_CAPABILITY names another: MXFP8 is Blackwell's (10.0)."""

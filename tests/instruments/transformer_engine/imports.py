@@ -22,8 +22,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_lynx.testbed.stand_in import TRANSFORMER_ENGINE as PACKAGE
-from megatron_lynx.testbed.stand_in import has_compiled_extension, replace_entry
+from megatron_lynx.testbed.cpu_device import TRANSFORMER_ENGINE as PACKAGE
+from megatron_lynx.testbed.cpu_device import has_compiled_extension
+from tests.instruments.replacing import replace_entry
 from tests.instruments.transformer_engine.device import answer_transformer_engine
 from tests.instruments.transformer_engine.fp4 import padded
 from tests.instruments.transformer_engine.unanswered import UnansweredModule
