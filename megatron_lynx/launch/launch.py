@@ -183,8 +183,8 @@ class Launch:
             )
 
     def _locked(self) -> str:
-        locked = of_all_ranks(self._installation.engine.offloader.locked)
-        held, longest_s = sum(rank.bytes for rank in locked), max(rank.seconds for rank in locked)
+        sizes, seconds = zip(*of_all_ranks(self._installation.engine.offloader.locked), strict=True)
+        held, longest_s = sum(sizes), max(seconds)
         return f"; {format_bytes(held)} of host memory page-locked in {longest_s:.1f} s" if held else ""
 
     def _say_done(self, counts: Figures) -> None:

@@ -250,11 +250,6 @@ class Frame:
         """Whether it is still to be recomputed, even if an early gather of the input has left nothing wanted."""
         return not self.recomputed and (bool(self.wanted) or self.gathering is not None or self.policy.feeds)
 
-    @property
-    def waits(self) -> bool:
-        """Whether a backward that needs this frame is still to come."""
-        return self.lets_go or bool(self.results)
-
     def keep(self, key: Key, tensor: Tensor) -> None:
         if key in self.wanted:
             self.wanted.discard(key)

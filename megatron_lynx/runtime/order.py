@@ -72,7 +72,8 @@ class Ledger:
     @property
     def busy(self) -> bool:
         """Whether a micro-batch is between the begin of its forward and the end of its backward."""
-        waits = any(frame.waits for frame in self._frames.values() if frame.micro_batch is self.recording)
+        recorded = (frame for frame in self._frames.values() if frame.micro_batch is self.recording)
+        waits = any(frame.lets_go or frame.results for frame in recorded)
         return self.in_forward or waits or any(micro_batch.alive for micro_batch in self._in_flight.values())
 
     @property

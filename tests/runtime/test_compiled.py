@@ -75,7 +75,8 @@ def test_gradients_are_equal_and_a_recomputation_compiles_nothing(recompute: lis
     output.sum().backward()
     assert get_compilation_metrics() == []
     assert all(torch.equal(one, other) for one, other in zip(wanted, [hidden.grad, *half.gradients()], strict=True))  # type: ignore
-    assert not frame.waits
+    assert not frame.lets_go
+    assert not frame.results
 
 
 def test_a_tensor_that_a_compiled_site_saved_is_gone() -> None:

@@ -68,7 +68,7 @@ def test_what_a_plan_needs_is_locked_before_the_first_step(monkeypatch: pytest.M
     made = Offloader({0: OffloadPolicy(6000, 1, 2), 1: OffloadPolicy(900, 1, 1, ragged=True)}, device=CPU, limit=limit)
     made.lock_ahead()
     assert locked == [2 * (6144 + 512)], "of experts it is not known before how much"
-    assert made.locked.bytes == limit.held_bytes == sum(locked)
+    assert made.locked[0] == limit.held_bytes == sum(locked)
     lent = [made.memory.lend(0, [4000, 2000]) for _ in range(2)]
     assert len(locked) == 1
     lent.clear()
@@ -80,7 +80,7 @@ def test_nothing_is_locked_ahead_where_only_just_enough_is_free() -> None:
     limit = HostLimit(6000)
     made = Offloader({0: OffloadPolicy(6000, 1, 1)}, device=CPU, limit=limit)
     made.lock_ahead()
-    assert (made.locked.bytes, limit.held_bytes) == (0, 0)
+    assert (made.locked[0], limit.held_bytes) == (0, 0)
     made.close()
 
 

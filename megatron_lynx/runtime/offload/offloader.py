@@ -49,11 +49,6 @@ class OffloadPolicy:
     """The chunk's first layer, and its number of layers."""
 
 
-class Locked(NamedTuple):
-    bytes: int
-    seconds: float
-
-
 class Offloader:
     """Offloads one stage. Raises `OffloadError` if `limit` is less than the plan's bytes."""
 
@@ -74,7 +69,8 @@ class Offloader:
         self.policies = dict(policies)
         self.device = device
         self.memory = HostMemory(where, device, limit)
-        self.locked = Locked(0, 0.0)
+        self.locked = 0, 0.0
+        """Bytes that `lock_ahead` page-locked, and its seconds."""
         self._avoids_messages = any(policy.avoids_messages for policy in policies.values())
         self._limit = limit
         self._lasting = lasting
@@ -90,7 +86,7 @@ class Offloader:
         if known and wanted_bytes <= self._limit.most_bytes:
             begin_s = time.perf_counter()
             self.memory.lock(wanted_bytes)
-            self.locked = Locked(self._limit.held_bytes, time.perf_counter() - begin_s)
+            self.locked = self._limit.held_bytes, time.perf_counter() - begin_s
 
     def step_begins(self) -> None:
         self._lasting_of.clear()
