@@ -22,10 +22,9 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.config.loader import bundled_configs, cluster_data
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.solver.answer import Solved
-from megatron_lynx.solver.baselines import keep_all
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import StageProblem
-from megatron_lynx.solver.programme import least_memory, solve
+from megatron_lynx.solver.programme import keep_all, least_memory, solve
 from megatron_lynx.yaml_file import read_yaml
 
 SHARES = (0.02, 0.1, 0.3, 0.6, 0.9)

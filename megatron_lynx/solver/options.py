@@ -161,7 +161,7 @@ class StageProblems:
         budget_mib, chunks = self.job.budget.activation_mib, chunks or tuple(range(self.job.chunks))
         layers = self.job.layers_of(stage, chunks[0])
         sections = [section for layer in layers for section in self.job.model.sections(layer)]
-        return StageProblem(
+        problem = StageProblem(
             stage,
             tuple(self._halves(sections)),
             in_flight=chunks_in_flight(self.job, stage),
@@ -171,6 +171,7 @@ class StageProblems:
             forward_s=sum(self._half_seconds[section].forward_s for section in sections),
             loss_bytes=self._loss_bytes(stage, chunks),
         )
+        return problem if self.job.policy == "planned" else problem.under(self.job.policy)
 
     def _halves(self, sections: Sequence[Section]) -> Iterator[Choices]:
         kinds = [HalfKind(*neighbours) for neighbours in zip(sections, (*sections[1:], None), strict=False)]

@@ -11,10 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lynx.anatomy import HALVES
+from megatron_lynx.anatomy.address import ON_DEMAND
+from megatron_lynx.config.job import Policy
 from megatron_lynx.cost.host import NO_HOST_TIME
 from megatron_lynx.cost.memory import COLUMNS, HalfMemory
-from megatron_lynx.cost.recompute import Checkpoint
-from megatron_lynx.solver.seats import Seat
+from megatron_lynx.cost.recompute import Checkpoint, recomputed_items
+from megatron_lynx.solver.seats import ON_DEMAND_SEAT, Seat
 from megatron_lynx.timeline import Passes
 from megatron_lynx.units import SECOND_DIGITS
 
@@ -50,6 +52,13 @@ class Option:
     @property
     def hidden_s(self) -> float:
         return max(0.0, self.recompute_s - self.exposed_s)
+
+    @property
+    def on_demand(self) -> Option:
+        """The same recomputation without waits; its input is gathered on demand, too."""
+        seat = replace(ON_DEMAND_SEAT, gather=self.seat.gather and ON_DEMAND, gather_s=self.seat.gather_s)
+        memory = replace(self.memory, ahead=(0, 0, 0, 0))
+        return replace(self, seat=seat, exposed_s=self.recompute_s + seat.gather_s, memory=memory)
 
 
 class Columns(NamedTuple):
@@ -121,9 +130,13 @@ class Choices(tuple[Option, ...]):
         return Choices(subsets.values())
 
     def recomputing(self, items: Set[str]) -> Option:
-        """Return the option on demand that recomputes these items, and as few others as possible."""
-        wanted = [option for option in self.plain if items <= set(option.recompute) and option.seat.placement.on_demand]
-        return min(wanted, key=lambda option: len(option.recompute))
+        """Return the option that recomputes most of these items, and as few others as possible, on demand."""
+        return max(self.plain, key=lambda option: (len(items.intersection(option.recompute)), -len(option.recompute))).on_demand
+
+    @property
+    def items(self) -> Set[str]:
+        """Every item that some option recomputes."""
+        return {item for option in self for item in option.recompute}
 
 
 class Grouped(NamedTuple):
@@ -165,6 +178,18 @@ class StageProblem:
         """Without checkpoints and host seconds, and with all recomputation in the windows that hide most of it: leaving a window
         empty saves no memory."""
         return replace(self.with_choices(lambda choices: choices.plain.best_seated), inside=(), device=None)
+
+    def under(self, policy: Policy) -> StageProblem:
+        """Return the problem with one choice for each half: what a named policy recomputes, on demand.
+
+        Our runtime never repeats a row-parallel GEMM and its reduction, and keeps the input of both halves of a layer, so `full`
+        is faster than stock Megatron's and holds more. Code between submodules runs again as well: `selective` recomputes the
+        rotary embedding with the core attention. Raises `KeyError` for `planned`.
+        """
+        items = set(recomputed_items(policy))
+        everything = policy == "full"
+        chosen = self.with_choices(lambda each: Choices([each.recomputing(each.plain.items if everything else items)]))
+        return replace(chosen, inside=())
 
     def with_choices(self, made: Callable[[Choices], Choices]) -> StageProblem:
         """Return the problem with other choices. Equal choices are converted once."""

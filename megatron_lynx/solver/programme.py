@@ -110,6 +110,8 @@ class Programme:
     def __call__(self, problem: StageProblem) -> Solved:
         """Return the fastest answer that fits; without a budget, the least memory with all layers alike. Raises `Infeasible`."""
         if problem.budget_bytes is None:
+            if not problem.layers:
+                return self.least(problem)
             stage = self._stage(problem.simplest)
             return stage.solved(stage.leanest(alike=True))
         if problem.device is not None:
@@ -130,6 +132,9 @@ class Programme:
     def _found(self, problem: StageProblem, budget_bytes: float | None) -> Iterator[Solved]:
         """Yield the best answer without groups of layers, then with groups of the lowest, then those with all layers in
         groups."""
+        if not problem.layers:
+            yield Solved((), problem.in_flight, loss_bytes=problem.loss_bytes)
+            return
         stage = self._stage(problem)
         yield from stage.best(budget_bytes)
         if problem.leaving:
@@ -180,6 +185,11 @@ def solve(problem: StageProblem) -> Solved:
 
 def least_memory(problem: StageProblem) -> Solved:
     return Programme().least(problem)
+
+
+def keep_all(problem: StageProblem) -> Solved:
+    """Whatever that holds."""
+    return solve(replace(problem.under("none"), budget_bytes=None))
 
 
 @dataclass(frozen=True, eq=False)

@@ -34,12 +34,11 @@ from megatron_lynx.once import once
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.flushes import goes_back_at_once, sets_on_host
-from megatron_lynx.solver import baselines
-from megatron_lynx.solver.answer import NOTHING_FITS, LayerChoice, Share, Solved, SolvedChunks, Solver, StageAnswer, infeasible
+from megatron_lynx.solver.answer import NOTHING_FITS, LayerChoice, Share, Solved, SolvedChunks, Solver, StageAnswer
 from megatron_lynx.solver.offload import Leaver, bytes_copied_in, host_of_stage, may_go_within
 from megatron_lynx.solver.options import LAYER, StageProblems
 from megatron_lynx.solver.problem import StageProblem
-from megatron_lynx.solver.programme import Programme, least_memory
+from megatron_lynx.solver.programme import Programme, keep_all, least_memory
 from megatron_lynx.timeline import Passes
 from megatron_lynx.units import SECOND_DIGITS, format_bytes
 
@@ -72,10 +71,9 @@ class Chunks:
 
     def solved(self, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver) -> SolvedChunks:
         """All chunks of a stage, `in_flight` of them at once."""
-        deciding = partial(_decided, solver)
         if self._goes_back_at_once(stage):
-            return self._shared_out(stage, in_flight, budget_bytes, deciding)
-        return self._beside_each_other(stage, in_flight, budget_bytes, deciding)
+            return self._shared_out(stage, in_flight, budget_bytes, solver)
+        return self._beside_each_other(stage, in_flight, budget_bytes, solver)
 
     def begun_anyway(self, stage: int, chunk: int, solved: Solved) -> Iterator[Solved]:
         """Yield answers for a chunk in which the lowest checkpointed layer, the lowest two, and so on begin communication ahead,
@@ -99,7 +97,7 @@ class Chunks:
             return self._with_last(stage, in_flight, budget_bytes, solver)
         enough_bytes = most_bytes = last.loss_bytes
         if last.layers:
-            least, most_bytes = self._leanest(stage), baselines.keep_all(last).peak_bytes
+            least, most_bytes = self._leanest(stage), keep_all(last).peak_bytes
             enough_bytes = least.peak_bytes - least.resident_bytes  # one of the others is counted that is not held then
         reserves = {enough_bytes, *(part * most_bytes // RESERVES for part in range(RESERVES + 1))}
         divisions, error = list[SolvedChunks](), None
@@ -123,7 +121,12 @@ class Chunks:
         beside = self._beside_each_other(stage, in_flight, budget_bytes, solver, reserved_bytes)
         room_bytes = (beside.peak_bytes if budget_bytes is None else budget_bytes) - beside.beside_bytes
         problem = replace(self.problems.of(stage, (len(beside),)), in_flight=1, budget_bytes=room_bytes)
-        return SolvedChunks((*beside, _solved_or_least(problem, solver, least=budget_bytes is None)))
+        try:
+            return SolvedChunks((*beside, solver(problem)))
+        except Infeasible:
+            if budget_bytes is not None:
+                raise
+        return SolvedChunks((*beside, solver(replace(problem, budget_bytes=None))))
 
     def _beside_each_other(
         self, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver, reserved_bytes: int = 0
@@ -178,26 +181,6 @@ def _reserving(solver: Solver, problem: StageProblem, reserved_bytes: int) -> So
         return solver(problem)
     solved = solver(replace(problem, loss_bytes=problem.loss_bytes + reserved_bytes))
     return replace(solved, loss_bytes=problem.loss_bytes)
-
-
-def _decided(solver: Solver, problem: StageProblem) -> Solved:
-    """Return the solver's answer, or an empty one for chunks without layers. [3]"""
-    if problem.layers:
-        return solver(problem)
-    nothing = Solved((), problem.in_flight, loss_bytes=problem.loss_bytes)
-    if problem.budget_bytes is not None and nothing.peak_bytes > problem.budget_bytes:
-        raise infeasible(problem, nothing)
-    return nothing
-
-
-def _solved_or_least(problem: StageProblem, solver: Solver, *, least: bool) -> Solved:
-    """Return the solver's answer; if `least` and none fits, the one with the least memory."""
-    try:
-        return solver(problem)
-    except Infeasible:
-        if not least:
-            raise
-    return solver(replace(problem, budget_bytes=None))
 
 
 NOTHING = Share(0.0)
@@ -260,9 +243,8 @@ class Stages:
 
     def least(self, stage: int) -> StageAnswer:
         """Return the answer with the least peak, regardless of the budget."""
-        solver = self._programme.least if self.job.policy == "planned" else self._solved
         largest_shares = dict.fromkeys([NOTHING, *(shares[-1] for shares in self._shares(stage) if shares)])
-        answers = [self._offloading(stage, share, None, solver) for share in largest_shares]
+        answers = [self._offloading(stage, share, None, self._programme.least) for share in largest_shares]
         return min(answers, key=lambda answer: answer.peak_bytes)
 
     def beginning_ahead(self, answer: StageAnswer) -> StageAnswer:
@@ -287,7 +269,7 @@ class Stages:
 
     def keeping_all(self, stage: int) -> StageAnswer:
         """Regardless of the budget."""
-        return self._offloading(stage, NOTHING, None, baselines.keep_all)
+        return self._offloading(stage, NOTHING, None, keep_all)
 
     def fits(self, answer: StageAnswer) -> bool:
         budget_bytes = layers_budget_bytes(self.job, answer.stage)
@@ -312,32 +294,23 @@ class Stages:
         """Raises `Infeasible`."""
         if not share.within:
             paces = paced and share.ratio
-            return self._offloading(stage, share, budget_bytes, partial(self._paced, share) if paces else self._solved)
+            return self._offloading(stage, share, budget_bytes, partial(self._paced, share) if paces else self._programme)
         try:  # layers that hold most are lowest, because they leave first
-            return self._offloading(stage, share, budget_bytes, lambda problem: self._solved(replace(problem, leaving=True)))
+            return self._offloading(stage, share, budget_bytes, lambda problem: self._programme(replace(problem, leaving=True)))
         except Infeasible:
-            least = self._offloading(stage, share, None, self._solved)
+            least = self._offloading(stage, share, None, self._programme)
             if budget_bytes is None or least.peak_bytes > budget_bytes:
                 raise
             return least
 
-    def _solved(self, problem: StageProblem) -> Solved:
-        """Return a policy's answer. Policies of stock Megatron recompute on demand."""
-        if self.job.policy == "planned":
-            return self._programme(problem)
-        answer = baselines.of_policy(problem, self.job.policy)
-        if problem.budget_bytes is not None and answer.peak_bytes > problem.budget_bytes:
-            raise infeasible(problem, answer)
-        return answer
-
     def _paced(self, share: Share, problem: StageProblem) -> Solved:
         """Return an answer of which this fraction can be copied to the host during a forward of the layers."""
         most_bytes = bytes_copied_in(self.profile, problem.forward_s) / share.ratio
-        solved = self._solved(problem)
+        solved = self._programme(problem)
         while solved.resident_bytes > most_bytes:
             spared_bytes = ceil((solved.resident_bytes - most_bytes) * problem.in_flight)
             problem = replace(problem, budget_bytes=solved.peak_bytes - spared_bytes)
-            solved = self._solved(problem)
+            solved = self._programme(problem)
         return solved
 
     def _offloading(self, stage: int, share: Share, budget_bytes: int | None, solver: Solver) -> StageAnswer:
@@ -368,7 +341,7 @@ class Stages:
 
     @once
     def _kept_bytes(self, stage: int) -> int:
-        return self._chunks.solved(stage, 1, None, baselines.keep_all).most_resident_bytes
+        return self._chunks.solved(stage, 1, None, keep_all).most_resident_bytes
 
     @once
     def _stock(self, stage: int) -> Passes:

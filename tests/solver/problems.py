@@ -12,10 +12,9 @@ from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.recompute import INSIDE
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.solver.answer import LayerChoice, Solved
-from megatron_lynx.solver.baselines import keep_all
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import Choices, Option, StageProblem
-from megatron_lynx.solver.programme import least_memory
+from megatron_lynx.solver.programme import keep_all, least_memory
 from megatron_lynx.solver.seats import NOWHERE, Placement, Portion, Seat
 from tests.config.jobs import catalogued_job
 

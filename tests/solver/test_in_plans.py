@@ -18,10 +18,9 @@ from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.solver.answer import LayerChoice, Share, Solved, SolvedChunks, StageAnswer
-from megatron_lynx.solver.baselines import keep_all
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import StageProblem
-from megatron_lynx.solver.programme import least_memory, solve
+from megatron_lynx.solver.programme import keep_all, least_memory, solve
 from megatron_lynx.timeline import Passes
 from tests.solver.problems import LAYOUTS, catalogued, grouped
 
