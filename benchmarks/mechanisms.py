@@ -98,13 +98,8 @@ MECHANISMS = (
     ),
     Mechanism(
         "checkpoints begin ahead",
-        (options.begun_ahead, options.spared_s, *_of_class(StageProblems, "_begun", "_may_begin", "_begun_at_top")),
-        ((options, "begun_ahead", lambda prices, sections, layer, **how: layer),),
-    ),
-    Mechanism(
-        "the lowest checkpoints begin ahead, whatever memory that takes",
-        _of_class(Stages, "beginning_ahead"),
-        ((Stages, "beginning_ahead", lambda stages, answer: answer),),
+        (options.ways_ahead, options.spared_s, *_of_class(StageProblems, "_ways")),
+        ((options, "ways_ahead", lambda profile, sections, layer: [layer]),),
     ),
     Mechanism(
         "checkpoints go on in waits",

@@ -266,19 +266,12 @@ def _fitting(job: Job, stages: Stages) -> Decision:
 
 
 def _refined(decision: Decision, stages: Stages, job: Job, profile: Profile) -> Decision:
-    """Return the decision or a faster one.
-
-    Tried: everything kept on stages that wait for recomputation or for their host, because not all that the solver takes for
-    hidden is; checkpoints that begin ahead.
-    """
+    """Return the decision, or a faster one that keeps everything on stages that wait for recomputation or for their host, because
+    not all that the solver takes for hidden is."""
     if job.policy != "planned" or layers_budget_bytes(decision.job, 0) is None:
         return decision
     kept = tuple(_kept_if_late(answer, decision.simulation, stages) for answer in decision.stages)
-    best = _faster_of(decision, kept, job, profile)
-    enough_s = WORTH_READING * decision.simulation.step_s / (job.microbatches + job.parallel.pipeline - 1)
-    begun = tuple(map(stages.beginning_ahead, best.stages))
-    spared_s = max(best_answer.longer_s - ahead.longer_s for best_answer, ahead in zip(best.stages, begun, strict=True))
-    return _faster_of(best, begun, job, profile) if spared_s > enough_s else best
+    return _faster_of(decision, kept, job, profile)
 
 
 def _kept_if_late(answer: StageAnswer, simulation: Simulation, stages: Stages) -> StageAnswer:

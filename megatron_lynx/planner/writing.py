@@ -219,7 +219,17 @@ def _entry(job: Job, answer: StageAnswer, chunk: int) -> Stage:
         recomputed_flops=solved.flops,
         host_bytes=answer.host_bytes,
     )
-    return stage_of(job, where, list(_rules(job, where, solved.layers)), predicted, _offload(job, answer, chunk))
+    return stage_of(job, where, _alike_at_top([*_rules(job, where, solved.layers)]), predicted, _offload(job, answer, chunk))
+
+
+def _alike_at_top(rules: list[Rule]) -> list[Rule]:
+    """The last layer begins nothing ahead, whatever its rule says: it says what the rule below says, if that is all they differ
+    in."""
+    if len(rules) > 1 and len(rules[-1].layers) == 1:
+        as_below = rules[-1].model_copy(update={"ahead": rules[-2].ahead})
+        if as_below.treatment == rules[-2].treatment:
+            return [*rules[:-1], as_below]
+    return rules
 
 
 def _rules(job: Job, where: tuple[int, int], choices: Sequence[LayerChoice]) -> Iterator[Rule]:

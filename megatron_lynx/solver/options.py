@@ -16,7 +16,6 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import loss_bytes
 from megatron_lynx.cost.communication import before_core_s, behind_gather_s
 from megatron_lynx.cost.host import half_host_s
-from megatron_lynx.cost.memory import BEGINS, HalfMemory
 from megatron_lynx.cost.moments import less_in_hand_bytes
 from megatron_lynx.cost.recompute import INSIDE, Checkpoint, sensible_choices
 from megatron_lynx.cost.section import PricedSection, Prices, priced
@@ -31,47 +30,22 @@ from megatron_lynx.timeline import Passes
 from megatron_lynx.timetable import ahead_to, may_gather_ahead
 from megatron_lynx.units import MIB
 
-Layer = tuple[Checkpoint | None, Checkpoint | None]
-"""Checkpoints of the attention half and the MLP half of a layer; None if a half is not checkpointed."""
+Layer = tuple[Checkpoint, Checkpoint]
+"""Checkpoints of the attention half and the MLP half of a layer."""
 
 
-def begun_ahead(prices: Prices, sections: tuple[Section, Section], layer: Layer, *, anyway: bool = False) -> Layer:
-    """Return the layer with its communication begun ahead if this saves time and memory allows it; otherwise return it unchanged.
-
-    moments    mlp(5) [A]               attention(5) [A]                              mlp(4) [A]
-    held       mlp(5), attention(5)     attention(5), what layer 4 has begun          mlp(4), attention(4)
-
-    Memory allows it if the second moment holds no more than the third: then the peak stays the same.
-
-    sections: of both halves. The layer above has the same sections.
-    anyway: ignore memory.
-    """
-    best_layer, most_s = layer, 0.0
-    for ahead in _ways(prices.profile, sections, layer):
-        halves = ((_price(prices, *half), *half) for half in zip(sections, ahead, strict=True))
-        seconds = sum(spared_s(prices.profile, *half, sections) for half in halves)
-        if seconds > most_s and (anyway or _takes_no_memory(prices, sections, layer, ahead)):
-            best_layer, most_s = ahead, seconds
-    return best_layer
-
-
-def _ways(profile: Profile, sections: tuple[Section, Section], layer: Layer) -> Iterator[Layer]:
-    """Yield the layer with a dispatch or a reduction ahead, then with the gather before it ahead as well if possible."""
+def ways_ahead(profile: Profile, sections: tuple[Section, Section], layer: Layer) -> Iterator[Layer]:
+    """Yield a checkpointed layer as it is, then with a dispatch or a reduction ahead, then with the gather before it ahead as
+    well, as far as possible. `sections`: of both halves."""
     experts, shape = sections[1].exchanges, profile.shape
     first, second = (
-        one and one._replace(ahead_to=ahead_to(section, experts=experts, feeds=one.feeds))
+        one._replace(ahead_to=ahead_to(section, experts=experts, feeds=one.feeds))
         for section, one in zip(sections, layer, strict=True)
     )
-    yield first, second
+    yield from dict.fromkeys((layer, (first, second)))
     gathers = shape.sequence_parallel and shape.tensor > 1 and gathers_once(shape.fp8)
-    if gathers and first is not None and may_gather_ahead(sections[0], experts=experts, feeds=first.feeds):
+    if gathers and may_gather_ahead(sections[0], experts=experts, feeds=first.feeds):
         yield first._replace(gathers_ahead=True), second
-
-
-def _takes_no_memory(prices: Prices, sections: tuple[Section, Section], layer: Layer, ahead: Layer) -> bool:
-    above, *_ = (_price(prices, *half).memory for half in zip(sections, layer, strict=True))
-    attention, mlp = (_price(prices, *half).memory for half in zip(sections, ahead, strict=True))
-    return _at(above, 0) + _at(attention, 4) + _at(mlp, 2) <= _at(mlp, 0) + _at(attention, 2)
 
 
 def spared_s(
@@ -97,15 +71,6 @@ def spared_s(
     )
 
 
-def _price(prices: Prices, section: Section, checkpoint: Checkpoint | None) -> PricedSection:
-    return prices.of(section, checkpoint.items(section) if checkpoint else (), checkpoint)
-
-
-def _at(memory: HalfMemory, before: int) -> int:
-    """Bytes that a half holds this many moments before its backward begins."""
-    return memory.columns[BEGINS - before]
-
-
 LAYER: Mapping[Half, Checkpoint] = dict(zip(HALVES, (Checkpoint(feeds=True), Checkpoint(fed=True)), strict=True))
 """Both halves of a checkpointed layer, which keeps its input only."""
 
@@ -113,10 +78,6 @@ LAYER: Mapping[Half, Checkpoint] = dict(zip(HALVES, (Checkpoint(feeds=True), Che
 def stays_whole(job: Job, section: Section) -> bool:
     """Whether a section stays whole and on the device: it is opaque, or it has experts that are."""
     return section.kept_whole or (section.exchanges and job.model.experts_whole)
-
-
-def _reduces_ahead(option: Option) -> bool:
-    return option.checkpoint is not None and option.checkpoint.ahead_to in option.recompute[:-1]
 
 
 def _partners(kinds: Sequence[HalfKind]) -> Iterator[HalfKind]:
@@ -180,19 +141,9 @@ class StageProblems:
 
     @once
     def _at_top(self, kind: HalfKind, other: Section) -> Choices:
-        """An option whose gather has no window in the last layer of a stage takes the best seat without a gather."""
+        """In the last layer of a stage nothing begins ahead, and an input has fewer windows after which it is gathered."""
         choices = self._offered(kind, other)
-        alike = [self._seats.at_top(kind, option.seat) and not _reduces_ahead(option) for option in choices]
-        if all(alike):
-            return choices
-        best: dict[tuple[str, ...], Option] = {}
-        for option in choices:
-            if self._seats.at_top(kind, option.seat) and option.checkpoint is None:
-                best[option.recompute] = min(best.get(option.recompute, option), option, key=lambda one: one.longer_s)
-        return Choices(
-            option if same else best[option.recompute] if option.checkpoint is None else self._begun_at_top(kind, option)
-            for option, same in zip(choices, alike, strict=True)
-        )
+        return Choices(one for one in choices if self._seats.at_top(kind, one.seat) and not one.begins_ahead)
 
     def _device(self, stage: int, chunks: tuple[int, ...]) -> Passes | None:
         """Return the seconds of one micro-batch in one of the chunks. The ends of the model are divided among all chunks of the
@@ -256,10 +207,10 @@ class StageProblems:
         for checkpoint in (Checkpoint(), LAYER[kind.half]):
             if not may_checkpoint(self.job, kind.section, checkpoint):
                 continue
-            begun = self._begun(kind, other, self._with_rest_in_wait(kind.section, checkpoint))
-            option = self._checkpoint(kind.section, begun, other)
-            if option.joined or option.memory.resident < least_bytes:
-                yield option
+            for way in self._ways(kind, other, joined=checkpoint.joined):
+                option = self._checkpoint(kind.section, way, other)
+                if option.joined or option.memory.resident < least_bytes:
+                    yield option
 
     def _checkpoint(self, section: Section, checkpoint: Checkpoint, other: Section | None = None) -> Option:
         """Return the option of a checkpoint. `other`: section of the layer's other half, if the checkpoint may begin ahead."""
@@ -292,40 +243,18 @@ class StageProblems:
         return checkpoint._replace(rest_in_wait=may and self._prices.windows_s("bwd", section, ())[0] > 0)
 
     @once
-    def begun_anyway(self, sections: tuple[Section, Section], layer: Layer) -> tuple[Option | None, ...]:
-        """Return the checkpoints of a layer with communication begun ahead, whatever memory that takes.
+    def _ways(self, kind: HalfKind, other: Section, *, joined: bool) -> tuple[Checkpoint, ...]:
+        """Return the checkpoints of a half, as it is and begun ahead in each possible way. A stage's last MLP half begins none.
 
-        Empty if that saves nothing or is not possible. `sections`: see `begun_ahead`.
+        `joined`: of a checkpointed layer; those of its other half belong to these, one to one.
         """
-        if not self._may_begin(sections) or (begun := begun_ahead(self._prices, sections, layer, anyway=True)) == layer:
-            return ()
-        halves = zip(sections, begun, reversed(sections), strict=True)
-        return tuple(checkpoint and self._checkpoint(section, checkpoint, other) for section, checkpoint, other in halves)
-
-    def _begun_at_top(self, kind: HalfKind, option: Option) -> Option:
-        """Return a checkpoint that a plan lets begin ahead as it is where no half runs before it."""
-        assert option.checkpoint is not None
-        option_at_top = self._checkpoint(kind.section, option.checkpoint._replace(ahead_to=None, gathers_ahead=False))
-        return replace(option_at_top, checkpoint=option.checkpoint)
-
-    def _begun(self, kind: HalfKind, other: Section, checkpoint: Checkpoint) -> Checkpoint:
-        """Return a checkpoint of this half, begun ahead if that is worth it; a stage's last MLP half cannot."""
         first = kind.half == HALVES[0]
-        if (first and not checkpoint.joined) or (kind.last and not first):
-            return checkpoint
-        return (
-            self._begun_layer((kind.section, other) if first else (other, kind.section), checkpoint.joined)[not first]
-            or checkpoint
-        )
-
-    @once
-    def _begun_layer(self, sections: tuple[Section, Section], joined: bool) -> Layer:
-        mlp = self._with_rest_in_wait(sections[-1], LAYER[HALVES[1]] if joined else Checkpoint())
-        layer = (LAYER[HALVES[0]] if joined else None, mlp)
-        return begun_ahead(self._prices, sections, layer) if self._may_begin(sections) else layer
-
-    def _may_begin(self, sections: tuple[Section, Section]) -> bool:
-        return not self.job.no_windows and not any(section.kept_whole for section in sections)
+        sections = (kind.section, other) if first else (other, kind.section)
+        attention, mlp = LAYER.values() if joined else (Checkpoint(), Checkpoint())
+        layer = (attention, self._with_rest_in_wait(sections[1], mlp))
+        begins = not (kind.last or self.job.no_windows or any(section.kept_whole for section in sections))
+        ways = (way[not first] for way in (ways_ahead(self.profile, sections, layer) if begins else [layer]))
+        return tuple(ways if joined else dict.fromkeys(ways))
 
     @cached_property
     def _prices(self) -> Prices:

@@ -44,6 +44,10 @@ class Option:
         return self.checkpoint is not None and (self.checkpoint.feeds or self.checkpoint.fed)
 
     @property
+    def begins_ahead(self) -> bool:
+        return self.checkpoint is not None and self.checkpoint.ahead_to is not None
+
+    @property
     def longer_s(self) -> float:
         """Seconds that its backward takes longer than without recomputation. Negative if a gather for recomputation saves a
         longer wait."""

@@ -65,7 +65,8 @@ def table(attention: Choices, mlp: Choices, *, last: bool, hosted: bool, wait_s:
     apart = [np.arange(len(choices) - len(choices.joined)) for choices in (first, second)]
     numbers = [grid.ravel() for grid in np.meshgrid(*apart, indexing="ij")]
     if first.joined and second.joined:
-        numbers = [np.append(half, len(alone)) for half, alone in zip(numbers, apart, strict=True)]
+        both = zip(numbers, apart, (first, second), strict=True)
+        numbers = [np.append(half, np.arange(len(alone), len(choices))) for half, alone, choices in both]
     columns = _columns([(first[a], second[m]) for a, m in zip(*numbers, strict=True)], wait_s)
     moments = columns.whole.T if last else np.array([np.maximum(columns.need, 0), columns.ahead.max(axis=1)])
     host_s = [columns.host_s.sum(axis=1)] if hosted else []

@@ -15,17 +15,14 @@ excluded if all devices of a node together would offload more than its host memo
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import pairwise
 from math import ceil, floor
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import bounded_by_device, layers_budget_bytes, most_beside_layers
 from megatron_lynx.cost.host_optimizer import host_shortage
-from megatron_lynx.cost.recompute import Checkpoint
 from megatron_lynx.cost.stage import chunks_in_flight, stage_seconds
 from megatron_lynx.cost.stage_memory import CHUNKS_NOT_OFFLOADED
 from megatron_lynx.cost.step import exposed_copies_s
@@ -34,9 +31,9 @@ from megatron_lynx.once import once
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.flushes import goes_back_at_once, sets_on_host
-from megatron_lynx.solver.answer import NOTHING_FITS, LayerChoice, Share, Solved, SolvedChunks, Solver, StageAnswer
+from megatron_lynx.solver.answer import NOTHING_FITS, Share, Solved, SolvedChunks, Solver, StageAnswer
 from megatron_lynx.solver.offload import Leaver, bytes_copied_in, host_of_stage, may_go_within
-from megatron_lynx.solver.options import LAYER, StageProblems
+from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import StageProblem
 from megatron_lynx.solver.programme import Programme, keep_all, least_memory
 from megatron_lynx.timeline import Passes
@@ -45,10 +42,6 @@ from megatron_lynx.units import SECOND_DIGITS, format_bytes
 RESERVES = 16
 """Into how many parts the bytes are divided with which the model's last chunk keeps everything; each multiple is tried as memory
 that the others leave it, and so is the least that it needs. [4]"""
-
-
-MAY_BEGIN = (tuple(LAYER.values()), (None, Checkpoint()))
-"""Checkpoints of a layer that may begin ahead and do not: whole checkpoints, or an MLP half's."""
 
 
 @dataclass(frozen=True)
@@ -74,21 +67,6 @@ class Chunks:
         if self._goes_back_at_once(stage):
             return self._shared_out(stage, in_flight, budget_bytes, solver)
         return self._beside_each_other(stage, in_flight, budget_bytes, solver)
-
-    def begun_anyway(self, stage: int, chunk: int, solved: Solved) -> Iterator[Solved]:
-        """Yield answers for a chunk in which the lowest checkpointed layer, the lowest two, and so on begin communication ahead,
-        whatever memory that takes. Only layers like the one above them do."""
-        layers = [*solved.layers]
-        kinds = list(map(self.problems.job.model.sections, self.problems.job.layers_of(stage, chunk)))
-        for number, (kind, above) in enumerate(pairwise(kinds)):
-            attention, mlp = halves = layers[number].halves
-            checkpoints = attention.checkpoint, mlp.checkpoint
-            if kind != above or (checkpoints[0], checkpoints[1] and checkpoints[1]._replace(rest_in_wait=False)) not in MAY_BEGIN:
-                continue
-            begun = self.problems.begun_anyway(kind, checkpoints)
-            if any(begun):
-                layers[number] = LayerChoice(*(option or half for option, half in zip(begun, halves, strict=True)))
-                yield replace(solved, layers=tuple(layers))
 
     def _shared_out(self, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver) -> SolvedChunks:
         """Return the fastest of several ways to divide the budget between the model's last chunk and the others. [4]"""
@@ -246,21 +224,6 @@ class Stages:
         largest_shares = dict.fromkeys([NOTHING, *(shares[-1] for shares in self._shares(stage) if shares)])
         answers = [self._offloading(stage, share, None, self._programme.least) for share in largest_shares]
         return min(answers, key=lambda answer: answer.peak_bytes)
-
-    def beginning_ahead(self, answer: StageAnswer) -> StageAnswer:
-        """Return the answer in which as many of the lowest checkpointed layers as fit begin their communication ahead. Less is
-        held when backward reaches them."""
-        if layers_budget_bytes(self.job, answer.stage) is None:
-            return answer
-        for number, chunk in enumerate(answer.chunks):
-            before, behind = answer.chunks[:number], answer.chunks[number + 1 :]
-            ways = [
-                replace(answer, chunks=SolvedChunks((*before, begun, *behind)))
-                for begun in self._chunks.begun_anyway(answer.stage, number, chunk)
-            ]
-            fit = bisect_left(ways, True, key=lambda way: not self.fits(way))
-            answer = ways[fit - 1] if fit else answer
-        return answer
 
     @property
     def leaving_waits(self) -> Stages:

@@ -78,7 +78,7 @@ def with_options(problem: StageProblem, kept: Solved, start: int) -> Solved:
     count = problem.layers - 1
     attention, mlp = (tuple((choices.apart * 2)[start : start + count]) for choices in problem.halves[:2])
     below = [LayerChoice(*halves) for halves in zip(attention, mlp, strict=False)]
-    below[1::3] = [LayerChoice(*problem.halves[0].joined, *problem.halves[1].joined)] * len(below[1::3])
+    below[1::3] = [LayerChoice(problem.halves[0].joined[0], problem.halves[1].joined[0])] * len(below[1::3])
     last = LayerChoice(kept.layers[-1].attention, problem.halves[-1].apart[start % len(problem.halves[-1].apart)])
     return replace(kept, layers=(*below, *kept.layers[len(below) : -1], last))
 
