@@ -37,7 +37,8 @@ from megatron_lynx.planner.writing import least_memory_of, with_rehearsed, writt
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.simulation import Simulation
-from megatron_lynx.solver.answer import NOTHING_FITS, LayerChoice, StageAnswer
+from megatron_lynx.solver.answer import NOTHING_FITS, StageAnswer
+from megatron_lynx.solver.problem import Option
 from megatron_lynx.solver.stages import Lag, Stages
 from megatron_lynx.units import SECOND_DIGITS
 
@@ -403,8 +404,8 @@ def _faster(simulation: Simulation, decision: Decision) -> bool:
     return simulation.step_s < decision.simulation.step_s - 10.0**-SECOND_DIGITS
 
 
-def _layers_of(answers: Iterable[StageAnswer]) -> list[tuple[LayerChoice, ...]]:
-    return [chunk.layers for answer in answers for chunk in answer.chunks]
+def _layers_of(answers: Iterable[StageAnswer]) -> list[tuple[Option, ...]]:
+    return [chunk.halves for answer in answers for chunk in answer.chunks]
 
 
 def _answers(stages: Stages, lags: Mapping[int, tuple[Lag, ...]] = MappingProxyType({})) -> tuple[StageAnswer, ...]:

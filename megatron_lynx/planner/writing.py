@@ -28,10 +28,13 @@ from megatron_lynx.planner.evaluation import held_by_moment
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.simulator.simulation import Simulation
-from megatron_lynx.solver.answer import LayerChoice, StageAnswer
+from megatron_lynx.solver.answer import StageAnswer
+from megatron_lynx.solver.problem import Option
 from megatron_lynx.timetable import Layout, Timetable
 from megatron_lynx.units import SECOND_DIGITS
 from megatron_lynx.version import __version__
+
+Layer = tuple[Option, Option]
 
 
 def written(parted: Job, answers: Sequence[StageAnswer], *, job: str, profile: str, note: str | None = None) -> Plan:
@@ -232,22 +235,22 @@ def _alike_at_top(rules: list[Rule]) -> list[Rule]:
     return rules
 
 
-def _rules(job: Job, where: tuple[int, int], choices: Sequence[LayerChoice]) -> Iterator[Rule]:
+def _rules(job: Job, where: tuple[int, int], choices: Sequence[Layer]) -> Iterator[Rule]:
     """Yield a rule for each run of equally treated layers, and for each group that keeps one input."""
     numbered, begins = list(zip(job.layers_of(*where), choices, strict=True)), dict[int, int]()
     for layer, choice in numbered:
-        begins[layer] = begins[layer - 1] if choice.is_fed else layer
+        begins[layer] = begins[layer - 1] if choice[0].fed else layer
 
-    def treatment(numbered_layer: tuple[int, LayerChoice]) -> object:
+    def treatment(numbered_layer: tuple[int, Layer]) -> object:
         layer, choice = numbered_layer
-        grouped = choice.is_fed or choice.feeds
+        grouped = choice[0].fed or choice[1].feeds
         return begins[layer] if grouped else (choice, job.model.sections(layer))
 
     for _, treated in groupby(numbered, key=treatment):
         (first, choice), *layers_above = treated
         layers = LayerRange(first=first, last=first + len(layers_above))
-        if choice.feeds:
-            seat = layers_above[-1][1].mlp.seat  # the rest of the group's last half may run in a wait, if all layers have it
+        if choice[1].feeds:
+            seat = layers_above[-1][1][1].seat  # the rest of the group's last half may run in a wait, if all layers have it
             alike = len({job.model.sections(layer) for layer in layers}) == 1
             windows = {HALVES[1]: seat.placement.window} if seat.placement and alike else {}
             yield Rule.model_validate({"layers": layers, "checkpoint": {"layers": len(layers)}, "windows": windows})
@@ -272,12 +275,12 @@ def _offload(job: Job, answer: StageAnswer, chunk: int) -> Offload | None:
     )
 
 
-def _rule(layers: LayerRange, sections: Sequence[Section], choice: LayerChoice) -> Rule:
-    options = [pair for pair in zip(HALVES, choice.halves, strict=True) if pair[1].checkpoint is None]
+def _rule(layers: LayerRange, sections: Sequence[Section], choice: Layer) -> Rule:
+    options = [pair for pair in zip(HALVES, choice, strict=True) if pair[1].checkpoint is None]
     recompute = {item for _, option in options for item in option.recompute}
     windows = {
         half: option.seat.placement.window
-        for half, option in zip(HALVES, choice.halves, strict=True)
+        for half, option in zip(HALVES, choice, strict=True)
         if option.recompute and (option.checkpoint is None or option.checkpoint.rest_in_wait)
     }
     gathers = {half: option.seat.gather for half, option in options}
@@ -285,18 +288,18 @@ def _rule(layers: LayerRange, sections: Sequence[Section], choice: LayerChoice) 
     return rule_of(layers, named, recompute, windows, gathers, _checkpoint(choice), ahead=_ahead(choice))
 
 
-def _ahead(choice: LayerChoice) -> Ahead:
+def _ahead(choice: Layer) -> Ahead:
     """Collectives of a checkpointed layer that begin ahead."""
-    checkpoints = [option.checkpoint for option in choice.halves if option.checkpoint is not None]
+    checkpoints = [option.checkpoint for option in choice if option.checkpoint is not None]
     if any(one.gathers_ahead for one in checkpoints):
         return "gather"
     return any(one.ahead_to is not None for one in checkpoints)
 
 
-def _checkpoint(choice: LayerChoice) -> CheckpointName | None:
-    if choice.attention.joined:
+def _checkpoint(choice: Layer) -> CheckpointName | None:
+    if choice[0].joined:
         return "layer"
-    halves = [half for half, option in zip(HALVES, choice.halves, strict=True) if option.checkpoint is not None]
+    halves = [half for half, option in zip(HALVES, choice, strict=True) if option.checkpoint is not None]
     if halves[1:]:
         return "halves"
     return halves[0] if halves else None

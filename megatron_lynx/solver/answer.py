@@ -2,14 +2,14 @@
 
     StageAnswer       one stage: bytes, exposed seconds, bytes sent to the host
       └── SolvedChunks    its chunks (virtual stages)
-            └── Solved        LayerChoice, LayerChoice, ...    an Option for each half
+            └── Solved        Option, Option, ...    for each half of its layers
 
 If nothing fits, `Infeasible` is raised. It says what binds and by how much.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
@@ -26,44 +26,19 @@ NOTHING_FITS = "no plan fits the budget"
 
 
 @dataclass(frozen=True)
-class LayerChoice:
-    attention: Option
-    mlp: Option
-
-    @property
-    def halves(self) -> tuple[Option, Option]:
-        return self.attention, self.mlp
-
-    @property
-    def is_fed(self) -> bool:
-        """Whether it keeps no input, because it follows another layer of its group."""
-        return self.attention.checkpoint is not None and self.attention.checkpoint.fed
-
-    @property
-    def feeds(self) -> bool:
-        """Whether the next layer keeps no input."""
-        return self.mlp.checkpoint is not None and self.mlp.checkpoint.feeds
-
-
-def layers_of(halves: Sequence[Option]) -> tuple[LayerChoice, ...]:
-    options = iter(halves)
-    return tuple(map(LayerChoice, options, options))
-
-
-@dataclass(frozen=True)
 class Solved:
-    """Options of a stage's layers, first to last.
+    """Options of the halves of a stage's layers, first to last.
 
     Seconds and bytes are for one micro-batch, except for `peak_bytes`, which counts all in flight.
     """
 
-    layers: tuple[LayerChoice, ...]
+    halves: tuple[Option, ...]
     in_flight: float
     loss_bytes: int = 0
 
-    @cached_property
-    def halves(self) -> tuple[Option, ...]:
-        return tuple(half for layer in self.layers for half in layer.halves)
+    @property
+    def layers(self) -> tuple[tuple[Option, Option], ...]:
+        return tuple(zip(self.halves[::2], self.halves[1::2], strict=True))
 
     @property
     def backward_order(self) -> tuple[HalfMemory, ...]:
@@ -268,7 +243,7 @@ class StageAnswer:
             (
                 self._movable_bytes(at) / max(1, chunk.resident_bytes)
                 for at, chunk in enumerate(self.chunks.beside_each_other)
-                if chunk.layers
+                if chunk.halves
             ),
             default=0.0,
         )

@@ -39,9 +39,19 @@ class Option:
     """Checkpoint of a half, which keeps its input at most; `recompute` then lists everything that runs again."""
 
     @property
+    def feeds(self) -> bool:
+        """Whether the next half keeps no input."""
+        return self.checkpoint is not None and self.checkpoint.feeds
+
+    @property
+    def fed(self) -> bool:
+        """Whether it keeps no input itself."""
+        return self.checkpoint is not None and self.checkpoint.fed
+
+    @property
     def joined(self) -> bool:
         """Whether both halves of a layer take it together: the layer is checkpointed and keeps one input."""
-        return self.checkpoint is not None and (self.checkpoint.feeds or self.checkpoint.fed)
+        return self.feeds or self.fed
 
     @property
     def begins_ahead(self) -> bool:

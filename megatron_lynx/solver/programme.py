@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from megatron_lynx.anatomy import HALVES
 from megatron_lynx.cost.host import NO_HOST_TIME
-from megatron_lynx.solver.answer import Solved, infeasible, layers_of
+from megatron_lynx.solver.answer import Solved, infeasible
 from megatron_lynx.solver.problem import ENDLESS, Choices, Floats, Grouped, Option, StageProblem, unbeaten
 from megatron_lynx.units import SECOND_DIGITS
 
@@ -151,8 +151,7 @@ class Programme:
             yield from grouped.best(budget_bytes)
         everywhere = [[columns[number] for number in way] for way in ways[ways[:, -1] >= 0].tolist()]
         found = [
-            Solved(layers_of(list(chain.from_iterable(each))), problem.in_flight, loss_bytes=problem.loss_bytes)
-            for each in everywhere
+            Solved(tuple(chain.from_iterable(each)), problem.in_flight, loss_bytes=problem.loss_bytes) for each in everywhere
         ]
         yield from sorted(found, key=lambda answer: answer.longer_s)
 
@@ -221,8 +220,7 @@ class _Stage:
 
     def solved(self, answer: Answer) -> Solved:
         layers = [*(self._columns.halves[number] for number in answer.lower.tolist()), self.last.halves[answer.last]]
-        halves = [half for layer in layers for half in layer]
-        return Solved(layers_of(halves), self.problem.in_flight, loss_bytes=self.problem.loss_bytes)
+        return Solved(tuple(chain.from_iterable(layers)), self.problem.in_flight, loss_bytes=self.problem.loss_bytes)
 
     def _improved(self, found: Answer, budget_bytes: float | None, *, alike: bool = False) -> Answer:
         """[2]"""

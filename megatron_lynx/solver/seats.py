@@ -99,8 +99,6 @@ class Seat:
     """Exposed seconds of that gather."""
     spared_s: float = 0.0
     """Seconds by which the half's backward waits less for its input, because it was gathered before."""
-    stays: bool = False
-    """Whether the recomputation communicates, so that it may run in no other wait."""
 
     def exposed_s(self, recompute_s: float, interference: float) -> float:
         return max(0.0, recompute_s - self.placement.hidden_s(recompute_s, interference)) + self.gather_s
@@ -194,7 +192,7 @@ class Seats:
         if gathers and (communicates or not self._collectives_hide or not kind.windows_before):
             return [Seat(NOWHERE, ON_DEMAND, *self._gather_s(kind.half, None))]
         if communicates:
-            return [Seat(stays=True)]
+            return [ON_DEMAND_SEAT]
         placements = _placements(self._waits(kind, recompute), self.stops(kind, recompute, price), price.recompute_s)
         hidden_s = partial(Placement.hidden_s, recompute_s=price.recompute_s, interference=self.profile.interference)
         best_first = [NOWHERE, *sorted(placements, key=hidden_s, reverse=True)]

@@ -128,23 +128,15 @@ class Chunks:
     @once
     def _alike(self, stage: int) -> list[tuple[int, ...]]:
         """Return the chunks beside each other, grouped by those treated alike."""
-        chunks = range(self.problems.job.chunks - self._goes_back_at_once(stage))
-        kinds = {chunk: self._kind(stage, chunk) for chunk in chunks}
-        return [tuple(chunk for chunk in chunks if kinds[chunk] == kind) for kind in sorted(set(kinds.values()))]
+        job, model = self.problems.job, self.problems.job.model
+        chunks = range(job.chunks - self._goes_back_at_once(stage))
+        kinds = {chunk: tuple(map(model.sections, job.layers_of(stage, chunk))) for chunk in chunks}
+        return [tuple(chunk for chunk in chunks if kinds[chunk] == kind) for kind in dict.fromkeys(kinds.values())]
 
     @once
     def _leanest(self, stage: int) -> Solved:
         """The model's last chunk alone."""
         return least_memory(replace(self.problems.of(stage, (self.problems.job.chunks - 1,)), in_flight=1))
-
-    def _kind(self, stage: int, chunk: int) -> tuple[int, tuple[bool, ...], tuple[str, ...]]:
-        """Return what chunks treated alike have in common: number of layers, which have experts, and other sections."""
-        kinds = list(map(self.problems.job.model.sections, self.problems.job.layers_of(stage, chunk)))
-        return (
-            len(kinds),
-            tuple(second.exchanges for _, second in kinds),
-            tuple(section.name for kind in kinds for section in kind),
-        )
 
     def _goes_back_at_once(self, stage: int) -> bool:
         """Whether the backward of the last of several chunks follows its own forward. [4]"""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.recompute import INSIDE
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.solver.answer import LayerChoice, Solved
+from megatron_lynx.solver.answer import Solved
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import Choices, Option, StageProblem
 from megatron_lynx.solver.programme import keep_all, least_memory
@@ -97,10 +97,8 @@ def budgets(problem: StageProblem, steps: int = 3) -> list[StageProblem]:
 
 def every_answer(problem: StageProblem) -> list[Solved]:
     """Each half on its own."""
-    layers = [LayerChoice(*halves) for halves in product(*problem.halves[:2])]
-    lasts = [LayerChoice(*halves) for halves in product(*problem.halves[-2:])]
-    every = product(*[layers] * (problem.layers - 1), lasts)
-    return [Solved((*some, last), problem.in_flight, loss_bytes=problem.loss_bytes) for *some, last in every]
+    every = product(*problem.halves[:2] * (problem.layers - 1), *problem.halves[-2:])
+    return [Solved(halves, problem.in_flight, loss_bytes=problem.loss_bytes) for halves in every]
 
 
 @cache

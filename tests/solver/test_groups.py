@@ -25,7 +25,7 @@ from tests.solver.problems import catalogued_problems, grouped
 
 def inputs_of(answer):
     """By layer: whether it keeps an input."""
-    return [not layer.is_fed for layer in answer.layers]
+    return [not attention.fed for attention, _ in answer.layers]
 
 
 def held_at_most(answer, problem):
@@ -103,4 +103,4 @@ def test_the_plan_has_the_groups_that_were_chosen_weight_gradients_beside_them_o
     for answer in decision.stages:
         first_half = timetable_of(decision.plan, answer.stage).chunks[0]
         feeding = [half.feeds for half in first_half if half.half == "mlp"]
-        assert feeding == [layer.feeds for layer in answer.chunks[0].layers]
+        assert feeding == [mlp.feeds for _, mlp in answer.chunks[0].layers]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ from megatron_lynx.planner.writing import written
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.simulation import Simulation
-from megatron_lynx.solver.answer import LayerChoice, Share, Solved, SolvedChunks, StageAnswer
+from megatron_lynx.solver.answer import Share, Solved, SolvedChunks, StageAnswer
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import StageProblem
 from megatron_lynx.solver.programme import keep_all, least_memory, solve
@@ -77,10 +78,10 @@ def test_every_seat_is_one_that_a_plan_accepts(name: str) -> None:
 def with_options(problem: StageProblem, kept: Solved, start: int) -> Solved:
     count = problem.layers - 1
     attention, mlp = (tuple((choices.apart * 2)[start : start + count]) for choices in problem.halves[:2])
-    below = [LayerChoice(*halves) for halves in zip(attention, mlp, strict=False)]
-    below[1::3] = [LayerChoice(problem.halves[0].joined[0], problem.halves[1].joined[0])] * len(below[1::3])
-    last = LayerChoice(kept.layers[-1].attention, problem.halves[-1].apart[start % len(problem.halves[-1].apart)])
-    return replace(kept, layers=(*below, *kept.layers[len(below) : -1], last))
+    below = list(zip(attention, mlp, strict=False))
+    below[1::3] = [(problem.halves[0].joined[0], problem.halves[1].joined[0])] * len(below[1::3])
+    last_mlp = problem.halves[-1].apart[start % len(problem.halves[-1].apart)]
+    return replace(kept, halves=(*chain.from_iterable(below), *kept.halves[2 * len(below) : -1], last_mlp))
 
 
 def simulated(name: str, answers: Sequence[Solved]) -> Simulation:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise, product
 
@@ -15,9 +14,9 @@ from megatron_lynx.errors import Infeasible
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.solver.answer import LayerChoice, Solved
+from megatron_lynx.solver.answer import Solved
 from megatron_lynx.solver.options import StageProblems
-from megatron_lynx.solver.problem import Choices, StageProblem
+from megatron_lynx.solver.problem import StageProblem
 from megatron_lynx.solver.programme import least_memory, solve
 from tests.config.jobs import catalogued_job
 
@@ -48,16 +47,12 @@ def with_budget(problem: StageProblem, share: float) -> StageProblem:
     return replace(problem, budget_bytes=int(least + share * (most - least)))
 
 
-def pairs(problem: StageProblem) -> Iterator[tuple[Choices, Choices]]:
-    return zip(problem.halves[::2], problem.halves[1::2], strict=True)
-
-
 def test_answers_keep_the_budget_and_more_of_it_never_costs_time(problem: StageProblem) -> None:
     budgeted = [with_budget(problem, share) for share in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)]
     answers = [solve(each) for each in budgeted]
     for each, answer in zip(budgeted, answers, strict=True):
         assert answer.peak_bytes <= (each.budget_bytes or 0)
-        assert {item for layer in answer.layers[::2] for item in layer.mlp.recompute} <= {*EXPERTS.recomputable, "dispatch"}
+        assert {item for _, mlp in answer.layers[::2] for item in mlp.recompute} <= {*EXPERTS.recomputable, "dispatch"}
     longer = [answer.longer_s for answer in answers]
     assert longer == sorted(longer, reverse=True)
     assert longer[0] > 0 >= longer[-1]
@@ -72,8 +67,7 @@ def test_hardly_slower_than_the_best_of_everything_alike(problem: StageProblem) 
     best = float("inf")
     for picked in product(*(kind.unbeaten[:3] for kind in kinds)):
         of_kind = {id(kind): option for kind, option in zip(kinds, picked, strict=True)}
-        layers = tuple(LayerChoice(of_kind[id(first)], of_kind[id(second)]) for first, second in pairs(tight))
-        answer = Solved(layers, tight.in_flight)
+        answer = Solved(tuple(of_kind[id(choices)] for choices in tight.halves), tight.in_flight)
         if answer.peak_bytes <= (tight.budget_bytes or 0):
             best = min(best, answer.longer_s)
     assert solve(tight).longer_s <= best + 0.005 * problem.device.both_s

@@ -24,12 +24,12 @@ def test_less_memory_is_bought_with_time(name):
 def test_policies_recompute_what_they_name(name):
     problem = catalogued(name).of(0)
     recomputed = {policy: solve(problem.under(policy)).layers[0] for policy in ("none", "selective", "balanced", "full")}
-    items = {policy: {item for half in layer.halves for item in half.recompute} for policy, layer in recomputed.items()}
+    items = {policy: {item for half in layer for item in half.recompute} for policy, layer in recomputed.items()}
     assert items["none"] == set()
     assert "core_attention" in items["selective"] <= {"rotary", "core_attention"}
     assert items["balanced"] == set(BALANCED)
     assert items["balanced"] < items["full"] <= set(ITEMS) - set(ROW_PARALLEL)
-    assert all(half.seat.placement.on_demand for layer in recomputed.values() for half in layer.halves)
+    assert all(half.seat.placement.on_demand for layer in recomputed.values() for half in layer)
 
 
 def test_a_planned_policy_has_to_be_solved_for():

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lynx.errors import Infeasible
-from megatron_lynx.solver.answer import LayerChoice, Solved, layers_of
+from megatron_lynx.solver.answer import Solved
 from megatron_lynx.solver.problem import Choices, StageProblem
 from megatron_lynx.solver.programme import keep_all, least_memory, solve
 from tests.solver.problems import (
@@ -64,7 +64,7 @@ def test_free_where_windows_exceed_what_was_dropped(problem):
 def recomputing_all(problem):
     """Each half in the window that hides most."""
     halves = [max(choices.best_seated, key=lambda option: len(option.recompute)) for choices in problem.halves]
-    return Solved(layers_of(halves), problem.in_flight, loss_bytes=problem.loss_bytes)
+    return Solved(tuple(halves), problem.in_flight, loss_bytes=problem.loss_bytes)
 
 
 @random_problems
@@ -117,9 +117,8 @@ def answers_at_prices(problem):
     """All lower layers do what is cheapest at one price, the last layer does anything."""
     for price in (0.0, *(2.0**power for power in range(-12, 8)), 1e6):
         attention, mlp = (min(kind, key=partial(cost, problem, price)) for kind in problem.halves[:2])
-        for last in map(LayerChoice, *zip(*product(*problem.halves[-2:]), strict=True)):
-            layers = (*[LayerChoice(attention, mlp)] * (problem.layers - 1), last)
-            yield Solved(layers, problem.in_flight, loss_bytes=problem.loss_bytes)
+        for last in product(*problem.halves[-2:]):
+            yield Solved(((attention, mlp) * (problem.layers - 1) + last), problem.in_flight, loss_bytes=problem.loss_bytes)
 
 
 def cost(problem, price, option):
@@ -206,7 +205,7 @@ def test_the_last_mlp_half_is_kept_where_that_costs_nothing_at_the_peak():
     *halves, last = example().halves
     assert answer.peak_bytes == solve(replace(example(), halves=(*halves, Choices(last[1:])))).peak_bytes
     several = solve(replace(example(), in_flight=2))
-    assert several.layers[-1].mlp.recompute != (), "each micro-batch in flight would hold it"
+    assert several.halves[-1].recompute != (), "each micro-batch in flight would hold it"
 
 
 def test_budget_that_suffices_for_some_layers_is_used_for_them():
@@ -222,7 +221,7 @@ def test_layers_on_top_are_recomputed_late_where_only_their_frames_are_too_much(
     problem = StageProblem(0, alike(8, attention, mlp, Choices(last_mlp[1:])))
     least = least_memory(problem)
     answer = solve(replace(problem, budget_bytes=least.peak_bytes))
-    late = [layer.mlp.seat.placement.on_demand for layer in answer.layers[:-1]]
+    late = [mlp.seat.placement.on_demand for _, mlp in answer.layers[:-1]]
     assert 0 < late.count(True) < len(late)
     assert late == sorted(late)
 
