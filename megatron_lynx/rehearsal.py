@@ -25,7 +25,7 @@ from megatron_lynx.cost.recompute import Checkpoint, recomputation_of
 from megatron_lynx.cost.section import Prices
 from megatron_lynx.errors import PlanMismatch, Problem
 from megatron_lynx.pace import Pace
-from megatron_lynx.plan.plan import Plan, Stage
+from megatron_lynx.plan.plan import Offload, Plan, Stage
 from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.profiler.profile import BlockProfile, Profile
 from megatron_lynx.schedule.flushes import with_flushes
@@ -202,7 +202,7 @@ def _chunk_passes(
         reduced_in_backward=reduced_in_backward,
         read_after_send=entry.stage > 0 and plan.schedule == "flush",
     )
-    passes = replace(usual(chunk_halves), copy=_copy(plan, entry, prices.profile))
+    passes = replace(usual(chunk_halves), copy=_copy(plan, entry, prices.profile, chunk_halves))
     if entry.offload is not None and entry.offload.pace_bytes is not None:
         within = usual(list(_half_by_half(plan, entry, prices, chunk_halves)))
         passes = within if entry.offload.half_by_half == "all" else replace(passes, at_once=within)
@@ -220,12 +220,12 @@ def _ends(plan: Plan, stage: Stage, prices: Prices) -> tuple[BlockProfile, Block
     return ends_of(prices.profile, prices.message_bytes, first=place == (0, 0), last=last, pieces=pieces)
 
 
-def _copy(plan: Plan, stage: Stage, profile: Profile) -> HostCopy | None:
+def _copy(plan: Plan, stage: Stage, profile: Profile, treated: Sequence[Treated]) -> HostCopy | None:
     """Limited by the movable bytes. Without a link to the host in the profile it takes no time."""
     if stage.offload is None:
         return None
     smallest_bytes, received_bytes = stage.offload.smallest_tensor_bytes, profile.attention.input_bytes
-    movable = sum(_movable_of_halves(plan, stage, profile, smallest_bytes))
+    movable = sum(_movable_of_halves(plan, stage.offload, profile, treated))
     if (stage.stage, stage.chunk) == (0, 0) and received_bytes >= smallest_bytes:
         movable += received_bytes
     size_bytes = min(stage.offload.bytes, movable)
@@ -233,29 +233,26 @@ def _copy(plan: Plan, stage: Stage, profile: Profile) -> HostCopy | None:
     return HostCopy(seconds, seconds, size_bytes, stage.offload.beside_messages == "avoid")
 
 
-def _movable_of_halves(plan: Plan, stage: Stage, profile: Profile, smallest_bytes: int) -> Iterator[int]:
+def _movable_of_halves(plan: Plan, offload: Offload, profile: Profile, treated: Sequence[Treated]) -> Iterator[int]:
     """Bytes of each half that can be offloaded, in forward order. Excluded are the chunk's input, which Megatron refers to until
     its forward is over, the inputs of nodes of the combined schedule, and experts unless the plan includes them."""
-    received_bytes, fed = profile.attention.input_bytes, False
-    received, in_nodes = received_bytes >= smallest_bytes, plan.model.moe_overlapped
-    sections = ((layer, section) for layer in stage.layers for section in plan.model.sections_of(layer))
-    for number, (layer, section) in enumerate(sections):
-        rule, was_fed = stage.rule_for(layer), fed
-        fed = rule.checkpoints(section.half) and rule.feeds(layer, section.half)
-        if section.kept_whole or (section.exchanges and (stage.offload is None or not stage.offload.experts)):
+    smallest_bytes, in_nodes, feeds = offload.smallest_tensor_bytes, plan.model.moe_overlapped, False
+    received_bytes = profile.attention.input_bytes if profile.attention.input_bytes >= smallest_bytes else 0
+    for number, half in enumerate(treated):
+        section, fed, feeds = half.section, feeds, half.planned.feeds
+        if section.kept_whole or (section.exchanges and not offload.experts):
             yield 0
             continue
         costs = profile.of(section)
-        items = Checkpoint(fed).items(section) if rule.checkpoints(section.half) else rule.recomputed_in(section.half)
-        recompute = recomputation_of(section, costs.tensors, items, whole=fed)
-        given = received and not (was_fed or section.apart) and (number == 0 or in_nodes)
-        yield movable_bytes(section, costs, recompute, smallest_bytes, fed=was_fed) - (received_bytes if given else 0)
+        recompute = recomputation_of(section, costs.tensors, half.planned.recompute, whole=feeds)
+        given = not (fed or section.apart) and (number == 0 or in_nodes)
+        yield movable_bytes(section, costs, recompute, smallest_bytes, fed=fed) - (received_bytes if given else 0)
 
 
 def _half_by_half(plan: Plan, stage: Stage, prices: Prices, treated: Sequence[Treated]) -> Iterator[Treated]:
     assert stage.offload is not None
     assert stage.offload.pace_bytes is not None
-    movable = _movable_of_halves(plan, stage, prices.profile, stage.offload.smallest_tensor_bytes)
+    movable = _movable_of_halves(plan, stage.offload, prices.profile, treated)
     pace, left_bytes = Pace(stage.offload.pace_bytes, len(treated)), stage.offload.bytes
     for place, (half, most_bytes) in enumerate(zip(treated, movable, strict=True), start=1):
         stays = pace.stays(place) or stage.offload.stays(half.planned)
@@ -294,7 +291,11 @@ def check_shapes(plan: Plan, profile: Profile) -> None:
 
 
 def treated_halves(stage: Stage, planned: Iterable[PlannedHalf], prices: Prices) -> Iterator[Treated]:
-    for half, checkpoint in with_checkpoints(planned):
+    fed = False
+    for half in planned:
+        rest_in_wait = half.rest_after is not None
+        checkpoint = Checkpoint(half.feeds, fed, half.ahead_to, half.gathers_ahead, rest_in_wait) if half.checkpoint else None
+        fed = half.feeds
         yield Treated(
             half,
             prices.of(half.section, half.recompute, checkpoint),
@@ -309,15 +310,6 @@ def _host_s(half: PlannedHalf, prices: Prices, *, offloads: bool) -> Passes:
     return prices.once(
         half_host_s, half.section, half.recompute, checkpointed=half.checkpoint, offloads=offloads, deferred=deferred
     )
-
-
-def with_checkpoints(planned: Iterable[PlannedHalf]) -> Iterator[tuple[PlannedHalf, Checkpoint | None]]:
-    """Halves in forward order, each with its checkpoint, if it is one."""
-    fed = False
-    for half in planned:
-        rest_in_wait = half.rest_after is not None
-        yield half, Checkpoint(half.feeds, fed, half.ahead_to, half.gathers_ahead, rest_in_wait) if half.checkpoint else None
-        fed = half.feeds
 
 
 def _gathers_s(half: PlannedHalf, prices: Prices) -> dict[Window, tuple[float, float]]:

@@ -117,9 +117,8 @@ class Pass:
 
     @cached_property
     def hides(self) -> bool:
-        """Whether anything is recomputed in one of its windows, or gathered after one."""
-        places = (tasks for moment, tasks in self.tasks.items() if moment.at in ("in", "after"))
-        return any(task.do in ("recompute", "gather") for tasks in places for task in tasks)
+        """Whether a receive hides any recomputation."""
+        return any(task.do == "recompute" for tasks in self.tasks.values() for task in tasks)
 
     @cached_property
     def busy_halves(self) -> frozenset[FrameKey]:

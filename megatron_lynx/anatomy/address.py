@@ -132,18 +132,19 @@ def half_before(half: Half) -> tuple[Half, int]:
     return ("mlp", 0) if half == "attention" else ("attention", 1)
 
 
-def own_windows_in_time(section: Section, recompute: Collection[str], *, sequence_parallel: bool, te: bool) -> int:
-    """Return the number of windows of the half's backward before it needs a tensor that these items recompute. Its window 0 is in
-    time with sequence parallelism: it gathers the gradient before any GEMM's saved tensor is read. Two exceptions: the dropout
-    mask of the residual addition, which backward reads first; and the row-parallel linear's input in Transformer Engine's layers,
-    whose linears read their saved tensors before they gather. Later windows are too late."""
-    row_parallel_input = te and section.before_row_parallel in recompute
-    return int(sequence_parallel and not (row_parallel_input or section.residual in recompute))
+def own_waits_in_time(section: Section, recompute: Collection[str], *, exchanged: bool, sequence_parallel: bool, te: bool) -> int:
+    """Return the number of waits of the half's backward before it needs a tensor that these items recompute. Later ones than its
+    first are too late.
 
-
-def own_exchanges_in_time(section: Section, recompute: Collection[str]) -> int:
-    """The same for exchanges of tokens: before the first one backward reads only the dropout mask."""
-    return int(section.residual not in recompute)
+    A first exchange of tokens (`exchanged`) is in time, and so is window 0 with sequence parallelism, which gathers the gradient
+    before any GEMM's saved tensor is read. Exceptions: the dropout mask of the residual addition, which backward reads first; and
+    the row-parallel linear's input in Transformer Engine's layers, whose linears read their saved tensors before they gather.
+    """
+    if section.residual in recompute:
+        return 0
+    if section.exchanges:
+        return int(exchanged)
+    return int(section.has_windows and sequence_parallel and not (te and section.before_row_parallel in recompute))
 
 
 def own_window(half: Half) -> str:

@@ -27,8 +27,7 @@ from megatron_lynx.anatomy.address import (
     Window,
     WindowAddress,
     amax_reducing,
-    own_exchanges_in_time,
-    own_windows_in_time,
+    own_waits_in_time,
     resumes_in_wait,
     window_at,
 )
@@ -56,7 +55,8 @@ def problems(plan: Plan) -> list[str]:
     timetables = [timetable_of(plan, stage) for stage in range(plan.parallel.pipeline)]
     for at, stage in enumerate(plan.stages):
         timetable = timetables[stage.stage]
-        inconsistencies += [f"stages.{at}: {text}" for text in order_problems(stage, timetable, stage.chunk, te=te)]
+        unfollowed = order_problems(stage, timetable, stage.chunk, te=te, receives=_receives(plan, stage))
+        inconsistencies += [f"stages.{at}: {text}" for text in unfollowed]
         for rule in stage.rules:
             deferring = deferral_problems(plan, stage, rule, timetable)
             inconsistencies += [f"stages.{at} layers {rule.layers}: {text}" for text in deferring]
@@ -103,11 +103,8 @@ def _unhonoured(plan: Plan, stage: Stage, rule: Rule) -> Iterator[str]:
         yield from _exchanging_again(plan, rule, half)
         yield from _unmade_inputs(plan, rule, half)
         yield from _reduced_amaxes(plan, rule, half)
-        places = features.places(rule, half)
-        if stage.ahead_depth == 0 and any(key == "windows" and name != ON_DEMAND for key, name in places):
+        if stage.ahead_depth == 0 and any(key == "windows" and name != ON_DEMAND for key, name in features.places(rule, half)):
             yield f"windows.{half} asks for a recomputation ahead of time, but ahead_depth is 0"
-        for key, name in places:
-            yield from (f"{key}.{half} is {name}, {why}" for why in _no_window(plan, stage, rule, name))
 
 
 def _rest_without_wait(plan: Plan, rule: Rule, half: Half) -> Iterator[str]:
@@ -188,24 +185,13 @@ def _reduced_amaxes(plan: Plan, rule: Rule, half: Half) -> Iterator[str]:
             yield f"{place}.{half} is {', '.join(sorted(map(str, reducing_windows)))}, {why}: {todo}"
 
 
-def _no_window(plan: Plan, stage: Stage, rule: Rule, name: str) -> Iterator[str]:
-    layout = plan.parallel
-    last = stage.stage == layout.pipeline - 1 and stage.chunk == layout.chunks - 1
-    if name == RECV_BACKWARD and last:
-        yield "but the last stage receives no gradient"
-    if name not in (ON_DEMAND, RECV_BACKWARD) and layout.tensor == 1 and not _exchanged(plan, rule, name):
-        yield "but tensor 1 has no collectives"
-
-
-def _exchanged(plan: Plan, rule: Rule, name: str) -> bool:
-    windows = [window_at(name, layer) for layer in rule.layers]
-    return all(isinstance(one, WindowAddress) and one.half == EXPERTS.half and one.layer in plan.exchanging for one in windows)
-
-
-def order_problems(stage: Stage, timetable: Timetable, chunk: int, *, te: bool = False) -> Iterator[str]:
-    """Every window of an entry that the runtime cannot follow. `chunk`: the entry's index in the timetable."""
+def order_problems(stage: Stage, timetable: Timetable, chunk: int, *, te: bool = False, receives: bool = True) -> Iterator[str]:
+    """Every window of an entry that the runtime cannot follow. `chunk`: the entry's index in the timetable. `receives`: whether
+    its gradients are received."""
     for phase in BACKWARD_PHASES:
         places, entered = _places(timetable, chunk, phase)
+        if not receives:
+            del places[RECV_BACKWARD]
         for half in reversed(timetable.chunks[chunk]):
             in_time = entered[half.key] - 1 + _own_in_time(half, timetable, te)
             yield from _misplaced(stage, half, phase, places, in_time)
@@ -222,7 +208,7 @@ def depth(timetable: Timetable, chunk: int = 0) -> int:
 Places = Mapping[Window, int]
 
 
-def _places(timetable: Timetable, chunk: int, phase: BackwardPhase) -> tuple[Places, Mapping[FrameKey, int]]:
+def _places(timetable: Timetable, chunk: int, phase: BackwardPhase) -> tuple[dict[Window, int], Mapping[FrameKey, int]]:
     places: dict[Window, int] = {}
     entered: dict[FrameKey, int] = {}
     for _, half, waits in timetable.serving(chunk, phase):
@@ -237,11 +223,9 @@ def _own_in_time(half: PlannedHalf, timetable: Timetable, te: bool) -> int:
     """Number of windows of the half's backward before backward needs a recomputed tensor of the half."""
     if half.rest_after is not None:
         return 1  # this includes the dropout mask that backward reads first
-    if half.section.exchanges and half.layer in timetable.layout.exchanging:
-        return own_exchanges_in_time(half.section, half.recompute)
-    if not half.section.has_windows:
-        return 0
-    return own_windows_in_time(half.section, half.recompute, sequence_parallel=timetable.layout.sequence_parallel, te=te)
+    layout = timetable.layout
+    exchanged, sliced = half.layer in layout.exchanging, layout.sequence_parallel
+    return own_waits_in_time(half.section, half.recompute, exchanged=exchanged, sequence_parallel=sliced, te=te)
 
 
 def _misplaced(stage: Stage, half: PlannedHalf, phase: BackwardPhase, windows: Places, in_time: int) -> Iterator[str]:
@@ -257,7 +241,8 @@ def _misplaced(stage: Stage, half: PlannedHalf, phase: BackwardPhase, windows: P
             return
         where = f"windows.{name} of layer {layer} ({stretch}, {phase})"
         if window not in windows:
-            yield f"{where} is no window of this stage in this phase"
+            why = ": the last stage receives no gradient" if window == RECV_BACKWARD else ""
+            yield f"{where} is no window of this stage in this phase{why}"
         elif windows[window] > in_time:
             yield f"{where} comes after backward needs the half"
         elif windows[window] <= before:
@@ -307,7 +292,7 @@ def deferral_problems(plan: Plan, stage: Stage, rule: Rule, timetable: Timetable
 def _never(plan: Plan, stage: Stage, timetable: Timetable, where: tuple[int, Section, str], wait: str) -> str | None:
     window, another = window_at(wait, where[0]), plan.batch.microbatches > 1
     if window == RECV_BACKWARD:
-        if stage.stage == plan.parallel.pipeline - 1 and stage.chunk == plan.parallel.chunks - 1:
+        if not _receives(plan, stage):
             return "but the last stage receives no gradient"
         return None if another else "but with one micro-batch no gradient is received behind its backward"
     if window == SEND_BACKWARD:
@@ -330,6 +315,10 @@ def _never(plan: Plan, stage: Stage, timetable: Timetable, where: tuple[int, Sec
     if not another and windows.index(window) < _first_behind(backward, *where, timetable.layout.sequence_parallel):
         return "which comes before its own backward, and there is only one micro-batch"
     return None
+
+
+def _receives(plan: Plan, stage: Stage) -> bool:
+    return (stage.stage, stage.chunk) != (plan.parallel.pipeline - 1, plan.parallel.chunks - 1)
 
 
 def _no_wait(plan: Plan, timetable: Timetable, window: WindowAddress, layers: list[int]) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from megatron_lynx.anatomy import Half, Section
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, BackwardPhase, window_at
@@ -38,18 +39,17 @@ def _planned(rule: Rule, layer: int, section: Section, experts: bool) -> Planned
         if linear in rule.weight_gradients
     }
     pieces = {linear: rule.weight_gradient_pieces[linear] for linear in deferred if linear in rule.weight_gradient_pieces}
+    planned = partial(PlannedHalf, layer, section, deferred=deferred, pieces=pieces)
     if rule.checkpoints(half):
         behind = rule.fed_behind(layer, half)
-        again = section.run_again(whole=behind > 0)
         ahead = ahead_to(section, experts=experts, feeds=behind > 0) if rule.ahead else None
         gathers = rule.gathers_ahead and may_gather_ahead(section, experts=experts, feeds=behind > 0)
-        planned = PlannedHalf(layer, section, again, checkpoint=True, fed_behind=behind, deferred=deferred, pieces=pieces)
         place = ON_DEMAND_PLACE if behind else _place(rule, layer, half, "steady")
-        return replace(planned, steady=place, cooldown=place, ahead_to=ahead, gathers_ahead=gathers)
+        again = planned(section.run_again(whole=behind > 0), place, place)
+        return replace(again, checkpoint=True, fed_behind=behind, ahead_to=ahead, gathers_ahead=gathers)
     if not (recompute := rule.recomputed_in(half)):
-        return PlannedHalf(layer, section, deferred=deferred, pieces=pieces)
-    steady, cooldown = (_place(rule, layer, half, phase) for phase in BACKWARD_PHASES)
-    return PlannedHalf(layer, section, recompute, steady, cooldown, deferred=deferred, pieces=pieces)
+        return planned()
+    return planned(recompute, *(_place(rule, layer, half, phase) for phase in BACKWARD_PHASES))
 
 
 def _place(rule: Rule, layer: int, half: Half, phase: BackwardPhase) -> Place:

@@ -10,9 +10,8 @@ from megatron_lynx.anatomy.address import (
     ON_DEMAND,
     RECV_BACKWARD,
     amax_reducing,
-    own_exchanges_in_time,
+    own_waits_in_time,
     own_window,
-    own_windows_in_time,
     window_name,
 )
 from megatron_lynx.config.job import Job
@@ -100,13 +99,9 @@ def _usual_window(
 ) -> str | ByPhase:
     (layer, section), parallel = frame, job.parallel
     gathers_once = parallel.sequence_parallel and section.gathered in items
-    exchanges = section.exchanges and layer in exchanging_layers(job) and not job.userbuffers
-    if exchanges and own_exchanges_in_time(section, items):
-        return own_window(section.half)
-    in_time = section.has_windows and own_windows_in_time(
-        section, items, sequence_parallel=parallel.sequence_parallel, te=job.model.uses_te
-    )
-    if in_time and not gathers_once and not job.no_windows:
+    exchanged, sliced = layer in exchanging_layers(job) and not job.userbuffers, parallel.sequence_parallel
+    in_time = own_waits_in_time(section, items, exchanged=exchanged, sequence_parallel=sliced, te=job.model.uses_te)
+    if in_time and (section.exchanges or not (gathers_once or job.no_windows)):
         return own_window(section.half)
     if before is not None:
         last = len(before[1].collectives("bwd", parallel.sequence_parallel)) - 1

@@ -69,7 +69,7 @@ class Solved:
     @cached_property
     def ahead_bytes(self) -> int:
         """Largest number of bytes recomputed in a window."""
-        seated = [half.memory for half in self.halves if not half.seat.placement.on_demand]
+        seated = [half.memory for half in self.halves if half.seat.placement]
         return max((memory.regenerated for memory in seated), default=0)
 
     @cached_property

@@ -18,14 +18,14 @@ A chunk's input stays, because Megatron holds it. What its last half keeps stays
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, compress
 from math import inf
 from typing import NamedTuple
 
-from megatron_lynx.anatomy import HALVES, Section
+from megatron_lynx.anatomy import Section
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.combined import keeping_all, nodes_of, paired_s
 from megatron_lynx.cost.host import NO_HOST_TIME, offloading_host_s
@@ -53,12 +53,13 @@ def smallest_ratio(job: Job) -> float:
     def fits(steps: int) -> bool:
         return all(parts.peak_bytes <= budget for parts in parts_with(steps / STEPS))
 
-    if fits(0) and _host_shortage(job, 0.0) is None:
-        return 0.0
+    ratio = bisect_left(range(STEPS), True, key=fits) / STEPS
+    problem = _host_shortage(job, ratio)
+    if ratio == 0 and problem is None:
+        return ratio
     if problems := [*too_much(job, [parts.fullest for parts in parts_with(1.0)]), *_beside_optimizer(job, 1.0)]:
         raise Infeasible("no share of offloaded activations makes this job fit", problems)
-    ratio = bisect_left(range(STEPS), True, key=fits) / STEPS
-    if problem := _host_shortage(job, ratio):
+    if problem is not None:
         raise Infeasible("the activations that must be offloaded do not fit into host memory", [problem])
     return ratio
 
@@ -109,13 +110,10 @@ def may_go_within(job: Job) -> bool:
     return job.schedule == "flush" and (job.chunks == 1 or not job.model.moe_overlapped)
 
 
-def host_of_stage(job: Job, profile: Profile, stage: int, chunks: SolvedChunks, *, offloads: bool) -> Passes:
-    """Host time to issue one micro-batch through all chunks of a stage."""
+def host_s(profile: Profile, chunks: SolvedChunks, offloaded: Iterable[Section]) -> Passes:
+    """Host time to issue one micro-batch through all chunks of a stage. `offloaded`: sections of halves that are offloaded."""
     host = sum((half.host for chunk in chunks for half in chunk.halves), start=NO_HOST_TIME)
-    if not offloads:
-        return host
-    halves = job.halves_on(stage).items() if profile.host_time is not None else ()
-    return sum((offloading_host_s(profile, section) * count for section, count in halves), start=host)
+    return sum((offloading_host_s(profile, section) for section in offloaded), start=host)
 
 
 @dataclass(frozen=True)
@@ -141,13 +139,10 @@ class Leaver:
                 return chunks, within._replace(spared_bytes=spared_bytes) if any(within.bytes) else None
             spared_bytes = within.spared_bytes
 
-    def host_s(self, chunks: SolvedChunks, within: Within | None) -> Passes:
-        """Return the host seconds to issue a micro-batch with this offload. A half that stays takes no longer."""
-        host = host_of_stage(self.job, self.profile, self.stage, chunks, offloads=False)
+    def sections_leaving(self, chunks: SolvedChunks, within: Within | None) -> Iterator[Section]:
         sizes = [0] * len(chunks) if within is None else within.bytes
-        parts = zip(self._chunks, chunks, sizes, strict=True)
-        leaving = (section for leaver, solved, size in parts for section in leaver.sections_leaving(solved, size))
-        return sum((offloading_host_s(self.profile, section) for section in leaving), start=host)
+        for chunk, solved, size_bytes in zip(self._chunks, chunks, sizes, strict=True):
+            yield from compress(chunk.sections, self._sizes(solved, size_bytes))
 
     @property
     def in_flight(self) -> int:
@@ -164,14 +159,16 @@ class Leaver:
 
     def hidden_bytes(self) -> int:
         """Return the bytes that can be copied during the forward of every chunk."""
-        return min((leaver.hidden_bytes for leaver in self._chunks if leaver.halves), default=0)
+        waits_s = [(1 - 1 / len(chunk.sections)) * chunk.forward_s for chunk in self._chunks if chunk.sections]
+        copied_bytes = min((bytes_copied_in(self.profile, seconds) for seconds in waits_s), default=inf)
+        return int(copied_bytes) if copied_bytes < inf else 0
 
     def _within(self, asked_bytes: int, chunks: SolvedChunks) -> Within:
         """Return the offload with these choices, at most `asked_bytes` of each chunk.
 
         Bytes that are away only after the last half save memory for the other micro-batches in flight; the largest counts.
         """
-        parts = [leaver.leaves(solved, asked_bytes) for leaver, solved in zip(self._chunks, chunks, strict=True)]
+        parts = [self._leaves(chunk, solved, asked_bytes) for chunk, solved in zip(self._chunks, chunks, strict=True)]
         beside = zip(chunks.beside_each_other, parts, strict=False)
         beside_bytes = min(chunks.most_resident_bytes - solved.resident_bytes + part.bytes for solved, part in beside)
         spared_bytes = min(part.gone_bytes for part in parts) + (self.in_flight - 1) * beside_bytes
@@ -179,9 +176,36 @@ class Leaver:
         sizes, paces = (tuple(getattr(part, name) for part in parts) for name in ("bytes", "pace_bytes"))
         return Within(sizes, paces, spared_bytes, at_loss_bytes)
 
+    def _leaves(self, chunk: _Chunk, solved: Solved, asked_bytes: int) -> _Leaves:
+        sizes, halves = self._sizes(solved, asked_bytes), len(chunk.sections)
+        if not (size_bytes := sum(sizes)):
+            return _Leaves()
+        copy_s, half_s = self.profile.link_s("host", size_bytes), chunk.forward_s / halves
+        pace_bytes = max(1, int(SLACK * size_bytes * half_s / copy_s)) if copy_s else size_bytes
+        pace = Pace(pace_bytes, halves)
+        turns = [(size, pace.leaves(place, size)) for place, size in enumerate(sizes, start=1) if size]
+        return _Leaves(size_bytes, pace_bytes, sum(size for size, turn in turns if turn.away < halves))
+
+    def _sizes(self, solved: Solved, size_bytes: int) -> list[int]:
+        """Return the bytes that leave each half but the last, first those that forward produced first."""
+        first, *later_bytes = [half.memory.movable for half in solved.halves] or [0]
+        held = 0 if self.job.model.moe_overlapped else LayerShape.of(self.job).input_bytes
+        movable = [max(0, first - held), *later_bytes[:-1]] if later_bytes else []
+        before = [0, *accumulate(movable)]
+        return [min(size, max(0, size_bytes - gone)) for size, gone in zip(movable, before, strict=False)]
+
     @cached_property
-    def _chunks(self) -> tuple[_ChunkLeaver, ...]:
-        return tuple(_ChunkLeaver(self.job, self.profile, self.stage, chunk) for chunk in range(self.job.chunks))
+    def _chunks(self) -> tuple[_Chunk, ...]:
+        return tuple(self._chunk(self.job.layers_of(self.stage, chunk)) for chunk in range(self.job.chunks))
+
+    def _chunk(self, layers: Sequence[int]) -> _Chunk:
+        kinds = self.job.model.each_kind(layers)
+        sections = tuple(section for kind in kinds for section in kind)
+        if self.job.model.moe_overlapped:
+            nodes = [nodes_of(self.profile, keeping_all(self.profile, kind), kind) for kind in kinds]
+            return _Chunk(sections, paired_s(nodes, nodes, delayed=self.job.model.moe_delayed))
+        seconds = {section: half_seconds(self.profile, section).forward_s for section in dict.fromkeys(sections)}
+        return _Chunk(sections, sum(seconds[section] for section in sections))
 
 
 class _Leaves(NamedTuple):
@@ -191,62 +215,8 @@ class _Leaves(NamedTuple):
     """Bytes that are away before its last half ends."""
 
 
-@dataclass(frozen=True)
-class _ChunkLeaver:
-    job: Job
-    profile: Profile
-    stage: int
-    chunk: int
-
-    def leaves(self, solved: Solved, asked_bytes: int) -> _Leaves:
-        sizes = self._sizes(solved, asked_bytes)
-        if not (size_bytes := sum(sizes)):
-            return _Leaves()
-        pace_bytes = self._pace_bytes(size_bytes)
-        pace = Pace(pace_bytes, self.halves)
-        turns = [(size, pace.leaves(place, size)) for place, size in enumerate(sizes, start=1) if size]
-        return _Leaves(size_bytes, pace_bytes, sum(size for size, turn in turns if turn.away < self.halves))
-
-    def sections_leaving(self, solved: Solved, size_bytes: int) -> Iterator[Section]:
-        sections = (section for layer in self._layers for section in self.job.model.sections(layer))
-        return compress(sections, self._sizes(solved, size_bytes))
-
-    @property
-    def hidden_bytes(self) -> int:
-        copied_bytes = bytes_copied_in(self.profile, (1 - 1 / self.halves) * self._forward_s)
-        return int(copied_bytes) if copied_bytes < inf else 0
-
-    @property
-    def halves(self) -> int:
-        return len(HALVES) * len(self._layers)
-
-    def _sizes(self, solved: Solved, size_bytes: int) -> list[int]:
-        """Return the bytes that leave each half but the last, first those that forward produced first."""
-        before = [0, *accumulate(movable := self._movable(solved))]
-        return [min(size, max(0, size_bytes - gone)) for size, gone in zip(movable, before, strict=False)]
-
-    def _movable(self, solved: Solved) -> list[int]:
-        """Return the bytes that can leave each half but the last."""
-        first, *later_bytes = [half.memory.movable for half in solved.halves] or [0]
-        held = 0 if self.job.model.moe_overlapped else LayerShape.of(self.job).input_bytes
-        return [max(0, first - held), *later_bytes[:-1]] if later_bytes else []
-
-    def _pace_bytes(self, size_bytes: int) -> int:
-        copy_s = self.profile.link_s("host", size_bytes)
-        half_s = self._forward_s / self.halves
-        return max(1, int(SLACK * size_bytes * half_s / copy_s)) if copy_s else size_bytes
-
-    @property
-    def _layers(self) -> Sequence[int]:
-        return self.job.layers_of(self.stage, self.chunk)
-
-    @cached_property
-    def _forward_s(self) -> float:
-        """Seconds of its layers' forward. If forwards and backwards alternate, both take as long."""
-        if self.job.model.moe_overlapped:
-            kinds = self.job.model.each_kind(self._layers)
-            nodes = [nodes_of(self.profile, keeping_all(self.profile, kind), kind) for kind in kinds]
-            return paired_s(nodes, nodes, delayed=self.job.model.moe_delayed)
-        sections = [section for layer in self._layers for section in self.job.model.sections(layer)]
-        seconds = {section: half_seconds(self.profile, section).forward_s for section in dict.fromkeys(sections)}
-        return sum(seconds[section] for section in sections)
+class _Chunk(NamedTuple):
+    sections: tuple[Section, ...]
+    """Of its halves, in forward order."""
+    forward_s: float
+    """If forwards and backwards alternate, both take as long."""

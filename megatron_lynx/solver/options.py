@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 from megatron_lynx.anatomy import HALVES, Half, Section
 from megatron_lynx.anatomy.address import own_window, resumes_in_wait
@@ -18,14 +18,14 @@ from megatron_lynx.cost.communication import before_core_s, behind_gather_s
 from megatron_lynx.cost.host import half_host_s
 from megatron_lynx.cost.moments import less_in_hand_bytes
 from megatron_lynx.cost.recompute import INSIDE, Checkpoint, sensible_choices
-from megatron_lynx.cost.section import PricedSection, Prices, priced
+from megatron_lynx.cost.section import PricedSection, Prices
 from megatron_lynx.cost.stage import HalfSeconds, chunks_in_flight, half_seconds, stage_seconds
 from megatron_lynx.fp8_recipes import gathers_once
 from megatron_lynx.kinds.latent.section import core_kept
 from megatron_lynx.once import once
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.solver.problem import Choices, Grouped, Option, StageProblem
-from megatron_lynx.solver.seats import NOWHERE, HalfKind, Placement, Portion, Seat, Seats, held_in
+from megatron_lynx.solver.seats import NOWHERE, HalfKind, Placement, Portion, Seat, Seats, Wait, held_in
 from megatron_lynx.timeline import Passes
 from megatron_lynx.timetable import ahead_to, may_gather_ahead
 from megatron_lynx.units import MIB
@@ -80,12 +80,6 @@ def stays_whole(job: Job, section: Section) -> bool:
     return section.kept_whole or (section.exchanges and job.model.experts_whole)
 
 
-def _partners(kinds: Sequence[HalfKind]) -> Iterator[HalfKind]:
-    """Yield for every half, in order, the other half of its layer."""
-    for first, second in zip(*[iter(kinds)] * len(HALVES), strict=True):
-        yield from (second, first)
-
-
 def may_checkpoint(job: Job, section: Section, checkpoint: Checkpoint) -> bool:
     """Whether a half, or its part of a layer, may be checkpointed together with its communication.
 
@@ -136,8 +130,9 @@ class StageProblems:
 
     def _halves(self, sections: Sequence[Section]) -> Iterator[Choices]:
         kinds = [HalfKind(*neighbours) for neighbours in zip(sections, (*sections[1:], None), strict=False)]
-        for kind, other in zip(kinds, _partners(kinds), strict=True):
-            yield self._at_top(kind, other.section) if other.last else self._offered(kind, other.section)
+        for attention, mlp in zip(kinds[::2], kinds[1::2], strict=True):
+            yield self._at_top(attention, mlp.section) if mlp.last else self._offered(attention, mlp.section)
+            yield self._offered(mlp, attention.section)
 
     @once
     def _at_top(self, kind: HalfKind, other: Section) -> Choices:
@@ -180,19 +175,10 @@ class StageProblems:
 
     @once
     def _seated(self, kind: HalfKind) -> tuple[Option, ...]:
-        shape, before = self.profile.shape, kind.before
-        held = partial(
-            held_in,
-            section=kind.section,
-            sequence_parallel=shape.sequence_parallel,
-            exchanges=0 if before is None or shape.expert == 1 else len(before.exchanges_of.get("bwd", ())),
-            attention=self.job.model.kind_sections(experts=False)[0],
-        )
         return tuple(
-            self._option(items, replace(price, memory=memory), seat, host)
+            self._option(items, replace(price, memory=held_in(price, kind.section, seat)), seat, host)
             for items, price, host in self._recomputations_of(kind.section)
             for seat in self._seats.everywhere(kind, items, price)
-            for memory in [held(price.memory, placement=seat.placement, gather=seat.gather, stops=price.stops)]
         )
 
     def _option(
@@ -223,7 +209,8 @@ class StageProblems:
         rest = NOWHERE
         if checkpoint.rest_in_wait:
             (begun,), (window_s, *_) = price.stops.values(), self._prices.windows_s("bwd", section, ())
-            rest = Placement((Portion(own_window(section.half), window_s, price.recompute_s - begun.seconds + begun.again_s),))
+            own_wait = Wait(own_window(section.half), window_s)
+            rest = Placement((Portion(own_wait, price.recompute_s - begun.seconds + begun.again_s),))
             waits_s += 0.0 if checkpoint.ahead_to else begun.again_s
         host = half_host_s(self.profile, section, items, checkpointed=True)
         return self._option(items, price, Seat(rest, gather_s=waits_s), host, checkpoint)
@@ -258,11 +245,7 @@ class StageProblems:
 
     @cached_property
     def _prices(self) -> Prices:
-        return Prices(self.profile, self._less_in_hand)
-
-    @cached_property
-    def _less_in_hand(self) -> Mapping[Half, int]:
-        return less_in_hand_bytes(self.job)
+        return Prices(self.profile, less_in_hand_bytes(self.job))
 
     @cached_property
     def _seats(self) -> Seats:
@@ -281,7 +264,7 @@ class StageProblems:
                 continue
             if whole_inputs and section.gathered in items:
                 continue  # what owns a userbuffer does not run again, nor what nothing gathers the input for
-            price = priced(self.profile, section, items, None, self._less_in_hand.get(section.half, 0))
+            price = self._prices.of(section, items)
             if stays:
                 price = replace(price, memory=replace(price.memory, movable=0))
             elif self.job.model.moe_overlapped and not section.apart:  # Megatron holds the input of a node

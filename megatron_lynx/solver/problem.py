@@ -145,7 +145,7 @@ class Choices(tuple[Option, ...]):
 
     def recomputing(self, items: Set[str]) -> Option:
         """Return the option that recomputes most of these items, and as few others as possible, on demand."""
-        return max(self.plain, key=lambda option: (len(items.intersection(option.recompute)), -len(option.recompute))).on_demand
+        return max(self.plain, key=lambda option: (len(items & {*option.recompute}), -len(option.recompute))).on_demand
 
     @property
     def items(self) -> Set[str]:

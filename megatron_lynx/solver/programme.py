@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, chain, pairwise, takewhile
+from itertools import accumulate, chain, pairwise, product, takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -62,12 +62,7 @@ def table(attention: Choices, mlp: Choices, *, last: bool, hosted: bool, wait_s:
     """Return the columns of a kind of layer that no other one beats. `last`: of the stage's last layer. `hosted`: host seconds
     count. `wait_s`: see `Programme`."""
     first, second = (half.unbeaten if hosted else half.unbeaten_on_device for half in (attention, mlp))
-    apart = [np.arange(len(choices) - len(choices.joined)) for choices in (first, second)]
-    numbers = [grid.ravel() for grid in np.meshgrid(*apart, indexing="ij")]
-    if first.joined and second.joined:
-        both = zip(numbers, apart, (first, second), strict=True)
-        numbers = [np.append(half, np.arange(len(alone), len(choices))) for half, alone, choices in both]
-    columns = _columns([(first[a], second[m]) for a, m in zip(*numbers, strict=True)], wait_s)
+    columns = _columns([*product(first.apart, second.apart), *zip(first.joined, second.joined, strict=False)], wait_s)
     moments = columns.whole.T if last else np.array([np.maximum(columns.need, 0), columns.ahead.max(axis=1)])
     host_s = [columns.host_s.sum(axis=1)] if hosted else []
     costs = columns.longer_s, columns.resident, *moments, *host_s
@@ -308,9 +303,10 @@ class _Stage:
 
     @cached_property
     def _alike(self) -> list[Numbers]:
-        """Columns that all layers of a kind choose at rising prices of a byte. If host seconds count, also with them alone."""
+        """Columns that all layers of a kind choose at rising prices of a byte: for their seconds, for their need instead, or for
+        host seconds alone."""
         columns = self._columns
-        costs = [columns.longer_s] if self.problem.device is None else [columns.longer_s, columns.host_s.sum(axis=1)]
+        costs = [columns.longer_s, columns.need, *([] if self.problem.device is None else [columns.host_s.sum(axis=1)])]
         return [self._at_prices(cost)[:, self.kind_of_layer] for cost in costs]
 
     def _at_prices(self, seconds: Floats) -> Numbers:

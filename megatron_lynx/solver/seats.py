@@ -25,25 +25,22 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from math import inf
 from typing import NamedTuple
 
-from megatron_lynx.anatomy import ATTENTION, HALVES, MLP, Half, Section
+from megatron_lynx.anatomy import Half, Section
 from megatron_lynx.anatomy.address import (
     ON_DEMAND,
     Stretch,
-    WindowAddress,
     amax_reducing,
     half_before,
     in_words,
-    own_exchanges_in_time,
-    own_windows_in_time,
-    window_at,
+    own_waits_in_time,
     window_name,
 )
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.communication import gather_lost_and_spared_s, window_lengths_s
+from megatron_lynx.cost.communication import gather_lost_and_spared_s, window_lengths_s, windows_of
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.section import PricedSection, Progress
 from megatron_lynx.once import once
@@ -51,11 +48,19 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 
 
-class Portion(NamedTuple):
-    """Part of a window, and the part of a recomputation that runs there."""
+class Wait(NamedTuple):
+    """A window, as one half sees it."""
 
     window: str
     seconds: float
+    ahead: int = 0
+    """Moments before the half's own backward at which it begins (`held_in`); 0 for the half's own windows."""
+
+
+class Portion(NamedTuple):
+    """Part of a window, and the part of a recomputation that runs there."""
+
+    wait: Wait
     runs_s: float = inf
     """Seconds of recomputation that run there: up to `until`, or all that is left."""
     until: str | None = None
@@ -68,23 +73,19 @@ class Placement(tuple[Portion, ...]):
 
     __slots__ = ()
 
-    @property
-    def on_demand(self) -> bool:
-        return not self
-
     def hidden_s(self, recompute_s: float, interference: float) -> float:
         """Return the seconds of recomputation that the windows hide. In a window it takes `interference` times as long."""
         left_s, hidden_s = recompute_s, 0.0
         for portion in self:
             runs_s = min(left_s, portion.runs_s)
-            left_s, hidden_s = left_s - runs_s, hidden_s + min(runs_s, portion.seconds / interference)
+            left_s, hidden_s = left_s - runs_s, hidden_s + min(runs_s, portion.wait.seconds / interference)
         return hidden_s
 
     @property
     def window(self) -> str:
         """As written in a plan file."""
         rest = () if not self or self[-1].until is None else (Stretch(ON_DEMAND),)
-        return in_words((*(Stretch(portion.window, portion.until) for portion in self), *rest))
+        return in_words((*(Stretch(portion.wait.window, portion.until) for portion in self), *rest))
 
 
 NOWHERE = Placement()
@@ -99,6 +100,8 @@ class Seat:
     """Exposed seconds of that gather."""
     spared_s: float = 0.0
     """Seconds by which the half's backward waits less for its input, because it was gathered before."""
+    gather_ahead: int = 0
+    """Moments before the half's own backward from which the gathered input is there (`held_in`)."""
 
     def exposed_s(self, recompute_s: float, interference: float) -> float:
         return max(0.0, recompute_s - self.placement.hidden_s(recompute_s, interference)) + self.gather_s
@@ -107,54 +110,22 @@ class Seat:
 ON_DEMAND_SEAT = Seat()
 
 
-def held_in(
-    memory: HalfMemory,
-    section: Section,
-    placement: Placement,
-    gather: str | None,
-    stops: Mapping[str, Progress],
-    *,
-    sequence_parallel: bool,
-    exchanges: int = 0,
-    attention: Section = ATTENTION,
-) -> HalfMemory:
-    """Return the memory of a half with this placement.
+def held_in(price: PricedSection, section: Section, seat: Seat) -> HalfMemory:
+    """Return the memory of a half in this seat.
 
     windows of       attention(3)        mlp(2): the half before    attention(2): the half itself
                      [A]       [B]       [A]       [B]              [A]
     recomputed       ahead[3]  ahead[2]  ahead[1]  ahead[0]         whole ... until the half's own backward ends
-
-    memory: on demand.
-    gather: window after which the input is gathered.
-    exchanges: number of exchanges in the backward of the half before, if these are its windows.
-    attention: section of attention halves.
     """
-    steps: list[tuple[str, int]] = []
-    if gather is not None and gather != ON_DEMAND:
-        steps.append((gather, stops[section.column_parallel].bytes))
-    for portion in placement:
-        steps.append((portion.window, memory.regenerated if portion.until is None else stops[portion.until].bytes))
-    ahead_bytes = [0] * len(memory.ahead)
-    for window, size in steps:
-        ahead = moments_ahead(window, section.half, sequence_parallel=sequence_parallel, exchanges=exchanges, attention=attention)
-        ahead_bytes[:ahead] = [size] * min(ahead, len(ahead_bytes))
-    first, second, third, fourth = ahead_bytes
+    memory = price.memory
+    steps = [(seat.gather_ahead, price.stops[section.column_parallel].bytes)] if seat.gather_ahead else []
+    for portion in seat.placement:
+        steps.append((portion.wait.ahead, memory.regenerated if portion.until is None else price.stops[portion.until].bytes))
+    bytes_ahead = [0] * len(memory.ahead)
+    for ahead, size in steps:
+        bytes_ahead[:ahead] = [size] * ahead
+    first, second, third, fourth = bytes_ahead
     return replace(memory, ahead=(first, second, third, fourth))
-
-
-@lru_cache(maxsize=256)
-def moments_ahead(window: str, half: Half, *, sequence_parallel: bool, exchanges: int = 0, attention: Section = ATTENTION) -> int:
-    """Return how many moments before a half's own backward a window of an earlier backward begins; 0 for its own windows."""
-    at = window_at(window, 0)
-    assert isinstance(at, WindowAddress), f"{window} is no collective"
-    count = 2 * at.layer + HALVES.index(at.half) - HALVES.index(half)
-    section = attention if at.half == attention.half else MLP
-    last = (exchanges if at.half == MLP.half else 0) or len(section.collectives("bwd", sequence_parallel))
-    return 2 * count - (at.ordinal == last - 1) if count else 0
-
-
-Wait = tuple[str, float]
-"""Name and seconds of a window."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +159,9 @@ class Seats:
         """Return the seats of a half on every stage, on demand first, then those that hide most."""
         if not recompute:
             return [ON_DEMAND_SEAT]
-        communicates, gathers = self.communicates(kind, recompute), self.gathers(kind, recompute)
+        sliced = self.job.parallel.sequence_parallel
+        gathers = sliced and kind.section.gathered in recompute  # a GEMM whose input is gathered once
+        communicates = amax_reducing(kind.section, recompute, self.job.model.fp8_recipe, sequence_parallel=sliced)
         if gathers and (communicates or not self._collectives_hide or not kind.windows_before):
             return [Seat(NOWHERE, ON_DEMAND, *self._gather_s(kind.half, None))]
         if communicates:
@@ -196,16 +169,7 @@ class Seats:
         placements = _placements(self._waits(kind, recompute), self.stops(kind, recompute, price), price.recompute_s)
         hidden_s = partial(Placement.hidden_s, recompute_s=price.recompute_s, interference=self.profile.interference)
         best_first = [NOWHERE, *sorted(placements, key=hidden_s, reverse=True)]
-        return [Seat(placement, *self._gathered_for(kind, placement)) if gathers else Seat(placement) for placement in best_first]
-
-    def gathers(self, kind: HalfKind, recompute: Collection[str]) -> bool:
-        """Whether it runs a GEMM whose input is gathered once."""
-        return self.job.parallel.sequence_parallel and kind.section.gathered in recompute
-
-    def communicates(self, kind: HalfKind, recompute: Collection[str]) -> bool:
-        """Whether the recomputation casts a tensor whose amax is reduced over ranks."""
-        sliced = self.job.parallel.sequence_parallel
-        return bool(amax_reducing(kind.section, recompute, self.job.model.fp8_recipe, sequence_parallel=sliced))
+        return [self._gathered_for(kind, placement) if gathers else Seat(placement) for placement in best_first]
 
     def stops(self, kind: HalfKind, recompute: Collection[str], price: PricedSection) -> dict[str, Progress]:
         """Return the items before which recomputation may stop.
@@ -222,27 +186,23 @@ class Seats:
 
     def _waits(self, kind: HalfKind, recompute: Collection[str]) -> list[Wait]:
         """Return the windows that are offered to this half, in order. [1] [2] [3]"""
-        sequence_parallel, te = self.job.parallel.sequence_parallel, self.job.model.uses_te
-        before = self._windows(*half_before(kind.half)) if kind.windows_before else []
+        sequence_parallel, te, halves = self.job.parallel.sequence_parallel, self.job.model.uses_te, self.job.model.halves
+        half, above = half_before(kind.half)
+        before = self._windows(halves[half], above, ahead=2) if kind.windows_before else []
         if kind.before is not None and kind.before.exchanges:
-            before = self._exchanges[1:]
-        own_waits: list[Wait] = []
-        if kind.section.exchanges:
-            own_waits = self._exchanges[: own_exchanges_in_time(kind.section, recompute)]
+            before = self._windows(kind.before, ahead=2)[1:]
+        own_waits = self._windows(kind.section) if kind.section.exchanges else []
         if sequence_parallel and not (te and self._reaches_back):
-            in_time = (
-                own_windows_in_time(kind.section, recompute, sequence_parallel=True, te=te) if kind.section.has_windows else 0
-            )
-            before, own_waits = before[-1:], own_waits + self._windows(kind.half, 0)[:in_time]
-        return [wait for wait in before + own_waits if wait[1] > 0]
+            before, own_waits = before[-1:], own_waits if kind.section.exchanges else self._windows(halves[kind.half])
+        in_time = own_waits_in_time(kind.section, recompute, exchanged=True, sequence_parallel=sequence_parallel, te=te)
+        return [wait for wait in before + own_waits[:in_time] if wait.seconds > 0]
 
-    def _gathered_for(self, kind: HalfKind, placement: Placement) -> tuple[str, float, float]:
-        """Return the collective after which the input is gathered, the delay in seconds, and the seconds saved."""
+    def _gathered_for(self, kind: HalfKind, placement: Placement) -> Seat:
         before, above = half_before(kind.half)
         first = window_name("bwd", before, 0, above)
-        if not placement or placement[0].window != first:
-            return first, *self._gather_s(kind.half, before)
-        return window_name("bwd", kind.half, 0, 1), *self._gather_s(kind.half, kind.half, True)
+        if not placement or placement[0].wait.window != first:
+            return Seat(placement, first, *self._gather_s(kind.half, before), gather_ahead=2)
+        return Seat(placement, window_name("bwd", kind.half, 0, 1), *self._gather_s(kind.half, kind.half, True), gather_ahead=4)
 
     def at_top(self, kind: HalfKind, seat: Seat) -> bool:
         """Whether a seat exists in the stage's last layer, where only one half runs backward before the attention half."""
@@ -259,28 +219,18 @@ class Seats:
         """Whether an input may be gathered two halves before: if neither may be experts or opaque."""
         return self.job.model.experts is None and not (self.job.model.opaque or self.job.model.captured)
 
-    @cached_property
-    def _exchanges(self) -> list[Wait]:
-        """All-to-alls of experts in a backward: the first brings gradients to them, the others return gradients."""
-        experts = self.job.model.experts
-        if experts is None or self.job.model.experts_whole or self.job.userbuffers:
-            return []
-        section = self.job.model.kind_sections(experts=True)[1]
-        lengths_s = window_lengths_s(self.profile, "bwd", section, self.shape.gathered_bytes)
-        return [(window_name("bwd", section.half, at), seconds) for at, seconds in enumerate(lengths_s)]
-
     @once
-    def _windows(self, half: Half, above: int) -> list[Wait]:
-        """Windows of a half in a backward, so many layers above the recomputed half. A gather of an input is no window."""
-        section = self.job.model.halves[half]
-        if not (self._collectives_hide and section.has_windows):
-            return []
-        lengths_s = window_lengths_s(self.profile, "bwd", section, self.shape.gathered_bytes)
-        collectives = section.collectives("bwd", self.job.parallel.sequence_parallel)
+    def _windows(self, section: Section, above: int = 0, *, ahead: int = 0) -> list[Wait]:
+        """Windows of a half in a backward, so many layers above the recomputed half. A gather of an input is no window. `ahead`:
+        moments before the recomputed half's backward at which that backward begins."""
+        whole = self.job.model.experts_whole or self.job.userbuffers
+        hide = not whole if section.exchanges else self._collectives_hide and section.has_windows
+        lengths_s = window_lengths_s(self.profile, "bwd", section, self.shape.gathered_bytes) if hide else ()
+        last = len(lengths_s) - 1
         return [
-            (window_name("bwd", half, ordinal, above), seconds)
-            for ordinal, (seconds, collective) in enumerate(zip(lengths_s, collectives, strict=False))
-            if collective.carries != "input"
+            Wait(window_name("bwd", section.half, ordinal, above), seconds, ahead and ahead - (ordinal == last))
+            for ordinal, (seconds, waited) in enumerate(zip(lengths_s, windows_of(self.profile, section, "bwd"), strict=False))
+            if waited.carries != "input"
         ]
 
     @once
@@ -300,11 +250,11 @@ def _placements(
 ) -> Iterator[Placement]:
     """Yield every way to run the rest of a recomputation in these windows, in order: in one window, or part by part. The rest
     after the last part runs on demand."""
-    for number, (window, seconds) in enumerate(waits):
-        yield Placement((Portion(window, seconds, recompute_s - done_s),))
+    for number, wait in enumerate(waits):
+        yield Placement((Portion(wait, recompute_s - done_s),))
         for name, stop in stops.items():
             if stop.seconds > done_s:
-                begun = Portion(window, seconds, stop.seconds - done_s, name)
+                begun = Portion(wait, stop.seconds - done_s, name)
                 yield Placement((begun,))
                 for rest in _placements(waits[number + 1 :], stops, recompute_s, stop.seconds):
                     yield Placement((begun, *rest))

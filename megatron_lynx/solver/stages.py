@@ -32,7 +32,7 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.flushes import goes_back_at_once, sets_on_host
 from megatron_lynx.solver.answer import NOTHING_FITS, Share, Solved, SolvedChunks, Solver, StageAnswer
-from megatron_lynx.solver.offload import Leaver, bytes_copied_in, host_of_stage, may_go_within
+from megatron_lynx.solver.offload import Leaver, bytes_copied_in, host_s, may_go_within
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import StageProblem
 from megatron_lynx.solver.programme import Programme, keep_all, least_memory
@@ -113,7 +113,9 @@ class Chunks:
         alike = self._alike(stage)
         problems = [replace(self.problems.of(stage, some), in_flight=in_flight, budget_bytes=budget_bytes) for some in alike]
         while True:
-            solved = SolvedChunks(_reserving(solver, problem, reserved_bytes) for problem in problems)
+            reserving = (solver(replace(problem, loss_bytes=problem.loss_bytes + reserved_bytes)) for problem in problems)
+            pairs = zip(reserving, problems, strict=True)
+            solved = SolvedChunks(replace(answer, loss_bytes=problem.loss_bytes) for answer, problem in pairs)
             too_much = 0 if budget_bytes is None else solved.peak_bytes - budget_bytes
             if too_much <= 0:
                 break
@@ -143,14 +145,6 @@ class Chunks:
         job, last = self.problems.job, self.problems.job.chunks - 1
         layout = job.parallel.pipeline, stage, job.microbatches, last, job.chunks, job.microbatch_group
         return last > 0 and goes_back_at_once(*layout)
-
-
-def _reserving(solver: Solver, problem: StageProblem, reserved_bytes: int) -> Solved:
-    """Return the answer that leaves these bytes of the budget before its backward begins."""
-    if not reserved_bytes:
-        return solver(problem)
-    solved = solver(replace(problem, loss_bytes=problem.loss_bytes + reserved_bytes))
-    return replace(solved, loss_bytes=problem.loss_bytes)
 
 
 NOTHING = Share(0.0)
@@ -277,13 +271,14 @@ class Stages:
             leaver, asked_bytes = self._leaver(stage), int(share.ratio * self._kept_bytes(stage))
             solved = partial(self._chunks.solved, stage, count, solver=solver)
             chunks, within = leaver.leaving(asked_bytes, budget_bytes, lambda budget: solved(budget_bytes=budget))
-            return made(chunks=chunks, within=within, host=leaver.host_s(chunks, within), host_sets=leaver.host_sets)
+            host = host_s(self.profile, chunks, leaver.sections_leaving(chunks, within))
+            return made(chunks=chunks, within=within, host=host, host_sets=leaver.host_sets)
         answer, moved = None, share.ratio
         while answer is None or answer.movable_share < answer.offloaded_share:
             moved = moved if answer is None else answer.movable_share
             in_flight = count - (count - CHUNKS_NOT_OFFLOADED) * moved if moved else count
             chunks = self._chunks.solved(stage, in_flight, budget_bytes, solver)
-            host = host_of_stage(self.job, self.profile, stage, chunks, offloads=moved > 0)
+            host = host_s(self.profile, chunks, self.job.halves_on(stage).elements() if moved else ())
             answer = made(chunks=chunks, offloaded_share=moved, host=host)
         if not share.ratio:
             return answer

@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.moments import less_in_hand_bytes
-from megatron_lynx.cost.recompute import Checkpoint
-from megatron_lynx.cost.section import Prices
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.solver.options import begun_ahead
+from megatron_lynx.solver.answer import Solved
+from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.testbed.ranks import RankPool
 from tests.long import long
 from tests.measure.on_ranks import held
@@ -84,14 +82,15 @@ def test_full_recomputation_holds_as_much(own_pool_of: Pools, fields: dict[str, 
 
 
 @pytest.mark.parametrize("ffn", [512, *long(256)])
-def test_what_is_planned_ahead_makes_no_moment_fuller(own_pool_of: Pools, ffn: int) -> None:
+def test_what_begins_ahead_makes_no_moment_fuller(own_pool_of: Pools, ffn: int) -> None:
     """Counted on ranks, where the planner says so: beside MLP halves that are large enough for two attentions at once."""
     job = tiny_job("llama", **{**SIZE, "tensor": 2, "sequence_parallel": True, "ffn": ffn})
-    sections = tuple(job.model.sections(1))
-    layer = begun_ahead(
-        Prices(made_up_profile(job), less_in_hand_bytes(job)), sections, (Checkpoint(feeds=True), Checkpoint(fed=True))
-    )
-    assert (layer[0] is not None and layer[0].gathers_ahead) == (ffn == 512)
+    problem = StageProblems(job.model_copy(update={"policy": "planned"}), made_up_profile(job)).of(0)
+    ways = [tuple(choices.joined[min(way, len(choices.joined) - 1)] for choices in problem.halves) for way in range(3)]
+    at_once, *begun_bytes = (Solved(way, 1).peak_bytes for way in ways)
+    assert ways[2][0].checkpoint is not None
+    assert ways[2][0].checkpoint.gathers_ahead
+    assert [size <= at_once for size in begun_bytes] == [ffn == 512] * 2
     late = kept_but_for(job, "layer")
     plans = [late, ahead(late), ahead(late, how="gather")]
     for peaks in own_pool_of(job.gpus).run(held, job, [({}, plan) for plan in plans]):

@@ -16,7 +16,7 @@ HALF = {"attention": 0, "mlp": 1, "last_mlp": -1}
 
 def begun(placement):
     """The window in which a recomputation begins."""
-    return placement[0].window if placement else ON_DEMAND
+    return placement[0].wait.window if placement else ON_DEMAND
 
 
 def seats(name, stage, kind):
@@ -46,7 +46,7 @@ def test_transformer_engines_recomputations_run_in_the_windows_of_the_half_befor
     assert not any(gather == "bwd.attention.0+1" and window.startswith("bwd.attention.0+1") for gather, window in found)
     gathers = {option.seat.gather for option in problem.halves[0]}
     assert gathers - {option.seat.gather for option in problem.halves[-2]} == {"bwd.attention.0+1"}
-    assert [option.recompute for option in problem.halves[-2]] == [option.recompute for option in problem.halves[0]]
+    assert {option.recompute for option in problem.halves[-2]} == {option.recompute for option in problem.halves[0]}
 
 
 def test_without_tensor_parallelism_nothing_hides_a_recomputation():
@@ -74,4 +74,4 @@ def test_windows_without_length_are_no_seats(name, link_s):
     job = catalogued(name).job
     problem = StageProblems(job, made_up_profile(job, link_s=link_s)).of(0)
     for choices in problem.halves[:2]:
-        assert all(portion.seconds > 0 for option in choices for portion in option.seat.placement)
+        assert all(portion.wait.seconds > 0 for option in choices for portion in option.seat.placement)

@@ -16,7 +16,7 @@ from megatron_lynx.planner.evaluation import held_by_moment, most_held
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.solver.answer import Share
-from megatron_lynx.solver.offload import host_of_stage
+from megatron_lynx.solver.offload import host_s
 from megatron_lynx.solver.stages import Stages
 from megatron_lynx.units import MIB
 from tests.config.jobs import catalogued_job
@@ -133,10 +133,8 @@ def test_the_host_takes_longer_for_halves_that_leave_alone() -> None:
     assert answer.within is not None
     assert 0 < answer.within.spared_bytes <= sum(answer.within.bytes)
     assert answer.before_loss_bytes == at_loss_bytes(decision)
-    kept, all_leave = (
-        host_of_stage(decision.job, analytic_profile(decision.job), 0, answer.chunks, offloads=offloads)
-        for offloads in (False, True)
-    )
+    sections = (), decision.job.halves_on(0).elements()
+    kept, all_leave = (host_s(analytic_profile(decision.job), answer.chunks, leaving) for leaving in sections)
     assert kept.both_s < answer.host.both_s < all_leave.both_s
     rehearsed_s = decision.simulation.total(0, "host_s") / decision.job.microbatches
     assert rehearsed_s == pytest.approx(answer.host.both_s, rel=0.05), "halves are whole, shares are not"
