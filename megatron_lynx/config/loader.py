@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import BaseModel
@@ -40,9 +41,12 @@ def bundled_configs() -> Path:
 def load_job(path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None) -> Job:
     """`path` may also name a bundled one: `jobs/demo`. `overrides` replace single values, by path in the job (`batch.micro`).
     Raises `ConfigError` with every problem of the job and of the files it names."""
-    overrides = overrides or {}
     file = job_path(path)
-    data = read_yaml(file)
+    return job_from(read_yaml(file), file, overrides or {})
+
+
+def job_from(data: dict[str, Any], file: Path, overrides: Mapping[str, Any] = MappingProxyType({})) -> Job:
+    """The job of a file's content, which is changed; otherwise as `load_job`."""
     problems: list[Problem] = []
     data.update({place: value for place, value in overrides.items() if "." not in place})  # before named files are read
     unread = []

@@ -33,7 +33,7 @@ class Beside(NamedTuple):
 
 UNDISTURBED = Beside()
 MEASURED = Beside(exchange=0.69, computing=100 / 132)
-"""H100 (`published.steps`): exchange kernels take 32 of 132 multiprocessors. The exchange's share is fitted to those rows."""
+"""H100: exchange kernels take 32 of 132 multiprocessors. The exchange's share is fitted to published rows."""
 
 
 def shared_rates(profile: Profile, kernels_leave: float = 1.0) -> Beside:

@@ -1,18 +1,18 @@
-"""A published figure and ours, and published runs as jobs on catalogued models and clusters."""
+"""A published figure and ours."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 from megatron_lynx.config import Job
-from megatron_lynx.config.loader import bundled_configs, cluster_data
+from megatron_lynx.config.loader import bundled_configs, job_from
 from megatron_lynx.cost.step import step_seconds
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.stock import StockSetting, priced
-from megatron_lynx.validation import validated
 from megatron_lynx.yaml_file import read_yaml
 
 Grade = Literal["A", "B", "C"]
@@ -95,15 +95,11 @@ def stock_step_s(job: Job, setting: StockSetting, *, graphs: bool = False) -> fl
     return priced(job, costs, setting).step.most_s + update_s(job, costs)
 
 
-def catalogued_job(name: str, cluster: str, *, seq: int | None = None, model: dict[str, Any] | None = None, **fields: Any) -> Job:
-    shape = read_yaml(bundled_configs() / f"models/{name}.yaml") | (model or {}) | ({"seq": seq} if seq else {})
-    return job_on(shape, cluster, **fields)
+def catalogued_job(name: str, cluster: str, *, model: Mapping[str, Any] = MappingProxyType({}), **fields: Any) -> Job:
+    """`model`: values in place of the catalogue's."""
+    data = {"model": {"like": f"models/{name}", **model}, "cluster": f"clusters/{cluster}", **fields}
+    return job_from(data, bundled_configs() / "published.yaml")
 
 
-def job_on(model: dict[str, Any], cluster: str, **fields: Any) -> Job:
-    described = cluster_data(bundled_configs() / f"clusters/{cluster}.yaml")
-    return validated(Job, {"model": model, "cluster": described, **fields}, f"a published model on {cluster}")
-
-
-def published_figures(name: str = "published") -> dict[str, Any]:
-    return read_yaml(bundled_configs() / f"{name}.yaml")
+def published_figures() -> dict[str, Any]:
+    return read_yaml(bundled_configs() / "published.yaml")

@@ -53,11 +53,10 @@ def job_of(run: Mapping[str, Any], cluster: str = "h800-80g", **fields: Any) -> 
     return catalogued_job(
         run["model"].lower(),
         cluster,
-        seq=run["seq"],
         gpus=run["n_gpus"],
         parallel={**layout, "sequence_parallel": run["t"] > 1, "distributed_optimizer": True},
         batch={"micro": 1, "global": run["B"]},
-        model=BEFORE_FUSED_SWIGLU,
+        model={**BEFORE_FUSED_SWIGLU, "seq": run["seq"]},
         policy=POLICIES[run["ckpt"]],
         budget=BUDGET,
         **fields,

@@ -27,7 +27,7 @@ from megatron_lynx.cost.update import reduction_s, update_s
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.estimate import estimate
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.published import launches
+from megatron_lynx.published import runs
 from megatron_lynx.search import search
 from megatron_lynx.units import GIB
 from tests.config.jobs import catalogued_job
@@ -234,7 +234,7 @@ def test_it_takes_what_others_have_measured() -> None:
     adam = analytic_profile(offloading(0.5)).host_time.adam  # type: ignore[union-attr]
     one = offloading(0.5, gpus=1, parallel={"distributed_optimizer": True}, batch=1)
     assert host_seconds(one, 0.596e9, adam).total_s == pytest.approx(1.187 - 0.752, rel=0.2)
-    errors = {row.what: row.error for row in launches.rows() if "Adam on the host: step" in row.what}
+    errors = {row.what: row.error for row in runs.rows("published_launches") if "Adam on the host: step" in row.what}
     assert len(errors) == 2
     assert max(map(abs, errors.values())) < 15, errors
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from megatron_lynx.cli import app
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.prediction import DENSE, WITH_EXPERTS
-from megatron_lynx.published import all_rows, launches
+from megatron_lynx.published import all_rows, runs
 from megatron_lynx.published.left_out import FREE, Ratio, left_out, mean_error, with_factors
 from megatron_lynx.published.row import Row, Step, analytic_step_s, catalogued_job
 from megatron_lynx.yaml_file import read_yaml, write_yaml
@@ -115,23 +115,23 @@ def test_validate_leaves_one_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unknown_key_of_a_published_launch_is_one_message(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    data = read_yaml(launches.bundled_configs() / "published_launches.yaml")
+    data = read_yaml(runs.bundled_configs() / "published_launches.yaml")
     data["series"][0]["rows"][0] |= {"steps_s": 1.0}
     data["series"][1]["model"] = "qwen4"
     (tmp_path / "published_launches.yaml").write_text(write_yaml(data))
-    monkeypatch.setattr(launches, "bundled_configs", lambda: tmp_path)
+    monkeypatch.setattr(runs, "bundled_configs", lambda: tmp_path)
     with pytest.raises(ConfigError) as raised:
-        list(launches.rows())
+        list(runs.rows("published_launches"))
     assert any("series.0.rows.0.steps_s" in str(problem) for problem in raised.value.problems)
 
 
 def test_a_published_launch_of_an_unknown_model_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    data = read_yaml(launches.bundled_configs() / "published_launches.yaml")
+    data = read_yaml(runs.bundled_configs() / "published_launches.yaml")
     data["series"][1]["model"] = "qwen4"
     (tmp_path / "published_launches.yaml").write_text(write_yaml(data))
-    monkeypatch.setattr(launches, "bundled_configs", lambda: tmp_path)
+    monkeypatch.setattr(runs, "bundled_configs", lambda: tmp_path)
     with pytest.raises(ConfigError, match="qwen4"):
-        list(launches.rows())
+        list(runs.rows("published_launches"))
 
 
 @pytest.mark.slow
