@@ -15,7 +15,7 @@ from megatron_lynx.errors import ConfigError, Infeasible
 from megatron_lynx.planner.decision import Decision, decide
 from megatron_lynx.planner.evaluation import most_held
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.simulator.passes import ChunkPasses, Table, TimedPass
+from megatron_lynx.simulator.passes import ChunkPasses, TimedPass, in_phases
 from megatron_lynx.simulator.simulation import SideBySide, most_beside
 from megatron_lynx.stock import NONE, StockSetting, priced
 from megatron_lynx.timeline import Span
@@ -138,7 +138,7 @@ def test_both_passes_of_a_pair_have_copies_on_their_way() -> None:
     spans = [tuple(Span(kind, at, at + 1.0, at // 2) for at in range(8)) for kind in ("forward", "backward")]
     forward = TimedPass(8.0, memory=tuple((at + 1.0, size) for at, size in enumerate(held)), spans=spans[0])
     backward = TimedPass(8.0, memory=tuple((at + 1.0, -size) for at, size in enumerate(reversed(held))), spans=spans[1])
-    passes = ChunkPasses(Table({("F", "steady"): forward, ("B", "steady"): backward}))
+    passes = ChunkPasses(in_phases({("F", "steady"): forward, ("B", "steady"): backward}))
     chunk = replace(passes, at_once=passes)
     assert most_beside([passes], 0) == 0, "nothing goes half by half"
     made, left = [8, 10, 12, 14], [14, 13, 11, 9]

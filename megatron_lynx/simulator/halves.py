@@ -29,7 +29,7 @@ from megatron_lynx.cost.host import NO_HOST_TIME
 from megatron_lynx.cost.section import weight_gradient
 from megatron_lynx.kinds.section import Exchange
 from megatron_lynx.schedule.schedule import Phase
-from megatron_lynx.simulator.passes import PHASES, ChunkPasses, Filled, PassKey, Queue, TimedPass
+from megatron_lynx.simulator.passes import PHASES, ChunkPasses, PassKey, Queue, TimedPass, walked_once
 from megatron_lynx.simulator.walk import ComingBack, GoingOut, Halves, Treated, Walk, recomputed
 from megatron_lynx.timetable import HalfPass, Linear, Pass, Task, Timetable, Wait
 
@@ -113,7 +113,7 @@ def stage_passes(
         phases: tuple[Phase, ...] = ("cooldown",) if kind == "B" and which == "cooldown" and drains_otherwise else PHASES
         return kind, next(phase for phase in phases if alike(chunk, phase) == alike(chunk, which)), last
 
-    return ChunkPasses(Filled(walked, lambda pending: Queue(*deferral, pending), plain))
+    return ChunkPasses(walked_once(walked, lambda pending: Queue(*deferral, pending), plain))
 
 
 def segments(

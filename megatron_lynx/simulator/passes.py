@@ -24,11 +24,12 @@ A micro-batch whose backward follows its forward at once is offloaded only withi
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal, NamedTuple
 
 from megatron_lynx.cost.section import WeightGradient
-from megatron_lynx.schedule.schedule import Action, Phase
+from megatron_lynx.schedule.schedule import Action, Phase, VirtualMicroBatch
 from megatron_lynx.timeline import Span
 from megatron_lynx.timetable import Linear
 
@@ -55,49 +56,50 @@ class Copied(NamedTuple):
         return (self.end_s, -self.bytes) if self.action.kind == "F" else (self.start_s, self.bytes)
 
 
+class Stream:
+    """One direction between a device and its host: a copy begins once the one before it is complete."""
+
+    def __init__(self) -> None:
+        self.free_s = 0.0
+
+    def copy(self, at_s: float, seconds: float) -> tuple[float, float]:
+        """Return the start of a copy, `at_s` at the earliest, and its end."""
+        start_s = max(at_s, self.free_s)
+        self.free_s = start_s + seconds
+        return start_s, self.free_s
+
+
 class HostCopies:
-    """Copies of one stage, in the order in which its passes issue them."""
+    """Copies of one stage, in the order in which its passes issue them. `part`: of what a pass copies, such as one layer."""
 
     def __init__(self) -> None:
         self.done: list[Copied] = []
-        self._out_free_s = self._back_free_s = 0.0
-        self._out_end_s: dict[tuple[int, int], float] = {}
-        self._back_end_s: dict[tuple[int, int], float] = {}
-        self._ready: list[tuple[Action, HostCopy]] = []
+        self._out, self._back = Stream(), Stream()
+        self._out_end_s: dict[tuple[VirtualMicroBatch, int], float] = {}
+        self._back_end_s: dict[tuple[VirtualMicroBatch, int], float] = {}
 
     @property
     def free_s(self) -> float:
-        return max(self._out_free_s, self._back_free_s)
+        return max(self._out.free_s, self._back.free_s)
 
-    def offload_later(self, forward: Action, copy: HostCopy) -> None:
-        self._ready.append((forward, copy))
+    def offload(self, forward: Action, time_s: float, seconds: float, size_bytes: int, part: int = 0) -> None:
+        start_s, end_s = self._out.copy(time_s, seconds)
+        self._out_end_s[forward.virtual, part] = end_s
+        self.done.append(Copied(forward, start_s, end_s, size_bytes))
 
-    def pass_begins(self, time_s: float) -> None:
-        for forward, copy in self._ready:
-            self.offload(forward, time_s, copy)
-        self._ready.clear()
-
-    def offload(self, forward: Action, time_s: float, copy: HostCopy) -> None:
-        start_s = max(time_s, self._out_free_s)
-        self._out_free_s = start_s + copy.out_s
-        self._out_end_s[forward.micro_batch, forward.chunk] = self._out_free_s
-        self.done.append(Copied(forward, start_s, self._out_free_s, copy.bytes))
-
-    def reload(self, backward: Action, time_s: float, copy: HostCopy | None) -> None:
+    def reload(self, backward: Action, time_s: float, seconds: float, size_bytes: int, part: int = 0) -> None:
         """Issue the copy back for a backward, at `time_s` at the earliest. Does nothing if there is no copy or it was already
         issued."""
-        place = backward.micro_batch, backward.chunk
-        out_end_s = self._out_end_s.pop(place, None)
-        if out_end_s is None or copy is None:
-            return
-        start_s = max(time_s, out_end_s, self._back_free_s)  # after its own copy out
-        self._back_free_s = self._back_end_s[place] = start_s + copy.back_s
-        self.done.append(Copied(backward, start_s, self._back_free_s, copy.bytes))
+        out_end_s = self._out_end_s.pop((backward.virtual, part), None)
+        if out_end_s is not None:
+            start_s, end_s = self._back.copy(max(time_s, out_end_s), seconds)
+            self._back_end_s[backward.virtual, part] = end_s
+            self.done.append(Copied(backward, start_s, end_s, size_bytes))
 
-    def back_s(self, backward: Action) -> float:
+    def back_s(self, backward: Action, part: int = 0) -> float:
         """Time at which the backward's copy is complete; 0 if nothing was offloaded. A later time than the pass's start is
         exposed."""
-        return self._back_end_s.pop((backward.micro_batch, backward.chunk), 0.0)
+        return self._back_end_s.pop((backward.virtual, part), 0.0)
 
 
 class Entry(NamedTuple):
@@ -141,15 +143,13 @@ class Queue:
                 self._entries.remove(oldest)
                 yield oldest
 
-    def take(self, of: Linear) -> Iterator[Entry]:
-        entries = [entry for entry in self._entries if entry.of == of]
-        self._entries = [entry for entry in self._entries if entry.of != of]
-        yield from entries
-
-    def flush(self) -> Iterator[Entry]:
-        entries = [entry for entry in self._entries if entry.chunk == self.chunk]
-        self._entries = [entry for entry in self._entries if entry.chunk != self.chunk]
-        yield from entries
+    def take(self, of: Linear | None = None) -> list[Entry]:
+        """Remove all entries of a linear, or those of the chunk."""
+        taken, left = list[Entry](), list[Entry]()
+        for entry in self._entries:
+            (taken if (entry.chunk == self.chunk if of is None else entry.of == of) else left).append(entry)
+        self._entries = left
+        return taken
 
 
 PHASES: tuple[Phase, Phase, Phase] = ("warmup", "steady", "cooldown")
@@ -210,47 +210,41 @@ KINDS: tuple[Kind, ...] = ("F", "R", "B", "W")
 PassKey = tuple[Kind, Phase, bool]
 """(kind, phase, whether it is the chunk's last in a step)."""
 
-
-@dataclass(frozen=True)
-class Table:
-    """Passes of a chunk; without work if not listed."""
-
-    passes: Mapping[tuple[Kind, Phase], TimedPass]
-
-    def of(self, key: PassKey, pending: Pending) -> tuple[TimedPass, Pending]:
-        return self.passes.get(key[:2], NOTHING), pending
+PlainKey = Callable[[PassKey], PassKey]
 
 
-@dataclass(frozen=True)
-class Filled:
-    """Passes of a chunk, walked when they are first needed; they depend on pending weight gradients."""
+Walked = Callable[[PassKey, Pending], tuple[TimedPass, Pending]]
+"""Returns a pass of a chunk, and the weight gradients that are pending after it."""
 
-    walks: Callable[[PassKey, Queue], TimedPass]
-    """Leaves pending entries in the queue."""
-    queue: Callable[[Pending], Queue]
-    plain: Callable[[PassKey], PassKey]
-    """Maps keys of equal passes to one key."""
-    known: dict[tuple[PassKey, int], tuple[Pending, TimedPass, Pending]] = field(default_factory=dict)
-    """Walked passes, by key and identity of the pending entries, which are kept alive: comparing long equal tuples is slow."""
-    left: dict[Pending, Pending] = field(default_factory=dict)
-    """Interned pending entries, so that equal ones are identical."""
 
-    def of(self, key: PassKey, pending: Pending) -> tuple[TimedPass, Pending]:
-        """Return a pass, and the entries pending after it."""
-        known = self.known.get((key, id(pending)))
-        if known is None:
-            plain = self.plain(key)
-            known = self.known.get((plain, id(pending)))
-            if known is None:
-                queue = self.queue(pending)
-                known = pending, self.walks(plain, queue), self.left.setdefault(queue.pending, queue.pending)
-            self.known[plain, id(pending)] = self.known[key, id(pending)] = known
-        return known[1:]
+def in_phases(passes: Mapping[tuple[Kind, Phase], TimedPass]) -> Walked:
+    """Passes that delay no weight gradient; without work if not listed."""
+    return lambda key, pending: (passes.get(key[:2], NOTHING), pending)
+
+
+def walked_once(walk: Callable[[PassKey, Queue], TimedPass], queue: Callable[[Pending], Queue], plain: PlainKey) -> Walked:
+    """Passes that are walked when they are first needed; `walk` leaves pending entries in the queue.
+
+    `plain` maps keys of equal passes to one. Passes are known by the identity of the pending entries, which are interned and kept
+    alive: comparing long equal tuples is slow.
+    """
+    known: dict[tuple[PassKey, int], tuple[Pending, TimedPass, Pending]] = {}
+    interned: dict[Pending, Pending] = {}
+    plain = cache(plain)
+
+    def walked(key: PassKey, pending: Pending) -> tuple[TimedPass, Pending]:
+        place = plain(key), id(pending)
+        if place not in known:
+            entries = queue(pending)
+            known[place] = pending, walk(place[0], entries), interned.setdefault(entries.pending, entries.pending)
+        return known[place][1:]
+
+    return walked
 
 
 @dataclass(frozen=True)
 class ChunkPasses:
-    walks: Filled | Table
+    walked: Walked
     copy: HostCopy | None = None
     """Offloaded bytes of each micro-batch. Recomputation during a receive does not wait for it."""
     whole: Container[int] = ()
@@ -264,16 +258,16 @@ class ChunkPasses:
 
     def one(self, kind: Kind, phase: Phase) -> TimedPass:
         """The pass of a phase with no weight gradient pending. R: work that runs while the gradient is awaited."""
-        return self.walks.of((kind, phase, False), ())[0]
+        return self.walked((kind, phase, False), ())[0]
 
     def with_steady(self, forward: TimedPass, backward: TimedPass) -> ChunkPasses:
         passes = {(kind, phase): self.one(kind, phase) for kind in KINDS for phase in PHASES}
-        return replace(self, walks=Table(passes | {("F", "steady"): forward, ("B", "steady"): backward}))
+        return replace(self, walked=in_phases(passes | {("F", "steady"): forward, ("B", "steady"): backward}))
 
 
 def by_phase(forward: Mapping[Phase, TimedPass], backward: Mapping[Phase, TimedPass]) -> ChunkPasses:
     ways: tuple[tuple[Kind, Mapping[Phase, TimedPass]], ...] = (("F", forward), ("B", backward))
-    return ChunkPasses(Table({(kind, phase): passes[phase] for kind, passes in ways for phase in PHASES}))
+    return ChunkPasses(in_phases({(kind, phase): passes[phase] for kind, passes in ways for phase in PHASES}))
 
 
 def plain_passes(forward_s: float, backward_s: float, *, resident_bytes: int = 0) -> ChunkPasses:

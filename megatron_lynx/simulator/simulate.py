@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Container, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from megatron_lynx.schedule.schedule import Action, ActionKind, Phase, Schedule
-from megatron_lynx.simulator.passes import NOTHING, ChunkPasses, HostCopies, PassKey, Pending, TimedPass
+from megatron_lynx.simulator.passes import NOTHING, ChunkPasses, HostCopies, HostCopy, PassKey, Pending, TimedPass
 from megatron_lynx.simulator.simulation import Executed, Simulation
 
 
@@ -85,11 +85,11 @@ class RunningStage:
     pending: list[Pending] = field(default_factory=lambda: [()])
     executed: list[Executed] = field(default_factory=list)
     copies: HostCopies = field(default_factory=HostCopies)
+    ready: list[tuple[Action, HostCopy]] = field(default_factory=list)
+    """Forwards whose copies wait for the next pass, because they avoid messages."""
 
     def of(self, action: Action) -> ChunkPasses:
-        passes = self.passes[action.chunk]
-        if passes.keeping is not None:
-            passes = passes.of(action.micro_batch)
+        passes = self.passes[action.chunk].of(action.micro_batch)
         if passes.at_once is not None and (action.micro_batch, action.chunk) in self.order.at_once:
             return passes.at_once
         return passes
@@ -100,7 +100,7 @@ class RunningStage:
         return self.timed(action, ("F", "steady" if paired else "warmup", False))
 
     def timed(self, action: Action, key: PassKey) -> TimedPass:
-        made, self.pending[0] = self.of(action).walks.of(key, self.pending[0])
+        made, self.pending[0] = self.of(action).walked(key, self.pending[0])
         return made
 
     @property
@@ -267,20 +267,25 @@ class Run:
         end = begin + waited + chosen.seconds
         stage.executed.append(Executed(action, phase, arrived, begin + waited, end, chosen, waited + held_up_s))
         if passes.copy is not None and action.kind == "F" and not _same_pass(action, behind):
-            leave = stage.copies.offload_later if stage.asked_by else partial(stage.copies.offload, time_s=end)
-            leave(action, copy=passes.copy)
+            if stage.asked_by:
+                stage.ready.append((action, passes.copy))
+            else:
+                stage.copies.offload(action, end, passes.copy.out_s, passes.copy.bytes)
         return end
 
     def _copies_back(self, stage: RunningStage, action: Action, passes: ChunkPasses, begin: float) -> float:
         """Issue copies at the start of a pass; return the seconds for which it waits for its own."""
         comes_back = action.kind == "B" and passes.copy is not None
         may_return = stage.copies_may_return_s if comes_back else 0.0  # looks back through a whole warm-up
-        stage.copies.pass_begins(begin)
-        if (coming := stage.asked_by.get(action)) is not None:
-            stage.copies.reload(coming, begin, stage.passes[coming.chunk].of(coming.micro_batch).copy)
-        if not comes_back:
+        for forward, copy in stage.ready:
+            stage.copies.offload(forward, begin, copy.out_s, copy.bytes)
+        stage.ready.clear()
+        coming = stage.asked_by.get(action)
+        if coming is not None and (copy_back := stage.passes[coming.chunk].of(coming.micro_batch).copy) is not None:
+            stage.copies.reload(coming, begin, copy_back.back_s, copy_back.bytes)
+        if not comes_back or passes.copy is None:
             return 0.0
-        stage.copies.reload(action, may_return, passes.copy)
+        stage.copies.reload(action, may_return, passes.copy.back_s, passes.copy.bytes)
         return max(0.0, stage.copies.back_s(action) - begin)
 
     def _post(self, message: Message, time_s: float) -> None:

@@ -20,7 +20,7 @@ from megatron_lynx.cost.host import NO_HOST_TIME
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.section import PricedSection, Progress, WeightGradient
 from megatron_lynx.pace import Turns
-from megatron_lynx.simulator.passes import Entry, Queue, TimedPass
+from megatron_lynx.simulator.passes import Entry, Queue, Stream, TimedPass
 from megatron_lynx.timeline import FLUSHED, Passes, Span
 from megatron_lynx.timetable import Linear, PlannedHalf, Task, Wait
 
@@ -218,7 +218,7 @@ class Walk:
             self._weight_gradient(entry, entry.cost.seconds, window)
 
     def flush(self, *, during_send: bool = False) -> None:
-        for entry in self._queue.flush():
+        for entry in self._queue.take():
             self._weight_gradient(entry, entry.cost.seconds if during_send else 0.0, SEND_BACKWARD if during_send else FLUSHED)
 
     def copy(self, kind: Literal["offload", "reload"], half: Treated, start_s: float, end_s: float) -> None:
@@ -278,7 +278,7 @@ def weight_gradients(tasks: Sequence[Task]) -> list[Linear]:
 
 class GoingOut:
     def __init__(self) -> None:
-        self._free_s = 0.0
+        self._stream = Stream()
         self._under_way: deque[tuple[int, float, int]] = deque()
         """(half after which compute waits for the copy, its end, bytes)."""
 
@@ -289,15 +289,14 @@ class GoingOut:
             walk.wait(end_s)
             walk.hold(-size_bytes)
         if half.leaving is not None:
-            start_s = max(walk.clock_s, self._free_s)
-            self._free_s = start_s + half.leaving.seconds
-            walk.copy("offload", half, start_s, self._free_s)
-            self._under_way.append((half.leaving.turns.away, self._free_s, half.leaving.bytes))
+            start_s, end_s = self._stream.copy(walk.clock_s, half.leaving.seconds)
+            walk.copy("offload", half, start_s, end_s)
+            self._under_way.append((half.leaving.turns.away, end_s, half.leaving.bytes))
 
 
 class ComingBack:
     def __init__(self, treated: Sequence[Treated]) -> None:
-        self._free_s = 0.0
+        self._stream = Stream()
         self._away = [half for half in treated if half.leaving is not None]
         self._back_s: dict[tuple[int, str], float] = {}
 
@@ -305,9 +304,9 @@ class ComingBack:
         while self._away and (leaving := self._away[-1].leaving) is not None and leaving.turns.back >= place:
             coming = self._away.pop()
             walk.hold(leaving.bytes)
-            start_s = max(walk.clock_s, self._free_s)
-            self._free_s = self._back_s[coming.layer, coming.half] = start_s + leaving.seconds
-            walk.copy("reload", coming, start_s, self._free_s)
+            start_s, end_s = self._stream.copy(walk.clock_s, leaving.seconds)
+            self._back_s[coming.layer, coming.half] = end_s
+            walk.copy("reload", coming, start_s, end_s)
         self.needed(walk, half)
 
     def needed(self, walk: Walk, half: Treated) -> None:

@@ -23,7 +23,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache
 from itertools import chain, combinations
 from math import inf
 from typing import Any
@@ -62,76 +62,48 @@ class _Rivals:
     facts: Facts
     priced: list[Priced] = field(default_factory=list)
     _known_s: dict[StockSetting, float] = field(default_factory=dict)
-    """Steps of settings without copies; if the busiest stage alone is too slow, its seconds."""
+    """Steps of settings without copies."""
     _least_bytes: dict[StockSetting, int] = field(default_factory=dict)
-    _needed: dict[Modules, frozenset[str]] = field(default_factory=dict)
-    _too_large: set[StockSetting] = field(default_factory=set)
-    """Neither delayed weight gradients nor overlapped exchanges free memory."""
 
     def take(self, family: Family) -> None:
         last = family[-1]
         without_copies = replace(last, offload=(), fraction=WHOLE)
-        if last.method is None and (self._is_known_slower(without_copies) or self._lacks(last)):
+        if last.method is None and self._is_known_slower(without_copies):
             return
         if (last.offload and not self._has_link) or any(_copies_less(price.setting, last) for price in self.priced):
             return
-        alone = replace(last, delayed=False)
-        if not self._too_large.isdisjoint((alone, replace(alone, overlap=False))):
-            return
         if self._least(last) > self.budget_bytes or (pricing := self._first_that_fits(family)) is None:
-            self._too_large.add(alone)
             return
-        if last.method is None and self._is_slower(without_copies):
+        if last.method is None and self._step_s(without_copies) >= self._least_s:
             return
         if host_shortage(self.job, pricing.price.host_bytes) is None:
             self.priced.append(pricing.price)
 
     def _first_that_fits(self, family: Family) -> Pricing | None:
-        """Search by least bytes, then by bytes with copies in flight."""
-        start = bisect_left(family, True, key=lambda setting: self._least(setting) <= self.budget_bytes)
-        pricings = {number: Pricing(self.job, self.profile, family[number]) for number in range(start, len(family))}
-        number = bisect_left(range(len(family)), True, lo=start, key=lambda number: pricings[number].fits(self.budget_bytes))
+        pricings = [Pricing(self.job, self.profile, setting) for setting in family]
+        number = bisect_left(pricings, True, key=lambda pricing: pricing.fits(self.budget_bytes))
         return None if number == len(family) else pricings[number]
 
-    def _lacks(self, setting: StockSetting) -> bool:
-        """Whether a module is missing from `offload` without which no setting with these recomputed modules fits."""
-        if setting.recompute not in self._needed:
-            all_but = {name: tuple(other for other in self._offloaded if other != name) for name in self._offloaded}
-            needed = (name for name, offload in all_but.items() if not self._fits(setting.recompute, offload))
-            self._needed[setting.recompute] = frozenset(needed)
-        return not self._needed[setting.recompute] <= {*setting.offload}
-
-    def _fits(self, recompute: Modules, offload: Modules) -> bool:
-        return self._least(StockSetting(recompute, offload=offload)) <= self.budget_bytes
+    def promising(self, sets: Iterable[Modules]) -> Iterator[Modules]:
+        """Yield sets of recomputed modules, the shortest recomputation first, without those that are hopeless by then: they are
+        known to be slower, or do not fit with everything offloaded."""
+        all_offloaded = tuple(module.name for module in OFFLOADED if module.since <= self.facts.release and self._has_link)
+        for recompute in sorted(sets, key=self._recomputed_s):
+            ways = [StockSetting(recompute), *(setting for (setting,) in _overlapped(StockSetting(recompute), self.facts))]
+            fits = self._least(StockSetting(recompute, offload=all_offloaded)) <= self.budget_bytes
+            if fits and not all(map(self._is_known_slower, ways)):
+                yield recompute
 
     def _least(self, setting: StockSetting) -> int:
         if setting not in self._least_bytes:
-            self._least_bytes[setting] = least_bytes(self.job, setting, self._stages)
+            one_of_equal_ones = {*of_every_stage(self.job, int)}
+            self._least_bytes[setting] = least_bytes(self.job, setting, one_of_equal_ones)
         return self._least_bytes[setting]
-
-    @cached_property
-    def _stages(self) -> frozenset[int]:
-        """One of equal ones."""
-        return frozenset(of_every_stage(self.job, int))
-
-    @cached_property
-    def _offloaded(self) -> Modules:
-        """All modules of the release that can be offloaded; empty without a link to the host."""
-        return tuple(module.name for module in OFFLOADED if module.since <= self.facts.release) if self._has_link else ()
-
-    def promising(self, sets: Iterable[Modules]) -> Iterator[Modules]:
-        """Yield sets of recomputed modules, the shortest recomputation first, without those that are hopeless by then."""
-        return (recompute for recompute in sorted(sets, key=self._recomputed_s) if not self._is_hopeless(recompute))
 
     def _recomputed_s(self, recompute: Modules) -> float:
         shape, setting = LayerShape.of(self.job), StockSetting(recompute)
         kinds = self.job.model.kinds_of(range(1, self.job.model.layers + 1))
         return sum(half.again_s for kind in kinds for half in layer_seconds(shape, self.profile, setting, kind))
-
-    def _is_hopeless(self, recompute: Modules) -> bool:
-        ways = [StockSetting(recompute), *(setting for (setting,) in _overlapped(StockSetting(recompute), self.facts))]
-        hopeless = all(map(self._is_known_slower, ways)) or not self._fits(recompute, self._offloaded)
-        return hopeless or all(self._is_bound_slower(Pricing(self.job, self.profile, way)) for way in ways)
 
     @property
     def _least_s(self) -> float:
@@ -146,18 +118,10 @@ class _Rivals:
         alike = (known for known in slow if (known.overlap, known.delayed) == (setting.overlap, setting.delayed))
         return any({*known.recompute} <= {*setting.recompute} for known in alike)
 
-    def _is_slower(self, setting: StockSetting) -> bool:
-        """Whether a setting without copies is not faster than the best that fits. Prices it if nothing else tells."""
-        if self._is_known_slower(setting):
-            return True
-        if setting not in self._known_s:
-            pricing = Pricing(self.job, self.profile, setting)
-            self._known_s[setting] = pricing.busy_s if self._is_bound_slower(pricing) else pricing.price.step_s
-        return self._known_s[setting] >= self._least_s
-
-    def _is_bound_slower(self, pricing: Pricing) -> bool:
-        """Whether the busiest stage alone is too slow. The middle of a range with userbuffers may be below its seconds."""
-        return not self.job.userbuffers and pricing.busy_s >= self._least_s
+    def _step_s(self, without_copies: StockSetting) -> float:
+        if without_copies not in self._known_s:
+            self._known_s[without_copies] = priced(self.job, self.profile, without_copies).step_s
+        return self._known_s[without_copies]
 
     @property
     def _has_link(self) -> bool:

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from megatron_lynx.anatomy import LayerKind
@@ -39,7 +40,7 @@ from megatron_lynx.cost.stage_memory import activations_in_flight, dispatched_by
 from megatron_lynx.profiler.profile import BlockProfile, Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.schedule import Action, Phase, Schedule
-from megatron_lynx.simulator.passes import PHASES, ChunkPasses, TimedPass, by_phase
+from megatron_lynx.simulator.passes import PHASES, ChunkPasses, HostCopies, TimedPass, by_phase
 from megatron_lynx.stock.layer import LayerBytes, layer_bytes, layer_seconds
 from megatron_lynx.stock.setting import LEAST_ELEMENTS, NONE, StockSetting
 from megatron_lynx.timeline import Passes
@@ -256,13 +257,10 @@ class StageCopies:
     """Whether tensors are reloaded one layer ahead."""
     seconds: dict[tuple[str, int, Phase], float] = field(default_factory=dict)
     """By kind of pass, chunk and phase: seconds of the last such pass."""
+    copies: HostCopies = field(default_factory=HostCopies)
     _now_s: float = 0.0
-    _out_free_s: float = 0.0
-    _back_free_s: float = 0.0
-    _out_end_s: dict[tuple[int, int, int], float] = field(default_factory=dict)
-    _back_end_s: dict[tuple[int, int, int], float] = field(default_factory=dict)
-    _held: dict[tuple[int, int, int], int] = field(default_factory=dict)
     _changes: list[tuple[float, int]] = field(default_factory=list)
+    """(time, bytes that passes allocate or free)."""
 
     def walk(self, actions: Sequence[tuple[Action, Phase]]) -> None:
         order = [action for action, _ in actions]
@@ -270,63 +268,49 @@ class StageCopies:
         for at, (action, phase) in enumerate(actions):
             begin_s = self._now_s
             if action.kind == "F":
-                behind = order[at + 1] if at + 1 < len(order) else None
-                backward_follows = behind is not None and behind == Action(action.micro_batch, "B", action.chunk)
-                keeps_top = backward_follows or (first is not None and first == Action(action.micro_batch, "B", action.chunk))
-                self._forward(action, keeps_top)
+                own = action._replace(kind="B")
+                self._forward(action, keeps_top=own in (first, *order[at + 1 : at + 2]))
             else:
                 self._backward(action, next((later_action for later_action in order[at + 1 :] if later_action.kind == "B"), None))
             if self.exchange_s is not None:  # device synchronisation
-                self._now_s = max(self._now_s, max(self._out_free_s, self._back_free_s) - self.exchange_s)
+                self._now_s = max(self._now_s, self.copies.free_s - self.exchange_s)
             self.seconds[action.kind, action.chunk, phase] = self._now_s - begin_s
 
     def most_bytes(self) -> int:
-        held_bytes = peak_bytes = 0
-        for _, change in sorted(self._changes):
-            held_bytes += change
-            peak_bytes = max(peak_bytes, held_bytes)
-        return peak_bytes
+        changes = sorted([*self._changes, *(copy.memory for copy in self.copies.done)])
+        return max(accumulate((change for _, change in changes), initial=0))
 
-    def _forward(self, action: Action, keeps_top: bool) -> None:
+    def _forward(self, action: Action, *, keeps_top: bool) -> None:
         layers = self.chunks[action.chunk]
         for at, layer in enumerate(layers):
             self._now_s += layer.forward_s
             if not layer.copied:
                 continue
             self._changes.append((self._now_s, layer.leaves))
-            if at == len(layers) - 1 and keeps_top and self.ahead:  # the top layer is not offloaded
-                continue
-            self._out_free_s = max(self._now_s, self._out_free_s) + layer.copy_s
-            self._changes.append((self._out_free_s, -layer.leaves))
-            self._out_end_s[action.micro_batch, action.chunk, at] = self._out_free_s
+            if at < len(layers) - 1 or not keeps_top or not self.ahead:
+                self.copies.offload(action, self._now_s, layer.copy_s, layer.leaves, at)
 
     def _backward(self, action: Action, next_backward: Action | None) -> None:
         layers = self.chunks[action.chunk]
         for at in reversed(range(len(layers))):
             before_s, rest_s = layers[at].backward_s
-            place = action.micro_batch, action.chunk, at
-            self._now_s = max(self._now_s + before_s, self._back_end_s.pop(place, 0.0))
-            if place in self._out_end_s:  # not reloaded ahead
+            back_s = self.copies.back_s(action, at)
+            self._now_s = max(self._now_s + before_s, back_s)
+            if not back_s:  # not reloaded ahead
                 self._reload(action, at)
-                self._now_s = max(self._now_s, self._back_end_s.pop(place))
+                back_s = self.copies.back_s(action, at)
+                self._now_s = max(self._now_s, back_s)
             if self.ahead and at:
                 self._reload(action, at - 1)
             elif self.ahead and next_backward is not None:
                 self._reload(next_backward, len(self.chunks[next_backward.chunk]) - 1)  # its top layer
             self._now_s += rest_s
             if layers[at].copied:
-                self._changes.append((self._now_s, -self._held.pop(place, layers[at].leaves)))
+                self._changes.append((self._now_s, -(layers[at].copied if back_s else layers[at].leaves)))
 
     def _reload(self, backward: Action, at: int) -> None:
-        place = backward.micro_batch, backward.chunk, at
-        out_end_s = self._out_end_s.pop(place, None)
-        if out_end_s is None:
-            return
         layer = self.chunks[backward.chunk][at]
-        start_s = max(self._now_s, self._back_free_s, out_end_s)
-        self._back_free_s = self._back_end_s[place] = start_s + layer.copy_s
-        self._changes.append((start_s, layer.copied))
-        self._held[place] = layer.copied
+        self.copies.reload(backward, self._now_s, layer.copy_s, layer.copied, at)
 
 
 def with_ends(layers: Sequence[CopiedLayer], first: BlockProfile, last: BlockProfile) -> list[CopiedLayer]:

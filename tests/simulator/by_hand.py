@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_lynx.simulator.halves import stage_passes
-from megatron_lynx.simulator.passes import KINDS, PHASES, ChunkPasses, Table, TimedPass
+from megatron_lynx.simulator.passes import KINDS, PHASES, ChunkPasses, TimedPass, in_phases
 from megatron_lynx.simulator.walk import Treated
 from megatron_lynx.timetable import Layout, Timetable
 
@@ -21,4 +21,4 @@ def passes_of_halves(halves: tuple[Treated, ...], profile: Any, *ends: Any, **mo
 def receiving(plain: ChunkPasses, received: TimedPass) -> ChunkPasses:
     """A chunk with this recomputation in every receive."""
     passes = {(kind, phase): plain.one(kind, phase) for kind in KINDS for phase in PHASES}
-    return ChunkPasses(Table(passes | {("R", phase): received for phase in PHASES}))
+    return ChunkPasses(in_phases(passes | {("R", phase): received for phase in PHASES}))

@@ -112,7 +112,7 @@ def test_entries_of_a_linear_run_in_the_order_in_which_they_came():
     assert list(queue.due([first.of])) == [first]
     assert list(queue.due([first.of])) == [], "there is none left"
     other = Queue(1, A_SECOND.bytes, queue.pending)
-    assert list(other.flush()) == []
+    assert other.take() == []
     assert other.pending == (second,), "another chunk's are not its own"
     assert list(other.put(Entry(first.of, 1, WeightGradient(1.0, 8, 0)))) != [], "what is larger than the bound runs itself"
 
