@@ -314,9 +314,7 @@ class Clock:
 class Trace(Clock):
     """Spans that began while it runs."""
 
-    def __init__(self, device: Device | None = None) -> None:
-        super().__init__(device or device_for(torch.device("cpu")))
-        self._origin: Event | None = None
+    _origin: Event | None = None
 
     def start(self) -> None:
         self._timed.clear()

@@ -41,8 +41,7 @@ def note(error: BaseException, where: Whereabouts) -> None:
 
 def whereabouts_of(error: BaseException) -> Whereabouts | None:
     """Return where an error was raised; None for errors from outside of a pass."""
-    whereabouts = getattr(error, _NAME, None)
-    return whereabouts if isinstance(whereabouts, Whereabouts) else None
+    return getattr(error, _NAME, None)
 
 
 class Run:

@@ -20,6 +20,7 @@ from megatron_lynx.runtime.device import Trace
 from megatron_lynx.runtime.frame import ChunkPolicy, HalfPolicy
 from megatron_lynx.runtime.surroundings import Surroundings
 from megatron_lynx.runtime.weight_gradients import WeightGradients
+from tests.runtime.devices import CPU
 
 FC1 = LinearOf(1, "mlp", "linear_fc1", "column_parallel")
 
@@ -31,7 +32,7 @@ class Backward:
         policy = HalfPolicy(layer=1, section=MLP, deferred={FC1.item: (RECV_BACKWARD,)})
         self._frame = SimpleNamespace(key=FC1.frame, policy=policy, micro_batch=SimpleNamespace(number=0))
         self._ledger = SimpleNamespace(entered=self._frame, running=object(), completes_gradients=False, drains=False)
-        self.progress = SimpleNamespace(trace=Trace(), counts=Figures(), scope=None, ledger=self._ledger)
+        self.progress = SimpleNamespace(trace=Trace(CPU), counts=Figures(), scope=None, ledger=self._ledger)
         deferral = ChunkPolicy(most_delayed_bytes=10**6)
         progress: Any = self.progress
         self.gradients = WeightGradients(progress, [deferral], Surroundings(()), reduced_in_backward=lambda: True)

@@ -164,7 +164,7 @@ def test_what_is_given_back_is_lent_again() -> None:
 
 
 def test_a_room_comes_with_the_copy_that_may_still_read_it() -> None:
-    lender, copier = memory(), Copier("reload", CPU, Trace())
+    lender, copier = memory(), Copier("reload", CPU, Trace(CPU))
     lease = lender.lend(0, [64])
     copy = lease.room.last = copier.start([(torch.empty(64, dtype=torch.uint8), parts(lease)[0])], 0)
     del lease

@@ -19,6 +19,7 @@ from megatron_lynx.runtime.order import StageOrder
 from megatron_lynx.runtime.surroundings import Surroundings
 from megatron_lynx.runtime.weight_gradients import Entry, Linear, WeightGradients, blocks_of
 from megatron_lynx.schedule.schedule import Action
+from tests.runtime.devices import CPU
 from tests.runtime.tiny_half import policy
 
 FC1, QKV = (3, "linear_fc1"), (3, "linear_qkv")
@@ -30,7 +31,7 @@ def entry(linear: Linear, micro_batch: int, chunk: int = 0, held: int = 10) -> E
 
 
 def none_pending() -> tuple[WeightGradients, Any]:
-    progress: Any = SimpleNamespace(trace=Trace(), counts=Figures())
+    progress: Any = SimpleNamespace(trace=Trace(CPU), counts=Figures())
     return WeightGradients(progress, (), Surroundings(()), reduced_in_backward=lambda: False), progress
 
 
@@ -102,7 +103,7 @@ def in_backward_of(layer: int, most_bytes: int) -> tuple[WeightGradients, Any]:
     frame = Frame(policy(layer=layer, deferred=deferred), MicroBatch(0), lambda hidden: hidden)
     running = Action(0, "B")
     ledger = SimpleNamespace(entered=frame, running=running, completes_gradients=False, drains=False)
-    progress: Any = SimpleNamespace(ledger=ledger, scope=None, trace=Trace(), counts=Figures())
+    progress: Any = SimpleNamespace(ledger=ledger, scope=None, trace=Trace(CPU), counts=Figures())
     policies = [ChunkPolicy(most_delayed_bytes=most_bytes)]
     return WeightGradients(progress, policies, Surroundings(()), reduced_in_backward=lambda: False), progress
 
