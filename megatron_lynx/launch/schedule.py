@@ -7,21 +7,17 @@ numbers iterations: from 1, over all runs of a training.
 Replaces              `checkpoint_and_decide_exit` and `save_checkpoint` of `megatron.training.training` (globals, read by
                       `train` and by `save_checkpoint_and_time`).
 Why                   a signal is only noticed at the end of a batch, when forwards of the next one have begun.
-Calls the original    once per call if the pipeline is empty, with the same arguments.
+Calls the original    once per call, with the same arguments; `args.save` is None meanwhile if the pipeline is not empty.
 Holds                 nothing; `Draining` remembers a signal or the time limit, so that the next batch drains.
-Passes through when   the pipeline is empty. Otherwise nothing is due by Megatron's arguments; a save is refused.
+Passes through when   the pipeline is empty. Otherwise Megatron stops a batch later; a save is refused.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
-
-import torch
-import torch.distributed as dist
 
 from megatron_lynx.apply import hook as holding
 from megatron_lynx.apply.hook import Claim
@@ -45,7 +41,7 @@ def without_flushes(model: Any, optimizer: Any, plan: Plan | None = None) -> Ite
         sizes = {"seq_length": args.seq_length, "micro_batch_size": args.micro_batch_size}
         defers = plan is None or plan.defer_updates
         pipeline = DoubleBuffered(model, optimizer, microbatches=get_num_microbatches(), defer_updates=defers, **sizes)
-        draining = Draining(args, training)
+        draining = Draining(args)
         claims = [*schedule_claims(training, pipeline, draining.now), *stopping_claims(training, pipeline, draining)]
         if refused := holding.verify(claims):
             raise HookRefused("this Megatron-LM cannot be trained without flushes", refused)
@@ -85,28 +81,21 @@ def _is_due(interval: int | None, number: int) -> bool:
 class Draining:
     """Decides for each batch whether the pipeline must be empty after it. All ranks decide alike."""
 
-    def __init__(self, args: Any, training: Any) -> None:
+    def __init__(self, args: Any) -> None:
         self._args = args
-        self._training = training
         self._wants_to_stop = False
 
     def now(self) -> bool:
         return self._wants_to_stop or must_drain(self._args, self._args.curr_iteration + 1)
 
-    def look(self) -> None:
-        """Check signals and the time limit as Megatron would. If one applies, the next batch drains, and Megatron stops there."""
-        self._wants_to_stop |= self._signalled() or self._out_of_time()
-
-    def _signalled(self) -> bool:
-        return bool(self._args.exit_signal_handler) and any(self._training.get_signal_handler().signals_received())
-
-    def _out_of_time(self) -> bool:
-        if not self._args.exit_duration_in_mins:
-            return False
-        minutes = (time.time() - self._training._TRAIN_START_TIME) / 60.0
-        over = torch.tensor([minutes > self._args.exit_duration_in_mins], dtype=torch.int, device="cuda")
-        dist.all_reduce(over, op=dist.ReduceOp.MAX)
-        return bool(over.item())
+    def look(self, decide: Callable[[], bool]) -> None:
+        """Let Megatron decide whether to stop (a signal, the time limit), without saving. If so, the next batch drains, and
+        Megatron stops there."""
+        save, self._args.save = self._args.save, None
+        try:
+            self._wants_to_stop |= decide()
+        finally:
+            self._args.save = save
 
 
 def stopping_claims(training: Any, pipeline: DoubleBuffered, draining: Draining) -> Iterator[Claim]:
@@ -115,7 +104,7 @@ def stopping_claims(training: Any, pipeline: DoubleBuffered, draining: Draining)
         def checkpoint_and_decide_exit(*args: Any, **kwargs: Any) -> Any:
             if pipeline.drained:
                 return original(*args, **kwargs)
-            draining.look()
+            draining.look(lambda: bool(original(*args, **kwargs)))
             return False
 
         return checkpoint_and_decide_exit

@@ -19,8 +19,6 @@ NOTHING = {
     "exit_interval": None,
     "phase_transition_iterations": None,
     "iterations_to_skip": [],
-    "exit_signal_handler": False,
-    "exit_duration_in_mins": None,
 }
 
 
@@ -45,24 +43,17 @@ def test_known_when_the_batch_begins(given, batches):
     assert drained(**given) == batches
 
 
-def test_a_signal_is_for_the_next_batch():
-    received = [[False, False], [False, True], [False, False]]
-    training = SimpleNamespace(get_signal_handler=lambda: SimpleNamespace(signals_received=lambda: received.pop(0)))
-    args = SimpleNamespace(**NOTHING | {"exit_signal_handler": True}, curr_iteration=0)
-    draining, seen = Draining(args, training), []
-    for args.curr_iteration in range(3):
+def test_a_stop_is_for_the_next_batch_and_nothing_is_saved_before() -> None:
+    args, seen, saves = SimpleNamespace(**NOTHING, curr_iteration=0), [], []
+
+    def decided(stops: bool) -> bool:
+        saves.append(args.save)
+        return stops
+
+    draining = Draining(args)
+    for stops in (False, True, False):
         seen.append(draining.now())
-        draining.look()
+        draining.look(lambda stops=stops: decided(stops))  # type: ignore[misc]
     assert [*seen, draining.now()] == [False, False, True, True]
-
-
-def test_time_that_is_over_is_for_the_next_batch(monkeypatch):
-    """Beside a handler of signals, too, that has received none."""
-    training = SimpleNamespace(get_signal_handler=lambda: SimpleNamespace(signals_received=lambda: [False]))
-    draining = Draining(SimpleNamespace(**NOTHING | {"exit_signal_handler": True}, curr_iteration=0), training)
-    seen = []
-    for over in (False, True):
-        monkeypatch.setattr(draining, "_out_of_time", lambda over=over: over)
-        draining.look()
-        seen.append(draining.now())
-    assert seen == [False, True]
+    assert saves == [None] * 3
+    assert args.save == "somewhere"
