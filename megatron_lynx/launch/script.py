@@ -182,29 +182,24 @@ The host is megatron-lm, or bridge for a script of Megatron-Bridge."""
 HOST = "--lynx-host"
 
 
-@dataclass(frozen=True)
-class Command:
-    script: Path
-    arguments: tuple[str, ...]
-    """The script's arguments, including our flags: Megatron's parser shows and records them."""
-    flags: Flags
-
-
 def main(arguments: Sequence[str], module: str = "megatron_lynx.launch") -> int:
     if list(arguments[:1]) in (["-h"], ["--help"]):
         usage = argparse.ArgumentParser(prog=f"torchrun ... -m {module} SCRIPT", add_help=False)
         print(USAGE.format(flags=add_flags(usage).format_help()))
         return 0
     try:
-        run_script(read(arguments))
+        run_script(*read(arguments))
     except LynxError as error:
         stop(error)
         return error.exit_status
     return 0
 
 
-def read(arguments: Sequence[str]) -> Command:
-    """Parse the command line. Raises `ConfigError` if the script does not exist, or for a bad flag of ours."""
+def read(arguments: Sequence[str]) -> tuple[Path, list[str], Flags]:
+    """The script, its arguments, and our flags, which are among them: Megatron's parser shows and records them.
+
+    Raises `ConfigError` if the script does not exist, or for a bad flag of ours.
+    """
     words, host = list(arguments), list[str]()
     while words and words[0].partition("=")[0] == HOST:
         taken = 1 if "=" in words[0] else 2
@@ -216,21 +211,21 @@ def read(arguments: Sequence[str]) -> Command:
     if not script.is_file():
         raise ConfigError("the launch cannot be read", [Problem(str(script), "no such file", "a training script")])
     behind = [*words[1:], *host]
-    return Command(script, tuple(behind), read_flags(behind))
+    return script, behind, read_flags(behind)
 
 
-def run_script(command: Command) -> None:
+def run_script(script: Path, arguments: Sequence[str], flags: Flags) -> None:
     """Run the script under the launch's hooks. Raises its errors, and `ConfigError` or `HookRefused` for a missing host."""
     from megatron_lynx.launch.launch import in_force, launch_of
 
-    launch = launch_of(command.flags)
+    launch = launch_of(flags)
     argv, first = sys.argv, sys.path[0]
-    sys.argv = [str(command.script), *launch.host.arguments_of(command.arguments)]
-    sys.path[0] = str(command.script.resolve().parent)
+    sys.argv = [str(script), *launch.host.arguments_of(arguments)]
+    sys.path[0] = str(script.resolve().parent)
     try:
-        launch.host.find(str(command.script))
+        launch.host.find(str(script))
         with in_force(launch):
-            runpy.run_path(str(command.script), run_name="__main__")
+            runpy.run_path(str(script), run_name="__main__")
     finally:
         sys.argv, sys.path[0] = argv, first
 

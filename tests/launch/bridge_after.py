@@ -42,7 +42,7 @@ def begin_anew():
 
 def main():
     first, second, third, *words = sys.argv[1:]
-    run_script(read([str(HERE / "pretrain_tiny.py"), *words, "--lynx-plan", first, "--lynx-check", "2"]))
+    run_script(*read([str(HERE / "pretrain_tiny.py"), *words, "--lynx-plan", first, "--lynx-check", "2"]))
     print("left behind Megatron-LM:", left())
     destroy_global_state()
     destroy_global_vars()

@@ -47,7 +47,7 @@ def one_after_the_other(rank: int, job: Job, plans: list[str], folder: str) -> l
 
         def launch(*given: Any) -> None:
             megatron_lm.GIVEN[:] = given
-            run_script(read([str(script), "--lynx-plan", plans[0]]))
+            run_script(*read([str(script), "--lynx-plan", plans[0]]))
 
         def under(plan: str) -> Any:
             def pretrain(*given: Any) -> None:
