@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.config.loader import load_cluster
-from megatron_lynx.environment import ALLOCATOR, GROWING, nccl_ub_stands_alone, version_of
+from megatron_lynx.environment import ALLOCATOR, GROWING, nccl_ub_stands_alone, switched_on, version_of
 from megatron_lynx.errors import HookRefused
 from megatron_lynx.free_memory import free_memory
 from megatron_lynx.launch_arguments import Reading, read_launch
@@ -165,11 +165,6 @@ def environment(variables: Mapping[str, str], *, nccl_ub: bool = False) -> Itera
     if variables.get("TORCH_DISTRIBUTED_DEBUG", "OFF").upper() == "DETAIL":
         costs = "every collective is checked by another one first"
         yield Finding("TORCH_DISTRIBUTED_DEBUG", "slows", "DETAIL", costs, "unset it")
-
-
-def switched_on(variables: Mapping[str, str], name: str) -> bool:
-    """Whether torch reads a variable as true."""
-    return variables.get(name, "0").lower() not in ("", "0", "false", "f", "n", "no")
 
 
 def _allocator(variables: Mapping[str, str], *, nccl_ub: bool) -> Finding:

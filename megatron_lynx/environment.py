@@ -27,7 +27,6 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """The variables that configure torch's allocator, the newer name first."""
 GROWING = "expandable_segments:True"
 YES = ("1", "true", "t", "yes", "y")
-"""Values that torch reads as true, in any case."""
 
 Norm = Literal["layernorm", "rmsnorm"]
 
@@ -58,9 +57,14 @@ def minor(version: str) -> tuple[int, int]:
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
+def switched_on(variables: Mapping[str, str], name: str) -> bool:
+    """Whether torch reads a variable as true."""
+    return variables.get(name, "").lower() in YES
+
+
 def records_operands(torch: str, variables: Mapping[str, str]) -> bool:
     """Whether NCCL's asynchronous collectives retain their operands until the host sees them complete."""
-    return minor(torch) < (2, 8) and variables.get(AVOIDS_RECORDING, "").lower() not in YES
+    return minor(torch) < (2, 8) and not switched_on(variables, AVOIDS_RECORDING)
 
 
 def nccl_ub_stands_alone(torch: str, megatron_core: str) -> bool:
