@@ -112,12 +112,8 @@ def install(model: Any, plan: Plan, without_flushes: DoubleBuffered | None = Non
         raise PlanMismatch("the plan does not fit this run", differing)
     device = device_for(next(parameter for chunk in run.chunks for parameter in chunk.parameters()).device)
     order = order_of(run.pipeline, run.stage, len(run.chunks), run.group_size, int(overlapped(run.config)))
-    extra: dict[str, Any] = {}
-    if run.fp8:
-        extra["surroundings"] = (Autocast(), Fp8Autocast())
     if without_flushes is not None:
         without_flushes.check_drained("a plan is installed")
-        extra["as_recorded"] = without_flushes.as_recorded
     timetable = timetable_of(plan, run.stage)
     engine = Engine(
         timetable,
@@ -127,8 +123,9 @@ def install(model: Any, plan: Plan, without_flushes: DoubleBuffered | None = Non
         guard=left_as_they_were,
         device=device,
         offloader=offloader_of(plan, run, order, device, limit),
+        surroundings=(Autocast(), Fp8Autocast()) if run.fp8 else (Autocast(),),
         reduced_in_backward=lambda: run.reduces_in_backward,
-        **extra,
+        **({} if without_flushes is None else {"as_recorded": without_flushes.as_recorded}),
     )
     claims = list(_claims(engine, plan, run, timetable))
     if conflicts := holding.verify(claims, around_others=without_flushes is None):

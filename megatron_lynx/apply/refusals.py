@@ -186,8 +186,12 @@ _OTHER_KINDS = "layers of another kind, such as hybrid models have, are not plan
 
 def refused_layers(run: LiveRun) -> Iterator[Problem]:
     for number, layer in run.layers.items():
-        if problems := [*_other_layers(number, layer)]:
-            yield from problems
+        of_half = dict.fromkeys(HALVES, (_LAYER_CLASS,)) if isinstance(layer, Module) else CLASSES
+        known_halves = [section.half for section in sections_in(layer) if not section.kept_whole]
+        owners = {owner_of(layer, half): of_half[half] for half in known_halves}
+        if others := {owner: needed for owner, needed in owners.items() if name_of(owner) not in needed}:
+            for owner, needed in others.items():
+                yield Problem(f"layer {number}", name_of(owner), " or ".join(needed), _OTHER_KINDS)
             continue
         try:
             sections = [section for section in sections_in(layer) if not (section.exchanges or section.kept_whole)]
@@ -206,15 +210,6 @@ def refused_layers(run: LiveRun) -> Iterator[Problem]:
             if known is not None and name_of(linear_in(sites[site])) not in known:
                 todo = "launch with --transformer-impl local, or with transformer_engine and its usual layers"
                 yield Problem(f"layer {number}.{site.name}", name_of(sites[site]), " or ".join(known), todo)
-
-
-def _other_layers(number: int, layer: Any) -> Iterator[Problem]:
-    of_half = dict.fromkeys(HALVES, (_LAYER_CLASS,)) if isinstance(layer, Module) else CLASSES
-    known = [section.half for section in sections_in(layer) if not section.kept_whole]
-    owners = {owner_of(layer, half): of_half[half] for half in known}
-    for owner, needed in owners.items():
-        if name_of(owner) not in needed:
-            yield Problem(f"layer {number}", name_of(owner), " or ".join(needed), _OTHER_KINDS)
 
 
 def mismatches(plan: Plan, run: LiveRun, overlapping: bool = False) -> list[Problem]:

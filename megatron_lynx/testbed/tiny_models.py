@@ -23,7 +23,7 @@ from megatron_lynx.anatomy import DENSE
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.kinds.experts.section import FUSED
-from megatron_lynx.kinds.latent.section import SIZES
+from megatron_lynx.kinds.latent.section import Q_NORM, SIZES
 from megatron_lynx.plan.layout import layout_text
 from megatron_lynx.testbed.fusions import fusion_fields
 
@@ -222,7 +222,7 @@ def predicting_spec(config: TransformerConfig, block: TransformerBlockSubmodules
 def exchange_norms(layer: Any) -> None:
     """Replace one layer's norms by ours. Equal layers share their submodules: a second call changes nothing."""
     attention = layer.self_attention.submodules
-    inner = ("q_layernorm", "k_layernorm")
+    inner = (Q_NORM.name, "k_layernorm")
     for owner, name in (
         *((layer, section.norm) for section in DENSE.values()),
         *((attention, name) for name in inner if hasattr(attention, name)),

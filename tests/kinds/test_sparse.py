@@ -89,5 +89,5 @@ def test_a_core_that_must_not_run_again_is_kept(more: str) -> None:
 def test_what_it_cannot_have_is_refused() -> None:
     with pytest.raises(ConfigError, match="sequence_parallel: found false, needed true"):
         uniform_plan(job("--tensor-model-parallel-size 2"))
-    with pytest.raises(ConfigError, match="implementation: found local, needed transformer_engine"):
+    with pytest.raises(ConfigError, match="latent needs implementation transformer_engine, found local"):
         uniform_plan(job("--transformer-impl local"))

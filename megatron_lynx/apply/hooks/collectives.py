@@ -19,9 +19,9 @@ Why                   compute waits in each of them. TE overlaps the gather of a
 Calls the original    once per call; in a window asynchronously, then waits if the call was synchronous. Latent attention's never
                       in a recomputation. The buffer's unless a frame has the gathered input.
 Holds                 the groups.
-Passes through when   the window has no task, the group is another one (of FP8's amaxes, too), or the call is outside of a half
-                      and its backward (LM head, loss, data parallel). A gather that is already in flight is only waited for:
-                      TE gets an alias, which it frees after use. DeepEP: also if no event is requested.
+Passes through when   the window has no task, the group is another one, the call is outside of a half and its backward (LM
+                      head, loss, data parallel), or takes a maximum (FP8's amaxes). A gather that is already in flight is only
+                      waited for: TE gets an alias, which it frees after use. DeepEP: also if no event is requested.
 """
 
 from __future__ import annotations
@@ -124,12 +124,17 @@ def _in_window(engine: Engine, group: Any, original: Any, *, exchange: bool = Fa
 
     @wraps(original)
     def collective(*args: Any, **kwargs: Any) -> Any:
-        window = engine.window(exchange=exchange) if kwargs.get("group") is group and engine.in_half else None
+        of_half = kwargs.get("group") is group and engine.in_half and not _takes_largest(*args, **kwargs)
+        window = engine.window(exchange=exchange) if of_half else None
         if window is None:
             return original(*args, **kwargs)
         return waited(window(original(*args, **{**kwargs, "async_op": True})), kwargs.get("async_op"))
 
     return collective
+
+
+def _takes_largest(tensor: Any, op: Any = None, *args: Any, **kwargs: Any) -> bool:
+    return isinstance(op, type(torch.distributed.ReduceOp.MAX)) and op == torch.distributed.ReduceOp.MAX
 
 
 def waited(work: Any, async_op: bool | None) -> Any:
