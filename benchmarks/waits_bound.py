@@ -32,7 +32,7 @@ from megatron_lynx.cost.budget import layers_budget_bytes, loss_bytes
 from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.cost.recompute import sensible_choices
 from megatron_lynx.cost.section import WeightGradient, priced, weight_gradient
-from megatron_lynx.cost.stage import chunks_in_flight, phases_of, stage_seconds
+from megatron_lynx.cost.stage import chunks_in_flight, cooldown_backwards, stage_seconds
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
@@ -186,12 +186,12 @@ def bound_s(job: Job, profile: Profile, *, receives: bool = True) -> float:
     passes = []
     for stage in range(pipeline):
         layers, budget_bytes = job.layers_on(stage), layers_budget_bytes(job, stage)
-        stock, phases = stage_seconds(job, profile, stage), phases_of(job, stage)
+        stock, cooldown = stage_seconds(job, profile, stage), cooldown_backwards(job, stage)
         assert budget_bytes is not None, "the job has a budget"
         budgets = budget_bytes - loss_bytes(job, stage), budget_bytes
         more_s = layers * more_than_none_s(profile, job, layers, chunks_in_flight(job, stage), budgets)
         waits_s = received_s(job, profile, stage) if receives else 0.0
-        waited_s = phases.cooldown * waits_s + phases.steady * message_s * (receives and stage < pipeline - 1)
+        waited_s = cooldown * waits_s + (job.microbatches - cooldown) * message_s * (receives and stage < pipeline - 1)
         passes.append((stock.forward_s, stock.backward_s + more_s, waits_s, waited_s))
     through_s = sum(forward_s + backward_s - waits_s for forward_s, backward_s, waits_s, _ in passes)
     return max(

@@ -34,7 +34,7 @@ from megatron_lynx.config.job import Budget, Job, Policy
 from megatron_lynx.config.loader import bundled_configs, cluster_data
 from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.cost.section import Prices
-from megatron_lynx.cost.stage import phases_of, stage_seconds
+from megatron_lynx.cost.stage import cooldown_backwards, stage_seconds
 from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.plan.timetables import planned_halves
 from megatron_lynx.planner import Decision, decide
@@ -293,7 +293,8 @@ def received_s(job: Job, profile: Profile, stage: int) -> float:
 def waits_of(decision: Decision, stage: int) -> Waits:
     """The waits of a stage under a plan."""
     job, profile = decision.job, analytic_profile(decision.job)
-    phases = phases_of(job, stage)
+    cooldown = cooldown_backwards(job, stage)
+    steady = job.microbatches - cooldown
     layer_s = {
         passing: sum(sum(window_lengths_s(profile, passing, each, LayerShape.of(job).gathered_bytes)) for each in DENSE.values())
         for passing in PASSES
@@ -313,11 +314,11 @@ def waits_of(decision: Decision, stage: int) -> Waits:
     plain = [half for half in halves if half.planned.recompute and not half.planned.checkpoint]
     free_s = sum(half.price.recompute_s for half in plain if half.planned.steady.gather is None)
     never_s = sum(half.price.recompute_s + half.price.communicates_s for half in halves if half.planned.checkpoint)
-    forward_s = 0.0 if last else phases.steady * layer_s["fwd"]
+    forward_s = 0.0 if last else steady * layer_s["fwd"]
     return Waits(
         job.microbatches * job.layers_on(stage) * layer_s["bwd"] / profile.interference,
-        phases.steady * message_s + phases.cooldown * cooldown_s,
-        phases.steady * min(message_s, free_s) + phases.cooldown * min(cooldown_s, free_s),
+        steady * message_s + cooldown * cooldown_s,
+        steady * min(message_s, free_s) + cooldown * min(cooldown_s, free_s),
         job.microbatches * sum(half.spared_s(half.planned.steady.gather) for half in halves) / profile.interference,
         job.microbatches * opened_s / profile.interference,
         filled_in_backwards_s(decision, stage, profile.interference),

@@ -200,7 +200,7 @@ def _waits(parts: Parts, job: Job, profile: Profile) -> Iterator[Price]:
 def _forward_waits_s(job: Job, profile: Profile) -> dict[str, float]:
     sections: dict[str, Section] = {half: job.model.halves[half] for half in HALVES}
     if profile.experts is not None:
-        sections["experts"] = profile.shape.sections_with_experts[-1]
+        sections["experts"] = profile.shape.sections[-1]
     size = LayerShape.of(job).gathered_bytes
     return {
         f"fwd.{name}.{ordinal}": seconds

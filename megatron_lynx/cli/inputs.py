@@ -24,7 +24,7 @@ from megatron_lynx.from_run import Lesson, lesson
 from megatron_lynx.launch_arguments import Reading, job_of, read_launch
 from megatron_lynx.launch_arguments.command_line import LAUNCHER, TESTBED, read_launch_file
 from megatron_lynx.launch_arguments.container import OPTION as CONTAINER
-from megatron_lynx.launch_arguments.expert_facts import EXPERTS, balances, natural_routing, routes_naturally, without_experts
+from megatron_lynx.launch_arguments.expert_facts import EXPERTS, natural_routing, without_experts
 from megatron_lynx.launch_arguments.given import Given
 from megatron_lynx.launch_arguments.hf_config import OPTION as SHAPES
 from megatron_lynx.launch_arguments.reading import as_json, remarks, understood, unknown_in_words, unsaid
@@ -72,8 +72,8 @@ def mention_assumed(job: Job, given: Given | None = None) -> None:
     brought = f"tokens by {experts.dispatcher}; " if job.parallel.expert * job.parallel.expert_tensor_size > 1 else ""
     text = f"{brought}the fullest rank's get {load:g} times a balanced share of the tokens (model.experts.load){bytes_for}"
     say(f"experts in layers {layers}: {text}", err=True)
-    if given is not None and routes_naturally(given):
-        say("\n".join(natural_routing(experts, balancing=balances(given))), err=True)
+    for line in () if given is None else natural_routing(given, experts):
+        say(line, err=True)
 
 
 def named_in(text: str) -> list[str]:

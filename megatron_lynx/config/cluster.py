@@ -12,6 +12,7 @@ from pydantic import Field
 
 from megatron_lynx.anatomy import HALVES, Half
 from megatron_lynx.fp8_recipes import Recipe
+from megatron_lynx.timeline import Passes
 from megatron_lynx.validation import Part, formerly
 
 Setting = Literal["none", "full", "kept", "partly", "recomputed", "gathered", "offloaded", "deferred"]
@@ -37,12 +38,8 @@ class HostPasses(Part):
     backward_us: float = Field(ge=0)
 
     @property
-    def forward_s(self) -> float:
-        return 1e-6 * self.forward_us
-
-    @property
-    def backward_s(self) -> float:
-        return 1e-6 * self.backward_us
+    def seconds(self) -> Passes:
+        return Passes(1e-6 * self.forward_us, 1e-6 * self.backward_us)
 
 
 class HalfHostTime(Part):
@@ -70,11 +67,10 @@ class LayerHostTime(Part):
     mlp: HalfHostTime
 
     def half(self, half: Half) -> HalfHostTime:
-        half_time: HalfHostTime = getattr(self, half)
-        return half_time
+        return self.attention if half == HALVES[0] else self.mlp
 
     def layer_s(self, setting: Setting) -> float:
-        return sum(passes.forward_s + passes.backward_s for passes in (self.half(half).under(setting) for half in HALVES))
+        return sum(self.half(half).under(setting).seconds.both_s for half in HALVES)
 
 
 class ExpertHostTime(Part):

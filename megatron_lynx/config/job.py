@@ -10,17 +10,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megatron_lynx.anatomy import LayerKind, Section
+from megatron_lynx.config import fit
 from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.config.device_reserve import Communicator, DeviceReserve, FusedDispatch, communicators, device_reserve
-from megatron_lynx.config.fit import (
-    expert_problems,
-    fp8_parameter_problems,
-    fp8_problems,
-    instance_problems,
-    layer_problems,
-    needs_flushes,
-    size_problems,
-)
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Optimizer, Overlap, Parallel
 from megatron_lynx.figures import Learned
@@ -149,7 +141,7 @@ class Job(Part):
 
     def _problems(self) -> list[str]:
         model, parallel = self.model, self.parallel
-        problems = [*size_problems(model, parallel), *layer_problems(model.layers, parallel)]
+        problems = [*fit.size_problems(model, parallel), *fit.layer_problems(model.layers, parallel)]
         if self.gpus % parallel.ranks:
             sizes = "parallel.tensor x parallel.context x parallel.pipeline"
             problems.append(
@@ -166,9 +158,9 @@ class Job(Part):
             if needed_groups is not None:
                 subject = f"micro-batches of a pipeline ({self.microbatches})"
                 problems.append(f"{subject} must be {needed_groups} with several chunks on each stage")
-        problems += expert_problems(model, parallel, self.gpus)
+        problems += fit.expert_problems(model, parallel, self.gpus)
         if not problems:
-            problems += instance_problems(parallel, self.gpus)
+            problems += fit.instance_problems(parallel, self.gpus)
         optimizer, sharded = self.optimizer, "needs parallel.distributed_optimizer: true, found false"
         if optimizer.gradients == "bf16" and model.dtype == "fp32":
             problems.append("optimizer.gradients bf16 needs weights in 16 bits, found model.dtype fp32")
@@ -181,8 +173,8 @@ class Job(Part):
         if self.overlap.userbuffers and parallel.tensor > 1 and not parallel.sequence_parallel:
             problems.append("overlap.userbuffers needs parallel.sequence_parallel: true, found false, as Megatron refuses it")
         problems += self._head_problems()
-        problems += fp8_problems(model, parallel, self.batch.micro, self.cluster)
-        problems += fp8_parameter_problems(model, parallel, self.optimizer)
+        problems += fit.fp8_problems(model, parallel, self.batch.micro, self.cluster)
+        problems += fit.fp8_parameter_problems(model, parallel, self.optimizer)
         if model.fp8_recipe == "nvfp4" and self.userbuffers:
             problems.append("overlap.userbuffers is true, needed false with model.fp8.recipe nvfp4: such linears have none")
         if not problems:
@@ -212,7 +204,7 @@ class Job(Part):
         if pipeline == 1:
             yield f"parallel.pipeline (1) has no flush to leave out, schedule double_buffered needs at least 2, {todo}"
             return
-        yield from (f"{why}, {todo}" for why in needs_flushes(self.model))
+        yield from (f"{why}, {todo}" for why in fit.needs_flushes(self.model))
         if self.model.adapters is not None:
             yield f"model.adapters need schedule flush: frozen weights have one version, {todo}"
         if (instances := self.parallel.optimizer_instances) > 1:
@@ -336,12 +328,8 @@ class Job(Part):
     def layers_on(self, stage: int) -> int:
         return sum(self.chunk_layers(stage))
 
-    def experts_of(self, stage: int, chunk: int = 0) -> int:
-        layers = self.model.expert_layers
-        return sum(layer in layers for layer in self.layers_of(stage, chunk)) if layers else 0
-
     def experts_on(self, stage: int) -> int:
-        return sum(self.experts_of(stage, chunk) for chunk in range(self.chunks)) if self.model.experts is not None else 0
+        return sum(layers for (_, second), layers in self.kinds_on(stage).items() if second.exchanges)
 
     def kinds_of(self, stage: int, chunk: int = 0) -> Counter[LayerKind]:
         return self.model.kinds_of(self.layers_of(stage, chunk))

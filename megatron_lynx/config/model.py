@@ -254,10 +254,6 @@ class Model(Part):
             return not self.bias
         return self.fuses("bias_activation")
 
-    def saves_input(self, linear: str) -> bool:
-        """Whether a linear's argument is read in backward. Dropout makes a copy for the adapter."""
-        return self.adapters is None or (linear in self.adapters.targets and not self.adapters.dropout)
-
     @property
     def adapted(self) -> tuple[str, ...]:
         return () if self.adapters is None else tuple(name for name in LINEARS if name in self.adapters.targets)
@@ -336,10 +332,6 @@ class Model(Part):
 
     def opaque_in(self, section: Section) -> Opaque:
         return next(opaque for opaque in self.opaque if opaque.kind == section.name)
-
-    @property
-    def alike(self) -> bool:
-        return len(self.kinds_of(range(1, self.layers + 1))) == 1
 
     @property
     def opaque_layers(self) -> Mapping[OpaqueName, tuple[int | str, ...]]:

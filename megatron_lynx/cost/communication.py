@@ -125,9 +125,9 @@ def embedding_of(profile: Profile, message_bytes: int) -> BlockProfile:
     """Return the embedding with its collectives: partial lookups are all-reduced, or with sequence parallelism
     reduce-scattered and the gradient gathered. (Learned positions use an all-reduce; this is ignored.)"""
     if not profile.shape.sequence_parallel:
-        return _longer(profile.embedding, profile.link_s("all_reduce", message_bytes), 0.0)
+        return profile.embedding.longer(profile.link_s("all_reduce", message_bytes), 0.0)
     forward_s, backward_s = (profile.link_s(kind, message_bytes) for kind in SCATTER_AND_GATHER)
-    return _longer(profile.embedding, forward_s, backward_s)
+    return profile.embedding.longer(forward_s, backward_s)
 
 
 def head_of(profile: Profile, message_bytes: int, pieces: int = 1) -> BlockProfile:
@@ -136,16 +136,10 @@ def head_of(profile: Profile, message_bytes: int, pieces: int = 1) -> BlockProfi
     again_s = profile.head.forward_s + (pieces - 1) * profile.head_summand_s if pieces > 1 else 0.0
     hidden_s = profile.head.backward_s / 3 if pieces == 1 else 0.0
     if not profile.shape.sequence_parallel:
-        return _longer(profile.head, 0.0, again_s + max(0.0, profile.link_s("all_reduce", message_bytes) - hidden_s))
+        return profile.head.longer(0.0, again_s + max(0.0, profile.link_s("all_reduce", message_bytes) - hidden_s))
     scatter_s, gather_s = (profile.link_s(kind, message_bytes) for kind in SCATTER_AND_GATHER)
     gathered_again_s = max(0.0, gather_s - hidden_s) if pieces == 1 else 0.0
-    return _longer(profile.head, gather_s, again_s + (gathered_again_s + max(0.0, scatter_s - hidden_s)))
-
-
-def _longer(block: BlockProfile, forward_s: float, backward_s: float) -> BlockProfile:
-    if not forward_s and not backward_s:
-        return block
-    return block.model_copy(update={"forward_s": block.forward_s + forward_s, "backward_s": block.backward_s + backward_s})
+    return profile.head.longer(gather_s, again_s + (gathered_again_s + max(0.0, scatter_s - hidden_s)))
 
 
 def gather_lost_and_spared_s(

@@ -184,7 +184,3 @@ def predicting_bytes(shape: LayerShape) -> int:
         return 0
     layer = kept_bytes(shape, "none", shape.model.sections(shape.model.layers))
     return times * (layer + 5 * shape.input_bytes) + shape.input_bytes
-
-
-def losses_bytes(shape: LayerShape) -> int:
-    return shape.model.mtp * loss_kept_bytes(shape)

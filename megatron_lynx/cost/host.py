@@ -90,19 +90,16 @@ def policy_host_s(job: Job, profile: Profile, stage: int) -> Passes:
 def _of(profile: Profile, section: Section, setting: Setting) -> Passes:
     assert profile.host_time is not None, "callers look"
     half = profile.host_time.of(profile.shape.implementation).half(section.half)
-    passes = half.under(setting)
+    passes = half.under(setting).seconds
     if section.profiled_as in NOTHING:
         return NO_HOST_TIME
     if section.profiled_as != "experts":
-        return Passes(passes.forward_s, passes.backward_s)
+        return passes
     if profile.host_time.experts is None or profile.shape.experts is None:
         return NO_HOST_TIME
     experts = profile.host_time.experts.of(profile.shape.experts.count // profile.shape.expert)
     again = experts.forward_us / half.none.forward_us if setting in RUN_AGAIN else 1.0
-    return Passes(
-        experts.forward_s + passes.forward_s - half.none.forward_s,
-        experts.backward_s + (passes.backward_s - half.none.backward_s) * again,
-    )
+    return experts.seconds + (passes - half.none.seconds) * Passes(1.0, again)
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ def _all_parameters(job: Job, stage: int) -> Parameters:
     last, embeds = stage == job.parallel.pipeline - 1, embeds_on(job, stage)
     words = model.vocab * model.hidden // tensor
     positions = model.seq * model.hidden if model.position == "learned" else 0
-    usual = (planning_of(section).parameters(model, job.parallel) for section in walked(model))
+    linears = (linear for section in walked(model) for linear in planning_of(section).linears(LayerShape.of(job)).values())
     return Parameters(
         matrices=sum(count * half.cut for half, count in halves) // tensor
         + sum(count * half.whole for half, count in halves)
@@ -156,7 +156,7 @@ def _all_parameters(job: Job, stage: int) -> Parameters:
         head=last * (0 if stage == 0 and model.tied_embeddings else words),
         experts=sum(count * half.apart for half, count in halves),
         routers=sum(count * half.router for half, count in halves),
-        largest=max(max(half.largest for half in usual) // tensor, words if embeds or last else 0),
+        largest=max(words * (embeds or last), *(linear.taken * linear.made for linear in linears)),
     )
 
 

@@ -6,13 +6,14 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from megatron_lynx.anatomy import HALVES, Half, Pass, Section
 from megatron_lynx.cost.communication import again_s, kept_gathers_bytes, under_way_s, window_lengths_s
 from megatron_lynx.cost.memory import HalfMemory, half_memory
 from megatron_lynx.cost.recompute import Checkpoint, recomputation_of
 from megatron_lynx.kinds.planning import planning_of
+from megatron_lynx.once import once as kept
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import BF16_BYTES, cast_bytes
 
@@ -135,14 +136,10 @@ class Prices:
     profile: Profile
     less_in_hand_bytes: Mapping[Half, int] = field(default_factory=dict)
     """By half, in backward (`cost.moments`); empty if only the layers' own bytes matter."""
-    _known: dict[tuple[object, ...], Any] = field(default_factory=dict)
 
-    def once(self, price: Callable[..., T], *where: object, **how: object) -> T:
-        key = price, where, *how.values()
-        if key not in self._known:
-            self._known[key] = price(self.profile, *where, **how)
-        result: T = self._known[key]
-        return result
+    @kept
+    def once(self, price: Callable[..., T], /, *where: object, **how: object) -> T:
+        return price(self.profile, *where, **how)
 
     def of(self, section: Section, recompute: Collection[str], checkpoint: Checkpoint | None = None) -> PricedSection:
         return self.once(priced, section, recompute, checkpoint, self.less_in_hand_bytes.get(section.half, 0))

@@ -31,20 +31,9 @@ from megatron_lynx.timeline import Passes
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Phases:
-    """Number of a stage's backwards that follow a forward (steady), and another backward (cool-down)."""
-
-    steady: int
-    cooldown: int
-
-
-def phases_of(job: Job, stage: int) -> Phases:
-    """Return the phases of a stage with one chunk. Without flushes the cool-down comes only at the end of training."""
-    if job.schedule == "double_buffered":
-        return Phases(steady=job.microbatches, cooldown=0)
-    warmup = min(job.parallel.pipeline - 1 - stage, job.microbatches)
-    return Phases(steady=job.microbatches - warmup, cooldown=warmup)
+def cooldown_backwards(job: Job, stage: int) -> int:
+    """Return how many backwards of a stage with one chunk follow another one; without flushes, only those that end training."""
+    return min(job.parallel.pipeline - 1 - stage, job.microbatches) if job.schedule == "flush" else 0
 
 
 @dataclass(frozen=True)

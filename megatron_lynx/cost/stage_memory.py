@@ -45,38 +45,12 @@ from typing import Any
 
 from megatron_lynx.anatomy import ATTENTION, HALVES, LayerKind, Section
 from megatron_lynx.config.job import Job, Policy
-from megatron_lynx.cost import ends, muon
+from megatron_lynx.cost import ends, moments, muon, parameters
 from megatron_lynx.cost.communication import userbuffers_bytes
 from megatron_lynx.cost.host_optimizer import made_bytes
-from megatron_lynx.cost.moments import (
-    Moment,
-    Parts,
-    StageMemory,
-    global_buffer_bytes,
-    half_in_hand_bytes,
-    kept_blocks_bytes,
-    layer_in_hand_bytes,
-    transient_bytes,
-)
-from megatron_lynx.cost.parameters import (
-    bytes_each,
-    filled_numbers,
-    fp8_copies_bytes,
-    gradient_bytes,
-    held_in_fp8,
-    optimizer_bytes,
-    parameter_bytes,
-    stage_parameters,
-    update_copies_bytes,
-    update_in_hand_bytes,
-)
+from megatron_lynx.cost.moments import Moment, Parts, StageMemory
 from megatron_lynx.cost.recompute import beyond_fp8_bytes, half_kept_bytes, kept_bytes, layers_bytes
-from megatron_lynx.cost.stage import (
-    chunks_in_flight,
-    microbatches_in_flight,
-    most_in_flight_bytes,
-    of_every_stage,
-)
+from megatron_lynx.cost.stage import chunks_in_flight, microbatches_in_flight, most_in_flight_bytes, of_every_stage
 from megatron_lynx.kinds.captured import ROUTER
 from megatron_lynx.kinds.experts.planning import as_held, gathered_tokens, remembered_bytes, routed_rows
 from megatron_lynx.kinds.planning import planning_of
@@ -87,10 +61,6 @@ REST_BYTES = {"cuda": 100_000_000, "cpu": 0}
 Hopper), and Transformer Engine's, as large. CUDA's context and NCCL are in the cluster's reserve. The CPU testbed has none."""
 
 CHUNKS_NOT_OFFLOADED = 4
-
-
-def stage_memory(job: Job, stage: int, offload_ratio: float = 0.0) -> StageMemory:
-    return stage_parts(job, stage, offload_ratio).fullest
 
 
 def memory_of_stages(job: Job, offload_ratio: float = 0.0) -> tuple[StageMemory, ...]:
@@ -139,8 +109,8 @@ def activations_in_flight(job: Job, stage: int, sizes: Sequence[int], more: int 
     if len(set(sizes)) == 1:
         return {"activations": most_in_flight_bytes(job, stage, sizes) + more, "chunk": sizes[0]}
     peaks = [most_in_flight_bytes(job, stage, sizes, chunk) + more for chunk in range(job.chunks)]
-    moments = {"activations_at_loss": peaks[-1], "activations_behind_backward": peaks[0] - sizes[0]}
-    return {"activations": max(peaks), "chunk": max(sizes), **moments}
+    later = {"activations_at_loss": peaks[-1], "activations_behind_backward": peaks[0] - sizes[0]}
+    return {"activations": max(peaks), "chunk": max(sizes), **later}
 
 
 def _with_share(parts: Parts, in_flight: int, ratio: float, *, last: bool) -> Parts:
@@ -159,14 +129,14 @@ def _beside_layers(job: Job, stage: int, states: Parts, *, layer_whole: bool, ov
     experts = job.experts_on(stage)
     tied = first and last and job.model.tied_embeddings and not shape.keeps_gradient_blocks
     chunks = chunks_in_flight(job, stage) if job.model.captured else 0
-    buffers = global_buffer_bytes(shape) + kept_blocks_bytes(shape) + userbuffers_bytes(job, shape)
+    buffers = moments.global_buffer_bytes(shape) + moments.kept_blocks_bytes(shape) + userbuffers_bytes(job, shape)
     buffers += graph_buffers_bytes(job, shape, stage, chunks)
     if last and shape.keeps_gradient_blocks:
         buffers += ends.head_block_bytes(shape)
     masks_bytes = embedding_bytes(shape) + beyond_fp8_bytes(shape, shape.model.first_in_bf16)
     running = {"messages": _messages(job, shape), "embedding": microbatches_in_flight(job, stage) * masks_bytes if first else 0}
     head = head_bytes(shape) + beyond_fp8_bytes(shape, shape.model.last_in_bf16) if last else 0
-    in_hand = layer_in_hand_bytes(shape) if layer_whole else half_in_hand_bytes(shape)
+    in_hand = moments.layer_in_hand_bytes(shape) if layer_whole else moments.half_in_hand_bytes(shape)
     if experts:
         in_hand += dispatched_bytes(shape)
         if job.model.moe_overlapped:  # the other pass of a pair: one layer, saving everything, and its tokens in flight
@@ -204,8 +174,8 @@ def _at_head(job: Job, shape: LayerShape, running: Mapping[str, int], tied: bool
     logits, gradient = ends.logits_at_loss_bytes(shape, pieces), ends.logits_gradient_bytes(shape, pieces)
     in_hand = ends.head_in_hand_bytes(shape, tied, pieces, in_place=in_place)
     if job.model.mtp:  # the largest of the head's, an MTP layer's and its embedding's
-        in_hand = max(in_hand, layer_in_hand_bytes(shape), ends.embedding_gradient_bytes(shape))
-    losses, loss_in_hand = ends.losses_bytes(shape), ends.loss_in_hand_bytes(shape, pieces, in_place=in_place)
+        in_hand = max(in_hand, moments.layer_in_hand_bytes(shape), ends.embedding_gradient_bytes(shape))
+    losses, loss_in_hand = job.model.mtp * ends.loss_kept_bytes(shape), ends.loss_in_hand_bytes(shape, pieces, in_place=in_place)
     return {
         "loss": {**running, "logits": logits + losses, "in_hand": loss_in_hand},
         "head_backward": {**running, "logits": gradient + losses, "in_hand": in_hand},
@@ -213,28 +183,28 @@ def _at_head(job: Job, shape: LayerShape, running: Mapping[str, int], tied: bool
 
 
 def _states(job: Job, stage: int) -> Parts:
-    parameters = stage_parameters(job, stage)
-    held = parameters.total + filled_numbers(job, stage, parameters) + muon.filled_numbers(job, stage)
-    weights, gradients = parameter_bytes(job, held, sum(held_in_fp8(job, parameters))), gradient_bytes(job, held)
-    weights += parameters.frozen * job.model.element_bytes
+    counted = parameters.stage_parameters(job, stage)
+    held = counted.total + parameters.filled_numbers(job, stage, counted) + muon.filled_numbers(job, stage)
+    weights = parameters.parameter_bytes(job, held, sum(parameters.held_in_fp8(job, counted)))
+    weights, gradients = weights + counted.frozen * job.model.element_bytes, parameters.gradient_bytes(job, held)
     without_flushes = job.schedule == "double_buffered"
     states = StageMemory(
         parameters=weights,
         gradients=gradients,
-        optimizer=optimizer_bytes(job, parameters.total, parameters.experts) - muon.spared_bytes(job, stage),
-        fp8_weights=fp8_copies_bytes(job, stage),
+        optimizer=parameters.optimizer_bytes(job, counted.total, counted.experts) - muon.spared_bytes(job, stage),
+        fp8_weights=parameters.fp8_copies_bytes(job, stage),
         second_weights=weights if without_flushes else 0,
         second_gradients=gradients if without_flushes and job.defer_updates and stage > 0 else 0,
     )
     # With sequence parallelism gradients of norms and row-parallel biases are copied into one block, reduced over tensor-parallel
     # ranks, and copied back (`_allreduce_non_tensor_model_parallel_grads`). Column-parallel biases are counted, too.
-    reduced = parameters.vectors * bytes_each(job).gradient if job.parallel.sequence_parallel else 0
+    reduced = counted.vectors * parameters.bytes_each(job).gradient if job.parallel.sequence_parallel else 0
     update = {
-        "update_copies": update_copies_bytes(job, parameters),
-        "in_hand": update_in_hand_bytes(job, parameters) + muon.in_hand_bytes(job, stage),
+        "update_copies": parameters.update_copies_bytes(job, counted),
+        "in_hand": parameters.update_in_hand_bytes(job, counted) + muon.in_hand_bytes(job, stage),
     }
     beside: dict[Moment, Mapping[str, int]] = {"reduction": {"in_hand": reduced}, "first_update": update, "update": update}
-    if made := made_bytes(job, parameters):
+    if made := made_bytes(job, counted):
         beside["optimizer_made"] = {"update_copies": made}
     return Parts(states, beside)
 
@@ -292,7 +262,7 @@ def graph_buffers_bytes(job: Job, shape: LayerShape, stage: int, chunks: int) ->
     sections = {section for kind in job.kinds_on(stage) for section in kind}
     captured = [section for section in sections if section.captured]
     outputs = max((OUTPUTS_OF_ROUTER if section.apart else 1 for section in sections if _in_graph(job, section)), default=0)
-    working = max((transient_bytes(shape, section) for section in captured), default=0)
+    working = max((moments.transient_bytes(shape, section) for section in captured), default=0)
     masks = chunks * max(len(job.layers_of(stage, chunk)) for chunk in range(job.chunks)) + 1
     masked = any(section.half == ATTENTION.half for section in captured)
     return outputs * shape.input_bytes + working + (masks * mask_bytes(shape) if masked else 0)

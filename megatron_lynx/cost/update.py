@@ -24,20 +24,10 @@ from dataclasses import dataclass
 from math import ceil, inf
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost import parameters
 from megatron_lynx.cost.host_optimizer import host_seconds, states_s
 from megatron_lynx.cost.muon import newton_schulz_s
-from megatron_lynx.cost.parameters import (
-    FP32_BYTES,
-    Parameters,
-    bucket_parameters,
-    buckets,
-    bytes_each,
-    gathered_bytes,
-    held_in_fp8,
-    owned_parameters,
-    parameter_tensors,
-    stage_parameters,
-)
+from megatron_lynx.cost.parameters import Parameters
 from megatron_lynx.cost.stage import of_every_stage, stage_seconds
 from megatron_lynx.kinds.experts.planning import expert_sharers
 from megatron_lynx.profiler.profile import Profile
@@ -79,19 +69,19 @@ class UpdateSeconds:
 
 def update_s(job: Job, profile: Profile) -> float:
     """Return the seconds that an update adds to a step, under any policy. Experts have their own buckets and groups."""
-    stages = of_every_stage(job, lambda stage: stage_parameters(job, stage))
+    stages = of_every_stage(job, lambda stage: parameters.stage_parameters(job, stage))
     stage = max(range(job.parallel.pipeline), key=lambda stage: stages[stage].total)
     most_parameters, behind = stages[stage], Passes(0.0, 0.0)
     if job.overlap.gradients or job.overlap.parameters:
         behind = stage_seconds(job, profile, stage)
-    seconds, adam_s = host_seconds(job, owned_parameters(job, most_parameters), profile.host_adam).total_s, 0.0
+    seconds, adam_s = host_seconds(job, parameters.owned_parameters(job, most_parameters), profile.host_adam).total_s, 0.0
     for group in _groups(job, stages):
-        updated = _updated(job, group, bucket_parameters(job, stage, most_parameters, group.sharers))
+        updated = _updated(job, group, parameters.bucket_parameters(job, stage, most_parameters, group.sharers))
         seconds, adam_s = seconds + updated.exposed_s(job, behind), adam_s + updated.adam_s
         behind = updated.passes_left(job, behind)
     seconds += newton_schulz_s(job, stage)
     seconds += states_s(job, most_parameters, adam_s, reduction_s(job))
-    return seconds + fixed_s(job, stage, most_parameters, buckets(job, stage, most_parameters))
+    return seconds + fixed_s(job, stage, most_parameters, parameters.buckets(job, stage, most_parameters))
 
 
 def reduction_s(job: Job) -> float:
@@ -99,7 +89,7 @@ def reduction_s(job: Job) -> float:
 
 
 def _reduction_s(job: Job) -> float:
-    groups = _groups(job, of_every_stage(job, lambda stage: stage_parameters(job, stage)))
+    groups = _groups(job, of_every_stage(job, lambda stage: parameters.stage_parameters(job, stage)))
     return sum(_updated(job, group, group.count).reduce_s for group in groups)
 
 
@@ -122,8 +112,8 @@ class _Group:
 
 
 def _groups(job: Job, stages: Sequence[Parameters]) -> Iterator[_Group]:
-    most_parameters, layout = max(stages, key=lambda parameters: parameters.total), job.parallel
-    linears, experts = held_in_fp8(job, most_parameters)
+    most_parameters, layout = max(stages, key=lambda stage: stage.total), job.parallel
+    linears, experts = parameters.held_in_fp8(job, most_parameters)
     cast = max(stage.linears for stage in stages)
     yield _Group(most_parameters.without_experts, layout.context * job.replicas, layout.tensor, cast, linears)
     if most_parameters.experts:
@@ -135,7 +125,7 @@ def _updated(job: Job, group: _Group, bucket: int) -> UpdateSeconds:
     count, sharers, stride = group.count, group.sharers, group.stride
     instances = job.parallel.optimizer_instances
     instance_ranks = sharers // instances
-    owned, sizes = count / instance_ranks if job.parallel.distributed_optimizer else count, bytes_each(job)
+    owned, sizes = count / instance_ranks if job.parallel.distributed_optimizer else count, parameters.bytes_each(job)
     hbm = job.cluster.hbm
     streamed = owned * _stepped_bytes(job) + count * (4 if sharers > 1 else 2) * sizes.gradient
     streamed += _cast_bytes(job, group.cast, instance_ranks)
@@ -143,7 +133,7 @@ def _updated(job: Job, group: _Group, bucket: int) -> UpdateSeconds:
         streamed += 2 * count * sizes.weight
     moved, byte_per_s = (instance_ranks - 1) / instance_ranks * count, _replica_byte_per_s(job, instance_ranks, stride, instances)
     between = 2 * (instances - 1) / instances * count / instance_ranks  # an all-reduce of the own share
-    gathered = moved / count * gathered_bytes(job, count, group.in_fp8) if count else 0.0
+    gathered = moved / count * parameters.gathered_bytes(job, count, group.in_fp8) if count else 0.0
     return UpdateSeconds(
         reduce_s=sizes.gradient * (moved / byte_per_s + between / _replica_byte_per_s(job, instances, stride * instance_ranks)),
         adam_s=0.0 if hbm is None else streamed / hbm.byte_per_s,
@@ -167,9 +157,9 @@ def _stepped_bytes(job: Job) -> float:
     """Return the bytes read and written per stepped parameter: gradient (norm 1, clipping 2, Adam 1; first copied, if needed),
     Adam's state twice, and the parameter, from the main parameter in place or (precision-aware) joined with its remainder.
     `_updated` adds clearing, checking and averaging."""
-    sizes = bytes_each(job)
+    sizes = parameters.bytes_each(job)
     if job.optimizer.offloaded:  # norm and clipping of all gradients; the rest is stepped in fp32
-        stepped = 2 * (sizes.main_parameter + sizes.moments) + FP32_BYTES + sizes.weight
+        stepped = 2 * (sizes.main_parameter + sizes.moments) + parameters.FP32_BYTES + sizes.weight
         return 3 * sizes.gradient + sizes.stays * (2 * sizes.lasting_copy + sizes.gradient + stepped)
     gradient = 5 * sizes.gradient_copy + sizes.gradient if sizes.gradient_copy else 4 * sizes.gradient
     parameter = 2 * sizes.weight if job.optimizer.precision_aware else 4 + sizes.weight
@@ -213,34 +203,34 @@ class Fixed:
     collectives_s: float
 
 
-def fixed_s(job: Job, stage: int, parameters: Parameters, buckets: int) -> float:
+def fixed_s(job: Job, stage: int, counted: Parameters, buckets: int) -> float:
     """Return the fixed seconds of an update with this number of gradient buckets; 0 if the cluster's figures are missing."""
     cluster = job.cluster
     if cluster.hbm is None or cluster.pcie is None or cluster.nic is None or cluster.node is None:
         return 0.0
-    fixed = fixed_of(job, stage, parameters, buckets)
+    fixed = fixed_of(job, stage, counted, buckets)
     wait_s = 1e-6 * cluster.pcie.latency_us + RESTART_S
     return fixed.kernels * 1e-6 * cluster.hbm.latency_us + fixed.waits * wait_s + fixed.collectives_s
 
 
-def fixed_of(job: Job, stage: int, parameters: Parameters, buckets: int) -> Fixed:
-    optimizers = 2 if parameters.experts else 1  # experts have their own
+def fixed_of(job: Job, stage: int, counted: Parameters, buckets: int) -> Fixed:
+    optimizers = 2 if counted.experts else 1  # experts have their own
     return Fixed(
-        kernels=_kernels(job, stage, parameters, buckets),
+        kernels=_kernels(job, stage, counted, buckets),
         waits=CHECK_WAITS * buckets + optimizers + 2 + (job.parallel.pipeline == 1),
         collectives_s=_reduced_s(job, optimizers) + _numbers_s(job, optimizers) + shared_embedding_s(job),
     )
 
 
-def _kernels(job: Job, stage: int, parameters: Parameters, buckets: int) -> int:
-    layout, sizes = job.parallel, bytes_each(job)
+def _kernels(job: Job, stage: int, counted: Parameters, buckets: int) -> int:
+    layout, sizes = job.parallel, parameters.bytes_each(job)
     sharers = layout.context * job.replicas
     owners = job.optimizer_sharers if layout.distributed_optimizer else 1
-    tensors = parameter_tensors(job, stage)
+    tensors = parameters.parameter_tensors(job, stage)
     owned = min(tensors.total, tensors.total // owners + 1)
 
     def launches(over: str) -> int:
-        return max(ceil(parameters.total / owners / BLOCKS / BLOCK_ELEMENTS), ceil(owned / TENSORS[over]))
+        return max(ceil(counted.total / owners / BLOCKS / BLOCK_ELEMENTS), ceil(owned / TENSORS[over]))
 
     cleared = job.chunks
     checked = buckets * (CHECK_KERNELS + (sharers > 1))  # and averaged in place, if shared
@@ -280,4 +270,4 @@ def shared_embedding_s(job: Job) -> float:
     if not tied or job.parallel.pipeline == 1:
         return 0.0
     words = job.model.vocab * job.model.hidden // job.parallel.tensor
-    return link_among(job.cluster, job.gpus).seconds(words * bytes_each(job).gradient)
+    return link_among(job.cluster, job.gpus).seconds(words * parameters.bytes_each(job).gradient)

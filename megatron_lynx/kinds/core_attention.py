@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from megatron_lynx.config.cluster import OrderedAttention
 from megatron_lynx.config.parallel import Parallel
-from megatron_lynx.kinds.dense.section import CORE_ATTENTION
+from megatron_lynx.kinds.dense.section import CORE_ATTENTION, ROTARY
 from megatron_lynx.profiler.profile import SavedTensor, own_tensors
 from megatron_lynx.profiler.roofline import Roofline, kernels_s, softmax_kernels
 from megatron_lynx.profiler.shape import FP32_BYTES, MASK_BYTES, LayerShape
@@ -71,6 +71,12 @@ def kept_beside_exchange(layout: Parallel, given: AttentionBytes, handed_on: str
     made = ((given.query, own_queries), (given.key, own_keys), (given.value, own_keys))
     before_trade = ((given.result, CORE_ATTENTION),) if traders > 1 else ()
     return [SavedTensor(bytes=size, made_by=item, saved_by=(CORE_ATTENTION,)) for size, item in (*made, *before_trade)]
+
+
+def rotary_tables(shape: LayerShape, width: int) -> list[SavedTensor]:
+    """Return the sine and cosine of `width` columns that rotary positions of queries, and of keys, save."""
+    table = shape.model.seq // shape.parallel.context * width * shape.model.element_bytes
+    return own_tensors(ROTARY, *4 * [table])
 
 
 def core_s(shape: LayerShape, flops: int, given: AttentionBytes, roof: Roofline) -> Passes:

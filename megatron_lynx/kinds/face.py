@@ -48,7 +48,6 @@ class HalfParameters:
     """Weight tensors of one rank."""
     biased: int
     norms: int = 1
-    largest: int = 0
     whole: int = 0
     """Weights replicated on every tensor-parallel rank."""
     apart: int = 0
@@ -108,15 +107,16 @@ class Planning(ABC):
         return tuple(block for block in blocks if block.bytes)
 
     def _beside_frozen(self, shape: LayerShape) -> Iterator[SavedTensor]:
-        """Yield the saved tensors where weights are frozen: linears read no input, but their adapters do, and norms fused into
-        these linears return it."""
+        """Yield the saved tensors where weights are frozen: linears read no input, but their adapters do, unless dropout copies
+        it, and norms fused into these linears return it."""
+        copied = shape.model.adapters is not None and shape.model.adapters.dropout > 0
         for block in self.saved(shape):
             maker = self.section.of_name.get(block.made_by)
             readers = tuple(
                 name
                 for name in block.saved_by
                 if name not in self.section.linears
-                or shape.model.saves_input(name)
+                or (name in shape.model.adapted and not copied)
                 or (shape.model.uses_te and maker is not None and maker.role == "norm" and name in shape.model.adapted)
             )
             if not readers and block.saved_by and maker is not None and maker.role == "core" and not shape.eager:

@@ -84,7 +84,6 @@ class OpaqueHalf(Planning):
             vectors=model.norm_parameters(),
             weights=2,
             biased=0,
-            largest=figures.parameters,
         )
 
     def backward(self, shape: LayerShape) -> Iterator[Step]:

@@ -53,10 +53,15 @@ def norm_tensors(shape: LayerShape, section: Section, readers: tuple[str, ...]) 
 
 def statistics(shape: LayerShape, norm: str, output_bytes: int) -> list[SavedTensor]:
     """Return the tensors saved by a norm besides its output of `output_bytes`."""
+    return own_tensors(norm, *norm_blocks(shape, shape.own_tokens, output_bytes))
+
+
+def norm_blocks(shape: LayerShape, rows: int, output_bytes: int) -> list[int]:
+    """Return the bytes of its blocks: one statistic per row or, with LayerNorm, two, and the products of eager operators."""
     model, layernorm = shape.model, shape.model.norm == "layernorm"
     one = FP32_BYTES if model.uses_te or (shape.eager and not layernorm) else model.element_bytes
     products = rms_products(shape, output_bytes) if shape.eager and not layernorm else []
-    return own_tensors(norm, *[shape.own_tokens * one] * (1 + layernorm), *products)
+    return [rows * one] * (1 + layernorm) + products
 
 
 def rms_products(shape: LayerShape, size: int) -> list[int]:

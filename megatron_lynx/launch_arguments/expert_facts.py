@@ -45,17 +45,10 @@ def without_experts(changes: Mapping[str, Any], needed: str) -> Iterator[Problem
             yield Problem(option, f"{changes[place]:g}, and no experts", needed, "leave it out")
 
 
-def routes_naturally(given: Given) -> bool:
-    return not (given["moe_router_force_load_balancing"] or given[PADDED])
-
-
-def balances(given: Given) -> bool:
-    kinds = given["moe_router_load_balancing_type"]
-    return bool(given["moe_router_enable_expert_bias"]) or kinds not in (None, "none", ["none"])
-
-
-def natural_routing(experts: Experts, *, balancing: bool) -> Iterator[str]:
+def natural_routing(given: Given, experts: Experts) -> Iterator[str]:
     """Yield a warning, with the load at which published steps of a trained Qwen3 235B are met (Megatron-MoE-ModelZoo)."""
+    if given["moe_router_force_load_balancing"] or given[PADDED]:
+        return
     if experts.drops and experts.holds is not None:
         yield f"warning: tokens beyond {experts.holds:g} times a balanced share are dropped; bytes are the most that can be left."
         yield "  An uneven router drops more: --experts-load 0.8 states what the fullest rank gets."
@@ -63,7 +56,7 @@ def natural_routing(experts: Experts, *, balancing: bool) -> Iterator[str]:
         yield "warning: no --moe-router-force-load-balancing: a rank may get more tokens than a balanced share."
         trained = "a trained Qwen3 235B, whose loss balances them, took as long."
         yield f"  --experts-load 1.45 prices that, --experts-hold 1.45 its bytes alone: {trained}"
-        if not balancing:
+        if not given["moe_router_enable_expert_bias"] and given[AUXILIARY[0]] in (None, "none", ["none"]):
             yield "  No loss and no bias balances them here: it may be more."
 
 

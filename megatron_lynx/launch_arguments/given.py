@@ -76,6 +76,20 @@ class FlagTable:
     def default(self, name: str, release: str) -> Any:
         return next((flag.default for flag in self.of_name.get(name, ()) if release in flag.releases), None)
 
+    def mistyped(self, option: str) -> str | None:
+        """Return the flag that an unknown one is like."""
+        if option in self.of_option:
+            return None
+        return next(iter(difflib.get_close_matches(option, self.of_option, n=1, cutoff=MISTYPED)), None)
+
+    def unknown(self, words: str) -> Problem:
+        option = words.split()[0]
+        close = self.mistyped(option)
+        todo = f"did you mean {close}?" if close is not None else "drop it for planning, if it is your own script's"
+        known = option in self.of_option
+        needed = f"a {'value' if known else 'flag'} of Megatron {self.releases[0]} to {self.releases[-1]}"
+        return Problem(option, f"unknown, {words.partition(' ')[2]}" if known else "unknown", needed, todo)
+
     @cached_property
     def of_option(self) -> dict[str, list[Flag]]:
         return _grouped((option, flag) for flag in self.flags for option in flag.options)
@@ -154,26 +168,6 @@ def is_flag(word: str) -> bool:
     return word.startswith("--") and len(word) > 2
 
 
-def changed(
-    arguments: Sequence[str],
-    table: FlagTable,
-    releases: Sequence[str],
-    *,
-    without: Collection[str] = (),
-    setting: Mapping[str, Sequence[str]] | None = None,
-) -> tuple[str, ...]:
-    given = dict(setting or {})
-    words: list[str] = []
-    for piece in pieces(arguments, table, releases):
-        if piece.flag is not None and piece.flag.sets in without:
-            continue
-        if piece.option not in (setting or {}):
-            words += piece.words
-        elif piece.option in given:
-            words += [piece.option, *given.pop(piece.option)]
-    return (*words, *(word for option, values in given.items() for word in (option, *values)))
-
-
 MISTYPED = 0.9
 SHELL = re.compile(r"\$[A-Za-z_{(@*1-9]")
 OPEN = frozenset({"optimizer"})
@@ -219,6 +213,30 @@ class Given:
         """The words after a flag that Megatron does not have; None if it is not given."""
         return next((words.removeprefix(option).strip() for words in self.unknown if words.split()[0] == option), None)
 
+    def conflicts(self) -> Iterator[Problem]:
+        for name, other in self.table.conflicts["with"].items():
+            if self.is_on(name) and self.is_on(other):
+                yield Problem(self.origin(name), f"also {self.origin(other)}", "one of them: Megatron refuses both")
+        for name, other in self.table.conflicts["without"].items():
+            if self.is_on(name) and not self.is_on(other):
+                setting = "given" if self[name] is True else str(self[name])
+                yield Problem(self.origin(name), setting, f"--{other.replace('_', '-')} beside it", "Megatron stops here")
+
+    def with_flags(
+        self, arguments: Sequence[str], setting: Mapping[str, Sequence[str]], without: Collection[str]
+    ) -> tuple[str, ...]:
+        """Return a launch's arguments with these flags set, and without those of these names."""
+        left = dict(setting)
+        words: list[str] = []
+        for piece in pieces(arguments, self.table, self.releases):
+            if piece.flag is not None and piece.flag.sets in without:
+                continue
+            if piece.option not in setting:
+                words += piece.words
+            elif piece.option in left:
+                words += [piece.option, *left.pop(piece.option)]
+        return (*words, *(word for option, values in left.items() for word in (option, *values)))
+
     def origin(self, *names: str) -> str:
         """The first of these names that was given, as written."""
         return next((self.values[name].said for name in names if name in self.values), "Megatron's default")
@@ -241,16 +259,6 @@ def given_arguments(arguments: Sequence[str], table: FlagTable) -> tuple[Given, 
     return Given(values, releases, table, tuple(unknown)), problems
 
 
-def conflicts(given: Given) -> Iterator[Problem]:
-    for name, other in given.table.conflicts["with"].items():
-        if given.is_on(name) and given.is_on(other):
-            yield Problem(given.origin(name), f"also {given.origin(other)}", "one of them: Megatron refuses both")
-    for name, other in given.table.conflicts["without"].items():
-        if given.is_on(name) and not given.is_on(other):
-            setting = "given" if given[name] is True else str(given[name])
-            yield Problem(given.origin(name), setting, f"--{other.replace('_', '-')} beside it", "Megatron stops here")
-
-
 def _common(options: Sequence[str], table: FlagTable) -> tuple[tuple[str, ...], list[Problem]]:
     narrow: dict[tuple[str, ...], str] = {}
     for option in options:
@@ -261,21 +269,6 @@ def _common(options: Sequence[str], table: FlagTable) -> tuple[tuple[str, ...], 
     text = ", ".join(f"{option} ({' '.join(of)})" for of, option in narrow.items() if len(of) < len(table.releases))
     problem = Problem("launch", f"flags that no one release of Megatron takes together: {text}", "flags of one release")
     return table.releases[-1:], [problem]
-
-
-def mistyped(option: str, table: FlagTable) -> str | None:
-    if option in table.of_option:
-        return None
-    return next(iter(difflib.get_close_matches(option, table.of_option, n=1, cutoff=MISTYPED)), None)
-
-
-def unknown_problem(words: str, table: FlagTable) -> Problem:
-    option = words.split()[0]
-    close = mistyped(option, table)
-    todo = f"did you mean {close}?" if close is not None else "drop it for planning, if it is your own script's"
-    known = option in table.of_option
-    needed = f"a {'value' if known else 'flag'} of Megatron {table.releases[0]} to {table.releases[-1]}"
-    return Problem(option, f"unknown, {words.partition(' ')[2]}" if known else "unknown", needed, todo)
 
 
 def _value(flag: Flag, option: str, words: Sequence[str], problems: list[Problem], unknown: list[str]) -> Any:

@@ -12,22 +12,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from megatron_lynx.anatomy.stack import (
-    ATTENTION,
-    BAR,
-    EXPERTS,
-    NEEDED,
-    SLASH,
-    StackLayer,
-    layers_of,
-    parts_of,
-    segments_of,
-    unknown_in,
-)
+from megatron_lynx.anatomy import stack
 from megatron_lynx.config.experts import as_spans, gated_attention
 from megatron_lynx.errors import Problem
 from megatron_lynx.launch_arguments.given import Fact, Given, Value
-from megatron_lynx.launch_arguments.model_facts import FORKS, STATES_ON_HOST, VARIANT
+from megatron_lynx.launch_arguments.model_facts import VARIANT
 from megatron_lynx.launch_arguments.parallel_facts import LAYOUT
 
 MOST_LAYERS, MOST_CHARACTERS = 1_000, 10_000
@@ -119,11 +108,12 @@ def as_gpt(given: Given, problems: list[Problem]) -> Given:
         return given
     kept = {name: value for name, value in given.values.items() if name != "is_hybrid_model" and not _is_stock(name, value)}
     given = replace(given, values=kept)
-    segments, predicting = _segments(given), parts_of(pattern)[1]
+    segments, predicting = _segments(given), stack.parts_of(pattern)[1]
     finding = ""
-    if unknown_in(pattern) or not segments or not all(segments):
-        finding = f"{unknown_in(pattern) or 'layers'} in {pattern}"
-        needed = NEEDED if unknown_in(pattern) else f"some for each of {given['pipeline_model_parallel_size']} stages, or as many"
+    if stack.unknown_in(pattern) or not segments or not all(segments):
+        finding = f"{stack.unknown_in(pattern) or 'layers'} in {pattern}"
+        stages = f"some for each of {given['pipeline_model_parallel_size']} stages, or as many"
+        needed = stack.NEEDED if stack.unknown_in(pattern) else stages
     elif len(set(predicting)) > 1 or not all(map(_is_layer, predicting)):
         finding = f"/{'/'.join(predicting)}"
         needed = "the same *E or *- in each part for multi-token prediction: others are not modelled"
@@ -132,11 +122,11 @@ def as_gpt(given: Given, problems: list[Problem]) -> Given:
         return given if "num_layers" in kept else given.with_values({"num_layers": None}, PATTERN_FLAG)
     if given["qk_layernorm"]:
         problems.append(Problem(given.origin("qk_layernorm"), "given", "none: a hybrid stack's attention has no such norms"))
-    stack, counts = stack_of(given), [len(layers_of(segment)) for segment in segments]
-    having = [int(layer.second == EXPERTS) for layer in stack]
+    pattern_layers, counts = stack_of(given), [len(stack.layers_of(segment)) for segment in segments]
+    having = [int(layer.second == stack.EXPERTS) for layer in pattern_layers]
     values = {"num_layers": sum(counts), "transformer_impl": "transformer_engine"}
     if len(counts) > 1:
-        values[LAYOUT] = f"E{BAR.join('t' * count for count in counts)}{'m' * len(predicting)}L"
+        values[LAYOUT] = f"E{stack.BAR.join('t' * count for count in counts)}{'m' * len(predicting)}L"
     if predicting:
         values["mtp_num_layers"] = len(predicting)
     if any(having) and given["num_experts"]:
@@ -150,15 +140,15 @@ def _with_one_pattern(given: Given) -> Given:
     if given[PATTERN] or not given[OLD_PATTERN]:
         return given
     pattern, predicting, depth = given[OLD_PATTERN], given[OLD_PREDICTING], given["mtp_num_layers"]
-    if predicting and depth and SLASH not in pattern:
-        pattern += f"{SLASH}{predicting}" * depth
+    if predicting and depth and stack.SLASH not in pattern:
+        pattern += f"{stack.SLASH}{predicting}" * depth
     kept = {name: value for name, value in given.values.items() if name not in OLD_PATTERNS}
     return replace(given, values=kept).with_values({PATTERN: pattern}, given.origin(OLD_PATTERN))
 
 
 def _is_layer(part: str) -> bool:
-    [*layers] = layers_of(part)
-    return len(layers) == 1 and layers[0].first == ATTENTION and bool(layers[0].second)
+    [*layers] = stack.layers_of(part)
+    return len(layers) == 1 and layers[0].first == stack.ATTENTION and bool(layers[0].second)
 
 
 def _is_stock(name: str, value: Value) -> bool:
@@ -167,20 +157,22 @@ def _is_stock(name: str, value: Value) -> bool:
 
 
 def predicting_of(given: Given) -> tuple[str, ...]:
-    return parts_of(str(given[PATTERN] or ""))[1]
+    return stack.parts_of(str(given[PATTERN] or ""))[1]
 
 
 def is_hybrid(given: Given) -> bool:
     return given.origin("num_layers") == PATTERN_FLAG
 
 
-def stack_of(given: Given) -> list[StackLayer]:
-    return [layer for segment in _segments(given) for layer in layers_of(segment)]
+def stack_of(given: Given) -> list[stack.StackLayer]:
+    return [layer for segment in _segments(given) for layer in stack.layers_of(segment)]
 
 
 def _segments(given: Given) -> list[str]:
-    pattern = parts_of(str(given[PATTERN] or ""))[0]
-    return segments_of(pattern, int(given["pipeline_model_parallel_size"] or 1)) if pattern and not unknown_in(pattern) else []
+    pattern = stack.parts_of(str(given[PATTERN] or ""))[0]
+    if not pattern or stack.unknown_in(pattern):
+        return []
+    return stack.segments_of(pattern, int(given["pipeline_model_parallel_size"] or 1))
 
 
 FREQ, GATE, KNOWN = "linear_attention_freq", "attention_output_gate", "gated_delta_net"
@@ -198,9 +190,9 @@ STATED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 def opaque_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     if any(given[name] is None for name in STATED):
         return
-    if stack := stack_of(given):
+    if pattern_layers := stack_of(given):
         having: dict[str, list[int]] = {}
-        for number, layer in enumerate(stack, start=1):
+        for number, layer in enumerate(pattern_layers, start=1):
             for name in layer.opaque:
                 having.setdefault(name, []).append(number)
         figures = {"mamba": _mamba, KNOWN: _delta_net}
@@ -227,11 +219,6 @@ def opaque_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
         origins += [given.origin(GATE)]
     if kinds:
         yield Fact("model.opaque", kinds, ", ".join(origins))
-
-
-def without_known(given: Given) -> Given:
-    known = (TYPE, *FORKS, *(words for words in given.unknown if words.split()[0] in STATES_ON_HOST))
-    return replace(given, unknown=tuple(words for words in given.unknown if words not in known))
 
 
 def _mamba(given: Given) -> dict[str, Any]:

@@ -142,7 +142,7 @@ def _fusions(given: Given) -> Iterator[Fact]:
         yield Fact("model.fusions", [fusion for fusion in flags if fusion not in off], given.origin(*off.values()))
 
 
-FORKS = ("--xielu", "--xiprelu", "--xiprelup")
+FORKS = frozenset({"--xielu", "--xiprelu", "--xiprelup"})
 """Activations of Swiss AI's fork: each is compiled to one kernel that saves its input, like squared ReLU."""
 
 
@@ -242,7 +242,7 @@ ON_HOST, SHARE, OVERLAPPED = "optimizer_cpu_offload", "optimizer_offload_fractio
 OF_THE_HOST = (ON_HOST, SHARE, OVERLAPPED)
 CHUNKED, LEGACY = "--chunked-optimizer-state-offload", "--offload-optimizer-states"
 CHUNK, FRACTION = "--optimizer-state-offload-chunk-size-mb", "--optimizer-state-offload-fraction"
-STATES_ON_HOST = (CHUNKED, LEGACY, CHUNK, FRACTION)
+NEWER = (CHUNKED, LEGACY, CHUNK, FRACTION)
 """Flags of Megatron's dev branch, newer than 0.19."""
 
 STATE = {"optimizer.first_moment": "exp_avg_dtype", "optimizer.second_moment": "exp_avg_sq_dtype"}

@@ -25,31 +25,11 @@ from megatron_lynx.launch_arguments.container import OPTION as BRIDGE
 from megatron_lynx.launch_arguments.container import Container, given_container, plain, read_container
 from megatron_lynx.launch_arguments.expert_facts import DISPATCHER, expert_facts, has_experts, without_experts
 from megatron_lynx.launch_arguments.frontend import NEMO, SWIFT, VERL, Frontend, frontend_of, given_frontend
-from megatron_lynx.launch_arguments.given import (
-    Fact,
-    FlagKind,
-    Given,
-    Value,
-    as_job_data,
-    changed,
-    conflicts,
-    flag_table,
-    given_arguments,
-    mistyped,
-    unknown_problem,
-)
+from megatron_lynx.launch_arguments.given import Fact, FlagKind, Given, Value, as_job_data, flag_table, given_arguments
 from megatron_lynx.launch_arguments.hf_config import OPTION as SHAPES
 from megatron_lynx.launch_arguments.hf_config import shapes_in, with_shapes
-from megatron_lynx.launch_arguments.layers import (
-    PATTERN_FLAG,
-    as_gpt,
-    opaque_facts,
-    predicting_of,
-    stack_of,
-    window_facts,
-    without_known,
-)
-from megatron_lynx.launch_arguments.model_facts import SLIME, log_probability_facts, model_facts, of_a_fork, optimizer_facts
+from megatron_lynx.launch_arguments.layers import PATTERN_FLAG, TYPE, as_gpt, opaque_facts, predicting_of, stack_of, window_facts
+from megatron_lynx.launch_arguments.model_facts import FORKS, NEWER, SLIME, log_probability_facts, model_facts, optimizer_facts
 from megatron_lynx.launch_arguments.parallel_facts import USERBUFFERS, gpus_of_actor, is_of_slime, parallel_facts, with_packing
 from megatron_lynx.launch_arguments.today import FINE_GRAINED, Today, against_megatron, graph_facts, today_of
 from megatron_lynx.limits import ARGUMENTS, CIRCUMSTANCES, OR_ELSE, limits
@@ -107,8 +87,7 @@ class Reading:
         names = {*self.today.replaced, *without}
         if self.given["step_batch_size_schedule"] is not None:
             names.add("global_batch_size")  # Megatron refuses the two together
-        table, releases = self.given.table, self.given.releases
-        return replace(self.command, arguments=changed(self.command.arguments, table, releases, without=names, setting=setting))
+        return replace(self.command, arguments=self.given.with_flags(self.command.arguments, setting, names))
 
     def under_plan(
         self,
@@ -154,7 +133,7 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     read = {option for fact in (*loss, *adapters) for option in fact.origin.split(", ")}
     own = {subject: tuple(key for key in keys if key not in read) for subject, keys in own.items()}
     given = as_gpt(with_packing(given), problems)
-    problems += conflicts(given)
+    problems += given.conflicts()
     given = replace(given, unknown=tuple(words for words in given.unknown if words.split()[0] not in SLIME))
     facts = [*model_facts(given, problems), *loss, *window_facts(given, problems)]
     facts += [*opaque_facts(given, problems), *expert_facts(given, problems, planning=planning), *graph_facts(given), *adapters]
@@ -191,7 +170,8 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     )
     priced = [(value.said, kind.why) for value, kind in kinds if kind is not None and kind.name == "priced as"]
     priced += _substitutes(given, facts)
-    given = without_known(given)
+    unknown = (words for words in given.unknown if words not in {TYPE, *FORKS} and words.split()[0] not in NEWER)
+    given = replace(given, unknown=tuple(unknown))
     if strict or problems:
         problems += _mistyped(given, strict=strict)
     silent = _silent(given, [*today.flags, *(fact.origin for fact in facts), *map(str, problems), *(said for said, _ in priced)])
@@ -207,8 +187,8 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
 
 def _mistyped(given: Given, *, strict: bool = False) -> list[Problem]:
     """Flags that are like one of Megatron's; `strict`: all that it does not have. They may be the cause of other problems."""
-    words = (words for words in given.unknown if strict or mistyped(words.split()[0], given.table))
-    return [unknown_problem(option, given.table) for option in words]
+    words = (words for words in given.unknown if strict or given.table.mistyped(words.split()[0]))
+    return [given.table.unknown(option) for option in words]
 
 
 def _policy(today: Today, given: Given, *, planning: bool) -> Fact:
@@ -277,7 +257,7 @@ def _substitutes(given: Given, facts: Sequence[Fact]) -> Iterator[tuple[str, str
                 yield fact.origin, f"{layer_kind['kind']}, kept whole, {kept}: leave room, or put a profile in place of it"
     if (predicting := predicting_of(given)) and predicting[0] != (last := stack_of(given)[-1].symbols):
         yield PATTERN_FLAG, f"{last}, the decoder's last layer, in place of {predicting[0]} for multi-token prediction"
-    if (fork := of_a_fork(given)) is not None:
+    for fork in FORKS & {*given.unknown}:
         yield fork, "a squared ReLU: it keeps and moves as much, its own parameters apart"
     # Eager operators of Megatron's own layers save scores in fp32 and a copy in 16 bits (`FusedScaleMaskSoftmax`).
     flag = next((name for name in ("attention_softmax_in_fp32", "apply_query_key_layer_scaling") if given[name]), None)
@@ -351,7 +331,7 @@ def unknown_in_words(reading: Reading) -> str | None:
         return f"not read, and not counted: {', '.join(given.unknown)}"
     names = []
     for words in given.unknown:
-        close = mistyped(words.split()[0], given.table)
+        close = given.table.mistyped(words.split()[0])
         names.append(words if close is None else f"{words} (did you mean {close}?)")
     releases = f"{given.table.releases[0]} to {given.table.releases[-1]}"
     return (

@@ -13,19 +13,8 @@ from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.captured import BESIDE as CAPTURABLE
 from megatron_lynx.kinds.captured import CAPTURED_MODULES, captures_nothing, refused_capture
 from megatron_lynx.launch_arguments.given import Fact, Given
+from megatron_lynx.stock import setting as stock
 from megatron_lynx.stock.legality import Facts, fails, not_launched, refused
-from megatron_lynx.stock.setting import (
-    DEFERRED_AT_MOST,
-    DEFERRED_HEAD,
-    DELAYED,
-    LEAST_ELEMENTS,
-    NONE,
-    OFFLOADED,
-    OVERLAP,
-    RECOMPUTED,
-    WHOLE,
-    StockSetting,
-)
 from megatron_lynx.stock.setting import Fact as StockFact
 
 if TYPE_CHECKING:
@@ -43,7 +32,7 @@ BY_LAYERS = "cpu_offloading_num_layers"
 SHARED_OUT = "distribute_saved_activations"
 SWITCHES = (
     *("recompute_activations", GRANULARITY, "moe_layer_recompute", SHARED_OUT, FINE_GRAINED, BY_LAYERS),
-    *(OVERLAP, DELAYED, DEFERRED_HEAD, *GRAPHS),
+    *(stock.OVERLAP, stock.DELAYED, stock.DEFERRED_HEAD, *GRAPHS),
 )
 
 REPLACED = (
@@ -51,22 +40,22 @@ REPLACED = (
     *(METHOD, LAYERS, MODULES, OFFLOAD, FRACTION, "min_offloaded_tensor_size", "delta_offload_bytes_across_pp_ranks"),
     *("delay_offload_until_cuda_graph", "fine_grained_offloading_max_inflight_offloads"),
     *("cpu_offloading_retain_pinned_cpu_buffers", "ep_overlap_early_attn_memory_release"),
-    DEFERRED_AT_MOST,
+    stock.DEFERRED_AT_MOST,
     *OF_GRAPHS[len(GRAPHS) :],
 )
-BESIDE = (OVERLAP, DELAYED, "ep_overlap_early_attn_memory_release")
+BESIDE = (stock.OVERLAP, stock.DELAYED, "ep_overlap_early_attn_memory_release")
 STOPS = "Megatron stops here"
 NOT_PRICED = {
     BY_LAYERS: "what Transformer Engine copies of whole layers, and when it waits for it, is not recorded",
     SHARED_OUT: "inputs that tensor-parallel ranks share out, and gather again, are not priced",
 }
 
-LOWER_BOUND = {"min_offloaded_tensor_size": LEAST_ELEMENTS, "delta_offload_bytes_across_pp_ranks": 0}
+LOWER_BOUND = {"min_offloaded_tensor_size": stock.LEAST_ELEMENTS, "delta_offload_bytes_across_pp_ranks": 0}
 
 
 @dataclass(frozen=True)
 class Today:
-    setting: StockSetting = NONE
+    setting: stock.StockSetting = stock.NONE
     flags: tuple[str, ...] = ()
     not_priced: tuple[str, ...] = ()
     beside: bool = False
@@ -88,7 +77,7 @@ class Today:
 
     @property
     def name(self) -> str:
-        if self.setting == NONE and self.not_priced:
+        if self.setting == stock.NONE and self.not_priced:
             return "stock"
         return f"stock {self.setting.name}{', graphs' if self.graphs else ''}"
 
@@ -96,7 +85,7 @@ class Today:
 def stays_overlapped(given: Given) -> bool:
     """Whether exchanges of experts stay overlapped under a plan. Megatron frees the rows of an FP8 expert alone on a rank."""
     alone = given["num_experts"] == (given["expert_model_parallel_size"] or 1)
-    return bool(given[OVERLAP]) and not ((given["fp8"] or given["fp4"]) and alone)
+    return bool(given[stock.OVERLAP]) and not ((given["fp8"] or given["fp4"]) and alone)
 
 
 def today_of(given: Given, problems: list[Problem], *, planning: bool = False) -> Today:
@@ -123,7 +112,7 @@ def against_megatron(given: Given, today: Today, job: Job) -> Iterator[Problem]:
         facts = _facts(given, job, release)
         whys.append([*refused(today.setting, facts), *filter(None, [not_launched(today.setting, facts)])])
     if all(whys):
-        where = " ".join([*today.flags, *([given.origin(OVERLAP)] if today.beside else [])])
+        where = " ".join([*today.flags, *([given.origin(stock.OVERLAP)] if today.beside else [])])
         yield from (Problem(where, why, "", f"{STOPS}: drop what it refuses") for why in whys[-1])
 
 
@@ -139,19 +128,19 @@ def _facts(given: Given, job: Job, release: str) -> Facts:
     return replace(facts, has=has, shared_overlap=overlap, op_fuser=fuser)
 
 
-def _setting(given: Given) -> StockSetting:
-    overlap, delayed = bool(given[OVERLAP]), bool(given[DELAYED])
-    head = given[DEFERRED_AT_MOST] if given[DEFERRED_HEAD] else None
+def _setting(given: Given) -> stock.StockSetting:
+    overlap, delayed = bool(given[stock.OVERLAP]), bool(given[stock.DELAYED])
+    head = given[stock.DEFERRED_AT_MOST] if given[stock.DEFERRED_HEAD] else None
     layered = bool(given["moe_layer_recompute"])
     granularity = given[GRANULARITY] or ("selective" if given["recompute_activations"] or layered else None)
     offload = tuple(given[OFFLOAD] or ()) if given[FINE_GRAINED] else ()
-    offload = _in_order(offload, [module.name for module in OFFLOADED])
-    fraction = given[FRACTION] if offload and given[FRACTION] is not None else WHOLE
+    offload = _in_order(offload, [module.name for module in stock.OFFLOADED])
+    fraction = given[FRACTION] if offload and given[FRACTION] is not None else stock.WHOLE
     if granularity == "full":
-        return StockSetting((), given[METHOD], given[LAYERS], offload, fraction, overlap, delayed, head)
+        return stock.StockSetting((), given[METHOD], given[LAYERS], offload, fraction, overlap, delayed, head)
     modules = (*(given[MODULES] or ("core_attn",)), *(["moe"] if layered else [])) if granularity else ()
-    recompute = _in_order(modules, [module.name for module in RECOMPUTED])
-    return StockSetting(recompute, None, None, offload, fraction, overlap, delayed, head)
+    recompute = _in_order(modules, [module.name for module in stock.RECOMPUTED])
+    return stock.StockSetting(recompute, None, None, offload, fraction, overlap, delayed, head)
 
 
 def _in_order(names: tuple[str, ...], known: list[str]) -> tuple[str, ...]:
@@ -161,15 +150,15 @@ def _in_order(names: tuple[str, ...], known: list[str]) -> tuple[str, ...]:
 def _contradictions(given: Given) -> Iterator[Problem]:
     granularity, stages = given[GRANULARITY], given["pipeline_model_parallel_size"] or 1
     selective, full = given["recompute_activations"] or granularity == "selective", granularity == "full"
-    head, head_at_most = bool(given[DEFERRED_HEAD]), given[DEFERRED_AT_MOST]
+    head, head_at_most = bool(given[stock.DEFERRED_HEAD]), given[stock.DEFERRED_AT_MOST]
     rules = (
         (full and not selective and given[METHOD] is None, GRANULARITY, "--recompute-method uniform (or block) beside it"),
         (full and not selective and given[LAYERS] is None, GRANULARITY, "--recompute-num-layers 1 (or more) beside it"),
         (selective and given[METHOD] is not None, METHOD, "no such flag with selective recomputation"),
         (selective and given[LAYERS] is not None, LAYERS, "no such flag with selective recomputation"),
-        (head and stages == 1, DEFERRED_HEAD, "--pipeline-model-parallel-size 2 (or more)"),
-        (head and given["gradient_accumulation_fusion"] is False, DEFERRED_HEAD, "no --no-gradient-accumulation-fusion"),
-        (head and head_at_most < 0, DEFERRED_AT_MOST, "0 (all micro-batches) or more"),
+        (head and stages == 1, stock.DEFERRED_HEAD, "--pipeline-model-parallel-size 2 (or more)"),
+        (head and given["gradient_accumulation_fusion"] is False, stock.DEFERRED_HEAD, "no --no-gradient-accumulation-fusion"),
+        (head and head_at_most < 0, stock.DEFERRED_AT_MOST, "0 (all micro-batches) or more"),
     )
     for broken, name, needed in rules:
         if broken:

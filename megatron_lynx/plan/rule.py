@@ -10,22 +10,8 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from megatron_lynx.anatomy import DENSE, HALVES, Half, Section, filling, names_in
-from megatron_lynx.anatomy.address import (
-    BACKWARD_PHASES,
-    GATHER_PATTERN,
-    ON_DEMAND,
-    PLACE_PATTERN,
-    RECV_BACKWARD,
-    SEND_BACKWARD,
-    WAIT_PATTERN,
-    BackwardPhase,
-    Stretch,
-    examples,
-    is_forward,
-    own_window,
-    stretches_in,
-)
+from megatron_lynx.anatomy import DENSE, HALVES, Half, Section, address, filling, names_in
+from megatron_lynx.anatomy.address import RECV_BACKWARD, SEND_BACKWARD, BackwardPhase, Stretch
 from megatron_lynx.kinds.section import WHY_KEPT
 from megatron_lynx.kinds.sections import ItemName, spelled_out
 from megatron_lynx.plan.facts import LayerRange, Layers
@@ -39,7 +25,7 @@ def _matching(pattern: str, examples: tuple[str, ...]) -> AfterValidator:
     expected = ", ".join(repr(name) for name in examples)
 
     def check(text: str) -> str:
-        if pattern != WAIT_PATTERN and is_forward(text):
+        if pattern != address.WAIT_PATTERN and address.is_forward(text):
             raise ValueError(f"{text} recomputes in a forward, {LAST_READ}")
         if re.fullmatch(pattern, text) is None:
             raise PydanticCustomError("literal_error", "no such name", {"expected": expected})
@@ -50,18 +36,18 @@ def _matching(pattern: str, examples: tuple[str, ...]) -> AfterValidator:
 
 PlaceName = Annotated[
     str,
-    _matching(PLACE_PATTERN, (ON_DEMAND, RECV_BACKWARD, *examples("bwd"))),
-    WithJsonSchema({"type": "string", "pattern": f"^{PLACE_PATTERN}$"}),
+    _matching(address.PLACE_PATTERN, (address.ON_DEMAND, RECV_BACKWARD, *address.examples("bwd"))),
+    WithJsonSchema({"type": "string", "pattern": f"^{address.PLACE_PATTERN}$"}),
 ]
 GatherName = Annotated[
     str,
-    _matching(GATHER_PATTERN, (ON_DEMAND, *examples("bwd"))),
-    WithJsonSchema({"type": "string", "pattern": f"^{GATHER_PATTERN}$"}),
+    _matching(address.GATHER_PATTERN, (address.ON_DEMAND, *address.examples("bwd"))),
+    WithJsonSchema({"type": "string", "pattern": f"^{address.GATHER_PATTERN}$"}),
 ]
 WaitName = Annotated[
     str,
-    _matching(WAIT_PATTERN, (RECV_BACKWARD, SEND_BACKWARD, *examples("bwd"), *examples("fwd"))),
-    WithJsonSchema({"type": "string", "pattern": f"^{WAIT_PATTERN}$"}),
+    _matching(address.WAIT_PATTERN, (RECV_BACKWARD, SEND_BACKWARD, *address.examples("bwd"), *address.examples("fwd"))),
+    WithJsonSchema({"type": "string", "pattern": f"^{address.WAIT_PATTERN}$"}),
 ]
 
 
@@ -92,11 +78,11 @@ class Windows(Part):
     def of(self, half: Half, phase: BackwardPhase) -> str:
         place: PlaceName | ByPhase | None = getattr(self, half)
         if place is None:
-            return ON_DEMAND
+            return address.ON_DEMAND
         return place if isinstance(place, str) else getattr(place, phase)
 
     def stretches(self, half: Half, phase: BackwardPhase) -> tuple[Stretch, ...]:
-        return stretches_in(self.of(half, phase))
+        return address.stretches_in(self.of(half, phase))
 
 
 class Gather(Part):
@@ -226,7 +212,7 @@ class Rule(Part):
 
     def wait_of_rest(self, half: Half) -> str | None:
         window = self.windows.of(half, "steady")
-        return window if self.checkpoints(half) and window != ON_DEMAND else None
+        return window if self.checkpoints(half) and window != address.ON_DEMAND else None
 
     @property
     def ahead_said(self) -> str:
@@ -252,7 +238,7 @@ class Rule(Part):
         return "its input"
 
     def _rest_problems(self, half: Half) -> Iterator[str]:
-        window, half_window = getattr(self.windows, half), own_window(half)
+        window, half_window = getattr(self.windows, half), address.own_window(half)
         finding = "is by phase" if isinstance(window, ByPhase) else f"is {window}"
         if window is not None and self.feeds(self.layers.last, half):
             yield f"windows.{half} {finding}, but {self.checkpoint_said}: the {half} half runs again whole, before the mlp half"
@@ -302,9 +288,9 @@ class Rule(Part):
 
     def _stops(self, half: Half) -> Iterator[str]:
         section = self.filling(half)
-        for text in dict.fromkeys(self.windows.of(half, phase) for phase in BACKWARD_PHASES):
+        for text in dict.fromkeys(self.windows.of(half, phase) for phase in address.BACKWARD_PHASES):
             begin = 0
-            for stretch in stretches_in(text):
+            for stretch in address.stretches_in(text):
                 end = len(section.names) if stretch.until is None else -1
                 if stretch.until in section.stops:
                     end = section.index(str(stretch.until))
@@ -325,16 +311,12 @@ def joined(rules: Iterable[Rule]) -> tuple[Rule, ...]:
     result: list[Rule] = []
     for rule in sorted(rules, key=lambda rule: rule.layers.first):
         last = result[-1] if result else None
-        if last is not None and _may_join(last, rule):
+        whole = last is None or not isinstance(last.checkpoint, CheckpointGroups) or not len(last.layers) % last.checkpoint.layers
+        if last and whole and last.layers.last + 1 == rule.layers.first and last.treatment == rule.treatment:
             result[-1] = last.model_copy(update={"layers": LayerRange(first=last.layers.first, last=rule.layers.last)})
         else:
             result.append(rule)
     return tuple(result)
-
-
-def _may_join(rule: Rule, behind: Rule) -> bool:
-    whole = not isinstance(rule.checkpoint, CheckpointGroups) or len(rule.layers) % rule.checkpoint.layers == 0
-    return rule.layers.last + 1 == behind.layers.first and rule.treatment == behind.treatment and whole
 
 
 @lru_cache(maxsize=1024)

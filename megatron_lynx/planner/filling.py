@@ -36,7 +36,7 @@ from megatron_lynx.anatomy.address import (
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.moments import less_in_hand_bytes
 from megatron_lynx.cost.section import Prices, WeightGradient
-from megatron_lynx.cost.stage import phases_of
+from megatron_lynx.cost.stage import cooldown_backwards
 from megatron_lynx.once import once
 from megatron_lynx.plan.facts import LayerRange
 from megatron_lynx.plan.plan import Plan, Stage, WeightGradients
@@ -301,7 +301,7 @@ class Filler:
         """
         fillings = [self._filling(rooms, budgets[rooms.entry.stage]) for rooms in self._rooms]
         entries = tuple(
-            filling.filled(receives=self._job.chunks == 1 and phases_of(self._job, filling.rooms.entry.stage).cooldown > 0)
+            filling.filled(receives=self._job.chunks == 1 and cooldown_backwards(self._job, filling.rooms.entry.stage) > 0)
             for filling in fillings
         )
         return self._plan.model_copy(update={"stages": entries})

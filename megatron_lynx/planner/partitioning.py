@@ -36,7 +36,7 @@ def partitioned(job: Job, profile: Profile) -> list[Job]:
     rehearsal decides between the two. Raises `Infeasible` if nothing fits."""
     if job.parallel.partition != "auto":
         return [job]
-    if not job.model.alike:  # `_Times` knows stages by their number of layers
+    if len(job.model.kinds_of(range(1, job.model.layers + 1))) > 1:  # `_Times` knows stages by their number of layers
         return [with_partition(job, job.partition)]
     times = _Times(job, profile)
     layers, stages = job.model.layers, job.parallel.pipeline

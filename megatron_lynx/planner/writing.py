@@ -264,7 +264,7 @@ def _offload(job: Job, answer: StageAnswer, chunk: int) -> Offload | None:
         return None
     smallest_bytes = smallest_offloaded_bytes(LayerShape.of(job).input_bytes)
     beside: Literal["avoid", "allow"] = "avoid" if avoid_messages(job) else "allow"
-    experts = job.experts_of(answer.stage, chunk) > 0 and not job.model.experts_whole
+    experts = not job.model.experts_whole and any(second.exchanges for _, second in job.kinds_of(answer.stage, chunk))
     return Offload(
         bytes=size_bytes,
         smallest_tensor_bytes=smallest_bytes,

@@ -14,19 +14,9 @@ from megatron_lynx.config.cluster import Link
 from megatron_lynx.config.job import Job
 from megatron_lynx.kinds.opaque.section import OPAQUE
 from megatron_lynx.kinds.planning import planning_of
-from megatron_lynx.profiler.profile import (
-    BlockProfile,
-    HalfProfile,
-    LinkKind,
-    LinkPoint,
-    Profile,
-    Source,
-    hiding_of,
-    shape_of,
-)
+from megatron_lynx.profiler.profile import BlockProfile, HalfProfile, LinkKind, LinkPoint, Profile, Source, hiding_of, shape_of
 from megatron_lynx.profiler.roofline import Roofline, kernels_s, link_among, norm_kernels
-from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape, embedding_bytes, head_bytes, logits_bytes
-from megatron_lynx.timeline import Passes
+from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape, embedding_bytes, head_bytes
 from megatron_lynx.version import __version__
 
 LOSS_BYTES = {"unfused": (38, 14), "native": (22, 6), "te": (6, 4)}
@@ -49,8 +39,8 @@ def analytic_profile(job: Job) -> Profile:
         source=Source(how="analytic", machine=job.cluster.name, made_by=f"megatron-lynx {__version__}", repetitions=1),
         shape=shape_of(job),
         links=_links(job, shape),
-        embedding=_with(embedding, _beyond_fp8(job, figures, job.model.first_in_bf16)),
-        head=_with(_head(shape, roof), _beyond_fp8(job, figures, job.model.last_in_bf16)),
+        embedding=embedding.longer(*_beyond_fp8(job, figures, job.model.first_in_bf16)),
+        head=_head(shape, roof).longer(*_beyond_fp8(job, figures, job.model.last_in_bf16)),
         head_summand_s=roof.seconds(0, 2 * FP32_BYTES * shape.model.vocab * shape.model.hidden // shape.parallel.tensor),
         interference=_interference(job, roof),
         host_time=job.cluster.host_time,
@@ -67,21 +57,17 @@ def _interference(job: Job, roof: Roofline) -> float:
     return 1 / min(kept, job.fused_dispatch.computing_kept if beside else 1.0)
 
 
-def _beyond_fp8(job: Job, in_fp8: Mapping[str, HalfProfile], layers: range) -> Passes:
-    """Return the additional seconds of bf16 layers at one end of an FP8 model."""
+def _beyond_fp8(job: Job, in_fp8: Mapping[str, HalfProfile], layers: range) -> tuple[float, float]:
+    """Return the additional forward and backward seconds of bf16 layers at one end of an FP8 model."""
     if not layers:
-        return Passes(0.0, 0.0)
+        return 0.0, 0.0
     plain = job.model_copy(update={"model": job.model.model_copy(update={"fp8": None})})
-    roof, shape, beyond = Roofline.of(plain), LayerShape.of(plain), Passes(0.0, 0.0)
+    roof, shape, forward_s, backward_s = Roofline.of(plain), LayerShape.of(plain), 0.0, 0.0
     for section in (section for layer in layers for section in job.model.sections(layer)):
         half, usual = planning_of(section).half(plain, shape, roof), in_fp8[section.profiled_as]
-        beyond += Passes(max(0.0, half.forward_s - usual.forward_s), max(0.0, half.backward_s - usual.backward_s))
-    return beyond
-
-
-def _with(block: BlockProfile, more: Passes) -> BlockProfile:
-    seconds = {"forward_s": block.forward_s + more.forward_s, "backward_s": block.backward_s + more.backward_s}
-    return block.model_copy(update=seconds)
+        forward_s += max(0.0, half.forward_s - usual.forward_s)
+        backward_s += max(0.0, half.backward_s - usual.backward_s)
+    return forward_s, backward_s
 
 
 def on_cluster(profile: Profile, job: Job) -> Profile:
@@ -106,7 +92,7 @@ def _head(shape: LayerShape, roof: Roofline) -> BlockProfile:
     return BlockProfile(
         forward_s=gemm_s + norm.forward_s + loss_s[0],
         backward_s=(2 if shape.model.adapters is None else 1) * gemm_s + norm.backward_s + loss_s[1],
-        saved_bytes=head_bytes(shape) + logits_bytes(shape),
+        saved_bytes=head_bytes(shape) + FP32_BYTES * logits,
     )
 
 

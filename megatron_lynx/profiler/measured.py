@@ -26,20 +26,10 @@ from torch.distributed import ProcessGroup
 from megatron_lynx.anatomy import Half, Section
 from megatron_lynx.config.job import Job
 from megatron_lynx.nest import all_in
+from megatron_lynx.profiler import timing
 from megatron_lynx.profiler.profile import ExpertHalf, HalfProfile, ItemProfile, LinkKind, LinkPoint, SavedTensor
-from megatron_lynx.profiler.timing import (
-    HalfRun,
-    HeadStart,
-    InnerNorm,
-    code_behind,
-    exchanges_rows,
-    first_of,
-    gradient_gemm_seconds,
-    head_start_on,
-    item_flops,
-    item_seconds,
-    nbytes_of,
-)
+from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.profiler.timing import HalfRun, HeadStart, InnerNorm
 
 if TYPE_CHECKING:
     from megatron_lynx.apply.hooks.sites import Place
@@ -101,7 +91,7 @@ def _recorded(run: HalfRun) -> tuple[dict[int, _Block], dict[str, int], Any]:
     blocks: dict[int, _Block] = {}
     outputs: dict[str, int] = {}
     held: list[Tensor] = []
-    item = [code_behind(run.section, None)]
+    item = [timing.code_behind(run.section, None)]
     taken: list[Any] = [()]
 
     def seen(tensor: Tensor) -> _Block:
@@ -129,16 +119,16 @@ def _recorded(run: HalfRun) -> tuple[dict[int, _Block], dict[str, int], Any]:
             block.output = block.output or block.made_by == name
         if (norm := run.inner_norms.get(name)) is not None:
             _tell_apart(blocks, norm.saved(result, taken[0]), norm.item, name)
-        outputs[name] = nbytes_of(first_of(result)) + (outputs.get(name, 0) if place.item.of_experts else 0)
-        item[0] = code_behind(run.section, name)
+        outputs[name] = timing.nbytes_of(timing.first_of(result)) + (outputs.get(name, 0) if place.item.of_experts else 0)
+        item[0] = timing.code_behind(run.section, name)
 
     start = run.input.detach().requires_grad_()
-    blocks[start.untyped_storage().data_ptr()] = _Block(nbytes_of(start), "input")
+    blocks[start.untyped_storage().data_ptr()] = _Block(timing.nbytes_of(start), "input")
     with run.watched(entered, left), torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
         result = run.forward(start, **run.arguments)
-    outputs[run.section.residual] = nbytes_of(first_of(result))
+    outputs[run.section.residual] = timing.nbytes_of(timing.first_of(result))
     if run.section.column_parallel in run.inner_norms:
-        outputs[run.section.norm] = nbytes_of(start)
+        outputs[run.section.norm] = timing.nbytes_of(start)
     return blocks, outputs, (held, result)
 
 
@@ -202,7 +192,7 @@ def measure_layer(
     of norms, dropouts and residuals, which work on a part of the rows, are divided by it. For FP8 the caller enters its
     context."""
 
-    runs, head_start = list[HalfRun](), head_start_on(device)
+    runs, head_start = list[HalfRun](), timing.head_start_on(device)
     for section, places in sites.items():
         start, given = (runs[-1].output().detach(), {}) if runs else (hidden, arguments)
         norms = {} if te is None else te.norms[section.half]
@@ -211,15 +201,15 @@ def measure_layer(
 
 
 def _profile(run: HalfRun, head_start: HeadStart, shards: int, repetitions: int, te: TeLayer | None) -> HalfProfile:
-    forward, backward = item_seconds(run, head_start, repetitions)
+    forward, backward = timing.item_seconds(run, head_start, repetitions)
     tensors, outputs = blocks_of(run)
-    flops = item_flops(run) if te is None else te.flops
+    flops = timing.item_flops(run) if te is None else te.flops
     section = run.section
     gemms = {item: (backward[item] / 2, backward[item] / 2) for item in section.linears if section.of_name[item].of_experts}
     if te is not None and te.fp8:
         gemms |= {item.name: (forward[item.name], forward[item.name]) for item in section.items if item.is_linear}
     else:
-        gemms |= gradient_gemm_seconds(run, head_start, repetitions)
+        gemms |= timing.gradient_gemm_seconds(run, head_start, repetitions)
 
     def share(item: str) -> int:
         return shards if item in section.on_own_rows else 1
@@ -237,7 +227,7 @@ def _profile(run: HalfRun, head_start: HeadStart, shards: int, repetitions: int,
         )
         for item in section.names
     }
-    half = HalfProfile(input_bytes=nbytes_of(run.input) // shards, items=items, tensors=tensors)
+    half = HalfProfile(input_bytes=timing.nbytes_of(run.input) // shards, items=items, tensors=tensors)
     return ExpertHalf(**dict(half), exchange_s=exchange_s(run, head_start.device, repetitions)) if section.exchanges else half
 
 
@@ -246,13 +236,13 @@ def exchange_s(run: HalfRun, device: Device, repetitions: int) -> float:
     seconds: list[float] = []
 
     def entered(place: Place, _: Any) -> None:
-        if exchanges_rows(place):
+        if timing.exchanges_rows(place):
             device.synchronize()
             dist.barrier()
             seconds.append(-time.perf_counter())
 
     def left(place: Place, _: Any) -> None:
-        if exchanges_rows(place):
+        if timing.exchanges_rows(place):
             device.synchronize()
             seconds[-1] += time.perf_counter()
 
@@ -268,17 +258,16 @@ WARMUP = 2
 
 
 def messages_of(job: Job) -> dict[LinkKind, int]:
-    model, parallel = job.model, job.parallel
-    whole = model.seq // parallel.context * job.batch.micro * model.hidden * model.element_bytes
+    parallel, whole, own = job.parallel, LayerShape.of(job).gathered_bytes, LayerShape.of(job).input_bytes
     messages: dict[LinkKind, int] = {}
     if parallel.sequence_parallel:
         messages |= {"all_gather": whole, "reduce_scatter": whole}
     elif parallel.tensor > 1:
         messages["all_reduce"] = whole
     if parallel.pipeline > 1:
-        messages["p2p"] = whole // parallel.tensor if parallel.sequence_parallel else whole
+        messages["p2p"] = own
     if job.cluster.device == "cuda":
-        messages["host"] = whole // parallel.tensor if parallel.sequence_parallel else whole
+        messages["host"] = own
     return messages
 
 

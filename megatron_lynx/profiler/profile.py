@@ -16,7 +16,7 @@ from typing import Literal, TypeVar
 
 from pydantic import BaseModel, Field
 
-from megatron_lynx.anatomy import HALVES, Facts, Half, Pass, Section, halves_of, sections_of
+from megatron_lynx.anatomy import HALVES, Facts, Half, Pass, Section, halves_of
 from megatron_lynx.config.cluster import HostAdam, HostTime, Implementation
 from megatron_lynx.config.experts import Experts, Opaque
 from megatron_lynx.config.job import Job
@@ -100,6 +100,9 @@ class BlockProfile(Part):
     saved_bytes: int = Field(default=0, ge=0)
     """Bytes kept from forward to backward, including the last layer's output."""
 
+    def longer(self, forward_s: float, backward_s: float) -> BlockProfile:
+        return self.model_copy(update={"forward_s": self.forward_s + forward_s, "backward_s": self.backward_s + backward_s})
+
 
 class ExpertHalf(HalfProfile):
     """The MLP half of a layer with experts. Its items exclude communication."""
@@ -132,10 +135,6 @@ class ExpertHalf(HalfProfile):
     @property
     def backward_s(self) -> float:
         return super().backward_s + self.waits_s("bwd")
-
-    @property
-    def communication_s(self) -> float:
-        return self.waits_s("fwd") + self.waits_s("bwd")
 
 
 class LinkPoint(Part):
@@ -185,10 +184,6 @@ class Shape(Part):
     @property
     def facts(self) -> Facts:
         return Facts(latent=self.latent, kinds=self.kinds)
-
-    @property
-    def sections_with_experts(self) -> tuple[Section, Section]:
-        return sections_of(self.facts._replace(experts=True))
 
     @property
     def halves(self) -> Mapping[Half, Section]:

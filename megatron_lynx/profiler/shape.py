@@ -78,11 +78,7 @@ def weight_bytes(recipe: Recipe, rows: int, columns: int, *, transposes: bool, h
         return weight_bytes(recipe, rows, columns, transposes=transposes) - buffer_bytes(recipe, count)
     if recipe in PER_TENSOR:
         return (2 if transposes else 1) * FP8_BYTES * count + SCALE_BYTES
-    if recipe == "mxfp8":
-        by_rows = up(rows, 128) * up(-(-columns // MX_BLOCK), 4)
-        by_columns = up(-(-rows // MX_BLOCK), 4) * up(columns, 128)
-        return 2 * FP8_BYTES * count + by_rows + by_columns
-    if recipe == "nvfp4":
+    if recipe in ("mxfp8", "nvfp4"):  # in both directions, with scales alike for weights and activations
         return saved_bytes(recipe, rows, columns) + saved_bytes(recipe, columns, rows)
     across, down = -(-columns // BLOCK), -(-rows // BLOCK)
     return 2 * FP8_BYTES * count + SCALE_BYTES * (down * up(across, 4) + across * up(down, 4))
@@ -247,7 +243,3 @@ def embedding_bytes(shape: LayerShape) -> int:
 def head_bytes(shape: LayerShape) -> int:
     """Return the input bytes of the final norm and the output projection."""
     return 2 * shape.input_bytes
-
-
-def logits_bytes(shape: LayerShape) -> int:
-    return FP32_BYTES * shape.tokens * shape.model.vocab // shape.parallel.tensor

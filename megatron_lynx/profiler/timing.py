@@ -144,30 +144,21 @@ class HeadStart:
 
 
 def head_start_on(device: Device) -> HeadStart:
-    if device.where.type != "cuda":
-        return HeadStart(device)
-    products = _Products(device)
-    products.issue(seconds=1.0)
-    return HeadStart(device, products.issue)
+    return HeadStart(device, _products_on(device) if device.where.type == "cuda" else None)
 
 
-class _Products:
-    def __init__(self, device: Device) -> None:
-        self._factor = torch.randn(WIDTH, WIDTH, dtype=torch.bfloat16, device=device.where)
-        self._product = torch.empty_like(self._factor)
-        for _ in range(2):  # the first one selects its kernel
-            begin = device.current.record(timed=True)
-            self._multiply()
-            end = device.current.record(timed=True)
-            device.synchronize()
-            self._one_s = end.seconds_since(begin)
+def _products_on(device: Device) -> Callable[[float], None]:
+    """Return a function that queues products of matrices for about so many seconds."""
+    factor = torch.randn(WIDTH, WIDTH, dtype=torch.bfloat16, device=device.where)
+    multiply = partial(torch.mm, factor, factor, out=torch.empty_like(factor))
+    _, one_s = (seconds_of(multiply, HeadStart(device)) for _ in range(2))  # the first one selects its kernel
 
-    def issue(self, seconds: float) -> None:
-        for _ in range(math.ceil(seconds / self._one_s)):
-            self._multiply()
+    def issue(seconds: float) -> None:
+        for _ in range(math.ceil(seconds / one_s)):
+            multiply()
 
-    def _multiply(self) -> None:
-        torch.mm(self._factor, self._factor, out=self._product)
+    issue(1.0)
+    return issue
 
 
 WARMUP = 2

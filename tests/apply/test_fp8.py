@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_lynx.anatomy import ATTENTION
-from megatron_lynx.cost.stage_memory import stage_memory
+from megatron_lynx.cost.stage_memory import stage_parts
 from megatron_lynx.testbed.ranks import RankPool
 from tests.tiny_jobs import tiny_job
 
@@ -104,7 +104,7 @@ def test_weights_that_are_held_in_fp8(pool_of, recipe, layout, replicas):
 def test_the_bytes_of_weights_that_are_held_in_fp8(pool_of):
     """DDP has a buffer of bytes and one of the others; by columns weights have memory of their own."""
     job = held_job(replicas=2, hidden=64)  # parameters begin at multiples of 64 numbers
-    memory = stage_memory(job.model_copy(update={"policy": "none"}), 0)
+    memory = stage_parts(job.model_copy(update={"policy": "none"}), 0).fullest
     predicted = {name: getattr(memory, name) for name in ("parameters", "gradients", "fp8_weights")}
     assert pool_of(2).run(fp8_on_ranks.buffers, job, Trial(training={"optimizer": "megatron", "ddp": True})) == [predicted] * 2
 

@@ -10,7 +10,7 @@ from megatron_lynx.anatomy import ATTENTION
 from megatron_lynx.config import Cluster, Model
 from megatron_lynx.config.loader import bundled_configs, cluster_data
 from megatron_lynx.config.parallel import Parallel
-from megatron_lynx.kinds.experts.planning import expert_matrices
+from megatron_lynx.kinds.experts.planning import mlp_matrices
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.validation import validated
 from megatron_lynx.yaml_file import read_yaml
@@ -53,7 +53,8 @@ def test_models_have_the_size_of_their_name(path: Path) -> None:
     mlp = model.hidden * (model.fc1_width + model.ffn)
     layers = model.layers * attention + (model.layers - len(model.expert_layers)) * mlp
     if model.experts is not None:
-        layers += len(model.expert_layers) * (model.experts.count * expert_matrices(model) + model.hidden * model.experts.count)
+        one_expert = mlp_matrices(model, model.experts.ffn, model.routed_hidden)
+        layers += len(model.expert_layers) * model.experts.count * (one_expert + model.hidden)
     embeddings = model.vocab * model.hidden * (1 if model.tied_embeddings else 2)
     found = (layers + embeddings) / 1e9
     assert found == pytest.approx(BILLION_PARAMETERS[path.stem], rel=0.035)

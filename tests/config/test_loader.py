@@ -366,7 +366,7 @@ def test_a_host_file_has_figures_of_both_kinds_of_layers(tmp_path: Path) -> None
 def test_a_cluster_names_the_host_time_of_its_nodes(tmp_path: Path) -> None:
     host_time = load_job(with_host(tmp_path, HOST)).cluster.host_time
     assert host_time is not None
-    assert host_time.of("local").mlp.under("recomputed").backward_s == pytest.approx(4e-6)
+    assert host_time.of("local").mlp.under("recomputed").seconds.backward_s == pytest.approx(4e-6)
     assert load_job(with_host(tmp_path, HOST), {"cluster.memory_gib": 4}).cluster.host_time == host_time
 
 

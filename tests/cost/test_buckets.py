@@ -10,7 +10,7 @@ import pytest
 from megatron_lynx.config import Experts, Job
 from megatron_lynx.config.parallel import Overlap
 from megatron_lynx.cost.parameters import ALIGNED, ALIGNED_FOR_BANDWIDTH, buckets, filled_numbers, stage_parameters
-from megatron_lynx.cost.stage_memory import stage_memory
+from megatron_lynx.cost.stage_memory import stage_parts
 from megatron_lynx.testbed.ranks import RankPool
 from tests.cost.buckets_on_ranks import buffers
 from tests.tiny_jobs import tiny_job
@@ -67,6 +67,6 @@ def test_experts_that_are_shared_out_have_buffers_of_their_own(pool_of: Callable
 def test_what_fills_buckets_up_is_held_with_weights_and_gradients(padded: bool) -> None:
     job = job_of(padded_buckets=padded)
     parameters = stage_parameters(job, 0)
-    memory, numbers = stage_memory(job, 0), parameters.total + filled_numbers(job, 0, parameters)
+    memory, numbers = stage_parts(job, 0).fullest, parameters.total + filled_numbers(job, 0, parameters)
     assert (memory.parameters, memory.gradients) == (4 * numbers, 4 * numbers)
     assert numbers % (ALIGNED_FOR_BANDWIDTH if padded else ALIGNED) == 0

@@ -36,7 +36,7 @@ def test_a_rank_with_more_experts_needs_longer_to_issue_them() -> None:
     times = {}
     for expert in (8, 2):
         profile = analytic_profile(job_of(expert))
-        _, experts = profile.shape.sections_with_experts
+        _, experts = profile.shape.sections
         times[8 // expert] = half_host_s(profile, experts, ())
     assert 1e6 * (times[4].forward_s - times[1].forward_s) == pytest.approx(3 * 100)
     assert 1e6 * (times[4].backward_s - times[1].backward_s) == pytest.approx(3 * 200)
@@ -46,7 +46,7 @@ def test_a_norm_made_again_takes_as_much_whatever_the_experts_and_all_of_it_thei
     beyond = {}
     for expert in (8, 2):
         profile = analytic_profile(job_of(expert))
-        _, experts = profile.shape.sections_with_experts
+        _, experts = profile.shape.sections
         kept, partly, whole = (half_host_s(profile, experts, items) for items in ((), (experts.norm,), experts.names))
         beyond[8 // expert] = partly.backward_s - kept.backward_s, whole.backward_s - kept.backward_s
     assert beyond[4][0] == pytest.approx(beyond[1][0])

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.communication import head_of
-from megatron_lynx.cost.ends import last_end_of, losses_bytes, predicting_bytes
+from megatron_lynx.cost.ends import last_end_of, loss_kept_bytes, predicting_bytes
 from megatron_lynx.cost.parameters import flops_per_token, parameter_tensors, stage_parameters
 from megatron_lynx.cost.stage_memory import stage_parts
 from megatron_lynx.profiler.shape import LayerShape
@@ -86,7 +86,7 @@ def test_kept_bytes_are_those_of_a_real_forward(pool_of: Pools, mtp: int) -> Non
     without, predicting = (tiny_job("gpt", layers=2, mtp=layers, hidden=64, ffn=256, seq=64, **NO_DROPOUT) for layers in (0, mtp))
     [least], [most] = (pool_of(1).run(kept_by, job) for job in (without, predicting))
     shape = LayerShape.of(predicting)
-    expected = predicting_bytes(shape) + losses_bytes(shape)
+    expected = predicting_bytes(shape) + shape.model.mtp * loss_kept_bytes(shape)
     assert most - least == pytest.approx(expected, rel=0.02)
 
 

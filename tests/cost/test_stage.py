@@ -15,7 +15,7 @@ from megatron_lynx.cost.communication import (
     window_lengths_s,
 )
 from megatron_lynx.cost.memory import HalfMemory, held_at_moments, peak_bytes, smallest_offloaded_bytes
-from megatron_lynx.cost.stage import Phases, chunks_in_flight, microbatches_in_flight, phases_of, step_s
+from megatron_lynx.cost.stage import chunks_in_flight, cooldown_backwards, microbatches_in_flight, step_s
 from megatron_lynx.profiler.profile import BlockProfile
 from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.timeline import Passes
@@ -123,7 +123,7 @@ def test_a_step_of_two_stages():
 
 def test_phases_and_micro_batches_in_flight():
     job = tiny_job(pipeline=4, microbatches=6)
-    assert [phases_of(job, stage) for stage in range(4)] == [Phases(3, 3), Phases(4, 2), Phases(5, 1), Phases(6, 0)]
+    assert [cooldown_backwards(job, stage) for stage in range(4)] == [3, 2, 1, 0]
     assert [microbatches_in_flight(job, stage) for stage in range(4)] == [4, 3, 2, 1]
     assert microbatches_in_flight(tiny_job(pipeline=4, microbatches=2), 0) == 2
 

@@ -14,7 +14,7 @@ from megatron_lynx.config.model import Fp8
 from megatron_lynx.cost.parameters import bytes_each, stage_parameters
 from megatron_lynx.cost.recompute import kept_bytes
 from megatron_lynx.cost.stage import chunks_in_flight
-from megatron_lynx.cost.stage_memory import chunk_bytes, memory_of_stages, stage_memory, stage_parts
+from megatron_lynx.cost.stage_memory import chunk_bytes, memory_of_stages, stage_parts
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
@@ -71,7 +71,7 @@ def test_the_first_of_two_stages_by_hand() -> None:
     assert first.embedding == (64 + 16) * 32
     assert last.head == 64 * 32, "tied embeddings are held on both ends"
     assert stage_parameters(tiny_job(), 0).head == 0
-    memory = stage_memory(priced(tiny_job(pipeline=2)), 0)
+    memory = stage_parts(priced(tiny_job(pipeline=2)), 0).fullest
     assert memory.parameters == memory.gradients == memory.optimizer // 2 == 4 * first.total
 
 
@@ -81,8 +81,8 @@ def priced(job: Job, policy: str = "none") -> Job:
 
 def test_optimizer_state_is_shared_by_all_that_hold_the_same_parameters() -> None:
     layout = {"tensor": 2, "context": 2, "pipeline": 8, "layers_per_chunk": 2, "sequence_parallel": True}
-    alone = stage_memory(catalogued_job(parallel=layout), 0)
-    shared = stage_memory(catalogued_job(parallel={**layout, "distributed_optimizer": True}), 0)
+    alone = stage_parts(catalogued_job(parallel=layout), 0).fullest
+    shared = stage_parts(catalogued_job(parallel={**layout, "distributed_optimizer": True}), 0).fullest
     assert alone.optimizer == 6 * alone.parameters
     assert shared.optimizer == alone.optimizer / (2 * 8)
 
@@ -100,7 +100,7 @@ def test_optimizer_state_is_shared_by_all_that_hold_the_same_parameters() -> Non
 def test_bytes_of_gradients_and_optimizer_by_their_types(optimizer: dict, gradient: int, state: int) -> None:
     layout = {"tensor": 2, "pipeline": 8, "sequence_parallel": True, "distributed_optimizer": True}
     job = catalogued_job(parallel=layout, optimizer=optimizer)
-    memory, count = stage_memory(job, 0), stage_parameters(job, 0).total
+    memory, count = stage_parts(job, 0).fullest, stage_parameters(job, 0).total
     assert (memory.parameters, memory.gradients) == (2 * count, gradient * count)
     assert memory.optimizer == -(-state * count // job.replicas)
 
@@ -128,13 +128,13 @@ def test_copies_of_weights_in_fp8() -> None:
     """Two bytes a weight of a linear on a Hopper, whose GEMMs read rows; one where they read columns as well."""
     layout = {"tensor": 2, "pipeline": 8, "sequence_parallel": True}
     job = catalogued_job(parallel=layout, fp8="delayed")
-    memory, matrices = stage_memory(job, 0), stage_parameters(job, 0).matrices
+    memory, matrices = stage_parts(job, 0).fullest, stage_parameters(job, 0).matrices
     scales = 10 * 4 * 4
     assert memory.fp8_weights == 2 * matrices + scales
-    assert memory.always == stage_memory(catalogued_job(parallel=layout), 0).always + memory.fp8_weights
+    assert memory.always == stage_parts(catalogued_job(parallel=layout), 0).fullest.always + memory.fp8_weights
     units = job.cluster.fp8.model_copy(update={"transposes": False})
     other = job.model_copy(update={"cluster": job.cluster.model_copy(update={"fp8": units})})
-    assert stage_memory(other, 0).fp8_weights == matrices + scales
+    assert stage_parts(other, 0).fullest.fp8_weights == matrices + scales
 
 
 def test_weights_that_are_held_in_fp8() -> None:
@@ -142,7 +142,7 @@ def test_weights_that_are_held_in_fp8() -> None:
     layout = {"tensor": 2, "pipeline": 8, "sequence_parallel": True, "distributed_optimizer": True}
     copied = catalogued_job(parallel=layout, fp8="delayed")
     held = copied.model_copy(update={"model": copied.model.model_copy(update={"fp8": Fp8(parameters=True)})})
-    before, memory, matrices = stage_memory(copied, 0), stage_memory(held, 0), stage_parameters(held, 0).matrices
+    before, memory, matrices = stage_parts(copied, 0).fullest, stage_parts(held, 0).fullest, stage_parameters(held, 0).matrices
     assert before.parameters - memory.parameters == matrices
     assert before.fp8_weights - memory.fp8_weights == matrices
     assert (memory.gradients, memory.optimizer) == (before.gradients, before.optimizer)
@@ -157,8 +157,8 @@ def test_layers_that_stay_in_bf16_at_the_ends_of_a_model_in_fp8() -> None:
     job = usual.model_copy(update={"model": usual.model.model_copy(update={"fp8": ends})})
     plain = usual.model_copy(update={"model": usual.model.model_copy(update={"fp8": None})})
     beyond = kept_bytes(LayerShape.of(plain), "none") - kept_bytes(LayerShape.of(usual), "none")
-    more = [stage_memory(job, stage).total - stage_memory(usual, stage).total for stage in range(8)]
-    copies = stage_memory(usual, 0).fp8_weights // usual.layers_on(0)
+    more = [stage_parts(job, stage).fullest.total - stage_parts(usual, stage).fullest.total for stage in range(8)]
+    copies = stage_parts(usual, 0).fullest.fp8_weights // usual.layers_on(0)
     assert more[1:7] == [0] * 6
     assert (more[0], more[7]) == (2 * (8 * beyond - copies), beyond - copies)
     profiles = [analytic_profile(each) for each in (usual, job, plain)]
@@ -209,7 +209,7 @@ def test_policies_in_order_and_context_ranks_share_a_sequence() -> None:
 def test_offloading_frees_a_share_of_all_chunks_but_four() -> None:
     job = catalogued_job()
     size, in_flight = chunk_bytes(job, 0), chunks_in_flight(job, 0)
-    whole, half = stage_memory(job, 0), stage_memory(job, 0, 0.5)
+    whole, half = stage_parts(job, 0).fullest, stage_parts(job, 0, 0.5).fullest
     assert (whole.activations, whole.staging) == (in_flight * size, 0)
     assert half.staging == size
     assert whole.total - half.total == (in_flight - 4) * size / 2
@@ -218,13 +218,13 @@ def test_offloading_frees_a_share_of_all_chunks_but_four() -> None:
 @pytest.mark.parametrize("stage", [0, 7])
 def test_the_first_share_offloaded_frees_next_to_nothing(stage: int) -> None:
     """The last stage once let go of a whole chunk as soon as anything at all was offloaded."""
-    whole, hardly = (stage_memory(catalogued_job(), stage, ratio).total for ratio in (0, 1e-6))
+    whole, hardly = (stage_parts(catalogued_job(), stage, ratio).fullest.total for ratio in (0, 1e-6))
     assert hardly == pytest.approx(whole, rel=1e-5)
 
 
 def test_few_chunks_in_flight_are_not_offloaded() -> None:
     job = priced(tiny_job(pipeline=4, microbatches=8))
-    assert stage_memory(job, 0, 1.0) == stage_memory(job, 0)
+    assert stage_parts(job, 0, 1.0).fullest == stage_parts(job, 0).fullest
 
 
 LAYOUTS = st.tuples(
@@ -250,14 +250,14 @@ def test_more_offloaded_is_less_held_and_more_recomputed_is_less_kept(layout, on
     for job in jobs:
         less, more = (memory_of_stages(job, ratio) for ratio in sorted((one, other)))
         assert all(held.total >= left.total for held, left in zip(less, more, strict=True))
-        assert less == tuple(stage_memory(job, stage, min(one, other)) for stage in range(pipeline))
+        assert less == tuple(stage_parts(job, stage, min(one, other)).fullest for stage in range(pipeline))
     kept = [[memory.activations for memory in memory_of_stages(job)] for job in jobs]
     assert all(none >= max(selective, balanced) >= full for none, selective, balanced, full in zip(*kept, strict=True))
 
 
 def test_every_byte_of_the_total_is_named() -> None:
     for stage in STAGES:
-        memory, parts = stage_memory(catalogued_job(), stage, 0.3), stage_parts(catalogued_job(), stage, 0.3)
+        memory, parts = stage_parts(catalogued_job(), stage, 0.3).fullest, stage_parts(catalogued_job(), stage, 0.3)
         named = memory.named
         assert named.pop("total") == sum(named.values()) == memory.totals[memory.moment] == max(memory.totals.values())
         assert (stage == 7) == ("loss" in memory.totals)
@@ -273,7 +273,7 @@ def test_two_versions_on_every_stage_and_two_gradients_on_all_but_the_first() ->
     flushing, deferred = without_flushes(), without_flushes(schedule="double_buffered")
     at_once = without_flushes(schedule="double_buffered", defer_updates=False)
     for stage in range(4):
-        before, after, no_second = (stage_memory(job, stage) for job in (flushing, deferred, at_once))
+        before, after, no_second = (stage_parts(job, stage).fullest for job in (flushing, deferred, at_once))
         assert (before.second_weights, before.second_gradients) == (0, 0)
         assert after.second_weights == no_second.second_weights == before.parameters
         assert after.second_gradients == (0 if stage == 0 else before.gradients)

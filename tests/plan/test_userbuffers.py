@@ -12,7 +12,7 @@ from benchmarks.when_not import on_devices_of
 from megatron_lynx.anatomy import COLUMN_PARALLEL, HALVES
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.stage_memory import stage_memory
+from megatron_lynx.cost.stage_memory import stage_parts
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.launch.launch import arguments_against
 from megatron_lynx.plan.layout import launch_flags
@@ -99,11 +99,11 @@ def test_the_planner_makes_plans_without_windows_and_without_linears(budget_gib:
 
 def test_the_buffers_are_counted() -> None:
     """Twelve, each of all rows of a micro-batch; with FP8 the eight that are gathered hold bytes."""
-    with_them, without = (stage_memory(large_job(userbuffers=on, policy="none"), 1).buffers for on in (True, False))
+    with_them, without = (stage_parts(large_job(userbuffers=on, policy="none"), 1).fullest.buffers for on in (True, False))
     row_bytes = LayerShape.of(large_job()).gathered_bytes
     assert with_them - without == 12 * row_bytes
     fp8 = {"fp8": "delayed", "policy": "none"}
-    with_them, without = (stage_memory(large_job(userbuffers=on, **fp8), 1).buffers for on in (True, False))
+    with_them, without = (stage_parts(large_job(userbuffers=on, **fp8), 1).fullest.buffers for on in (True, False))
     assert with_them - without == 8 * row_bytes
 
 

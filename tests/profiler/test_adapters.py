@@ -30,10 +30,10 @@ JOBS = {
 
 
 def measure(rank: int, job: Job) -> Any:
-    from megatron_lynx.profiler import measured
+    from megatron_lynx.profiler import timing
 
     untimed = {"item_seconds": lambda *_: ({}, {}), "gradient_gemm_seconds": lambda *_: {}, "item_flops": lambda *_: {}}
-    with adapters(job), patch.multiple(measured, **untimed):
+    with adapters(job), patch.multiple(timing, **untimed):
         return measure_one(rank, job)
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lynx.cost.stage_memory import stage_memory
+from megatron_lynx.cost.stage_memory import stage_parts
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.solver.offload import shortages, smallest_ratio
 from megatron_lynx.units import GIB
@@ -19,7 +19,7 @@ def with_budget(gib, **fields):
 
 def least_and_most_gib():
     job = catalogued_job()
-    return [max(stage_memory(job, stage, share).total for stage in range(8)) / GIB for share in (1.0, 0.0)]
+    return [max(stage_parts(job, stage, share).fullest.total for stage in range(8)) / GIB for share in (1.0, 0.0)]
 
 
 @settings(max_examples=20, deadline=None)

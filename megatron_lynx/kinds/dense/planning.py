@@ -13,16 +13,8 @@ from collections.abc import Iterator, Mapping
 
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Parallel
-from megatron_lynx.kinds.core_attention import AttentionBytes, core_tensors, kept_beside_exchange
-from megatron_lynx.kinds.dense.section import (
-    ACTIVATION,
-    CORE_ATTENTION,
-    LINEAR_FC1,
-    LINEAR_FC2,
-    LINEAR_PROJ,
-    LINEAR_QKV,
-    ROTARY,
-)
+from megatron_lynx.kinds.core_attention import AttentionBytes, core_tensors, kept_beside_exchange, rotary_tables
+from megatron_lynx.kinds.dense.section import ACTIVATION, CORE_ATTENTION, LINEAR_FC1, LINEAR_FC2, LINEAR_PROJ, LINEAR_QKV, ROTARY
 from megatron_lynx.kinds.face import HalfParameters, Linear, Planning, Step
 from megatron_lynx.kinds.saved import (
     column_parallel,
@@ -91,7 +83,6 @@ class DenseAttention(Planning):
             weights=2 + model.sinks,
             biased=2,
             norms=3 if model.qk_norm else 1,
-            largest=model.hidden * model.qkv_width,
         )
 
     def backward(self, shape: LayerShape) -> Iterator[Step]:
@@ -126,7 +117,6 @@ class DenseMlp(Planning):
             vectors=model.norm_parameters() + biases,
             weights=2,
             biased=2,
-            largest=model.hidden * model.fc1_width,
         )
 
     def backward(self, shape: LayerShape) -> Iterator[Step]:
@@ -158,7 +148,8 @@ def queries_keys_values(shape: LayerShape) -> list[SavedTensor]:
     blocks = [SavedTensor(bytes=whole, made_by=LINEAR_QKV, saved_by=readers, output=True)]
     if model.qk_norm:
         blocks += _query_key_norms(shape, query, key)
-    tables = _turning_tables(shape) if model.position == "rope" else []
+    turns_apart = model.position == "rope" and (shape.eager or not model.fuses("rope"))
+    tables = rotary_tables(shape, model.head_size) if turns_apart else []
     if exchanged:
         given = AttentionBytes(query, key, key, query)
         return [*blocks, *tables, *kept_beside_exchange(shape.parallel, given, ROTARY if changed else CORE_ATTENTION)]
@@ -170,13 +161,6 @@ def queries_keys_values(shape: LayerShape) -> list[SavedTensor]:
     if changed and not shape.eager:  # values, copied out of the block by fused kernels
         blocks.append(SavedTensor(bytes=key, made_by=ROTARY, saved_by=(CORE_ATTENTION,)))
     return blocks
-
-
-def _turning_tables(shape: LayerShape) -> list[SavedTensor]:
-    if shape.model.fuses("rope") and not shape.eager:
-        return []
-    table = shape.model.seq // shape.parallel.context * shape.model.head_size * shape.model.element_bytes
-    return own_tensors(ROTARY, *4 * [table])
 
 
 def _query_key_norms(shape: LayerShape, query: int, key: int) -> list[SavedTensor]:

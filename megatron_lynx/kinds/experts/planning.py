@@ -68,17 +68,9 @@ from megatron_lynx.kinds.experts.section import (
 from megatron_lynx.kinds.face import HalfParameters, Linear, Planning, Step, kept_of_argument, made_bytes
 from megatron_lynx.kinds.saved import dropout_tensor, norm_tensors
 from megatron_lynx.kinds.section import Item
+from megatron_lynx.profiler import roofline
 from megatron_lynx.profiler.profile import ExpertHalf, Profile, SavedTensor, own_tensors
-from megatron_lynx.profiler.roofline import (
-    Kernels,
-    Roofline,
-    activation_kernels,
-    collective_s,
-    fewest_in_a_node,
-    kernels_s,
-    link_among,
-    weighted_kernels,
-)
+from megatron_lynx.profiler.roofline import Kernels, Roofline
 from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape, saved_bytes
 from megatron_lynx.timeline import Passes
 
@@ -89,15 +81,15 @@ class MixtureOfExperts(Planning):
 
     def kernels(self, shape: LayerShape, item: Item) -> Kernels:
         if item.name == SHARED_ACTIVATION:
-            return activation_kernels(shape.model, shape.tokens, shared_width(shape))
-        return weighted_kernels(shape.model, padded_rows(shape), expert_width(shape))
+            return roofline.activation_kernels(shape.model, shape.tokens, shared_width(shape))
+        return roofline.weighted_kernels(shape.model, padded_rows(shape), expert_width(shape))
 
     def seconds(self, shape: LayerShape, item: Item, roof: Roofline) -> Passes:
         if item.name == ROUTER:
             counts_s = 0.0 if experts_of(shape).padded else roof.counts_s
             return _router(shape, roof) + Passes(counts_s, counts_s)
         if item.name == COMBINE and shape.model.bias:
-            return _moved_rows(shape, roof) + kernels_s(_weighted_bias(shape), roof)
+            return _moved_rows(shape, roof) + roofline.kernels_s(_weighted_bias(shape), roof)
         return _moved_rows(shape, roof) if item.exchanges else super().seconds(shape, item, roof)
 
     def listed(self) -> Iterable[Item]:
@@ -111,11 +103,9 @@ class MixtureOfExperts(Planning):
 
     def half(self, job: Job, shape: LayerShape, roof: Roofline) -> ExpertHalf:
         half, tensor = super().half(job, shape, roof), shape.parallel.tensor
-        shared_s = collective_s(job.cluster, tensor, shape.gathered_bytes * (tensor - 1) / tensor)  # an MLP's, exposed
+        shared_s = roofline.collective_s(job.cluster, tensor, shape.gathered_bytes * (tensor - 1) / tensor)  # an MLP's, exposed
         return ExpertHalf(
-            input_bytes=half.input_bytes,
-            items=half.items,
-            tensors=half.tensors,
+            **dict(half),
             exchange_s=_exchange_s(job, shape),
             cut_s=_cut_s(job, shape),
             collective_s=shared_s if shared_width(shape) else 0.0,
@@ -130,7 +120,8 @@ class MixtureOfExperts(Planning):
         the projections to a latent width and back; shared experts are an MLP split among `tensor` ranks (`SequentialMLP`,
         `TopKRouter`, `SharedExpertMLP`)."""
         experts, local = mixture(model), mixture(model).count // layout.expert
-        one, shared, router = expert_matrices(model), _mlp(model, experts.shared_ffn, model.hidden), model.hidden * experts.count
+        one, shared = mlp_matrices(model, experts.ffn, model.routed_hidden), mlp_matrices(model, experts.shared_ffn, model.hidden)
+        router = model.hidden * experts.count
         linears, gate = 2 * local + (2 if experts.shared_ffn else 0), model.hidden * experts.shared_gate
         projections = 0 if experts.latent is None else 2 * model.hidden * model.routed_hidden  # to a latent width and back
         biases = (2 * experts.ffn if model.gated else experts.ffn) // layout.expert_tensor_size + model.routed_hidden
@@ -169,28 +160,28 @@ def expert_sharers(job: Job) -> int:
     return job.gpus // (layout.expert_tensor_size * layout.expert * layout.pipeline)
 
 
-def expert_matrices(model: Model) -> int:
-    return _mlp(model, mixture(model).ffn, model.routed_hidden)
-
-
-def _mlp(model: Model, ffn: int, hidden: int) -> int:
+def mlp_matrices(model: Model, ffn: int, hidden: int) -> int:
     return hidden * ffn * (3 if model.gated else 2)
 
 
 def all_to_all_s(cluster: Cluster, gpus: int, ranks: int, stride: int, size_bytes: float) -> float:
     """Return the slowest group's all-to-all of `ranks` ranks, `stride` apart, that send `size_bytes` each."""
     assert cluster.node is not None, "checked by Roofline.of"
-    assert cluster.nic is not None, "checked by Roofline.of"
     if ranks == 1:
         return 0.0
     blocks = range(0, gpus, ranks * stride)[: cluster.node.gpus]  # adjacent groups; later ones start at the same places of a node
     starts = {(block + rank) % cluster.node.gpus for block in blocks for rank in range(min(stride, cluster.node.gpus))}
-    inside = min(fewest_in_a_node(start, stride, ranks, cluster.node.gpus) for start in starts)
-    near_s = link_among(cluster, min(ranks * stride, cluster.node.gpus)).seconds(size_bytes * (inside - 1) / ranks)
-    if inside == ranks:
-        return near_s
-    far = size_bytes * (ranks - inside) / ranks * cluster.node.gpus / cluster.nic.per_node
-    return max(near_s, cluster.nic.seconds(far))
+    inside = min(roofline.fewest_in_a_node(start, stride, ranks, cluster.node.gpus) for start in starts)
+    near_bytes, far_bytes = (size_bytes * others / ranks for others in (inside - 1, ranks - inside))
+    return _sent_s(cluster, min(ranks * stride, cluster.node.gpus), near_bytes, far_bytes)
+
+
+def _sent_s(cluster: Cluster, near_ranks: int, near_bytes: float, far_bytes: float) -> float:
+    """Return the seconds in which a rank sends to ranks of its node and, over its share of the NICs, to others."""
+    assert cluster.node is not None, "checked by Roofline.of"
+    assert cluster.nic is not None, "checked by Roofline.of"
+    near_s = roofline.link_among(cluster, near_ranks).seconds(near_bytes)
+    return max(near_s, cluster.nic.seconds(far_bytes * cluster.node.gpus / cluster.nic.per_node)) if far_bytes else near_s
 
 
 def _exchange_s(job: Job, shape: LayerShape) -> float:
@@ -201,24 +192,20 @@ def _exchange_s(job: Job, shape: LayerShape) -> float:
     if experts_of(shape).dispatcher == "allgather":
         ranks = shape.parallel.expert * tensor
         sent_bytes = (ranks - 1) * shape.own_tokens * row_bytes
-        return collective_s(job.cluster, ranks, sent_bytes)
+        return roofline.collective_s(job.cluster, ranks, sent_bytes)
     return all_to_all_s(job.cluster, job.gpus, shape.parallel.expert, tensor, routed_rows(shape) // tensor * row_bytes)
 
 
 def _fused_exchange_s(cluster: Cluster, shape: LayerShape, row_bytes: int) -> float:
     assert cluster.node is not None, "checked by Roofline.of"
-    assert cluster.nic is not None, "checked by Roofline.of"
     experts, ranks = experts_of(shape), shape.parallel.expert * shape.parallel.expert_tensor_size
     if ranks == 1:
         return 0.0
     inside, nodes = min(ranks, cluster.node.gpus), ceil(ranks / cluster.node.gpus)
     sent_bytes = shape.own_tokens * row_bytes * experts.load
     received = shape.parallel.expert_tensor_size * expected_parts(experts, shape.parallel.expert)
-    near_s = link_among(cluster, inside).seconds(sent_bytes * received * (inside - 1) / inside)
-    if nodes == 1:
-        return near_s
     far_bytes = sent_bytes * expected_parts(experts, min(nodes, shape.parallel.expert)) * (nodes - 1) / nodes
-    return max(near_s, cluster.nic.seconds(far_bytes * cluster.node.gpus / cluster.nic.per_node))
+    return _sent_s(cluster, inside, sent_bytes * received * (inside - 1) / inside, far_bytes)
 
 
 def expected_parts(experts: Experts, parts: int) -> float:
@@ -233,7 +220,7 @@ def _cut_s(job: Job, shape: LayerShape) -> float:
         return 0.0
     tensor, row_bytes = shape.parallel.expert_tensor_size, shape.model.routed_hidden * shape.model.element_bytes
     gathered = routed_rows(shape) * row_bytes * (tensor - 1) / tensor
-    return collective_s(job.cluster, tensor, gathered)
+    return roofline.collective_s(job.cluster, tensor, gathered)
 
 
 def _router(shape: LayerShape, roof: Roofline) -> Passes:

@@ -23,7 +23,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.errors import Problem
-from megatron_lynx.kinds.core_attention import FUSED_BACKWARD, AttentionBytes, core_tensors, kept_beside_exchange
+from megatron_lynx.kinds.core_attention import FUSED_BACKWARD, AttentionBytes, core_tensors, kept_beside_exchange, rotary_tables
 from megatron_lynx.kinds.dense.section import CORE_ATTENTION, LINEAR_PROJ, ROTARY
 from megatron_lynx.kinds.face import HalfParameters, Linear, Planning, Step, kept_of_argument, longer, made_bytes, normed_cast
 from megatron_lynx.kinds.latent.section import (
@@ -148,10 +148,8 @@ class LatentAttention(Planning):
             readers = query.saved_by if item.name == turned else ()
             yield SavedTensor(bytes=one * linears[item.name].made, made_by=item.name, saved_by=readers, output=True)
         yield from (other_tensors if turned else (query, *other_tensors))
-        if self.section.in_place:
-            return
-        table = shape.model.seq // shape.parallel.context * sizes_of(shape.model).rope_size * shape.model.element_bytes
-        yield from own_tensors(ROTARY, *4 * [table])
+        if not self.section.in_place:
+            yield from rotary_tables(shape, sizes_of(shape.model).rope_size)
 
     def _with_role(self, *roles: str) -> list[Item]:
         return [item for item in self.section.items if item.role in roles]
@@ -171,7 +169,6 @@ class LatentAttention(Planning):
             weights=len(self.section.linears),
             biased=1,
             norms=1 + (1 + sizes.compressed if model.qk_norm else 0),
-            largest=max(projection, queries, keys_values),
             whole=down,
         )
 
@@ -314,7 +311,7 @@ class SparseAttention(LatentAttention):
         queries, key = element * tokens * heads * sizes.kv_down_width, element * tokens * sizes.kv_down_width
         yield SavedTensor(bytes=element * tokens * heads * sizes.query_head_size, made_by=made, saved_by=(ROTARY,), output=True)
         if not sizes.fused_rotary:
-            yield from own_tensors(ROTARY, *4 * [model.seq // shape.parallel.context * sizes.rope_size * element])
+            yield from rotary_tables(shape, sizes.rope_size)
         read = sparse.fused or trained  # else in copies: of fp32, and of the key for each head
         yield SavedTensor(bytes=queries, made_by=ROTARY, saved_by=(CORE.name,) if read or element == FP32_BYTES else ())
         yield SavedTensor(bytes=key, made_by=ROTARY, saved_by=(CORE.name,) if read else ())
@@ -349,7 +346,7 @@ class SparseAttention(LatentAttention):
         if sparse.loss != "none":
             index = element * tokens * sparse.head_size
             inside += [sparse.heads * index, index, index, element * tokens * sparse.heads, 2 * FP32_BYTES * tokens]
-            inside += 4 * [model.seq // shape.parallel.context * sizes.rope_size * element]
+            inside += [table.bytes for table in rotary_tables(shape, sizes.rope_size)]
         if sparse.fused:
             return [*inside, FP32_BYTES * tokens * heads]
         columns = heads * (2 * sizes.kv_down_width if element < FP32_BYTES else sizes.kv_down_width)

@@ -84,6 +84,7 @@ LATENT: Mapping[tuple[bool, bool], Section] = {
 }
 """By compressed queries, and fused rotary kernel."""
 
+
 IndexerLoss = Literal["none", "selected", "all"]
 
 

@@ -25,18 +25,8 @@ from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.face import HalfParameters, Linear, Planning, Step
-from megatron_lynx.kinds.mamba.section import (
-    CONVOLUTION,
-    GATED_NORM,
-    IN_PROJ,
-    MAMBA_IN_PROJ,
-    MAMBA_NORM,
-    RULE,
-    SCAN,
-    DeltaSizes,
-    MambaSizes,
-)
-from megatron_lynx.kinds.saved import column_parallel, dropout_tensor, norm_tensors, rms_products, row_parallel
+from megatron_lynx.kinds.mamba.section import CONVOLUTION, GATED_NORM, MAMBA_NORM, RULE, SCAN, DeltaSizes, MambaSizes
+from megatron_lynx.kinds.saved import column_parallel, dropout_tensor, norm_blocks, norm_tensors, row_parallel
 from megatron_lynx.kinds.section import Item
 from megatron_lynx.profiler.profile import SavedTensor, own_tensors
 from megatron_lynx.profiler.roofline import Kernels, Roofline
@@ -112,8 +102,9 @@ class MambaLayer(TokenMixer):
     def saved(self, shape: LayerShape) -> Iterator[SavedTensor]:
         sizes, one = self.sizes(shape.model), column_bytes(shape)
         inner, alone = one * sizes.inner, shape.micro == 1  # else sequences come one after the other, in copies
-        yield from norm_tensors(shape, self.section, (MAMBA_IN_PROJ,))
-        yield SavedTensor(bytes=one * sizes.made, made_by=MAMBA_IN_PROJ, saved_by=(SCAN,) if alone else (), output=True)
+        first = self.section.column_parallel
+        yield from norm_tensors(shape, self.section, (first,))
+        yield SavedTensor(bytes=one * sizes.made, made_by=first, saved_by=(SCAN,) if alone else (), output=True)
         decay = FP32_BYTES * sizes.heads // shape.parallel.tensor
         yield from own_tensors(SCAN, inner, decay, decay, *[] if alone else [one * sizes.made])
         yield SavedTensor(bytes=inner, made_by=SCAN, saved_by=(MAMBA_NORM,))
@@ -131,7 +122,6 @@ class MambaLayer(TokenMixer):
             vectors=model.norm_parameters(),
             weights=8,
             biased=0,
-            largest=model.hidden * sizes.made,
         )
 
     def backward(self, shape: LayerShape) -> Iterator[Step]:
@@ -212,9 +202,10 @@ class DeltaNet(TokenMixer):
     def saved(self, shape: LayerShape) -> Iterator[SavedTensor]:
         model, sizes, one = shape.model, self.sizes(shape.model), column_bytes(shape)
         values, heads = one * sizes.values, shape.tokens * sizes.value_heads // shape.parallel.tensor
-        yield from norm_tensors(shape, self.section, (IN_PROJ,))
+        first = self.section.column_parallel
+        yield from norm_tensors(shape, self.section, (first,))
         eager, convolved = model.deterministic, one * (2 * sizes.keys + sizes.values)
-        yield SavedTensor(bytes=one * sizes.made, made_by=IN_PROJ, saved_by=() if eager else (CONVOLUTION,), output=True)
+        yield SavedTensor(bytes=one * sizes.made, made_by=first, saved_by=() if eager else (CONVOLUTION,), output=True)
         yield from own_tensors(CONVOLUTION, *[convolved, convolved] if eager else [])
         norms = FP32_BYTES * 2 * shape.tokens * sizes.key_heads // shape.parallel.tensor
         of_heads = model.element_bytes * sizes.value_heads // shape.parallel.tensor
@@ -243,7 +234,6 @@ class DeltaNet(TokenMixer):
             weights=5,
             biased=0,
             norms=2,
-            largest=model.hidden * sizes.made,
         )
 
     def backward(self, shape: LayerShape) -> Iterator[Step]:
@@ -273,11 +263,6 @@ def rule_flops(sizes: DeltaSizes) -> int:
 
 def _gated_norm(shape: LayerShape, values: int, heads: int) -> list[int]:
     """Bytes that the norm and the product with the gate save besides arguments: compiled code recomputes its activation."""
-    model, layernorm = shape.model, shape.model.norm == "layernorm"
-    one = FP32_BYTES if model.uses_te or (shape.eager and not layernorm) else model.element_bytes
-    saved = [heads * one] * (1 + layernorm) + [values]
-    if not shape.eager:
-        return saved
-    exact = values // model.element_bytes * FP32_BYTES
-    products = rms_products(shape, values) if not (layernorm or model.uses_te) else []
-    return [*saved, *products, *[exact] * (1 if model.element_bytes == FP32_BYTES else 2)]
+    element = shape.model.element_bytes
+    exact = [values // element * FP32_BYTES] * (1 if element == FP32_BYTES else 2) if shape.eager else []
+    return [*norm_blocks(shape, heads, values), values, *exact]
