@@ -50,6 +50,7 @@ class HalfMemory:
     ahead: tuple[int, int, int, int] = (0, 0, 0, 0)
     """Recomputed or gathered bytes already live at the four moments before its backward, nearest first."""
     movable: int = 0
+    """Part of `resident` that can be offloaded."""
     less_in_hand: int = 0
     """How much smaller its transients are than those counted besides the layers (`cost.moments`)."""
 

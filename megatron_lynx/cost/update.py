@@ -104,6 +104,7 @@ def late_reduction_s(job: Job, idle_at_end_s: Sequence[float]) -> float:
 @dataclass(frozen=True)
 class _Group:
     count: int
+    """Parameters of each rank; `sharers`: ranks with the same ones, `stride` ranks apart."""
     sharers: int
     stride: int
     cast: int

@@ -27,6 +27,7 @@ class Linear(NamedTuple):
 
     rows: int
     taken: int
+    """Columns of its input on this rank; `made`: of its output."""
     made: int
     times: int = 1
 
@@ -47,6 +48,7 @@ class HalfParameters:
     weights: int
     """Weight tensors of one rank."""
     biased: int
+    """Bias tensors of one rank, if the model has biases; `norms`: its norms, each with a weight, LayerNorm also a bias."""
     norms: int = 1
     whole: int = 0
     """Weights replicated on every tensor-parallel rank."""
@@ -60,6 +62,7 @@ class Step(NamedTuple):
     item: str
     """Item whose saved tensors are freed afterwards; may be empty."""
     made: int
+    """Bytes of gradients and temporaries that it allocates."""
     let_go: int
     """Bytes of these and of earlier gradients freed after it."""
 

@@ -137,6 +137,7 @@ class MambaLayer(TokenMixer):
 
 
 def scan_flops(sizes: MambaSizes) -> int:
+    """Return the scan's forward FLOPs per token, over all tensor-parallel ranks."""
     return sizes.heads * (2 * CHUNK * sizes.size + 4 * sizes.state * sizes.size) + 2 * sizes.groups * CHUNK * sizes.state
 
 
@@ -257,6 +258,7 @@ def eager_bytes(sizes: DeltaSizes) -> float:
 
 
 def rule_flops(sizes: DeltaSizes) -> int:
+    """Return the rule's forward FLOPs per token and value head."""
     key, value = sizes.key_size, sizes.value_size
     return 6 * RULE_CHUNK * key + 4 * RULE_CHUNK * value + 6 * key * value
 
