@@ -30,7 +30,6 @@ EXCEPTIONS = {
     ("plan/rule.py", "'mlp'"): "a value of the key `checkpoint`, as plan files spell it",
     ("solver/options.py", "'rotary'"): "the item whose code asks the host for lengths of packed sequences",
     ("timetable.py", "[::2]"): "what a layer begins ahead lies in both of its halves and the one above",
-    ("testbed/tiny_models.py", "'q_layernorm'"): "the norm of all queries, which is no item of the usual attention",
 }
 """(file, what is written there): why it is no half, item or window."""
 
