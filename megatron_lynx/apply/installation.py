@@ -138,7 +138,7 @@ def install(model: Any, plan: Plan, without_flushes: DoubleBuffered | None = Non
 
 
 def stale_code(plan: Plan, run: LiveRun) -> list[Problem]:
-    """Functions of Megatron and Transformer Engine that matter in this run, and differ from what was recorded."""
+    """Functions of Megatron and Transformer Engine that matter in this run, and differ from the recorded ones."""
     matters = {
         "": True,
         "te": run.uses_te,

@@ -91,7 +91,8 @@ def stage_parts(job: Job, stage: int, offload_ratio: float = 0.0) -> Parts:
 @lru_cache(maxsize=1024)
 def parts_beside_layers(job: Job, stage: int, *, layer_whole: bool = False, overlapped: bool = False) -> Parts:
     """Return a stage's parts without saved and recomputed tensors of its layers. `layer_whole`: count a whole layer's
-    transients, as stock's checkpoints need; else a half's. `overlapped`: experts' exchanges are, whatever the job says."""
+    transients, as stock's checkpoints need; else a half's. `overlapped`: experts' exchanges are, even if the job has
+    them apart."""
     return _beside_layers(job, stage, _states(job, stage), layer_whole=layer_whole, overlapped=overlapped)
 
 
@@ -169,7 +170,7 @@ def _beside_layers(job: Job, stage: int, states: Parts, *, layer_whole: bool, ov
 
 
 def _at_head(job: Job, shape: LayerShape, running: Mapping[str, int], tied: bool) -> dict[Moment, Mapping[str, int]]:
-    """Return what is live besides states and layers at the loss, and in the output projection's backward."""
+    """Return the bytes live besides states and layers at the loss, and in the output projection's backward."""
     pieces, in_place = job.head_pieces, shape.device == "cuda" and job.overlap.weight_gradients != "none"
     logits, gradient = ends.logits_at_loss_bytes(shape, pieces), ends.logits_gradient_bytes(shape, pieces)
     in_hand = ends.head_in_hand_bytes(shape, tied, pieces, in_place=in_place)

@@ -148,7 +148,7 @@ def head_start_on(device: Device) -> HeadStart:
 
 
 def _products_on(device: Device) -> Callable[[float], None]:
-    """Return a function that queues products of matrices for about so many seconds."""
+    """Return a function that queues products of matrices that take about a given time."""
     factor = torch.randn(WIDTH, WIDTH, dtype=torch.bfloat16, device=device.where)
     multiply = partial(torch.mm, factor, factor, out=torch.empty_like(factor))
     _, one_s = (seconds_of(multiply, HeadStart(device)) for _ in range(2))  # the first one selects its kernel

@@ -221,7 +221,7 @@ class Seats:
 
     @once
     def _windows(self, section: Section, above: int = 0, *, ahead: int = 0) -> list[Wait]:
-        """Windows of a half in a backward, so many layers above the recomputed half. A gather of an input is no window. `ahead`:
+        """Windows of a half in a backward, some layers above the recomputed half. A gather of an input is no window. `ahead`:
         moments before the recomputed half's backward at which that backward begins."""
         whole = self.job.model.experts_whole or self.job.userbuffers
         hide = not whole if section.exchanges else self._collectives_hide and section.has_windows
