@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from megatron_lynx.schedule.double_buffered import check, deferral
 from megatron_lynx.schedule.flushes import with_flushes
-from megatron_lynx.schedule.schedule import Action, Schedule, with_recomputations
+from megatron_lynx.schedule.schedule import Action, with_recomputations
 from megatron_lynx.simulator.passes import ChunkPasses
 from megatron_lynx.simulator.simulate import Message, Run, RunningStage, Step
 from megatron_lynx.simulator.simulation import Simulation
@@ -87,35 +87,30 @@ def simulate_without_flushes(
     `deferred`: whether a stage's update runs after the first backwards of the next batch (`schedule.double_buffered.deferral`).
     """
     check(len(chunks), microbatches)
-    passes = with_flushes(len(chunks), BATCHES * microbatches)
-    schedule = replace(passes, orders=tuple(tuple(with_recomputations(order)) for order in passes.orders))
     later = [deferral(stage) if deferred else 0 for stage in range(len(chunks))]
-    drained = BATCHES * microbatches
-    behind = [
-        {Action(min((batch + 1) * microbatches + more, drained) - 1, "B"): batch for batch in range(BATCHES)} for more in later
-    ]
-    return _UnflushedRun(schedule, chunks, (p2p_s, interference), behind, microbatches).unflushed()
+    run = _UnflushedRun(microbatches, chunks, p2p_s, interference, later)
+    simulation = run.simulation()
+    return Unflushed(simulation.executed, simulation.copied, tuple(map(tuple, run.updates)))
 
 
 class _UnflushedRun(Run):
-    """A running schedule with updates. `behind`: by stage, actions followed by an update, and that update's batch."""
+    """A running schedule with updates. `later`: by stage, the backwards of the next batch before an update."""
 
     def __init__(
-        self,
-        schedule: Schedule,
-        chunks: Sequence[ChunkPasses],
-        links: tuple[float, float],
-        behind: Sequence[dict[Action, int]],
-        microbatches: int,
+        self, microbatches: int, chunks: Sequence[ChunkPasses], p2p_s: float, interference: float, later: Sequence[int]
     ) -> None:
-        self._microbatches = microbatches
-        super().__init__(schedule, [[passes] for passes in chunks], *links)
-        self._behind = behind
+        self._microbatches, drained = microbatches, BATCHES * microbatches
+        passes = with_flushes(len(chunks), drained)
+        schedule = replace(passes, orders=tuple(tuple(with_recomputations(order)) for order in passes.orders))
+        super().__init__(schedule, [[passes] for passes in chunks], p2p_s, interference)
+        ends = [[min((batch + 1) * microbatches + more, drained) for batch in range(BATCHES)] for more in later]
+        self._behind = [{Action(end - 1, "B"): batch for batch, end in enumerate(of_stage)} for of_stage in ends]
+        """By stage, actions followed by an update, and that update's batch."""
         self._there: dict[int, list[float]] = {}
         """By batch, the times at which stages reached its update."""
         self._under_way: list[dict[str, Message]] = [{} for _ in chunks]
         """By stage and direction, the last message sent."""
-        self._made: list[list[Updated]] = [[] for _ in chunks]
+        self.updates: list[list[Updated]] = [[] for _ in chunks]
 
     def _completing(self, order: Sequence[Action]) -> frozenset[Action]:
         return frozenset(action for action in order if action.kind == "B" and (action.micro_batch + 1) % self._microbatches == 0)
@@ -123,10 +118,6 @@ class _UnflushedRun(Run):
     def _copied_s(self, stage: RunningStage, step: Step) -> float:
         """Messages are posted ahead (`double_buffered.interpreter`) and never end in a synchronisation."""
         return 0.0
-
-    def unflushed(self) -> Unflushed:
-        simulation = self.simulation()
-        return Unflushed(simulation.executed, simulation.copied, tuple(map(tuple, self._made)))
 
     def _exchange(self, stage: RunningStage, step: Step, free: float) -> Generator[Message, float, tuple[float, float]]:
         free = yield from self._send(stage, step.sent, free)
@@ -164,5 +155,5 @@ class _UnflushedRun(Run):
             self._arrivals[together] = max(arrivals_s)
             self._ready.extend(self._waiting.pop(together, ()))
         begin_s = yield together
-        self._made[stage.number].append(Updated(time_s, begin_s))
+        self.updates[stage.number].append(Updated(time_s, begin_s))
         return begin_s

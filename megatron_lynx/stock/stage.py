@@ -314,17 +314,11 @@ class StageCopies:
 
 
 def with_ends(layers: Sequence[CopiedLayer], first: BlockProfile, last: BlockProfile) -> list[CopiedLayer]:
-    if not layers:
-        return [CopiedLayer(first.forward_s + last.forward_s, (last.backward_s, first.backward_s))]
-    timed = list(layers)
-    timed[0] = _longer(timed[0], forward_s=first.forward_s, rest_s=first.backward_s)
-    timed[-1] = _longer(timed[-1], forward_s=last.forward_s, before_s=last.backward_s)
+    timed = list(layers) or [CopiedLayer(0.0, (0.0, 0.0))]
+    for at, end, before_s, rest_s in ((0, first, 0.0, first.backward_s), (-1, last, last.backward_s, 0.0)):
+        (first_s, second_s), forward_s = timed[at].backward_s, timed[at].forward_s + end.forward_s
+        timed[at] = timed[at]._replace(forward_s=forward_s, backward_s=(first_s + before_s, second_s + rest_s))
     return timed
-
-
-def _longer(layer: CopiedLayer, *, forward_s: float, before_s: float = 0.0, rest_s: float = 0.0) -> CopiedLayer:
-    first_s, second_s = layer.backward_s
-    return layer._replace(forward_s=layer.forward_s + forward_s, backward_s=(first_s + before_s, second_s + rest_s))
 
 
 @dataclass(frozen=True)
