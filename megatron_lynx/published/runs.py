@@ -3,8 +3,8 @@
     configs/published_launches.yaml   a run is a launch: words that all share, of its model, its series and its own, in this order
     configs/published_more.yaml       a run is a job: that of its series, with the values of its model and its own by their place
 
-A launch is read as a user's is, so that a row also tests the reader. Of a word given twice Megatron takes the later one. No step
-of the jobs chose a constant but those with overlapped exchanges: their speed-up chose the rate of an exchange during compute.
+A launch is read as a user's is, so that a row also tests the reader. If a word is given twice, Megatron takes the later one. The
+speed-up of overlapped exchanges chose the rate of an exchange during compute; other steps of jobs chose no constant.
 """
 
 from __future__ import annotations
