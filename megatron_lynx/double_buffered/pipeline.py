@@ -18,8 +18,8 @@ The weights have two versions, in alternating buffers (`TwoVersions`):
     owned        W(0)       W(1)            W(2)            W(3)                  the newer one: by the optimizer and DDP
 
 At update j the buffer of version j - 1 is filled with version j, all owners of the weights are pointed at it, and the optimizer
-steps there in place: micro-batches in flight read the same memory in backward as in forward. Of two gradient buffers
-(`TwoGradients`) one has a batch's whole gradient until its deferred update, the other one starts the next batch's:
+steps there in place: micro-batches in flight read the same memory in backward as in forward. One of two gradient buffers
+(`TwoGradients`) has a batch's whole gradient until its deferred update, the other one starts the next batch's:
 
     deferral 2      B(j, last)   B(j+1, 0)   B(j+1, 1)   Uj        B(j+1, 2) ...
     buffer j mod 2   += ─────────  whole gradient of batch j ── step, then cleared for batch j + 2

@@ -8,7 +8,7 @@ All stages have the same fraction, as in Yuan et al.; stages with too few chunks
 
 Within micro-batches: bytes that leave in each chunk's forward and return in its backward (`Leaver`).
 
-    fraction r of what is kept without recomputation    ──solve with that much more budget──> the layers' choices
+    fraction r of bytes kept without recomputation      ──solve with that much more budget──> the layers' choices
                                                           if less can leave, solve again with that
     seconds of these copies     overlap with the forwards of all halves but the first, and with as many backwards
 
@@ -217,6 +217,6 @@ class _Leaves(NamedTuple):
 
 class _Chunk(NamedTuple):
     sections: tuple[Section, ...]
-    """Of its halves, in forward order."""
+    """Its halves, in forward order."""
     forward_s: float
     """If forwards and backwards alternate, both take as long."""
