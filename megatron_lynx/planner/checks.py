@@ -9,97 +9,76 @@ from megatron_lynx.errors import ConfigError, PlanMismatch, Problem
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.plan.consistency import of_launch
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.planner.writing import contents_of, model_facts, parallel_facts
+from megatron_lynx.planner.writing import contents_of
 from megatron_lynx.profiler.profile import Profile, shape_of
+
+ESTIMATED = "the job can be estimated"
 
 
 def check_plannable(job: Job) -> None:
     """Raises `ConfigError` for everything that a job may state for an estimate, but that no plan can have."""
-    problems = [*_context_problems(job)]
-    if 0 in job.partition and job.schedule == "double_buffered":
-        empty, needed = job.partition.index(0), "at least one layer on every stage without flushes"
-        problems.append(Problem(f"job: parallel.partition.{empty}", "0", needed, "the job can be estimated"))
-    if job.userbuffers and not job.model.uses_te:
-        needed = "transformer_engine with overlap.userbuffers: Megatron's own layers have none"
-        problems.append(Problem("job: model.implementation", job.model.implementation, needed, "the job can be estimated"))
-    if job.userbuffers and job.policy == "full":
-        needed = "planned, or another one with overlap.userbuffers: what owns a userbuffer does not run again"
-        problems.append(Problem("job: policy", "full", needed, "the job can be estimated"))
-    problems += _overlap_problems(job)
-    for setting, needed in job.fused_dispatch.limits():
-        problems.append(Problem("job: model.experts.dispatcher", setting, needed, "the job can be estimated"))
-    problems += [problem for section in job.model.every_section for problem in planning_of(section).refusals(job)]
+    problems = [*_limits(job)]
     if not problems:  # what a plan file refuses
         contents = Plan.model_construct(**contents_of(job), stages=())
-        problems = [Problem("job", text, "", "the job can be estimated") for text in of_launch(contents)]
+        problems = [Problem("job", text, "", ESTIMATED) for text in of_launch(contents)]
     if problems:
         raise ConfigError("no plan can do what this job asks for yet", problems)
+
+
+def _limits(job: Job) -> Iterator[Problem]:
+    """Yield problems beside those of a plan (`plan.features`). CPU ranks have a stand-in for the core attention."""
+    model, parallel, experts = job.model, job.parallel, job.model.experts
+    if parallel.context > 1:
+        with_context = f"with parallel.context {parallel.context}"
+        why = f"{with_context}: Megatron's own attention refuses it"
+        if job.policy == "selective":
+            needed = f"planned, balanced, full or none {with_context}: the core attention is kept"
+            yield Problem("job: policy", job.policy, needed, ESTIMATED)
+        if job.cluster.device != "cpu" and model.attention != "flash":
+            yield Problem("job: model.attention", model.attention, f"flash {why}", ESTIMATED)
+        if job.cluster.device != "cpu" and not model.uses_te:
+            yield Problem("job: model.implementation", model.implementation, f"transformer_engine {why}", ESTIMATED)
+    if 0 in job.partition and job.schedule == "double_buffered":
+        empty, needed = job.partition.index(0), "at least one layer on every stage without flushes"
+        yield Problem(f"job: parallel.partition.{empty}", "0", needed, ESTIMATED)
+    if job.userbuffers and not model.uses_te:
+        needed = "transformer_engine with overlap.userbuffers: Megatron's own layers have none"
+        yield Problem("job: model.implementation", model.implementation, needed, ESTIMATED)
+    if job.userbuffers and job.policy == "full":
+        needed = "planned, or another one with overlap.userbuffers: what owns a userbuffer does not run again"
+        yield Problem("job: policy", "full", needed, ESTIMATED)
+    if model.moe_overlapped:
+        if parallel.expert == 1 or (parallel.pipeline > 1 and job.chunks == 1):
+            said = f"expert {parallel.expert}, pipeline {parallel.pipeline} with {job.chunks} chunk on each stage"
+            needed = "experts over several ranks, and several chunks on each stage of a pipeline, as Megatron does"
+            yield Problem("job: model.experts.overlapped", said, needed, "leave it out")
+        if model.fp8 and experts is not None and experts.count == parallel.expert:
+            beside = "beside overlapped exchanges of experts: Megatron frees a single one's rows"
+            needed = f"several experts on each rank, or no FP8, {beside}"
+            yield Problem("job: model.experts.count", str(experts.count), needed, "leave one of the two out")
+        if model.mtp > 1 or (model.mtp and parallel.pipeline == 1):
+            needed = "1 in a pipeline, or none, beside overlapped exchanges of experts, as Megatron does"
+            yield Problem("job: model.mtp", f"{model.mtp} with pipeline {parallel.pipeline}", needed, "leave one of the two out")
+    for setting, needed in job.fused_dispatch.limits():
+        yield Problem("job: model.experts.dispatcher", setting, needed, ESTIMATED)
+    for section in model.every_section:
+        yield from planning_of(section).refusals(job)
 
 
 def check_plan(job: Job, plan: Plan) -> None:
     """Raises `PlanMismatch` with every fact in which the plan is for another job. `job`: as planned (`planner.as_planned`) if a
     plan may choose launch flags."""
-    plan_facts = {part: getattr(plan, part).model_dump() for part in ("model", "parallel", "batch")}
-    needed: dict[str, dict[str, object]] = {
-        "model": model_facts(job).model_dump(),
-        "parallel": parallel_facts(job).model_dump(),
-        "batch": {"micro": job.batch.micro, "microbatches": job.microbatches},
-    }
-    del needed["model"]["fp8_copies_kept"]  # the planner decides it
-    plan_facts["parallel"]["microbatch_group"], needed["parallel"]["microbatch_group"] = plan.parallel.group, job.microbatch_group
-    if job.chunks == 1 or plan.parallel.pipeline != job.parallel.pipeline:  # the plan states no group
-        del needed["parallel"]["microbatch_group"]
-    differing = [
-        (f"{part}.{name}", plan_facts[part][name], value)
-        for part, facts in needed.items()
-        for name, value in facts.items()
-        if plan_facts[part][name] != value
-    ]
-    differing += [
-        (name, getattr(plan, name), getattr(job, name))
-        for name in ("schedule", "defer_updates")
-        if getattr(plan, name) != getattr(job, name)
-    ]
-    todo = "make a plan for this job"
-    problems = [Problem(f"plan: {place}", str(fact), f"{value}, as in the job", todo) for place, fact, value in differing]
-    if problems:
-        raise PlanMismatch("the plan does not fit the job", problems)
-
-
-def _overlap_problems(job: Job) -> Iterator[Problem]:
-    """Problems of overlapped exchanges of experts, beside those of a plan (`plan.features`)."""
-    if not job.model.moe_overlapped:
-        return
-    parallel, model = job.parallel, job.model
-    if parallel.expert == 1 or (parallel.pipeline > 1 and job.chunks == 1):
-        said = f"expert {parallel.expert}, pipeline {parallel.pipeline} with {job.chunks} chunk on each stage"
-        needed = "experts over several ranks, and several chunks on each stage of a pipeline, as Megatron does"
-        yield Problem("job: model.experts.overlapped", said, needed, "leave it out")
-    if model.fp8 and model.experts is not None and model.experts.count == parallel.expert:
-        needed = (
-            "several experts on each rank, or no FP8, beside overlapped exchanges of experts: Megatron frees a single one's rows"
-        )
-        yield Problem("job: model.experts.count", str(model.experts.count), needed, "leave one of the two out")
-    if model.mtp > 1 or (model.mtp and parallel.pipeline == 1):
-        needed = "1 in a pipeline, or none, beside overlapped exchanges of experts, as Megatron does"
-        yield Problem("job: model.mtp", f"{model.mtp} with pipeline {parallel.pipeline}", needed, "leave one of the two out")
-
-
-def _context_problems(job: Job) -> Iterator[Problem]:
-    """Problems of context parallelism. CPU ranks have a stand-in for the core attention."""
-    if job.parallel.context == 1:
-        return
-    if job.policy == "selective":
-        needed = f"planned, balanced, full or none with parallel.context {job.parallel.context}: the core attention is kept"
-        yield Problem("job: policy", job.policy, needed, "the job can be estimated")
-    if job.cluster.device == "cpu":
-        return
-    model, why = job.model, f"with parallel.context {job.parallel.context}: Megatron's own attention refuses it"
-    if model.attention != "flash":
-        yield Problem("job: model.attention", model.attention, f"flash {why}", "the job can be estimated")
-    if not model.uses_te:
-        needed = f"transformer_engine {why}"
-        yield Problem("job: model.implementation", model.implementation, needed, "the job can be estimated")
+    needed, of_planner = contents_of(job), {"fp8_copies_kept", "microbatch_group", "packed"}
+    facts: list[tuple[str, object, object]] = []
+    for part in ("model", "parallel", "batch"):
+        stated = getattr(plan, part).model_dump()
+        facts += [(f"{part}.{name}", stated[name], fact) for name, fact in needed[part].model_dump(exclude=of_planner).items()]
+    if job.chunks > 1 and plan.parallel.pipeline == job.parallel.pipeline:  # otherwise the plan states no group
+        facts.append(("parallel.microbatch_group", plan.parallel.group, job.microbatch_group))
+    facts += [(name, getattr(plan, name), needed[name]) for name in ("schedule", "defer_updates")]
+    differing = [(f"plan: {name}", str(fact), f"{wanted}, as in the job") for name, fact, wanted in facts if fact != wanted]
+    if differing:
+        raise PlanMismatch("the plan does not fit the job", [Problem(*each, "make a plan for this job") for each in differing])
 
 
 def check_profile(job: Job, profile: Profile) -> None:
