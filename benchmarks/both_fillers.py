@@ -66,7 +66,8 @@ def training(sequence_parallel: bool, rate: float) -> Job:
 
 def filled(plan: Plan, job: Job, profile: Profile) -> Plan:
     """The plan with weight gradients in its waits, as many as help: memory is no matter here."""
-    return Filler(plan, job, profile, rehearse(plan, profile), {}, forwards=(0,)).filled([int(job.cluster.memory_gib * GIB)])
+    filler = Filler(plan, job, profile, rehearse(plan, profile))
+    return filler.filled([int(job.cluster.memory_gib * GIB)], forwards=True, pieces=False)
 
 
 def settings(job: Job, profile: Profile) -> Sequence[Candidate]:

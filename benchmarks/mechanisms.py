@@ -90,7 +90,11 @@ MECHANISMS = (
         ((decision, "product", lambda forwards, pieces: product(forwards[:1], pieces)),),
     ),
     Mechanism(IN_PIECES, (), ((filling, "PIECES", ()),)),
-    Mechanism(SENT_FIRST, (filling.SendingFirst,), ((decision, "_sending_first", lambda found, profile: found),)),
+    Mechanism(
+        SENT_FIRST,
+        (filling.Filler.sending_first, filling._sent_first, decision._sending_first),
+        ((decision, "_sending_first", lambda found: found),),
+    ),
     Mechanism(
         "recomputation in parts of several waits",
         _of_class(Seats, "stops"),

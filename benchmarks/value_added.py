@@ -43,7 +43,9 @@ from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import LynxError, Problem
 from megatron_lynx.launch_arguments import Reading
 from megatron_lynx.launch_arguments.command_line import read_launch_file
-from megatron_lynx.planner.variants import Planned, planned, variants
+from megatron_lynx.planner import Decision
+from megatron_lynx.planner.decision import fastest_decision
+from megatron_lynx.planner.variants import variants
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
@@ -98,10 +100,10 @@ class Parts:
     def step_s(self) -> float:
         return self.rest + self.recompute + self.TP + self.exchanges + self.bubble + self.update
 
-    def left_s(self, plan: Planned) -> tuple[float, float]:
+    def left_s(self, plan: Decision) -> tuple[float, float]:
         """Seconds of weight gradients that would still fit into the plan's waits, and into these and the bubble."""
         stage = fullest_stage(plan.job)
-        hidden = [entry.predicted for entry in plan.draft.plan.chunks_of(stage)]
+        hidden = [entry.predicted for entry in plan.plan.chunks_of(stage)]
         gradients_s = sum(each.weight_gradient_hidden_s for each in hidden)
         waits_s = 0.0 if plan.job.userbuffers else self.TP + self.exchanges
         recomputed_s = sum(each.hidden_recompute_s for each in hidden)
@@ -161,7 +163,7 @@ def stocks(subject: Subject, stock: Stock) -> Times:
     return least(times_of(row.step) for row in (stock.row, *(stock_row(job, subject.profile, price) for price in stock.rivals)))
 
 
-def plans(subject: Subject, without: Collection[str] = ()) -> list[Planned]:
+def plans(subject: Subject, without: Collection[str] = ()) -> list[Decision]:
     """Return the fastest plan with these mechanisms of the planner switched off; and the plan with the other choice about
     userbuffers, if there is one."""
     with ExitStack() as off:
@@ -173,11 +175,11 @@ def plans(subject: Subject, without: Collection[str] = ()) -> list[Planned]:
         return [] if best is None else [best, *with_other_userbuffers(subject, best)]
 
 
-def with_other_userbuffers(subject: Subject, plan: Planned) -> Iterator[Planned]:
-    for other in variants(plan.job, NEWEST if subject.reading is None else subject.reading.given.release):
+def with_other_userbuffers(subject: Subject, plan: Decision) -> Iterator[Decision]:
+    for other in variants(plan.asked, NEWEST if subject.reading is None else subject.reading.given.release):
         if other.userbuffers != plan.job.userbuffers:
             with suppress(LynxError):
-                yield planned(other, subject.profile)
+                yield fastest_decision(other, subject.profile)
 
 
 class Value(NamedTuple):

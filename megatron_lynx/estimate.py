@@ -23,10 +23,9 @@ from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.cost.step import StepRange, StepSeconds, hiding_all, recomputing_stage_s, step_seconds
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, Infeasible, Problem
-from megatron_lynx.planner import check_profile, least_memory
-from megatron_lynx.planner.decision import drafted
+from megatron_lynx.planner import check_profile, decide, least_memory
+from megatron_lynx.planner.evaluation import at_best
 from megatron_lynx.planner.left_open import least_share_that_fits, with_share
-from megatron_lynx.planner.variants import at_best
 from megatron_lynx.profiler.analytic import analytic_profile, on_cluster
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
@@ -235,7 +234,7 @@ def _planned(job: Job, profile: Profile | None) -> Estimate:
         todo = "what a plan decides depends on seconds: megatron-lynx profile"
         raise ConfigError("this job cannot be estimated", [Problem("job: policy", "planned", needed, todo)])
     try:
-        decision = drafted(job, costs)
+        decision = decide(job, costs)
     except Infeasible as error:
         return Estimate(
             job,
@@ -245,10 +244,10 @@ def _planned(job: Job, profile: Profile | None) -> Estimate:
             error.problems,
             None,
         )
-    ratio, best = max(stage.offload_ratio for stage in decision.stages), at_best(decision.plan, decision.job, costs)
+    best = at_best(decision.draft, decision.job, costs)
     return Estimate(
         job=decision.job,
-        offload_ratio=ratio,
+        offload_ratio=decision.offload_ratio,
         stages=decision.memory,
         budget_bytes=job.memory_budget_bytes,
         shortages=(),

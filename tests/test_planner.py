@@ -396,7 +396,7 @@ def test_layers_differ_where_that_shortens_the_step_and_are_alike_where_it_does_
     leanest = [solve(replace(problems.of(stage), budget_bytes=None)) for stage in range(8)]  # with all layers alike
     alike = tuple(replace(answer, chunks=SolvedChunks([leanest[answer.stage]])) for answer in decided.stages)
     assert max(len(stage.rules) for stage in decided.plan.stages) > 2
-    assert decided.simulation.step_s < 0.99 * rehearse(written(tight, alike, job="", profile=""), profile).step_s
+    assert decided.simulation.step_s < 0.99 * rehearse(written(tight, alike), profile).step_s
     assert all(decided.simulation.memory(stage).peak_bytes <= 1500 * MIB for stage in range(8))
     roomy = tight.model_copy(update={"budget": Budget()})
     assert max(len(stage.rules) for stage in decide(roomy, profile).plan.stages) <= 2

@@ -87,7 +87,7 @@ def test_host_bound_is_said_wherever_the_plan_is_shown(bound: Decision, tmp_path
     (load,) = bound.host.bound
     assert load.host_s > load.device_s > 0
     assert bound.host.lines[0].startswith("host-bound: stage 0: in a step the host needs ")
-    assert summary(bound, analytic_profile(bound.job))["host_time"] == {
+    assert summary(bound)["host_time"] == {
         "cpu": "a CPU of a test",
         "layers": "local",
         "host_bound": [{"stage": 0, "host_s": load.host_s, "device_s": load.device_s}],

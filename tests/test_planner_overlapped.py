@@ -12,7 +12,7 @@ from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.loader import load_job
 from megatron_lynx.errors import ConfigError, Infeasible
-from megatron_lynx.planner.decision import Decision, decide
+from megatron_lynx.planner import Decision, decide
 from megatron_lynx.planner.evaluation import most_held
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.simulator.passes import ChunkPasses, TimedPass, in_phases

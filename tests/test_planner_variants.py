@@ -9,8 +9,10 @@ import pytest
 from megatron_lynx.advise.today import asked_launch
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import LynxError
+from megatron_lynx.planner import Decision
 from megatron_lynx.planner import variants as module
-from megatron_lynx.planner.variants import Planned, Variants, fastest, planned, variants
+from megatron_lynx.planner.decision import fastest_decision
+from megatron_lynx.planner.variants import Variants, fastest, variants
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
 from tests.advise.test_never_slower import OVERLAPPING
@@ -28,27 +30,28 @@ def job_of(flags: str, memory_gib: float, cluster: str = "h100-80g") -> Job:
 @pytest.mark.parametrize("memory_gib", [25.0, 40.0, 70.0])
 def test_the_plan_is_the_fastest_of_all_variants(flags: str, memory_gib: float) -> None:
     job = job_of(flags, memory_gib)
-    profile, plans = analytic_profile(job), list[Planned]()
+    profile, plans = analytic_profile(job), list[Decision]()
     for variant in variants(job, RELEASE):
         try:
-            plans.append(planned(variant, profile))
+            plans.append(fastest_decision(variant, profile))
         except LynxError:
             continue
     best, taken = fastest(plans), Variants(job, profile, RELEASE).fastest()
     assert (best is None) == (taken is None)
     if best is not None and taken is not None:
-        assert (taken.job, taken.step) == (best.job, best.step)
+        assert (taken.asked, taken.step) == (best.asked, best.step)
 
 
 def test_a_variant_that_cannot_win_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without deferred weight gradients, overlapped exchanges and userbuffers the step is longer even in endless memory."""
     job, tried = deferring(job_of(OVERLAPPING, 130.0, "a800-80g"), "none"), list[tuple[bool, bool]]()
 
-    def noted(variant: Job, profile: Profile) -> Planned:
-        tried.append((variant.model.moe_overlapped, variant.userbuffers))
-        return planned(variant, profile)
+    def noted(variant: Job, profile: Profile) -> Decision:
+        if variant.budget == job.budget:
+            tried.append((variant.model.moe_overlapped, variant.userbuffers))
+        return fastest_decision(variant, profile)
 
-    monkeypatch.setattr(module, "planned", noted)
+    monkeypatch.setattr(module, "fastest_decision", noted)
     taken = Variants(job, analytic_profile(job), RELEASE).fastest()
     assert taken is not None
     assert taken.job.model.moe_overlapped

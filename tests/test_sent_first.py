@@ -13,7 +13,7 @@ from megatron_lynx.config.parallel import Overlap
 from megatron_lynx.cost.update import late_reduction_s, reduction_s
 from megatron_lynx.planner import decide, decision
 from megatron_lynx.planner.evaluation import peak_bytes
-from megatron_lynx.planner.filling import SendingFirst
+from megatron_lynx.planner.left_open import endless
 from megatron_lynx.profiler.analytic import analytic_profile
 
 JOB = "gpt-175b-a100-80g"
@@ -21,7 +21,7 @@ JOB = "gpt-175b-a100-80g"
 
 def without(job: Job, monkeypatch: pytest.MonkeyPatch) -> Any:
     with monkeypatch.context() as patch:
-        patch.setattr(decision, "_sending_first", lambda decided, profile: decided)
+        patch.setattr(decision, "_sending_first", lambda decided: decided)
         return decide(job, analytic_profile(job))
 
 
@@ -44,17 +44,16 @@ def test_a_plan_gains_within_its_budget(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_plan_in_endless_memory_sends_first_too() -> None:
     """Variants are planned only if the step of this plan may win."""
     job = load_job(job_path("llama3-70b-a100-80g"))
-    assert any(sent(entry) for entry in decision.keeping_all(job, analytic_profile(job)).plan.stages)
+    assert any(sent(entry) for entry in decide(endless(job), analytic_profile(job)).plan.stages)
 
 
 def test_the_lowest_layers_come_first() -> None:
     """With memory for a few operands only; with none, nothing."""
     job = load_job(job_path(JOB))
     decided = decide(job.model_copy(update={"overlap": Overlap(weight_gradients="none")}), analytic_profile(job))
-    placing = SendingFirst(decided.plan, decided.job, analytic_profile(job), decided.simulation, True)
     peaks = [decided.simulation.memory(stage).peak_bytes for stage in range(job.parallel.pipeline)]
-    few, none = placing.filled([peak // 4 for peak in peaks]), placing.filled([0] * len(peaks))
-    assert none == decided.plan
+    few, none = (decided.filler.sending_first([peak // part for peak in peaks], hiding=True) for part in (4, 10**12))
+    assert none == decided.draft
     entry = few.stages[-1]
     layers = sorted({layer for layer, _ in sent(entry)})
     assert 0 < len(layers) < len(entry.layers)

@@ -29,10 +29,10 @@ from megatron_lynx.launch_arguments import Reading
 from megatron_lynx.launch_arguments.model_facts import CHUNK, CHUNKED
 from megatron_lynx.planner import Decision
 from megatron_lynx.planner.checks import check_plannable
-from megatron_lynx.planner.decision import drafted, plannable
+from megatron_lynx.planner.decision import plannable
 from megatron_lynx.planner.left_open import QUARTERS
-from megatron_lynx.planner.nearest import Changes, fewest_changes, in_words, with_changes
-from megatron_lynx.planner.variants import EQUAL, Planned, Variants
+from megatron_lynx.planner.nearest import Changes, decide, fewest_changes, in_words, with_changes
+from megatron_lynx.planner.variants import EQUAL, Variants
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.search.best_first import no_collections
@@ -56,10 +56,10 @@ class Answer:
     launch: Launch
     stock: Stock | None = None
     """Stock Megatron's best setting in the launch's layout within the device's budget, if one fits."""
-    without_copies: Planned | None = None
+    without_copies: Decision | None = None
     """The fastest plan within the device's budget that offloads no activations, unless the launch or job does."""
-    in_todays_bytes: Planned | None = None
-    copies: Planned | None = None
+    in_todays_bytes: Decision | None = None
+    copies: Decision | None = None
     """The plan that offloads activations, if it gains `WORTH_COPIES`, or stock beats plans without, or nothing else fits."""
     near: tuple[Neighbour, ...] = ()
     asked_near: bool = False
@@ -72,7 +72,7 @@ class Answer:
     on_host: OnHost | None = field(default=None, repr=False)
 
     @property
-    def planned(self) -> Planned | None:
+    def planned(self) -> Decision | None:
         """The fastest plan; within `WORTH` of it, the one with fewer bytes, unless stock's best is faster than that one."""
         if self.copies is not None or self.without_copies is None:
             return self.copies
@@ -86,10 +86,6 @@ class Answer:
     @property
     def rival_s(self) -> float | None:
         return None if self.stock is None else self.stock.row.expected_s
-
-    @property
-    def decision(self) -> Decision | None:
-        return None if self.planned is None else self.planned.decision
 
     @property
     def plan(self) -> Row | None:
@@ -113,7 +109,7 @@ class Answer:
     def plan_edit(self) -> Edit:
         if self.planned is None:
             return Edit()
-        switched = flags.of_variant(self.job, self.planned.job, self.reading)
+        switched = flags.of_variant(self.job, self.planned.asked, self.reading)
         lost = [flag for flag in self.launch.flags if flag not in {name for name, _ in switched.added}]
         return Edit(tuple(dict.fromkeys([*lost, *switched.deleted])), switched.added)
 
@@ -121,8 +117,8 @@ class Answer:
     def switched(self) -> tuple[list[str], list[str]]:
         if self.planned is None:
             return [], []
-        edit = flags.of_variant(self.job, self.planned.job, self.reading)
-        return edit.flags, flags.names_lost(self.job, self.planned.job)
+        edit = flags.of_variant(self.job, self.planned.asked, self.reading)
+        return edit.flags, flags.names_lost(self.job, self.planned.asked)
 
     def layout(self, neighbour: Neighbour, *, stock: bool = False) -> Edit:
         return flags.of_layout(self.job, neighbour.job, neighbour.places(stock=stock), self.reading)
@@ -135,13 +131,13 @@ class Answer:
     def neighbours_edit(self, neighbour: Neighbour, *, stock: bool) -> Edit:
         if stock:
             return Edit() if neighbour.stock is None else flags.of_setting(neighbour.stock.setting, self.reading)
-        return Edit() if neighbour.planned is None else flags.of_variant(self.job, neighbour.planned.job, self.reading)
+        return Edit() if neighbour.planned is None else flags.of_variant(self.job, neighbour.planned.asked, self.reading)
 
     def command(self, neighbour: Neighbour) -> str | None:
         if self.reading is None or neighbour.planned is None:
             return None
         made = neighbour.planned
-        return flags.command(self.reading, self.job, made.job, made.draft.plan, "plan.yaml")
+        return flags.command(self.reading, self.job, made.asked, made.draft, "plan.yaml")
 
 
 @no_collections()
@@ -202,20 +198,20 @@ def _in_layout(
         return replace(answer, error=_why_none(job, costs), would_fit=tuple(would_fit(job, costs, reading)))
     made = answer.planned
     if reading is not None:
-        today = reading.with_graphs_of(made.draft.plan.model.captured).today  # without the flags that the plan replaces
+        today = reading.with_graphs_of(made.draft.model.captured).today  # without the flags that the plan replaces
         launch = replace(launch, flags=today.flags, keeps_graphs=today.keeps_graphs)
-    return replace(answer, launch=launch, on_host=OnHost.of(made.draft.job, costs.host_adam, priced=True))
+    return replace(answer, launch=launch, on_host=OnHost.of(made.job, costs.host_adam, priced=True))
 
 
 def _why_none(job: Job, costs: Profile) -> Infeasible | None:
     try:
-        drafted(job, costs)
+        decide(job, costs)
     except Infeasible as error:
         return error
     return None
 
 
-def _within_today(variants: Variants, launch: Launch, plan: Planned | None) -> Planned | None:
+def _within_today(variants: Variants, launch: Launch, plan: Decision | None) -> Decision | None:
     """The plan within today's bytes; None if the given plan is, or none fits."""
     if launch.row is None or not launch.written or (plan is not None and plan.memory_bytes <= launch.row.memory_bytes):
         return None
@@ -233,7 +229,7 @@ def would_fit(job: Job, costs: Profile, reading: Reading | None = None) -> Itera
     yield from (said for _, said in sorted([*_optimizer(job, costs, reading), *_states(job, costs, reading)]))
     if job.cluster.matmul is None:
         return
-    if (changes := fewest_changes(job, costs, plannable, OF_THE_HOST)) is not None:
+    if (changes := fewest_changes(job, costs, OF_THE_HOST)) is not None:
         yield f"another layout: {in_words(changes)}"
     yield from _more_gpus(job)
 
@@ -275,6 +271,6 @@ def _more_gpus(job: Job) -> Iterator[str]:
             yield f"more GPUs in this layout: {more.gpus} in place of {job.gpus}, with the same batch"
             return
     for more, costs in larger:
-        if (changes := fewest_changes(more, costs, plannable, OF_THE_HOST)) is not None:
+        if (changes := fewest_changes(more, costs, OF_THE_HOST)) is not None:
             yield f"more GPUs in another layout: {more.gpus} in place of {job.gpus}, {in_words(changes)}"
             return

@@ -20,8 +20,8 @@ from megatron_lynx.advise.today import Row, Stock, as_stock, row_of, stocks_best
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.planner import uniform_plan
-from megatron_lynx.planner.variants import Planned, Variants
+from megatron_lynx.planner import Decision, uniform_plan
+from megatron_lynx.planner.variants import Variants
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.search.best_first import BestFirst, no_collections
 from megatron_lynx.search.space import Space
@@ -35,7 +35,7 @@ MICRO_STEPS = (1.0, 2.0, 0.5, 4.0)
 class Neighbour:
     job: Job
     stock: Stock | None
-    planned: Planned | None
+    planned: Decision | None
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -48,7 +48,7 @@ class Neighbour:
 
     def places(self, *, stock: bool) -> Plan:
         """A plan that places the layers: evenly for stock, which is priced so."""
-        return uniform_plan(as_stock(self.job)) if stock or self.planned is None else self.planned.draft.plan
+        return uniform_plan(as_stock(self.job)) if stock or self.planned is None else self.planned.draft
 
 
 @dataclass(frozen=True)

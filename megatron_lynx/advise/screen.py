@@ -21,7 +21,7 @@ from megatron_lynx.advise.neighbours import Neighbour, may_offload
 from megatron_lynx.advise.today import Row, Stock, fits, gain, gains, row_of
 from megatron_lynx.cost.budget import if_it_runs
 from megatron_lynx.cost.host_optimizer import host_shortage
-from megatron_lynx.planner.variants import Planned
+from megatron_lynx.planner import Decision
 from megatron_lynx.prediction import EVEN, within_error
 from megatron_lynx.units import GIB, format_bytes
 
@@ -65,7 +65,7 @@ def _rows(answer: Answer) -> Table:
     return table
 
 
-def _plans(answer: Answer) -> Iterator[tuple[str, Planned]]:
+def _plans(answer: Answer) -> Iterator[tuple[str, Decision]]:
     within = "within what the launch holds today"
     if answer.without_copies is not None and answer.planned is not answer.in_todays_bytes:
         yield _budget(answer), answer.without_copies
@@ -75,11 +75,11 @@ def _plans(answer: Answer) -> Iterator[tuple[str, Planned]]:
         yield within, answer.in_todays_bytes
 
 
-def _beside(answer: Answer, planned: Planned) -> str:
-    was, now = ((job.model.moe_overlapped, job.userbuffers) for job in (answer.job, planned.job))
+def _beside(answer: Answer, planned: Decision) -> str:
+    was, now = ((job.model.moe_overlapped, job.userbuffers) for job in (answer.job, planned.asked))
     names = ("exchanges overlapped", "userbuffers")
     said = [f"{'' if after else 'no '}{name}" for name, before, after in zip(names, was, now, strict=True) if before != after]
-    copies = ["copies to the host"] if planned.job.offload_ratio != answer.job.offload_ratio else []
+    copies = ["copies to the host"] if planned.asked.offload_ratio != answer.job.offload_ratio else []
     return "".join(f", {change}" for change in (*copies, *said))
 
 
@@ -144,7 +144,7 @@ def _notes(answer: Answer, *, reasons: bool) -> Iterator[str]:
     if not answer.asked_copies and answer.planned is not None and answer.planned.recomputes:
         yield "nothing goes to the host: --offload-ratio auto lets the plan send out what pays"
     plans = [near.planned for near in answer.near if near.planned is not None]
-    without = any(planned.recomputes and planned.job.offload_ratio == 0 for planned in plans)
+    without = any(planned.recomputes and planned.asked.offload_ratio == 0 for planned in plans)
     if answer.asked_copies and may_offload(answer.job) and without:
         yield "layouts one step away: `plan` also tries copies to the host, which may take less"
     if launch.flags and answer.planned is not None and verdict(answer).run != "plan":
@@ -194,8 +194,8 @@ def _stock_as_json(stock: Stock, edit: Edit) -> dict[str, Any]:
     }
 
 
-def _plan_as_json(planned: Planned, edit: Edit) -> dict[str, Any]:
-    return {**row_of(planned).as_json, "flags": edit.flags, "change": _change(edit), "offload_ratio": planned.job.offload_ratio}
+def _plan_as_json(planned: Decision, edit: Edit) -> dict[str, Any]:
+    return {**row_of(planned).as_json, "flags": edit.flags, "change": _change(edit), "offload_ratio": planned.asked.offload_ratio}
 
 
 def _change(edit: Edit) -> dict[str, Any]:
@@ -222,7 +222,7 @@ def _rotary(answer: Answer) -> Iterator[str]:
     if answer.planned is None or not answer.job.rotary_asks_host:
         return
     fuse = "--no-rope-fusion" if answer.reading is None else answer.reading.said(["--no-rope-fusion"])
-    if answer.planned.draft.job.rotary_asks_host:
+    if answer.planned.job.rotary_asks_host:
         yield f"rotary is kept: of packed sequences it would make the host wait in each recomputation; not so without {fuse}"
     else:
         yield f"rotary recomputes, as no plan fits with it kept: of packed sequences it makes the host wait, not without {fuse}"
@@ -372,7 +372,7 @@ def _layout_words(answer: Answer, choice: Choice) -> str:
     assert near is not None, "the choice is a neighbour"
     edit = answer.neighbours_edit(near, stock=choice.stock).in_words(answer.reading)
     whose = "with stock's flags" if choice.stock else "under a plan"
-    if not choice.stock and near.planned is not None and near.planned.job.offload_ratio != answer.job.offload_ratio:
+    if not choice.stock and near.planned is not None and near.planned.asked.offload_ratio != answer.job.offload_ratio:
         whose += " with copies to the host"
     return _with(f"Take another layout, {answer.changed(near, stock=choice.stock)}, {whose}", edit)
 

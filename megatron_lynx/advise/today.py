@@ -13,7 +13,7 @@ from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.launch_arguments import Reading, job_of, read_launch
 from megatron_lynx.launch_arguments.today import Today, cannot_train
-from megatron_lynx.planner.variants import Planned
+from megatron_lynx.planner import Decision
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.stock.legality import NEWEST
 from megatron_lynx.stock.price import Priced, least_bytes, priced
@@ -159,7 +159,7 @@ def or_launch(best: Stock | None, launch: Launch, reading: Reading | None, job: 
 ROUNDING = 1e-6
 
 
-def row_of(planned: Planned) -> Row:
+def row_of(planned: Decision) -> Row:
     return Row(planned.step, planned.memory_bytes, "" if planned.step.is_known else BY_USERBUFFERS)
 
 

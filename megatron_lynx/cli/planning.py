@@ -88,7 +88,7 @@ def advise(
     if as_json:
         from megatron_lynx.planner.summary import summary
 
-        details = {} if answer.decision is None else summary(answer.decision, costs)
+        details = {} if answer.planned is None else summary(answer.planned)
         show_json({**details, **as_json_of(answer), **understood_as_json(reading)})
     else:
         _show_answer(answer, verbose=verbose)
@@ -108,7 +108,7 @@ def _show_answer(answer: Answer, *, reasons: bool = True, learned: Sequence[str]
         return
     if answer.reading is not None:
         show_understood(answer.reading)
-    if (decision := answer.decision) is not None:
+    if (decision := answer.planned) is not None:
         show(explanation(decision.plan))
         say("\n".join([*decision.host.lines, f"weight gradients: {decision.weight_gradients}"]))
     for number, near in enumerate(answer.near, start=1):
@@ -202,7 +202,7 @@ def plan(
     with in_progress("making the plan"):
         answer = answered(job, costs, reading, near=False, copies=reading is not None and request.offload_ratio is None)
     learned = () if lesson is None else lesson.lines
-    if (decision := answer.decision) is None:
+    if (decision := answer.planned) is None:
         if learned:
             say("\n".join(learned), err=True)
         if as_json:
@@ -218,7 +218,7 @@ def plan(
         corrections = {} if lesson is None else {"from_run": lesson.as_json}
         answer_json = as_json_of(answer)
         plan_ = {"plan": {"file": os.fspath(output), **answer_json["plan"]}}
-        show_json({**answer_json, **plan_, **summary(decision, costs), **corrections, **understood_as_json(reading)})
+        show_json({**answer_json, **plan_, **summary(decision), **corrections, **understood_as_json(reading)})
         return
     _show_answer(answer, learned=learned, verbose=verbose)
     say(f"wrote {output}; {_launched(answer, output, chosen=request.optimizer_offload is not None)}")
@@ -254,7 +254,7 @@ def _launched(answer: Answer, output: Path, *, chosen: bool) -> str:
     from megatron_lynx.plan.layout import launch_flags
     from megatron_lynx.planner.summary import host_optimizer_flags, job_environment, job_flags
 
-    job, decision, reading = answer.job, answer.decision, answer.reading
+    job, decision, reading = answer.job, answer.planned, answer.reading
     assert decision is not None, "there is a plan"
     if reading is None:
         variables = (f"{name}={value}" for name, value in job_environment(job, decision.plan).items())

@@ -79,8 +79,7 @@ def _compare_simulated(
     from megatron_lynx.cli.answers import show_simulated
     from megatron_lynx.cli.inputs import plan_and_costs
     from megatron_lynx.planner import as_planned
-    from megatron_lynx.planner.evaluation import figures_of
-    from megatron_lynx.planner.variants import range_of
+    from megatron_lynx.planner.evaluation import figures_of, range_of
     from megatron_lynx.rehearsal import rehearse
     from megatron_lynx.stock.legality import NEWEST
     from megatron_lynx.stock.rival import SimulatedRow, allowed_bytes, rivals, side_by_side, verdict
@@ -89,12 +88,12 @@ def _compare_simulated(
 
     def as_advised(job: Job, costs: Profile) -> Plan:
         answer = answered(job, costs, reading, near=False, copies=reading is not None)
-        if answer.decision is None:
+        if answer.planned is None:
             assert answer.error is not None, "there is no plan, and the planner has said why"
             raise answer.error
         if answer.stock is not None and job.cluster.device == "cuda":  # on the testbed stock gets the plan's bytes
             advised.append(answer.stock)
-        return answer.decision.plan
+        return answer.planned.plan
 
     without_flushes = job.schedule == "double_buffered"
     made, costs = plan_and_costs(job, plan_file, profile_file, output, make=None if without_flushes else as_advised)

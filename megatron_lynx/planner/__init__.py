@@ -1,9 +1,10 @@
 """Plans a job from a profile: partitions layers, solves each stage, simulates the plan and writes it."""
 
 from megatron_lynx.planner.checks import check_plannable, check_profile
-from megatron_lynx.planner.decision import Decision, decide, fitting, least_memory, make_plan
+from megatron_lynx.planner.decision import Decision, fitting, least_memory
 from megatron_lynx.planner.evaluation import PlanFigures, figures_of
 from megatron_lynx.planner.left_open import as_planned
+from megatron_lynx.planner.nearest import decide, make_plan
 from megatron_lynx.planner.uniform import uniform_plan
 
 __all__ = [

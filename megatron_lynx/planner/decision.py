@@ -1,6 +1,6 @@
-"""Makes a plan: the whole planning pipeline.
+"""Decides a plan: the whole planning pipeline.
 
-job, profile ──partitioned──> layers of each stage ──Stages──> answer of each stage ──write, rehearse──┬──> Plan
+job, profile ──partitioned──> layers of each stage ──Stages──> answer of each stage ──write, rehearse──┬──> Decision
                                      ├── again with less memory for offloaded shares whose copies lag ──────────┤
                                      └── with weight gradients in the waits that are left (`filling`) ──────────┘
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cached_property, partial
 from itertools import product
 from math import inf
 from types import MappingProxyType
@@ -22,18 +22,26 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import bounded_by_device, layers_budget_bytes
 from megatron_lynx.cost.host import HostReport
 from megatron_lynx.cost.moments import StageMemory
-from megatron_lynx.cost.update import late_reduction_s, update_s
+from megatron_lynx.cost.step import StepRange
+from megatron_lynx.cost.update import late_reduction_s
 from megatron_lynx.errors import Infeasible, LynxError, Problem
-from megatron_lynx.plan.features import may_fall_back
-from megatron_lynx.plan.plan import Plan, Stage
+from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import left_open
 from megatron_lynx.planner.checks import check_plannable, check_profile, why_none_deferred
-from megatron_lynx.planner.evaluation import check_budget_kept, memory_of_plan, packed_facts, peak_bytes
-from megatron_lynx.planner.filling import Filler, Known, SendingFirst
+from megatron_lynx.planner.evaluation import (
+    PlanFigures,
+    check_budget_kept,
+    excess_bytes,
+    figures_of,
+    memory_of_plan,
+    range_of,
+    with_lengths,
+)
+from megatron_lynx.planner.filling import Filler
 from megatron_lynx.planner.left_open import Setting
-from megatron_lynx.planner.nearest import loads_of_falling_back, loads_that_fit, nearest_change, smallest_budget
+from megatron_lynx.planner.loads import with_loads
 from megatron_lynx.planner.partitioning import partitioned
-from megatron_lynx.planner.writing import least_memory_of, with_rehearsed, written
+from megatron_lynx.planner.writing import with_rehearsed, written
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.simulation import Simulation
@@ -44,73 +52,101 @@ from megatron_lynx.units import SECOND_DIGITS
 
 NONE_DEFERRED = "none deferred: no wait that is left, and for which there is memory, makes it faster"
 
-WORTH_READING = 1e-3
-"""Relative gain from which a plan with different layers is taken: it is harder to read, and may leave fewer waits to weight
-gradients. If none are deferred, any gain is enough; else more memory could make a step longer by less than this."""
-
 PLACED_AGAIN = 3
 """Most rounds of placing weight gradients."""
 
 
 @dataclass(frozen=True)
 class Decision:
+    asked: Job
     job: Job
-    """With the layers of every stage, even if the job leaves them open."""
+    """With the layers of every stage, and everything else that the asked one leaves open."""
+    profile: Profile
     stages: tuple[StageAnswer, ...]
-    plan: Plan
+    draft: Plan
+    """Without its origin and predictions."""
     simulation: Simulation
     """One step under the plan."""
-    host: HostReport
-    """Host-bound stages."""
     weight_gradients: str = ""
     """Outcome of deferring weight gradients, in words."""
+
+    @classmethod
+    def of(cls, job: Job, profile: Profile, stages: tuple[StageAnswer, ...]) -> Decision:
+        draft = written(job, stages)
+        return cls(job, job, profile, stages, draft, rehearse(draft, profile, job=job))
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The draft with its origin, predictions of the rehearsal, loads of experts, and lengths of packed sequences."""
+        origin = {"job": self.asked.digest, "profile": self.profile.digest, "note": self.profile.source.caution}
+        plan = self.draft.model_copy(update={"provenance": self.draft.provenance.model_copy(update=origin)})
+        plan = with_rehearsed(plan, self.job, self.profile, self.stages, self.simulation)
+        plan = with_loads(plan, self.job, self.profile, self.simulation)
+        return with_lengths(plan, self.job, self.profile, self.simulation.step_s)
 
     @property
     def memory(self) -> tuple[StageMemory, ...]:
         return memory_of_plan(self.job, self.simulation)
 
+    @cached_property
+    def figures(self) -> PlanFigures:
+        return figures_of(self.job, self.profile, self.simulation)
 
-def make_plan(job: Job, profile: Profile) -> Plan:
-    """Return the plan for a job's policy.
+    @cached_property
+    def step(self) -> StepRange:
+        """A whole step, with its update."""
+        return range_of(self.draft, self.job, self.profile, self.simulation).plus(self.figures.update_s)
 
-    The budget is `cost.budget`'s: stated by the job, else on a GPU its memory less the cluster's reserve. The fastest plan within
-    it is taken; on the testbed without a stated budget, the one with the least memory.
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the fullest device."""
+        return self.figures.memory_bytes
 
-    Raises `ConfigError` if the profile has another shape or no plan can express the job, `Infeasible` if no choice fits (with
-    each stage's binding limit, the excess, and the nearest change that fits), and `PlannerFault` if a finished plan exceeds its
-    budget, which is an error of ours.
-    """
-    return decide(job, profile).plan
+    @property
+    def host(self) -> HostReport:
+        """Host-bound stages."""
+        return HostReport.of(self.profile, self.simulation.host_bound)
 
+    @property
+    def offload_ratio(self) -> float:
+        """The largest of all stages."""
+        return max(answer.offload_ratio for answer in self.stages)
 
-def decide(job: Job, profile: Profile) -> Decision:
-    """Decide as `make_plan` does."""
-    return completed(drafted(job, profile), profile)
+    @property
+    def recomputes(self) -> bool:
+        rules = (rule for entry in self.draft.stages for rule in entry.rules)
+        return any(rule.recompute or rule.checkpoint is not None for rule in rules)
 
+    @property
+    def cost(self) -> float:
+        """Seconds of a step with its update; on the testbed without a budget for devices, bytes."""
+        return self.figures.step_s if bounded_by_device(self.job) else self.memory_bytes
 
-def drafted(job: Job, profile: Profile) -> Decision:
-    """Decide without `completed`: enough for the seconds and bytes of a plan. Raises as `decide` does."""
-    try:
-        return fastest_decision(job, profile)
-    except Infeasible as error:
-        tried = left_open.with_least_memory(job)
-        changes = [*smallest_budget(tried, profile, least_memory(partitioned(tried, profile)[0], profile), plannable)]
-        changes += [*nearest_change(tried, profile, plannable), *left_open.inexact_change(tried, profile, plannable)]
-        raise Infeasible(error.headline, [*error.problems, *changes]) from None
+    @property
+    def filler(self) -> Filler:
+        return Filler(self.draft, self.job, self.profile, self.simulation)
 
+    def under(self, plan: Plan) -> Decision:
+        """The decision with weight gradients as in this plan."""
+        return replace(self, draft=plan, simulation=rehearse(plan, self.profile, job=self.job))
 
-def completed(decision: Decision, profile: Profile) -> Decision:
-    """Add loads of experts and lengths of packed sequences to the plan."""
-    return _with_lengths(_with_loads(decision, profile), profile)
+    def excess_bytes(self, stage: int, unfilled: Decision | None = None) -> int:
+        return excess_bytes(self.job, self.simulation, stage, None if unfilled is None else unfilled.simulation)
+
+    def is_faster(self, other: Decision) -> bool:
+        """Whether its step is shorter, at the written precision."""
+        return self.simulation.step_s < other.simulation.step_s - 10.0**-SECOND_DIGITS
+
+    def gained(self, other: Decision) -> str:
+        """How much shorter its step is, in words."""
+        return f"{100 * (1 - self.simulation.step_s / other.simulation.step_s):.1f} % shorter"
 
 
 def fastest_decision(job: Job, profile: Profile) -> Decision:
-    """Decide without `completed`. Raises as `decide` does, without changes that would fit."""
+    """Return the fastest plan. Raises as `planner.make_plan` does, without changes that would fit."""
     check_plannable(job)
     check_profile(job, profile)
-    best = _best_way(job, profile, left_open.SETTINGS)
-    origin = best.plan.provenance.model_copy(update={"job": job.digest})
-    return replace(best, plan=best.plan.model_copy(update={"provenance": origin}))
+    return replace(_best_way(job, profile, left_open.SETTINGS), asked=job)
 
 
 def _best_way(job: Job, profile: Profile, settings: Sequence[Setting]) -> Decision:
@@ -118,11 +154,10 @@ def _best_way(job: Job, profile: Profile, settings: Sequence[Setting]) -> Decisi
     if not settings:
         return _made(job, profile)
     best: Decision | None = None
-    best_cost = inf
     failed: Infeasible | None = None
     costs: list[float] = []
     for way in settings[0](job, costs):
-        if way.is_idle(None if best is None else best.plan):
+        if way.is_idle(None if best is None else best.draft):
             continue
         try:
             found = _best_way(way.job, profile, settings[1:])
@@ -130,38 +165,13 @@ def _best_way(job: Job, profile: Profile, settings: Sequence[Setting]) -> Decisi
             failed = error
             costs.append(inf)
             continue
-        costs.append(_cost(found, profile))
-        if best is None or costs[-1] < (1 - way.worth) * best_cost:
-            best, best_cost = found, costs[-1]
+        costs.append(found.cost)
+        if best is None or found.cost < (1 - way.worth) * best.cost:
+            best = found
     if best is None:
         assert failed is not None, "a setting has a way"
         raise failed
     return best
-
-
-def _cost(decision: Decision, profile: Profile) -> float:
-    """Seconds of a step with its update; on the testbed without a budget for devices, bytes."""
-    if not bounded_by_device(decision.job):
-        return max(memory.total for memory in decision.memory)
-    return decision.simulation.step_s + update_s(decision.job, profile)
-
-
-def keeping_all(job: Job, profile: Profile, *, deferring: bool = True) -> Decision:
-    """Decide as if memory were endless: all activations stay on the device, weight gradients are deferred unless excluded.
-
-    Raises `ConfigError` if no plan can express the job.
-    """
-    decisions = []
-    for endless in left_open.endless(job):
-        check_plannable(endless)
-        for parted in partitioned(endless, profile):
-            stages = Stages(parted, profile)
-            answers = tuple(stages.keeping_all(stage) for stage in range(parted.parallel.pipeline))
-            plan = written(parted, answers, job=job.digest, profile=profile.digest, note=profile.source.caution)
-            simulation = rehearse(plan, profile, job=parted)
-            kept = _rehearsed(parted, profile, answers, plan, simulation)
-            decisions.append(_sending_first(_filled(kept, profile), profile) if deferring else kept)
-    return min(decisions, key=_step_s)
 
 
 def _step_s(decision: Decision) -> float:
@@ -170,109 +180,56 @@ def _step_s(decision: Decision) -> float:
 
 def _made(job: Job, profile: Profile) -> Decision:
     parted = [Stages(parted, profile) for parted in partitioned(job, profile)]
-    decision, stages = min(((_fitting(job, stages), stages) for stages in parted), key=lambda pair: pair[0].simulation.step_s)
-    filled = _with_weight_gradients(decision, stages, job, profile)
-    leaving_waits = stages.leaving_waits
-    if job.policy == "planned" and why_none_deferred(decision.job) is None and _differ(leaving_waits, decision):
-        other = _with_weight_gradients(
-            _fitting(job, leaving_waits), leaving_waits, job, profile, below_s=filled.simulation.step_s
-        )
-        filled = min(filled, other, key=_step_s)
-    filled = _sending_first(filled, profile)
-    check_budget_kept(filled.job, filled.simulation)
-    return filled
-
-
-def _differ(stages: Stages, decision: Decision) -> bool:
-    """Whether stages have other answers than a decision's; also if they have none."""
-    try:
-        return _layers_of(_answers(stages)) != _layers_of(decision.stages)
-    except Infeasible:
-        return True
-
-
-def _with_weight_gradients(decision: Decision, stages: Stages, job: Job, profile: Profile, *, below_s: float = inf) -> Decision:
-    """Return the decision refined and with weight gradients in its waits, whichever of both is worth it. `below_s`: a longer step
-    is of no use."""
-    refined = _refined(decision, stages, job, profile)
-    little = refined.simulation.step_s > (1 - WORTH_READING) * decision.simulation.step_s
-    filled = _filled(decision if little and why_none_deferred(job) is None else refined, profile, below_s)
-    return replace(refined, weight_gradients=NONE_DEFERRED) if _faster(refined.simulation, filled) else filled
-
-
-def _with_loads(decision: Decision, profile: Profile) -> Decision:
-    """State, for each stage, the load of experts at which the plan still fits, and the load from which its expert halves fall
-    back."""
-    job, plan = decision.job, decision.plan
-    loads = loads_that_fit(job, plan, profile, decision.simulation)
-    looked_into = job.model.experts is not None and not job.model.experts.whole
-
-    def stated(entry: Stage) -> Stage:
-        load = loads[entry.stage]
-        hold, fallen = load if load and looked_into and may_fall_back(plan, entry) else None, 0.0
-        if hold:
-            bounds = loads_of_falling_back(job, plan, entry, profile, load)
-            hold, fallen = bounds if bounds[1] > load else (None, 0.0)
-        predicted = entry.predicted.model_copy(update={"moe_load": load, "moe_load_fallen_back": fallen})
-        return entry.model_copy(update={"predicted": predicted, "experts_hold": hold})
-
-    return replace(decision, plan=plan.model_copy(update={"stages": tuple(map(stated, plan.stages))}))
-
-
-def _with_lengths(decision: Decision, profile: Profile) -> Decision:
-    packed = packed_facts(decision.plan, decision.job, profile, decision.simulation.step_s)
-    if packed is None:
-        return decision
-    batch = decision.plan.batch.model_copy(update={"packed": packed})
-    return replace(decision, plan=decision.plan.model_copy(update={"batch": batch}))
+    decision, stages = min(((fitting(stages), stages) for stages in parted), key=lambda pair: _step_s(pair[0]))
+    best, leaving_waits = _filled(_refined(decision, stages)), stages.leaving_waits
+    if why_none_deferred(job) is None and _layers_of(_answers(leaving_waits)) != _layers_of(decision.stages):
+        best = min(best, _filled(_refined(fitting(leaving_waits), leaving_waits), below_s=_step_s(best)), key=_step_s)
+    best = _sending_first(best)
+    check_budget_kept(best.job, best.simulation)
+    return best
 
 
 def plannable(job: Job, profile: Profile) -> bool:
     with suppress(LynxError):
         check_plannable(job)
-        least = left_open.with_least_memory(job)
-        _fitting(least, Stages(partitioned(least, profile)[0], profile))
+        fitting(Stages(partitioned(left_open.with_least_memory(job), profile)[0], profile))
         return True
     return False
 
 
-def fitting(stages: Stages) -> Decision:
-    """Decide for a known partition, before weight gradients are placed. Raises `Infeasible`."""
-    return _fitting(stages.job, stages)
-
-
 def least_memory(job: Job, profile: Profile) -> tuple[StageMemory, ...]:
     """Bytes of each stage with everything recomputed and offloaded that can be, whether it fits or not."""
-    stages = Stages(job, profile)
-    return tuple(least_memory_of(job, stages.least(stage)) for stage in range(job.parallel.pipeline))
+    return Decision.of(job, profile, tuple(map(Stages(job, profile).least, range(job.parallel.pipeline)))).memory
 
 
-def _fitting(job: Job, stages: Stages) -> Decision:
-    """Decide for a known partition. Copies may lag behind the solver's estimate: stages that then exceed the budget in the
-    rehearsal are solved again."""
-    parted, profile = stages.job, stages.profile
+def fitting(stages: Stages) -> Decision:
+    """Decide for a known partition, before weight gradients are placed. Copies may lag behind the solver's estimate: stages that
+    then exceed the budget in the rehearsal are solved again. Raises `Infeasible`."""
     lags: dict[int, tuple[Lag, ...]] = {}
     while True:
-        answers = _answers(stages, lags)
-        plan = written(parted, answers, job=job.digest, profile=profile.digest, note=profile.source.caution)
-        simulation = rehearse(plan, profile, job=parted)
+        found = Decision.of(stages.job, stages.profile, _answers(stages, lags))
         over = {
             answer.stage: (answer.asked, too_much)
-            for answer in answers
-            if answer.offload_ratio and (too_much := _over_budget_bytes(parted, answer.stage, simulation))
+            for answer in found.stages
+            if answer.offload_ratio and (too_much := found.excess_bytes(answer.stage))
         }
         if not over:
-            return _rehearsed(parted, profile, answers, plan, simulation)
+            return found
         lags |= {stage: (*lags.get(stage, ()), lag) for stage, lag in over.items()}
 
 
-def _refined(decision: Decision, stages: Stages, job: Job, profile: Profile) -> Decision:
+def _refined(decision: Decision, stages: Stages) -> Decision:
     """Return the decision, or a faster one that keeps everything on stages that wait for recomputation or for their host, because
     not all that the solver takes for hidden is."""
-    if job.policy != "planned" or layers_budget_bytes(decision.job, 0) is None:
+    job = decision.job
+    if job.policy != "planned" or layers_budget_bytes(job, 0) is None:
         return decision
     kept = tuple(_kept_if_late(answer, decision.simulation, stages) for answer in decision.stages)
-    return _faster_of(decision, kept, job, profile)
+    if _layers_of(kept) == _layers_of(decision.stages):
+        return decision
+    found = Decision.of(job, decision.profile, kept)
+    fits = not any(map(found.excess_bytes, range(len(kept))))
+    return found if fits and found.is_faster(decision) else decision
 
 
 def _kept_if_late(answer: StageAnswer, simulation: Simulation, stages: Stages) -> StageAnswer:
@@ -283,125 +240,60 @@ def _kept_if_late(answer: StageAnswer, simulation: Simulation, stages: Stages) -
     return kept if stages.fits(kept) else answer
 
 
-def _faster_of(decision: Decision, answers: tuple[StageAnswer, ...], job: Job, profile: Profile) -> Decision:
-    """Return the decision with these answers if that is faster and fits, else the given one."""
-    if _layers_of(answers) == _layers_of(decision.stages):
-        return decision
-    plan = written(decision.job, answers, job=job.digest, profile=profile.digest, note=profile.source.caution)
-    simulation = rehearse(plan, profile, job=decision.job)
-    if not _faster(simulation, decision) or any(_over_budget_bytes(decision.job, answer.stage, simulation) for answer in answers):
-        return decision
-    return _rehearsed(decision.job, profile, answers, plan, simulation)
-
-
-def _rehearsed(
-    job: Job, profile: Profile, answers: tuple[StageAnswer, ...], plan: Plan, simulation: Simulation, weight_gradients: str = ""
-) -> Decision:
-    predicted, host = with_rehearsed(plan, job, profile, answers, simulation), HostReport.of(profile, simulation.host_bound)
-    return Decision(job, answers, predicted, simulation, host, weight_gradients)
-
-
-def _filled(decision: Decision, profile: Profile, below_s: float = inf) -> Decision:
-    """Defer weight gradients into waits, with or without those of forwards, whole or in pieces, if that is faster and fits; in
-    fewer ways if none is faster than `below_s`."""
+def _filled(decision: Decision, below_s: float = inf) -> Decision:
+    """Defer weight gradients into waits, with or without those of forwards, whole or in pieces, if that is faster and fits.
+    `below_s`: a longer step is of no use."""
     job = decision.job
     if (why := why_none_deferred(job)) is not None:
         return replace(decision, weight_gradients=f"none deferred: {why}")
-    known, tried = Known(), list[Plan]()
-    best = replace(decision, weight_gradients=NONE_DEFERRED)
+    best, filler = replace(decision, weight_gradients=NONE_DEFERRED), decision.filler
     cut = (False, True) if job.overlap.weight_gradient_pieces else (False,)
-    forwards = (range(job.parallel.pipeline), ()) if job.chunks > 1 else (range(job.parallel.pipeline),)  # see `planner.filling`
-    for stages, pieces in product(forwards, cut):
-        fillers = cache(partial(_filler, decision, profile, known, frozenset(stages), pieces))
-        found = _first_that_fits(decision, profile, fillers, min(below_s, best.simulation.step_s), tried)
-        if found is not None:
-            said = f"deferred {'in pieces ' if pieces else ''}into waits: the step is {_gained(found[1], decision)} shorter"
-            best = _rehearsed(job, profile, decision.stages, *found, said)
+    for forwards, pieces in product((True, False) if job.chunks > 1 else (True,), cut):  # see `planner.filling`
+        place = partial(filler.filled, forwards=forwards, pieces=pieces)
+        if (found := _placed(decision, place, min(below_s, _step_s(best)))) is not None:
+            said = f"deferred {'in pieces ' if pieces else ''}into waits: the step is {found.gained(decision)}"
+            best = replace(found, weight_gradients=said)
     return best
 
 
-def _filler(
-    decision: Decision, profile: Profile, known: Known, forwards: frozenset[int], pieces: bool, late: frozenset[int]
-) -> Filler:
-    forwards -= late
-    return Filler(decision.plan, decision.job, profile, decision.simulation, known, forwards=forwards, pieces=pieces)
-
-
-def _sending_first(decision: Decision, profile: Profile) -> Decision:
-    job = decision.job
+def _sending_first(decision: Decision) -> Decision:
+    job, filler = decision.job, decision.filler
     if why_none_deferred(job) is not None or job.parallel.pipeline == 1:
         return decision
     best, said = decision, "deferred" if decision.weight_gradients == NONE_DEFERRED else decision.weight_gradients
     latest_s = late_reduction_s(job, decision.simulation.idle_at_end_s) + 10.0**-SECOND_DIGITS
-    for placing in (SendingFirst(decision.plan, job, profile, decision.simulation, hiding) for hiding in (False, True)):
-        found = _first_that_fits(decision, profile, partial(_as_it_is, placing), best.simulation.step_s, [])
-        if found is None or late_reduction_s(job, found[1].idle_at_end_s) > latest_s:
-            continue
-        gained = f"{said}; gradients sent before others: {_gained(found[1], decision)} shorter"
-        best = _rehearsed(job, profile, decision.stages, *found, gained)
+    for hiding in (False, True):
+        found = _placed(decision, partial(filler.sending_first, hiding=hiding), _step_s(best))
+        if found is not None and late_reduction_s(job, found.simulation.idle_at_end_s) <= latest_s:
+            best = replace(found, weight_gradients=f"{said}; gradients sent before others: {found.gained(decision)}")
     return best
 
 
-def _as_it_is(placing: SendingFirst, late: frozenset[int]) -> SendingFirst:
-    return placing
-
-
-def _first_that_fits(
-    decision: Decision,
-    profile: Profile,
-    fillers: Callable[[frozenset[int]], Filler | SendingFirst],
-    below_s: float,
-    tried: list[Plan],
-) -> tuple[Plan, Simulation] | None:
+def _placed(decision: Decision, place: Callable[[Sequence[int]], Plan], below_s: float) -> Decision | None:
     """Place weight gradients until the plan fits; None if none is placed, no plan fits, or the step is not below `below_s`.
 
     Bytes over the budget in the simulation are taken from the budget of weight gradients, and they are placed again: fewer of
-    them, so a plan that is too slow is not tried again.
-
-    Args:
-        fillers: by the stages for which less memory alone did not help.
-        tried: plans with which others began; None is returned if this one begins with one of them.
+    them, so a plan that is too slow is not tried again. `place`: by the bytes of each stage's layers, the plan.
     """
-    budgets = [_budget_bytes(decision, answer) for answer in decision.stages]
-    late = frozenset[int]()
-    for again in range(PLACED_AGAIN):
-        plan = fillers(late).filled(budgets)
-        if plan == decision.plan or (not again and plan in tried):
+    budgets = [_budget_bytes(decision, stage) for stage in range(decision.job.parallel.pipeline)]
+    for _ in range(PLACED_AGAIN):
+        plan = place(budgets)
+        if plan == decision.draft:
             return None
-        tried += [] if again else [plan]
-        simulation = rehearse(plan, profile, job=decision.job)
-        if not simulation.step_s < below_s - 10.0**-SECOND_DIGITS:
+        found = decision.under(plan)
+        if not _step_s(found) < below_s - 10.0**-SECOND_DIGITS:
             return None
-        over = [_too_much_bytes(decision, answer, simulation) for answer in decision.stages]
+        over = [found.excess_bytes(stage, unfilled=decision) for stage in range(len(budgets))]
         if not any(over):
-            return plan, simulation
+            return found
         budgets = [budget - size for budget, size in zip(budgets, over, strict=True)]
-        if again:
-            late |= {stage for stage, size in enumerate(over) if size}
     return None
 
 
-def _gained(simulation: Simulation, decision: Decision) -> str:
-    return f"{100 * (1 - simulation.step_s / decision.simulation.step_s):.1f} %"
-
-
-def _budget_bytes(decision: Decision, answer: StageAnswer) -> int:
+def _budget_bytes(decision: Decision, stage: int) -> int:
     """Budget of a stage's layers; without a budget, their bytes with nothing deferred."""
-    budget_bytes = layers_budget_bytes(decision.job, answer.stage)
-    return decision.simulation.memory(answer.stage).peak_bytes if budget_bytes is None else budget_bytes
-
-
-def _too_much_bytes(decision: Decision, answer: StageAnswer, simulation: Simulation) -> int:
-    held_bytes = simulation.memory(answer.stage).peak_bytes
-    too_much = held_bytes - max(_budget_bytes(decision, answer), decision.simulation.memory(answer.stage).peak_bytes)
-    if bounded_by_device(decision.job):
-        too_much = max(too_much, peak_bytes(decision.job, simulation, answer.stage) - decision.job.memory_budget_bytes)
-    return max(0, too_much)
-
-
-def _faster(simulation: Simulation, decision: Decision) -> bool:
-    """Whether a step is shorter than a decision's, at the written precision."""
-    return simulation.step_s < decision.simulation.step_s - 10.0**-SECOND_DIGITS
+    budget_bytes = layers_budget_bytes(decision.job, stage)
+    return decision.simulation.memory(stage).peak_bytes if budget_bytes is None else budget_bytes
 
 
 def _layers_of(answers: Iterable[StageAnswer]) -> list[tuple[Option, ...]]:
@@ -420,12 +312,3 @@ def _answers(stages: Stages, lags: Mapping[int, tuple[Lag, ...]] = MappingProxyT
     if problems:
         raise Infeasible(NOTHING_FITS, problems)
     return tuple(answers)
-
-
-def _over_budget_bytes(job: Job, stage: int, simulation: Simulation) -> int:
-    """Bytes by which a stage's layers, or its device at some moment, exceed the budget in the rehearsal."""
-    budget_bytes = layers_budget_bytes(job, stage)
-    if budget_bytes is None:
-        return 0
-    on_device = peak_bytes(job, simulation, stage) - job.memory_budget_bytes if bounded_by_device(job) else 0
-    return max(0, on_device, simulation.memory(stage).peak_bytes - budget_bytes)

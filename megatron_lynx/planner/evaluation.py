@@ -26,15 +26,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.budget import bounded_by_device
+from megatron_lynx.cost.budget import bounded_by_device, layers_budget_bytes
 from megatron_lynx.cost.moments import BETWEEN_BATCHES, MOMENTS, Moment, StageMemory
 from megatron_lynx.cost.stage_memory import parts_beside_layers
+from megatron_lynx.cost.step import StepRange, hiding_all
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import PlannerFault, Problem
 from megatron_lynx.kinds.dense.section import CORE_ATTENTION
 from megatron_lynx.plan.facts import PackedFacts
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.double_buffered import Unflushed
 from megatron_lynx.simulator.passes import TimedPass
 from megatron_lynx.simulator.simulation import Executed, Simulation
@@ -61,6 +63,18 @@ class PlanFigures(NamedTuple):
 def figures_of(job: Job, profile: Profile, simulation: Simulation) -> PlanFigures:
     """`job`: with the plan's layers. `simulation`: the plan's rehearsal with this profile."""
     return PlanFigures(simulation.step_s, update_s(job, profile), fullest_bytes(job, simulation))
+
+
+def range_of(plan: Plan, job: Job, profile: Profile, simulation: Simulation) -> StepRange:
+    """Forwards and backwards of a simulated step. With userbuffers, from the most that GEMMs can hide to stock's hidden seconds
+    without them."""
+    best = at_best(plan, job, profile)
+    return StepRange.known(simulation.step_s) if best is None else StepRange(best.step_s, simulation.step_s)
+
+
+def at_best(plan: Plan, job: Job, profile: Profile) -> Simulation | None:
+    """The plan's step if userbuffers hide all that their GEMMs can; None without userbuffers."""
+    return rehearse(plan, hiding_all(profile), job=job) if job.userbuffers else None
 
 
 class Held(NamedTuple):
@@ -122,6 +136,18 @@ def held_by_moment(job: Job, simulation: Simulation, stage: int) -> dict[Moment,
 def peak_bytes(job: Job, simulation: Simulation, stage: int) -> int:
     """Total of the stage in `memory_of_plan`, computed faster."""
     return max(held.device_bytes for held in most_held(job, simulation, stage))
+
+
+def excess_bytes(job: Job, simulation: Simulation, stage: int, unfilled: Simulation | None = None) -> int:
+    """Bytes by which a stage's device at some moment, or its layers, exceed the budget; 0 without a budget.
+
+    unfilled: the plan without weight gradients in waits. Its layers may then hold what they held there.
+    """
+    bounds = [layers_budget_bytes(job, stage), None if unfilled is None else unfilled.memory(stage).peak_bytes]
+    if not (known := [bound for bound in bounds if bound is not None]):
+        return 0
+    on_device = peak_bytes(job, simulation, stage) - job.memory_budget_bytes if bounded_by_device(job) else 0
+    return max(0, on_device, simulation.memory(stage).peak_bytes - max(known))
 
 
 def fullest_bytes(job: Job, simulation: Simulation) -> int:
@@ -228,8 +254,8 @@ def _over(job: Job, held: Held) -> Iterator[Problem]:
         yield Problem(held.where, held_in_words, f"at most {job.budget.activation_mib:g} MiB", todo)
 
 
-def packed_facts(plan: Plan, job: Job, profile: Profile, step_s: float) -> PackedFacts | None:
-    """Return the facts from which a run with other lengths can scale the predicted seconds; None if sequences are not packed.
+def with_lengths(plan: Plan, job: Job, profile: Profile, step_s: float) -> Plan:
+    """Return the plan with the facts from which a run with other lengths of packed sequences can scale the predicted seconds.
 
     passes  =  (m + (p - 1) / v) micro-batches of the slowest stage, each with the core attention of its layers
 
@@ -237,12 +263,12 @@ def packed_facts(plan: Plan, job: Job, profile: Profile, step_s: float) -> Packe
     step_s: of the plan's rehearsal.
     """
     if not job.batch.is_packed:
-        return None
+        return plan
     per_token = float(job.model.seq) if job.batch.lengths is None else min(job.model.seq, job.batch.lengths.squares_per_token)
     core_s = max(sum(_core_s(plan.chunks_of(stage), job, profile)) for stage in range(plan.parallel.pipeline))
-    return PackedFacts(
-        squares_per_token=per_token, core_share=round(min(1.0, core_s * plan.passes(job.microbatches) / step_s), 4)
-    )
+    core_share = round(min(1.0, core_s * plan.passes(job.microbatches) / step_s), 4)
+    packed = PackedFacts(squares_per_token=per_token, core_share=core_share)
+    return plan.model_copy(update={"batch": plan.batch.model_copy(update={"packed": packed})})
 
 
 def _core_s(entries: tuple[Stage, ...], job: Job, profile: Profile) -> Iterator[float]:

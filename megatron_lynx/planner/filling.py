@@ -15,10 +15,11 @@ That may cost more than it gains, so plans without forwards are tried as well.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,9 +39,8 @@ from megatron_lynx.cost.moments import less_in_hand_bytes
 from megatron_lynx.cost.section import Prices, WeightGradient
 from megatron_lynx.cost.stage import cooldown_backwards
 from megatron_lynx.once import once
-from megatron_lynx.plan.facts import LayerRange
 from megatron_lynx.plan.plan import Plan, Stage, WeightGradients
-from megatron_lynx.plan.rule import Rule, joined
+from megatron_lynx.plan.rule import joined
 from megatron_lynx.plan.timetables import layout_of, planned_halves
 from megatron_lynx.planner.packing import LONG, Linear, Placed, Put, Wait, ways_of
 from megatron_lynx.profiler.profile import Profile
@@ -76,9 +76,11 @@ class Rooms:
         """Those of its backward first."""
         return tuple(self._by_layer.get(layer, {}).values())
 
+    @once
     def linears(self, layer: int) -> tuple[Linear, ...]:
         """In backward order."""
-        return self._linears[layer]
+        sections = reversed(self.plan.model.sections_of(layer))
+        return tuple(self._linear(layer, section, name) for section in sections for name in reversed(self._deferrable(section)))
 
     @once
     def cost(self, linear: str) -> WeightGradient:
@@ -93,25 +95,6 @@ class Rooms:
 
     def _addresses(self, layer: int) -> list[WindowAddress]:
         return list(self._by_layer.get(layer, ()))
-
-    @cached_property
-    def _linears(self) -> dict[int, tuple[Linear, ...]]:
-        alike: dict[object, tuple[Linear, ...]] = {}
-        linears = {}
-        for layer in self.entry.layers:
-            kind = self.plan.model.sections_of(layer), self._places(layer), self._places(layer - 1)
-            if kind not in alike:
-                alike[kind] = tuple(
-                    self._linear(layer, section, name)
-                    for section in reversed(self.plan.model.sections_of(layer))
-                    for name in reversed(self._deferrable(section))
-                )
-            linears[layer] = alike[kind]
-        return linears
-
-    def _places(self, layer: int) -> tuple[object, ...]:
-        """Without the layer's number."""
-        return tuple(at[:1] + at[2:] for at in self._addresses(layer))
 
     @cached_property
     def _by_layer(self) -> dict[int, dict[WindowAddress, Wait]]:
@@ -138,11 +121,14 @@ class Rooms:
         waits_of_half = [at for at, wait in enumerate(waits) if wait.passing == "bwd" and wait.half == section.half]
         hides = section.beside_wgrad(name, sliced)
         beside = next((at for at in waits_of_half if waits[at].ordinal == hides), None)
-        first = self._first(waits, section, name)
-        cost = self.cost(name)
+        puts = tuple(self._puts(layer, waits, self._first(waits, section, name)))
+        return Linear(name, self.cost(name).bytes, beside, puts, self._cuts(name))
+
+    @once
+    def _cuts(self, linear: str) -> tuple[tuple[float, ...], ...]:
+        cost = self.cost(linear)
         numbers = [1, *(pieces for pieces in PIECES if self.pieces and pieces <= cost.most_pieces)]
-        cuts = tuple(tuple(piece.seconds for piece in cost.cut(pieces)) for pieces in numbers)
-        return Linear(name, cost.bytes, beside, tuple(self._puts(layer, waits, first)), cuts)
+        return tuple(tuple(piece.seconds for piece in cost.cut(pieces)) for pieces in numbers)
 
     def _first(self, waits: list[WindowAddress], section: Section, name: str) -> int:
         """Index of the first wait of the layer's backward after which this weight gradient could run; their number if there is
@@ -169,6 +155,14 @@ class Rooms:
         """By linear."""
         sections = dict.fromkeys(section for layer in self.entry.layers for section in self.plan.model.sections_of(layer))
         return {linear: section for section in sections for linear in section.linears}
+
+
+class Claim(NamedTuple):
+    """Bytes of one weight gradient's operands, and the times between which they are held."""
+
+    bytes: int
+    from_s: float
+    until_s: float
 
 
 class Slack:
@@ -218,22 +212,25 @@ class Slack:
         window = window._replace(layer=window.layer + self._moved)  # the forward may be another chunk's
         return self._windows.get(str(window), self._halves.get(("forward", window.frame), (0.0, self.end_s))[1])
 
-    def takes(self, size_bytes: int, from_s: float, until_s: float) -> bool:
-        """Take bytes between two times if they fit; return whether they do."""
-        chosen = self._between(from_s, until_s)
-        if self._left[chosen].min(initial=size_bytes) < size_bytes:
-            return False
-        self._take(chosen, size_bytes)
+    def takes(self, claims: Sequence[Claim]) -> bool:
+        """Take the bytes of all claims if they fit together; return whether they do."""
+        for number, (size_bytes, from_s, until_s) in enumerate(claims):
+            if self._left[self._between(from_s, until_s)].min(initial=size_bytes) < size_bytes:
+                self.gives_back(claims[:number])
+                return False
+            self._take(size_bytes, from_s, until_s)
         return True
 
-    def gives_back(self, size_bytes: int, from_s: float, until_s: float) -> None:
-        self._take(self._between(from_s, until_s), -size_bytes)
+    def gives_back(self, claims: Sequence[Claim]) -> None:
+        for size_bytes, from_s, until_s in claims:
+            self._take(-size_bytes, from_s, until_s)
 
     @property
     def most_taken_bytes(self) -> int:
         return int(self._taken.max(initial=0))
 
-    def _take(self, chosen: slice, size_bytes: int) -> None:
+    def _take(self, size_bytes: int, from_s: float, until_s: float) -> None:
+        chosen = self._between(from_s, until_s)
         self._left[chosen] -= size_bytes
         self._taken[chosen] += size_bytes
 
@@ -261,209 +258,155 @@ def _alone(simulation: Simulation, entry: Stage, *, drains: bool) -> tuple[Execu
     return backward, backward
 
 
-class Filler:
-    """Fills the waits of one plan.
-
-    Args:
-        known: by waits and linears of a layer, the best ways to fill it; shared with fillers of other plans.
-        forwards: stages on which waits of forwards are filled, too.
-        pieces: whether weight gradients may be cut.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        job: Job,
-        profile: Profile,
-        simulation: Simulation,
-        known: Known,
-        *,
-        forwards: Collection[int],
-        pieces: bool = False,
-    ) -> None:
-        self._plan = plan
-        self._job = job
-        self._simulation = simulation
-        prices = Prices(profile, less_in_hand_bytes(job))
-        self._known = known
-        self._rooms = [
-            Rooms(plan, entry, prices, self._followed(entry, forwards), not job.model.experts_whole, pieces)
-            for entry in plan.stages
-        ]
-
-    def _followed(self, entry: Stage, forwards: Collection[int]) -> bool:
-        return entry.stage in forwards and next_forward(self._simulation, entry.stage, entry.chunk) is not None
-
-    def filled(self, budgets: Sequence[int]) -> Plan:
-        """Return the plan with weight gradients in its waits; unchanged if nothing is gained or fits.
-
-        `budgets`: bytes of each stage's layers.
-        """
-        fillings = [self._filling(rooms, budgets[rooms.entry.stage]) for rooms in self._rooms]
-        entries = tuple(
-            filling.filled(receives=self._job.chunks == 1 and cooldown_backwards(self._job, filling.rooms.entry.stage) > 0)
-            for filling in fillings
-        )
-        return self._plan.model_copy(update={"stages": entries})
-
-    def _filling(self, rooms: Rooms, budget_bytes: int) -> _Filling:
-        first_layers = [chunk.layers.first for chunk in self._plan.chunks_of(rooms.entry.stage)]
-        slack = Slack(self._simulation, rooms.entry, first_layers, budget_bytes)
-        return _Filling(rooms, slack, {layer: self._ways(rooms, layer) for layer in rooms.entry.layers})
-
-    def _ways(self, rooms: Rooms, layer: int) -> list[Placed]:
-        key = rooms.waits(layer), rooms.linears(layer)
-        if key not in self._known:
-            self._known[key] = ways_of(*key, rooms.prices.profile.interference)
-        return self._known[key]
-
-
-Known = dict[tuple[tuple[Wait, ...], tuple[Linear, ...]], list[Placed]]
+Waits = Mapping[str, tuple[str, ...]]
+"""By deferred linear, the wait of each piece."""
 
 
 @dataclass(frozen=True)
-class _Filling:
-    rooms: Rooms
-    slack: Slack
-    ways: Mapping[int, list[Placed]]
-    """Placings of each layer; the first uses no forward."""
-    chosen: dict[int, Placed] = field(default_factory=dict)
+class Filler:
+    """Places the weight gradients of one plan. Budgets are bytes of each stage's layers."""
 
-    def filled(self, *, receives: bool) -> Stage:
-        for layer, ways in self.ways.items():
-            if not self._choose(layer, ways[0]):
-                any(self._choose(layer, some) for some in self._parts(layer, ways[0]))
+    plan: Plan
+    job: Job
+    profile: Profile
+    simulation: Simulation
+
+    def filled(self, budgets: Sequence[int], *, forwards: bool, pieces: bool) -> Plan:
+        """Return the plan with weight gradients in its waits; unchanged if nothing is gained or fits.
+
+        `forwards`: whether waits of forwards are filled, too. `pieces`: whether weight gradients may be cut.
+        """
+        entries = []
+        for number, entry in enumerate(self.plan.stages):
+            rooms, slack = self._rooms(number, forwards, pieces), self._slack(entry, budgets)
+            receives = self.job.chunks == 1 and cooldown_backwards(self.job, entry.stage) > 0
+            entries.append(_deferring(rooms, slack, self._best(rooms, slack), receives=receives))
+        return self.plan.model_copy(update={"stages": tuple(entries)})
+
+    def sending_first(self, budgets: Sequence[int], *, hiding: bool) -> Plan:
+        """Return the plan with weight gradients that run once the gradient of their chunk's input is sent: none waits for them.
+
+        held   ╲  backward k                     the lowest layers first: their operands wait shortest, where memory is freest
+                ╲___ linear_fc1(2) ___ ... sent
+
+        `hiding`: whether linears are delayed whose weight gradients hide waits of their half; the rehearsal decides.
+        """
+        entries = []
+        for number, entry in enumerate(self.plan.stages):
+            if entry.stage or entry.chunk:
+                rooms, slack = self._rooms(number, False, False), self._slack(entry, budgets, drains=True)
+                entry = _deferring(rooms, slack, _sent_first(rooms, slack, hiding=hiding))
+            entries.append(entry)
+        return self.plan.model_copy(update={"stages": tuple(entries)})
+
+    @once
+    def _rooms(self, number: int, forwards: bool, pieces: bool) -> Rooms:
+        entry, prices = self.plan.stages[number], Prices(self.profile, less_in_hand_bytes(self.job))
+        followed = forwards and next_forward(self.simulation, entry.stage, entry.chunk) is not None
+        return Rooms(self.plan, entry, prices, followed, not self.job.model.experts_whole, pieces)
+
+    def _slack(self, entry: Stage, budgets: Sequence[int], *, drains: bool = False) -> Slack:
+        first_layers = [chunk.layers.first for chunk in self.plan.chunks_of(entry.stage)]
+        return Slack(self.simulation, entry, first_layers, budgets[entry.stage], drains=drains)
+
+    @once
+    def _ways(self, waits: tuple[Wait, ...], linears: tuple[Linear, ...]) -> list[Placed]:
+        return ways_of(waits, linears, self.profile.interference)
+
+    def _best(self, rooms: Rooms, slack: Slack) -> dict[int, Waits]:
+        """Return the waits of each layer's weight gradients: first those without forwards, then what gains most per byte."""
+        ways = {layer: self._ways(rooms.waits(layer), rooms.linears(layer)) for layer in rooms.entry.layers}
+        chosen: dict[int, Placed] = {}
+
+        def choose(layer: int, placed: Placed) -> bool:
+            """Replace the layer's way by this one, if there is memory."""
+            before = _claims(rooms, slack, layer, chosen[layer].waits) if layer in chosen else []
+            slack.gives_back(before)
+            if not slack.takes(_claims(rooms, slack, layer, placed.waits)):
+                slack.takes(before)
+                return False
+            chosen[layer] = placed
+            return True
+
+        for layer, (first, *_) in ways.items():
+            if not choose(layer, first):
+                any(choose(layer, part) for part in _parts(rooms.linears(layer), first))
         gains = [
-            ((ways[0].seconds - other.seconds) / self._in_forwards_bytes(other), -layer, other)
-            for layer, ways in self.ways.items()
-            for other in ways[1:]
+            ((first.seconds - other.seconds) / _in_forwards_bytes(rooms, other), -layer, other)
+            for layer, (first, *others) in ways.items()
+            for other in others
         ]
         for _, layer, other in sorted(gains, key=lambda gain: gain[:2], reverse=True):
-            if -layer in self.chosen and other.seconds < self.chosen[-layer].seconds:
-                self._choose(-layer, other)
-        return self._entry(receives)
-
-    def _choose(self, layer: int, placed: Placed) -> bool:
-        """Replace the layer's way by this one, if there is memory."""
-        before = self.chosen.get(layer)
-        if before is not None:
-            self._give_back(layer, before, len(before.waits))
-        for number, (linear, waits) in enumerate(placed.waits.items()):
-            if not self.slack.takes(*self._held(layer, linear, waits)):
-                self._give_back(layer, placed, number)
-                break
-        else:
-            self.chosen[layer] = placed
-            return True
-        for linear, waits in [] if before is None else before.waits.items():
-            self.slack.takes(*self._held(layer, linear, waits))
-        return False
-
-    def _give_back(self, layer: int, placed: Placed, count: int) -> None:
-        for linear, waits in list(placed.waits.items())[:count]:
-            self.slack.gives_back(*self._held(layer, linear, waits))
-
-    def _held(self, layer: int, linear: str, waits: Sequence[str]) -> tuple[int, float, float]:
-        """Bytes, and the times between which they are held."""
-        begins_s = self.slack.begins_s((layer, self.rooms.half_of(linear)))
-        return self.rooms.cost(linear).bytes, begins_s, max(self.slack.opens_s(window_at(wait, layer)) for wait in waits)
-
-    def _parts(self, layer: int, placed: Placed) -> Iterator[Placed]:
-        """Yield ways with only one of the weight gradients, if each gains something alone: not if one of them hides a wait."""
-        hiding = {linear.name for linear in self.rooms.linears(layer) if linear.beside is not None}
-        if len(placed.waits) > 1 and not placed.waits.keys() & hiding:
-            yield from (Placed(placed.seconds, {linear: waits}) for linear, waits in placed.waits.items())
-
-    def _in_forwards_bytes(self, placed: Placed) -> int:
-        return sum(self.rooms.cost(linear).bytes for linear, waits in placed.waits.items() if any(map(is_forward, waits))) or 1
-
-    def _entry(self, receives: bool) -> Stage:
-        entry, rules = self.rooms.entry, []
-        for rule in entry.rules:
-            for layers in rule.parts:
-                waits = self._waits_of(layers)
-                pieces = {linear: len(each) for linear, each in waits.items() if len(each) > 1}
-                deferred = {linear: _waits(each, receives) for linear, each in waits.items()}
-                changes = {"layers": layers, "weight_gradients": deferred, "weight_gradient_pieces": pieces}
-                rules.append(rule.model_copy(update=changes))
-        linears = {linear for rule in rules for linear in rule.weight_gradients}
-        if not linears:
-            return entry
-        return _deferring(entry, rules, linears, self.rooms, self.slack)
-
-    def _waits_of(self, layers: LayerRange) -> dict[str, tuple[str, ...]]:
-        """Weight gradients deferred by all layers of a rule, to the same waits."""
-        chosen = [self.chosen[layer].waits if layer in self.chosen else {} for layer in layers]
-        return {linear: waits for linear, waits in chosen[0].items() if all(other.get(linear) == waits for other in chosen)}
+            if -layer in chosen and other.seconds < chosen[-layer].seconds:
+                choose(-layer, other)
+        return {layer: placed.waits for layer, placed in chosen.items()}
 
 
-def _waits(waits: tuple[str, ...], receives: bool) -> tuple[str, ...]:
-    return (*waits, *[RECV_BACKWARD] * (sum(map(is_forward, waits)) if receives else 0))
+def _claims(rooms: Rooms, slack: Slack, layer: int, waits: Waits) -> list[Claim]:
+    return [
+        Claim(
+            rooms.cost(linear).bytes,
+            slack.begins_s((layer, rooms.half_of(linear))),
+            max(slack.opens_s(window_at(wait, layer)) for wait in each),
+        )
+        for linear, each in waits.items()
+    ]
 
 
-def _deferring(entry: Stage, rules: list[Rule], linears: Collection[str], rooms: Rooms, slack: Slack) -> Stage:
-    """Return the entry with these rules, and a bound of what its weight gradients hold: `linears` besides those before."""
+def _parts(linears: Sequence[Linear], placed: Placed) -> Iterator[Placed]:
+    """Yield ways with only one of the weight gradients, if each gains something alone: not if one of them hides a wait."""
+    hiding = {linear.name for linear in linears if linear.beside is not None}
+    if len(placed.waits) > 1 and not placed.waits.keys() & hiding:
+        yield from (Placed(placed.seconds, {linear: waits}) for linear, waits in placed.waits.items())
+
+
+def _in_forwards_bytes(rooms: Rooms, placed: Placed) -> int:
+    return sum(rooms.cost(linear).bytes for linear, waits in placed.waits.items() if any(map(is_forward, waits))) or 1
+
+
+def _sent_first(rooms: Rooms, slack: Slack, *, hiding: bool) -> dict[int, Waits]:
+    """Return the linears of each rule's layers whose operands fit in all of them, the last one of backward first.
+
+    Operands of experts' linears grow with a rank's rows, also where halves fall back: they are not held.
+    """
+    sent: dict[int, Waits] = {layer: {} for layer in rooms.entry.layers}
+    for layers in sorted((part for rule in rooms.entry.rules for part in rule.parts), key=lambda part: part.first):
+        delayed = rooms.entry.rule_for(layers.first).weight_gradients
+        sections = rooms.plan.model.sections_of(layers.first)
+        of_experts = {item.name for half in sections for item in half.items if item.of_experts}
+        for linear in reversed(rooms.linears(layers.first)):
+            if linear.name in delayed or linear.name in of_experts or (linear.beside is not None and not hiding):
+                continue
+            begins_s = (slack.begins_s((layer, rooms.half_of(linear.name))) for layer in layers)
+            if slack.takes([Claim(linear.bytes, begin_s, slack.sent_s) for begin_s in begins_s]):
+                sent |= {layer: {**sent[layer], linear.name: (SEND_BACKWARD,)} for layer in layers}
+    return sent
+
+
+def _deferring(rooms: Rooms, slack: Slack, chosen: Mapping[int, Waits], *, receives: bool = False) -> Stage:
+    """Return the entry with weight gradients that all layers of a rule defer to the same waits, besides those before, and a bound
+    of their bytes. `receives`: whether those that wait for a forward also run in receives."""
+    entry, rules, linears = rooms.entry, [], set[str]()
+    for rule in entry.rules:
+        for layers in rule.parts:
+            first, *others = (chosen.get(layer, {}) for layer in layers)
+            waits = {linear: each for linear, each in first.items() if all(other.get(linear) == each for other in others)}
+            deferred = {linear: _waits(each, receives) for linear, each in waits.items()}
+            pieces = {linear: len(each) for linear, each in waits.items() if len(each) > 1}
+            changes = {
+                "layers": layers,
+                "weight_gradients": rule.weight_gradients | deferred,
+                "weight_gradient_pieces": rule.weight_gradient_pieces | pieces,
+            }
+            rules.append(rule.model_copy(update=changes))
+            linears |= waits.keys()
+    if not linears:
+        return entry
     before = 0 if entry.weight_gradients is None else entry.weight_gradients.bytes
     size_bytes = before + slack.most_taken_bytes + max(rooms.cost(linear).bytes for linear in linears)
     bound = WeightGradients(bytes=-(-size_bytes // MIB) * MIB)
     return entry.model_copy(update={"rules": joined(rules), "weight_gradients": bound})
 
 
-@dataclass(frozen=True)
-class SendingFirst:
-    """Chooses weight gradients that run once the gradient of their chunk's input is sent, for which no other stage waits.
-
-    held   ╲  backward k                     the lowest layers first: their operands wait shortest, where memory is freest
-            ╲___ linear_fc1(2) ___ ... sent
-
-    hiding: whether linears are delayed whose weight gradients hide waits of their half; the rehearsal decides.
-    """
-
-    plan: Plan
-    job: Job
-    profile: Profile
-    simulation: Simulation
-    hiding: bool
-
-    def filled(self, budgets: Sequence[int]) -> Plan:
-        """Return the plan with as many as fit. `budgets`: bytes of each stage's layers."""
-        prices = Prices(self.profile, less_in_hand_bytes(self.job))
-        entries = tuple(
-            entry if entry.stage == entry.chunk == 0 else self._entry(entry, prices, budgets[entry.stage])
-            for entry in self.plan.stages
-        )
-        return self.plan.model_copy(update={"stages": entries})
-
-    def _entry(self, entry: Stage, prices: Prices, budget_bytes: int) -> Stage:
-        first_layers = [chunk.layers.first for chunk in self.plan.chunks_of(entry.stage)]
-        slack = Slack(self.simulation, entry, first_layers, budget_bytes, drains=True)
-        rooms = Rooms(self.plan, entry, prices, forwards=False, looked_into=not self.job.model.experts_whole)
-        parts = sorted((part for rule in entry.rules for part in rule.parts), key=lambda part: part.first)
-        sent = {part.first: dict.fromkeys(self._of(part, entry, rooms, slack), (SEND_BACKWARD,)) for part in parts}
-        linears = {linear for names in sent.values() for linear in names}
-        if not linears:
-            return entry
-        rules = [
-            rule.model_copy(update={"layers": part, "weight_gradients": rule.weight_gradients | sent[part.first]})
-            for rule in entry.rules
-            for part in rule.parts
-        ]
-        return _deferring(entry, rules, linears, rooms, slack)
-
-    def _of(self, layers: LayerRange, entry: Stage, rooms: Rooms, slack: Slack) -> Iterator[str]:
-        """Yield linears of a rule's layers whose operands fit in all of them, the last one of backward first.
-
-        Operands of experts' linears grow with a rank's rows, also where halves fall back: they are not held.
-        """
-        delayed = entry.rule_for(layers.first).weight_gradients
-        of_experts = {item.name for half in self.plan.model.sections_of(layers.first) for item in half.items if item.of_experts}
-        for linear in reversed(rooms.linears(layers.first)):
-            if linear.name in delayed or linear.name in of_experts or (linear.beside is not None and not self.hiding):
-                continue
-            begins_s = [slack.begins_s((layer, rooms.half_of(linear.name))) for layer in layers]
-            took = [begin_s for begin_s in begins_s if slack.takes(linear.bytes, begin_s, slack.sent_s)]
-            if len(took) == len(begins_s):
-                yield linear.name
-                continue
-            for begin_s in took:
-                slack.gives_back(linear.bytes, begin_s, slack.sent_s)
+def _waits(waits: tuple[str, ...], receives: bool) -> tuple[str, ...]:
+    return (*waits, *[RECV_BACKWARD] * (sum(map(is_forward, waits)) if receives else 0))

@@ -10,10 +10,8 @@ from typing import NamedTuple
 from megatron_lynx.config.job import Head, Job
 from megatron_lynx.cost.budget import bounded_by_device
 from megatron_lynx.cost.stage_memory import memory_of_stages, parts_beside_layers
-from megatron_lynx.errors import Problem
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner.partitioning import with_partition
-from megatron_lynx.profiler.profile import Profile
 
 QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)
 STEPS = 100
@@ -53,16 +51,11 @@ ENDLESS_GIB = 1e6
 """More than any device's memory."""
 
 
-def endless(job: Job) -> Iterator[Job]:
-    """Yield the job with endless memory, which needs nothing on the host and no head in pieces; without its graphs, too."""
+def endless(job: Job) -> Job:
+    """Return the job with endless memory, which needs nothing on the host and no head in pieces."""
     budget = job.budget.model_copy(update={"memory_gib": ENDLESS_GIB, "activation_mib": None})
     job = job.model_copy(update={"budget": budget, "offload_ratio": 0.0, "head": None})
-    job = with_share(job, 0.0) if job.optimizer.offload == "auto" else job
-    if job.model.fp8 is not None and job.model.fp8.copies_kept is None:
-        job = with_copies(job, kept=False)
-    yield job
-    if job.model.captured:
-        yield job.with_captured(())
+    return with_share(job, 0.0) if job.optimizer.offload == "auto" else job
 
 
 def least_share_that_fits(job: Job) -> Job:
@@ -172,14 +165,6 @@ def with_pieces(job: Job) -> Job | None:
         return None
     several = list(_several(job))
     return next((candidate for candidate in several if not _loss_binds(candidate)), several[-1] if several else None)
-
-
-def inexact_change(job: Job, profile: Profile, plannable: Callable[[Job, Profile], bool]) -> Iterator[Problem]:
-    """Yield a problem if an infeasible job would fit with its head in pieces. `plannable` is called last."""
-    pieced = with_pieces(job) if job.head is None else None
-    if pieced is not None and plannable(pieced, profile):
-        todo = "plan with --inexact head: the gradient of one weight is then another sum (docs/plan_file.md)"
-        yield Problem("inexact change that fits", f"head.pieces: {pieced.head_pieces}", "", todo)
 
 
 def _several(job: Job) -> Iterator[Job]:

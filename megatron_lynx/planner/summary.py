@@ -11,15 +11,13 @@ from megatron_lynx.plan.layout import launch_flags
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.timetables import norms_in_windows
 from megatron_lynx.planner.decision import Decision
-from megatron_lynx.planner.evaluation import figures_of
-from megatron_lynx.profiler.profile import Profile
 
 
-def summary(decision: Decision, profile: Profile) -> dict[str, Any]:
+def summary(decision: Decision) -> dict[str, Any]:
     """Output of `megatron-lynx plan --json`."""
     plan, memory = decision.plan, decision.memory
     return {
-        **figures_of(decision.job, profile, decision.simulation).as_json,
+        **decision.figures.as_json,
         "host_time": decision.host.as_json,
         "weight_gradients": decision.weight_gradients,
         "partition": [len(stage.layers) for stage in plan.stages],

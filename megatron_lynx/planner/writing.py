@@ -6,9 +6,7 @@ StageAnswer of each stage ──> an entry for each chunk: rules, windows, depth
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import groupby
-from math import ceil
 from typing import Any, Literal
 
 from megatron_lynx.anatomy import HALVES, Half, Section
@@ -16,7 +14,6 @@ from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.memory import smallest_offloaded_bytes
 from megatron_lynx.cost.moments import Moment, StageMemory
-from megatron_lynx.cost.stage_memory import parts_beside_layers
 from megatron_lynx.cost.step import avoid_messages
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.plan.consistency import depth
@@ -37,11 +34,10 @@ from megatron_lynx.version import __version__
 Layer = tuple[Option, Option]
 
 
-def written(parted: Job, answers: Sequence[StageAnswer], *, job: str, profile: str, note: str | None = None) -> Plan:
-    """Return the plan of these answers. `parted`: the job with its layers; `job`, `profile`: digests of the originals."""
-    places = ((answers[stage], chunk) for chunk in range(parted.chunks) for stage in range(parted.parallel.pipeline))
-    entries = tuple(_entry(parted, answer, chunk) for answer, chunk in places)
-    return plan_of(parted, entries, Provenance(made_by=made_by(), job=job, profile=profile, note=note))
+def written(job: Job, answers: Sequence[StageAnswer]) -> Plan:
+    """Return the plan of these answers. `job`: with its layers."""
+    places = ((answers[stage], chunk) for chunk in range(job.chunks) for stage in range(job.parallel.pipeline))
+    return plan_of(job, tuple(_entry(job, answer, chunk) for answer, chunk in places), Provenance(made_by=made_by()))
 
 
 def with_rehearsed(plan: Plan, parted: Job, profile: Profile, answers: Sequence[StageAnswer], simulation: Simulation) -> Plan:
@@ -73,23 +69,6 @@ def with_rehearsed(plan: Plan, parted: Job, profile: Profile, answers: Sequence[
             predictions |= {"weight_gradient_hidden_s": hidden, "weight_gradient_exposed_s": exposed}
         stages.append(entry.model_copy(update={"predicted": entry.predicted.model_copy(update=predictions)}))
     return plan.model_copy(update={"stages": tuple(stages)})
-
-
-def least_memory_of(job: Job, answer: StageAnswer) -> StageMemory:
-    """Bytes of a stage's device at its fullest moment, by kind, as bounded by the solver: for answers without a plan. `job`: with
-    its layers."""
-    staging = round(2 * answer.offloaded_share * answer.chunk_bytes)
-    kept = ceil(answer.chunks[0].in_flight * answer.chunk_bytes) - staging - answer.within_bytes
-    beside = parts_beside_layers(job, answer.stage)
-    parts = replace(
-        beside.more("backward", -answer.less_in_hand_bytes),
-        activations=kept,
-        activations_at_loss=answer.before_loss_bytes - staging,
-        staging=staging,
-        recomputed=answer.layers_peak_bytes - kept - staging,
-        chunk=answer.chunk_bytes,
-    )
-    return parts.fullest
 
 
 def _by_moment(held: Mapping[Moment, StageMemory]) -> dict[str, dict[str, int]]:

@@ -118,8 +118,7 @@ def plans_over_budgets(job: Job, profile: Profile, budgets: int, watch: Watch) -
             continue
         finally:
             watch(number + 1, budgets)
-        figures = figures_of(decision.job, profile, decision.simulation)
-        found = point_of(decision.plan, decision.simulation, figures, f"{budget_bytes / GIB:.1f} GiB")
+        found = point_of(decision.plan, decision.simulation, decision.figures, f"{budget_bytes / GIB:.1f} GiB")
         if (key := (found.memory_bytes, found.step_s)) not in seen:
             seen.add(key)
             yield found._replace(budget_bytes=round(budget_bytes))
@@ -191,8 +190,7 @@ def _predicted(given: Given, asked: Job | None, costs: Profile | None) -> tuple[
         needed, todo = "figures of the cluster, or a profile", "megatron-lynx profile measures one, which --profile takes"
         raise ConfigError("there are no figures to plan with", [Problem("--profile", "none", needed, todo)])
     decision = decide(given.job, costs)
-    figures = figures_of(decision.job, costs, decision.simulation)
-    return decision.plan, decision.simulation, [point_of(decision.plan, decision.simulation, figures)]
+    return decision.plan, decision.simulation, [point_of(decision.plan, decision.simulation, decision.figures)]
 
 
 def verdict_of(points: Sequence[Point], job: Job | None) -> str:

@@ -14,7 +14,7 @@ stage has most micro-batches in flight, the last one the head.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
@@ -22,6 +22,7 @@ from typing import Any
 
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.config.parallel import Parallel
+from megatron_lynx.cost.budget import most_beside_layers
 from megatron_lynx.cost.communication import embedding_of
 from megatron_lynx.cost.ends import last_end_of
 from megatron_lynx.cost.host_optimizer import least_left_bytes
@@ -33,12 +34,9 @@ from megatron_lynx.cost.step import recomputing_stage_s, step_seconds, waited_me
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, Infeasible
 from megatron_lynx.planner import check_plannable, fitting, least_memory
-from megatron_lynx.planner.evaluation import fullest_bytes
-from megatron_lynx.planner.writing import written
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.search.space import Space
 from megatron_lynx.solver.answer import StageAnswer
 from megatron_lynx.solver.stages import Stages
@@ -105,8 +103,6 @@ class Excess:
 
     job: Job
     stage: int
-    memory: StageMemory
-    """Memory of the stage; of a plan's with as much offloaded as possible."""
     usage: float
     limit: float
     host: bool = False
@@ -117,7 +113,10 @@ class Excess:
 
     @property
     def largest_part(self) -> str:
-        kinds = self.memory.kinds
+        """Largest kind of the stage's memory; of a plan's with as much offloaded as possible."""
+        stock = self.job.policy != "planned"
+        stages = memory_of_stages(self.job) if stock else least_memory(self.job, analytic_profile(self.job))
+        kinds = stages[self.stage].kinds
         name = max(kinds, key=lambda kind: kinds[kind])
         return f"{name} {format_bytes(kinds[name])}"
 
@@ -129,8 +128,8 @@ def fit(job: Job) -> StageMemory | Excess:
     stage = max(range(len(stages)), key=lambda number: stages[number].total)
     if job.cluster.node is not None and (left := least_left_bytes(job)) < 0:
         limit = job.cluster.node.host_memory_gib * GIB
-        return Excess(job, stage, stages[stage], limit - left, limit, host=True)
-    return stages[stage] if stages[stage].total <= budget else Excess(job, stage, stages[stage], stages[stage].total, budget)
+        return Excess(job, stage, limit - left, limit, host=True)
+    return stages[stage] if stages[stage].total <= budget else Excess(job, stage, stages[stage].total, budget)
 
 
 @dataclass(frozen=True)
@@ -198,60 +197,42 @@ def _whole_model_s(job: Job, profile: Profile, policy: Policy) -> float:
     return recomputing_stage_s(flat, profile, 0).both_s
 
 
-Looks = Generator[float, None, Candidate | Excess | None]
-"""Yields larger and larger lower bounds of a step; returns None if policy `none` fits and is a candidate, too."""
-
-
-@dataclass
-class Entry:
-    job: Job
-    bound_s: float
-    looks: Looks
-
-    def closer(self) -> Entry | Candidate | Excess | None:
-        try:
-            self.bound_s = next(self.looks)
-        except StopIteration as end:
-            result: Candidate | Excess | None = end.value
-            return result
-        return self
+Looks = Iterator["float | Candidate | Excess"]
+"""Yields larger and larger lower bounds of a step, then the candidate or its excess. Yields nothing if `none` fits and is a
+candidate, too."""
 
 
 def looks_at_stock(job: Job, profile: Profile) -> Looks:
     memory = fit(job)
     if isinstance(memory, Excess):
-        return memory
+        yield memory
+        return
     yield step_seconds(job, profile).total_s
     price = priced(job, profile, OF_POLICY[job.policy])
-    return Candidate(job, price.step_s + update_s(job, profile), 0.0, price.most_bytes)
+    yield Candidate(job, price.step_s + update_s(job, profile), 0.0, price.most_bytes)
 
 
 def looks_at_plan(job: Job, cost: LayerCost, floor_s: float, *, offload: bool, besides_none: bool) -> Looks:
     """`besides_none`: whether policy `none` is a candidate, too."""
     if besides_none and not isinstance(fit(job.model_copy(update={"policy": "none"})), Excess):
-        return None
+        return
     job = _to_be_planned(job, offload)
     stages, pipeline = Stages(job, cost.profile), job.parallel.pipeline
     if not all(stages.fits(stages.least(stage)) for stage in {0, pipeline - 1}):  # no share fits: none is tried
-        return _excess(job, stages)
+        yield _excess(job, stages)
+        return
     solved: dict[int, StageAnswer] = {}
     try:
         for stage in dict.fromkeys((0, pipeline - 1, *range(pipeline))):
             solved[stage] = stages.answer(stage)
             bound_s = floor_s + _exposed_s(cost, job, [*solved.values()])
             yield bound_s
-        answers: Sequence[StageAnswer] = [solved[stage] for stage in range(pipeline)]
-        plan = written(job, answers, job=job.digest, profile=cost.profile.digest)
-        simulation = rehearse(plan, cost.profile, job=job)
-        if fullest_bytes(job, simulation) > job.memory_budget_bytes:  # copies lag: plan without such shares
-            decision = fitting(stages)
-            answers, simulation = decision.stages, decision.simulation
+        decision = fitting(stages)
     except Infeasible:
-        return _excess(job, stages)
-    ratio = max(answer.offload_ratio for answer in answers)
+        yield _excess(job, stages)
+        return
     # the bound is kept if the simulated step is shorter: only the closed form knows that copies and messages alternate
-    step_s = max(simulation.step_s + update_s(job, cost.profile), bound_s)
-    return Candidate(job, step_s, ratio, fullest_bytes(job, simulation))
+    yield Candidate(job, max(decision.figures.step_s, bound_s), decision.offload_ratio, decision.memory_bytes)
 
 
 def _to_be_planned(job: Job, offload: bool) -> Job:
@@ -271,12 +252,13 @@ def _exposed_s(cost: LayerCost, job: Job, answers: Sequence[StageAnswer]) -> flo
 
 def _excess(job: Job, stages: Stages) -> Excess:
     """The excess on the fullest stage with everything recomputed and offloaded that can be, or else on the host."""
-    memory = least_memory(stages.job, stages.profile)
-    stage = max(range(len(memory)), key=lambda number: memory[number].total)
-    if memory[stage].total > job.memory_budget_bytes or job.cluster.node is None:
-        return Excess(job, stage, memory[stage], memory[stage].total, job.memory_budget_bytes)
-    needed = job.host_sharers * max(stages.least(number).host_bytes for number in range(len(memory)))
-    return Excess(job, stage, memory[stage], needed, least_left_bytes(job), host=True)
+    least = [stages.least(stage) for stage in range(job.parallel.pipeline)]
+    held = [most_beside_layers(job, answer.stage).total + answer.peak_bytes for answer in least]
+    stage, usage = held.index(max(held)), max(held)
+    if usage > job.memory_budget_bytes or job.cluster.node is None:
+        return Excess(job, stage, usage, job.memory_budget_bytes)
+    needed = job.host_sharers * max(answer.host_bytes for answer in least)
+    return Excess(job, stage, needed, least_left_bytes(job), host=True)
 
 
 Watch = Callable[[int, int], None]
@@ -297,7 +279,8 @@ class BestFirst:
     """Excesses of candidates whose state fits."""
     _costs: dict[tuple[Any, ...], LayerCost] = field(default_factory=dict)
     _updates_s: dict[tuple[object, ...], float] = field(default_factory=dict)
-    _queue: list[tuple[float, int, Entry | Candidate]] = field(default_factory=list)
+    _queue: list[tuple[float, int, Job, Looks | Candidate]] = field(default_factory=list)
+    """By rounded bound and order."""
     _taken: set[Parallel] = field(default_factory=set)
     """Layouts whose best is simulated."""
 
@@ -309,11 +292,11 @@ class BestFirst:
         while self._queue and len(won) < self.top:
             if self.watch is not None:
                 self.watch(len(won), self.top)
-            _, order, entry = heappop(self._queue)
-            if isinstance(entry, Candidate):
-                won.append(entry)
-            elif entry.job.parallel not in self._taken:  # else by one whose step is at most this one's bound
-                self._look(order, entry)
+            _, order, job, looks = heappop(self._queue)
+            if isinstance(looks, Candidate):
+                won.append(looks)
+            elif job.parallel not in self._taken:  # else by one whose step is at most this one's bound
+                self._look(order, job, looks)
         return tuple(won)
 
     def _open(self, jobs: Sequence[Job]) -> None:
@@ -324,30 +307,26 @@ class BestFirst:
         for job in jobs:
             for policy in self.policies:
                 if policy != "planned" or takes_plans:
-                    policy_job = job.model_copy(update={"policy": policy})
-                    self._queue.append(self._keyed(len(self._queue), self._floored(policy_job)))
+                    self._queue.append(self._floored(len(self._queue), job.model_copy(update={"policy": policy})))
 
-    def _floored(self, job: Job) -> Entry:
+    def _floored(self, order: int, job: Job) -> tuple[float, int, Job, Looks]:
         cost = self._cost(job)
         floor_s = cost.floor_s(job) + self._update_s(job)
         if job.policy == "planned":
             looks = looks_at_plan(job, cost, floor_s, offload=self.offload, besides_none="none" in self.policies)
         else:
             looks = looks_at_stock(job, cost.profile)
-        return Entry(job, floor_s, looks)
+        return round(floor_s, SECOND_DIGITS), order, job, looks
 
-    def _look(self, order: int, entry: Entry) -> None:
-        result = entry.closer()
-        if isinstance(result, Excess):
-            self.excesses.append(result)
-        elif result is not None:
-            if isinstance(result, Candidate):
-                self._taken.add(entry.job.parallel)
-            heappush(self._queue, self._keyed(order, result))
-
-    def _keyed(self, order: int, entry: Entry | Candidate) -> tuple[float, int, Entry | Candidate]:
-        seconds = entry.step_s if isinstance(entry, Candidate) else entry.bound_s
-        return round(seconds, SECOND_DIGITS), order, entry
+    def _look(self, order: int, job: Job, looks: Looks) -> None:
+        found = next(looks, None)
+        if isinstance(found, Excess):
+            self.excesses.append(found)
+        elif isinstance(found, Candidate):
+            self._taken.add(job.parallel)
+            heappush(self._queue, (round(found.step_s, SECOND_DIGITS), order, job, found))
+        elif found is not None:
+            heappush(self._queue, (round(found, SECOND_DIGITS), order, job, looks))
 
     def _cost(self, job: Job) -> LayerCost:
         layout = job.parallel

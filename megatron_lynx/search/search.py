@@ -24,8 +24,7 @@ from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.stage_memory import always_bytes
 from megatron_lynx.errors import ConfigError, Infeasible, LynxError, Problem, suggestion
-from megatron_lynx.planner import figures_of
-from megatron_lynx.planner.decision import drafted
+from megatron_lynx.planner.decision import fastest_decision
 from megatron_lynx.prediction import within_error
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.roofline import Roofline
@@ -112,29 +111,16 @@ def _finalists(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
 
 
 def _planned(candidate: Candidate) -> Candidate | None:
-    profile = analytic_profile(candidate.job)
     try:
-        decision = drafted(candidate.job, profile)
+        decision = fastest_decision(candidate.job, analytic_profile(candidate.job))
     except LynxError:
         return None
-    figures = figures_of(decision.job, profile, decision.simulation)
-    ratio = max(answer.offload_ratio for answer in decision.stages)
-    return replace(candidate, step_s=figures.step_s, memory_bytes=figures.memory_bytes, offload_ratio=ratio)
+    figures = decision.figures
+    return Candidate(candidate.job, figures.step_s, decision.offload_ratio, figures.memory_bytes)
 
 
 def _checked(space: Space, top: int, policies: Sequence[str]) -> tuple[Policy, ...]:
-    problems = [*_of_numbers(space, top), *_of_names("--policies", policies, POLICIES)]
-    activation_mib = space.job.budget.activation_mib
-    if activation_mib is not None:
-        needed = "none: a search goes by budget.memory_gib"
-        problems.append(Problem("job: budget.activation_mib", f"{activation_mib:g}", needed))
-    if space.job.optimizer.offload == "auto":
-        todo = "state a share: the best one depends on the plan of each layout, and megatron-lynx plan finds it"
-        problems.append(Problem("job: optimizer.offload", "auto", "a share in [0, 1]", todo))
-    if space.job.schedule != "flush":
-        needed = "flush: schedules that change what is learnt are not ranked against those that do not"
-        problems.append(Problem("job: schedule", space.job.schedule, needed))
-    if problems:
+    if problems := [*_problems(space, top, policies)]:
         raise ConfigError("this search makes no sense", problems)
     Roofline.of(space.job)
     if next(space.layouts(), None) is None:
@@ -142,23 +128,29 @@ def _checked(space: Space, top: int, policies: Sequence[str]) -> tuple[Policy, .
     return tuple(policy for policy in POLICIES if policy in policies)
 
 
-def _of_numbers(space: Space, top: int) -> Iterator[Problem]:
+def _problems(space: Space, top: int, policies: Sequence[str]) -> Iterator[Problem]:
+    job, known = space.job, ", ".join(POLICIES)
     if not 1 <= space.gpus <= MOST_GPUS:
         yield Problem("--gpus", str(space.gpus), f"1 to {MOST_GPUS}")
     if top < 1:
         yield Problem("--top", str(top), "at least 1")
     if space.contexts is not None and (not space.contexts or space.contexts[0] < 1):
         yield Problem("--context", ", ".join(map(str, space.contexts)) or "nothing", "sizes of at least 1")
-    if space.job.batch.global_ > MOST_SEQUENCES:
-        yield Problem("job: batch.global", str(space.job.batch.global_), f"at most {MOST_SEQUENCES}")
-
-
-def _of_names(option: str, names: Sequence[str], known: Sequence[str]) -> Iterator[Problem]:
-    if not names:
-        yield Problem(option, "none", f"some of {', '.join(known)}")
-    for name in names:
-        if name not in known:
-            yield Problem(option, repr(name), f"one of {', '.join(known)}", suggestion(name, known))
+    if job.batch.global_ > MOST_SEQUENCES:
+        yield Problem("job: batch.global", str(job.batch.global_), f"at most {MOST_SEQUENCES}")
+    if not policies:
+        yield Problem("--policies", "none", f"some of {known}")
+    for name in policies:
+        if name not in POLICIES:
+            yield Problem("--policies", repr(name), f"one of {known}", suggestion(name, POLICIES))
+    if job.budget.activation_mib is not None:
+        yield Problem("job: budget.activation_mib", f"{job.budget.activation_mib:g}", "none: a search goes by budget.memory_gib")
+    if job.optimizer.offload == "auto":
+        todo = "state a share: the best one depends on the plan of each layout, and megatron-lynx plan finds it"
+        yield Problem("job: optimizer.offload", "auto", "a share in [0, 1]", todo)
+    if job.schedule != "flush":
+        needed = "flush: schedules that change what is learnt are not ranked against those that do not"
+        yield Problem("job: schedule", job.schedule, needed)
 
 
 def _what_divides(space: Space) -> Problem:
@@ -171,31 +163,34 @@ def _what_divides(space: Space) -> Problem:
     return Problem("--gpus", str(space.gpus), f"{needed}, tensor the heads ({model.heads}) and context the sequence", todo)
 
 
-COLUMNS = ("t", "c", "p", "d", "layers per chunk", "SP", "micro", "policy", "offload")
-FIGURES = ("step", "tokens/s", "MFU", "memory", "budget")
-
-
 def table(ranking: Ranking) -> WrappedTable:
     title = f"{ranking.job.model.layers} layers on {ranking.gpus} devices"
-    experts = ("e",) if ranking.job.model.experts is not None else ()
-    best = WrappedTable((*experts, *COLUMNS, *FIGURES), words=("policy",), keys=len(experts) + 4, title=title)
-    for candidate in ranking.candidates:
-        job, parallel = candidate.job, candidate.job.parallel
-        sizes = (*((parallel.expert,) if experts else ()), parallel.tensor, parallel.context, parallel.pipeline, job.replicas)
-        best.add(
-            *map(str, sizes),
-            "-" if job.chunks == 1 else str(parallel.layers_per_chunk),
-            "yes" if parallel.sequence_parallel else "no",
-            str(job.batch.micro),
-            job.policy,
-            f"{candidate.offload_ratio:g}",
-            format_seconds(candidate.step_s),
-            f"{candidate.tokens_per_s:.0f}",
-            f"{candidate.mfu:.1%}",
-            format_bytes(candidate.memory_bytes),
-            format_bytes(job.memory_budget_bytes),
-        )
+    rows = [_row(candidate) for candidate in ranking.candidates]
+    best = WrappedTable(tuple(rows[0]), words=("policy",), keys=4 + ("e" in rows[0]), title=title)
+    for row in rows:
+        best.add(*row.values())
     return best
+
+
+def _row(candidate: Candidate) -> dict[str, str]:
+    job, parallel = candidate.job, candidate.job.parallel
+    return {
+        **({} if job.model.experts is None else {"e": str(parallel.expert)}),
+        "t": str(parallel.tensor),
+        "c": str(parallel.context),
+        "p": str(parallel.pipeline),
+        "d": str(job.replicas),
+        "layers per chunk": "-" if job.chunks == 1 else str(parallel.layers_per_chunk),
+        "SP": "yes" if parallel.sequence_parallel else "no",
+        "micro": str(job.batch.micro),
+        "policy": job.policy,
+        "offload": f"{candidate.offload_ratio:g}",
+        "step": format_seconds(candidate.step_s),
+        "tokens/s": f"{candidate.tokens_per_s:.0f}",
+        "MFU": f"{candidate.mfu:.1%}",
+        "memory": format_bytes(candidate.memory_bytes),
+        "budget": format_bytes(job.memory_budget_bytes),
+    }
 
 
 TIMES_AS_MANY = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)

@@ -10,7 +10,7 @@ If nothing fits, `Infeasible` is raised. It says what binds and by how much.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 from typing import NamedTuple
@@ -118,11 +118,6 @@ class SolvedChunks(tuple[Solved, ...]):
         """Largest number of bytes of the others while one runs backward."""
         return ceil((self[0].in_flight - 1) * self.most_resident_bytes)
 
-    @property
-    def before_loss_bytes(self) -> int:
-        """Bytes held when the model's last chunk has run forward: its own, and those of all others in flight."""
-        return ceil(self[-1].resident_bytes + (self[0].in_flight - 1) * self.most_resident_bytes)
-
     def _more_beside(self, chunk: Solved) -> int:
         """Return the bytes by which the others exceed as many chunks like this one."""
         counted = chunk.resident_bytes if chunk.in_flight == self[0].in_flight else 0
@@ -146,8 +141,6 @@ class Within(NamedTuple):
     """Bytes copied during one half's forward, for each chunk."""
     spared_bytes: int
     """Bytes of all micro-batches in flight that are away when the last half of one ends its forward and begins its backward."""
-    at_loss_bytes: int
-    """Bytes of them that are away when the model's last chunk has run forward: everything that is offloaded."""
 
 
 @dataclass(frozen=True)
@@ -200,26 +193,6 @@ class StageAnswer:
     @property
     def within_bytes(self) -> int:
         return 0 if self.within is None else self.within.spared_bytes
-
-    @property
-    def layers_peak_bytes(self) -> int:
-        """Peak without the loss, while layers run backward."""
-        return SolvedChunks(replace(chunk, loss_bytes=0) for chunk in self.chunks).peak_bytes - self.within_bytes
-
-    @property
-    def less_in_hand_bytes(self) -> int:
-        """Bytes by which the peak is lower while layers run backward, their workspace included.
-
-        A peak before a backward has no workspace. 0 if copies decide when the peak is.
-        """
-        if self.offload_ratio or self.within is not None:
-            return 0
-        running = SolvedChunks(replace(chunk, loss_bytes=-chunk.resident_bytes) for chunk in self.chunks)
-        return self.layers_peak_bytes - running.peak_bytes
-
-    @property
-    def before_loss_bytes(self) -> int:
-        return self.chunks.before_loss_bytes - (0 if self.within is None else self.within.at_loss_bytes)
 
     @property
     def chunk_bytes(self) -> int:

@@ -172,9 +172,8 @@ class Leaver:
         beside = zip(chunks.beside_each_other, parts, strict=False)
         beside_bytes = min(chunks.most_resident_bytes - solved.resident_bytes + part.bytes for solved, part in beside)
         spared_bytes = min(part.gone_bytes for part in parts) + (self.in_flight - 1) * beside_bytes
-        at_loss_bytes = parts[-1].bytes + (self.in_flight - 1) * beside_bytes
         sizes, paces = (tuple(getattr(part, name) for part in parts) for name in ("bytes", "pace_bytes"))
-        return Within(sizes, paces, spared_bytes, at_loss_bytes)
+        return Within(sizes, paces, spared_bytes)
 
     def _leaves(self, chunk: _Chunk, solved: Solved, asked_bytes: int) -> _Leaves:
         sizes, halves = self._sizes(solved, asked_bytes), len(chunk.sections)

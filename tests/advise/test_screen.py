@@ -112,7 +112,7 @@ def test_a_neighbours_launch_line_is_its_layout(recomputing: Answer) -> None:
         assert again.batch == near.job.batch
         for name in ("tensor", "context", "pipeline", "sequence_parallel"):
             assert getattr(again.parallel, name) == getattr(near.job.parallel, name)
-        counts = [len(stage.layers) for stage in near.planned.decision.plan.stages]
+        counts = [len(stage.layers) for stage in near.planned.plan.stages]
         assert list(again.partition) == counts
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from megatron_lynx.config import load_job
 from megatron_lynx.config.job import Budget
 from megatron_lynx.cost.update import update_s
-from megatron_lynx.planner import decide, figures_of
+from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.report.contents import devices_of, plans_over_budgets, point_of, stock_points, verdict_of
 from megatron_lynx.units import GIB
@@ -31,7 +31,7 @@ def test_more_memory_is_never_slower_and_no_plan_is_over_its_budget() -> None:
 
 def test_a_point_says_what_its_plan_does() -> None:
     decision = decide(JOB, PROFILE)
-    made = point_of(decision.plan, decision.simulation, figures_of(decision.job, PROFILE, decision.simulation))
+    made = point_of(decision.plan, decision.simulation, decision.figures)
     assert made.step_s == decision.simulation.step_s + update_s(decision.job, PROFILE)
     rules = [rule for entry in decision.plan.stages for rule in entry.rules]
     assert set(made.recomputed.split(", ")) == {item for rule in rules for item in rule.recompute}

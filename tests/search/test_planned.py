@@ -8,7 +8,7 @@ from megatron_lynx.config import Job
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.planner.writing import written
 from megatron_lynx.rehearsal import rehearse
-from megatron_lynx.search.best_first import Candidate, Entry, LayerCost, looks_at_plan
+from megatron_lynx.search.best_first import Candidate, LayerCost, looks_at_plan
 from megatron_lynx.solver.stages import Stages
 from tests.config.jobs import catalogued_job
 
@@ -19,13 +19,12 @@ LOOKS = 4
 def test_a_candidate_takes_as_long_as_the_plan_of_its_stages() -> None:
     """Of few micro-batches, from which the others follow."""
     job, cost = mixtral(), LayerCost.of(mixtral())
-    found = Entry(job, cost.floor_s(job), looks_at_plan(job, cost, cost.floor_s(job), offload=False, besides_none=False))
-    for _ in range(LOOKS):
-        assert found.closer() is found
-    candidate = found.closer()
+    *bounds_s, candidate = looks_at_plan(job, cost, cost.floor_s(job), offload=False, besides_none=False)
+    assert len(bounds_s) == LOOKS
+    assert bounds_s == sorted(bounds_s)
     assert isinstance(candidate, Candidate)
     stages = Stages(candidate.job, cost.profile)
-    plan = written(job, [*map(stages.answer, range(4))], job=job.digest, profile=cost.profile.digest)
+    plan = written(job, [*map(stages.answer, range(4))])
     assert candidate.step_s - update_s(job, cost.profile) == pytest.approx(rehearse(plan, cost.profile).step_s, rel=1e-9)
 
 

@@ -12,7 +12,7 @@ from megatron_lynx.estimate import estimate
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.search import POLICIES, Ranking, search
-from megatron_lynx.search.best_first import STOCK, BestFirst, Candidate, Entry
+from megatron_lynx.search.best_first import STOCK, BestFirst, Candidate, Looks
 from megatron_lynx.search.space import Space
 from tests.config.jobs import catalogued_job
 from tests.long import long
@@ -22,30 +22,29 @@ TIGHT_GIB = 24.0
 """Where a third of the layouts of `small_job` does not fit, and many others only with recomputations or copies."""
 
 
-def looked_through(entry: Entry) -> Entry | None:
-    """As far as it is known to fit; None where it does not."""
-    for _ in range(2 if entry.job.policy == "planned" else 1):
-        if entry.closer() is not entry:
-            return None
-    return entry
+def looked_through(job: Job, looks: Looks) -> float | None:
+    """Its bound, as far as it is known to fit; None where it does not."""
+    bounds_s = [next(looks, None) for _ in range(2 if job.policy == "planned" else 1)]
+    return bounds_s[-1] if isinstance(bounds_s[-1], float) else None
 
 
 def everything(job: Job, gpus: int, policies: tuple[str, ...]) -> list[Candidate]:
     """The best of each layout by its closed form, by simulated time: nothing pruned, nothing put off."""
     space = Space(job, gpus)
     running = BestFirst(space, policies, 1)
-    best: dict[object, tuple[float, int, Entry]] = {}
+    best: dict[object, tuple[float, int, Looks]] = {}
     order = 0
     for each in space:
         for policy in policies:
             if policy == "planned" and each.parallel.context > 1:
                 continue
-            entry = looked_through(running._floored(each.model_copy(update={"policy": policy})))
+            *_, job, looks = running._floored(order, each.model_copy(update={"policy": policy}))
+            bound_s = looked_through(job, looks)
             order += 1
-            if entry is not None:
-                key = (round(entry.bound_s, 12), order, entry)
+            if bound_s is not None:
+                key = (round(bound_s, 12), order, looks)
                 best[each.parallel] = min(best.get(each.parallel, key), key, key=lambda known: known[:2])
-    candidates = [(order, entry.closer()) for _, order, entry in best.values()]
+    candidates = [(order, next(looks, None)) for _, order, looks in best.values()]
     found = [(round(each.step_s, 12), order, each) for order, each in candidates if isinstance(each, Candidate)]
     return [candidate for _, _, candidate in sorted(found, key=lambda each: each[:2])]
 

@@ -12,9 +12,9 @@ from megatron_lynx.config import Job
 from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.rule import Rule
-from megatron_lynx.planner import decide, nearest, uniform_plan
+from megatron_lynx.planner import decide, loads, uniform_plan
 from megatron_lynx.planner.evaluation import most_held
-from megatron_lynx.planner.nearest import rehearsed_with_load_of, with_load
+from megatron_lynx.planner.loads import rehearsed_with_load_of, with_load
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.simulator.halves import segments
 from megatron_lynx.simulator.simulation import Simulation
@@ -110,16 +110,16 @@ def test_a_load_that_does_not_fit_in_its_rehearsal_is_not_promised(gib: float) -
 
 def test_a_plan_says_which_load_still_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice the balanced load does not, in 54 GiB; with all of the device it does. It is found in a few rehearsals."""
-    job, tight, rehearse, loads_tried = qwen3(), within(54), nearest.rehearse, []
+    job, tight, rehearse, loads_tried = qwen3(), within(54), loads.rehearse, []
 
     def counted(plan: Plan, *args: Any, **kwargs: Any) -> Simulation:
         loads_tried.append(plan.model.moe_load)
         return rehearse(plan, *args, **kwargs)
 
     with monkeypatch.context() as patched:
-        patched.setattr(nearest, "rehearse", counted)
-        loads = [stage.predicted.moe_load for stage in decide(tight, analytic_profile(job)).plan.stages]
-    assert all(1 <= load < 2 for load in loads)
+        patched.setattr(loads, "rehearse", counted)
+        fitting = [stage.predicted.moe_load for stage in decide(tight, analytic_profile(job)).plan.stages]
+    assert all(1 <= load < 2 for load in fitting)
     assert len(loads_tried) < 6
     experts = job.model.experts.model_copy(update={"holds": 2.0})
     held = tight.model_copy(update={"model": job.model.model_copy(update={"experts": experts})})

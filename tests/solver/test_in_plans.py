@@ -95,4 +95,4 @@ def planned(stages: StageProblems, answers: Sequence[Solved]) -> Plan:
         StageAnswer(stage, SolvedChunks((answer,)), int(answer.in_flight), Share(0.0), Passes(0.0, 0.0), 0.0)
         for stage, answer in enumerate(answers)
     ]
-    return written(stages.job, chunks, job=stages.job.digest, profile=stages.profile.digest)
+    return written(stages.job, chunks)

@@ -65,9 +65,9 @@ def at_loss_bytes(decision: Decision) -> int:
 def test_what_comes_back_while_backward_runs_is_not_there_at_the_loss() -> None:
     """It was counted at the loss, too, where a last stage is often at its fullest: larger shares seemed not to fit."""
     decision = decided(job_of(0.3, tensor=4, sequence_parallel=True))
-    (answer,), simulation = decision.stages, decision.simulation
+    simulation = decision.simulation
     at_loss, peak_bytes = at_loss_bytes(decision), simulation.memory(0).peak_bytes
-    assert at_loss <= answer.layers_peak_bytes < peak_bytes
+    assert at_loss < peak_bytes
     assert held_by_moment(decision.job, simulation, 0)["loss"].activations == at_loss
 
 
@@ -132,7 +132,6 @@ def test_the_host_takes_longer_for_halves_that_leave_alone() -> None:
     (answer,) = decision.stages
     assert answer.within is not None
     assert 0 < answer.within.spared_bytes <= sum(answer.within.bytes)
-    assert answer.before_loss_bytes == at_loss_bytes(decision)
     sections = (), decision.job.halves_on(0).elements()
     kept, all_leave = (host_s(analytic_profile(decision.job), answer.chunks, leaving) for leaving in sections)
     assert kept.both_s < answer.host.both_s < all_leave.both_s

@@ -15,7 +15,7 @@ from megatron_lynx.cost.section import Prices, priced
 from megatron_lynx.cost.stage_memory import dispatched_bytes
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.timetables import timetable_of
-from megatron_lynx.planner.nearest import with_load
+from megatron_lynx.planner.loads import with_load
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.rehearsal import treated_halves

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megatron_lynx.config.job import Job
 from megatron_lynx.kinds.experts.planning import expert_tensors
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.planner.nearest import with_load
+from megatron_lynx.planner.loads import with_load
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.testbed.ranks import RankPool
 from tests.long import long
