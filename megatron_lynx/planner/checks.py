@@ -18,7 +18,7 @@ ESTIMATED = "the job can be estimated"
 def check_plannable(job: Job) -> None:
     """Raises `ConfigError` for everything that a job may state for an estimate, but that no plan can have."""
     problems = [*_limits(job)]
-    if not problems:  # what a plan file refuses
+    if not problems:  # refused by a plan file
         contents = Plan.model_construct(**contents_of(job), stages=())
         problems = [Problem("job", text, "", ESTIMATED) for text in of_launch(contents)]
     if problems:

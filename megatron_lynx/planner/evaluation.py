@@ -141,7 +141,7 @@ def peak_bytes(job: Job, simulation: Simulation, stage: int) -> int:
 def excess_bytes(job: Job, simulation: Simulation, stage: int, unfilled: Simulation | None = None) -> int:
     """Bytes by which a stage's device at some moment, or its layers, exceed the budget; 0 without a budget.
 
-    unfilled: the plan without weight gradients in waits. Its layers may then hold what they held there.
+    unfilled: the plan without weight gradients in waits. Its layers may then hold as much as there.
     """
     bounds = [layers_budget_bytes(job, stage), None if unfilled is None else unfilled.memory(stage).peak_bytes]
     if not (known := [bound for bound in bounds if bound is not None]):

@@ -107,7 +107,7 @@ class Variants:
 
     @once
     def _endless(self, place: int) -> StepRange:
-        """A variant's step in endless memory, infinite if it has no plan. No plan is faster by more than what heuristics miss."""
+        """A variant's step in endless memory, infinite if it has no plan. In less, only heuristics may find a faster one."""
         try:
             return fastest_decision(endless(self._jobs[place]), self.profile).step
         except LynxError:

@@ -205,8 +205,7 @@ def _entry(job: Job, answer: StageAnswer, chunk: int) -> Stage:
 
 
 def _alike_at_top(rules: list[Rule]) -> list[Rule]:
-    """The last layer begins nothing ahead, whatever its rule says: it says what the rule below says, if that is all they differ
-    in."""
+    """The last layer begins nothing ahead, whatever its rule says: it is the rule below, if they differ in that alone."""
     if len(rules) > 1 and len(rules[-1].layers) == 1:
         as_below = rules[-1].model_copy(update={"ahead": rules[-2].ahead})
         if as_below.treatment == rules[-2].treatment:
