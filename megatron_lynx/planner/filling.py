@@ -59,7 +59,7 @@ class Rooms:
 
     backward of layer l    bwd.mlp.0 │ linear_fc2 │ bwd.mlp.1 │ linear_fc1 │ bwd.mlp.2   bwd.attention.0 │ linear_proj │ ...
     linear_fc2 of l                               └──────────────── may run in these, then in bwd.mlp.0 of l - 1 ──>
-    any linear of l        and in the next forward, in the collectives of its own layer
+    any linear of l        and in the next forward, in the collectives of the same layer
 
     `forwards`: whether a forward of this chunk follows its backwards. `looked_into`: whether plans may change the inside of
     experts. `pieces`: whether weight gradients may be cut.

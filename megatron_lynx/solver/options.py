@@ -56,7 +56,7 @@ def spared_s(
     Tokens travel during that whole attention backward. With sequence parallelism a reduction travels between two gathers. After a
     gather, communication starts at the core attention.
 
-    layer: the sections of its own layer, and of the layer above.
+    layer: the sections of the layer itself, and of the layer above.
     """
     if checkpoint is None or checkpoint.ahead_to is None or not price.stops:
         return 0.0
