@@ -38,7 +38,13 @@ class Problem:
 
 def suggestion(name: str, known: Iterable[str]) -> str:
     """`did you mean tensor?` for the known name most like a misspelt one; empty if none is like it."""
-    return next((f"did you mean {close}?" for close in get_close_matches(name, list(known), n=1)), "")
+    close = closest(name, known)
+    return "" if close is None else f"did you mean {close}?"
+
+
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """The known name most like a misspelt one; None if none is like it."""
+    return next(iter(get_close_matches(name, list(known), n=1)), None)
 
 
 def in_words(error: OSError) -> str:

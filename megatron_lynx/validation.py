@@ -1,5 +1,8 @@
-"""Validates user data; reports all errors of its fields at once. Pydantic checks a whole (`Part._problems`) if its fields are
-valid."""
+"""Validates user data; reports all errors at once.
+
+Pydantic checks a whole (`Part._problems`) only if its fields are valid. So misspelt names are corrected in a copy, which is checked
+again: a misspelt site does not hide a missing stage. The copy is never returned, as there are problems to raise.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,16 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import reduce
 from inspect import isclass
+from operator import getitem
 from typing import Any, Self, TypeVar, get_args
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from megatron_lynx.errors import ConfigError, Problem, suggestion
+from megatron_lynx.errors import ConfigError, Problem, closest, suggestion
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 Path = tuple[str | int, ...]
@@ -88,11 +93,41 @@ def validated(model_class: type[ModelT], data: Mapping[str, Any], where: str | o
     text, where = json.dumps(data), os.fspath(where)
     if other := _of_another_kind(model_class, data):
         raise ConfigError(f"{where} is not a {_in_words(model_class)}", [Problem(where, *other)])
-    try:
-        return model_class.model_validate_json(text, strict=True)
-    except ValidationError as error:
-        problems = _problems_of(error, model_class, json.loads(text), where)
-        raise ConfigError(f"{where} is not a valid {_in_words(model_class)}", problems) from None
+    problems: dict[Problem, None] = {}  # in order, each once
+    while True:
+        try:
+            instance = model_class.model_validate_json(text, strict=True)
+        except ValidationError as error:
+            content = json.loads(text)
+            problems |= dict.fromkeys(_problems_of(error, model_class, content, where))
+            if _repaired(content, error, model_class):
+                text = json.dumps(content)
+                continue
+        if problems:
+            raise ConfigError(f"{where} is not a valid {_in_words(model_class)}", list(problems))
+        return instance
+
+
+def _repaired(data: Any, error: ValidationError, model_class: type[BaseModel]) -> bool:
+    """Replace misspelt names in a copy of the data, and drop keys that are like none. Returns whether anything changed."""
+    changed = False
+    for detail in error.errors(include_url=False):
+        if detail["type"] not in ("extra_forbidden", "literal_error") or not (path := _path_in(data, detail["loc"])):
+            continue
+        *above, name = path
+        parent = reduce(getitem, above, data)
+        if detail["type"] == "literal_error":
+            if (meant := closest(str(detail["input"]), _literals(detail))) is not None:
+                parent[name], changed = meant, True
+        elif name in parent:
+            value, meant, changed = parent.pop(name), closest(str(name), _keys_at(model_class, tuple(above))), True
+            if meant is not None:
+                parent.setdefault(meant, value)
+    return changed
+
+
+def _literals(detail: ErrorDetails) -> list[str]:
+    return re.findall(r"'([^']*)'", detail["ctx"]["expected"])
 
 
 def _of_another_kind(model_class: type[BaseModel], data: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -141,7 +176,7 @@ def _found(detail: ErrorDetails, model_class: type[BaseModel], data: Any, where:
         known = _keys_at(model_class, path[:-1])
         yield path, Problem(place, "an unknown key", _one_of(known), suggestion(str(path[-1]), known))
     elif kind == "literal_error":
-        known = re.findall(r"'([^']*)'", context["expected"])
+        known = _literals(detail)
         needed = _one_of(known) if known else str(context["expected"])
         yield path, Problem(place, _shown(value), needed, suggestion(str(value), known))
     elif kind == "value_error":

@@ -105,11 +105,9 @@ def test_a_dumped_plan_is_short_and_explained(tmp_path: Path) -> None:
 
 
 def test_every_problem_is_listed_with_its_place(tmp_path: Path) -> None:
+    """A misspelt name hides neither the missing stage nor the layer that does not exist."""
     data = small_plan()
     del data["stages"][0]
-    found = problems_of(tmp_path, write_yaml(data))
-    assert "plan.yaml: stages are numbered (stage, chunk) [(1, 0)], but pipeline 2 with 1 chunks needs [(0, 0), (1, 0)]" in found
-    assert any("the stages own layers 3-4, but the model has layers 1-4" in line for line in found)
     data["stages"][0]["rules"][0]["recompute"] = ["linear_qvk" if item == "linear_qkv" else item for item in RECOMPUTED]
     data["stages"][0]["ahead_dept"] = data["stages"][0].pop("ahead_depth")
     data["colour"] = "blue"
@@ -118,6 +116,8 @@ def test_every_problem_is_listed_with_its_place(tmp_path: Path) -> None:
     assert any(line.endswith("did you mean linear_qkv?") for line in found)
     assert any(line.startswith("plan.yaml: stages.0.ahead_dept: found an unknown key") for line in found)
     assert any(line.startswith("plan.yaml: colour: found an unknown key") for line in found)
+    assert "plan.yaml: stages are numbered (stage, chunk) [(1, 0)], but pipeline 2 with 1 chunks needs [(0, 0), (1, 0)]" in found
+    assert any("the stages own layers 3-4, but the model has layers 1-4" in line for line in found)
 
 
 @pytest.mark.parametrize(
