@@ -1,7 +1,7 @@
 """Validates user data; reports all errors at once.
 
-Pydantic checks a whole (`Part._problems`) only if its fields are valid. So misspelt names are corrected in a copy, which is checked
-again: a misspelt site does not hide a missing stage. The copy is never returned, as there are problems to raise.
+Pydantic checks a whole (`Part._problems`) only if its fields are valid. So misspelt names are corrected in a copy, which is
+checked again: a misspelt site does not hide a missing stage. The copy is never returned, as there are problems to raise.
 """
 
 from __future__ import annotations

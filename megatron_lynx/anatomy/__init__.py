@@ -1,5 +1,8 @@
 """A transformer layer as data: sections, items, collectives, and addresses of windows."""
 
+from collections.abc import Sequence
+from typing import TypeVar
+
 from megatron_lynx.kinds.dense.section import (
     ATTENTION,
     CODE_ITEMS,
@@ -42,8 +45,16 @@ __all__ = [
     "SHARED_EXPERTS",
     "Section",
     "all_items",
+    "by_layer",
     "filling",
     "halves_of",
     "names_in",
     "sections_of",
 ]
+
+HalfT = TypeVar("HalfT")
+
+
+def by_layer(halves: Sequence[HalfT]) -> tuple[tuple[HalfT, HalfT], ...]:
+    """Pairs of the halves of each layer, of what is listed half by half."""
+    return tuple(zip(halves[::2], halves[1::2], strict=True))

@@ -15,6 +15,7 @@ from functools import cached_property
 from math import ceil
 from typing import NamedTuple
 
+from megatron_lynx.anatomy import by_layer
 from megatron_lynx.cost.host import NO_HOST_TIME
 from megatron_lynx.cost.memory import HalfMemory, peak_bytes, resident_bytes
 from megatron_lynx.errors import Infeasible, Problem
@@ -38,7 +39,7 @@ class Solved:
 
     @property
     def layers(self) -> tuple[tuple[Option, Option], ...]:
-        return tuple(zip(self.halves[::2], self.halves[1::2], strict=True))
+        return by_layer(self.halves)
 
     @property
     def backward_order(self) -> tuple[HalfMemory, ...]:

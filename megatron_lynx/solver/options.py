@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron_lynx.anatomy import HALVES, Half, Section
+from megatron_lynx.anatomy import HALVES, Half, Section, by_layer
 from megatron_lynx.anatomy.address import own_window, resumes_in_wait
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import loss_bytes
@@ -130,7 +130,7 @@ class StageProblems:
 
     def _halves(self, sections: Sequence[Section]) -> Iterator[Choices]:
         kinds = [HalfKind(*neighbours) for neighbours in zip(sections, (*sections[1:], None), strict=False)]
-        for attention, mlp in zip(kinds[::2], kinds[1::2], strict=True):
+        for attention, mlp in by_layer(kinds):
             yield self._at_top(attention, mlp.section) if mlp.last else self._offered(attention, mlp.section)
             yield self._offered(mlp, attention.section)
 
