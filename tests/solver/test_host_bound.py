@@ -100,4 +100,4 @@ def test_a_checkpoint_takes_what_recomputing_everything_takes():
     items, measured = section.run_again(whole=True), profile.host_time.of(profile.shape.implementation).mlp
     for checkpointed, passes in ((True, measured.recomputed), (False, measured.gathered)):
         host = half_host_s(profile, section, items, checkpointed=checkpointed)
-        assert host == Passes(passes.forward_s, passes.backward_s)
+        assert host == passes.seconds
