@@ -20,6 +20,7 @@ from megatron_lynx.cost.step import StepRange
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.launch_arguments import job_of, read_launch
+from megatron_lynx.planner import Decision
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.stock import StockSetting, priced
 from megatron_lynx.units import format_bytes
@@ -311,6 +312,13 @@ def test_graphs_are_held_against_a_plan_as_if_the_host_took_no_time() -> None:
     assert "stock none, graphs" in said
 
 
+def taking(plan: Decision, step: StepRange, times: float) -> Decision:
+    """The plan as if it took this many times a step."""
+    other = replace(plan)
+    vars(other)["step"] = StepRange(times * step.least_s, times * step.most_s)
+    return other
+
+
 @pytest.mark.parametrize(("share", "run"), [(1.02, "launch"), (0.995, "launch"), (0.98, "plan")])
 def test_one_percent_of_todays_step_decides(share: float, run: str) -> None:
     """A plan that was 0.1 % faster was recommended, and a neighbour that was faster than a slower plan but not than today."""
@@ -318,8 +326,8 @@ def test_one_percent_of_todays_step_decides(share: float, run: str) -> None:
     assert found.launch.row is not None
     assert found.without_copies is not None
     today = found.launch.row.step
-    plan = replace(found.without_copies, step=StepRange(share * today.least_s, share * today.most_s))
-    slower = Neighbour(found.job, None, replace(plan, step=StepRange(1.01 * today.least_s, 1.01 * today.most_s)))
+    plan = taking(found.without_copies, today, share)
+    slower = Neighbour(found.job, None, taking(plan, today, 1.01))
     said = verdict(replace(found, stock=None, without_copies=plan, in_todays_bytes=None, copies=None, near=(slower,)))
     assert said.run == run
 
