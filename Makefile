@@ -7,7 +7,7 @@
 # make bridge  Megatron-Bridge 0.5 and 0.6 under plans, in an environment of its own (build/bridge, a few GB of packages)
 # make fuzz    drawn jobs under drawn and planned plans against stock, for five minutes; FUZZ="--seed 17" repeats one (tests/fuzz)
 # make faults  does the suite see what it is there for? Puts faults into a copy of the package, one by one (tests/faults)
-# make check   style, types, pages
+# make check   style and types (make lint), pages
 # make docs    a site of the documentation in build/site, read without a network
 # make clean   remove what was built (.venv stays)
 #
@@ -31,7 +31,7 @@ FOLDERS := $(foreach release,$(OTHERS),MEGATRON_CORE_$(subst .,_,$(basename $(re
 # Files stay whole, so that what a file's tests share is made once; those that take longest come first (tests/conftest.py).
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test ci long streams bridge fuzz faults releases quick check docs clean
+.PHONY: demo test ci long streams bridge fuzz faults releases quick check lint docs clean
 
 demo: $(VENV)/installed
 	$(BIN)/megatron-lynx profile jobs/demo -o $(DEMO)/profile.yaml
@@ -67,11 +67,13 @@ releases: $(VENV)/installed $(OTHERS:%=build/megatron-core-%/downloaded) $(TE_RE
 quick: $(VENV)/installed
 	$(BIN)/python -m pytest --quick -r fE -m "not streams and not long" $(SIDE_BY_SIDE)
 
-check: $(VENV)/installed
+check: lint
+	$(BIN)/python -m pytest -q tests/test_pages.py tests/test_prose.py tests/test_readme.py
+
+lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_pages.py tests/test_prose.py tests/test_readme.py
 
 docs: $(VENV)/installed build/docs/installed
 	$(BIN)/python -m scripts.make_site
