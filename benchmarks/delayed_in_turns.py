@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 from benchmarks.mechanisms import IN_PIECES, MECHANISMS, SENT_FIRST
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost import prices
+from megatron_lynx.cost import section
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--link-mbit-per-s", type=float, default=200.0)
     parser.add_argument("--only", choices=LAYOUTS)
     asked = parser.parse_args()
-    with patch.object(prices, "COPIED_FLOPS", COPIED_FLOPS):
+    with patch.object(section, "COPIED_FLOPS", COPIED_FLOPS):
         for layout in LAYOUTS if asked.only is None else [asked.only]:
             print(*rows(layout, asked.rounds, asked.link_mbit_per_s), sep="\n", flush=True)
 

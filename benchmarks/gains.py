@@ -17,7 +17,6 @@ from megatron_lynx.advise.today import asked_launch
 from megatron_lynx.config.job import Budget, Job
 from megatron_lynx.config.loader import job_path, load_cluster, load_job
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.stock.legality import NEWEST
 from megatron_lynx.units import GIB
 from scripts.make_plans import LAUNCHES, launch_words
 
@@ -52,7 +51,7 @@ def gains() -> Iterator[Gain]:
     for name in JOBS:
         for card, cluster in CLUSTERS.items():
             job = job_on(name, cluster)
-            found = answered(job, analytic_profile(job), None, near=False, copies=True, release=NEWEST)
+            found = answered(job, analytic_profile(job), None, near=False, copies=True)
             yield Gain(f"{name}, {job.gpus} GPUs", card, found)
 
 

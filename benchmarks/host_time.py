@@ -102,7 +102,7 @@ def rows(kind: str, layout: Layout, hosts: Hosts, rounds: int) -> Iterator[Row]:
         both_ms, own_ms = forward_ms + backward_ms, sum(item_ms.get(item, 0.0) for item in _recomputed(each))
         figures = (forward_ms, backward_ms, both_ms / none_ms, both_ms / full_ms, own_ms)
         without = round((both_ms - own_ms) / none_ms, 3) if own_ms else None
-        yield Row(kind, layout.name, each.name, *(round(figure, 3) for figure in figures), without)
+        yield Row(kind, layout.name, each.name, *(round(figure, 3) for figure in figures), without)  # type: ignore[call-arg]
 
 
 def _recomputed(candidate: Candidate) -> tuple[str, ...]:

@@ -123,7 +123,7 @@ def counted(folder: Path, kind: str, environment: Mapping[str, str], *, offloadi
 
 
 def rows(te: str | None) -> Iterator[Row]:
-    kinds = {"local": []} | ({} if te is None else {"transformer_engine": [te]})
+    kinds: dict[str, list[str]] = {"local": []} | ({} if te is None else {"transformer_engine": [te]})
     for kind, paths in kinds.items():
         rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "PYTHONHASHSEED": "0"}
         path = os.pathsep.join([*paths, *(each or os.getcwd() for each in sys.path)])

@@ -79,7 +79,7 @@ def curve(job: Job, without_flushes: bool, course: Course, seed: int) -> Iterato
     for batch in range(1, course.updates + 1):
         for group in training.optimizer.param_groups:
             group["lr"] = course.rate_of(batch - 1)
-        training.chunks[0].zero_grad_buffer()
+        training.chunks[0].zero_grad_buffer()  # type: ignore[operator]
         training.optimizer.zero_grad()
         if pipeline is None:
             run_schedule(training.chunks, job, [next(text) for _ in range(job.microbatches)])

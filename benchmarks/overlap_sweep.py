@@ -177,8 +177,8 @@ def markdown(rows: list[Row], held: dict[str, dict[str, float]], machine: str) -
         lines.append(f"| {where} | {times} | {shares} | {each.hidden_recomputations} + {each.on_demand_recomputations} |")
     lines += ["", "Resident bytes of one layer between forward and backward (slope between 4 and 8 layers):", ""]
     lines += ["| mode | stock none | stock full | ours | ours / full |", "|---|--:|--:|--:|--:|"]
-    for mode, each in held.items():
-        none, full, plan = (each[name] for name in ("stock none", "stock full", "ours"))
+    for mode, resident in held.items():
+        none, full, plan = (resident[name] for name in ("stock none", "stock full", "ours"))
         lines.append(f"| {mode} | {none:,.0f} | {full:,.0f} | {plan:,.0f} | {plan / full:.2f} |")
     return "\n".join([*lines, ""])
 

@@ -29,7 +29,7 @@ def _rows() -> Iterator[str]:
         for cluster in MEMORY_GIB:
             job = launch_job(name, cluster)
             stages = [stage.predicted for stage in load_plan(plan_path(name, cluster)).stages if stage.predicted is not None]
-            ours = _cell(stages[0].step_s, max(stage.memory_bytes or 0 for stage in stages))
+            ours = _cell(stages[0].step_s or 0.0, max(stage.memory_bytes or 0 for stage in stages))
             yield f"| `{name}.sh` | {job.gpus} GPUs, {cluster} | {_stock(job, 'none')} | {_stock(job, 'full')} | {ours} |"
 
 

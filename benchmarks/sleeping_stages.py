@@ -45,7 +45,7 @@ def trained(job: Job, batches: int, forward_s: float, barrier: bool, defers: boo
     text = (micro_batch for batch in range(batches) for micro_batch in synthetic_batches(job, batch))
     for batch in range(batches):
         if barrier:
-            training.chunks[0].zero_grad_buffer()
+            training.chunks[0].zero_grad_buffer()  # type: ignore[operator]
         training.optimizer.zero_grad()
         if pipeline is None:
             run_schedule(training.chunks, job, synthetic_batches(job, batch), forward_step_func=sleeping(forward_s))

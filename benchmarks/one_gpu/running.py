@@ -59,7 +59,7 @@ def _run_process(
     subject: Subject, left: list[Candidate], folder: Path, until_s: float, steps: int, *, dry: bool
 ) -> tuple[list[Candidate], Results]:
     """The settings that are left when a process has ended, and all results so far."""
-    env = {}
+    env: dict[str, str] = {}
     if subject.uses_te:
         env |= {"NVTE_CPU_OFFLOAD_V1": "1"}  # Megatron asks for it where it offloads; nothing else reads it
     if subject.repeatable:
