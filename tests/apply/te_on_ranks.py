@@ -80,10 +80,6 @@ def adam(rank: int) -> str:
     return f"{Adam.__module__}.{Adam.__qualname__}"
 
 
-def userbuffers(training: Any, undo: ExitStack) -> None:
-    training.chunks[0].decoder.layers[0].self_attention.linear_qkv.ub_overlap_ag_fprop = True
-
-
 def another_tracker(training: Any, undo: ExitStack) -> None:
     """A fork of it would draw numbers that no recomputation puts back."""
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker

@@ -334,7 +334,6 @@ def test_a_release_that_is_not_known_is_refused():
     ("spoil", "place"),
     [
         (partial(on_ranks.set_config, symmetric_ar_type="two_shot"), "config.symmetric_ar_type"),
-        (te_on_ranks.userbuffers, "layer 1.linear_qkv.ub_overlap_ag_fprop"),
         (te_on_ranks.another_tracker, "layer 1.core_attention"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

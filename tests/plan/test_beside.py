@@ -32,7 +32,7 @@ def overlapped() -> Plan:
 
 
 def latent() -> Plan:
-    return Plan.model_validate(test_latent.plan_data(te=True, **SP))
+    return Plan.model_validate(test_latent.plan_data(**SP))
 
 
 def userbuffers() -> Plan:

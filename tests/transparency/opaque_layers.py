@@ -52,7 +52,10 @@ def delta_nets(job: Job) -> Iterator[None]:
 
     def block_spec(usual: Any, config: Any, vp_stage: int | None, te: bool) -> Any:
         with_delta_nets(config, job)
+        variant = getattr(config, "experimental_attention_variant", None)  # specs of usual layers are made without one
+        config.experimental_attention_variant = None
         block = usual(config, vp_stage, te)
+        config.experimental_attention_variant = variant
         first = 1 + get_transformer_layer_offset(config, vp_stage)
         block.layer_specs = [deepcopy(spec) for spec in block.layer_specs]
         for number, spec in enumerate(block.layer_specs, start=first):

@@ -65,7 +65,7 @@ def test_transformer_engine(te_pool_of: Pools, layout: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", ["TP2+SP, local", *long("one rank", "TP2", "TP2+SP, queries as they are", "TP2+SP, fused", "CP2, a ring, fused")]
+    "layout", ["TP2+SP", *long("one rank", "TP2", "TP2+SP, queries as they are", "TP2+SP, fused", "CP2, a ring, fused")]
 )
 def test_latent_attention(te_pool_of: Pools, layout: str) -> None:
     """What ranks gather between its sites is gathered again, not kept."""

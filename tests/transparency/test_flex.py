@@ -73,5 +73,5 @@ def test_a_plan_for_another_dispatcher_is_refused(pool_of: Pools) -> None:
     """Its windows are others: one of the all-to-all's is none of DeepEP's."""
     job = job_of("EP2", "deepep")
     plan = in_windows(job_of("EP2", "alltoall"), {"mlp": "bwd.mlp.0", "attention": "bwd.mlp.2"})
-    with pytest.raises(RankError, match="found alltoall, needed deepep, which brings tokens"):
+    with pytest.raises(RankError, match="found alltoall, needed deepep, as this run has it"):
         checked(pool_of, job, [plan], trial_of())
