@@ -23,7 +23,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import chain, combinations
 from math import inf
 from typing import Any
@@ -96,9 +96,13 @@ class _Rivals:
 
     def _least(self, setting: StockSetting) -> int:
         if setting not in self._least_bytes:
-            one_of_equal_ones = {*of_every_stage(self.job, int)}
-            self._least_bytes[setting] = least_bytes(self.job, setting, one_of_equal_ones)
+            self._least_bytes[setting] = least_bytes(self.job, setting, self._stages)
         return self._least_bytes[setting]
+
+    @cached_property
+    def _stages(self) -> frozenset[int]:
+        """One of equal ones."""
+        return frozenset(of_every_stage(self.job, int))
 
     def _recomputed_s(self, recompute: Modules) -> float:
         shape, setting = LayerShape.of(self.job), StockSetting(recompute)

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_lynx.anatomy import EXPERTS_LINEARS, Half, Role
 from megatron_lynx.anatomy.address import FrameKey
@@ -246,13 +247,21 @@ def _local_claims(gradients: WeightGradients, tokens: int, linears: Mapping[Line
     of_half: dict[FrameKey | None, dict[LinearOf, Module]] = defaultdict(dict)
     for linear, module in linears.items():
         of_half[linear.frame][linear] = module
+    owners: dict[FrameKey | None, Any] = defaultdict(WeakIdKeyDictionary)  # a half has as many linears as a rank has experts
+
+    def owner_of(half: FrameKey | None, main_grad: Tensor) -> LinearOf | None:
+        if half not in of_half:
+            return None
+        if main_grad not in owners[half]:
+            having = (of for of, module in of_half[half].items() if getattr(module.weight, "main_grad", None) is main_grad)
+            owners[half][main_grad] = next(having, None)
+        return owners[half][main_grad]  # type: ignore[no-any-return]
 
     def hooked(original: Any) -> Any:
         @wraps(original)
         def accumulate(total_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-            of = of_half.get(gradients.backward_of, {})
-            owners = (linear for linear, module in of.items() if getattr(module.weight, "main_grad", None) is main_grad)
-            if (linear := next(owners, None)) is None or not gradients.delays(linear.linear):
+            linear = owner_of(gradients.backward_of, main_grad)
+            if linear is None or not gradients.delays(linear.linear):
                 original(total_input, grad_output, main_grad)
                 return
             operands = total_input.detach(), grad_output.detach()
