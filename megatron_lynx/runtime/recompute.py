@@ -315,8 +315,9 @@ class Recomputations:
     def _run(self, frame: Frame, until: str | None, *, whole: bool = False, starts: str | None = None) -> Recomputer:
         marks = () if starts else _arrived(frame)
         recomputer = Recomputer(frame, self._random, until, whole=whole, starts=starts)
-        weights, marked = self._as_recorded(frame.micro_batch.index), frame.policy.marked
+        weights = self._as_recorded(frame.micro_batch.index)
         bare = bool(frame.shortcut) and not whole and not starts
+        marked = () if bare and not frame.policy.checkpoint else frame.policy.marked  # a shortcut does not run the half's code
         guard = nullcontext() if bare else self._guard()
         silent = nullcontext() if bare else frame.policy.hooks.silent()
         with guard, silent, weights, unmarked(marked, marks), self._surroundings.as_captured(frame.surroundings):
