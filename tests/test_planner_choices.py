@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
 
 from megatron_lynx.config import Job
+from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.planner import decide, left_open
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.stock import FULL, NONE, priced
 from megatron_lynx.units import GIB
 from tests.test_plans_are_accepted import job_of
+from tests.tiny_jobs import tiny_job
 
 
 def within(job: Job, share: float) -> Job:
@@ -31,3 +34,18 @@ def test_of_plans_that_keep_fp8_copies_and_plans_that_do_not_the_faster_is_made(
     kept_s, gone_s = (seconds(left_open.with_copies(job, kept=way)) for way in (True, False))
     assert (kept_s < gone_s) == kept
     assert seconds(job) == min(kept_s, gone_s) < 0.996 * max(kept_s, gone_s)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"policy": "full"}, "policy planned, found full"),
+        ({"offload_ratio": "auto"}, "offload_ratio 0, found auto"),
+        ({"parallel": Parallel(pipeline=2, layers_per_chunk=1)}, "one chunk on each stage and schedule flush, found 2 and flush"),
+    ],
+)
+def test_what_whole_micro_batches_need(changes: dict[str, object], said: str) -> None:
+    job = tiny_job("gpt", pipeline=2, layers=4, microbatches=4)
+    data = job.model_copy(update={"whole_microbatches": 1, **changes}).model_dump(by_alias=True)
+    with pytest.raises(ValidationError, match=f"whole_microbatches needs {said}"):
+        Job.model_validate(data)

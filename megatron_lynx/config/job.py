@@ -128,6 +128,8 @@ class Job(Part):
     offload_ratio: Literal["auto"] | Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of a chunk's saved bytes that is offloaded to host memory; auto: the fastest share for plans, the smallest that fits
     for other policies."""
+    whole_microbatches: Literal["auto"] | Annotated[int, Field(ge=0)] = 0
+    """Micro-batches in flight on each stage that keep everything (Korthikanti et al., appendix C); auto: as many as fit."""
     budget: Budget = Budget()
     schedule: Schedule = "flush"
     defer_updates: bool = True
@@ -173,6 +175,7 @@ class Job(Part):
         if self.overlap.userbuffers and parallel.tensor > 1 and not parallel.sequence_parallel:
             problems.append("overlap.userbuffers needs parallel.sequence_parallel: true, found false, as Megatron refuses it")
         problems += self._head_problems()
+        problems += self._whole_problems()
         problems += fit.fp8_problems(model, parallel, self.batch.micro, self.cluster)
         problems += fit.fp8_parameter_problems(model, parallel, self.optimizer)
         if model.fp8_recipe == "nvfp4" and self.userbuffers:
@@ -198,6 +201,18 @@ class Job(Part):
             yield f"head.pieces needs model.mtp 0, found {self.model.mtp}: other losses read the same rows"
         if self.schedule == "double_buffered":
             yield "head.pieces needs schedule flush, found double_buffered: logits are computed again in backward"
+
+    def _whole_problems(self) -> Iterator[str]:
+        if self.whole_microbatches == 0:
+            return
+        if self.policy != "planned":
+            yield f"whole_microbatches needs policy planned, found {self.policy}"
+        if self.offload_ratio != 0:
+            yield f"whole_microbatches needs offload_ratio 0, found {self.offload_ratio}: one of the two saves the memory"
+        if self.chunks > 1 or self.schedule != "flush":
+            yield f"whole_microbatches needs one chunk on each stage and schedule flush, found {self.chunks} and {self.schedule}"
+        if self.model.moe_overlapped:
+            yield "whole_microbatches needs model.experts.overlapped: false, found true: nodes of two micro-batches alternate"
 
     def _flushless_problems(self) -> Iterator[str]:
         pipeline, microbatches, todo = self.parallel.pipeline, self.microbatches, "or train with schedule flush"

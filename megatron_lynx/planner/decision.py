@@ -203,15 +203,16 @@ def least_memory(job: Job, profile: Profile) -> tuple[StageMemory, ...]:
 
 
 def fitting(stages: Stages) -> Decision:
-    """Decide for a known partition, before weight gradients are placed. Copies may lag behind the solver's estimate: stages that
-    then exceed the budget in the rehearsal are solved again. Raises `Infeasible`."""
+    """Decide for a known partition, before weight gradients are placed. Copies may lag behind the solver's estimate, and whole
+    micro-batches hold more in their backward: stages that then exceed the budget in the rehearsal are solved again. Raises
+    `Infeasible`."""
     lags: dict[int, tuple[Lag, ...]] = {}
     while True:
         found = Decision.of(stages.job, stages.profile, _answers(stages, lags))
         over = {
             answer.stage: (answer.asked, too_much)
             for answer in found.stages
-            if answer.offload_ratio and (too_much := found.excess_bytes(answer.stage))
+            if (answer.offload_ratio or answer.whole) and (too_much := found.excess_bytes(answer.stage))
         }
         if not over:
             return found

@@ -3,8 +3,8 @@
 The fewest of these changes after which every stage's least memory fits; of equally many, the first in this order, which is the
 easiest for a launch:
 
-    exchanges of experts not overlapped -> offload_ratio: auto -> defer_updates: false -> distributed_optimizer
-                  -> sequence_parallel -> smaller micro-batch -> longer pipeline -> tensor -> schedule: flush
+    exchanges of experts not overlapped -> no whole micro-batches -> offload_ratio: auto -> defer_updates: false
+        -> distributed_optimizer -> sequence_parallel -> smaller micro-batch -> longer pipeline -> tensor -> schedule: flush
 
 Changes that need another profile are tried if the cluster is described well enough for an analytic one.
 """
@@ -103,6 +103,8 @@ def _changes(job: Job) -> Iterator[tuple[str, Any]]:
     layout, micro, pipeline = job.parallel, job.batch.micro, job.parallel.pipeline
     if job.model.moe_overlapped:
         yield "model.experts.overlapped", False
+    if job.whole_microbatches != 0:
+        yield "whole_microbatches", 0
     if job.offload_ratio != "auto" and job.policy == "planned":
         yield "offload_ratio", "auto"
     if job.schedule == "double_buffered" and job.defer_updates:

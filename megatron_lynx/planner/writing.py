@@ -18,7 +18,7 @@ from megatron_lynx.cost.step import avoid_messages
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.plan.consistency import depth
 from megatron_lynx.plan.facts import IN_BF16, BatchFacts, LayerRange, ModelFacts, ParallelFacts, PlannedDevice, Provenance
-from megatron_lynx.plan.plan import ALWAYS, Head, Offload, Plan, Predicted, Stage
+from megatron_lynx.plan.plan import ALWAYS, Head, Offload, Plan, Predicted, Stage, Whole
 from megatron_lynx.plan.rule import Ahead, ByPhase, CheckpointName, Rule, joined
 from megatron_lynx.plan.timetables import planned_halves
 from megatron_lynx.planner.evaluation import held_by_moment
@@ -193,15 +193,18 @@ def made_by() -> str:
 
 def _entry(job: Job, answer: StageAnswer, chunk: int) -> Stage:
     solved, where = answer.chunks[chunk], (answer.stage, chunk)
+    whole = Whole(of_every=answer.in_flight, first=answer.whole) if 0 < answer.whole < answer.in_flight else None
+    recomputing = sum(whole is None or number not in whole for number in range(job.microbatches))
     predicted = Predicted(
-        hidden_recompute_s=round(solved.hidden_s * job.microbatches, SECOND_DIGITS),
-        exposed_recompute_s=round(solved.exposed_s * job.microbatches, SECOND_DIGITS),
+        hidden_recompute_s=round(solved.hidden_s * recomputing, SECOND_DIGITS),
+        exposed_recompute_s=round(solved.exposed_s * recomputing, SECOND_DIGITS),
         resident_activation_bytes=solved.resident_bytes,
         ahead_bytes=solved.ahead_bytes,
         recomputed_flops=solved.flops,
         host_bytes=answer.host_bytes,
     )
-    return stage_of(job, where, _alike_at_top([*_rules(job, where, solved.layers)]), predicted, _offload(job, answer, chunk))
+    entry = stage_of(job, where, _alike_at_top([*_rules(job, where, solved.layers)]), predicted, _offload(job, answer, chunk))
+    return entry.model_copy(update={"whole": whole})
 
 
 def _alike_at_top(rules: list[Rule]) -> list[Rule]:

@@ -167,6 +167,8 @@ class StageAnswer:
     """Host seconds to issue it; 0 if unknown."""
     within: Within | None = None
     """Offload within micro-batches; then nothing is offloaded between passes."""
+    whole: int = 0
+    """Micro-batches in flight that keep everything. Bytes and seconds are of the others."""
 
     @property
     def offload_ratio(self) -> float:

@@ -16,6 +16,7 @@ excluded if all devices of a node together would offload more than its host memo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import ceil, floor
@@ -178,6 +179,8 @@ class Stages:
         After the first lag between passes, the stage offloads no more of a chunk than is copied during its forward. After another
         one the same share gets that much less memory, and then it is excluded.
         """
+        if self.job.whole_microbatches != 0:
+            return self._keeping_some(stage, lags)
         pacing = [at for at, (share, _) in enumerate(lags) if not share.within and self.job.policy == "planned"][:1]
         counted = [lag for at, lag in enumerate(lags) if at not in pacing]
         budget_bytes = layers_budget_bytes(self.job, stage)
@@ -204,6 +207,34 @@ class Stages:
         if best is None:
             raise Infeasible(NOTHING_FITS, problems())
         return best
+
+    def _keeping_some(self, stage: int, lags: tuple[Lag, ...]) -> StageAnswer:
+        """Return the answer with as many whole micro-batches as the job asks for; all in flight if they are fewer. Raises
+        `Infeasible`."""
+        asked, count = self.job.whole_microbatches, chunks_in_flight(self.job, stage)
+        most, less_bytes = count if asked == "auto" else min(asked, count), sum(size for _, size in lags)
+        answers = (self._with_whole(stage, whole, less_bytes) for whole in range(most, 0, -1))
+        found = next((answer for answer in answers if answer is not None), None)
+        whole = 0 if found is None else found.whole
+        if asked != "auto" and whole < most:
+            place, needed = f"whole_microbatches, stage {stage}", f"at most {whole} of {count} in flight"
+            raise Infeasible(NOTHING_FITS, [Problem(place, str(asked), needed, "lower it, or set it to auto")])
+        if found is None:
+            without = self.job.model_copy(update={"whole_microbatches": 0})
+            return Stages(without, self.profile, self.wait_s, self._chunks).answer(stage, lags)
+        return found
+
+    def _with_whole(self, stage: int, whole: int, less_bytes: int) -> StageAnswer | None:
+        """Return the answer for the other micro-batches in flight, in the memory that these leave without `less_bytes`; None if
+        they do not fit."""
+        budget_bytes = layers_budget_bytes(self.job, stage)
+        if whole == chunks_in_flight(self.job, stage):
+            answer = replace(self.keeping_all(stage), whole=whole)
+            return answer if budget_bytes is None or answer.peak_bytes <= budget_bytes - less_bytes else None
+        with suppress(Infeasible):
+            left_bytes = budget_bytes and budget_bytes - less_bytes - whole * self._kept_bytes(stage)
+            return self._offloading(stage, NOTHING, left_bytes, self._programme, whole)
+        return None
 
     def least(self, stage: int) -> StageAnswer:
         """Return the answer with the least peak, regardless of the budget."""
@@ -262,10 +293,11 @@ class Stages:
             solved = self._programme(problem)
         return solved
 
-    def _offloading(self, stage: int, share: Share, budget_bytes: int | None, solver: Solver) -> StageAnswer:
-        count, received_bytes = chunks_in_flight(self.job, stage), self._shape.input_bytes
+    def _offloading(self, stage: int, share: Share, budget_bytes: int | None, solver: Solver, whole: int = 0) -> StageAnswer:
+        """`whole`: micro-batches in flight that keep everything, for which the budget has no room."""
+        count, received_bytes, stock = chunks_in_flight(self.job, stage), self._shape.input_bytes, self._stock(stage)
         made = partial(
-            StageAnswer, stage=stage, in_flight=count, asked=share, stock=self._stock(stage), received_bytes=received_bytes
+            StageAnswer, stage=stage, in_flight=count, asked=share, stock=stock, received_bytes=received_bytes, whole=whole
         )
         if share.within:
             leaver, asked_bytes = self._leaver(stage), int(share.ratio * self._kept_bytes(stage))
@@ -276,7 +308,7 @@ class Stages:
         answer, moved = None, share.ratio
         while answer is None or answer.movable_share < answer.offloaded_share:
             moved = moved if answer is None else answer.movable_share
-            in_flight = count - (count - CHUNKS_NOT_OFFLOADED) * moved if moved else count
+            in_flight = count - (count - CHUNKS_NOT_OFFLOADED) * moved if moved else count - whole
             chunks = self._chunks.solved(stage, in_flight, budget_bytes, solver)
             host = host_s(self.profile, chunks, self.job.halves_on(stage).elements() if moved else ())
             answer = made(chunks=chunks, offloaded_share=moved, host=host)

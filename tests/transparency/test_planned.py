@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from megatron_lynx.config.job import Budget
-from megatron_lynx.plan.plan import Plan
+from megatron_lynx.errors import Infeasible
+from megatron_lynx.plan.plan import Plan, Whole
 from megatron_lynx.planner import Decision, decide, make_plan, uniform_plan
 from megatron_lynx.profiler.profile import BlockProfile, LinkPoint
 from megatron_lynx.rehearsal import rehearse
@@ -60,6 +61,25 @@ def test_one_stage_that_offloads_within_a_micro_batch(pool_of: Pools) -> None:
     last = outcome.planned.counts[-1]
     assert last.offloaded_bytes == last.reloaded_bytes == job.microbatches * stage.offload.bytes
     assert last.host_bytes == pytest.approx(stage.predicted.host_bytes, rel=0.05)
+
+
+def test_a_job_may_ask_for_whole_micro_batches(pool_of: Pools) -> None:
+    """Every second micro-batch of the first stage keeps everything, and only the others recompute. The last stage has one in
+    flight, so it keeps that. One more does not fit."""
+    job = tiny_job("llama", layers=4, pipeline=2, microbatches=4)
+    profile = made_up_profile(job)
+    kept, recomputed = (rehearse(uniform_plan(job, how), profile).memory(0).peak_bytes for how in ("none", "all"))
+    budget = Budget(activation_mib=(0.8 * kept + 0.2 * recomputed) / MIB)
+    asked = [job.model_copy(update={"budget": budget, "whole_microbatches": whole}) for whole in (1, "auto", 2)]
+    one, most = (make_plan(each, profile) for each in asked[:2])
+    assert [entry.whole for entry in one.stages] == [Whole(of_every=2, first=1), None]
+    assert most.stages == one.stages
+    with pytest.raises(Infeasible, match="at most 1 of 2 in flight"):
+        make_plan(asked[2], profile)
+    trial = Trial(steps=1, traced=True, canaries=True)
+    first, last = (outcome for (outcome,) in checked(pool_of, job, [one], trial))
+    recomputing = [{e["micro_batch"] for e in each.planned.events if e["kind"] == "recompute"} for each in (first, last)]
+    assert recomputing == [{1, 3}, set()]
 
 
 def test_layers_that_were_moved(pool_of: Pools) -> None:
