@@ -153,7 +153,7 @@ def _turns(calls: Sequence[Callable[[], object]]) -> Iterator[Callable[[], objec
 def median_s(calls: Iterator[Callable[[], object]], device: torch.device) -> float:
     """Seconds of a call, on the device's clock, while the next ones already wait: the host is not in it."""
     from megatron_lynx.profiler.timing import mark
-    from megatron_lynx.runtime.device import device_for
+    from megatron_lynx.runtime.device import device_for, seconds_between
 
     of_runtime = device_for(device)
     for _ in range(WARM_UP):
@@ -163,4 +163,4 @@ def median_s(calls: Iterator[Callable[[], object]], device: torch.device) -> flo
         next(calls)()
         marks.append(mark(of_runtime))
     of_runtime.synchronize()
-    return median(end.seconds_since(begin) for begin, end in pairwise(marks))
+    return median(seconds_between(begin, end) for begin, end in pairwise(marks))

@@ -23,7 +23,7 @@ from benchmarks.one_gpu.figures import covered_s, fingerprint
 from benchmarks.one_gpu.trained import SEED, Trained
 from megatron_lynx.measure.memory import activation_meter, marked
 from megatron_lynx.profiler.timing import mark
-from megatron_lynx.runtime.device import Event, device_for
+from megatron_lynx.runtime.device import Event, device_for, seconds_between
 from megatron_lynx.testbed.candidates import Candidate
 from megatron_lynx.testbed.groups import seed_random_numbers
 
@@ -224,7 +224,7 @@ class _clocked_reduction:
         self._config.finalize_model_grads_func = self._original
         if len(self._moments) == 2:
             begin, end = self._moments
-            self.seconds = end.seconds_since(begin)
+            self.seconds = seconds_between(begin, end)
 
 
 def free_memory() -> None:

@@ -31,7 +31,8 @@ from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.runtime.device import Device, device_for
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.frame import ChunkPolicy, Gather, HalfPolicy
-from megatron_lynx.runtime.offload import HostFacts, HostLimit, Offloader, OffloadPolicy, limit_of
+from megatron_lynx.runtime.host_memory import HostFacts, HostLimit, limit_of
+from megatron_lynx.runtime.offload import Offloader, OffloadPolicy
 from megatron_lynx.runtime.order import OrderOfStep, StageOrder
 from megatron_lynx.runtime.record import GATHERED
 from megatron_lynx.runtime.saved import memory_of

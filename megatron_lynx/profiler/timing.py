@@ -176,8 +176,8 @@ def measure_block(run: Callable[[], Tensor], device: Device, repetitions: int = 
             end = mark(device)
         device.synchronize()
         if repetition >= WARMUP:
-            forward.append(middle.seconds_since(start))
-            backward.append(end.seconds_since(middle))
+            forward.append(start.elapsed_time(middle) / 1e3)
+            backward.append(middle.elapsed_time(end) / 1e3)
     return BlockProfile(forward_s=median(forward), backward_s=median(backward))
 
 
@@ -251,7 +251,7 @@ def _timed_pass(run: HalfRun, head_start: HeadStart) -> tuple[dict[str, float], 
 def _stretches(begin: Event, marks: list[tuple[str, Event]]) -> dict[str, float]:
     seconds: dict[str, float] = {}
     for item, event in marks:
-        seconds[item] = seconds.get(item, 0.0) + event.seconds_since(begin)
+        seconds[item] = seconds.get(item, 0.0) + begin.elapsed_time(event) / 1e3
         begin = event
     return seconds
 
@@ -316,8 +316,8 @@ def seconds_of(call: Callable[[], Any], head_start: HeadStart) -> float:
         call()
         end = mark(head_start.device)
     head_start.device.synchronize()
-    return end.seconds_since(begin)
+    return begin.elapsed_time(end) / 1e3
 
 
 def mark(device: Device) -> Event:
-    return device.current.record(timed=True)
+    return device.record(timed=True)

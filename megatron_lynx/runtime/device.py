@@ -23,15 +23,11 @@ none: its copies may be queued after compute that waits for a dead peer. Their m
 from __future__ import annotations
 
 import ctypes
-import logging
-import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, Literal, final
 
 import torch
@@ -40,58 +36,50 @@ from torch import Tensor
 from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.timeline import Span, SpanKind, name_of
 
-log = logging.getLogger(__name__)
-
-Work = Callable[[], object]
-
 
 class Event:
-    """A point in a stream, reached when all work issued to the stream before it has finished."""
+    """A point in a stream, reached when all work issued to the stream before it has finished. A GPU's is a `torch.cuda.Event`."""
 
     def __init__(self) -> None:
         self._at_s = time.perf_counter()
 
-    @property
-    def done(self) -> bool:
+    def query(self) -> bool:
+        """Return whether it is reached."""
         return True
 
     def synchronize(self) -> None:
         """Wait for it on the host."""
 
-    def seconds_since(self, begin: Event) -> float:
-        """Return the seconds on the device's clock. Both events must be reached, and recorded as timed."""
-        return self._at_s - begin._at_s
+    def elapsed_time(self, end: Any) -> float:
+        """Return milliseconds on the device's clock. Both events must be reached, and recorded as timed."""
+        return float(end._at_s - self._at_s) * 1e3
 
 
-class Stream:
-    """Runs its work in order, in parallel with other streams."""
-
-    def run(self, work: Work) -> None:
-        """Call `work`, which issues to this stream. Errors of `work` are raised here."""
-        work()
-
-    def wait(self, event: Event) -> None:
-        """Start work issued from now on after the event."""
-
-    def record(self, *, timed: bool = False) -> Event:
-        """Return the point after the work issued so far. `timed`: needed for `seconds_since`."""
-        return Event()
+def seconds_between(begin: Event, end: Event) -> float:
+    return begin.elapsed_time(end) / 1e3
 
 
 class Device:
-    """One device that computes, and the memory of its host."""
+    """One device that computes, and the memory of its host. `stream`: what `Device.stream` returned; by default the stream on
+    which the calling thread computes, inside `run` the one that runs."""
 
     def __init__(self, where: torch.device) -> None:
         self.where = where
 
-    @property
-    def current(self) -> Stream:
-        """The stream on which the calling thread computes. Inside `Stream.run` it is that stream."""
-        return CALLING_THREAD
+    def stream(self, name: str) -> Any:
+        """Return the stream of that name, which no other library uses. It runs its work in order, in parallel with others."""
+        return name
 
-    def stream(self, name: str) -> Stream:
-        """Return the stream of that name, which no other library uses."""
-        return Stream()
+    def run(self, stream: Any, work: Callable[[], object]) -> None:
+        """Call `work`, which issues to this stream. Errors of `work` are raised here."""
+        work()
+
+    def wait(self, event: Event, stream: Any = None) -> None:
+        """Start work issued from now on after the event."""
+
+    def record(self, stream: Any = None, *, timed: bool = False) -> Event:
+        """Return the point after the work issued so far. `timed`: needed for `seconds_between`."""
+        return Event()
 
     def synchronize(self) -> None:
         """Wait on the host until every stream has finished the work issued so far."""
@@ -114,73 +102,35 @@ class Device:
 
 
 @final
-class CudaEvent(Event):
-    def __init__(self, stream: torch.cuda.Stream, timed: bool) -> None:
-        self.event = torch.cuda.Event(enable_timing=timed)
-        self.event.record(stream)
-
-    @property
-    def done(self) -> bool:
-        return bool(self.event.query())
-
-    def synchronize(self) -> None:
-        self.event.synchronize()
-
-    def seconds_since(self, begin: Event) -> float:
-        assert isinstance(begin, CudaEvent)
-        return float(begin.event.elapsed_time(self.event)) / 1e3
-
-
-@final
-class CudaStream(Stream):
-    """A stream of torch's. The calling thread issues work at once, with this as its current stream."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._stream = stream
-
-    def run(self, work: Callable[[], object]) -> None:
-        with torch.cuda.stream(self._stream):
-            work()
-
-    def wait(self, event: Event) -> None:
-        assert isinstance(event, CudaEvent)
-        self._stream.wait_event(event.event)
-
-    def record(self, *, timed: bool = False) -> Event:
-        return CudaEvent(self._stream, timed)
-
-
-@final
 class CudaDevice(Device):
     def __init__(self, where: torch.device) -> None:
         super().__init__(where)
         self._streams: dict[str, torch.cuda.Stream] = {}
-        self._pending: list[tuple[Callable[[], object], list[CudaEvent]]] = []
+        self._pending: list[tuple[Callable[[], object], list[Event]]] = []
         """Functions to call once all of their events are reached."""
 
-    @property
-    def current(self) -> Stream:
-        return CudaStream(torch.cuda.current_stream(self.where))
-
-    def stream(self, name: str) -> Stream:
+    def stream(self, name: str) -> torch.cuda.Stream:
         if name not in self._streams:
-            self._streams[name] = self._new_stream(name)
-        return CudaStream(self._streams[name])
+            self._streams[name] = torch.cuda.ExternalStream(new_stream(self.where), device=self.where)
+        return self._streams[name]
 
-    def _new_stream(self, name: str) -> torch.cuda.Stream:
-        try:
-            handle = new_stream(self.where.index or 0)
-        except (OSError, RuntimeError, AttributeError) as error:
-            log.warning("%s: no stream of its own (%s), so one of torch's 32, which a group of NCCL's may have, too", name, error)
-            return torch.cuda.Stream(self.where)
-        return torch.cuda.ExternalStream(handle, device=self.where)
+    def run(self, stream: torch.cuda.Stream, work: Callable[[], object]) -> None:
+        with torch.cuda.stream(stream):
+            work()
+
+    def wait(self, event: Any, stream: torch.cuda.Stream | None = None) -> None:
+        (stream or torch.cuda.current_stream(self.where)).wait_event(event)
+
+    def record(self, stream: torch.cuda.Stream | None = None, *, timed: bool = False) -> Any:
+        event = torch.cuda.Event(enable_timing=timed)
+        event.record(stream or torch.cuda.current_stream(self.where))
+        return event
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.where)
         self._poll()
 
     def hold(self, held: object, until: Event) -> None:
-        assert isinstance(until, CudaEvent)
         self._pending.append((partial(id, held), [until]))  # a no-op call that refers to it
 
     def random_states(self) -> tuple[Tensor, ...]:
@@ -192,81 +142,37 @@ class CudaDevice(Device):
 
     def lock(self, memory: Tensor) -> None:
         self._poll()
-        with _on_node_of(self.where):
-            status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+        status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
         if status != 0:
             raise RuntimeError(f"cudaHostRegister returned {status}")
 
     def unlock(self, memory: Tensor) -> None:
-        streams = {*self._streams.values(), torch.cuda.current_stream(self.where)}
-        events = [CudaEvent(stream, timed=False) for stream in streams]
+        events = [self.record(stream) for stream in (None, *self._streams.values())]
         self._pending.append((lambda: torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()), events))
         self._poll()
 
     def _poll(self) -> None:
         pending, self._pending = self._pending, []
         for call, events in pending:
-            if all(event.done for event in events):
+            if all(event.query() for event in events):
                 call()
             else:
                 self._pending.append((call, events))
 
 
-@contextmanager
-def _on_node_of(where: torch.device) -> Iterator[None]:
-    """Page-locking allocates the pages on the calling processor's NUMA node: make it the device's."""
-    processors = _processors_near(where)
-    if not processors:
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, processors)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
+def new_stream(where: torch.device) -> int:
+    """Return the handle of a new stream of the driver. Raises `RuntimeError` with CUDA's status.
 
-
-def _processors_near(where: torch.device) -> set[int]:
-    """Processors of the device's NUMA node on which this process may run; empty if the machine does not list them."""
-    facts: Any = torch.cuda.get_device_properties(where)
-    if not hasattr(facts, "pci_bus_id"):  # before torch 2.8
-        return set()
-    address = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
-    listed = Path("/sys/bus/pci/devices", address, "local_cpulist")
-    if not listed.exists() or not hasattr(os, "sched_getaffinity"):
-        return set()
-    spans = [part.split("-") for part in listed.read_text().strip().split(",") if part]
-    near = {number for span in spans for number in range(int(span[0]), int(span[-1]) + 1)}
-    return near & os.sched_getaffinity(0)
-
-
-def new_stream(device: int, driver: Any = None) -> int:
-    """Return the handle of a new stream of the driver. Raises `OSError` without a driver, `RuntimeError` with CUDA's status.
-
-    Torch hands out a pool of 32 in turns, also to NCCL's communicators, where a copy would queue behind a receive. The driver
-    creates streams on the device's primary context, which is torch's. They live as long as the process: torch's allocator and
-    events may refer to them at any time.
+    Torch hands out a pool of 32 in turns, also to NCCL's communicators, where a copy would queue behind a receive. These live as
+    long as the process: torch's allocator and events may refer to them at any time.
     """
-    library = driver or ctypes.CDLL("libcuda.so.1")
-    context, stream = ctypes.c_void_p(), ctypes.c_void_p()
-    _call(library, "cuInit", 0)
-    _call(library, "cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-    _call(library, "cuCtxPushCurrent_v2", context)
-    try:
-        _call(library, "cuStreamCreate", ctypes.byref(stream), 1)  # CU_STREAM_NON_BLOCKING: the default stream does not wait
-    finally:
-        _call(library, "cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
-    assert stream.value, "a status of success, and no stream"
+    stream, driver = ctypes.c_void_p(), ctypes.CDLL("libcuda.so.1")
+    with torch.cuda.device(where):
+        torch.cuda.synchronize()  # makes torch's context the driver's current one
+        status = driver.cuStreamCreate(ctypes.byref(stream), 1)  # CU_STREAM_NON_BLOCKING: the default stream does not wait
+    if status != 0 or stream.value is None:
+        raise RuntimeError(f"cuStreamCreate returned {status}")
     return stream.value
-
-
-def _call(library: Any, name: str, *arguments: Any) -> None:
-    if (status := getattr(library, name)(*arguments)) != 0:
-        raise RuntimeError(f"{name} returned {status}")
-
-
-CALLING_THREAD = Stream()
 
 
 def device_for(where: torch.device) -> Device:
@@ -295,19 +201,19 @@ class Clock:
         self._timed: deque[tuple[Any, Event, Event]] = deque()
 
     def begin(self) -> Event | None:
-        return self._device.current.record(timed=True) if self.runs else None
+        return self._device.record(timed=True) if self.runs else None
 
     def end(self, what: Any, begin: Event | None) -> None:
         if begin is not None:
-            self._timed.append((what, begin, self._device.current.record(timed=True)))
+            self._timed.append((what, begin, self._device.record(timed=True)))
 
     def take(self, *, exact: bool = True) -> list[tuple[Any, float]]:
         """Return (label, seconds) since the last call. `exact` waits for the device; otherwise unreached pairs stay."""
         seconds = []
-        while self._timed and (exact or self._timed[0][2].done):
+        while self._timed and (exact or self._timed[0][2].query()):
             what, begin, end = self._timed.popleft()
             end.synchronize()
-            seconds.append((what, end.seconds_since(begin)))
+            seconds.append((what, seconds_between(begin, end)))
         return seconds
 
 
@@ -318,7 +224,7 @@ class Trace(Clock):
 
     def start(self) -> None:
         self._timed.clear()
-        self.runs, self._origin = True, self._device.current.record(timed=True)
+        self.runs, self._origin = True, self._device.record(timed=True)
 
     def stop(self) -> list[Span]:
         """Return the spans since `start`, sorted by begin; waits for the device. Empty if it was never started."""
@@ -328,7 +234,7 @@ class Trace(Clock):
         self._device.synchronize()
         since, timed = self._origin, list(self._timed)
         self._timed.clear()
-        spans = [Span(kind, at.seconds_since(since), end.seconds_since(since), *of) for (kind, *of), at, end in timed]
+        spans = [Span(kind, seconds_between(since, at), seconds_between(since, end), *of) for (kind, *of), at, end in timed]
         return sorted(spans, key=lambda span: (span.start_s, -span.end_s))
 
     def add(
@@ -357,7 +263,7 @@ class Copy:
     @property
     def done(self) -> bool:
         """Whether it is over, or compute waits for it. Decides when memory is freed, never which tasks run (rule R1)."""
-        if self.pairs is not None and self.event.done:
+        if self.pairs is not None and self.event.query():
             self.release()
         return self.pairs is None
 
@@ -383,13 +289,13 @@ class Copier:
     def start(self, pairs: Sequence[Pair], micro_batch: int, after: Iterable[Copy | None] = ()) -> Copy:
         """Copy after the compute issued so far and the copies `after`. Errors of the device are raised here."""
         self.settle()
-        self._stream.wait(self._device.current.record())  # [1]
+        self._device.wait(self._device.record(), self._stream)  # [1]
         for before in dict.fromkeys(copy for copy in after if copy is not None):
-            self._stream.wait(before.event)  # [2]
+            self._device.wait(before.event, self._stream)  # [2]
         try:
-            self._stream.run(partial(self._move_all, pairs, micro_batch))
+            self._device.run(self._stream, partial(self._move_all, pairs, micro_batch))
         finally:
-            self._holding.append(Copy(micro_batch, pairs, self._stream.record()))
+            self._holding.append(Copy(micro_batch, pairs, self._device.record(self._stream)))
         self._bytes += sum(target.nbytes for target, _ in pairs)
         return self._holding[-1]
 
@@ -408,7 +314,7 @@ class Copier:
         """Let compute issued from now on wait for this copy."""
         if not copy.done:
             begin, traced = self._waits.begin(), self._trace.begin()
-            self._device.current.wait(copy.event)  # [4]
+            self._device.wait(copy.event)  # [4]
             self._trace.add("copy_wait", traced, micro_batch=copy.micro_batch)
             self._waits.end("copy", begin)
             copy.release()
@@ -421,7 +327,7 @@ class Copier:
 
     def drain(self) -> None:
         """Wait on the host for all copies issued so far."""
-        self._stream.record().synchronize()
+        self._device.record(self._stream).synchronize()
         self.settle()
 
     def close(self) -> None:

@@ -21,7 +21,8 @@ from megatron_lynx.figures import InputSeen
 from megatron_lynx.nest import first_in, map_nest
 from megatron_lynx.runtime.device import Device, device_for
 from megatron_lynx.runtime.frame import ChunkPolicy, Fed, Frame, HalfPolicy, MicroBatch
-from megatron_lynx.runtime.offload import HostLimit, Offloader, OffloadGroup
+from megatron_lynx.runtime.host_memory import HostLimit
+from megatron_lynx.runtime.offload import Offloader, OffloadGroup
 from megatron_lynx.runtime.order import Ledger, OrderOfStep, StageOrder
 from megatron_lynx.runtime.progress import Progress, Run, note
 from megatron_lynx.runtime.recompute import AsRecorded, Guard, Recomputations

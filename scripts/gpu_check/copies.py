@@ -26,7 +26,7 @@ from megatron_lynx.cost.memory import smallest_offloaded_bytes
 from megatron_lynx.kinds.planning import half_tensors
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.runtime.device import Trace, copiers_for, device_for
-from megatron_lynx.runtime.offload.host_memory import HostLimit, HostMemory
+from megatron_lynx.runtime.host_memory import HostLimit, HostMemory
 from scripts.gpu_check.part import Answer
 
 ROUNDS = 5

@@ -17,7 +17,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -25,11 +24,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lynx.runtime.device import Device, Event
+from megatron_lynx.runtime.device import Device, Event, seconds_between
 from scripts.gpu_check.overlap import Interval
 
-Sent = tuple[Event, Callable[[], Event]]
-"""The beginning of a collective, and what makes compute come behind its end, and says when that was."""
+Sent = tuple[Event, Callable[[], tuple[Event, float]]]
+"""The beginning of a collective, and what makes compute come behind its end, and says when that was: so many seconds behind an
+event."""
 
 
 class Late:
@@ -41,19 +41,20 @@ class Late:
         self._delay_s = delay_s
         self._alone = dist.get_backend(group) == "fake"
         self._link = _CudaLink(delay_s) if device.where.type == "cuda" else _HostLink(delay_s)
-        self._spans: list[tuple[Event, Event]] = []
+        self._spans: list[tuple[Event, Event, float]] = []
         self._origin: Event | None = None
 
     def start(self) -> None:
         """Forget what was; times count from here on."""
         self._spans.clear()
-        self._origin = self._device.current.record(timed=True)
+        self._origin = self._device.record(timed=True)
 
     def intervals(self) -> list[Interval]:
         """When each collective was under way. Waits for the device."""
         self._device.synchronize()
         assert self._origin is not None, "nothing was started"
-        return [(begin.seconds_since(self._origin), end.seconds_since(self._origin)) for begin, end in self._spans]
+        origin = self._origin
+        return [(seconds_between(origin, begin), seconds_between(origin, near) + more_s) for begin, near, more_s in self._spans]
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
@@ -89,7 +90,7 @@ class Late:
         begin, finish = self._link.send(run, self._device, [result, *sources])  # [2]
 
         def wait() -> None:
-            self._spans.append((begin, finish()))
+            self._spans.append((begin, *finish()))
             place.copy_(result)  # [3]
 
         return _Work(wait)
@@ -126,36 +127,18 @@ class _CudaLink:
     def send(self, run: Callable[..., Any], device: Device, tensors: list[Tensor]) -> Sent:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            begin = device.current.record(timed=True)
+            begin = device.record(timed=True)
             run(async_op=False)  # NCCL's stream comes behind this one, and this one behind NCCL's
             torch.cuda._sleep(self._cycles)
-            over = device.current.record()
+            over = device.record()
         for tensor in tensors:
             tensor.record_stream(self._stream)
 
-        def finish() -> Event:
-            device.current.wait(over)
-            return _Later(begin, self._delay_s)
+        def finish() -> tuple[Event, float]:
+            device.wait(over)
+            return begin, self._delay_s
 
         return begin, finish
-
-
-@dataclass(frozen=True)
-class _Later(Event):
-    """So long behind another event."""
-
-    begin: Event
-    seconds: float
-
-    @property
-    def done(self) -> bool:
-        return self.begin.done
-
-    def synchronize(self) -> None:
-        self.begin.synchronize()
-
-    def seconds_since(self, begin: Event) -> float:
-        return self.begin.seconds_since(begin) + self.seconds
 
 
 class _HostLink:
@@ -165,15 +148,15 @@ class _HostLink:
         self._delay_s = delay_s
 
     def send(self, run: Callable[..., Any], device: Device, tensors: list[Tensor]) -> Sent:
-        begin = device.current.record(timed=True)
+        begin = device.record(timed=True)
         over_s = time.monotonic() + self._delay_s
         work = run(async_op=True)
 
-        def finish() -> Event:
+        def finish() -> tuple[Event, float]:
             if work is not None:
                 work.wait()
             time.sleep(max(0.0, over_s - time.monotonic()))
-            return device.current.record(timed=True)
+            return device.record(timed=True), 0.0
 
         return begin, finish
 

@@ -143,7 +143,7 @@ def _another_mask(installation: Any) -> Iterator[None]:
 @contextmanager
 def _no_reload(installation: Any) -> Iterator[None]:
     """What is reloaded is used before it has arrived: the memory still holds what was there before."""
-    from megatron_lynx.runtime.offload.storage import OffloadedStorage
+    from megatron_lynx.runtime.offload import OffloadedStorage
 
     fresh = OffloadedStorage._fresh
     with pytest.MonkeyPatch.context() as patched:

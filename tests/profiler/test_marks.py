@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 
 from megatron_lynx.anatomy import MLP
 from megatron_lynx.apply.hooks.sites import Place
 from megatron_lynx.profiler.timing import LONGER, LONGEST_S, SHORTEST_S, WARMUP, HalfRun, HeadStart, item_seconds, measure_block
-from megatron_lynx.runtime.device import Device, Event, Stream
+from megatron_lynx.runtime.device import Device, Event
 from tests.runtime.tiny_half import FC1, FC2, NORM, made
 
 
@@ -19,24 +20,20 @@ class Reached(Event):
     def __init__(self, device: Counting) -> None:
         self.number, self.device = device.marks, device
 
-    def seconds_since(self, begin: Event) -> float:
-        assert isinstance(begin, Reached)
-        assert self.number <= self.device.reached, "asked before the device was there"
-        return float(self.number - begin.number)
+    def elapsed_time(self, end: Any) -> float:
+        assert isinstance(end, Reached)
+        assert end.number <= self.device.reached, "asked before the device was there"
+        return float(end.number - self.number) * 1e3
 
 
-class Counting(Stream):
+class Counting(Device):
     """A device that takes a second for whatever lies between two marks, and counts how often the host waits for it."""
 
     def __init__(self) -> None:
         self.marks = self.reached = self.waits = 0
-        self.where = torch.device("cpu")
+        super().__init__(torch.device("cpu"))
 
-    @property
-    def current(self) -> Counting:
-        return self
-
-    def record(self, *, timed: bool = False) -> Event:
+    def record(self, stream: Any = None, *, timed: bool = False) -> Event:
         assert timed
         self.marks += 1
         return Reached(self)
@@ -51,7 +48,7 @@ def test_the_host_waits_once_a_pass() -> None:
     device = Counting()
     modules = {NORM: half.norm, FC1: half.fc1, FC2: half.fc2}
     run = HalfRun(MLP, half, {}, hidden, [Place(MLP.of_name[name], module, "forward") for name, module in modules.items()])
-    forward, backward = item_seconds(run, HeadStart(device), repetitions=3)  # type: ignore[arg-type]
+    forward, backward = item_seconds(run, HeadStart(device), repetitions=3)
     assert device.waits == WARMUP + 3
     assert forward == {**dict.fromkeys(MLP.names, 1.0), NORM: 3.0}, "with the code before and behind it"
     assert sum(backward.values()) >= len(MLP.names)
@@ -59,7 +56,7 @@ def test_the_host_waits_once_a_pass() -> None:
 
 def test_a_block_is_waited_for_once_a_pass() -> None:
     device, tensor = Counting(), torch.ones(3, requires_grad=True)
-    block = measure_block(lambda: tensor * tensor, device, repetitions=3)  # type: ignore[arg-type]
+    block = measure_block(lambda: tensor * tensor, device, repetitions=3)
     assert (block.forward_s, block.backward_s, device.waits) == (1.0, 1.0, WARMUP + 3)
 
 

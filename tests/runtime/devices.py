@@ -48,7 +48,8 @@ def launches_block(device: Device) -> bool:
 
 def under_way(moment: Event | Copy, device: Device) -> bool:
     """Whether an event, or a copy's end, is still to come, as far as the device can say."""
-    return device is CPU or launches_block(device) or not moment.done
+    over = moment.done if isinstance(moment, Copy) else moment.query()
+    return device is CPU or launches_block(device) or not over
 
 
 def moved_bytes(offloader: Offloader) -> tuple[int, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
+import ctypes
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_lynx import runtime
-from megatron_lynx.runtime import device as device_module
-from megatron_lynx.runtime.device import CudaDevice, Device, device_for, new_stream, present_device
+from megatron_lynx.runtime.device import CudaDevice, Device, device_for, present_device, seconds_between
 from tests.runtime.devices import CPU, delay, launches_block, on_every_device, under_way, where_streams_have_a_clock
 from tests.runtime.devices import device as device
 
@@ -27,15 +27,15 @@ def numbers(device: Device, value: int) -> Tensor:
 def test_a_stream_runs_in_order_and_the_host_goes_on(device: Device) -> None:
     target, stream = numbers(device, 0), device.stream("test")
     target.add_(0).mul_(1)  # on a GPU the first launch of a kernel may wait for the device
-    stream.wait(device.current.record())
-    stream.run(partial(delay, device))
+    device.wait(device.record(), stream)
+    device.run(stream, partial(delay, device))
     for _ in range(100):
-        stream.run(partial(target.add_, 1))
-        stream.run(partial(target.mul_, -1))
-    over = stream.record()
+        device.run(stream, partial(target.add_, 1))
+        device.run(stream, partial(target.mul_, -1))
+    over = device.record(stream)
     assert under_way(over, device)
     over.synchronize()
-    assert over.done
+    assert over.query()
     assert set(target.tolist()) == {0}
 
 
@@ -44,15 +44,15 @@ def test_a_stream_waits_for_another_ones_event(device: Device) -> None:
     source, target = numbers(device, 0), numbers(device, 0)
     first, second = device.stream("first"), device.stream("second")
     for stream in (first, second):
-        stream.wait(device.current.record())
-    first.run(partial(delay, device))
-    first.run(partial(source.fill_, 7))
-    second.wait(first.record())
-    second.run(partial(target.copy_, source))
-    waits_too, unheld = second.record(), device.stream("third").record()
+        device.wait(device.record(), stream)
+    device.run(first, partial(delay, device))
+    device.run(first, partial(source.fill_, 7))
+    device.wait(device.record(first), second)
+    device.run(second, partial(target.copy_, source))
+    waits_too, unheld = device.record(second), device.record(device.stream("third"))
     unheld.synchronize()
     assert under_way(waits_too, device), "only who waits is held up"
-    second.record().synchronize()
+    device.record(second).synchronize()
     assert set(target.tolist()) == {7}
 
 
@@ -60,21 +60,21 @@ def test_a_stream_waits_for_another_ones_event(device: Device) -> None:
 def test_a_stream_comes_behind_what_compute_was_given(device: Device) -> None:
     source, target, stream = numbers(device, 0), numbers(device, 0), device.stream("test")
     device.synchronize()
-    device.current.run(partial(delay, device))
+    delay(device)
     source.fill_(7)
-    stream.wait(device.current.record())
-    stream.run(partial(target.copy_, source))
-    stream.record().synchronize()
+    device.wait(device.record(), stream)
+    device.run(stream, partial(target.copy_, source))
+    device.record(stream).synchronize()
     assert set(target.tolist()) == {7}
 
 
 @on_every_device
 def test_compute_comes_behind_an_event_that_it_waits_for(device: Device) -> None:
     source, stream = numbers(device, 0), device.stream("test")
-    stream.wait(device.current.record())
-    stream.run(partial(delay, device))
-    stream.run(partial(source.fill_, 7))
-    device.current.wait(stream.record())
+    device.wait(device.record(), stream)
+    device.run(stream, partial(delay, device))
+    device.run(stream, partial(source.fill_, 7))
+    device.wait(device.record(stream))
     assert set((source * 1).tolist()) == {7}
 
 
@@ -82,34 +82,34 @@ def test_compute_comes_behind_an_event_that_it_waits_for(device: Device) -> None
 def test_inside_a_stream_it_is_the_current_one(device: Device) -> None:
     """What times copies asks the current stream."""
     stream, inside = device.stream("test"), []
-    stream.run(partial(delay, device))
-    stream.run(lambda: inside.append(device.current.record(timed=True)))
-    before = device.current.record(timed=True)
+    device.run(stream, partial(delay, device))
+    device.run(stream, lambda: inside.append(device.record(timed=True)))
+    before = device.record(timed=True)
     device.synchronize()
-    assert device is CPU or launches_block(device) or inside[0].seconds_since(before) > 0
+    assert device is CPU or launches_block(device) or seconds_between(before, inside[0]) > 0
 
 
 @on_every_device
 def test_synchronizing_the_device_waits_for_every_stream(device: Device) -> None:
     streams = [device.stream(str(number)) for number in range(3)]
     for stream in streams:
-        stream.run(partial(delay, device))
-    events = [stream.record() for stream in streams]
+        device.run(stream, partial(delay, device))
+    events = [device.record(stream) for stream in streams]
     device.synchronize()
-    assert all(event.done for event in events)
+    assert all(event.query() for event in events)
 
 
 @where_streams_have_a_clock
 def test_timed_events_measure_what_lies_between_them(device: Device) -> None:
     stream = device.stream("test")
-    begin = stream.record(timed=True)
-    stream.run(partial(delay, device))
-    middle = stream.record(timed=True)
-    end = stream.record(timed=True)
+    begin = device.record(stream, timed=True)
+    device.run(stream, partial(delay, device))
+    middle = device.record(stream, timed=True)
+    end = device.record(stream, timed=True)
     end.synchronize()
-    assert 0.005 < middle.seconds_since(begin) < 5
-    assert 0 <= end.seconds_since(middle) < middle.seconds_since(begin)
-    assert end.seconds_since(begin) == pytest.approx(middle.seconds_since(begin) + end.seconds_since(middle), abs=1e-4)
+    assert 0.005 < seconds_between(begin, middle) < 5
+    assert 0 <= seconds_between(middle, end) < seconds_between(begin, middle)
+    assert seconds_between(begin, end) == pytest.approx(seconds_between(begin, middle) + seconds_between(middle, end), abs=1e-4)
 
 
 @on_every_device
@@ -151,11 +151,11 @@ def test_unlocking_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     runtime_of_cuda = SimpleNamespace(cudaHostUnregister=unlocked.append)
     answers = {"Event": Event, "synchronize": synchronize, "cudart": lambda: runtime_of_cuda}
-    answers |= {"Stream": lambda where: "a stream", "current_stream": lambda where: "compute"}
+    answers["current_stream"] = lambda where: "compute"
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, answer)
     device, memory = CudaDevice(torch.device("cuda", 0)), [torch.zeros(8), torch.zeros(8)]
-    device.stream("offload")
+    device._streams["offload"] = SimpleNamespace()  # type: ignore[assignment]
     device.unlock(memory[0])
     assert unlocked == []
     reached[0] = True
@@ -163,59 +163,36 @@ def test_unlocking_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert unlocked == [one.data_ptr() for one in memory]
 
 
-class Driver:
-    """Answers as the CUDA driver does, and notes what it was asked. `fails`: the call that does not succeed."""
+def driver(monkeypatch: pytest.MonkeyPatch, status: int = 0) -> list[str]:
+    """A CUDA driver, whose calls it notes."""
+    called = list[str]()
 
-    def __init__(self, fails: str = "") -> None:
-        self.asked: list[str] = []
-        self._fails = fails
+    def create(stream: Any, flags: int) -> int:
+        assert flags == 1, "a stream that waits for the default stream"
+        assert called[-1] == "synchronize", "torch's context may not be the current one"
+        called.append("cuStreamCreate")
+        stream._obj.value = 4096 + len(called)
+        return status
 
-    def __getattr__(self, name: str) -> Any:
-        def call(*given: Any) -> int:
-            self.asked.append(name)
-            if name == "cuStreamCreate":
-                assert given[1] == 1, "a stream that waits for the default stream"
-                given[0]._obj.value = 4096 + len(self.asked)
-            return 201 if name == self._fails else 0
-
-        return call
-
-
-def test_a_stream_of_our_own_comes_from_the_driver() -> None:
-    driver = Driver()
-    assert new_stream(3, driver) == 4096 + 4
-    assert driver.asked == ["cuInit", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2", "cuStreamCreate", "cuCtxPopCurrent_v2"]
-    failing = Driver("cuStreamCreate")
-    with pytest.raises(RuntimeError, match="cuStreamCreate returned 201"):
-        new_stream(0, failing)
-    assert failing.asked[-1] == "cuCtxPopCurrent_v2", "the context is left as it was"
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(cuStreamCreate=create))
+    monkeypatch.setattr(torch.cuda, "device", lambda where: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: called.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: handle)
+    return called
 
 
 def test_copies_stood_behind_a_receive_on_a_stream_that_nccl_had_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch hands out its 32 streams in turns, to NCCL's groups as well. Ours come from elsewhere, and one name has one."""
-    pool = itertools.cycle(range(32))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda where: next(pool))
-    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: handle)
-    monkeypatch.setattr(device_module, "new_stream", lambda device: new_stream(device, driver))
-    driver, device = Driver(), CudaDevice(torch.device("cuda", 0))
-    ours = [device.stream(name)._stream for name in ("offload", "reload", "offload")]
-    assert ours[0] == ours[2] != ours[1]
-    assert not {*ours} & {*(torch.cuda.Stream(None) for _ in range(32))}
+    """torch hands out its 32 streams in turns, to NCCL's groups as well. Ours come from the driver, and one name has one."""
+    called, device = driver(monkeypatch), CudaDevice(torch.device("cuda", 0))
+    ours: list[Any] = [device.stream(name) for name in ("offload", "reload", "offload")]
+    assert ours == [4096 + 2, 4096 + 4, 4096 + 2]
+    assert called == ["synchronize", "cuStreamCreate"] * 2
 
 
-def test_without_the_driver_a_stream_is_one_of_torchs_and_the_log_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def none(device: int) -> int:
-        raise OSError("libcuda.so.1: cannot open shared object file")
-
-    monkeypatch.setattr(torch.cuda, "Stream", lambda where: "one of 32")
-    monkeypatch.setattr(device_module, "new_stream", none)
-    assert CudaDevice(torch.device("cuda", 0)).stream("offload")._stream == "one of 32"
-    assert caplog.messages == [
-        "offload: no stream of its own (libcuda.so.1: cannot open shared object file), so one of torch's 32, which a group of "
-        "NCCL's may have, too"
-    ]
+def test_a_stream_that_the_driver_does_not_make_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver(monkeypatch, status=201)
+    with pytest.raises(RuntimeError, match="cuStreamCreate returned 201"):
+        CudaDevice(torch.device("cuda", 0)).stream("offload")
 
 
 def test_a_device_is_one_object() -> None:

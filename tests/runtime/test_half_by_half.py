@@ -15,8 +15,8 @@ from megatron_lynx.anatomy import DENSE, HALVES
 from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.frame import HalfPolicy
-from megatron_lynx.runtime.offload import HostLimit, Offloader, OffloadGroup, OffloadPolicy
-from megatron_lynx.runtime.offload.host_memory import ALIGNMENT
+from megatron_lynx.runtime.host_memory import ALIGNMENT, HostLimit
+from megatron_lynx.runtime.offload import Offloader, OffloadGroup, OffloadPolicy
 from megatron_lynx.runtime.order import StageOrder
 from megatron_lynx.schedule.schedule import Action
 from tests.runtime.devices import CPU, delay, moved_bytes, on_every_device

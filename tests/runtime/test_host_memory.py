@@ -8,8 +8,8 @@ import torch
 from megatron_lynx.errors import OffloadError
 from megatron_lynx.free_memory import FreeMemory, Pot
 from megatron_lynx.runtime.device import Copier, Device, Trace
-from megatron_lynx.runtime.offload import HostFacts, Offloader, OffloadPolicy, limit_of
-from megatron_lynx.runtime.offload.host_memory import ALIGNMENT, HostLimit, HostMemory, Lease, too_little
+from megatron_lynx.runtime.host_memory import ALIGNMENT, HostFacts, HostLimit, HostMemory, Lease, limit_of, too_little
+from megatron_lynx.runtime.offload import Offloader, OffloadPolicy
 from tests.runtime.devices import CPU
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megatron_lynx.errors import OffloadError
 from megatron_lynx.runtime.device import Device
-from megatron_lynx.runtime.offload import HostLimit, OffloadedTensor, Offloader, OffloadGroup, OffloadPolicy, on_device
-from megatron_lynx.runtime.offload.storage import OffloadedStorage
+from megatron_lynx.runtime.host_memory import HostLimit
+from megatron_lynx.runtime.offload import OffloadedStorage, OffloadedTensor, Offloader, OffloadGroup, OffloadPolicy, on_device
 from tests.runtime.devices import CPU, asynchronous, delay, moved_bytes, on_every_device, waited_s
 from tests.runtime.devices import device as device
 

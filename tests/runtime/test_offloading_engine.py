@@ -15,7 +15,8 @@ from megatron_lynx.anatomy import MLP
 from megatron_lynx.errors import RecomputeError
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.frame import ChunkPolicy, HalfPolicy
-from megatron_lynx.runtime.offload import HostLimit, Offloader, OffloadPolicy
+from megatron_lynx.runtime.host_memory import HostLimit
+from megatron_lynx.runtime.offload import Offloader, OffloadPolicy
 from megatron_lynx.runtime.order import StageOrder
 from megatron_lynx.schedule.schedule import Action
 from tests.runtime.devices import CPU

@@ -63,7 +63,7 @@ def an_original_released_early() -> Iterator[None]:
 @contextmanager
 def an_address_taken_for_its_tensor() -> Iterator[None]:
     """What was let go in the middle of a forward is still known by its address, which another tensor has by now."""
-    from megatron_lynx.runtime.offload.storage import OffloadedStorage
+    from megatron_lynx.runtime.offload import OffloadedStorage
 
     with ExitStack() as undo:
         replace(undo, OffloadedStorage, "here", True)
@@ -90,7 +90,7 @@ def a_copy_back_into_memory_let_go() -> Iterator[None]:
 @contextmanager
 def host_memory_lent_too_early() -> Iterator[None]:
     """A copy out does not come behind the copy back that still reads its room."""
-    from megatron_lynx.runtime.offload.host_memory import HostMemory
+    from megatron_lynx.runtime.host_memory import HostMemory
 
     lend = HostMemory.lend
 

@@ -24,7 +24,7 @@ NAN = 0xFF
 @contextmanager
 def tampered_copies(offloader: Any, seen: Any) -> Iterator[None]:
     """`seen.copies` gets beginnings and ends, `seen.overwritten` counts originals."""
-    from megatron_lynx.runtime.offload.storage import OffloadedStorage
+    from megatron_lynx.runtime.offload import OffloadedStorage
 
     delays = random.Random(5)
 

@@ -20,7 +20,7 @@ from megatron_lynx.planner import make_plan
 from megatron_lynx.profiler.profile import LinkPoint, Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.rehearsal import rehearse
-from megatron_lynx.runtime.offload.host_memory import ALIGNMENT
+from megatron_lynx.runtime.host_memory import ALIGNMENT
 from megatron_lynx.schedule.flushes import sets_on_host
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.testbed.ranks import RankError, RankPool

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
 import weakref
 from collections.abc import Callable
@@ -20,9 +19,9 @@ from tests.instruments.replacing import replace
 def note_copies(undo: ExitStack, log: Log) -> None:
     """Note what the calling thread gives to streams, until `undo` is closed."""
     notes = _Notes(log)
-    replace(undo, device.Stream, "wait", notes.wait(device.Stream.wait))
-    replace(undo, device.Stream, "record", notes.record(device.Stream.record))
-    replace(undo, device.Stream, "run", notes.run(device.Stream.run))
+    replace(undo, device.Device, "wait", notes.wait(device.Device.wait))
+    replace(undo, device.Device, "record", notes.record(device.Device.record))
+    replace(undo, device.Device, "run", notes.run(device.Device.run))
     replace(undo, device.Event, "synchronize", notes.synchronize(device.Event.synchronize))
     replace(undo, device.Device, "synchronize", notes.synchronize_all(device.Device.synchronize))
 
@@ -34,26 +33,24 @@ class _Notes:
         self._inside = False
         """Whether a call of a stream runs, whose calls of its own are not noted."""
         self._events: weakref.WeakKeyDictionary[device.Event, Event] = weakref.WeakKeyDictionary()
-        self._names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-        self._numbers = itertools.count()
 
     def run(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def uncounted(stream: Any, work: Callable[[], object]) -> None:
+        def uncounted(device: Any, stream: Any, work: Callable[[], object]) -> None:
             with _disable_current_modes():  # the copy is one kernel of its stream, and none of compute
-                original(stream, work)
+                original(device, stream, work)
 
-        return self._noted(uncounted, lambda result, stream, work: self._log.kernel("copy", self._name(stream)))
+        return self._noted(uncounted, lambda result, device, stream, work: self._log.kernel("copy", _name(stream)))
 
     def wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def note(result: Any, stream: Any, event: Any) -> None:
+        def note(result: Any, device: Any, event: Any, stream: Any = None) -> None:
             if event in self._events:
-                self._log.wait(self._events[event], self._name(stream))
+                self._log.wait(self._events[event], _name(stream))
 
         return self._noted(original, note)
 
     def record(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def note(result: Any, stream: Any, **kwargs: Any) -> None:
-            self._events[result] = self._log.event(self._name(stream))
+        def note(result: Any, device: Any, stream: Any = None, **kwargs: Any) -> None:
+            self._events[result] = self._log.event(_name(stream))
 
         return self._noted(original, note)
 
@@ -84,9 +81,6 @@ class _Notes:
 
         return call
 
-    def _name(self, stream: Any) -> str:
-        if stream is device.CALLING_THREAD:
-            return COMPUTE
-        if stream not in self._names:
-            self._names[stream] = f"copies {next(self._numbers)}"
-        return self._names[stream]
+
+def _name(stream: str | None) -> str:
+    return COMPUTE if stream is None else f"copies, {stream}"

@@ -4,8 +4,8 @@
     one thread each     for every further stream: it moves raw memory, as late as it may. Most copies begin only when somebody
                         waits, and then after a random time from a seed (`move`)
 
-`Stream.run(work)` calls `work` at once, on the calling thread, with this stream as the current one. A copy that `work` asks for
-is caught at torch's dispatcher and given to the stream's thread. So the real copier, trace and host pool run as they do on CUDA.
+`Device.run(stream, work)` calls `work` at once, on the calling thread, with this stream as the current one. A copy that `work`
+asks for is caught at torch's dispatcher and given to the stream's thread. So the real copier, trace and host pool run as on CUDA.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_lynx.runtime.device import Device, Event, Stream
+from megatron_lynx.runtime.device import Device, Event
 from tests.instruments.posted import asked_at
 from tests.instruments.streams.listener import COMPUTE, StreamListener
 from tests.instruments.streams.move import Move, poison
@@ -41,33 +41,28 @@ class AsynchronousEvent(Event):
         self.point = point
         self._device = device
 
-    @property
-    def done(self) -> bool:
+    def query(self) -> bool:
         """Never sooner than the host knows without asking: who asks too early, and finds it reached by chance, is not helped."""
-        return self.reached.done and self._device.listener.host_knows(self.point)
+        return self.reached.query() and self._device.listener.host_knows(self.point)
 
     def synchronize(self) -> None:
         self._device.hurry()
         self.reached.synchronize()
         self._device.listener.host_waits(self.point)
 
-    def seconds_since(self, begin: Event) -> float:
-        assert isinstance(begin, AsynchronousEvent)
-        return self.reached.seconds_since(begin.reached)
+    def elapsed_time(self, end: Any) -> float:
+        assert isinstance(end, AsynchronousEvent)
+        return self.reached.elapsed_time(end.reached)
 
 
 @final
-class AsynchronousStream(Stream):
+class AsynchronousStream:
     """A stream of an `AsynchronousDevice`; `does`: what does the work, the calling thread or one of its own."""
 
-    def __init__(self, name: str, does: Stream, device: AsynchronousDevice) -> None:
+    def __init__(self, name: str, does: CallingThread | ThreadStream, device: AsynchronousDevice) -> None:
         self.name = name
         self._does = does
         self._device = device
-
-    def run(self, work: Callable[[], object]) -> None:
-        with self._device.issuing_on(self):
-            work()
 
     def move(self, target: Tensor, source: Tensor) -> None:
         """Copy, behind what was given before."""
@@ -103,18 +98,24 @@ class AsynchronousDevice(Device):
         self._found: list[str] = []
 
     @property
-    def current(self) -> Stream:
-        return self._current
-
-    @property
     def found(self) -> list[str]:
         self._look_back()
         return self._found
 
-    def stream(self, name: str) -> Stream:
+    def stream(self, name: str) -> AsynchronousStream:
         stream = AsynchronousStream(name, ThreadStream(name), self)
         self._streams.append(stream)
         return stream
+
+    def run(self, stream: AsynchronousStream | None, work: Callable[[], object]) -> None:
+        with self.issuing_on(stream or self._compute):
+            work()
+
+    def wait(self, event: Event, stream: AsynchronousStream | None = None) -> None:
+        (stream or self._current).wait(event)
+
+    def record(self, stream: AsynchronousStream | None = None, *, timed: bool = False) -> Event:
+        return (stream or self._current).record(timed=timed)
 
     @contextmanager
     def issuing_on(self, stream: AsynchronousStream) -> Iterator[None]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import final
 
-from megatron_lynx.runtime.device import Event, Stream, Work
+from megatron_lynx.runtime.device import Event
+
+Work = Callable[[], object]
 
 
 @final
@@ -23,20 +26,15 @@ class ThreadEvent(Event):
         self._at_s = time.perf_counter()
         self._reached.set()
 
-    @property
-    def done(self) -> bool:
+    def query(self) -> bool:
         return self._reached.is_set()
 
     def synchronize(self) -> None:
         self._reached.wait()
 
-    def seconds_since(self, begin: Event) -> float:
-        assert isinstance(begin, ThreadEvent)
-        return self._at_s - begin._at_s
-
 
 @final
-class CallingThread(Stream):
+class CallingThread:
     """Compute: its work is done when the call returns, and it waits on the host."""
 
     def run(self, work: Work) -> None:
@@ -52,7 +50,7 @@ class CallingThread(Stream):
 
 
 @final
-class ThreadStream(Stream):
+class ThreadStream:
     """A thread, which starts with the first work and ends when the stream is forgotten."""
 
     def __init__(self, name: str) -> None:
@@ -68,7 +66,7 @@ class ThreadStream(Stream):
         self._given.put(work)
 
     def wait(self, event: Event) -> None:
-        if not event.done:
+        if not event.query():
             self.run(event.synchronize)
 
     def record(self, *, timed: bool = False) -> Event:
