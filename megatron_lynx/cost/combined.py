@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import groupby, zip_longest
+from itertools import zip_longest
 from typing import NamedTuple
 
 from megatron_lynx.anatomy import LayerKind
@@ -122,33 +122,14 @@ FORWARD, BACKWARD, WEIGHTS = 0, 1, 2
 """Tags of tasks. `WEIGHTS` tasks wait only for their stream."""
 
 
+@lru_cache(maxsize=4096)
 def paired_s(
-    forward: Sequence[Nodes], backward: Sequence[Nodes], beside: Beside = UNDISTURBED, *, delayed: bool = False
+    forward: tuple[Nodes, ...], backward: tuple[Nodes, ...], beside: Beside = UNDISTURBED, *, delayed: bool = False
 ) -> float:
     """Return the seconds of one micro-batch's forward overlapped with another's backward, which starts with its last layer. If
     one of them is empty, exchanges are exposed. `delayed`: weight gradients are nodes of their own."""
-    return _pairs_s(tuple(zip_longest(forward, reversed(backward))), beside, delayed)
-
-
-Pair = tuple[Nodes | None, Nodes | None]
-WALKED_PAIRS = 6
-"""Pairs simulated of a run of equal ones; each further pair takes as long as the last."""
-
-
-@lru_cache(maxsize=4096)
-def _pairs_s(pairs: tuple[Pair, ...], beside: Beside, delayed: bool) -> float:
-    runs = [tuple(run) for _, run in groupby(pairs)]
-    longest = max(range(len(runs)), key=lambda at: len(runs[at]), default=None)
-    if longest is None or len(runs[longest]) <= WALKED_PAIRS:
-        tasks = [task for pair in pairs for task in _issued(*pair, delayed)]
-        return _walked_s([task for task in tasks if task.seconds > 0], beside)
-    fewer = len(runs[longest]) - WALKED_PAIRS
-    few_s, less_s = (_pairs_s(_without(runs, longest, fewer + one), beside, delayed) for one in (0, 1))
-    return few_s + fewer * (few_s - less_s)
-
-
-def _without(runs: Sequence[tuple[Pair, ...]], at: int, count: int) -> tuple[Pair, ...]:
-    return tuple(pair for number, run in enumerate(runs) for pair in (run[count:] if number == at else run))
+    pairs = zip_longest(forward, reversed(backward))
+    return _walked_s([task for pair in pairs for task in _issued(*pair, delayed) if task.seconds > 0], beside)
 
 
 def _issued(f: Nodes | None, b: Nodes | None, delayed: bool) -> Iterator[Task]:

@@ -201,7 +201,7 @@ class Leaver:
         kinds = self.job.model.each_kind(layers)
         sections = tuple(section for kind in kinds for section in kind)
         if self.job.model.moe_overlapped:
-            nodes = [nodes_of(self.profile, keeping_all(self.profile, kind), kind) for kind in kinds]
+            nodes = tuple(nodes_of(self.profile, keeping_all(self.profile, kind), kind) for kind in kinds)
             return _Chunk(sections, paired_s(nodes, nodes, delayed=self.job.model.moe_delayed))
         seconds = {section: half_seconds(self.profile, section).forward_s for section in dict.fromkeys(sections)}
         return _Chunk(sections, sum(seconds[section] for section in sections))
