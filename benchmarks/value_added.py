@@ -51,7 +51,7 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.stock.layer import layer_seconds
 from megatron_lynx.stock.legality import NEWEST
-from megatron_lynx.stock.price import Pricing
+from megatron_lynx.stock.price import priced
 from megatron_lynx.stock.setting import StockSetting
 from megatron_lynx.stock.stage import StockStage
 
@@ -133,10 +133,10 @@ def parts_of(job: Job, profile: Profile, setting: StockSetting) -> Parts:
             if not (section.captured or section.opaque):
                 seconds["wgrad"] += sum(weight_gradient(profile, section, linear).seconds for linear in section.linears)
     seconds = {name: job.microbatches * part for name, part in seconds.items()}
-    pricing, update = Pricing(job, profile, setting), update_s(job, profile)
-    busy_s = pricing.busy_s
+    price, update = priced(job, profile, setting), update_s(job, profile)
+    busy_s = price.busy_s
     rest_s = busy_s - sum(part for name, part in seconds.items() if name != "wgrad")
-    return Parts(rest=rest_s, bubble=max(0.0, pricing.price.step.most_s - busy_s), update=update, **seconds)
+    return Parts(rest=rest_s, bubble=max(0.0, price.step.most_s - busy_s), update=update, **seconds)
 
 
 Times = tuple[float, float, float]

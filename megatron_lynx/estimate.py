@@ -46,13 +46,16 @@ class Estimate:
     job: Job
     offload_ratio: float
     stages: tuple[StageMemory, ...]
-    budget_bytes: int
     shortages: tuple[Problem, ...]
     step: StepSeconds | None
     host: HostReport | None = None
     step_at_best: StepSeconds | None = None
     """Shortest step, if the step is a range (`cost.step`); `step` is then its longest."""
     on_host: OnHost | None = None
+
+    @property
+    def budget_bytes(self) -> int:
+        return self.job.memory_budget_bytes
 
     @property
     def between(self) -> BetweenSteps | None:
@@ -161,7 +164,6 @@ def estimate(job: Job, profile: Profile | None = None, setting: StockSetting | N
         job=job,
         offload_ratio=ratio,
         stages=memory_of_stages(job, ratio),
-        budget_bytes=job.memory_budget_bytes,
         shortages=missing,
         step=None if costs is None else _step(job, costs, ratio),
         host=None if costs is None else host_report(job, costs),
@@ -173,14 +175,13 @@ def estimate(job: Job, profile: Profile | None = None, setting: StockSetting | N
 def _of_stock(job: Job, costs: Profile | None, setting: StockSetting) -> Estimate:
     """Estimate of stock Megatron's setting. Without figures its bytes are known, except those of copies in flight."""
     if costs is None:
-        memory = of_every_stage(job, lambda stage: StockStage(job, setting, stage).memory())
-        return Estimate(job, 0.0, tuple(memory), job.memory_budget_bytes, tuple(too_much(job, memory)), None)
+        memory = of_every_stage(job, lambda stage: StockStage(job, setting, stage).parts().fullest)
+        return Estimate(job, 0.0, tuple(memory), tuple(too_much(job, memory)), None)
     price = priced(job, costs, setting)
     return Estimate(
         job=job,
         offload_ratio=0.0,
         stages=price.stages,
-        budget_bytes=job.memory_budget_bytes,
         shortages=(*too_much(job, price.stages), *filter(None, [host_shortage(job, price.host_bytes)])),
         step=_of_price(job, costs, price, price.step.most_s),
         host=host_report(job, costs),
@@ -240,7 +241,6 @@ def _planned(job: Job, profile: Profile | None) -> Estimate:
             job,
             1.0 if job.offload_ratio == "auto" else job.offload_ratio,
             least_memory(job if job.optimizer.offload != "auto" else with_share(job, 1.0), costs),
-            job.memory_budget_bytes,
             error.problems,
             None,
         )
@@ -249,7 +249,6 @@ def _planned(job: Job, profile: Profile | None) -> Estimate:
         job=decision.job,
         offload_ratio=decision.offload_ratio,
         stages=decision.memory,
-        budget_bytes=job.memory_budget_bytes,
         shortages=(),
         step=_simulated(decision.job, decision.simulation, costs),
         host=decision.host,

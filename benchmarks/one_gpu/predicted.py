@@ -14,7 +14,7 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.stock import StockSetting
-from megatron_lynx.stock.price import Pricing, priced
+from megatron_lynx.stock.price import priced
 from megatron_lynx.stock.stage import StockStage
 
 IN_PASSES = ("forward", "loss", "head_backward", "backward", "embedding_backward")
@@ -46,7 +46,7 @@ class Predicted:
 
 def of_stock(job: Job, profile: Profile, setting: StockSetting) -> Predicted:
     memory = priced(job, profile, setting).stages[0]
-    run, alone = (Pricing(job, costs, setting).step() for costs in (profile, without_host(profile)))
+    run, alone = (priced(job, costs, setting).simulation() for costs in (profile, without_host(profile)))
     stage = StockStage(job, setting, 0)
     stays = sum(layer.stays for layer in stage.chunks[0])
     return _predicted(job, profile, run, alone, memory, stays)

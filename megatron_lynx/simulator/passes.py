@@ -265,13 +265,8 @@ class ChunkPasses:
         return replace(self, walked=in_phases(passes | {("F", "steady"): forward, ("B", "steady"): backward}))
 
 
-def by_phase(forward: Mapping[Phase, TimedPass], backward: Mapping[Phase, TimedPass]) -> ChunkPasses:
-    ways: tuple[tuple[Kind, Mapping[Phase, TimedPass]], ...] = (("F", forward), ("B", backward))
-    return ChunkPasses(in_phases({(kind, phase): passes[phase] for kind, passes in ways for phase in PHASES}))
-
-
 def plain_passes(forward_s: float, backward_s: float, *, resident_bytes: int = 0) -> ChunkPasses:
     """Return a chunk without recomputation, from its two durations; its memory is allocated at the end of forward."""
     forward = TimedPass(forward_s, memory=((forward_s, resident_bytes),), spans=(Span("forward", 0.0, forward_s),))
     backward = TimedPass(backward_s, memory=((backward_s, -resident_bytes),), spans=(Span("backward", 0.0, backward_s),))
-    return by_phase(dict.fromkeys(PHASES, forward), dict.fromkeys(PHASES, backward))
+    return ChunkPasses(in_phases({("F", phase): forward for phase in PHASES} | {("B", phase): backward for phase in PHASES}))

@@ -141,28 +141,24 @@ def _overlap_refused(setting: StockSetting, facts: Facts) -> Iterator[str]:
         yield "weight gradients are delayed with overlapped exchanges alone (--overlap-moe-expert-parallel-comm)"
     if not setting.overlap:
         return
-    if facts.expert == 1:
-        yield "without --expert-model-parallel-size there is no exchange to overlap"
-    if facts.pipeline > 1 and facts.chunks == 1:
-        yield "exchanges are overlapped in a pipeline of several chunks alone (--num-virtual-stages-per-pipeline-rank)"
-    if setting.method is not None or ("moe" in setting.recompute and facts.release >= "0.17"):
-        yield "neither whole layers nor moe are recomputed beside overlapped exchanges"
-    if facts.gathers:
-        yield "exchanges are overlapped with the all-to-all or the flex dispatcher alone"
-    if facts.shared_overlap:
-        yield "shared experts that run beside the dispatch leave no exchange to overlap"
-    if not facts.sixteen_bits:
-        yield "exchanges are overlapped in 16 bits alone"
-    if facts.mtp > 1 or (facts.mtp and facts.pipeline == 1):
-        yield "exchanges are overlapped beside one layer of multi-token prediction at most, in a pipeline"
+    again = setting.method is not None or ("moe" in setting.recompute and facts.release >= "0.17")
+    one_chunk, predicted = facts.pipeline > 1 and facts.chunks == 1, facts.mtp > 1 or (facts.mtp and facts.pipeline == 1)
+    rules = (
+        (facts.expert == 1, "without --expert-model-parallel-size there is no exchange to overlap"),
+        (one_chunk, "exchanges are overlapped in a pipeline of several chunks alone (--num-virtual-stages-per-pipeline-rank)"),
+        (again, "neither whole layers nor moe are recomputed beside overlapped exchanges"),
+        (facts.gathers, "exchanges are overlapped with the all-to-all or the flex dispatcher alone"),
+        (facts.shared_overlap, "shared experts that run beside the dispatch leave no exchange to overlap"),
+        (not facts.sixteen_bits, "exchanges are overlapped in 16 bits alone"),
+        (predicted, "exchanges are overlapped beside one layer of multi-token prediction at most, in a pipeline"),
+    )
+    yield from (why for broken, why in rules if broken)
 
 
 def _userbuffers_refused(setting: StockSetting, facts: Facts) -> Iterator[str]:
-    if not setting.userbuffers:
-        return
-    if facts.tensor == 1:
+    if setting.userbuffers and facts.tensor == 1:
         yield "userbuffers are for several tensor-parallel ranks"
-    elif not facts.sequence_parallel:
+    elif setting.userbuffers and not facts.sequence_parallel:
         yield "userbuffers need --sequence-parallel"
 
 

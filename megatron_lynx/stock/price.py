@@ -29,92 +29,85 @@ WALKED_GROUPS = 4
 
 @dataclass(frozen=True)
 class Priced:
+    """Figures of a setting, each computed when it is first asked for."""
+
+    job: Job
+    profile: Profile
     setting: StockSetting
-    stages: tuple[StageMemory, ...]
-    step: StepRange
-    host_bytes: int = 0
-    """Page-locked memory of the rank with the most."""
-    busy_s: float = 0.0
+
+    @cached_property
+    def stages(self) -> tuple[StageMemory, ...]:
+        return tuple(stage.held.fullest for stage in self._stages)
+
+    @cached_property
+    def most_bytes(self) -> int:
+        return max(stage.total for stage in self.stages)
+
+    @cached_property
+    def host_bytes(self) -> int:
+        """Page-locked memory of the rank with the most."""
+        return max(stage.host_bytes for stage in self._stages)
+
+    @cached_property
+    def step(self) -> StepRange:
+        """Userbuffers hide an unknown part of the exchanges, and an unknown part of the head's deferred weight gradients runs
+        while the last stage waits at the end of the step."""
+        job, profile = self.job, self.profile
+        most_s = least_s = self._step_s(self._stages)
+        if job.userbuffers:
+            least_s = self._step_s(self._timed(hiding_all(profile)))
+        # at most: a deferred weight gradient takes the seconds of the head's forward, which the last stage's backwards save
+        spared_s = deferred_heads(job, self.setting) * head_of(profile, LayerShape.of(job).input_bytes).forward_s
+        return StepRange(least_s - spared_s, most_s)
 
     @property
     def step_s(self) -> float:
         return self.step.expected_s
 
     @cached_property
-    def most_bytes(self) -> int:
-        return max(stage.total for stage in self.stages)
-
-
-def priced(job: Job, profile: Profile, setting: StockSetting) -> Priced:
-    """Return the setting's price. `profile`: the job's, analytic or measured. The step is a range: userbuffers hide an unknown
-    part of the exchanges, and an unknown part of the head's deferred weight gradients runs while the last stage waits at the end
-    of the step."""
-    return Pricing(job, profile, setting).price
-
-
-class Pricing:
-    """Lazy: memory first, then seconds."""
-
-    def __init__(self, job: Job, profile: Profile, setting: StockSetting) -> None:
-        self._job = job.with_userbuffers(True) if setting.userbuffers and not job.userbuffers else job
-        self._profile, self._setting = profile, setting
-
-    @cached_property
-    def _stages(self) -> list[TimedStage]:
-        return self._timed(self._profile)
-
-    def _timed(self, profile: Profile) -> list[TimedStage]:
-        job, groups = self._job, WALKED_GROUPS * self._job.microbatch_group
-        schedule = self._schedule(min(job.microbatches, groups))
-        stages = range(job.parallel.pipeline)
-        return [TimedStage(StockStage(job, self._setting, stage), profile, schedule) for stage in stages]
-
-    def fits(self, budget_bytes: int) -> bool:
-        return all(stage.parts.peak_bytes <= budget_bytes for stage in self._stages)
-
-    @cached_property
-    def price(self) -> Priced:
-        job, profile, stages = self._job, self._profile, self._stages
-        most_s = least_s = self._step_s(stages)
-        if job.userbuffers:
-            least_s = self._step_s(self._timed(hiding_all(profile)))
-        # at most: a deferred weight gradient takes the seconds of the head's forward, which the last stage's backwards save
-        spared_s = deferred_heads(job, self._setting) * head_of(profile, LayerShape.of(job).input_bytes).forward_s
-        return Priced(
-            self._setting,
-            tuple(stage.parts.fullest for stage in stages),
-            StepRange(least_s - spared_s, most_s),
-            max(stage.stage.host_bytes for stage in stages),
-            self.busy_s,
-        )
-
-    @property
     def busy_s(self) -> float:
         """Seconds of forwards and backwards in a step on the busiest stage: a lower bound of a step without copies."""
         pairs = (
             [(chunk_passes.one("F", "steady"), chunk_passes.one("B", "steady")) for chunk_passes in stage.passes]
             for stage in self._stages
         )
-        return self._job.microbatches * max(
+        return self.job.microbatches * max(
             sum(forward.seconds + backward.seconds for forward, backward in stage_pairs) for stage_pairs in pairs
         )
 
-    def step(self) -> Simulation:
-        return self._simulated([stage.passes for stage in self._stages], self._job.microbatches)
+    def fits(self, budget_bytes: int) -> bool:
+        return all(stage.held.peak_bytes <= budget_bytes for stage in self._stages)
+
+    def simulation(self) -> Simulation:
+        """The whole step."""
+        return self._simulated([stage.passes for stage in self._stages], self.job.microbatches)
+
+    @cached_property
+    def _stages(self) -> list[TimedStage]:
+        return self._timed(self.profile)
+
+    def _timed(self, profile: Profile) -> list[TimedStage]:
+        schedule = self._schedule(min(self.job.microbatches, WALKED_GROUPS * self.job.microbatch_group))
+        return [TimedStage(self.job, self.setting, stage, profile, schedule) for stage in range(self.job.parallel.pipeline)]
 
     def _schedule(self, microbatches: int) -> Schedule:
-        job = self._job
-        return _schedule_of(job.parallel.pipeline, microbatches, job.chunks, job.microbatch_group, int(self._setting.overlap))
+        job = self.job
+        return _schedule_of(job.parallel.pipeline, microbatches, job.chunks, job.microbatch_group, int(self.setting.overlap))
 
     def _step_s(self, stages: Sequence[TimedStage]) -> float:
         passes = [stage.passes for stage in stages]
-        group = max(len(stages), self._job.microbatch_group)
-        return in_steady_state(group, self._job.microbatches, partial(self._simulated, passes)).step_s
+        group = max(len(stages), self.job.microbatch_group)
+        return in_steady_state(group, self.job.microbatches, partial(self._simulated, passes)).step_s
 
     def _simulated(self, passes: Sequence[Sequence[ChunkPasses]], microbatches: int) -> Simulation:
-        job, pipeline = self._job, self._job.parallel.pipeline
-        message_s = self._profile.link_s("p2p", LayerShape.of(job).input_bytes) if pipeline > 1 else 0.0
+        job = self.job
+        message_s = self.profile.link_s("p2p", LayerShape.of(job).input_bytes) if job.parallel.pipeline > 1 else 0.0
         return simulate(self._schedule(microbatches), passes, message_s, between_passes=not job.overlap.messages)
+
+
+def priced(job: Job, profile: Profile, setting: StockSetting) -> Priced:
+    """Return the setting's price. `profile`: the job's, analytic or measured."""
+    return Priced(job.with_userbuffers(True) if setting.userbuffers and not job.userbuffers else job, profile, setting)
 
 
 def least_bytes(job: Job, setting: StockSetting, stages: Iterable[int]) -> int:

@@ -23,7 +23,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache
 from itertools import chain, combinations
 from math import inf
 from typing import Any
@@ -33,12 +33,13 @@ from megatron_lynx.cost.host_optimizer import host_shortage
 from megatron_lynx.cost.stage import of_every_stage
 from megatron_lynx.cost.step import StepRange
 from megatron_lynx.cost.update import update_s
+from megatron_lynx.once import once
 from megatron_lynx.prediction import within_error
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.stock.layer import LayerBytes, layer_bytes, layer_seconds
 from megatron_lynx.stock.legality import FRACTION_SINCE, NEWEST, Facts, offered
-from megatron_lynx.stock.price import Priced, Pricing, least_bytes, priced
+from megatron_lynx.stock.price import Priced, least_bytes, priced
 from megatron_lynx.stock.setting import FULL, LEAST_ELEMENTS, NONE, OFFLOADED, RECOMPUTED, WHOLE, StockSetting, block
 from megatron_lynx.units import format_bytes, speed_in_words
 
@@ -63,7 +64,6 @@ class _Rivals:
     priced: list[Priced] = field(default_factory=list)
     _known_s: dict[StockSetting, float] = field(default_factory=dict)
     """Steps of settings without copies."""
-    _least_bytes: dict[StockSetting, int] = field(default_factory=dict)
 
     def take(self, family: Family) -> None:
         last = family[-1]
@@ -72,17 +72,17 @@ class _Rivals:
             return
         if (last.offload and not self._has_link) or any(_copies_less(price.setting, last) for price in self.priced):
             return
-        if self._least(last) > self.budget_bytes or (pricing := self._first_that_fits(family)) is None:
+        if self._least(last) > self.budget_bytes or (price := self._first_that_fits(family)) is None:
             return
         if last.method is None and self._step_s(without_copies) >= self._least_s:
             return
-        if host_shortage(self.job, pricing.price.host_bytes) is None:
-            self.priced.append(pricing.price)
+        if host_shortage(self.job, price.host_bytes) is None:
+            self.priced.append(price)
 
-    def _first_that_fits(self, family: Family) -> Pricing | None:
-        pricings = [Pricing(self.job, self.profile, setting) for setting in family]
-        number = bisect_left(pricings, True, key=lambda pricing: pricing.fits(self.budget_bytes))
-        return None if number == len(family) else pricings[number]
+    def _first_that_fits(self, family: Family) -> Priced | None:
+        prices = [priced(self.job, self.profile, setting) for setting in family]
+        number = bisect_left(prices, True, key=lambda price: price.fits(self.budget_bytes))
+        return None if number == len(family) else prices[number]
 
     def promising(self, sets: Iterable[Modules]) -> Iterator[Modules]:
         """Yield sets of recomputed modules, the shortest recomputation first, without those that are hopeless by then: they are
@@ -94,15 +94,9 @@ class _Rivals:
             if fits and not all(map(self._is_known_slower, ways)):
                 yield recompute
 
+    @once
     def _least(self, setting: StockSetting) -> int:
-        if setting not in self._least_bytes:
-            self._least_bytes[setting] = least_bytes(self.job, setting, self._stages)
-        return self._least_bytes[setting]
-
-    @cached_property
-    def _stages(self) -> frozenset[int]:
-        """One of equal ones."""
-        return frozenset(of_every_stage(self.job, int))
+        return least_bytes(self.job, setting, {*of_every_stage(self.job, int)})
 
     def _recomputed_s(self, recompute: Modules) -> float:
         shape, setting = LayerShape.of(self.job), StockSetting(recompute)

@@ -34,13 +34,13 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.combined import LayerSeconds, Nodes, nodes_of, paired_s, shared_rates
 from megatron_lynx.cost.ends import ends_of, logits_gradient_bytes
 from megatron_lynx.cost.host import policy_host_s
-from megatron_lynx.cost.moments import Parts, StageMemory
+from megatron_lynx.cost.moments import Parts
 from megatron_lynx.cost.stage import most_in_flight_bytes
 from megatron_lynx.cost.stage_memory import activations_in_flight, dispatched_bytes, parts_beside_layers, without_overlap
 from megatron_lynx.profiler.profile import BlockProfile, Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.schedule import Action, Phase, Schedule
-from megatron_lynx.simulator.passes import PHASES, ChunkPasses, HostCopies, TimedPass, by_phase
+from megatron_lynx.simulator.passes import PHASES, ChunkPasses, HostCopies, Kind, TimedPass, in_phases
 from megatron_lynx.stock.layer import LayerBytes, layer_bytes, layer_seconds
 from megatron_lynx.stock.setting import LEAST_ELEMENTS, NONE, StockSetting
 from megatron_lynx.timeline import Passes
@@ -51,31 +51,23 @@ def deferred_heads(job: Job, setting: StockSetting) -> int:
     return 0 if setting.head is None else min(setting.head or job.microbatches, job.microbatches)
 
 
-@dataclass(frozen=True)
-class _OfAllSettings:
+class _OfAllSettings(NamedTuple):
     """Facts that all settings of a job share. Exchanges are overlapped by a setting, not the job. `counted`: the job with the
-    buffers and pools of its CUDA graphs."""
+    buffers and pools of its CUDA graphs. `kinds`: by stage and chunk."""
 
     job: Job
     shape: LayerShape
     counted: Job
-
-    @classmethod
-    def of(cls, job: Job) -> _OfAllSettings:
-        alone = without_overlap(job).with_captured(())
-        stock_job = alone.model_copy(update={"policy": "none", "head": None})
-        return cls(alone, LayerShape.of(alone), stock_job.with_captured(job.model.captured))
-
-    @cached_property
-    def kinds(self) -> list[list[tuple[LayerKind, ...]]]:
-        job, kinds = self.job, self.job.model.each_kind(range(1, self.job.model.layers + 1))
-        return [
-            [tuple(kinds[number - 1] for number in job.layers_of(stage, chunk)) for chunk in range(job.chunks)]
-            for stage in range(job.parallel.pipeline)
-        ]
+    kinds: list[list[tuple[LayerKind, ...]]]
 
 
-_of_all_settings = lru_cache(maxsize=8)(_OfAllSettings.of)
+@lru_cache(maxsize=8)
+def _of_all_settings(given: Job) -> _OfAllSettings:
+    job = without_overlap(given).with_captured(())
+    counted = job.model_copy(update={"policy": "none", "head": None}).with_captured(job.model.captured)
+    stages, chunks = range(job.parallel.pipeline), range(job.chunks)
+    kinds = [[tuple(job.model.each_kind(job.layers_of(stage, chunk))) for chunk in chunks] for stage in stages]
+    return _OfAllSettings(job, LayerShape.of(job), counted, kinds)
 
 
 @dataclass(frozen=True)
@@ -99,11 +91,8 @@ class StockStage:
             for chunk, kinds in enumerate(self.of_job.kinds[self.stage])
         )
 
-    def memory(self, staging_bytes: int = 0) -> StageMemory:
-        """Its fullest moment. `staging_bytes`: of copies in flight."""
-        return self.parts(staging_bytes).fullest
-
     def parts(self, staging_bytes: int = 0) -> Parts:
+        """`staging_bytes`: of copies in flight."""
         job, stage = self.job, self.stage
         overlap, whole = bool(self.setting.overlap), not self.setting.recompute
         parts = parts_beside_layers(self.of_job.counted, stage, layer_whole=whole, overlapped=overlap)
@@ -139,81 +128,81 @@ class StockStage:
 
 
 @dataclass(frozen=True)
-class TimedStage:
+class TimedStage(StockStage):
     """A stage with seconds from a profile. `schedule`: the passes for which its copies are simulated."""
 
-    stage: StockStage
     profile: Profile
     schedule: Schedule
 
     @cached_property
     def copies(self) -> StageCopies | None:
-        stage, schedule = self.stage, self.schedule
-        if not any(layer.copied for chunk in stage.chunks for layer in chunk):
+        if not any(layer.copied for chunk in self.chunks for layer in chunk):
             return None
-        blocking = schedule.blocking and schedule.pipeline > 1
-        exchange_s = self.profile.link_s("p2p", stage.of_job.shape.input_bytes) if blocking else None
-        copies = StageCopies(self._layers, exchange_s, ahead=stage.setting.method is None)
-        copies.walk(list(schedule.phases(stage.stage)))
+        blocking = self.schedule.blocking and self.schedule.pipeline > 1
+        exchange_s = self.profile.link_s("p2p", self.of_job.shape.input_bytes) if blocking else None
+        copies = StageCopies(self._layers, exchange_s, ahead=self.setting.method is None)
+        copies.walk(list(self.schedule.phases(self.stage)))
         return copies
 
     @cached_property
-    def parts(self) -> Parts:
-        return self.stage.parts(0 if self.copies is None else self.copies.most_bytes())
+    def held(self) -> Parts:
+        return self.parts(0 if self.copies is None else self.copies.most_bytes())
 
     @cached_property
     def passes(self) -> list[ChunkPasses]:
         """Passes of each chunk. Host time is that of the closest policy for which it is known."""
-        job, setting = self.stage.job, self.stage.setting
+        job, setting = self.job, self.setting
         policy = job.model_copy(update={"policy": "full" if setting.method == "uniform" else "none"})
-        host = policy_host_s(policy, self.profile, self.stage.stage) * (1 / job.chunks)
+        host = policy_host_s(policy, self.profile, self.stage) * (1 / job.chunks)
         apart = [self._chunk_passes(chunk, host) for chunk in range(job.chunks)]
         return [self._paired(chunk, apart, host) for chunk in range(job.chunks)] if setting.overlap else apart
 
     def _paired(self, chunk: int, apart: Sequence[ChunkPasses], host: Passes) -> ChunkPasses:
         """Return a chunk whose steady forward lasts as long as its pair with a backward, in the mean over the stage's chunks, and
         whose steady backward takes no time. Copies overlap with the pair, which waits for longer ones."""
-        job, beside = self.stage.job, shared_rates(self.profile, self.stage.job.fused_dispatch.computing_kept)
+        job, beside = self.job, shared_rates(self.profile, self.job.fused_dispatch.computing_kept)
         both_s = 0.0
         for other in range(job.chunks):
             ends_s = sum(end.forward_s for end in self._ends(chunk)) + sum(end.backward_s for end in self._ends(other))
-            nodes_s = paired_s(self._nodes[chunk], self._nodes[other], beside, delayed=self.stage.setting.delayed)
+            nodes_s = paired_s(self._nodes[chunk], self._nodes[other], beside, delayed=self.setting.delayed)
             copies_s = max(sum(layer.copy_s for layer in self._layers[which]) for which in (chunk, other))
             both_s += max(nodes_s + ends_s, copies_s, host.both_s) / job.chunks
         return apart[chunk].with_steady(TimedPass(both_s), TimedPass())
 
     @cached_property
     def _seconds(self) -> dict[LayerKind, LayerSeconds]:
-        shape, kinds = self.stage.of_job.shape, {layer.kind for chunk in self.stage.chunks for layer in chunk}
-        return {kind: layer_seconds(shape, self.profile, self.stage.setting, kind) for kind in kinds}
+        shape, kinds = self.of_job.shape, {layer.kind for chunk in self.chunks for layer in chunk}
+        return {kind: layer_seconds(shape, self.profile, self.setting, kind) for kind in kinds}
 
     @cached_property
     def _nodes(self) -> list[tuple[Nodes, ...]]:
         known = {kind: nodes_of(self.profile, seconds, kind) for kind, seconds in self._seconds.items()}
-        return [tuple(known[layer.kind] for layer in chunk) for chunk in self.stage.chunks]
+        return [tuple(known[layer.kind] for layer in chunk) for chunk in self.chunks]
 
     def _ends(self, chunk: int) -> tuple[BlockProfile, BlockProfile]:
-        job, place = self.stage.job, (self.stage.stage, chunk)
+        job, place = self.job, (self.stage, chunk)
         last = place == (job.parallel.pipeline - 1, job.chunks - 1)
-        return ends_of(self.profile, self.stage.of_job.shape.gathered_bytes, first=place == (0, 0), last=last)
+        return ends_of(self.profile, self.of_job.shape.gathered_bytes, first=place == (0, 0), last=last)
 
     def _chunk_passes(self, chunk: int, host: Passes) -> ChunkPasses:
-        layers = self._layers[chunk]
-        plain_s = {"F": sum(layer.forward_s for layer in layers), "B": sum(sum(layer.backward_s) for layer in layers)}
-        least_s = {"F": host.forward_s, "B": host.backward_s}
-        walked = {} if self.copies is None else self.copies.seconds
-        forward, backward = (
-            {phase: TimedPass(max(least_s[kind], walked.get((kind, chunk, phase), plain_s[kind]))) for phase in PHASES}
-            for kind in plain_s
+        layers, walked = self._layers[chunk], {} if self.copies is None else self.copies.seconds
+        ways: tuple[tuple[Kind, float, float], ...] = (
+            ("F", host.forward_s, sum(layer.forward_s for layer in layers)),
+            ("B", host.backward_s, sum(sum(layer.backward_s) for layer in layers)),
         )
-        return by_phase(forward, backward)
+        seconds = {
+            (kind, phase): max(least_s, walked.get((kind, chunk, phase), plain_s))
+            for kind, least_s, plain_s in ways
+            for phase in PHASES
+        }
+        return ChunkPasses(in_phases({key: TimedPass(each_s) for key, each_s in seconds.items()}))
 
     @cached_property
     def _layers(self) -> list[list[CopiedLayer]]:
         """By chunk, with embedding and output layer."""
         return [
             with_ends([self._timed_layer(layer) for layer in layers], *self._ends(chunk))
-            for chunk, layers in enumerate(self.stage.chunks)
+            for chunk, layers in enumerate(self.chunks)
         ]
 
     def _timed_layer(self, layer: StockLayer) -> CopiedLayer:
@@ -227,10 +216,10 @@ class TimedStage:
 
     def _both_ways_s(self, layer: StockLayer) -> float:
         """Seconds of copying recomputed tensors of a whole-recomputed layer in both directions."""
-        if not self.stage.setting.offload:
+        if not self.setting.offload:
             return 0.0
-        modules = StockSetting(offload=self.stage.setting.offload)
-        halves = layer_bytes(self.stage.of_job.shape, modules, layer.kind)
+        modules = StockSetting(offload=self.setting.offload)
+        halves = layer_bytes(self.of_job.shape, modules, layer.kind)
         return 2 * self.profile.link_s("host", sum(half.copied for half in halves))
 
 
@@ -294,12 +283,10 @@ class StageCopies:
         layers = self.chunks[action.chunk]
         for at in reversed(range(len(layers))):
             before_s, rest_s = layers[at].backward_s
+            self._now_s += before_s
+            self._reload(action, at)  # if it was not ahead
             back_s = self.copies.back_s(action, at)
-            self._now_s = max(self._now_s + before_s, back_s)
-            if not back_s:  # not reloaded ahead
-                self._reload(action, at)
-                back_s = self.copies.back_s(action, at)
-                self._now_s = max(self._now_s, back_s)
+            self._now_s = max(self._now_s, back_s)
             if self.ahead and at:
                 self._reload(action, at - 1)
             elif self.ahead and next_backward is not None:
