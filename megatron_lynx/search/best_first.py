@@ -121,15 +121,19 @@ class Excess:
         return f"{name} {format_bytes(kinds[name])}"
 
 
-def fit(job: Job) -> StageMemory | Excess:
-    """Return the memory of the fullest stage under a policy of stock's, for a plan that of full recomputation; or its excess."""
-    budget = job.memory_budget_bytes
-    stages = memory_of_stages(job.model_copy(update={"policy": "full"}) if job.policy == "planned" else job)
-    stage = max(range(len(stages)), key=lambda number: stages[number].total)
+def held(job: Job) -> tuple[StageMemory, ...]:
+    """Return the memory of the stages under a policy of stock's, for a plan that of full recomputation."""
+    return memory_of_stages(job.model_copy(update={"policy": "full"}) if job.policy == "planned" else job)
+
+
+def excess_of(job: Job) -> Excess | None:
+    """Return the excess of the fullest stage, or of the host; None if the job fits."""
+    usages = [memory.total for memory in held(job)]
+    stage, usage = usages.index(max(usages)), max(usages)
     if job.cluster.node is not None and (left := least_left_bytes(job)) < 0:
         limit = job.cluster.node.host_memory_gib * GIB
         return Excess(job, stage, limit - left, limit, host=True)
-    return stages[stage] if stages[stage].total <= budget else Excess(job, stage, stages[stage].total, budget)
+    return None if usage <= job.memory_budget_bytes else Excess(job, stage, usage, job.memory_budget_bytes)
 
 
 @dataclass(frozen=True)
@@ -203,9 +207,8 @@ candidate, too."""
 
 
 def looks_at_stock(job: Job, profile: Profile) -> Looks:
-    memory = fit(job)
-    if isinstance(memory, Excess):
-        yield memory
+    if (excess := excess_of(job)) is not None:
+        yield excess
         return
     yield step_seconds(job, profile).total_s
     price = priced(job, profile, OF_POLICY[job.policy])
@@ -214,7 +217,7 @@ def looks_at_stock(job: Job, profile: Profile) -> Looks:
 
 def looks_at_plan(job: Job, cost: LayerCost, floor_s: float, *, offload: bool, besides_none: bool) -> Looks:
     """`besides_none`: whether policy `none` is a candidate, too."""
-    if besides_none and not isinstance(fit(job.model_copy(update={"policy": "none"})), Excess):
+    if besides_none and excess_of(job.model_copy(update={"policy": "none"})) is None:
         return
     job = _to_be_planned(job, offload)
     stages, pipeline = Stages(job, cost.profile), job.parallel.pipeline

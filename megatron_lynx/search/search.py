@@ -17,18 +17,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.config.parallel import Parallel
-from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.stage_memory import always_bytes
 from megatron_lynx.errors import ConfigError, Infeasible, LynxError, Problem, suggestion
 from megatron_lynx.planner.decision import fastest_decision
 from megatron_lynx.prediction import within_error
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.roofline import Roofline
-from megatron_lynx.search.best_first import STOCK, BestFirst, Candidate, Excess, Watch, fit, in_words, no_collections
+from megatron_lynx.search.best_first import STOCK, BestFirst, Candidate, Excess, Watch, excess_of, held, in_words, no_collections
 from megatron_lynx.search.space import Space
 from megatron_lynx.tables import WrappedTable
 from megatron_lynx.units import GIB, format_bytes, format_seconds
@@ -202,8 +202,8 @@ STATES_TRIED = 32
 def nothing_fits(space: Space, policies: Sequence[Policy], excesses: Sequence[Excess], known: Sequence[Policy]) -> Infeasible:
     """`policies`: those that were tried. `excesses`: those of candidates whose state fits. `known`: all policies."""
     if not excesses:  # no state fits: the smallest ones are tried
-        smallest = (fit(_under(job, policy)) for job in _by_state(space)[:STATES_TRIED] for policy in policies)
-        excesses = [result for result in smallest if isinstance(result, Excess)]
+        smallest = (excess_of(tried) for tried in _under(policies, _by_state(space)[:STATES_TRIED]))
+        excesses = [excess for excess in smallest if excess is not None]
     closest = min(excesses, key=lambda excess: (excess.bytes <= 0, excess.bytes))
     devices = "1 device" if space.gpus == 1 else f"{space.gpus} devices"
     headline = f"nothing fits on {devices}: the closest is {in_words(closest.job)}"
@@ -221,31 +221,26 @@ def _binding(closest: Excess) -> Problem:
 
 def _changes(space: Space, policies: Sequence[Policy], closest: Excess, known: Sequence[Policy]) -> Iterator[Problem]:
     others = tuple(policy for policy in known if policy not in policies)
-    if others and (solution := first_that_fits(space, others)) is not None:
-        yield Problem("--policies", ", ".join(policies), solution[0].policy, _then(*solution))
+    if others and (solution := _smallest_that_fits(space, others)) is not None:
+        yield Problem("--policies", ", ".join(policies), solution.policy, _then(solution))
     if not closest.host and closest.usage < closest.job.cluster.memory_gib * GIB:
         needed = f"{closest.usage / GIB:.2f}"
         yield Problem("budget.memory_gib", f"{closest.limit / GIB:.2f}", needed, f"then {in_words(closest.job)} fits")
     for times in TIMES_AS_MANY:
         more = replace(space, gpus=times * space.gpus)
-        if (solution := first_that_fits(more, policies)) is not None:
-            yield Problem("--gpus", str(space.gpus), str(more.gpus), _then(*solution))
+        if (solution := _smallest_that_fits(more, policies)) is not None:
+            yield Problem("--gpus", str(space.gpus), str(more.gpus), _then(solution))
             return
 
 
-def _then(job: Job, memory: StageMemory) -> str:
-    return f"then {in_words(job)} fits: {format_bytes(memory.total)}"
+def _then(job: Job) -> str:
+    return f"then {in_words(job)} fits: {format_bytes(max(memory.total for memory in held(job)))}"
 
 
-def first_that_fits(space: Space, policies: Sequence[Policy]) -> tuple[Job, StageMemory] | None:
+def _smallest_that_fits(space: Space, policies: Sequence[Policy]) -> Job | None:
     """Return the fitting layout with the smallest state and micro-batch."""
-    for job in _by_state(space):
-        if always_bytes(job) > job.memory_budget_bytes:
-            return None
-        for policy_job in (_under(job, policy) for policy in policies):
-            if not isinstance(memory := fit(policy_job), Excess):
-                return policy_job, memory
-    return None
+    states_fit = takewhile(lambda job: always_bytes(job) <= job.memory_budget_bytes, _by_state(space))
+    return next((tried for tried in _under(policies, states_fit) if excess_of(tried) is None), None)
 
 
 def _by_state(space: Space) -> list[Job]:
@@ -253,8 +248,8 @@ def _by_state(space: Space) -> list[Job]:
     return sorted(jobs, key=always_bytes)
 
 
-def _under(job: Job, policy: Policy) -> Job:
-    return job.model_copy(update={"policy": policy})
+def _under(policies: Sequence[Policy], jobs: Iterable[Job]) -> Iterator[Job]:
+    return (job.model_copy(update={"policy": policy}) for job in jobs for policy in policies)
 
 
 TOKENS_OF_A_BATCH = 4 * 2**20
@@ -272,11 +267,9 @@ def smallest_layout(job: Job) -> Job:
     """
     space = Space(job, job.gpus, contexts=(1,))
     jobs = [next(space.on(layout)) for layout in sorted(space.layouts(), key=_size) if layout.layers_per_chunk is None]
-    for policy in STOCK:
-        for one in jobs:
-            tried = _under(one, policy)
-            if not isinstance(fit(tried), Excess):
-                return tried
+    for tried in (tried for policy in STOCK for tried in _under((policy,), jobs)):
+        if excess_of(tried) is None:
+            return tried
     raise nothing_fits(space, STOCK, (), STOCK)
 
 
