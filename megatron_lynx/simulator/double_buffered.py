@@ -115,37 +115,34 @@ class _UnflushedRun(Run):
     def _completing(self, order: Sequence[Action]) -> frozenset[Action]:
         return frozenset(action for action in order if action.kind == "B" and (action.micro_batch + 1) % self._microbatches == 0)
 
-    def _copied_s(self, stage: RunningStage, step: Step) -> float:
+    def _copied_s(self, stage: RunningStage, before: Step | None, step: Step) -> float:
         """Messages are posted ahead (`double_buffered.interpreter`) and never end in a synchronisation."""
         return 0.0
 
-    def _exchange(self, stage: RunningStage, step: Step, free: float) -> Generator[Message, float, tuple[float, float]]:
-        free = yield from self._send(stage, step.sent, free)
-        received = step.received
-        if received is not None:
-            self._post(received, free)
-        free = yield from self._updated(stage, step.before, free)
-        return free, free if received is None else max(free, (yield received))
-
-    def _send(self, stage: RunningStage, sent: Message | None, free: float) -> Generator[Message, float, float]:
-        under_way = self._under_way[stage.number]
-        if sent is not None:
+    def _exchange(
+        self, stage: RunningStage, before: Step | None, step: Step, free: float
+    ) -> Generator[Message, float, tuple[float, float]]:
+        if before is not None and before.sent is not None:
+            under_way, sent = self._under_way[stage.number], before.sent
             if (earlier := under_way.get(sent.kind)) is not None:
                 free = max(free, (yield earlier))
             under_way[sent.kind] = sent
             self._post(sent, free)
-        return free
+        received = step.received
+        if received is not None:
+            self._post(received, free)
+        free = free if before is None else (yield from self._updated(stage, before, free))
+        return free, free if received is None else max(free, (yield received))
 
-    def _end(self, stage: RunningStage, free: float) -> Generator[Message, float, None]:
-        sent = stage.order.sent
-        if sent is not None:
-            self._post(sent, free)
-            free = max(free, (yield sent))
-        yield from self._updated(stage, stage.order.last, free)
+    def _end(self, stage: RunningStage, last: Step, free: float) -> Generator[Message, float, None]:
+        if last.sent is not None:
+            self._post(last.sent, free)
+            free = max(free, (yield last.sent))
+        yield from self._updated(stage, last, free)
 
-    def _updated(self, stage: RunningStage, before: Action | None, time_s: float) -> Generator[Message, float, float]:
+    def _updated(self, stage: RunningStage, before: Step, time_s: float) -> Generator[Message, float, float]:
         """Return when the update after an action has begun; `time_s` if there is none."""
-        batch = None if before is None else self._behind[stage.number].get(before)
+        batch = self._behind[stage.number].get(before.action)
         if batch is None:
             return time_s
         arrivals_s = self._there.setdefault(batch, [])

@@ -15,9 +15,10 @@ compute, but not during a wait. A delayed weight gradient takes no time in its o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby, pairwise
+from functools import cache
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from megatron_lynx.anatomy import Collective, Section
@@ -30,7 +31,7 @@ from megatron_lynx.cost.section import weight_gradient
 from megatron_lynx.kinds.section import Exchange
 from megatron_lynx.schedule.schedule import Phase
 from megatron_lynx.simulator.passes import PHASES, ChunkPasses, PassKey, Queue, TimedPass, walked_once
-from megatron_lynx.simulator.walk import ComingBack, GoingOut, Halves, Treated, Walk, recomputed
+from megatron_lynx.simulator.walk import ComingBack, GoingOut, Halves, Treated, Walk
 from megatron_lynx.timetable import HalfPass, Linear, Pass, Task, Timetable, Wait
 
 if TYPE_CHECKING:
@@ -51,8 +52,8 @@ class Segments:
 
 Waited = Sequence[Collective | Exchange]
 
-Parts = Mapping[tuple[Section, frozenset[str]], Segments]
-"""By section, and its linears whose weight gradients are delayed in that backward."""
+Parts = Callable[..., Segments]
+"""Of a pass and a section, and of the linears whose weight gradients are delayed in that backward."""
 
 
 def stage_passes(
@@ -77,26 +78,26 @@ def stage_passes(
         reduced_in_backward: gradients are reduced during the chunk's last backward of a step, which then delays none.
         read_after_send: weight gradients left by the chunk's last backward run once the gradient of its input is sent.
     """
-    kinds = {(half.section, half.planned.delayed(drains=drains)) for half in chunk_halves for drains in (False, True)}
-    kinds |= {(half.section, frozenset[str]()) for half in chunk_halves if reduced_in_backward}
-    forward = {section: segments(profile, "fwd", section, message_bytes) for section, _ in kinds}
-    backward = {(section, off): segments(profile, "bwd", section, message_bytes, off) for section, off in kinds}
+    parts = cache(lambda passing, section, off=(): segments(profile, passing, section, message_bytes, off))
     host = sum((half.host for half in chunk_halves), start=NO_HOST_TIME)
 
     def walked(key: PassKey, queue: Queue) -> TimedPass:
         kind, which, last = key
         if kind == "F":
             walk = Walk(profile.interference, halves, queue, embedding.forward_s)
-            return _forward(walk, timetable.forward(chunk), chunk_halves, forward, head.forward_s).issued_in(host.forward_s)
-        if kind == "R":
-            return _received(Walk(1.0, halves, queue), timetable.receive(chunk, which))
-        if kind == "W":
-            return _sent(Walk(1.0, halves, queue), timetable.sent(chunk), flushes=last and read_after_send)
+            return _forward(walk, timetable.forward(chunk), chunk_halves, parts, head.forward_s).issued_in(host.forward_s)
+        if kind in ("R", "W"):
+            walk, place = Walk(1.0, halves, queue), RECV_BACKWARD if kind == "R" else SEND_BACKWARD
+            through = timetable.receive(chunk, which) if kind == "R" else timetable.sent(chunk)
+            walk.during(place, through.at("in", place))
+            if kind == "W" and last and read_after_send:
+                walk.flush(during_send=True)
+            return walk.over()
         walk = Walk(profile.interference, halves, queue, head.backward_s)
         delays = None if last and reduced_in_backward else which == "cooldown" or last
         through = timetable.backward(chunk, which)
         flushes = last and not read_after_send
-        return _backward(walk, through, chunk_halves, backward, embedding.backward_s, flushes, delays).issued_in(host.backward_s)
+        return _backward(walk, through, chunk_halves, parts, embedding.backward_s, flushes, delays).issued_in(host.backward_s)
 
     drains_otherwise = any(half.planned.delayed(drains=False) != half.planned.delayed(drains=True) for half in chunk_halves)
     defers_any = any(half.deferred for half in timetable.all_halves)
@@ -170,18 +171,14 @@ def _before_core(items: Mapping[str, ItemProfile], section: Section, waited: Wai
 
 
 def _backward_s(items: Mapping[str, ItemProfile], section: Section, begin: int, end: int) -> float:
-    """Backward seconds of some items. Items between norm and residual are summed as one where no window cuts them."""
-    stretches = groupby(section.names[begin:end], key=section.on_own_rows.__contains__)
-    return sum(sum(items[name].backward_s for name in names) for _, names in stretches)
+    return sum(items[name].backward_s for name in section.names[begin:end])
 
 
-def _forward(
-    walk: Walk, through: Pass, treated: Sequence[Treated], halves: Mapping[Section, Segments], end_s: float
-) -> TimedPass:
+def _forward(walk: Walk, through: Pass, treated: Sequence[Treated], segments_of: Parts, end_s: float) -> TimedPass:
     copies = GoingOut()
     for number, (half, planned) in enumerate(zip(treated, through.halves, strict=True), start=1):
         start_s = walk.clock_s
-        parts = halves[half.section]
+        parts = segments_of("fwd", half.section)
         for ordinal, compute_s in enumerate(parts.compute_s):
             walk.compute(compute_s)
             if ordinal < len(parts.windows_s):
@@ -200,7 +197,7 @@ def _wait(planned: HalfPass, passing: Passing, ordinal: int) -> Wait:
 
 
 def _backward(
-    walk: Walk, through: Pass, treated: Sequence[Treated], halves: Parts, end_s: float, flushes: bool, delays: bool | None
+    walk: Walk, through: Pass, treated: Sequence[Treated], segments_of: Parts, end_s: float, flushes: bool, delays: bool | None
 ) -> TimedPass:
     """`treated`: in forward order. `flushes`: no weight gradient is pending after it. `delays`: whether it also delays those of
     the drain; None: it delays none."""
@@ -216,7 +213,8 @@ def _backward(
         start_s = walk.clock_s
         delayed = frozenset[str]() if delays is None else half.planned.delayed(drains=delays)
         over_bytes = half.memory.less_in_hand - (not_in_hand[number - 2] if number > 1 else 0)
-        _back_through(walk, half, through, planned, halves[half.section, delayed], delayed, coming, over_bytes)
+        parts = segments_of("bwd", half.section, delayed)
+        _back_through(walk, half, through, planned, parts, delayed, coming, over_bytes)
         walk.span("backward", start_s, half)
     walk.compute(end_s)
     if flushes:
@@ -298,23 +296,3 @@ def _defer(walk: Walk, half: Treated, ordinal: int, parts: Segments, delayed: fr
             if not reduces or ordinal < len(parts.windows_s) - 1:
                 walk.holds(of, cost.gradient_bytes)
     return ran_s
-
-
-def _received(walk: Walk, through: Pass) -> TimedPass:
-    during = through.at("in", RECV_BACKWARD)
-    for task in recomputed(during):
-        half = walk.halves[task.half]
-        part = half.part(task)
-        walk.regenerate(part.bytes)
-        walk.recompute(half, part.seconds, RECV_BACKWARD)
-    walk.message(during, RECV_BACKWARD)
-    done = walk.over()
-    return replace(done, hidden_s=done.seconds - done.filled_s)
-
-
-def _sent(walk: Walk, through: Pass, *, flushes: bool) -> TimedPass:
-    """`flushes`: all other weight gradients run as well."""
-    walk.message(through.at("in", SEND_BACKWARD), SEND_BACKWARD)
-    if flushes:
-        walk.flush(during_send=True)
-    return walk.over()

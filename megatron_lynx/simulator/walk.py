@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal, NamedTuple
 
 from megatron_lynx.anatomy import Half, Section
@@ -165,24 +166,9 @@ class Walk:
     def window(self, wait: Wait, seconds: float, during: Sequence[Task] = (), after: Sequence[Task] = ()) -> None:
         if self._holds_up or any(self.halves[task.half].resumes(task) for task in during):
             self._await()
-        start_s, room_s, name = self.clock_s, seconds / self._interference, str(wait.window)
-        waits_s = []
-        for task in recomputed(during):
-            half = self.halves[task.half]
-            part = half.part(task)
-            self.regenerate(part.bytes)
-            fits_s = min(part.seconds, room_s)
-            room_s -= fits_s
-            self.recompute(half, fits_s * self._interference, name)
-            self.recompute(half, part.seconds - fits_s, ON_DEMAND)
-            self._hidden_s += fits_s
-            self._exposed_s += part.seconds - fits_s + part.waits_s
-            waits_s.append(part.waits_s)
-        for entry in self._queue.due(weight_gradients(during)):
-            fits_s = min(entry.cost.seconds, room_s)
-            room_s -= fits_s
-            self._weight_gradient(entry, fits_s, name, self._interference)
-        self.clock_s = max(self.clock_s, start_s + seconds) + sum(waits_s)
+        start_s, name = self.clock_s, str(wait.window)
+        waits_s = self.during(name, during, seconds / self._interference)
+        self.clock_s = max(self.clock_s, start_s + seconds) + waits_s
         if self.clock_s > start_s and isinstance(wait.window, WindowAddress):
             layer, half_name = wait.window.frame
             self._spans.append(Span("window", start_s, self.clock_s, layer, half_name, None, name, name))
@@ -190,6 +176,28 @@ class Walk:
         for task in after:
             if task.do != "gather":
                 self.on_demand(task)
+
+    def during(self, name: str, tasks: Sequence[Task], room_s: float = inf) -> float:
+        """Run the tasks of a wait with room for `room_s` of work; by default for all, as in a message until it is placed. Return
+        the seconds that recomputations wait for their own communication."""
+        waits_s = []
+        for task in tasks:
+            if task.do == "recompute":
+                half = self.halves[task.half]
+                part = half.part(task)
+                self.regenerate(part.bytes)
+                fits_s = min(part.seconds, room_s)
+                room_s -= fits_s
+                self.recompute(half, fits_s * self._interference, name)
+                self.recompute(half, part.seconds - fits_s, ON_DEMAND)
+                self._hidden_s += fits_s
+                self._exposed_s += part.seconds - fits_s + part.waits_s
+                waits_s.append(part.waits_s)
+        for entry in self._queue.due([task.linear for task in tasks if task.do == "weight_gradient"]):
+            fits_s = min(entry.cost.seconds, room_s)
+            room_s -= fits_s
+            self._weight_gradient(entry, fits_s, name, self._interference)
+        return sum(waits_s)
 
     def defer(self, of: Linear, pieces: Sequence[WeightGradient]) -> float:
         """Delay a weight gradient; return the seconds of those that must run at once to make room."""
@@ -212,10 +220,6 @@ class Walk:
             size_bytes = min(size_bytes, self._unheld[of])
             self._unheld[of] -= size_bytes
             self.hold(size_bytes)
-
-    def message(self, during: Sequence[Task], window: str) -> None:
-        for entry in self._queue.due(weight_gradients(during)):
-            self._weight_gradient(entry, entry.cost.seconds, window)
 
     def flush(self, *, during_send: bool = False) -> None:
         for entry in self._queue.take():
@@ -266,14 +270,6 @@ class Walk:
     ) -> None:
         name = f"{kind} {half.half}({half.layer})"
         self._spans.append(Span(kind, start_s, self.clock_s, half.layer, half.half, None, window, name))
-
-
-def recomputed(tasks: Sequence[Task]) -> list[Task]:
-    return [task for task in tasks if task.do == "recompute"]
-
-
-def weight_gradients(tasks: Sequence[Task]) -> list[Linear]:
-    return [task.linear for task in tasks if task.do == "weight_gradient"]
 
 
 class GoingOut:

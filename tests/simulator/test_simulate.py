@@ -112,8 +112,8 @@ def test_copies_that_fit_behind_passes_cost_memory_only_while_they_run() -> None
     assert simulation.step_s == offloading(0.0, 0.0).step_s == 9.0
     assert [(str(each.action), each.start_s, each.end_s) for each in simulation.copied[0]] == [
         ("0F0", 1.0, 1.5),
-        ("1F0", 2.0, 2.5),
         ("0B0", 1.5, 2.0),
+        ("1F0", 2.0, 2.5),
         ("1B0", 4.0, 4.5),
     ]
     assert simulation.copied[1] == ()
