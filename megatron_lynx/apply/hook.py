@@ -7,7 +7,9 @@ installation are verified before any attribute changes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import wraps
 from types import ModuleType
 from typing import Any
 
@@ -17,13 +19,17 @@ _ABSENT = object()
 MARK = "__megatron_lynx__"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Claim:
+    """One attribute, and what makes its replacement from the original. In place, it is a hook."""
+
     owner: Any
     name: str
     replaced_by: Callable[[Any], Any]
     reason: str
     label: str = ""
+    _before: Any = field(init=False, repr=False)
+    _replacement: Any = field(init=False, repr=False)
 
     @property
     def where(self) -> str:
@@ -43,30 +49,35 @@ class Claim:
             )
         return None
 
-
-@dataclass(eq=False)
-class Hook:
-    claim: Claim
-    replacement: Any = field(init=False)
-    _before: Any = field(init=False)
-
-    def __post_init__(self) -> None:
-        claim = self.claim
-        self._before = vars(claim.owner).get(claim.name, _ABSENT)
-        self.replacement = claim.replaced_by(getattr(claim.owner, claim.name))
-        setattr(self.replacement, MARK, True)
-        setattr(claim.owner, claim.name, self.replacement)
+    def place(self) -> None:
+        self._before = vars(self.owner).get(self.name, _ABSENT)
+        self._replacement = self.replaced_by(getattr(self.owner, self.name))
+        setattr(self._replacement, MARK, True)
+        setattr(self.owner, self.name, self._replacement)
 
     @property
     def active(self) -> bool:
-        return vars(self.claim.owner).get(self.claim.name) is self.replacement
+        return vars(self.owner).get(self.name) is self._replacement
 
     def restore(self) -> None:
         """Restore the original. The caller has checked `active`."""
         if self._before is _ABSENT:
-            delattr(self.claim.owner, self.claim.name)
+            delattr(self.owner, self.name)
         else:
-            setattr(self.claim.owner, self.claim.name, self._before)
+            setattr(self.owner, self.name, self._before)
+
+
+def instead(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    """A claim's `replaced_by`: a hook that calls `function` with the original, followed by the call's own arguments."""
+
+    def replaced_by(original: Any) -> Any:
+        @wraps(original)
+        def hook(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        return hook
+
+    return replaced_by
 
 
 def verify(claims: Sequence[Claim], *, around_others: bool = False) -> list[Problem]:
@@ -81,26 +92,24 @@ def verify(claims: Sequence[Claim], *, around_others: bool = False) -> list[Prob
     return problems
 
 
-def put_in_place(claims: Sequence[Claim]) -> list[Hook]:
-    hooks: list[Hook] = []
-    try:
+def put_in_place(claims: Sequence[Claim]) -> Sequence[Claim]:
+    """Replace all, or none if one fails. Returns the claims, which are hooks now."""
+    with ExitStack() as undo:
         for claim in claims:
-            hooks.append(Hook(claim))
-    except BaseException:
-        for hook in reversed(hooks):
-            hook.restore()
-        raise
-    return hooks
+            claim.place()
+            undo.callback(claim.restore)
+        undo.pop_all()
+    return claims
 
 
-def give_back(hooks: Sequence[Hook]) -> None:
+def give_back(hooks: Sequence[Claim]) -> None:
     """Restore in reverse order. Raises `HookRefused`, and restores none, if one of our hooks was replaced since."""
     foreign = [hook for hook in hooks if not hook.active]
     if foreign:
         raise HookRefused(
             "cannot remove the plan",
             [
-                Problem(hook.claim.where, "another replacement on top of ours", "ours", "undo in the reverse order of installing")
+                Problem(hook.where, "another replacement on top of ours", "ours", "undo in the reverse order of installing")
                 for hook in foreign
             ],
         )

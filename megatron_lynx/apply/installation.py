@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import lru_cache
@@ -14,11 +14,12 @@ from torch.nn import Module
 
 from megatron_lynx.anatomy import HALVES, Section
 from megatron_lynx.apply import hook as holding
-from megatron_lynx.apply.hook import Claim, Hook
+from megatron_lynx.apply.hook import Claim
 from megatron_lynx.apply.hooks import collectives, halves, head_in_pieces, sites, steps, weight_gradients
 from megatron_lynx.apply.hooks.head_in_pieces import head_chunk
 from megatron_lynx.apply.hooks.random_state import MegatronRandom, left_as_they_were
 from megatron_lynx.apply.hooks.sites import marked_in, may_draw_in
+from megatron_lynx.apply.kinds import claims as claims_of_kinds
 from megatron_lynx.apply.kinds import layers_by_kind, sections_in
 from megatron_lynx.apply.live_run import LiveRun, is_hybrid, live_run, of_all_ranks, overlapped, owner_of, recipe_of
 from megatron_lynx.apply.refusals import mismatches, refusals
@@ -47,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class Installation:
-    def __init__(self, engine: Engine, hooks: list[Hook], overlapping: DoubleBuffered | None = None) -> None:
+    def __init__(self, engine: Engine, hooks: Sequence[Claim], overlapping: DoubleBuffered | None = None) -> None:
         self.engine = engine
         self.hooks = tuple(hooks)
         self._overlapping = overlapping
@@ -65,12 +66,12 @@ class Installation:
     def lifted(self) -> Iterator[None]:
         """Run the block without the plan (Megatron has its identical objects), then install it again with the same engine. Raises
         `HookRefused` during a step."""
-        claims = [hook.claim for hook in self.hooks]
+        hooks = self.hooks
         self._give_back()
         try:
             yield
         finally:
-            self.hooks = tuple(holding.put_in_place(claims))
+            self.hooks = tuple(holding.put_in_place(hooks))
 
     def _give_back(self) -> None:
         if self.hooks and self.engine.busy:
@@ -134,7 +135,7 @@ def install(model: Any, plan: Plan, without_flushes: DoubleBuffered | None = Non
     engine.offloader.lock_ahead()  # last, because it takes long; it may still be refused
     hooks = holding.put_in_place(claims)
     for hook in hooks:
-        log.info("megatron-lynx holds %s: %s", hook.claim.where, hook.claim.reason)
+        log.info("megatron-lynx holds %s: %s", hook.where, hook.reason)
     return Installation(engine, hooks, without_flushes)
 
 
@@ -149,7 +150,7 @@ def stale_code(plan: Plan, run: LiveRun) -> list[Problem]:
         "hybrid": any(map(is_hybrid, run.chunks)),
         "head": plan.head is not None,
         "overlapped": overlapped(run.config),
-        **{face.recorded: bool(layers) for face, layers in layers_by_kind(run) if face.recorded},
+        **dict.fromkeys(layers_by_kind(run), True),
     }
     releases = [present_release(), *([present_te()] if run.uses_te else [])]
     return [problem for release in releases for what, does in matters.items() if does for problem in release.stale(what)]
@@ -167,8 +168,7 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun, timetable: Timetable) -> I
         if policy.may_recompute or policy.midway or policy.goes_out(offloading):
             yield from sites.claims(engine, layers[policy.layer], policy.section, policy.layer, te=run.uses_te, fp8=run.fp8)
     yield from steps.claims(engine, frozenset(map(id, run.chunks)), combined=overlapped(run.config))
-    for face, having in layers_by_kind(run):
-        yield from face.claims(engine, plan, run, having)
+    yield from claims_of_kinds(engine, plan, run)
     linears = weight_gradients.deferring_linears(plan, run)
     if run.pipeline > 1:
         timetables = [timetable_of(plan, stage) for stage in range(run.pipeline)] if run.overlaps_exchanges else []

@@ -18,7 +18,7 @@ from megatron_lynx.anatomy.address import BACKWARD_PHASES, RECV_BACKWARD, Backwa
 from megatron_lynx.apply.hooks.head_in_pieces import refused_head
 from megatron_lynx.apply.hooks.sites import places_of
 from megatron_lynx.apply.hooks.weight_gradients import refused_deferrals
-from megatron_lynx.apply.kinds import classes_of, dispatched_by, layers_by_kind, sections_in
+from megatron_lynx.apply.kinds import KINDS_IN, classes_of, dispatched_by, facts_in, layers_by_kind, refused_experts, sections_in
 from megatron_lynx.apply.live_run import (
     CLASSES,
     TE_MODULE,
@@ -38,7 +38,7 @@ from megatron_lynx.errors import Problem
 from megatron_lynx.fp8_recipes import STORED
 from megatron_lynx.kinds.dense.section import CORE_ATTENTION
 from megatron_lynx.kinds.experts.section import EXPERTS
-from megatron_lynx.kinds.latent.section import LATENT, SPARSE, LatentSizes
+from megatron_lynx.kinds.opaque.section import OPAQUE
 from megatron_lynx.limits import refused
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.timetables import timetable_of
@@ -63,7 +63,7 @@ def refusals(plan: Plan, run: LiveRun) -> list[Problem]:
         *refused_layers(run),
         *_random_numbers(run),
         *refused_deferrals(plan, run),
-        *(problem for face, layers in layers_by_kind(run) for problem in face.refusals(plan, run, layers)),
+        *refused_experts(plan, run),
         *refused_head(plan, run),
     ]
 
@@ -195,21 +195,15 @@ def refused_layers(run: LiveRun) -> Iterator[Problem]:
             continue
         try:
             sections = [section for section in sections_in(layer) if not (section.exchanges or section.kept_whole)]
-            sites = {place.item: place.owner for section in sections for place in places_of(section, layer)}
+            places = [(section, place) for section in sections for place in places_of(section, layer)]
         except AttributeError as missing:
             yield Problem(f"layer {number}", str(missing), "the sites of a layer", _OTHER_KINDS)
             continue
-        classes = [
-            (site, classes_of(one, te=run.uses_te))
-            for one in sections
-            for site in one.sites
-            if one.fuses_norm or site.role != "norm"
-        ]
-        for site, of_role in classes:
-            known = of_role.get(site.role)
-            if known is not None and name_of(linear_in(sites[site])) not in known:
+        for section, (item, owner, _) in places:
+            known = classes_of(section, te=run.uses_te).get(item.role) if section.fuses_norm or item.role != "norm" else None
+            if known is not None and name_of(linear_in(owner)) not in known:
                 todo = "launch with --transformer-impl local, or with transformer_engine and its usual layers"
-                yield Problem(f"layer {number}.{site.name}", name_of(sites[site]), " or ".join(known), todo)
+                yield Problem(f"layer {number}.{item.name}", name_of(owner), " or ".join(known), todo)
 
 
 def mismatches(plan: Plan, run: LiveRun, overlapping: bool = False) -> list[Problem]:
@@ -264,12 +258,11 @@ def facts_of_run(plan: Plan, run: LiveRun) -> dict[str, Any]:
         "model.captured": captured_modules(config),
     }
     if run.layers:
-        names = {section.name for layer in run.layers.values() for section in sections_in(layer)}
+        of_layers = [facts_in(layer) for layer in run.layers.values()]
         facts["model.implementation"] = "transformer_engine" if run.uses_te else "local"
         facts["model.adapted"] = run.adapted
-        sparse, compressed = (one.name in names for one in (SPARSE[True], LATENT[True, False]))
-        facts["model.latent_attention"] = LatentSizes.of(config, sparse=sparse) if sparse or compressed else None
-        if EXPERTS.name in names:
+        facts["model.latent_attention"] = next((of.latent for of in of_layers if of.latent is not None), None)
+        if any(of.experts for of in of_layers):
             facts["model.moe_dispatcher"] = dispatched_by(config) if plan.exchanging else planned.moe_dispatcher
             facts["model.shared_experts"] = planned.shared_experts and bool(config.moe_shared_expert_intermediate_size)
             facts["parallel.expert"] = run.expert if plan.parallel.expert > 1 else 1
@@ -325,15 +318,15 @@ def _facts(plan: Plan, run: LiveRun) -> Iterator[Problem]:
 
 def _kinds(plan: Plan, run: LiveRun) -> Iterator[Problem]:
     """Layers of this stage with a half of another kind than planned."""
-    for face, layers in layers_by_kind(run):
-        if not face.stated_as:  # the other kinds report layers that differ
-            continue
-        sections = {number: plan.model.sections_of(number) for number in run.layers}
-        planned = {number for number, pair in sections.items() if any(section.name == face.name for section in pair)}
-        for numbers, said in ((layers.keys() - planned, "in this run alone"), (planned - layers.keys(), "in the plan alone")):
+    stated_as = {EXPERTS.name: "model.moe_layers"} | dict.fromkeys(OPAQUE, "model.opaque_layers")
+    having = layers_by_kind(run)
+    for name, key in (stated_as | dict.fromkeys(KINDS_IN, "model.kinds")).items():
+        live = having[name].keys()
+        planned = {layer for layer in run.layers if any(section.name == name for section in plan.model.sections_of(layer))}
+        for numbers, said in ((live - planned, "in this run alone"), (planned - live, "in the plan alone")):
             if numbers:
-                place = f"plan: {face.stated_as}: layers {', '.join(map(str, sorted(numbers)))}"
-                yield Problem(place, f"{face.name} {said}", "the same in both", "make a plan for this model")
+                place = f"plan: {key}: layers {', '.join(map(str, sorted(numbers)))}"
+                yield Problem(place, f"{name} {said}", "the same in both", "make a plan for this model")
 
 
 def _layers(plan: Plan, run: LiveRun) -> Iterator[Problem]:

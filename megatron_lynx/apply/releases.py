@@ -20,7 +20,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_lynx.errors import HookRefused, Problem
 
@@ -30,27 +30,18 @@ Fingerprints = Mapping[str, str]
 """First 16 hex digits of the SHA-256 of each function's source, by `module:qualified.name`."""
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
+    """A function that a hook relies on."""
+
     hook: str
     site: str
     release: str
-    recorded: tuple[str, ...]
-    fingerprint: str | None
-    """Its fingerprint now, or None if it does not exist."""
-    missing: str = ""
+    problem: Problem | None
+    """None: it reads as recorded."""
 
     @property
     def as_recorded(self) -> bool:
-        return self.fingerprint in self.recorded
-
-    @property
-    def problem(self) -> Problem:
-        if self.fingerprint is None:
-            needed = "the function this package relies on"
-            return Problem(self.site, f"nothing ({self.missing})", needed, "see `megatron-lynx hooks`")
-        todo = "use a release as published, or have its table recorded anew"
-        return Problem(self.site, f"source with fingerprint {self.fingerprint}", " or ".join(self.recorded), todo)
+        return self.problem is None
 
 
 @dataclass(frozen=True)
@@ -58,9 +49,9 @@ class Release:
     version: str
     fingerprints: Fingerprints
     only_with: Mapping[str, Fingerprints] = field(default_factory=dict)
-    """Functions that matter only in some runs, by feature: `experts`, `latent` and `sparse` attention, `delta` nets, `mamba`
-    layers, a `head` in pieces, `hybrid` models, `overlapped` exchanges of experts, layers of Transformer Engine (`te`: importable
-    only if it is installed); of Transformer Engine itself `fp8`, `fp4` and `grouped` experts."""
+    """Functions that matter only in some runs: with a kind of half, by its section's name (`experts`, `latent`, `sparse`,
+    `gated_delta_net`, `mamba`), a `head` in pieces, `hybrid` models, `overlapped` exchanges of experts, layers of Transformer
+    Engine (`te`: importable only if it is installed); of Transformer Engine itself `fp8`, `fp4` and `grouped` experts."""
     also: Fingerprints = field(default_factory=dict)
 
     def then(self, version: str, fingerprints: Fingerprints, only_with: Mapping[str, Fingerprints]) -> Release:
@@ -70,15 +61,22 @@ class Release:
     def rows(self, what: str = "", hook: str = "") -> Iterator[Held]:
         """The functions that matter only with `what`, or in every run. `hook`: of all; by default found from each module."""
         for site, recorded in (self.only_with.get(what, {}) if what else self.fingerprints).items():
-            try:
-                present, missing = fingerprint(site), ""
-            except (ImportError, AttributeError) as error:
-                present, missing = None, str(error)
             known = tuple(filter(None, (recorded, self.also.get(site))))
-            yield Held(hook or hook_of(site), site, self.version, known, present, missing)
+            yield Held(hook or hook_of(site), site, self.version, _problem_of(site, known))
 
     def stale(self, what: str = "") -> list[Problem]:
-        return [row.problem for row in self.rows(what, "any") if not row.as_recorded]
+        return [row.problem for row in self.rows(what, "any") if row.problem is not None]
+
+
+def _problem_of(site: str, recorded: tuple[str, ...]) -> Problem | None:
+    try:
+        present = fingerprint(site)
+    except (ImportError, AttributeError) as missing:
+        return Problem(site, f"nothing ({missing})", "the function this package relies on", "see `megatron-lynx hooks`")
+    if present in recorded:
+        return None
+    todo = "use a release as published, or have its table recorded anew"
+    return Problem(site, f"source with fingerprint {present}", " or ".join(recorded), todo)
 
 
 def changed(before: Fingerprints, changes: Fingerprints) -> dict[str, str]:

@@ -52,7 +52,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from megatron_lynx.apply.hook import MARK, Claim
+from megatron_lynx.apply.hook import MARK, Claim, instead
 from megatron_lynx.double_buffered import releases
 from megatron_lynx.double_buffered.interpreter import Interpreter
 from megatron_lynx.errors import ConfigError, HookRefused, Problem
@@ -407,22 +407,14 @@ def claims(loop: Any, pipeline: DoubleBuffered, drains: Callable[[], bool]) -> I
     """Yield the claims for a run that has not begun. `loop`: the module of the training loop. `drains`: called before each batch:
     whether the pipeline must be empty after it. Must be equal on all ranks."""
 
-    def get_function(original: Any) -> Any:
-        @wraps(original)
-        def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
-            return _without_flushes(original(*args, **kwargs), pipeline, drains)
+    def get_function(original: Any, *args: Any, **kwargs: Any) -> Any:
+        return _without_flushes(original(*args, **kwargs), pipeline, drains)
 
-        return get_forward_backward_func
+    def step(original: Any, *args: Any, **kwargs: Any) -> Any:
+        return pipeline.update(lambda: original(*args, **kwargs))
 
-    def step(original: Any) -> Any:
-        @wraps(original)
-        def updating(*args: Any, **kwargs: Any) -> Any:
-            return pipeline.update(lambda: original(*args, **kwargs))
-
-        return updating
-
-    yield Claim(loop, "get_forward_backward_func", get_function, "runs micro-batches without flushes")
-    yield Claim(pipeline.optimizer, "step", step, "updates the version that is retired")
+    yield Claim(loop, "get_forward_backward_func", instead(get_function), "runs micro-batches without flushes")
+    yield Claim(pipeline.optimizer, "step", instead(step), "updates the version that is retired")
 
 
 def _without_flushes(stock: Any, pipeline: DoubleBuffered, drains: Callable[[], bool]) -> Any:

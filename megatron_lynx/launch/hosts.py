@@ -31,13 +31,12 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import wraps
 from importlib import import_module
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from megatron_lynx.apply.hook import Claim
+from megatron_lynx.apply.hook import Claim, instead
 from megatron_lynx.bridge_settings import BridgeSettings
 from megatron_lynx.errors import ConfigError, LynxError, Problem
 from megatron_lynx.launch.ending import Ended
@@ -88,18 +87,12 @@ class Host(Protocol):
 def around(module: Any, name: str, context: Callable[[dict[str, Any]], AbstractContextManager[None]], what: str) -> Claim:
     """A hook that runs a function inside `context`, which gets its arguments by name and may replace them."""
 
-    def hooked(original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
+    def inside(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(original).bind(*args, **kwargs)
+        with context(given.arguments):
+            return original(*given.args, **given.kwargs)
 
-        @wraps(original)
-        def inside(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs)
-            with context(given.arguments):
-                return original(*given.args, **given.kwargs)
-
-        return inside
-
-    return Claim(module, name, hooked, what)
+    return Claim(module, name, instead(inside), what)
 
 
 def host_named(name: str) -> Host:
@@ -115,15 +108,15 @@ class MegatronLM(Host):
             import_module(f"megatron.training.{name}") for name in ("arguments", "initialize", "training")
         )
 
-        def declared(original: Any) -> Any:
-            return wraps(original)(lambda parser: add_flags(original(parser)))
+        def declared(original: Any, parser: Any) -> Any:
+            return add_flags(original(parser))
 
         @contextmanager
         def initialised(_: Mapping[str, Any]) -> Iterator[None]:
             yield
             launch.prepare(import_module("megatron.training.global_vars").get_args())
 
-        yield Claim(arguments, "add_megatron_arguments", declared, "declares Megatron's arguments")
+        yield Claim(arguments, "add_megatron_arguments", instead(declared), "declares Megatron's arguments")
         yield around(initialize, "_initialize_distributed", initialised, "starts torch.distributed")
         loop = around(
             training, "train", lambda given: launch.training(given["model"], given["optimizer"]), "is the training loop"

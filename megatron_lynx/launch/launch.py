@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import faulthandler
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from operator import attrgetter
 from typing import Any
 
 from megatron_lynx.apply import hook
-from megatron_lynx.apply.hook import Hook
+from megatron_lynx.apply.hook import Claim
 from megatron_lynx.apply.installation import install
 from megatron_lynx.apply.live_run import live_run, of_all_ranks
 from megatron_lynx.apply.refusals import launch_mismatches
@@ -201,7 +201,7 @@ def launch_of(flags: Flags) -> Launch:
     return Launch(flags, host_named(flags.lynx_host))
 
 
-def held(launch: Launch) -> list[Hook]:
+def held(launch: Launch) -> Sequence[Claim]:
     """Place the hooks of a launch. Raises `HookRefused` for a host without the functions that they replace."""
     claims = [*launch.host.claims(launch)]
     if problems := hook.verify(claims):

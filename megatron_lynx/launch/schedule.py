@@ -16,11 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 
 from megatron_lynx.apply import hook as holding
-from megatron_lynx.apply.hook import Claim
+from megatron_lynx.apply.hook import Claim, instead
 from megatron_lynx.double_buffered.pipeline import DoubleBuffered
 from megatron_lynx.double_buffered.pipeline import claims as schedule_claims
 from megatron_lynx.errors import HookRefused, LynxError
@@ -99,23 +98,15 @@ class Draining:
 
 
 def stopping_claims(training: Any, pipeline: DoubleBuffered, draining: Draining) -> Iterator[Claim]:
-    def stop(original: Any) -> Any:
-        @wraps(original)
-        def checkpoint_and_decide_exit(*args: Any, **kwargs: Any) -> Any:
-            if pipeline.drained:
-                return original(*args, **kwargs)
-            draining.look(lambda: bool(original(*args, **kwargs)))
-            return False
-
-        return checkpoint_and_decide_exit
-
-    def save(original: Any) -> Any:
-        @wraps(original)
-        def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-            pipeline.check_drained("saving")
+    def stop(original: Any, *args: Any, **kwargs: Any) -> Any:
+        if pipeline.drained:
             return original(*args, **kwargs)
+        draining.look(lambda: bool(original(*args, **kwargs)))
+        return False
 
-        return save_checkpoint
+    def save(original: Any, *args: Any, **kwargs: Any) -> Any:
+        pipeline.check_drained("saving")
+        return original(*args, **kwargs)
 
-    yield Claim(training, "checkpoint_and_decide_exit", stop, "saves, and decides whether to stop, behind a batch")
-    yield Claim(training, "save_checkpoint", save, "saves weights")
+    yield Claim(training, "checkpoint_and_decide_exit", instead(stop), "saves, and decides whether to stop, behind a batch")
+    yield Claim(training, "save_checkpoint", instead(save), "saves weights")

@@ -75,7 +75,7 @@ def install_and_remove(rank: int, job: Job, plan: Plan) -> dict[str, list[str]]:
     attributes = Attributes(torch.nn.ModuleList(training.chunks))
     seen = {}
     installation = install(training.chunks, plan)
-    seen["claimed"] = sorted(hook.claim.where for hook in installation.hooks)
+    seen["claimed"] = sorted(hook.where for hook in installation.hooks)
     seen["installed"] = attributes.changed()
     one_step(training)
     with installation.lifted():

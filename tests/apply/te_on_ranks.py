@@ -37,7 +37,7 @@ def held(rank: int, job: Job, plan: Plan) -> Seen:
     one_step(training)
     attributes = Attributes(torch.nn.ModuleList(training.chunks))
     with install(training.chunks, plan) as installation:
-        claimed = sorted(hook.claim.where for hook in installation.hooks)
+        claimed = sorted(hook.where for hook in installation.hooks)
     release = present_te()
     stale = [problem.where for problem in (*release.stale(), *release.stale("fp8"))]
     return Seen(stale, claimed, attributes.changed())

@@ -104,5 +104,5 @@ def test_ucc_keeps_all_messages_in_its_own_group(monkeypatch: pytest.MonkeyPatch
 
     group = SimpleNamespace(size=lambda: 3)
     tensors = {"tensor_send_prev": None, "tensor_recv_prev": None, "tensor_send_next": "output", "tensor_recv_next": "gradient"}
-    assert _apart(original, {**tensors, "group": group}) == {"send_next": "work", "recv_next": "work"}
+    assert _apart(original, **tensors, group=group) == {"send_next": "work", "recv_next": "work"}
     assert [call["group"] for call in calls] == [group, group]

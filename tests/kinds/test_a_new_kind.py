@@ -1,6 +1,6 @@
 """A kind that exists in tests alone is priced from shapes, planned, and trained under its plan, every bit stock's.
 
-Its folder (`tests/kinds/gated`) has its section and its two faces; outside of it are the three lines of `registration`.
+Its folder (`tests/kinds/gated`) has its section and its face for planning; outside of it are the three lines of `registration`.
 """
 
 from __future__ import annotations

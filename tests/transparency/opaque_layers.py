@@ -118,5 +118,5 @@ def held_and_parameters(rank: int, job: Job, plan: Plan) -> tuple[list[str], int
     with delta_nets(job):
         training = trained(job)
         with install(training.chunks, plan) as installation:
-            held = [hook.claim.where for hook in installation.hooks]
+            held = [hook.where for hook in installation.hooks]
         return held, sum(parameter.numel() for chunk in training.chunks for parameter in chunk.parameters())

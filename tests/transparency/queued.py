@@ -137,8 +137,8 @@ def held_and_given_back(rank: int, job: Job, plan: Plan) -> tuple[list[str], lis
         attributes = Attributes(torch.nn.ModuleList(training.chunks))
         with install(training.chunks, plan) as installation:
             training.step(synthetic_batches(job, 0))
-            reasons = [hook.claim for hook in installation.hooks if "weight gradient" in hook.claim.reason]
-        return sorted(claim.where for claim in reasons), attributes.changed()
+            held = [hook.where for hook in installation.hooks if "weight gradient" in hook.reason]
+        return sorted(held), attributes.changed()
 
 
 @contextmanager

@@ -202,7 +202,7 @@ def held_by(rank: int, job: Job, plan: Plan) -> list[str]:
     with capturing(job, Captured()):
         seed_random_numbers(7)
         with install(Training(job, build_model(job), ddp=True).chunks, plan) as installation:
-            return [hook.claim.where for hook in installation.hooks]
+            return [hook.where for hook in installation.hooks]
 
 
 def calls_of_a_hook(rank: int, job: Job) -> dict[str, int]:

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lynx.apply.hook import Claim
+from megatron_lynx.apply.hook import Claim, instead
 from megatron_lynx.apply.transformer_engine import as_alias, with_bytes
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.progress import DONE
@@ -48,59 +48,46 @@ def claims(engine: Engine, group: Any) -> Iterator[Claim]:
 
     in_window = partial(_in_window, engine, group)
 
-    def served_or_in_window(original: Any) -> Any:
-        windowed = in_window(original)
+    def served_or_in_window(original: Any, output: Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = engine.started_gather(output) if engine.in_half else None
+        if work is None:
+            waited_for = in_window(original, output, *args, **kwargs)
+            if waited_for is None and engine.scope is not None:
+                engine.scope.keep_gathered(output)
+            return waited_for
+        return waited(work, kwargs.get("async_op"))
 
-        @wraps(original)
-        def gather(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            work = engine.started_gather(output) if engine.in_half else None
-            if work is None:
-                waited_for = windowed(output, *args, **kwargs)
-                if waited_for is None and engine.scope is not None:
-                    engine.scope.keep_gathered(output)
-                return waited_for
-            return waited(work, kwargs.get("async_op"))
+    def served_gradient(original: Any, tensor: Tensor, of_group: Any, *args: Any, **kwargs: Any) -> Any:
+        begun = engine.gathered_gradient(tensor) if of_group is group and engine.in_half else None
+        if begun is None:
+            return original(tensor, of_group, *args, **kwargs)
+        whole, work = begun
+        work.wait()
+        return whole
 
-        return gather
-
-    def served_gradient(original: Any) -> Any:
-        @wraps(original)
-        def gather(tensor: torch.Tensor, of_group: Any, *args: Any, **kwargs: Any) -> Any:
-            begun = engine.gathered_gradient(tensor) if of_group is group and engine.in_half else None
-            if begun is None:
-                return original(tensor, of_group, *args, **kwargs)
-            whole, work = begun
-            work.wait()
-            return whole
-
-        return gather
-
-    yield Claim(mappings, "_gather_along_first_dim", served_gradient, "gathers a gradient that may be under way already")
+    reason = "gathers a gradient that may be under way already"
+    yield Claim(mappings, "_gather_along_first_dim", instead(served_gradient), reason)
     for module in (mappings, layers):
-        yield Claim(module, "dist_reduce_scatter_func", in_window, "scatters a half's output or gradient")
-    yield Claim(mappings, "dist_all_gather_func", in_window, "gathers a gradient")
-    yield Claim(layers, "dist_all_gather_func", served_or_in_window, "gathers a half's input")
-    yield Claim(torch.distributed, "all_reduce", in_window, "reduces a half's output or gradient")
+        yield Claim(module, "dist_reduce_scatter_func", instead(in_window), "scatters a half's output or gradient")
+    yield Claim(mappings, "dist_all_gather_func", instead(in_window), "gathers a gradient")
+    yield Claim(layers, "dist_all_gather_func", instead(served_or_in_window), "gathers a half's input")
+    yield Claim(torch.distributed, "all_reduce", instead(in_window), "reduces a half's output or gradient")
 
 
 def buffer_claim(engine: Engine) -> Claim:
     from megatron.core.tensor_parallel import layers
 
-    def hooked(original: Any) -> Any:
-        @wraps(original)
-        def get_global_memory_buffer() -> Any:
-            gathered = engine.gathered_input() if engine.in_half else None
-            if gathered is not None:
-                return SimpleNamespace(get_tensor=partial(_held, gathered))
-            shared = original()
-            owns = engine.scope is not None and engine.scope.owns_gathered
-            if owns or engine.weight_gradients.puts_off_gathered:
-                return SimpleNamespace(get_tensor=lambda *args, **kwargs: torch.empty_like(shared.get_tensor(*args, **kwargs)))
-            return shared
+    def get_global_memory_buffer(original: Any) -> Any:
+        gathered = engine.gathered_input() if engine.in_half else None
+        if gathered is not None:
+            return SimpleNamespace(get_tensor=partial(_held, gathered))
+        shared = original()
+        owns = engine.scope is not None and engine.scope.owns_gathered
+        if owns or engine.weight_gradients.puts_off_gathered:
+            return SimpleNamespace(get_tensor=lambda *args, **kwargs: torch.empty_like(shared.get_tensor(*args, **kwargs)))
+        return shared
 
-        return get_global_memory_buffer
-
-    return Claim(layers, "get_global_memory_buffer", hooked, "lends the buffer for a gathered input")
+    return Claim(layers, "get_global_memory_buffer", instead(get_global_memory_buffer), "lends the buffer for a gathered input")
 
 
 def _held(gathered: Tensor, tensor_shape: Any, dtype: torch.dtype, name: str, *args: Any, **kwargs: Any) -> Tensor:
@@ -120,17 +107,12 @@ def start_gather(group: Any) -> Any:
     return gather
 
 
-def _in_window(engine: Engine, group: Any, original: Any, *, exchange: bool = False) -> Any:
-
-    @wraps(original)
-    def collective(*args: Any, **kwargs: Any) -> Any:
-        of_half = kwargs.get("group") is group and engine.in_half and not _takes_largest(*args, **kwargs)
-        window = engine.window(exchange=exchange) if of_half else None
-        if window is None:
-            return original(*args, **kwargs)
-        return waited(window(original(*args, **{**kwargs, "async_op": True})), kwargs.get("async_op"))
-
-    return collective
+def _in_window(engine: Engine, group: Any, original: Any, /, *args: Any, exchange: bool = False, **kwargs: Any) -> Any:
+    of_half = kwargs.get("group") is group and engine.in_half and not _takes_largest(*args, **kwargs)
+    window = engine.window(exchange=exchange) if of_half else None
+    if window is None:
+        return original(*args, **kwargs)
+    return waited(window(original(*args, **{**kwargs, "async_op": True})), kwargs.get("async_op"))
 
 
 def _takes_largest(tensor: Any, op: Any = None, *args: Any, **kwargs: Any) -> bool:
@@ -147,50 +129,34 @@ def waited(work: Any, async_op: bool | None) -> Any:
 def te_claims(engine: Engine, group: Any) -> Iterator[Claim]:
     from transformer_engine.pytorch.module import base, layernorm_linear, linear
 
-    def in_window(original: Any) -> Any:
-        @wraps(original)
-        def collective(tensor: Tensor, tp_group: Any = None, async_op: bool = False, **kwargs: Any) -> Any:
-            window = engine.window() if tp_group is group and engine.in_half else None
-            if window is None:
-                return original(tensor, tp_group, async_op, **kwargs)
-            output, work = original(tensor, tp_group, True, **kwargs)
-            return output, waited(window(work or DONE), async_op)  # FP8 that is needed by columns has been waited for
+    def in_window(original: Any, tensor: Tensor, tp_group: Any = None, async_op: bool = False, **kwargs: Any) -> Any:
+        window = engine.window() if tp_group is group and engine.in_half else None
+        if window is None:
+            return original(tensor, tp_group, async_op, **kwargs)
+        output, work = original(tensor, tp_group, True, **kwargs)
+        return output, waited(window(work or DONE), async_op)  # FP8 that is needed by columns has been waited for
 
-        return collective
+    def served_or_in_window(original: Any, tensor: Any, process_group: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        gathered = engine.gathered_input() if process_group is group and engine.in_half else None
+        if gathered is None:
+            whole, work = in_window(original, tensor, process_group, async_op, **kwargs)
+            if process_group is group and work is None and (scope := engine.scope) is not None and scope.owns_gathered:
+                scope.keep_gathered(as_alias(whole) if is_wrapper(whole) else whole)
+            return whole, work
+        return _of_kind(tensor, gathered), waited(engine.started_gather(gathered), async_op)
 
-    def served_or_in_window(original: Any) -> Any:
-        windowed = in_window(original)
-
-        @wraps(original)
-        def gather(tensor: Tensor, process_group: Any, async_op: bool = False, **kwargs: Any) -> Any:
-            gathered = engine.gathered_input() if process_group is group and engine.in_half else None
-            if gathered is None:
-                whole, work = windowed(tensor, process_group, async_op, **kwargs)
-                if process_group is group and work is None and (scope := engine.scope) is not None and scope.owns_gathered:
-                    scope.keep_gathered(as_alias(whole) if is_wrapper(whole) else whole)
-                return whole, work
-            return _of_kind(tensor, gathered), waited(engine.started_gather(gathered), async_op)
-
-        return gather
-
-    def served_gradient(original: Any) -> Any:
-        windowed = in_window(original)
-
-        @wraps(original)
-        def gather(tensor: Any, process_group: Any, async_op: bool = False, **kwargs: Any) -> Any:
-            of_half = process_group is group and engine.in_half and not kwargs and isinstance(tensor, Tensor)
-            begun = engine.gathered_gradient(tensor) if of_half else None
-            if begun is None:
-                return windowed(tensor, process_group, async_op, **kwargs)
-            return begun[0], waited(begun[1], async_op)
-
-        return gather
+    def served_gradient(original: Any, tensor: Any, process_group: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        of_half = process_group is group and engine.in_half and not kwargs and isinstance(tensor, Tensor)
+        begun = engine.gathered_gradient(tensor) if of_half else None
+        if begun is None:
+            return in_window(original, tensor, process_group, async_op, **kwargs)
+        return begun[0], waited(begun[1], async_op)
 
     for module in (linear, layernorm_linear):
-        yield Claim(module, "reduce_scatter_along_first_dim", in_window, "scatters a half's output or gradient")
-    yield Claim(base, "gather_along_first_dim", served_gradient, "gathers a gradient")
+        yield Claim(module, "reduce_scatter_along_first_dim", instead(in_window), "scatters a half's output or gradient")
+    yield Claim(base, "gather_along_first_dim", instead(served_gradient), "gathers a gradient")
     for module in (linear, layernorm_linear):
-        yield Claim(module, "gather_along_first_dim", served_or_in_window, "gathers a linear's input")
+        yield Claim(module, "gather_along_first_dim", instead(served_or_in_window), "gathers a linear's input")
 
 
 def _of_kind(tensor: Any, gathered: Any) -> Any:
@@ -211,7 +177,7 @@ def latent_claim(engine: Engine, module: str) -> Claim:
 
 def exchange_claim(engine: Engine, group: Any) -> Claim:
     exchange = partial(_in_window, engine, group, exchange=True)
-    return Claim(torch.distributed, "all_to_all_single", exchange, "brings tokens to experts, and back")
+    return Claim(torch.distributed, "all_to_all_single", instead(exchange), "brings tokens to experts, and back")
 
 
 class WindowedEvent:
@@ -234,14 +200,10 @@ class WindowedEvent:
 def deepep_claims(engine: Engine) -> Iterator[Claim]:
     from megatron.core.transformer.moe import fused_a2a
 
-    def in_window(original: Any) -> Any:
-        @wraps(original)
-        def exchange(*args: Any, **kwargs: Any) -> Any:
-            window = engine.window(exchange=True) if kwargs.get("async_finish") and engine.in_half else None
-            outputs = original(*args, **kwargs)
-            return outputs if window is None else (*outputs[:-1], WindowedEvent(outputs[-1], window))
-
-        return exchange
+    def in_window(original: Any, *args: Any, **kwargs: Any) -> Any:
+        window = engine.window(exchange=True) if kwargs.get("async_finish") and engine.in_half else None
+        outputs = original(*args, **kwargs)
+        return outputs if window is None else (*outputs[:-1], WindowedEvent(outputs[-1], window))
 
     for method in ("dispatch", "combine"):
-        yield Claim(fused_a2a.Buffer, method, in_window, "brings tokens to experts, and back")
+        yield Claim(fused_a2a.Buffer, method, instead(in_window), "brings tokens to experts, and back")

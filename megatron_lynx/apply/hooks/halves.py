@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from megatron_lynx.apply.hook import Claim
+from megatron_lynx.apply.hook import Claim, instead
 from megatron_lynx.apply.live_run import LiveRun, module_at, owner_of
 from megatron_lynx.errors import HookRefused, Problem
 from megatron_lynx.kinds.experts.section import MIXTURE
@@ -57,21 +57,18 @@ class Capacity:
 def claim(engine: Engine, layer: Module, policy: HalfPolicy, capacity: Capacity, *, tells: bool) -> Claim:
     """`tells`: whether this half reports lengths."""
 
-    def hooked(original: Any) -> Any:
-        def run_half(*args: Any, **kwargs: Any) -> Any:
-            of_call = policy
-            if tells and engine.met is not None and torch.is_grad_enabled():
-                engine.met.add(_rows(args, kwargs), _squares(args, kwargs, capacity.shards))
-            if policy.may_recompute and torch.is_grad_enabled():
-                _check_call(policy, kwargs)
-                if not policy.section.owner and not capacity.holds(_rows(args, kwargs)):
-                    of_call = policy.keeping
-            return engine.half(of_call, original, args, kwargs)
-
-        return run_half
+    def run_half(original: Any, *args: Any, **kwargs: Any) -> Any:
+        of_call = policy
+        if tells and engine.met is not None and torch.is_grad_enabled():
+            engine.met.add(_rows(args, kwargs), _squares(args, kwargs, capacity.shards))
+        if policy.may_recompute and torch.is_grad_enabled():
+            _check_call(policy, kwargs)
+            if not policy.section.owner and not capacity.holds(_rows(args, kwargs)):
+                of_call = policy.keeping
+        return engine.half(of_call, original, args, kwargs)
 
     owner = owner_of(layer, policy.section.half, policy.section.owner)
-    return Claim(owner, policy.section.method, hooked, "runs one half of a layer", f"layer {policy.layer}")
+    return Claim(owner, policy.section.method, instead(run_half), "runs one half of a layer", f"layer {policy.layer}")
 
 
 def _shape(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int]:
@@ -107,27 +104,21 @@ def load_claims(engine: Engine, plan: Plan, run: LiveRun, layers: Mapping[int, M
     tokens = plan.model.seq // run.shards_of(plan.parallel.sequence_parallel) * plan.batch.micro
     balanced = tokens * run.config.moe_router_topk * int(get_expert_tensor_parallel_world_size())
 
-    def counting(original: Any) -> Any:
-        def forward(permuted_local_hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if torch.is_grad_enabled():
-                engine.experts_got(permuted_local_hidden_states.shape[0], balanced)
-            return original(permuted_local_hidden_states, *args, **kwargs)
-
-        return forward
+    def counting(original: Any, permuted_local_hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            engine.experts_got(permuted_local_hidden_states.shape[0], balanced)
+        return original(permuted_local_hidden_states, *args, **kwargs)
 
     for number, layer in layers.items():
         experts = module_at(layer, f"{MIXTURE}.experts")
-        yield Claim(experts, "forward", counting, "counts the rows of experts", f"layer {number}.{MIXTURE}.experts")
+        yield Claim(experts, "forward", instead(counting), "counts the rows of experts", f"layer {number}.{MIXTURE}.experts")
 
 
 def indexer_claim(engine: Engine) -> Claim:
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 
-    def once(original: Any) -> Any:
-        def save_loss_to_tracker(*args: Any, **kwargs: Any) -> None:
-            if engine.scope is None or not engine.scope.recomputes:
-                original(*args, **kwargs)
+    def once(original: Any, *args: Any, **kwargs: Any) -> None:
+        if engine.scope is None or not engine.scope.recomputes:
+            original(*args, **kwargs)
 
-        return save_loss_to_tracker
-
-    return Claim(DSAIndexerLossLoggingHelper, "save_loss_to_tracker", once, "logs an indexer's loss")
+    return Claim(DSAIndexerLossLoggingHelper, "save_loss_to_tracker", instead(once), "logs an indexer's loss")

@@ -16,7 +16,7 @@ twice: one GEMM more. The weight's gradient is summed in another order than with
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import Module
 
-from megatron_lynx.apply.hook import Claim, Hook
+from megatron_lynx.apply.hook import Claim, instead
 from megatron_lynx.apply.live_run import LiveRun, name_of
 from megatron_lynx.errors import HookRefused, Problem
 from megatron_lynx.limits import refused
@@ -36,9 +36,9 @@ log = logging.getLogger(__name__)
 
 def claims(chunk: Module, pieces: int) -> Iterator[Claim]:
     head = _Head(chunk, pieces)
-    yield Claim(chunk, "_postprocess", head.postprocess, "says whether a loss is wanted, or logits", "model")
-    yield Claim(chunk.output_layer, "forward", head.project, "would make all logits at once", "output_layer")
-    yield Claim(chunk, "compute_language_model_loss", head.loss, "computes the loss of a piece", "model")
+    yield Claim(chunk, "_postprocess", instead(head.postprocess), "says whether a loss is wanted, or logits", "model")
+    yield Claim(chunk.output_layer, "forward", instead(head.project), "would make all logits at once", "output_layer")
+    yield Claim(chunk, "compute_language_model_loss", instead(head.loss), "computes the loss of a piece", "model")
 
 
 @dataclass(frozen=True)
@@ -53,44 +53,38 @@ class _Head:
         self._pieces = pieces
         self._wants_loss = self._is_warned = False
 
-    def postprocess(self, original: Any) -> Any:
-        def postprocess(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("labels") is None:
-                return original(*args, **kwargs)
-            _check_call(kwargs, self._projection)
-            self._wants_loss = True
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self._wants_loss = False
+    def postprocess(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("labels") is None:
+            return original(*args, **kwargs)
+        _check_call(kwargs, self._projection)
+        self._wants_loss = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._wants_loss = False
 
-        return postprocess
+    def project(self, original: Any, input_: Tensor, weight: Tensor | None = None, **kwargs: Any) -> Any:
+        if not self._wants_loss:
+            if input_.requires_grad and not self._is_warned:
+                self._is_warned = True
+                log.warning("the head runs whole, not in the plan's pieces: its logits are requested (LogitsInPieces)")
+            return original(input_, weight, **kwargs)
+        return _Unprojected(input_, self._projection.weight if weight is None else weight), None
 
-    def project(self, original: Any) -> Any:
-        def forward(input_: Tensor, weight: Tensor | None = None, **kwargs: Any) -> Any:
-            if not self._wants_loss:
-                if input_.requires_grad and not self._is_warned:
-                    self._is_warned = True
-                    log.warning("the head runs whole, not in the plan's pieces: its logits are requested (LogitsInPieces)")
-                return original(input_, weight, **kwargs)
-            return _Unprojected(input_, self._projection.weight if weight is None else weight), None
+    def loss(self, original: Any, labels: Tensor, logits: Tensor | _Unprojected) -> Any:
+        if not isinstance(logits, _Unprojected):
+            return original(labels, logits)
 
-        return forward
-
-    def loss(self, original: Any) -> Any:
         def loss_of(rows_SBH: Tensor, weight_VH: Tensor, labels_BS: Tensor) -> Any:
             return original(labels_BS, self.logits(rows_SBH, weight_VH))
 
-        def loss(labels: Tensor, logits: Tensor | _Unprojected) -> Any:
-            if not isinstance(logits, _Unprojected):
-                return original(labels, logits)
-            return self.in_pieces(self.shared(logits.hidden_SBH), logits.weight_VH, loss_of, labels)
-
-        return loss
+        return self.in_pieces(self.shared(logits.hidden_SBH), logits.weight_VH, loss_of, labels)
 
     def in_pieces(self, rows_SBH: Tensor, weight_VH: Tensor, loss_of: LossOfRows, *labels_BS: Tensor) -> Tensor:
-        fused = self._projection.gradient_accumulation_fusion
-        return loss_in_pieces(rows_SBH, weight_VH, labels_BS, self._pieces, loss_of, adds_in_place=fused)
+        """The losses (..., B, S) of all tokens, computed in pieces of the sequence; the last one may be shorter."""
+        fused = self._projection.gradient_accumulation_fusion  # then backward adds to `main_grad`, and returns a dummy
+        losses: Tensor = _LossInPieces.apply(rows_SBH, weight_VH, self._pieces, loss_of, fused, *labels_BS)  # type: ignore[no-untyped-call]
+        return losses
 
     def logits(self, rows_SBH: Tensor, weight_VH: Tensor) -> Any:
         """This rank's part of the vocabulary, without a collective in either pass."""
@@ -132,7 +126,7 @@ class LogitsInPieces:
         chunks: Iterator[Any] = (
             one for one in model.modules() if getattr(one, "post_process", False) and hasattr(one, "output_layer")
         )
-        self._hook: Hook | None = None
+        self._hook: Claim | None = None
         if (chunk := next(chunks, None)) is None:
             return
         if problems := list(_another_projection(chunk)):
@@ -140,19 +134,17 @@ class LogitsInPieces:
         projection = chunk.output_layer
         self._head, self._weight_VH = _Head(chunk, pieces), projection.weight
 
-        def unprojected(original: Any) -> Any:
-            def forward(input_: Tensor, weight: Tensor | None = None, **kwargs: Any) -> Any:
-                if kwargs.get("runtime_gather_output"):
-                    return original(input_, weight, **kwargs)
-                self._weight_VH = projection.weight if weight is None else weight
-                rows_SBH = self._head.shared(input_)
-                if rows_SBH.requires_grad:  # Megatron's all-reduce leaves a strided gradient as it is
-                    rows_SBH.register_hook(Tensor.contiguous)
-                return rows_SBH, None
+        def unprojected(original: Any, input_: Tensor, weight: Tensor | None = None, **kwargs: Any) -> Any:
+            if kwargs.get("runtime_gather_output"):
+                return original(input_, weight, **kwargs)
+            self._weight_VH = projection.weight if weight is None else weight
+            rows_SBH = self._head.shared(input_)
+            if rows_SBH.requires_grad:  # Megatron's all-reduce leaves a strided gradient as it is
+                rows_SBH.register_hook(Tensor.contiguous)
+            return rows_SBH, None
 
-            return forward
-
-        self._hook = Hook(Claim(projection, "forward", unprojected, "returns logits"))
+        self._hook = Claim(projection, "forward", instead(unprojected), "returns logits")
+        self._hook.place()
 
     def __call__(self, function: Losses) -> Losses:
         def values_of(hidden_BSH: Tensor, **labels_BS: Tensor) -> dict[str, Tensor]:
@@ -255,15 +247,6 @@ def _another_projection(chunk: Any) -> Iterator[Problem]:
 LossOfRows = Callable[..., Tensor]
 """From rows of the input (S, B, H), the weight (V, H) and labels (each B, S) to losses (..., B, S). Rows must not depend on each
 other."""
-
-
-def loss_in_pieces(
-    input_SBH: Tensor, weight_VH: Tensor, labels_BS: Sequence[Tensor], pieces: int, loss_of: LossOfRows, *, adds_in_place: bool
-) -> Tensor:
-    """Return the losses (..., B, S) of all tokens, computed in `pieces` of the sequence; the last one may be shorter.
-    `adds_in_place`: the backward of `loss_of` adds the weight's gradient to `main_grad` itself, and returns a dummy."""
-    losses: Tensor = _LossInPieces.apply(input_SBH, weight_VH, pieces, loss_of, adds_in_place, *labels_BS)  # type: ignore[no-untyped-call]
-    return losses
 
 
 class _LossInPieces(torch.autograd.Function):

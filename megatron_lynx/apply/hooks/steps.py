@@ -33,12 +33,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Container, Iterator, Mapping
 from contextlib import ExitStack
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_lynx.apply.hook import Claim
+from megatron_lynx.apply.hook import Claim, instead
 from megatron_lynx.apply.live_run import unwrapped
 from megatron_lynx.runtime.engine import Engine
 
@@ -47,36 +47,28 @@ def claims(engine: Engine, chunks: Container[int], *, combined: bool = False) ->
     """`chunks`: the ids of the plan's models. `combined`: whether forwards and backwards are interleaved."""
     from megatron.core.pipeline_parallel import schedules
 
-    def forward(original: Any) -> Any:
-        signature = inspect.signature(original)
+    signature = inspect.signature(schedules.forward_step)
 
-        @wraps(original)
-        def forward_step(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
-            if not _is_in(given["model"], chunks):
-                return original(*args, **kwargs)
-            chunk = given.get("vp_stage") or 0
-            with engine.forward_pass(given["current_microbatch"], chunk, given["num_microbatches"]) as ended_with:
-                result = original(*args, **kwargs)
-                ended_with(result)
-            return result
+    def forward(original: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        if not _is_in(given["model"], chunks):
+            return original(*args, **kwargs)
+        chunk = given.get("vp_stage") or 0
+        with engine.forward_pass(given["current_microbatch"], chunk, given["num_microbatches"]) as ended_with:
+            result = original(*args, **kwargs)
+            ended_with(result)
+        return result
 
-        return forward_step
+    def backward(original: Any, input_tensor: Any, output_tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if not engine.ledger.expects_backward:
+            return original(input_tensor, output_tensor, *args, **kwargs)
+        with engine.backward_pass(output_tensor) as returns:
+            gradient = original(input_tensor, output_tensor, *args, **kwargs)
+            returns(gradient)
+        return gradient
 
-    def backward(original: Any) -> Any:
-        @wraps(original)
-        def backward_step(input_tensor: Any, output_tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if not engine.ledger.expects_backward:
-                return original(input_tensor, output_tensor, *args, **kwargs)
-            with engine.backward_pass(output_tensor) as returns:
-                gradient = original(input_tensor, output_tensor, *args, **kwargs)
-                returns(gradient)
-            return gradient
-
-        return backward_step
-
-    yield Claim(schedules, "forward_step", forward, "begins and ends a micro-batch's forward")
-    yield Claim(schedules, "backward_step", backward, "begins and ends a micro-batch's backward")
+    yield Claim(schedules, "forward_step", instead(forward), "begins and ends a micro-batch's forward")
+    yield Claim(schedules, "backward_step", instead(backward), "begins and ends a micro-batch's backward")
     if combined:
         yield _combined_claim(engine, chunks)
 
@@ -88,28 +80,24 @@ def _is_in(model: Any, chunks: Container[int]) -> bool:
 def _combined_claim(engine: Engine, chunks: Container[int]) -> Claim:
     from megatron.core.pipeline_parallel import combined_1f1b
 
-    def hooked(original: Any) -> Any:
-        signature = inspect.signature(original)
+    signature = inspect.signature(combined_1f1b.combined_forward_backward_step)
 
-        @wraps(original)
-        def combined_forward_backward_step(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
-            forward, backward = (_is_in(given[name], chunks) for name in ("f_model", "b_model"))
-            with ExitStack() as stack:
-                if backward:
-                    stack.enter_context(engine.backward_pass(given["b_output_tensor"]))
-                if forward:
-                    place = given["current_microbatch"], given.get("f_model_chunk_id") or 0, given["num_microbatches"]
-                    ended_with = stack.enter_context(engine.forward_pass(*place))
-                result = original(*args, **kwargs)
-                if forward:
-                    ended_with(result)
-            return result
-
-        return combined_forward_backward_step
+    def combined(original: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        forward, backward = (_is_in(given[name], chunks) for name in ("f_model", "b_model"))
+        with ExitStack() as stack:
+            if backward:
+                stack.enter_context(engine.backward_pass(given["b_output_tensor"]))
+            if forward:
+                place = given["current_microbatch"], given.get("f_model_chunk_id") or 0, given["num_microbatches"]
+                ended_with = stack.enter_context(engine.forward_pass(*place))
+            result = original(*args, **kwargs)
+            if forward:
+                ended_with(result)
+        return result
 
     reason = "runs a forward and a backward in turns"
-    return Claim(combined_1f1b, "combined_forward_backward_step", hooked, reason)
+    return Claim(combined_1f1b, "combined_forward_backward_step", instead(combined), reason)
 
 
 def receive_claims(engine: Engine, *, waited_for_later: bool, gradients_apart: bool) -> Iterator[Claim]:
@@ -117,30 +105,29 @@ def receive_claims(engine: Engine, *, waited_for_later: bool, gradients_apart: b
     `gradients_apart`: and a recomputation may run between the send of a forward and a gradient."""
     from megatron.core.pipeline_parallel import p2p_communication
 
-    def hooked(original: Any, apart: bool = False) -> Any:
-        @wraps(original)
-        def exchange(**kwargs: Any) -> Any:
-            with engine.aborting():
-                engine.offloader.exchange_begins()
-            works = _apart(original, kwargs) if apart else original(**kwargs)
-            if kwargs.get("tensor_send_prev") is not None:
-                engine.gradient_sent()
-            if kwargs.get("tensor_recv_next") is None:
-                return works
-            if isinstance(works, dict):
-                held = ["recv_next"] if waited_for_later else [*works]
-                windows = dict(zip(held, engine.receive([works[name] for name in held]), strict=True))
-                return windows | {name: work for name, work in works.items() if name not in windows}
-            return engine.receive(list(works))
+    def exchange(original: Any, **kwargs: Any) -> Any:
+        with engine.aborting():
+            engine.offloader.exchange_begins()
+        works = original(**kwargs)
+        if kwargs.get("tensor_send_prev") is not None:
+            engine.gradient_sent()
+        if kwargs.get("tensor_recv_next") is None:
+            return works
+        if isinstance(works, dict):
+            held = ["recv_next"] if waited_for_later else [*works]
+            windows = dict(zip(held, engine.receive([works[name] for name in held]), strict=True))
+            return windows | {name: work for name, work in works.items() if name not in windows}
+        return engine.receive(list(works))
 
-        return exchange
+    def exchange_apart(original: Any, **kwargs: Any) -> Any:
+        return exchange(partial(_apart, original), **kwargs)
 
     reason = "receives a gradient from the next stage"
-    yield Claim(p2p_communication, "_p2p_ops", partial(hooked, apart=gradients_apart), reason)
-    yield Claim(p2p_communication, "_batched_p2p_ops", hooked, reason)
+    yield Claim(p2p_communication, "_p2p_ops", instead(exchange_apart if gradients_apart else exchange), reason)
+    yield Claim(p2p_communication, "_batched_p2p_ops", instead(exchange), reason)
 
 
-def _apart(original: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _apart(original: Any, **kwargs: Any) -> dict[str, Any]:
     outputs = original(**{**kwargs, "tensor_send_prev": None, "tensor_recv_next": None})
     gradients = {**kwargs, "tensor_send_next": None, "tensor_recv_prev": None}
     if dist.get_backend(kwargs["group"]) == "ucc":  # other groups use NCCL, which UCC was chosen to avoid

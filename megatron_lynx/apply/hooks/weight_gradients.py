@@ -23,10 +23,10 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +36,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_lynx.anatomy import EXPERTS_LINEARS, Half, Role
 from megatron_lynx.anatomy.address import FrameKey
-from megatron_lynx.apply.hook import Claim
+from megatron_lynx.apply.hook import Claim, instead
 from megatron_lynx.apply.hooks.sites import modules_named
 from megatron_lynx.apply.kinds import sections_in
 from megatron_lynx.apply.live_run import LiveRun, layers_in
@@ -244,35 +244,26 @@ def _local_claims(gradients: WeightGradients, tokens: int, linears: Mapping[Line
     extension = layers.fused_weight_gradient_mlp_cuda
     gemms = {torch.float32: extension.wgrad_gemm_accum_fp32}
     equal = proven(tokens, linears, lambda dtype: gemms.get(dtype, extension.wgrad_gemm_accum_fp16))
-    of_half: dict[FrameKey | None, dict[LinearOf, Module]] = defaultdict(dict)
-    for linear, module in linears.items():
-        of_half[linear.frame][linear] = module
-    owners: dict[FrameKey | None, Any] = defaultdict(WeakIdKeyDictionary)  # a half has as many linears as a rank has experts
+    owners: Any = WeakIdKeyDictionary()
+    """The linears by their `main_grad`; None for one of no linear here."""
 
-    def owner_of(half: FrameKey | None, main_grad: Tensor) -> LinearOf | None:
-        if half not in of_half:
-            return None
-        if main_grad not in owners[half]:
-            having = (of for of, module in of_half[half].items() if getattr(module.weight, "main_grad", None) is main_grad)
-            owners[half][main_grad] = next(having, None)
-        return owners[half][main_grad]  # type: ignore[no-any-return]
+    def owner_of(main_grad: Tensor) -> LinearOf | None:
+        if main_grad not in owners:
+            owners.update({weights_of(module)[0].main_grad: of for of, module in linears.items()})
+        return owners.setdefault(main_grad, None)  # type: ignore[no-any-return]
 
-    def hooked(original: Any) -> Any:
-        @wraps(original)
-        def accumulate(total_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-            linear = owner_of(gradients.backward_of, main_grad)
-            if linear is None or not gradients.delays(linear.linear):
-                original(total_input, grad_output, main_grad)
-                return
-            operands = total_input.detach(), grad_output.detach()
-            pieces = None if linear.of_experts else cut(original, operands, main_grad, linear.pieces, equal)
-            whole = {linear.piece: partial(original, *operands, main_grad)}
-            gradients.put_off(linear.linear, operands, pieces or whole)
-
-        return accumulate
+    def accumulate(original: Any, total_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
+        linear = owner_of(main_grad)
+        if linear is None or linear.frame != gradients.backward_of or not gradients.delays(linear.linear):
+            original(total_input, grad_output, main_grad)
+            return
+        operands = total_input.detach(), grad_output.detach()
+        pieces = None if linear.of_experts else cut(original, operands, main_grad, linear.pieces, equal)
+        whole = {linear.piece: partial(original, *operands, main_grad)}
+        gradients.put_off(linear.linear, operands, pieces or whole)
 
     for name in ("wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16"):
-        yield Claim(extension, name, hooked, "adds a weight gradient to where it lies")
+        yield Claim(extension, name, instead(accumulate), "adds a weight gradient to where it lies")
 
 
 def _te_claims(gradients: WeightGradients, tokens: int, linears: Mapping[LinearOf, Module]) -> Iterator[Claim]:

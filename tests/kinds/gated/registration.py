@@ -8,21 +8,20 @@ from contextlib import contextmanager
 from megatron_lynx.kinds import planning, sections
 
 from .planning import GatedAttention
-from .section import GATED, chosen
+from .section import GATE, GATED, chosen
 
 
 @contextmanager
 def registered() -> Iterator[None]:
-    from megatron_lynx.apply.kinds import FACES
-
-    from .running import HeldGatedAttention
+    from megatron_lynx.apply.kinds import KINDS_IN
+    from megatron_lynx.apply.live_run import module_at
 
     sections.KINDS.append(sections.Kind((GATED,), chosen, GATED.name))
     planning.FACES[GATED.name] = GatedAttention
-    FACES.append(HeldGatedAttention())
+    KINDS_IN[GATED.name] = lambda layer: module_at(layer, GATE.path) is not None
     try:
         yield
     finally:
         sections.KINDS.pop()
         del planning.FACES[GATED.name]
-        FACES.pop()
+        del KINDS_IN[GATED.name]
