@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.nn import Module
 from megatron_lynx.apply.hook import Claim
 from megatron_lynx.apply.hooks import collectives, halves
 from megatron_lynx.apply.hooks.sites import places_of
-from megatron_lynx.apply.live_run import LiveRun, captured_modules, module_at, name_of, overlapped
+from megatron_lynx.apply.live_run import LiveRun, captured_modules, linear_in, module_at, name_of, overlapped
 from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.experts.section import DISPATCHERS, EXPERTS, MIXTURE
 from megatron_lynx.kinds.latent.section import KV_DOWN, LATENT, SPARSE, LatentSizes
@@ -35,8 +36,13 @@ CLASSES: dict[str, dict[str, Classes]] = json.loads(Path(__file__).with_suffix("
 """By section, for Megatron's own layers and Transformer Engine's: classes that were shown to be recomputed bit for bit."""
 
 
-def classes_of(section: Section, *, te: bool) -> Classes:
-    return CLASSES.get(section.name, CLASSES["dense"])["te" if te else "local"]
+def other_classes(section: Section, number: int, layer: Module, todo: str, *, te: bool) -> Iterator[Problem]:
+    """The sites of layer `number` whose classes are not known. Raises `AttributeError` if it lacks one."""
+    of_role = CLASSES.get(section.name, CLASSES["dense"])["te" if te else "local"]
+    for item, owner, _ in places_of(section, layer):
+        known = of_role.get(item.role) if section.fuses_norm or item.role != "norm" else None
+        if known is not None and name_of(linear_in(owner)) not in known:
+            yield Problem(f"layer {number}.{item.name}", name_of(owner), " or ".join(known), todo)
 
 
 def _class_in(layer: Any, path: str) -> str:
@@ -146,18 +152,9 @@ def refused_experts(plan: Plan, run: LiveRun) -> Iterator[Problem]:
         if (class_name := name_of(module_at(layer, f"{MIXTURE}.{part}"))) not in known:
             yield Problem(f"layer {number}.{MIXTURE}.{part}", class_name, " or ".join(known), TODO)
     try:
-        yield from _other_linears(run, number, layer)
+        yield from islice(other_classes(sections_in(layer)[1], number, layer, TODO, te=run.uses_te), 1)  # it stands for all
     except AttributeError as missing:
         yield Problem(f"layer {number}", str(missing), "the sites of a mixture of experts", TODO)
-
-
-def _other_linears(run: LiveRun, number: int, layer: Module) -> Iterator[Problem]:
-    classes, (_, section) = classes_of(EXPERTS, te=run.uses_te), sections_in(layer)
-    for place in places_of(section, layer, te=run.uses_te):
-        known = classes.get(place.item.role)
-        if known is not None and name_of(place.owner) not in known:
-            yield Problem(f"layer {number}.{place.item.name}", name_of(place.owner), " or ".join(known), TODO)
-            return  # the first stands for all
 
 
 def _touched(plan: Plan, entry: Stage) -> Iterator[int]:

@@ -16,16 +16,22 @@ from torch.nn import Module
 from megatron_lynx.anatomy import ATTENTION, HALVES
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, RECV_BACKWARD, BackwardPhase
 from megatron_lynx.apply.hooks.head_in_pieces import refused_head
-from megatron_lynx.apply.hooks.sites import places_of
 from megatron_lynx.apply.hooks.weight_gradients import refused_deferrals
-from megatron_lynx.apply.kinds import KINDS_IN, classes_of, dispatched_by, facts_in, layers_by_kind, refused_experts, sections_in
+from megatron_lynx.apply.kinds import (
+    KINDS_IN,
+    dispatched_by,
+    facts_in,
+    layers_by_kind,
+    other_classes,
+    refused_experts,
+    sections_in,
+)
 from megatron_lynx.apply.live_run import (
     CLASSES,
     TE_MODULE,
     LiveRun,
     captured_modules,
     layers_in,
-    linear_in,
     module_at,
     name_of,
     overlapped,
@@ -181,29 +187,23 @@ def refused_windows(plan: Plan, run: LiveRun) -> Iterator[Problem]:
 
 
 _LAYER_CLASS = "megatron.core.transformer.transformer_layer.TransformerLayer"
+_OTHER_SITES = "launch with --transformer-impl local, or with transformer_engine and its usual layers"
 _OTHER_KINDS = "layers of another kind, such as hybrid models have, are not planned yet"
 
 
 def refused_layers(run: LiveRun) -> Iterator[Problem]:
     for number, layer in run.layers.items():
         of_half = dict.fromkeys(HALVES, (_LAYER_CLASS,)) if isinstance(layer, Module) else CLASSES
-        known_halves = [section.half for section in sections_in(layer) if not section.kept_whole]
-        owners = {owner_of(layer, half): of_half[half] for half in known_halves}
-        if others := {owner: needed for owner, needed in owners.items() if name_of(owner) not in needed}:
-            for owner, needed in others.items():
-                yield Problem(f"layer {number}", name_of(owner), " or ".join(needed), _OTHER_KINDS)
-            continue
+        sections = [section for section in sections_in(layer) if not section.kept_whole]
+        owners = {owner_of(layer, section.half): of_half[section.half] for section in sections}
+        others = {owner: needed for owner, needed in owners.items() if name_of(owner) not in needed}
+        for owner, needed in others.items():
+            yield Problem(f"layer {number}", name_of(owner), " or ".join(needed), _OTHER_KINDS)
+        known = [section for section in sections if not section.exchanges] if not others else []
         try:
-            sections = [section for section in sections_in(layer) if not (section.exchanges or section.kept_whole)]
-            places = [(section, place) for section in sections for place in places_of(section, layer)]
+            yield from [one for section in known for one in other_classes(section, number, layer, _OTHER_SITES, te=run.uses_te)]
         except AttributeError as missing:
             yield Problem(f"layer {number}", str(missing), "the sites of a layer", _OTHER_KINDS)
-            continue
-        for section, (item, owner, _) in places:
-            known = classes_of(section, te=run.uses_te).get(item.role) if section.fuses_norm or item.role != "norm" else None
-            if known is not None and name_of(linear_in(owner)) not in known:
-                todo = "launch with --transformer-impl local, or with transformer_engine and its usual layers"
-                yield Problem(f"layer {number}.{item.name}", name_of(owner), " or ".join(known), todo)
 
 
 def mismatches(plan: Plan, run: LiveRun, overlapping: bool = False) -> list[Problem]:

@@ -54,10 +54,6 @@ class Release:
     Engine (`te`: importable only if it is installed); of Transformer Engine itself `fp8`, `fp4` and `grouped` experts."""
     also: Fingerprints = field(default_factory=dict)
 
-    def then(self, version: str, fingerprints: Fingerprints, only_with: Mapping[str, Fingerprints]) -> Release:
-        tables = {name: changed(self.only_with.get(name, {}), table) for name, table in only_with.items()}
-        return Release(version, changed(self.fingerprints, fingerprints), {**self.only_with, **tables})
-
     def rows(self, what: str = "", hook: str = "") -> Iterator[Held]:
         """The functions that matter only with `what`, or in every run. `hook`: of all; by default found from each module."""
         for site, recorded in (self.only_with.get(what, {}) if what else self.fingerprints).items():
@@ -79,19 +75,21 @@ def _problem_of(site: str, recorded: tuple[str, ...]) -> Problem | None:
     return Problem(site, f"source with fingerprint {present}", " or ".join(recorded), todo)
 
 
-def changed(before: Fingerprints, changes: Fingerprints) -> dict[str, str]:
-    return {function: recorded for function, recorded in {**before, **changes}.items() if recorded != GONE}
-
-
 def releases_in(file: Path) -> dict[str, Release]:
     """The releases of a file, by version, oldest first."""
     known: dict[str, Release] = {}
     release = Release("", {})
     for version, entry in json.loads(file.read_text(encoding="utf-8")).items():
-        release = release.then(version, entry.get("fingerprints", {}), entry.get("only_with", {}))
+        tables = entry.get("only_with", {}).items()
+        only_with = {name: changed(release.only_with.get(name, {}), table) for name, table in tables}
         also = {function: hashed for patch in entry.get("also", {}).values() for function, hashed in patch.items()}
-        known[version] = Release(version, release.fingerprints, release.only_with, also)
+        fingerprints = changed(release.fingerprints, entry.get("fingerprints", {}))
+        known[version] = release = Release(version, fingerprints, {**release.only_with, **only_with}, also)
     return known
+
+
+def changed(before: Fingerprints, changes: Fingerprints) -> dict[str, str]:
+    return {function: recorded for function, recorded in {**before, **changes}.items() if recorded != GONE}
 
 
 KNOWN = releases_in(Path(__file__).with_suffix(".json"))

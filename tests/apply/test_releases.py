@@ -23,11 +23,15 @@ FILES = {
 }
 
 
-def test_the_next_release_is_this_one_but_for_its_differences():
-    first = Release("1.0", {"m:same": "a", "m:changed": "b", "m:lost": "c"}, {"experts": {"m:router": "d", "m:lost": "l"}})
-    second = first.then(
-        "1.1", {"m:changed": "B", "m:lost": GONE, "m:came": "e"}, {"experts": {"m:lost": GONE}, "te": {"m:te": "t"}}
-    )
+def test_the_next_release_is_this_one_but_for_its_differences(tmp_path):
+    experts = {"m:router": "d", "m:lost": "l"}
+    changes = {"experts": {"m:lost": GONE}, "te": {"m:te": "t"}}
+    entries = {
+        "1.0": {"fingerprints": {"m:same": "a", "m:changed": "b", "m:lost": "c"}, "only_with": {"experts": experts}},
+        "1.1": {"fingerprints": {"m:changed": "B", "m:lost": GONE, "m:came": "e"}, "only_with": changes},
+    }
+    (tmp_path / "releases.json").write_text(json.dumps(entries))
+    first, second = releases_in(tmp_path / "releases.json").values()
     assert second.fingerprints == {"m:same": "a", "m:changed": "B", "m:came": "e"}
     assert second.only_with == {"experts": {"m:router": "d"}, "te": {"m:te": "t"}}
     assert first.fingerprints["m:lost"] == "c"

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -60,10 +61,10 @@ def claim(engine: Engine, layer: Module, policy: HalfPolicy, capacity: Capacity,
     def run_half(original: Any, *args: Any, **kwargs: Any) -> Any:
         of_call = policy
         if tells and engine.met is not None and torch.is_grad_enabled():
-            engine.met.add(_rows(args, kwargs), _squares(args, kwargs, capacity.shards))
+            engine.met.add(*_lengths(args, kwargs, capacity.shards))
         if policy.may_recompute and torch.is_grad_enabled():
             _check_call(policy, kwargs)
-            if not policy.section.owner and not capacity.holds(_rows(args, kwargs)):
+            if not policy.section.owner and not capacity.holds(prod(_sizes(args, kwargs))):
                 of_call = policy.keeping
         return engine.half(of_call, original, args, kwargs)
 
@@ -71,24 +72,17 @@ def claim(engine: Engine, layer: Module, policy: HalfPolicy, capacity: Capacity,
     return Claim(owner, policy.section.method, instead(run_half), "runs one half of a layer", f"layer {policy.layer}")
 
 
-def _shape(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int]:
+def _sizes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int]:
     s, b, _ = (args[0] if args else kwargs["hidden_states"]).shape
     return s, b
 
 
-def _rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    s, b = _shape(args, kwargs)
-    return s * b
-
-
-def _squares(args: tuple[Any, ...], kwargs: Mapping[str, Any], shards: int) -> int | Tensor:
-    """Sum of the squared lengths of a micro-batch; a device tensor if sequences are packed, so that the host does not wait."""
+def _lengths(args: tuple[Any, ...], kwargs: Mapping[str, Any], shards: int) -> tuple[int, int | Tensor]:
+    """Rows of a micro-batch, and the sum of its squared lengths: on the device if sequences are packed, so that the host does not
+    wait."""
+    s, b = _sizes(args, kwargs)
     ends = getattr(kwargs.get("packed_seq_params"), "cu_seqlens_q", None)
-    if ends is None:
-        s, b = _shape(args, kwargs)
-        return b * (shards * s) ** 2
-    squares: Tensor = ends.detach().diff().to(torch.float64).square().sum()
-    return squares
+    return s * b, b * (shards * s) ** 2 if ends is None else ends.detach().diff().to(torch.float64).square().sum()
 
 
 def _check_call(policy: HalfPolicy, kwargs: Mapping[str, Any]) -> None:

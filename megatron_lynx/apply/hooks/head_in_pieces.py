@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,7 +113,7 @@ Losses = Callable[..., Mapping[str, Tensor]]
 """From logits (B, S, V of this rank) in fp32 and tensors (B, S) by name, such as labels, to values (B, S) by name."""
 
 
-class LogitsInPieces:
+class LogitsInPieces(ExitStack):
     """Computes a frontend's functions of logits, such as log-probabilities and entropy, in pieces of the sequence.
 
         with LogitsInPieces(model, 8) as in_pieces:
@@ -126,7 +127,7 @@ class LogitsInPieces:
         chunks: Iterator[Any] = (
             one for one in model.modules() if getattr(one, "post_process", False) and hasattr(one, "output_layer")
         )
-        self._hook: Claim | None = None
+        super().__init__()
         if (chunk := next(chunks, None)) is None:
             return
         if problems := list(_another_projection(chunk)):
@@ -143,8 +144,9 @@ class LogitsInPieces:
                 rows_SBH.register_hook(Tensor.contiguous)
             return rows_SBH, None
 
-        self._hook = Claim(projection, "forward", instead(unprojected), "returns logits")
-        self._hook.place()
+        hook = Claim(projection, "forward", instead(unprojected), "returns logits")
+        hook.place()
+        self.callback(hook.restore)
 
     def __call__(self, function: Losses) -> Losses:
         def values_of(hidden_BSH: Tensor, **labels_BS: Tensor) -> dict[str, Tensor]:
@@ -162,16 +164,7 @@ class LogitsInPieces:
 
         return values_of
 
-    def remove(self) -> None:
-        if self._hook is not None:
-            self._hook.restore()
-            self._hook = None
-
-    def __enter__(self) -> LogitsInPieces:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.remove()
+    remove = ExitStack.close
 
 
 UNKNOWN = ("runtime_gather_output", "output_processor", "inference_context", "inference_params")

@@ -249,7 +249,7 @@ def _local_claims(gradients: WeightGradients, tokens: int, linears: Mapping[Line
 
     def owner_of(main_grad: Tensor) -> LinearOf | None:
         if main_grad not in owners:
-            owners.update({weights_of(module)[0].main_grad: of for of, module in linears.items()})
+            owners.update({module.weight.main_grad: of for of, module in linears.items()})  # type: ignore[union-attr]
         return owners.setdefault(main_grad, None)  # type: ignore[no-any-return]
 
     def accumulate(original: Any, total_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
