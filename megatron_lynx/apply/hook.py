@@ -36,19 +36,6 @@ class Claim:
         owner = self.label or getattr(self.owner, "__name__", type(self.owner).__name__)
         return f"{owner}.{self.name}"
 
-    def problem(self, *, around_others: bool = False) -> Problem | None:
-        """Why this claim cannot be installed now. `around_others`: attributes outside of models may already have a hook of
-        another model's installation."""
-        attribute = getattr(self.owner, self.name, _ABSENT)
-        if attribute is _ABSENT:
-            return Problem(self.where, "nothing", f"a function, {self.reason}", "use a release of Megatron that has it")
-        of_nobody = isinstance(self.owner, ModuleType | type)
-        if getattr(attribute, MARK, False) and not (around_others and of_nobody):
-            return Problem(
-                self.where, "a plan that is installed already", "no second one", "remove the first installation before"
-            )
-        return None
-
     def place(self) -> None:
         self._before = vars(self.owner).get(self.name, _ABSENT)
         self._replacement = self.replaced_by(getattr(self.owner, self.name))
@@ -81,11 +68,17 @@ def instead(function: Callable[..., Any]) -> Callable[[Any], Any]:
 
 
 def verify(claims: Sequence[Claim], *, around_others: bool = False) -> list[Problem]:
-    """Every claim that cannot be installed, and every attribute claimed twice. `around_others`: see `Claim.problem`."""
-    claim_problems = (claim.problem(around_others=around_others) for claim in claims)
-    problems = [problem for problem in claim_problems if problem is not None]
-    seen: dict[tuple[int, str], Claim] = {}
+    """Every claim that cannot be installed now, and every attribute claimed twice. `around_others`: attributes outside of models
+    may already have a hook of another model's installation."""
+    problems, seen = list[Problem](), dict[tuple[int, str], Claim]()
     for claim in claims:
+        attribute, of_nobody = getattr(claim.owner, claim.name, _ABSENT), isinstance(claim.owner, ModuleType | type)
+        if attribute is _ABSENT:
+            needed, todo = f"a function, {claim.reason}", "use a release of Megatron that has it"
+            problems.append(Problem(claim.where, "nothing", needed, todo))
+        elif getattr(attribute, MARK, False) and not (around_others and of_nobody):
+            installed, todo = "a plan that is installed already", "remove the first installation before"
+            problems.append(Problem(claim.where, installed, "no second one", todo))
         other = seen.setdefault((id(claim.owner), claim.name), claim)
         if other is not claim:
             problems.append(Problem(claim.where, f"two claims ({other.reason}; {claim.reason})", "one"))

@@ -85,10 +85,6 @@ class LiveRun:
             return False
         return any(getattr(config, "overlap_grad_reduce", False) for config in configs)
 
-    @property
-    def userbuffers(self) -> bool:
-        return self.tensor > 1 and bool(getattr(self.config, "tp_comm_overlap", False))
-
     def shards_of(self, sequence_parallel: bool) -> int:
         """Ranks among which a sequence's tokens are cut outside of tensor-parallel linears."""
         return self.context * (self.tensor if sequence_parallel else 1)

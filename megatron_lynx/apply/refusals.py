@@ -221,8 +221,8 @@ def mismatches(plan: Plan, run: LiveRun, overlapping: bool = False) -> list[Prob
 
 
 FACTS: Mapping[str, Mapping[str, str]] = json.loads(Path(__file__).with_name("facts.json").read_text(encoding="utf-8"))
-"""Facts that a launch states before a model is built, by a plan's key: their `flag`; their name in Megatron's arguments
-(`argument`), or also in model configurations (`setting`), unless they are computed; and for messages `why` they matter."""
+"""Facts that a launch states before a model is built, by a plan's key: their `flag`; where they are not computed, their name in a
+`LiveRun` (`run`), in Megatron's arguments (`argument`), or also in model configurations (`setting`); `why` they matter."""
 
 
 def _named(settings: Any, kind: str) -> dict[str, Any]:
@@ -248,9 +248,7 @@ def facts_of_run(plan: Plan, run: LiveRun) -> dict[str, Any]:
     config, planned = run.config, plan.model
     latent = getattr(config, "multi_latent_attention", False)  # which has keys for every head
     facts = {
-        "parallel.tensor": run.tensor,
-        "parallel.context": run.context,
-        "parallel.pipeline": run.pipeline,
+        **_named(run, "run"),
         "parallel.chunks": len(run.chunks),
         "model.layers": run.all_layers,
         **_of_settings(config, several=run.tensor > 1),

@@ -184,13 +184,8 @@ WHOLE = "plan without a head in pieces (head)"
 PROJECTION = "megatron.core.tensor_parallel.layers.ColumnParallelLinear"
 _MODEL = "megatron.core.models.gpt.gpt_model.GPTModel"
 _LANGUAGE = "megatron.core.models.common.language_module.language_module.LanguageModule"
-KNOWN = (
-    f"{_MODEL}.forward",
-    f"{_MODEL}._postprocess",
-    f"{_LANGUAGE}._scale_logits",
-    f"{_LANGUAGE}.compute_language_model_loss",
-)
-"""Methods that must be Megatron's own. Releases before 0.17 have no `_scale_logits`."""
+KNOWN = {"forward": _MODEL, "_postprocess": _MODEL, "_scale_logits": _LANGUAGE, "compute_language_model_loss": _LANGUAGE}
+"""Methods that must be Megatron's own, with their classes. Releases before 0.17 have no `_scale_logits`."""
 
 
 def refused_head(plan: Plan, run: LiveRun) -> Iterator[Problem]:
@@ -199,9 +194,8 @@ def refused_head(plan: Plan, run: LiveRun) -> Iterator[Problem]:
     yield from refused(run.config, ["head"])
     if (chunk := head_chunk(run)) is None:
         return
-    for known in KNOWN:
-        method = known.rpartition(".")[2]
-        code = getattr(chunk, method, None)
+    for method, owner in KNOWN.items():
+        code, known = getattr(chunk, method, None), f"{owner}.{method}"
         found = f"{getattr(code, '__module__', '')}.{getattr(code, '__qualname__', name_of(code))}"
         if code is not None and found != known:
             yield Problem(f"model.{method}", found, f"{known} with a head in pieces", f"train Megatron's, or {WHOLE}")

@@ -9,7 +9,7 @@ Megatron's NVTX ranges are restored as well: a recomputation stops between a pus
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -42,10 +42,9 @@ class MegatronRandom(RandomSource):
 
         super().__init__(device)
         self._megatron: Any = random
-        self._present_tracker: Callable[[], Any] = random.get_cuda_rng_tracker
 
     def capture(self) -> RandomState:
-        tracker = self._present_tracker()
+        tracker = self._megatron.get_cuda_rng_tracker()
         tracked = {
             name: Tracked(state, state if isinstance(state, torch.Tensor) else state.get_state())
             for name, state in tracker.get_states().items()
@@ -61,7 +60,7 @@ class MegatronRandom(RandomSource):
         for tracked_state in state.tracked.values():
             if tracked_state.state is not tracked_state.value:
                 tracked_state.state.set_state(tracked_state.value)
-        tracker = self._present_tracker()
+        tracker = self._megatron.get_cuda_rng_tracker()
         tracker.set_states({name: tracked_state.state for name, tracked_state in state.tracked.items()})
         if state.name is not None:
             setattr(tracker, _NAME, state.name)
