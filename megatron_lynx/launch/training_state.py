@@ -24,22 +24,19 @@ from megatron_lynx.apply.hooks.random_state import MegatronRandom
 from megatron_lynx.nest import map_nest
 
 
-class AllRandom:
-    def __init__(self) -> None:
-        self._megatron = MegatronRandom()
-
+class AllRandom(MegatronRandom):
     def capture(self) -> Any:
-        return random.getstate(), numpy.random.get_state(), self._megatron.capture()
+        return random.getstate(), numpy.random.get_state(), super().capture()
 
     def restore(self, state: Any) -> None:
         of_python, of_numpy, of_megatron = state
         random.setstate(of_python)
         numpy.random.set_state(of_numpy)
-        self._megatron.restore(of_megatron)
+        super().restore(of_megatron)
 
     def same(self, one: Any, other: Any) -> bool:
         same_numpy = all(numpy.array_equal(mine, yours) for mine, yours in zip(one[1], other[1], strict=True))
-        return one[0] == other[0] and same_numpy and self._megatron.same(one[2], other[2])
+        return one[0] == other[0] and same_numpy and super().same(one[2], other[2])
 
 
 class TrainingState:
