@@ -35,7 +35,6 @@ from megatron_lynx.planner.nearest import Changes, decide, fewest_changes, in_wo
 from megatron_lynx.planner.variants import EQUAL, Variants
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.search.best_first import no_collections
 from megatron_lynx.units import GIB, format_seconds
 
 Call = Callable[[], Any]
@@ -140,7 +139,6 @@ class Answer:
         return flags.command(self.reading, self.job, made.asked, made.draft, "plan.yaml")
 
 
-@no_collections()
 def answered(
     job: Job, costs: Profile, reading: Reading | None, *, refused: Sequence[Problem] = (), near: bool = True, copies: bool = False
 ) -> Answer:

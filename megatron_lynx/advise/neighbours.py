@@ -23,7 +23,7 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import Decision, uniform_plan
 from megatron_lynx.planner.variants import Variants
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.search.best_first import BestFirst, no_collections
+from megatron_lynx.search.best_first import BestFirst
 from megatron_lynx.search.space import Space
 
 MOST = 2
@@ -74,7 +74,6 @@ class Near(Space):
         return True
 
 
-@no_collections()
 def neighbours(job: Job, release: str | None, *, copies: bool = False) -> list[Neighbour]:
     """Return the fastest few that fit, best first. `job`: with the policy `planned`, on a described cluster."""
     candidates = BestFirst(Near(job, job.gpus), ("planned",), MOST, offload=job.offload_ratio != 0).run()

@@ -13,9 +13,8 @@ stage has most micro-batches in flight, the last one the head.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Any
@@ -353,18 +352,3 @@ def _is_plannable(job: Job) -> bool:
         check_plannable(job)
         return True
     return False
-
-
-@contextmanager
-def no_collections() -> Iterator[None]:
-    """Disables the garbage collector inside: a search makes millions of small objects and hardly any cycles. Objects made
-    meanwhile become old: the next collection need not visit them."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.freeze()
-            gc.unfreeze()
-            gc.enable()

@@ -28,7 +28,7 @@ from megatron_lynx.planner.decision import fastest_decision
 from megatron_lynx.prediction import within_error
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.roofline import Roofline
-from megatron_lynx.search.best_first import STOCK, BestFirst, Candidate, Excess, Watch, excess_of, held, in_words, no_collections
+from megatron_lynx.search.best_first import STOCK, BestFirst, Candidate, Excess, Watch, excess_of, held, in_words
 from megatron_lynx.search.space import Space
 from megatron_lynx.tables import WrappedTable
 from megatron_lynx.units import GIB, format_bytes, format_seconds
@@ -97,10 +97,9 @@ def search(
     space = Space(job, gpus, None if contexts is None else tuple(sorted(set(contexts))))
     tried = _checked(space, top, policies)
     running = BestFirst(space, tried, top, offload, watch)
-    with no_collections():
-        candidates = _finalists(running.run())
-        if not candidates:
-            raise nothing_fits(space, tried, running.excesses, POLICIES)
+    candidates = _finalists(running.run())
+    if not candidates:
+        raise nothing_fits(space, tried, running.excesses, POLICIES)
     return Ranking(job, gpus, candidates, running.considered, time.perf_counter() - began_s)
 
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from megatron_lynx.anatomy import LayerKind
@@ -253,14 +253,15 @@ class StageCopies:
 
     def walk(self, actions: Sequence[tuple[Action, Phase]]) -> None:
         order = [action for action, _ in actions]
-        first = next((action for action in order if action.kind == "B"), None)
-        for at, (action, phase) in enumerate(actions):
+        backwards = [action for action in order if action.kind == "B"]
+        behind, next_backward = dict(pairwise(order)), dict(pairwise(backwards))
+        for action, phase in actions:
             begin_s = self._now_s
             if action.kind == "F":
                 own = action._replace(kind="B")
-                self._forward(action, keeps_top=own in (first, *order[at + 1 : at + 2]))
+                self._forward(action, keeps_top=own in (*backwards[:1], behind.get(action)))
             else:
-                self._backward(action, next((later_action for later_action in order[at + 1 :] if later_action.kind == "B"), None))
+                self._backward(action, next_backward.get(action))
             if self.exchange_s is not None:  # device synchronisation
                 self._now_s = max(self._now_s, self.copies.free_s - self.exchange_s)
             self.seconds[action.kind, action.chunk, phase] = self._now_s - begin_s
