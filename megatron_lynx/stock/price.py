@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
+from typing import Any
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.communication import head_of
@@ -74,6 +75,10 @@ class Priced:
         return self.job.microbatches * max(
             sum(forward.seconds + backward.seconds for forward, backward in stage_pairs) for stage_pairs in pairs
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process: the figures that are known, without the passes that they came from."""
+        return {name: value for name, value in vars(self).items() if name != "_stages"}
 
     def fits(self, budget_bytes: int) -> bool:
         return all(stage.held.peak_bytes <= budget_bytes for stage in self._stages)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from megatron_lynx.config.job import Job
@@ -42,6 +44,15 @@ def job(request) -> Job:
 def test_what_has_a_policy_holds_what_the_policy_holds(job, setting, policy):
     price, own = priced(job, analytic_profile(job), setting), job.model_copy(update={"policy": policy})
     assert [stage.total for stage in price.stages] == [stage.total for stage in memory_of_stages(own)]
+
+
+def test_a_price_comes_back_from_another_process(job):
+    """With its figures, and without the passes that they came from: advise prices stock in a process of its own."""
+    price = priced(job, analytic_profile(job), FULL)
+    figures = price.step, price.most_bytes
+    again = pickle.loads(pickle.dumps(price))
+    assert (again.step, again.most_bytes) == figures
+    assert again == price
 
 
 def test_the_fastest_that_fits_is_found(job):
