@@ -6,7 +6,6 @@ If no plan fits: changes after which one does, nearest first. Activations or a p
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -161,7 +160,7 @@ def _called(job: Job, calls: Sequence[Call]) -> Iterator[Call]:
     if job.parallel.pipeline * job.chunks < MANY_STAGES or os.cpu_count() == 1:
         yield partial(next, (call() for call in calls))
         return
-    with ProcessPoolExecutor(1, get_context("spawn"), initializer=gc.disable) as pool:
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         yield partial(next, (future.result() for future in [pool.submit(call) for call in calls]))
 
 
