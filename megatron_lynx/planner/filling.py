@@ -309,13 +309,10 @@ class Filler:
         first_layers = [chunk.layers.first for chunk in self.plan.chunks_of(entry.stage)]
         return Slack(self.simulation, entry, first_layers, budgets[entry.stage], drains=drains)
 
-    @once
-    def _ways(self, waits: tuple[Wait, ...], linears: tuple[Linear, ...]) -> list[Placed]:
-        return ways_of(waits, linears, self.profile.interference)
-
     def _best(self, rooms: Rooms, slack: Slack) -> dict[int, Waits]:
         """Return the waits of each layer's weight gradients: first those without forwards, then what gains most per byte."""
-        ways = {layer: self._ways(rooms.waits(layer), rooms.linears(layer)) for layer in rooms.entry.layers}
+        interference = self.profile.interference
+        ways = {layer: ways_of(rooms.waits(layer), rooms.linears(layer), interference) for layer in rooms.entry.layers}
         chosen: dict[int, Placed] = {}
 
         def choose(layer: int, placed: Placed) -> bool:

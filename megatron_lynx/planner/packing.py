@@ -17,8 +17,9 @@ one by one, each where it adds least. Weight gradients are placed anew, one or t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain, combinations, permutations
 from math import gcd, inf
 from typing import NamedTuple
@@ -80,7 +81,8 @@ class Placed(NamedTuple):
     """By deferred linear, the wait of each piece."""
 
 
-def ways_of(waits: Sequence[Wait], linears: Sequence[Linear], interference: float) -> list[Placed]:
+@lru_cache(maxsize=1024)
+def ways_of(waits: tuple[Wait, ...], linears: tuple[Linear, ...], interference: float) -> list[Placed]:
     """Return the best assignment found without forwards, then shorter ones: the best of all, and those with forwards for only a
     part of the weight gradients that use them there. In layers of more than `MOST_LINEARS`, the best of all alone."""
     first, most = (
@@ -110,24 +112,25 @@ class _Layer:
         """Place one weight gradient anew, or two together, until nothing gets shorter."""
         chosen: Chosen = {linear.name: () for linear in self.linears}
         least_s, moves = inf, [*((linear,) for linear in self.linears), *permutations(self.linears, 2)]
-        while True:
-            before_s = least_s
-            for move in moves:
-                moved, seconds = {linear.name for linear in move}, inf
-                changed = {name: puts for name, puts in chosen.items() if name not in moved}
-                for linear in move:
-                    seconds, changed[linear.name] = self._cheapest(linear, changed)
-                if seconds < least_s - WINDOW_S:
-                    least_s, chosen = seconds, changed
-            if least_s == before_s:
-                waits = {linear.name: _fewest(chosen[linear.name]) for linear in self.linears if chosen[linear.name]}
-                return Placed(least_s, waits)
+        while (better := next(self._shorter(moves, chosen, least_s), None)) is not None:
+            least_s, chosen = better
+        waits = {linear.name: _fewest(chosen[linear.name]) for linear in self.linears if chosen[linear.name]}
+        return Placed(least_s, waits)
+
+    def _shorter(self, moves: Sequence[tuple[Linear, ...]], chosen: Chosen, below_s: float) -> Iterator[tuple[float, Chosen]]:
+        """Yield the seconds and places of each move that makes the layer shorter than `below_s`."""
+        for move in moves:
+            moved, seconds = {linear.name for linear in move}, inf
+            changed = {name: puts for name, puts in chosen.items() if name not in moved}
+            for linear in move:
+                seconds, changed[linear.name] = self._cheapest(linear, changed)
+            if seconds < below_s - WINDOW_S:
+                yield seconds, changed
 
     def _cheapest(self, linear: Linear, others: Chosen) -> tuple[float, tuple[Put, ...]]:
         """Return the layer's seconds and the best places of one weight gradient; none if it is not deferred."""
-        lengths_s, taken_s, alone_s = self._loads(others | {linear.name: ()})
-        staying_s = alone_s + sum(map(self._wait_s, lengths_s, taken_s))
         lengths_s, taken_s, alone_s = self._loads(others)
+        staying_s = alone_s + linear.seconds + sum(map(self._wait_s, self._hiding(linear, lengths_s), taken_s))
         ways = [self._piece_by_piece(linear, pieces_s, lengths_s, list(taken_s)) for pieces_s in linear.cuts]
         return min([(staying_s, ()), *((alone_s + seconds, puts) for seconds, puts in ways if puts)], key=lambda way: way[0])
 
@@ -163,9 +166,12 @@ class _Layer:
                     taken_s[put.wait] += seconds
             elif puts is not None:
                 alone_s += linear.seconds
-                if linear.beside is not None:
-                    lengths_s[linear.beside] = max(0.0, lengths_s[linear.beside] - linear.seconds)
+                lengths_s = self._hiding(linear, lengths_s)
         return lengths_s, taken_s, alone_s
+
+    def _hiding(self, linear: Linear, lengths_s: list[float]) -> list[float]:
+        """Return the lengths of waits where this linear's weight gradient, which is not deferred, hides its own."""
+        return [max(0.0, length_s - linear.seconds * (at == linear.beside)) for at, length_s in enumerate(lengths_s)]
 
     def _wait_s(self, length_s: float, taken_s: float) -> float:
         return length_s + max(0.0, taken_s - length_s / self.interference)
