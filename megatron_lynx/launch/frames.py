@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
@@ -26,9 +26,25 @@ from megatron_lynx.errors import LynxError
 from megatron_lynx.launch.check import Compared, Difference, Schedule, difference, first_call, frames_differ, in_all, to_host
 from megatron_lynx.launch.ending import agree
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.runtime.frame import Frame
-from megatron_lynx.runtime.record import Place, Returned
+from megatron_lynx.runtime.frame import Frame, Handle
+from megatron_lynx.runtime.saved import tensor_of
+from megatron_lynx.runtime.site import Key
 from megatron_lynx.units import format_bytes
+
+Again = Literal["recomputed", "reloaded", "gathered"]
+
+
+@dataclass(frozen=True, eq=False)
+class Observed:
+    """What autograd holds for a saved tensor of a drawn frame."""
+
+    packed: Any
+    returned: Callable[[Tensor], None]
+
+    def tensor(self) -> Tensor:
+        tensor = tensor_of(self.packed)
+        self.returned(tensor)
+        return tensor
 
 
 @dataclass
@@ -37,7 +53,8 @@ class Drawn:
 
     step: int
     frame: tuple[int, FrameKey]
-    place: Place
+    key: Key
+    again: Again
     name: str
     saved: Tensor
     returned: Tensor | None = None
@@ -45,7 +62,7 @@ class Drawn:
 
     @property
     def difference(self) -> str:
-        return difference(self.returned, self.saved, (f"what was {self.place.again}", "what was saved"))
+        return difference(self.returned, self.saved, (f"what was {self.again}", "what was saved"))
 
 
 class FrameCheck:
@@ -114,8 +131,19 @@ class FrameCheck:
         where = tuple(windows.of(policy.half, phase) for phase in BACKWARD_PHASES) if policy.recompute else ()
         return self._draw.takes((policy.chunk, policy.half, tuple(sorted(policy.recompute)), where, offloads))
 
-    def saved(self, frame: Frame, place: Place, tensor: Tensor) -> Returned:
-        drawn = Drawn(self.steps, (frame.micro_batch.number, frame.key), place, _name(frame, place, tensor), to_host(tensor))
+    def saved(self, frame: Frame, item: str | None, segment: int, packed: Any, tensor: Tensor) -> Observed:
+        if isinstance(packed, Handle):
+            return Observed(packed, self._draws(frame, item, packed.key, "recomputed", tensor))
+        identity = frame.micro_batch.number, frame.key
+        before = sum(drawn.again == "reloaded" for drawn in self._pending if drawn.frame == identity)
+        return Observed(packed, self._draws(frame, item, (segment, before), "reloaded", tensor))
+
+    def gathered(self, frame: Frame, item: str, segment: int, tensor: Tensor) -> Callable[[Tensor], None]:
+        return self._draws(frame, item, (segment, -1), "gathered", tensor)
+
+    def _draws(self, frame: Frame, item: str | None, key: Key, again: Again, tensor: Tensor) -> Callable[[Tensor], None]:
+        name = _name(frame, item, key, again, tensor)
+        drawn = Drawn(self.steps, (frame.micro_batch.number, frame.key), key, again, name, to_host(tensor))
         self._pending.append(drawn)
 
         def returned(made: Tensor) -> None:
@@ -135,7 +163,7 @@ class FrameCheck:
     def _settle(self) -> None:
         over = self._returned()
         self._pending = [drawn for drawn in self._pending if drawn.returned is None] if self._lag else []
-        counts = Counter[str](drawn.place.again for drawn in over) + Counter(frames=len({drawn.frame for drawn in over}))
+        counts = Counter[str](drawn.again for drawn in over) + Counter(frames=len({drawn.frame for drawn in over}))
         mine = Compared(counts, sum(drawn.saved.nbytes for drawn in over), self._differences(over))
         ranks = of_all_ranks((mine, self._draw.kinds))
         self._compared += [compared for compared, _ in ranks]
@@ -156,19 +184,19 @@ class FrameCheck:
         found = []
         for drawn in over:
             if values := drawn.difference:
-                position = drawn.step, self._reached[drawn.frame], drawn.place.segment, drawn.place.ordinal
+                position = drawn.step, self._reached[drawn.frame], *drawn.key
                 found.append(Difference(position, self._rank, self._stage, f"step {drawn.step}, {drawn.name}", values))
         return sorted(found)
 
 
-def _name(frame: Frame, place: Place, tensor: Tensor) -> str:
-    layer, half = frame.key
-    item = "" if place.item is None else f", {place.item}"
-    which = f"tensor {place.ordinal}"
-    if place.ordinal < 0:
-        which = "its gathered input" if place.again == "gathered" else "an argument"
+def _name(frame: Frame, item: str | None, key: Key, again: Again, tensor: Tensor) -> str:
+    (layer, half), (segment, ordinal) = frame.key, key
+    which = f"tensor {ordinal}"
+    if ordinal < 0:
+        which = "its gathered input" if again == "gathered" else "an argument"
     kind = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-    return f"layer {layer}, {half} half{item}, micro-batch {frame.micro_batch.index} ({which} of segment {place.segment}, {kind})"
+    of_item = "" if item is None else f", {item}"
+    return f"layer {layer}, {half} half{of_item}, micro-batch {frame.micro_batch.index} ({which} of segment {segment}, {kind})"
 
 
 PER_STEP = 4

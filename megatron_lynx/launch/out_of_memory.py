@@ -29,7 +29,7 @@ from megatron_lynx.launch.script import stop
 from megatron_lynx.plan import Plan
 from megatron_lynx.plan.facts import without_options
 from megatron_lynx.plan.plan import Predicted
-from megatron_lynx.runtime.progress import Whereabouts, whereabouts_of
+from megatron_lynx.runtime.order import Whereabouts, whereabouts_of
 from megatron_lynx.runtime.saved import memory_of
 from megatron_lynx.units import GIB, KIB, MIB, format_bytes
 

@@ -87,12 +87,10 @@ class Device:
     def hold(self, held: object, until: Event) -> None:
         """Keep a reference to an object until the event is reached."""
 
-    def random_states(self) -> tuple[Tensor, ...]:
-        """Return states of the default generators of code on this device, which later draws do not change."""
-        return (torch.get_rng_state(),)
-
-    def restore_random_states(self, states: tuple[Tensor, ...]) -> None:
-        torch.set_rng_state(*states)
+    @property
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """The default generators of code on this device."""
+        return (torch.default_generator,)
 
     def lock(self, memory: Tensor) -> None:
         """Page-lock host memory for asynchronous copies. Raises `RuntimeError` if that fails."""
@@ -133,12 +131,9 @@ class CudaDevice(Device):
     def hold(self, held: object, until: Event) -> None:
         self._pending.append((partial(id, held), [until]))  # a no-op call that refers to it
 
-    def random_states(self) -> tuple[Tensor, ...]:
-        return torch.get_rng_state(), torch.cuda.get_rng_state(self.where)
-
-    def restore_random_states(self, states: tuple[Tensor, ...]) -> None:
-        torch.set_rng_state(states[0])
-        torch.cuda.set_rng_state(states[1], self.where)
+    @property
+    def generators(self) -> tuple[torch.Generator, ...]:
+        return torch.default_generator, torch.cuda.default_generators[self.where.index]
 
     def lock(self, memory: Tensor) -> None:
         self._poll()
@@ -324,11 +319,6 @@ class Copier:
         while self._holding and self._holding[0].done:
             self._holding.popleft()
         self._add_up(exact=False)
-
-    def drain(self) -> None:
-        """Wait on the host for all copies issued so far."""
-        self._device.record(self._stream).synchronize()
-        self.settle()
 
     def close(self) -> None:
         """Keep the tensors of unfinished copies alive until they are over."""

@@ -20,11 +20,10 @@ from megatron_lynx.anatomy.address import RECV_BACKWARD, SEND_BACKWARD, Window, 
 from megatron_lynx.figures import InputSeen
 from megatron_lynx.nest import first_in, map_nest
 from megatron_lynx.runtime.device import Device, device_for
-from megatron_lynx.runtime.frame import ChunkPolicy, Fed, Frame, HalfPolicy, MicroBatch
+from megatron_lynx.runtime.frame import ChunkPolicy, Fed, Frame, HalfPolicy, MicroBatch, Run
 from megatron_lynx.runtime.host_memory import HostLimit
 from megatron_lynx.runtime.offload import Offloader, OffloadGroup
-from megatron_lynx.runtime.order import Ledger, OrderOfStep, StageOrder
-from megatron_lynx.runtime.progress import Progress, Run, note
+from megatron_lynx.runtime.order import Ledger, OrderOfStep, Progress, StageOrder, note
 from megatron_lynx.runtime.recompute import AsRecorded, Guard, Recomputations
 from megatron_lynx.runtime.record import Observer, Recorder
 from megatron_lynx.runtime.refusals import FOREIGN_HOOKS, OTHER_INPUT, PARTIAL_BACKWARD
@@ -99,7 +98,7 @@ class Engine(Progress):
             self.weight_gradients.clear()  # of an abandoned step
             self.offloader.step_begins()
         with self.aborting():
-            self.offloader.forward_begins(self.ledger)
+            self.offloader.forward_begins(self.ledger.coming if self.ledger.before_other else None)
             yield lambda output: self.offloader.forward_ends(self.ledger.end_forward(output), output)
 
     @contextmanager
@@ -108,7 +107,7 @@ class Engine(Progress):
         input, if that is sent next."""
         micro_batch, returned = self.ledger.begin_backward(output), list[Any]()
         with self.aborting(micro_batch):
-            self.offloader.backward_begins(micro_batch, self.ledger)
+            self.offloader.backward_begins(micro_batch, self.ledger.coming)
             yield returned.append
             running, sends = self.ledger.running, first_in(Tensor, returned) is not None
             later = sends and running is not None and self._chunks[running.chunk].read_after_send
@@ -166,7 +165,7 @@ class Engine(Progress):
         micro_batch = self.ledger.micro_batch_for(policy.key, policy.chunk)
         whole = micro_batch.index in self._chunks[policy.chunk].whole
         policy = policy.keeping if whole else policy
-        group = None if whole or policy.stays else self.offloader.group_for(micro_batch, policy.key, (args, kwargs), self.ledger)
+        group = None if whole or policy.stays else self.offloader.group_for(micro_batch, policy.key, (args, kwargs))
         frame = Frame(policy, micro_batch, code, self._recomputations.on_demand)
         self.ledger.keep(frame)
         begin = self.trace.begin()
@@ -293,18 +292,15 @@ class Engine(Progress):
             if micro_batch is None:
                 return proper()
             with self.aborting():
-                self.offloader.gradient_awaited(self.ledger)
+                self.offloader.gradient_awaited(micro_batch)
                 through = self.timetable.receive(micro_batch.chunk, micro_batch.phase)
                 return self._window(through, RECV_BACKWARD, micro_batch, proper)
 
         return [WindowedWork(work, window) for work in works]
 
-    def gathered_input(self) -> Any:
-        return None if (gathering := self._gathering) is None else gathering[0]
-
     def started_gather(self, output: Any) -> Any:
         """Return the `Work` that gathers into `output`, if a frame started it. It counts as a collective of the half."""
-        gathering = self._gathering
+        gathering = self.gathering
         if gathering is None or (gathering[0] is not output and storage_of(gathering[0]) != storage_of(output)):
             return None
         if self.scope is not None:
@@ -315,8 +311,8 @@ class Engine(Progress):
         return gathering[1] if report is None else WindowedWork(gathering[1], lambda proper: (proper(), report(gathering[0]))[0])
 
     @property
-    def _gathering(self) -> tuple[Any, Any] | None:
-        """The gathered input of the half whose backward runs; in a recomputation only at the site that reads it."""
+    def gathering(self) -> tuple[Any, Any] | None:
+        """(gathered input, its `Work`) of the half whose backward runs; in a recomputation only at the site that reads it."""
         if (scope := self.scope) is not None:
             return scope.gathering
         frame = self.ledger.entered

@@ -7,7 +7,7 @@ recomputation that skips kept sites. Handles in autograd's graph own the frame: 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.runtime.refusals import ASKED_TWICE, SECOND_ORDER
 from megatron_lynx.runtime.saved import View, detached, is_parameter, memory_of
-from megatron_lynx.runtime.site import Key, ShortcutStep, SiteGraph
+from megatron_lynx.runtime.site import NO_GRAPH, Key, RecordedGraph, ShortcutStep, Site, SiteCall
 from megatron_lynx.runtime.surroundings import NO_HOOKS, ForwardHooks
 from megatron_lynx.schedule.schedule import Phase, VirtualMicroBatch
 from megatron_lynx.timetable import PlannedHalf
@@ -94,6 +94,8 @@ class MicroBatch:
     index: int = 0
     """Counted from 0 in each step; where batches overlap, since the pipeline was filled."""
     chunk: int = 0
+    at_once: bool = False
+    """Whether its backward follows its forward directly."""
     ahead: set[FrameKey] = field(default_factory=set)
     """Halves that were recomputed and whose backward has not begun."""
     output: weakref.ref[Tensor] | None = None
@@ -119,36 +121,19 @@ class Absent:
     """A tensor whose values no recomputation reads. Strides are kept because compiled code (`jit_fuser`) guards on them: a
     mismatch recompiles, and after eight recompilations runs plain code, which draws another dropout mask."""
 
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
+    view: View
     device: torch.device
     requires_grad: bool
 
     @classmethod
     def of(cls, tensor: Tensor) -> Absent:
-        return cls(tuple(tensor.size()), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+        return cls(View.of(tensor), tensor.device, tensor.requires_grad)
 
     def made(self) -> Tensor:
-        if not self.requires_grad:
-            return self._empty()
-        made: Tensor = _Made.apply(torch.empty(0, requires_grad=True), self._empty)  # type: ignore[no-untyped-call]
+        made = torch.empty_strided(self.view.size, self.view.stride, dtype=self.view.dtype, device=self.device)
+        if self.requires_grad:  # not a leaf, because code may write into it in place (Megatron's experts add a bias)
+            made.as_strided((0,), (1,)).add_(torch.empty(0, device=self.device, requires_grad=True))
         return made
-
-    def _empty(self) -> Tensor:
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
-
-
-class _Made(torch.autograd.Function):
-    """A non-leaf tensor that requires grad: code may write into it in place (Megatron's experts add a bias)."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, make: Callable[[], Tensor]) -> Tensor:
-        return make()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
-        raise AssertionError("a recomputation's own graph is never run backward")
 
 
 def absent(tensor: Tensor) -> Any:
@@ -191,10 +176,6 @@ class GatheredGradient(NamedTuple):
     version: int
 
 
-def _never(frame: Frame) -> None:
-    raise AssertionError(f"{frame.policy.name} has no way to run again")
-
-
 @dataclass(eq=False)
 class Frame:
     """The record of one half. A recorder fills it; recomputations and backward empty it."""
@@ -202,7 +183,7 @@ class Frame:
     policy: HalfPolicy
     micro_batch: MicroBatch
     code: Callable[..., Any]
-    on_demand: Callable[[Frame], None] = _never
+    on_demand: Callable[[Frame], None]
     inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     draws: bool = False
     random: Any = None
@@ -213,8 +194,7 @@ class Frame:
     memos: dict[int, Memo] = field(default_factory=dict)
     views: dict[Key, View] = field(default_factory=dict)
     """Views of a site's argument among the saved tensors."""
-    sites: dict[int, SiteGraph] = field(default_factory=dict)
-    lets_go_in: Collection[int] = ()
+    graph: RecordedGraph = NO_GRAPH
     shortcut: tuple[ShortcutStep, ...] = ()
     """Steps that a recomputation runs instead of the half's code, if they suffice."""
     offloaded: bool = False
@@ -292,7 +272,7 @@ class Frame:
     def give_up_inputs(self) -> None:
         self.recomputed = True
         self.inputs = self.random = self.source = None
-        for held in (self.memos, self.site_states, self.gathered, self.views, self.sites):
+        for held in (self.memos, self.site_states, self.gathered, self.views):
             held.clear()
 
 
@@ -316,3 +296,56 @@ class Handle:
         if tensor is None:
             raise ASKED_TWICE.of(frame.policy.name)
         return tensor
+
+
+class Run:
+    """A call that keeps everything; base of recorder and recomputer."""
+
+    recomputes = False
+    owns_gathered = False
+    """Whether the site's gathered input is kept, and so needs a buffer that is not shared."""
+    gathering: tuple[Any, Any] | None = None
+    """(gathered input of the present site, the `Work` that fills it), if it was started before."""
+
+    def __init__(self, frame: Frame) -> None:
+        self.frame = frame
+        self.collectives = 0
+        """Windows among the collectives issued so far."""
+        self._segment = 0
+        self._ordinal = 0
+        self._item: str | None = None
+
+    def run(self, *given: Any) -> Any:
+        args, kwargs = given
+        return self.frame.code(*args, **kwargs)
+
+    def passes(self, site: Site) -> bool:
+        return True
+
+    def site(self, call: SiteCall) -> Any:
+        return call()
+
+    def window(self, *, exchange: bool) -> Callable[[Any], Any] | None:
+        """Return what wraps the `Work` of a collective that a recomputation issues; None leaves the `Work` as it is."""
+        return None
+
+    def keep_gathered(self, whole: Any) -> None:
+        """Report the gathered input of the present site: a tensor, or TE's quantized storage of one."""
+
+    def experts_got(self, rows: int, balanced: int) -> None:
+        """Report the rows that experts are called with. `balanced`: rows under uniform routing."""
+
+    def _enter(self, item: str | None = None) -> None:
+        self._segment += 1
+        self._ordinal = 0
+        self._item = item
+
+
+class Done:
+    """The `Work` of a collective that was waited for before, or that is left in flight for another waiter."""
+
+    def wait(self, *args: Any, **kwargs: Any) -> bool:
+        return True
+
+
+DONE = Done()

@@ -34,7 +34,6 @@ from megatron_lynx.pace import AFTERWARDS, Pace, Turns
 from megatron_lynx.runtime.device import Copier, Copy, Device, Pair, Trace, copiers_for
 from megatron_lynx.runtime.frame import MicroBatch
 from megatron_lynx.runtime.host_memory import HostLimit, HostMemory, Lease, bytes_ahead, too_little
-from megatron_lynx.runtime.order import Ledger
 from megatron_lynx.runtime.saved import View, is_parameter, is_wrapper, parts_of, storage_of, tensors_in, without_parts
 
 
@@ -216,19 +215,19 @@ class Offloader:
     def step_begins(self) -> None:
         self._lasting_of.clear()
 
-    def forward_begins(self, ledger: Ledger) -> None:
+    def forward_begins(self, coming: MicroBatch | None) -> None:
+        """Begin a forward. `coming`: the micro-batch whose backward follows it, if it is another one."""
         self._send()
-        if ledger.before_other:
-            self._fetch(ledger.coming)
+        self._fetch(coming)
 
-    def group_for(self, micro_batch: MicroBatch, key: FrameKey, arguments: Any, ledger: Ledger) -> OffloadGroup | None:
+    def group_for(self, micro_batch: MicroBatch, key: FrameKey, arguments: Any) -> OffloadGroup | None:
         """Return the group for saved tensors of a half that is called with these arguments; None if all of them stay."""
         policy = self.policies.get(micro_batch.chunk)
         if policy is None:
             return None
         group: OffloadGroup | None = micro_batch.group
         if group is None:
-            whole = not (policy.all_half_by_half or ledger.own_backward_follows(micro_batch))
+            whole = not (policy.all_half_by_half or micro_batch.at_once)
             if not whole and policy.pace_bytes is None:
                 return None
             group = micro_batch.group = self.open(micro_batch.number, micro_batch.chunk, whole=whole)
@@ -261,17 +260,17 @@ class Offloader:
         for copier in self.copiers if self._avoids_messages else ():
             copier.give_way()
 
-    def gradient_awaited(self, ledger: Ledger) -> None:
+    def gradient_awaited(self, coming: MicroBatch | None) -> None:
         """Report that a backward's gradient is in flight: a message, so copies that avoid messages wait for the backward."""
         if not self._avoids_messages:
-            self._fetch(ledger.coming)
+            self._fetch(coming)
 
-    def backward_begins(self, micro_batch: MicroBatch | None, ledger: Ledger) -> None:
+    def backward_begins(self, micro_batch: MicroBatch | None, coming: MicroBatch | None) -> None:
         if self.policies:
             self.settle()
             self._send()
             self._fetch(micro_batch)
-            self._fetch(ledger.coming)
+            self._fetch(coming)
 
     def settle(self) -> None:
         if self._departing is not None:

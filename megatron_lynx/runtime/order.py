@@ -1,23 +1,31 @@
-"""Which passes of this stage are in flight, which backward runs, and which is next.
+"""Which passes of this stage are in flight, which backward runs, which is next, and what was counted.
 
 The ledger follows the order of passes, which the installer supplies, and finds a backward's micro-batch by the identity of its
 forward's output. Where batches overlap (`double_buffered`), each batch's begin is reported, and micro-batches are counted since
 the pipeline was last filled.
+
+If a step fails, the innermost call notes on the error where the engine was (`whereabouts_of`): the engine forgets failed steps.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from megatron_lynx.anatomy.address import FrameKey
+from megatron_lynx.figures import Figures
 from megatron_lynx.nest import first_in
-from megatron_lynx.runtime.frame import Frame, MicroBatch
+from megatron_lynx.runtime.device import Clock, Device, Event, Trace
+from megatron_lynx.runtime.frame import Frame, MicroBatch, Run
+from megatron_lynx.runtime.offload import Offloader
 from megatron_lynx.schedule.schedule import Action, Phase, VirtualMicroBatch
+from megatron_lynx.timeline import SpanKind
 
 
 class StageOrder:
@@ -98,7 +106,7 @@ class Ledger:
             self._order, self._begun, self._first = self._order_of_step(microbatches), 0, self._count
             self._in_flight.clear()  # leftovers had their graph dropped without a backward
         self.in_forward = True
-        self.recording = MicroBatch(self._first + index, index, chunk)
+        self.recording = MicroBatch(self._first + index, index, chunk, (index, chunk) in self._order.at_once)
         self._count = max(self._count, self.recording.number + 1)
         return begins
 
@@ -190,12 +198,92 @@ class Ledger:
         running = self._order.backwards[self._begun - 1 : self._begun] if self.running is not None else ()
         return any(phase == "cooldown" for _, phase in running) or self.completes_gradients
 
-    def own_backward_follows(self, micro_batch: MicroBatch) -> bool:
-        return micro_batch.virtual in self._order.at_once
-
     @property
     def coming(self) -> MicroBatch | None:
         """The micro-batch whose backward begins next."""
         coming = self._order.backwards[self._begun : self._begun + 1]
         micro_batch = self._in_flight.get(coming[0][0].virtual) if coming else None
         return micro_batch if micro_batch is not None and micro_batch.alive else None
+
+
+_NAME = "_megatron_lynx_whereabouts"
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    passing: Literal["forward", "backward"]
+    micro_batch: int | None = None
+    """Counted from 0 in the step. Is None if it was not recorded."""
+    chunk: int = 0
+    half: FrameKey | None = None
+    recomputes: bool = False
+    expert_load: float = 0.0
+
+
+def note(error: BaseException, where: Whereabouts) -> None:
+    """Attach the whereabouts to an error, unless an inner call has."""
+    if whereabouts_of(error) is None:
+        setattr(error, _NAME, where)
+
+
+def whereabouts_of(error: BaseException) -> Whereabouts | None:
+    """Return where an error was raised; None for errors from outside of a pass."""
+    return getattr(error, _NAME, None)
+
+
+class Progress:
+    """State that the parts of one engine share."""
+
+    def __init__(self, ledger: Ledger, offloader: Offloader, device: Device) -> None:
+        self.ledger = ledger
+        self.offloader = offloader
+        self.trace: Trace = offloader.trace
+        self.clock = Clock(device)
+        self.counts = Figures()
+        self.scope: Run | None = None
+
+    @property
+    def in_half(self) -> bool:
+        return self.scope is not None or self.ledger.entered is not None
+
+    def whereabouts(self, backward_of: MicroBatch | None = None) -> Whereabouts:
+        scope, entered = self.scope, self.ledger.entered
+        frame = scope.frame if scope is not None else entered
+        micro_batch = frame.micro_batch if frame is not None else backward_of or self.ledger.recording
+        return Whereabouts(
+            passing="forward" if self.ledger.in_forward else "backward",
+            micro_batch=micro_batch.index if micro_batch is not None else None,
+            chunk=micro_batch.chunk if micro_batch is not None else 0,
+            half=frame.key if frame is not None else None,
+            recomputes=scope is not None and scope.recomputes,
+            expert_load=self.counts.expert_load,
+        )
+
+    def take_counts(self, *, exact: bool = True) -> Figures:
+        """Return the figures since the last call; `exact` as in `Clock.take`."""
+        counts, self.counts = self.counts, Figures()
+        counts.offloaded_bytes, counts.reloaded_bytes = (copier.take_bytes() for copier in self.offloader.copiers)
+        counts.exposed_copy_s = sum(copier.take_waited_s(exact=exact) for copier in self.offloader.copiers)
+        counts.host_bytes = self.offloader.memory.bytes
+        return counts
+
+    def run(self, scope: Run, *given: Any) -> Any:
+        outer, self.scope = self.scope, scope
+        try:
+            return scope.run(*given)
+        except BaseException as error:
+            note(error, self.whereabouts())
+            raise
+        finally:
+            self.scope = outer
+
+    @contextmanager
+    def recomputing(self, frame: Frame, window: str) -> Iterator[None]:
+        begin, clocked = self.trace.begin(), self.clock.begin()
+        yield
+        self.clock.end(window, clocked)
+        self.add_span("recompute", frame, begin, window)
+
+    def add_span(self, kind: SpanKind, frame: Frame, begin: Event | None, window: str = "") -> None:
+        if begin is not None:
+            self.trace.add(kind, begin, frame.key, frame.micro_batch.number, window)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from torch import Tensor
 
 from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.nest import first_in, map_nest
-from megatron_lynx.runtime.frame import Absent, Fed, Frame, Memo, UnderWay, absent
+from megatron_lynx.runtime.frame import DONE, Absent, Done, Fed, Frame, Memo, Run, UnderWay, absent
 from megatron_lynx.runtime.offload import on_device
-from megatron_lynx.runtime.progress import DONE, Done, Progress, Run
+from megatron_lynx.runtime.order import Progress
 from megatron_lynx.runtime.refusals import COLLECTIVE_INSIDE, OTHER_NODES
 from megatron_lynx.runtime.saved import Packing, detached, is_parameter, storage_of, tensors_in
 from megatron_lynx.runtime.site import NOTHING, FirstPart, Site, SiteCall
@@ -126,7 +127,7 @@ class Recomputer(Run):
         self._stop_if_done()
         if self._until is not None and self._until == self.frame.policy.section.code_behind.get(call.site.name):
             raise _Enough
-        self._packing.turn(self._segment in self.frame.lets_go_in)
+        self._packing.turn(self._segment in self.frame.graph.lets_go)
         return outputs
 
     def _run_first(self, first: FirstPart, call: SiteCall, arguments: list[Tensor]) -> None:
@@ -141,7 +142,7 @@ class Recomputer(Run):
         for index, tensor in enumerate(made):
             if tensor is not None:
                 self.frame.keep((self._segment, index), tensor)
-        for one in self.frame.sites.get(self._segment + 1, NOTHING).parts:
+        for one in self.frame.graph.sites.get(self._segment + 1, NOTHING).parts:
             if one.key in self.frame.wanted and one.part is not None and (whole := made[one.part]) is not None:
                 self.frame.keep(one.key, self.frame.views[one.key].in_(whole))
         if ends_here:
@@ -155,7 +156,7 @@ class Recomputer(Run):
         assert again, f"a recomputation of {policy.name} came to {call.site.name}"
         self._site = call.site.name
         if not call.site.owns_parameters:
-            self._packing.turn(self._segment in self.frame.lets_go_in)
+            self._packing.turn(self._segment in self.frame.graph.lets_go)
             outputs = call()
             self._packing.turn(False)
         else:
@@ -192,7 +193,7 @@ class Recomputer(Run):
         return map_nest(Absent, Absent.made, on_device(memo.outputs) if self.frame.offloaded else memo.outputs)
 
     def _collect_views(self, arguments: list[Tensor]) -> None:
-        for one in self.frame.sites.get(self._segment, NOTHING).views:
+        for one in self.frame.graph.sites.get(self._segment, NOTHING).views:
             assert one.key is not None
             assert one.argument is not None
             if one.key in self.frame.wanted:
@@ -200,7 +201,7 @@ class Recomputer(Run):
                 self.frame.keep(one.key, argument if view is None else view.in_(argument))
 
     def _collect_saved(self, call: SiteCall, outputs: Any) -> None:
-        site, wanted = self.frame.sites.get(self._segment, NOTHING), self.frame.wanted
+        site, wanted = self.frame.graph.sites.get(self._segment, NOTHING), self.frame.wanted
         if not any(one.key in wanted for one in site.replaced):
             return
         nodes = site.nodes(outputs, call.arguments)
@@ -231,23 +232,21 @@ AsRecorded = Callable[[int], AbstractContextManager[None]]
 """Context with the weights that a micro-batch (by index) saw in its forward (`runtime.order`)."""
 
 
+@dataclass(eq=False)
 class Recomputations:
     """All recomputations of one engine. Each runs inside `guard`, with the recorded weights."""
 
-    def __init__(
-        self, progress: Progress, random: RandomSource, guard: Guard, as_recorded: AsRecorded, surroundings: Context
-    ) -> None:
-        self._progress = progress
-        self._random = random
-        self._guard = guard
-        self._as_recorded = as_recorded
-        self._surroundings = surroundings
+    progress: Progress
+    random: RandomSource
+    guard: Guard
+    as_recorded: AsRecorded
+    surroundings: Context
 
     def on_demand(self, frame: Frame) -> None:
         """Recompute all missing tensors: backward waits for them."""
         self._feed(frame)
         self.recompute(frame, ON_DEMAND)
-        self._progress.counts.on_demand += 1
+        self.progress.counts.on_demand += 1
 
     def beside_gradient(self, frame: Frame, gradient: Tensor | None, window: str) -> None:
         """Recompute a checkpoint, and gather the gradient of its output meanwhile, until backward's wait `window`."""
@@ -255,12 +254,12 @@ class Recomputations:
         frame.gradient = gradient
         self.recompute(frame, window)
         frame.gradient = None
-        self._progress.counts.in_windows += 1
+        self.progress.counts.in_windows += 1
 
     def begin(self, frame: Frame, item: str) -> None:
         """Recompute a checkpoint up to this item, and leave its gather or its dispatch in flight."""
         self._feed(frame)
-        with self._progress.recomputing(frame, ON_DEMAND):
+        with self.progress.recomputing(frame, ON_DEMAND):
             if item == frame.policy.gather_site:
                 self._start_gather(frame)
             else:
@@ -273,9 +272,9 @@ class Recomputations:
         if source is None:
             return
         self._feed(source)
-        with self._progress.recomputing(source, ON_DEMAND):
+        with self.progress.recomputing(source, ON_DEMAND):
             recomputer = self._run(source, None, whole=True)
-        self._progress.counts.on_demand += 1
+        self.progress.counts.on_demand += 1
         assert not source.wanted, f"the recomputation of {source.policy.name} did not regenerate {sorted(source.wanted)}"
         source.give_up_inputs()
         frame.inputs = map_nest(Fed, lambda one: recomputer.returned[one.place], frame.inputs)
@@ -284,7 +283,7 @@ class Recomputations:
 
     def recompute(self, frame: Frame, window: str, until: str | None = None) -> None:
         """Recompute wanted tensors, or those before the item `until`. `window`: label for the trace."""
-        with self._progress.recomputing(frame, window):
+        with self.progress.recomputing(frame, window):
             if self.would_gather(frame, until):
                 self.gather(frame)
             if frame.wanted:
@@ -303,7 +302,7 @@ class Recomputations:
 
     def gather(self, frame: Frame) -> None:
         self._start_gather(frame)
-        self._progress.counts.gathered += 1
+        self.progress.counts.gathered += 1
 
     def _start_gather(self, frame: Frame) -> None:
         policy = frame.policy
@@ -314,14 +313,14 @@ class Recomputations:
 
     def _run(self, frame: Frame, until: str | None, *, whole: bool = False, starts: str | None = None) -> Recomputer:
         marks = () if starts else _arrived(frame)
-        recomputer = Recomputer(frame, self._random, until, whole=whole, starts=starts)
-        weights = self._as_recorded(frame.micro_batch.index)
+        recomputer = Recomputer(frame, self.random, until, whole=whole, starts=starts)
+        weights = self.as_recorded(frame.micro_batch.index)
         bare = bool(frame.shortcut) and not whole and not starts
         marked = () if bare and not frame.policy.checkpoint else frame.policy.marked  # a shortcut does not run the half's code
-        guard = nullcontext() if bare else self._guard()
+        guard = nullcontext() if bare else self.guard()
         silent = nullcontext() if bare else frame.policy.hooks.silent()
-        with guard, silent, weights, unmarked(marked, marks), self._surroundings.as_captured(frame.surroundings):
-            self._progress.run(recomputer)
+        with guard, silent, weights, unmarked(marked, marks), self.surroundings.as_captured(frame.surroundings):
+            self.progress.run(recomputer)
             if starts and frame.under_way is not None:
                 frame.under_way.marks = tuple(dict(vars(one)) for one in marked)
         return recomputer

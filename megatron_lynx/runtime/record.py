@@ -8,36 +8,22 @@ pushed to it, and the group decides which ones go to the host.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from megatron_lynx.anatomy import Item
 from megatron_lynx.nest import map_nest
-from megatron_lynx.runtime.frame import Frame, HalfPolicy, Handle, Memo, MicroBatch, absent
-from megatron_lynx.runtime.offload import OffloadedTensor, OffloadGroup
-from megatron_lynx.runtime.progress import Run
+from megatron_lynx.runtime.frame import Frame, HalfPolicy, Handle, Memo, MicroBatch, Run, absent
+from megatron_lynx.runtime.offload import OffloadGroup
 from megatron_lynx.runtime.saved import Packing, View, detached, is_parameter, storage_of, tensor_of
 from megatron_lynx.runtime.site import NOTHING, FirstCall, Graphs, Key, Replaced, ShortcutFinder, Site, SiteCall
 from megatron_lynx.runtime.surroundings import RandomSource
 
 GATHERED = Item("gathered latents", "code")
 """All-gathers between the sites of latent attention; always kept."""
-
-Returned = Callable[[Tensor], None]
-"""Called with the tensor that backward gets, at each request."""
-
-Again = Literal["recomputed", "reloaded", "gathered"]
-
-
-@dataclass(frozen=True)
-class Place:
-    item: str | None
-    segment: int
-    ordinal: int
-    again: Again
 
 
 class Observer(Protocol):
@@ -46,19 +32,11 @@ class Observer(Protocol):
     def wants(self, frame: Frame, offloads: bool) -> bool:
         """Return whether to observe this call of a half. `offloads`: whether some tensors may go to the host."""
 
-    def saved(self, frame: Frame, place: Place, tensor: Tensor) -> Returned:
-        """Report a saved or gathered tensor. Returns the callback for backward."""
+    def saved(self, frame: Frame, item: str | None, segment: int, packed: Any, tensor: Tensor) -> Any:
+        """Return what autograd holds for a saved tensor in place of `packed`, which `saved.tensor_of` unpacks."""
 
-
-@dataclass(frozen=True, eq=False)
-class Observed:
-    packed: Handle | OffloadedTensor
-    returned: Returned
-
-    def tensor(self) -> Tensor:
-        tensor = self.packed.tensor()
-        self.returned(tensor)
-        return tensor
+    def gathered(self, frame: Frame, item: str, segment: int, tensor: Tensor) -> Callable[[Tensor], None]:
+        """Report a gathered input. Returns what is called with the gathered input of backward."""
 
 
 class Recorder(Run):
@@ -82,7 +60,6 @@ class Recorder(Run):
         self._in_flight = in_flight
         self._undecided = frame.policy.allowed_load is not None
         self._observer = observer
-        self._hosted = 0
         self._fits = True
         self._call: SiteCall | None = None
         """The site whose saved tensors are being replaced."""
@@ -117,7 +94,7 @@ class Recorder(Run):
             self._drop_memos()
         if not self._fits:
             self._graphs.pop(self._recompute, None)
-        self.frame.lets_go_in = self._graph.lets_go
+        self.frame.graph = self._graph
         if finder is not None:
             self.frame.shortcut = finder.steps(self._graph.lets_go)
             if self._first is not None:
@@ -129,7 +106,7 @@ class Recorder(Run):
     def keep_gathered(self, whole: Any) -> None:
         """Keep the gathered input of a recomputed up-projection of latent attention: it is small, and saves the second gather."""
         if self._observer is not None and self._item is not None and self._item == self.frame.policy.gather_site:
-            self.frame.on_gathered = self._observer.saved(self.frame, Place(self._item, self._segment, -1, "gathered"), whole)
+            self.frame.on_gathered = self._observer.gathered(self.frame, self._item, self._segment, whole)
         if self.owns_gathered:
             self.frame.gathered[self._segment] = whole.detach() if isinstance(whole, Tensor) else whole
 
@@ -199,7 +176,6 @@ class Recorder(Run):
         if nodes is None:
             self._fits = False
             return
-        self.frame.sites[self._segment] = site
         self._call = call
         for together in site.by_attribute:
             raws = getattr(nodes[together[0].node], together[0].slot.raws)
@@ -244,19 +220,14 @@ class Recorder(Run):
         return tensor.detach() if self._group is None else self._group.push(tensor)
 
     def _watched(self, pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+        assert self._observer is not None
         packed, item = pack(tensor), self._item
-        again: Again = "recomputed"
         if isinstance(packed, Tensor):
             return packed
-        if isinstance(packed, Handle):
-            segment, ordinal = packed.key
-            if segment != self._segment and self._call is not None and self._call.site.first is not None:
-                item = self._call.site.first.item
-        else:
-            segment, ordinal, again = self._segment, self._hosted, "reloaded"
-            self._hosted += 1
-        assert self._observer is not None
-        return Observed(packed, self._observer.saved(self.frame, Place(item, segment, ordinal, again), tensor))
+        first = None if self._call is None else self._call.site.first
+        if first is not None and isinstance(packed, Handle) and packed.key[0] != self._segment:
+            item = first.item
+        return self._observer.saved(self.frame, item, self._segment, packed, tensor)
 
     def experts_got(self, rows: int, balanced: int) -> None:
         """Decide whether a half of experts falls back: whether their first linears and activation are recomputed, too."""
@@ -264,11 +235,13 @@ class Recorder(Run):
             return
         self._undecided = False
         if too_many(self.frame, rows, balanced, self._in_flight):
-            before = self._graph.sites.items()
+            before = {segment: site for segment, site in self._graph.sites.items() if segment <= self._segment}
             self.frame.policy, self._finder = self.frame.policy.fallen_back, None
             self._follow(self.frame.policy, None)
             if self._first is not None:
-                self._graph.sites.update({segment: site for segment, site in before if segment <= self._segment})
+                self._graph.sites.update(before)
+            else:
+                self._graph = replace(self._graph, sites=self._graph.sites | before)
         if self._first is None:
             self._drop_memos()
 

@@ -39,25 +39,13 @@ def storage_of(tensor: Tensor) -> int:
     return storage.data_ptr() or storage._cdata
 
 
-def has_memory(tensor: Tensor) -> bool:
-    """Return whether it has storage, and is not a wrapper around other tensors."""
-    if type(tensor) in (Tensor, torch.nn.Parameter):
-        return True
-    if is_wrapper(tensor):  # some wrappers report the storage of their bytes, but not of their scales
-        return False
-    try:
-        storage_of(tensor)
-    except RuntimeError:
-        return False
-    return True
-
-
 def memory_of(operands: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors with memory: FP8 wrappers have several (rowwise and columnwise bytes, scales), grouped GEMMs lists."""
+    """Yield the tensors with memory: FP8 wrappers have several (rowwise and columnwise bytes, scales), grouped GEMMs lists. Some
+    wrappers report the storage of their bytes, but not of their scales."""
     for operand in operands:
         if isinstance(operand, list | tuple):
             yield from memory_of(operand)
-        elif isinstance(operand, Tensor) and has_memory(operand):
+        elif isinstance(operand, Tensor) and not is_wrapper(operand):
             yield operand
         else:
             yield from parts_of(operand).values()
@@ -142,13 +130,9 @@ class Edge(NamedTuple):
     at: int
 
 
-def nodes_between(outputs: Any, arguments: Any) -> list[Any]:
-    """Return the nodes from `outputs` back to `arguments`, in an order that depends on the code that ran only."""
-    return [node for node, _ in edges_between(outputs, arguments)]
-
-
 def edges_between(outputs: Any, arguments: Any) -> list[tuple[Any, Edge]]:
-    """Return the same nodes, each with the edge that reaches it, without gradient accumulators."""
+    """Return the nodes from `outputs` back to `arguments`, in an order that depends on the code that ran only, each with the edge
+    that reaches it, without gradient accumulators."""
     seen = {tensor.grad_fn for tensor in tensors_in(arguments)}
     waiting = [(tensor.grad_fn, Edge(None, at)) for at, tensor in enumerate(tensors_in(outputs))]
     edges: list[tuple[Any, Edge]] = []

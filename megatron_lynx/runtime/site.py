@@ -213,7 +213,7 @@ class SiteGraph:
 NOTHING = SiteGraph()
 
 
-@dataclass
+@dataclass(eq=False)
 class RecordedGraph:
     sites: dict[int, SiteGraph] = field(default_factory=dict)
     memos: dict[int, bool] = field(default_factory=dict)
@@ -223,6 +223,9 @@ class RecordedGraph:
     lets_go: frozenset[int] = frozenset()
     """Segments with dropped tensors. Memos exist only up to the last of these, so no tensor of other segments may be dropped."""
     shortcut: int = 0
+
+
+NO_GRAPH = RecordedGraph()
 
 
 class FirstCall:

@@ -91,10 +91,11 @@ class RandomSource:
         self._device = device or present_device()
 
     def capture(self) -> Any:
-        return self._device.random_states()
+        return tuple([generator.get_state() for generator in self._device.generators])
 
     def restore(self, state: Any) -> None:
-        self._device.restore_random_states(state)
+        for generator, then in zip(self._device.generators, state, strict=True):
+            generator.set_state(then)
 
     def same(self, one: Any, other: Any) -> bool:
         """Return whether nothing was drawn between two captures."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_lynx.anatomy import Half
 from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.runtime.frame import ChunkPolicy
-from megatron_lynx.runtime.progress import Progress
+from megatron_lynx.runtime.order import Progress
 from megatron_lynx.runtime.surroundings import Surroundings
 from megatron_lynx.timeline import FLUSHED
 
@@ -42,28 +42,21 @@ class Entry:
     """Which of the pieces of its weight gradient; for experts, which group of them."""
 
 
+@dataclass(eq=False)
 class WeightGradients:
     """All delayed weight gradients of one engine, in a FIFO queue per linear: additions to a parameter's gradient keep their
     order, so that each sum equals stock's in every bit. An entry owns its operands, and their bytes count until it is computed.
     `reduced_in_backward`: returns whether gradients are reduced during a chunk's last backward."""
 
-    def __init__(
-        self,
-        progress: Progress,
-        policies: Sequence[ChunkPolicy],
-        surroundings: Surroundings,
-        *,
-        reduced_in_backward: Callable[[], bool],
-    ) -> None:
-        self._progress = progress
-        self._policies = policies
-        self._surroundings = surroundings
-        self._reduced_in_backward = reduced_in_backward
-        self._of: dict[Linear, deque[Entry]] = {}
-        self._in_order: dict[int, dict[Entry, None]] = {}
-        self._bytes: Counter[int] = Counter()
-        self._holders: Counter[tuple[int, int]] = Counter()
-        """How many entries hold a block, by (chunk, address)."""
+    progress: Progress
+    policies: Sequence[ChunkPolicy]
+    surroundings: Surroundings
+    reduced_in_backward: Callable[[], bool]
+    _of: dict[Linear, deque[Entry]] = field(default_factory=dict)
+    _in_order: dict[int, dict[Entry, None]] = field(default_factory=dict)
+    _bytes: Counter[int] = field(default_factory=Counter)
+    _holders: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """How many entries hold a block, by (chunk, address)."""
 
     def __len__(self) -> int:
         return sum(map(len, self._in_order.values()))
@@ -105,22 +98,22 @@ class WeightGradients:
 
     @property
     def backward_of(self) -> FrameKey | None:
-        frame = self._progress.ledger.entered if self._progress.scope is None else None
+        frame = self.progress.ledger.entered if self.progress.scope is None else None
         return None if frame is None else frame.key
 
     def puts_off(self, linear: Linear) -> bool:
-        frame, ledger = self._progress.ledger.entered, self._progress.ledger
+        frame, ledger = self.progress.ledger.entered, self.progress.ledger
         if frame is None or self.backward_of is None or ledger.running is None or frame.policy.layer != linear[0]:
             return False
         if not frame.policy.delays(linear[1], drains=ledger.drains):
             return False
-        return not (ledger.completes_gradients and self._reduced_in_backward())
+        return not (ledger.completes_gradients and self.reduced_in_backward())
 
     @property
     def puts_off_gathered(self) -> bool:
         """Whether the present gather may feed a delayed weight gradient. Row-parallel linears gather no input. Several of latent
         attention cannot be distinguished here: if one of them delays, it may."""
-        if (frame := self._progress.ledger.entered) is None:
+        if (frame := self.progress.ledger.entered) is None:
             return False
         section, layer = frame.policy.section, frame.policy.layer
         gathering = (name for name in frame.policy.deferred if section.of_name[name].role != "row_parallel")
@@ -139,13 +132,13 @@ class WeightGradients:
 
         `operands`: every tensor whose memory the computation holds. `pieces`: by index; one if it is not cut.
         """
-        frame = self._progress.ledger.entered
+        frame = self.progress.ledger.entered
         assert frame is not None, "a weight gradient is put off in its half's backward"
-        chunk, counts = frame.policy.chunk, self._progress.counts
-        blocks, limit_bytes = blocks_of(operands), self._policies[chunk].most_delayed_bytes
+        chunk, counts = frame.policy.chunk, self.progress.counts
+        blocks, limit_bytes = blocks_of(operands), self.policies[chunk].most_delayed_bytes
         while self.bytes_with(chunk, blocks) > limit_bytes and (oldest := self.take_oldest(chunk)) is not None:
             self._compute(oldest, FLUSHED)
-        half, number, surroundings = frame.policy.half, frame.micro_batch.number, self._surroundings.capture()
+        half, number, surroundings = frame.policy.half, frame.micro_batch.number, self.surroundings.capture()
         counts.deferred += len(pieces)
         for piece, compute in pieces.items():
             entry = Entry(linear, half, chunk, number, compute, blocks, surroundings, piece)
@@ -166,14 +159,14 @@ class WeightGradients:
             self._compute(entry, FLUSHED)
 
     def _compute(self, entry: Entry, window: str) -> None:
-        begin = self._progress.trace.begin()
-        with torch.no_grad(), self._surroundings.as_captured(entry.surroundings):
+        begin = self.progress.trace.begin()
+        with torch.no_grad(), self.surroundings.as_captured(entry.surroundings):
             entry.compute()
         if window == FLUSHED:
-            self._progress.counts.flushed += 1
+            self.progress.counts.flushed += 1
         else:
-            self._progress.counts.filled += 1
-        self._progress.trace.add("weight_gradient", begin, (entry.linear[0], entry.half), entry.micro_batch, window)
+            self.progress.counts.filled += 1
+        self.progress.trace.add("weight_gradient", begin, (entry.linear[0], entry.half), entry.micro_batch, window)
 
 
 def blocks_of(tensors: Iterable[Tensor]) -> dict[int, int]:

@@ -48,7 +48,7 @@ from megatron_lynx.profiler.profile import BlockProfile, HalfProfile, LinkPoint,
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.profiler.timing import InnerNorm, measure_block
 from megatron_lynx.runtime.device import device_for, present_device
-from megatron_lynx.runtime.saved import nodes_between
+from megatron_lynx.runtime.saved import edges_between
 from megatron_lynx.testbed.cpu_device import stood_in_for, transformer_engine_can_run
 from megatron_lynx.testbed.fusions import fused_gradient_fields, fused_gradients, fusions_of, give_main_gradients
 from megatron_lynx.testbed.host_time import measure_alone
@@ -356,7 +356,11 @@ def _inner_norm(config: Any, linear: Any, norm: str) -> InnerNorm:
 
     inside = norm_inside(linear, norm)
     alone = TENorm(config, hidden_size=linear.layer_norm_weight.numel(), eps=config.layernorm_epsilon)
-    return InnerNorm(norm, inside.run, lambda outputs, arguments: inside.saved(nodes_between(outputs, arguments)), alone)
+
+    def saved(outputs: Any, arguments: Any) -> Any:
+        return inside.saved([node for node, _ in edges_between(outputs, arguments)])
+
+    return InnerNorm(norm, inside.run, saved, alone)
 
 
 ELEMENTS = 2**23

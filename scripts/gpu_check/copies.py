@@ -58,7 +58,7 @@ class Copies:
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         self.bytes = sum(sizes)
-        of_runtime = device_for(device)
+        of_runtime = self._device = device_for(device)
         self._out, self._back = copiers_for(of_runtime, Trace(of_runtime))
         self._here = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
         self._lease = HostMemory("a check", of_runtime, HostLimit(4 * self.bytes + 2**20)).lend("a check", sizes)
@@ -72,8 +72,9 @@ class Copies:
                 self._back.start([(here, there)], 0)
 
     def finish(self) -> None:
-        self._out.drain()
-        self._back.drain()
+        self._device.synchronize()
+        self._out.settle()
+        self._back.settle()
 
     def close(self) -> None:
         self._out.close()

@@ -19,7 +19,7 @@ from megatron_lynx.launch.out_of_memory import (
     states_held,
 )
 from megatron_lynx.planner import decide, uniform_plan
-from megatron_lynx.runtime.progress import Whereabouts, note
+from megatron_lynx.runtime.order import Whereabouts, note
 from megatron_lynx.units import GIB, KIB, MIB, format_bytes
 from tests.instruments.script_device import MEMORY_BYTES, LimitedMemory, out_of_memory
 from tests.tiny_jobs import tiny_job

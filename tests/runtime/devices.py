@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lynx.runtime.device import Copy, Device, Event, device_for
+from megatron_lynx.runtime.device import Copier, Copy, Device, Event, device_for
 from megatron_lynx.runtime.offload import Offloader
 from tests.instruments.streams.asynchronous import AsynchronousDevice
 from tests.instruments.streams.happens_before import HappensBefore
@@ -50,6 +50,12 @@ def under_way(moment: Event | Copy, device: Device) -> bool:
     """Whether an event, or a copy's end, is still to come, as far as the device can say."""
     over = moment.done if isinstance(moment, Copy) else moment.query()
     return device is CPU or launches_block(device) or not over
+
+
+def drain(copier: Copier) -> None:
+    """Wait on the host for all copies issued so far."""
+    copier._device.record(copier._stream).synchronize()
+    copier.settle()
 
 
 def moved_bytes(offloader: Offloader) -> tuple[int, ...]:

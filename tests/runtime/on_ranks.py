@@ -31,7 +31,8 @@ def there_and_back_on_streams(rank: int) -> dict[str, bool]:
     coming = back.start([(returned, host)], 0, after=(leaving, None))
     back.wait(coming)
     for copier in (out, back):
-        copier.drain()
+        device.synchronize()
+        copier.settle()
         copier.close()
     return {
         "equal": torch.equal(returned, torch.arange(100, dtype=torch.uint8)),

@@ -13,7 +13,16 @@ from torch import Tensor
 from megatron_lynx.runtime.device import Copier, CudaDevice, Device, Event, Trace, copiers_for
 from megatron_lynx.testbed.ranks import RankPool
 from tests.instruments.streams.threads import ThreadEvent
-from tests.runtime.devices import CPU, asynchronous, delay, launches_block, on_every_device, under_way, where_copies_take_time
+from tests.runtime.devices import (
+    CPU,
+    asynchronous,
+    delay,
+    drain,
+    launches_block,
+    on_every_device,
+    under_way,
+    where_copies_take_time,
+)
 from tests.runtime.devices import device as device
 from tests.runtime.on_ranks import a_graph_that_is_dropped_on_streams, there_and_back_on_streams
 
@@ -109,7 +118,7 @@ def test_a_copy_holds_its_tensors_until_compute_waits_or_it_is_over(device: Devi
     assert all(one() is not None for one in held)
     out.wait(first)
     assert [one() is None for one in held] == [True, False]
-    out.drain()
+    drain(out)
     assert held[1]() is None
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_lynx import runtime
 from megatron_lynx.runtime.device import CudaDevice, Device, device_for, present_device, seconds_between
+from megatron_lynx.runtime.surroundings import RandomSource
 from tests.runtime.devices import CPU, delay, launches_block, on_every_device, under_way, where_streams_have_a_clock
 from tests.runtime.devices import device as device
 
@@ -114,10 +115,10 @@ def test_timed_events_measure_what_lies_between_them(device: Device) -> None:
 
 @on_every_device
 def test_random_states_can_be_restored_again_and_again(device: Device) -> None:
-    states = device.random_states()
+    states = RandomSource(device).capture()
     drawn = [torch.rand(8, device=where) for where in (device.where, "cpu")]
     for _ in range(2):
-        device.restore_random_states(states)
+        RandomSource(device).restore(states)
         again = [torch.rand(8, device=where) for where in (device.where, "cpu")]
         assert all(torch.equal(one, other) for one, other in zip(drawn, again, strict=True))
 

@@ -19,7 +19,7 @@ from megatron_lynx.runtime.host_memory import ALIGNMENT, HostLimit
 from megatron_lynx.runtime.offload import Offloader, OffloadGroup, OffloadPolicy
 from megatron_lynx.runtime.order import StageOrder
 from megatron_lynx.schedule.schedule import Action
-from tests.runtime.devices import CPU, delay, moved_bytes, on_every_device
+from tests.runtime.devices import CPU, delay, drain, moved_bytes, on_every_device
 from tests.runtime.devices import device as device
 
 LAYERS = 3
@@ -131,7 +131,7 @@ def test_originals_go_at_their_turn_and_not_when_a_copy_happens_to_be_over() -> 
             output = torch.full((64,), 0.3, requires_grad=True) * 1
             for policy in KEPT[:-1]:
                 output = engine.half(policy, code, (output,), {})
-                engine.offloader.out.drain()
+                drain(engine.offloader.out)
                 engine.offloader.settle()
             storages = {id(thing): thing for thing in gc.get_objects() if type(thing).__name__ == "OffloadedStorage"}
             assert engine.ledger.recording is not None

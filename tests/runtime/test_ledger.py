@@ -37,7 +37,7 @@ def forward(of: Ledger, index: int, chunk: int = 0) -> tuple[MicroBatch, Tensor]
 
 
 def frame(micro_batch: MicroBatch, layer: int = 1) -> Frame:
-    return Frame(policy(layer=layer), micro_batch, lambda hidden: hidden)
+    return Frame(policy(layer=layer), micro_batch, lambda hidden: hidden, lambda frame: None)
 
 
 def test_a_micro_batch_is_recognised_by_its_output() -> None:
@@ -98,7 +98,7 @@ def test_whose_backward_follows_a_forward() -> None:
     assert not seen.before_other, "no forward runs"
     seen.begin_forward(1, 0, 2)
     assert seen.before_other
-    assert not seen.own_backward_follows(first)
+    assert not first.at_once
     assert seen.coming is first
 
 

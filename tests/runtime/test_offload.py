@@ -14,7 +14,7 @@ from megatron_lynx.errors import OffloadError
 from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.host_memory import HostLimit
 from megatron_lynx.runtime.offload import OffloadedStorage, OffloadedTensor, Offloader, OffloadGroup, OffloadPolicy, on_device
-from tests.runtime.devices import CPU, asynchronous, delay, moved_bytes, on_every_device, waited_s
+from tests.runtime.devices import CPU, asynchronous, delay, drain, moved_bytes, on_every_device, waited_s
 from tests.runtime.devices import device as device
 
 
@@ -49,7 +49,7 @@ def storages_of(group: OffloadGroup) -> list[OffloadedStorage]:
 
 def there_and_back(made: Offloader, group: OffloadGroup) -> None:
     made.leave(group, None)
-    made.out.drain()
+    drain(made.out)
     made.settle()
     assert not any(is_leaving(storage) for storage in storages_of(group))
     group.fetch()
@@ -284,7 +284,7 @@ def test_storages_are_fetched_last_one_first_and_once() -> None:
         made.back.move = noted
         group.fetch()
         group.fetch()
-        made.back.drain()
+        drain(made.back)
         assert order == [3, 2, 1, 0]
         assert moved_bytes(made) == (1024, 1024)
         assert [int(handle.tensor()[0]) for handle in handles] == [0, 1, 2, 3]

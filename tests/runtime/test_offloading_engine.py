@@ -19,7 +19,7 @@ from megatron_lynx.runtime.host_memory import HostLimit
 from megatron_lynx.runtime.offload import Offloader, OffloadPolicy
 from megatron_lynx.runtime.order import StageOrder
 from megatron_lynx.schedule.schedule import Action
-from tests.runtime.devices import CPU
+from tests.runtime.devices import CPU, drain
 
 KEEPS_ALL = HalfPolicy(layer=1, section=MLP, recompute=frozenset())
 TWO_IN_FLIGHT = StageOrder(
@@ -117,7 +117,7 @@ def test_the_first_reload_starts_when_its_gradient_is_waited_for(engine: Engine)
     engine.receive([Work()])[0].wait()
     assert engine.take_counts().reloaded_bytes > 0
     with engine.backward_pass(passes[0][1]):
-        engine.offloader.back.drain()
+        drain(engine.offloader.back)
         assert engine.take_counts().reloaded_bytes > 0, "the second one's, one backward before its own"
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lynx.runtime.saved import Packing, detached, has_memory, nodes_between, saved_in, storage_of
+from megatron_lynx.runtime.saved import Packing, detached, edges_between, memory_of, saved_in, storage_of
 
 
 def names(outputs: Any, arguments: Any) -> list[str]:
-    return [type(node).__name__ for node in nodes_between(outputs, arguments)]
+    return [type(node).__name__ for node, _ in edges_between(outputs, arguments)]
 
 
 def given(*size: int) -> Tensor:
@@ -74,7 +74,7 @@ def test_slots(call: Any, count: int) -> None:
     that holds nothing is none."""
     argument = given()
     output = call(argument)
-    found = [(node, *pair) for node in nodes_between(output, [argument]) for pair in saved_in(node)]
+    found = [(node, *pair) for node, _ in edges_between(output, [argument]) for pair in saved_in(node)]
     pairs = [(slot.among(getattr(node, slot.raws)), tensor) for node, slot, tensor in found]
     assert len(pairs) == count
     assert all(torch.equal(slot.among(getattr(node, slot.tensors)), tensor) for node, slot, tensor in found)
@@ -90,25 +90,19 @@ def test_slots(call: Any, count: int) -> None:
     assert len(unpacked) == count, "the slot is the one that backward reads"
 
 
-def test_wrappers_have_no_memory() -> None:
-    """As weights in FP8, which wrap bytes in other tensors: nothing can be let go of."""
+def test_the_memory_of_wrappers_is_that_of_their_parts() -> None:
+    """As of weights in FP8, which wrap bytes and scales."""
 
     class Wrapper(Tensor):
-        @staticmethod
-        def __new__(cls: Any, inner: Tensor) -> Any:
-            return torch.Tensor._make_wrapper_subclass(cls, inner.size(), dtype=inner.dtype)  # type: ignore[attr-defined]
-
-        @classmethod
-        def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return NotImplemented
+        def get_metadata(self) -> dict[str, Any]:
+            return {"data": data, "scale": scale, "dtype": "a format"}
 
     class Plain(Tensor):
         pass
 
-    assert not has_memory(Wrapper(torch.ones(2)))
-    assert has_memory(torch.ones(2).as_subclass(Plain))
-    assert has_memory(torch.nn.Parameter(torch.ones(2)))
-    assert has_memory(torch.ones(2))
+    data, scale, plain, weight = torch.ones(2), torch.ones(1), torch.ones(2).as_subclass(Plain), torch.nn.Parameter(torch.ones(2))
+    held = [torch.ones(2).as_subclass(Wrapper), plain, [weight]]
+    assert [*map(id, memory_of(held))] == [*map(id, (data, scale, plain, weight))]
 
 
 def test_storages_are_equal_where_memory_is_shared() -> None:

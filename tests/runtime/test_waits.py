@@ -20,9 +20,8 @@ from megatron_lynx.anatomy import MLP
 from megatron_lynx.anatomy.address import RECV_BACKWARD, Window, WindowAddress
 from megatron_lynx.errors import RecomputeError
 from megatron_lynx.runtime.engine import Engine
-from megatron_lynx.runtime.frame import ChunkPolicy, Frame, MicroBatch
+from megatron_lynx.runtime.frame import DONE, ChunkPolicy, Frame, MicroBatch
 from megatron_lynx.runtime.order import StageOrder
-from megatron_lynx.runtime.progress import DONE
 from megatron_lynx.schedule.schedule import Action
 from megatron_lynx.timetable import ON_DEMAND_PLACE, Layout, Place, PlannedHalf, Timetable
 from tests.runtime.tiny_half import ACTIVATION, FC1, NORM, WIDTH, TinyHalf, policy, reporting_to
@@ -347,7 +346,7 @@ def test_a_gathered_gradient_of_no_use_is_waited_for(gathered: bool) -> None:
 def test_only_the_gather_that_fills_its_own_buffer_is_served() -> None:
     """The same half gathers its gradient, too: it would read what was gathered of its input."""
     engine, log = Engine(), []
-    frame = Frame(policy(RECOMPUTED), MicroBatch(0), lambda hidden: hidden)
+    frame = Frame(policy(RECOMPUTED), MicroBatch(0), lambda hidden: hidden, lambda frame: None)
     buffer = torch.empty(6, WIDTH)
     frame.gathering = buffer, Work(log, "input")
     engine.ledger.enter(frame)

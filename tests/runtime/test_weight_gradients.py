@@ -100,7 +100,7 @@ def test_a_wait_takes_those_of_one_micro_batch() -> None:
 def in_backward_of(layer: int, most_bytes: int) -> tuple[WeightGradients, Any]:
     """Deferring two linears of layer 3, while the backward of a half of this layer runs; and the progress."""
     deferred = {name: (RECV_BACKWARD,) for _, name in (FC1, QKV)}
-    frame = Frame(policy(layer=layer, deferred=deferred), MicroBatch(0), lambda hidden: hidden)
+    frame = Frame(policy(layer=layer, deferred=deferred), MicroBatch(0), lambda hidden: hidden, lambda frame: None)
     running = Action(0, "B")
     ledger = SimpleNamespace(entered=frame, running=running, completes_gradients=False, drains=False)
     progress: Any = SimpleNamespace(ledger=ledger, scope=None, trace=Trace(CPU), counts=Figures())

@@ -222,7 +222,7 @@ def bytes_at_marks(rank: int, job: Job, plans: list[Plan]) -> list[list[int]]:
         def marked(*args: Any, **kwargs: Any) -> Any:
             result = forward_step(*args, **kwargs)
             if offloader is not None:
-                offloader.out.drain()
+                offloader.device.synchronize()
                 offloader.settle()
             meter.mark("forward")
             return result
@@ -241,7 +241,8 @@ def bytes_at_halves(rank: int, job: Job, plans: list[Plan]) -> list[list[int]]:
         def marked(report: Any) -> Any:
             def reporting(*where: Any) -> Any:
                 reported = report(*where)
-                offloader.out.drain()  # a copy holds what it reads until it is over
+                offloader.device.synchronize()
+                offloader.out.settle()  # a copy holds what it reads until it is over
                 meter.mark("half")
                 return reported
 

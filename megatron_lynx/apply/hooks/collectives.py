@@ -38,7 +38,7 @@ from torch import Tensor
 from megatron_lynx.apply.hook import Claim, instead
 from megatron_lynx.apply.transformer_engine import as_alias, with_bytes
 from megatron_lynx.runtime.engine import Engine
-from megatron_lynx.runtime.progress import DONE
+from megatron_lynx.runtime.frame import DONE
 from megatron_lynx.runtime.saved import is_wrapper
 from megatron_lynx.runtime.site import Site
 
@@ -78,9 +78,9 @@ def buffer_claim(engine: Engine) -> Claim:
     from megatron.core.tensor_parallel import layers
 
     def get_global_memory_buffer(original: Any) -> Any:
-        gathered = engine.gathered_input() if engine.in_half else None
-        if gathered is not None:
-            return SimpleNamespace(get_tensor=partial(_held, gathered))
+        gathering = engine.gathering if engine.in_half else None
+        if gathering is not None:
+            return SimpleNamespace(get_tensor=partial(_held, gathering[0]))
         shared = original()
         owns = engine.scope is not None and engine.scope.owns_gathered
         if owns or engine.weight_gradients.puts_off_gathered:
@@ -137,13 +137,13 @@ def te_claims(engine: Engine, group: Any) -> Iterator[Claim]:
         return output, waited(window(work or DONE), async_op)  # FP8 that is needed by columns has been waited for
 
     def served_or_in_window(original: Any, tensor: Any, process_group: Any, async_op: bool = False, **kwargs: Any) -> Any:
-        gathered = engine.gathered_input() if process_group is group and engine.in_half else None
-        if gathered is None:
+        gathering = engine.gathering if process_group is group and engine.in_half else None
+        if gathering is None:
             whole, work = in_window(original, tensor, process_group, async_op, **kwargs)
             if process_group is group and work is None and (scope := engine.scope) is not None and scope.owns_gathered:
                 scope.keep_gathered(as_alias(whole) if is_wrapper(whole) else whole)
             return whole, work
-        return _of_kind(tensor, gathered), waited(engine.started_gather(gathered), async_op)
+        return _of_kind(tensor, gathering[0]), waited(engine.started_gather(gathering[0]), async_op)
 
     def served_gradient(original: Any, tensor: Any, process_group: Any, async_op: bool = False, **kwargs: Any) -> Any:
         of_half = process_group is group and engine.in_half and not kwargs and isinstance(tensor, Tensor)
