@@ -54,7 +54,7 @@ def test_a_ready_launch(name: str) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     st.sampled_from(["a100-80g", "h100-80g", "h800-80g"]),
     st.sampled_from(["", EXPERTS, OVERLAPPING]),

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_lynx.launch.ending import FirstFailure
 from tests.hurry import skip_in_a_hurry
+from tests.long import long
 
 ROOT = Path(__file__).parents[2]
 RANKS = 4
@@ -21,11 +22,13 @@ RANKS = 4
 @pytest.mark.parametrize(
     ("failure", "speakers", "says"),
     [
-        ("error", "1", "megatron-lynx: rank 1: this cannot go on\n  - memory: found none, needed some\n"),
         ("error", "1,0,2", "this cannot go on\n  - memory: found none, needed some\n"),
         ("memory", "0", "megatron-lynx: rank 0: out of device memory in step 1\n"),
-        ("memory", "1,3", "out of device memory in step 1\n"),
         ("kill", "1", "Signal 9 (SIGKILL) received by PID"),
+        *long(
+            ("error", "1", "megatron-lynx: rank 1: this cannot go on\n  - memory: found none, needed some\n"),
+            ("memory", "1,3", "out of device memory in step 1\n"),
+        ),
     ],
 )
 def test_every_rank_ends_and_one_message_is_seen(tmp_path: Path, failure: str, speakers: str, says: str) -> None:
