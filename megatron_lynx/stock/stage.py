@@ -64,7 +64,7 @@ class _OfAllSettings(NamedTuple):
 @lru_cache(maxsize=8)
 def _of_all_settings(given: Job) -> _OfAllSettings:
     job = without_overlap(given).with_captured(())
-    counted = job.model_copy(update={"policy": "none", "head": None}).with_captured(job.model.captured)
+    counted = job.model_copy(update={"policy": "none", "head": None}).with_captured(given.model.captured)
     stages, chunks = range(job.parallel.pipeline), range(job.chunks)
     kinds = [[tuple(job.model.each_kind(job.layers_of(stage, chunk))) for chunk in chunks] for stage in stages]
     return _OfAllSettings(job, LayerShape.of(job), counted, kinds)
