@@ -4,15 +4,15 @@ every stage with n layers: one job ──Stages──> seconds of each stage ─
 
     step = (m - 1) x slowest stage  +  all stages once       time(s, n): stage s with n layers; infinite if none fits
 
-For every pace, from the fastest: the least sum with no stage slower than that, by a dynamic programme over (stage, layers before
-it), up to the first pace that cannot beat the best step. m times a stage's seconds without recomputation is a lower bound, which
-excludes counts before they are priced.
+A dynamic programme over (stage, layers before it) keeps the ways that no other one beats in both the slowest stage and the sum. m
+times a stage's seconds without recomputation is a lower bound, which excludes counts before they are priced.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import dropwhile, product, takewhile
 from math import inf
 
 from megatron_lynx.config.job import Job
@@ -29,6 +29,9 @@ StageTime = Callable[[int, int], float]
 
 Counts = tuple[int, ...]
 """Layers of each stage."""
+
+Way = tuple[float, float, Counts]
+"""Seconds of the slowest of the first stages, of all of them, and their layers."""
 
 
 def partitioned(job: Job, profile: Profile) -> list[Job]:
@@ -111,41 +114,46 @@ def even(layers: int, stages: int) -> Counts:
 
 
 def best(layers: int, stages: int, microbatches: int, time: StageTime, least: StageTime | None = None) -> Counts | None:
-    """Return the fastest partition, or None if none fits. Ties go to the even one.
+    """Return the fastest partition, or None if none fits. Ties go to the even one, then to fewer layers on the first stages.
 
     least: a cheap lower bound of `time`. Both grow with the number of layers.
     """
     start = even(layers, stages)
     start_s = step_s(start, microbatches, time)
-    other = exact(layers, promising(layers, stages, microbatches, start_s, least or time), microbatches, time)
-    if other is not None and step_s(other, microbatches, time) < start_s:
-        return other
+    most = [_most_within(start_s / microbatches, layers - stages + 1, least or time, stage) for stage in range(stages)]
+    reached: dict[int, list[Way]] = {0: [(0.0, 0.0, ())]}
+    for stage in range(stages):
+        longer: dict[int, list[Way]] = {}
+        counts_of_stage = range(max(1, layers - (sum(most) - most[stage])), most[stage] + 1)
+        for (before, ways), (count, seconds) in product(reached.items(), _affordable(stage, counts_of_stage, time)):
+            added = [(max(pace_s, seconds), total_s + seconds, (*counts, count)) for pace_s, total_s, counts in ways]
+            longer.setdefault(before + count, []).extend(added)
+        reached = {before: _unbeaten(ways) for before, ways in longer.items() if before <= layers}
+    steps = [((microbatches - 1) * pace_s + total_s, counts) for pace_s, total_s, counts in reached.get(layers, ())]
+    if steps and step_s(found := min(steps)[1], microbatches, time) < start_s:
+        return found
     return start if start_s < inf else None
 
 
-def exact(layers: int, ranges: Sequence[range], microbatches: int, time: StageTime) -> Counts | None:
-    """Return the optimum among counts in `ranges`, one for each stage; None if none fits."""
-    times = [_affordable(stage, counts, time) for stage, counts in enumerate(ranges)]
-    least = _least_sum(layers, times, inf)
-    optimum: tuple[float, Counts] | None = None
-    if least is None:
-        return None
-    for pace_s in sorted({seconds for stage in times for seconds in stage.values()}):
-        if optimum is not None and (microbatches - 1) * pace_s + least[0] >= optimum[0]:
-            break
-        answer = _least_sum(layers, times, pace_s)
-        if answer is None:
-            continue
-        step = (microbatches - 1) * pace_s + answer[0]
-        if optimum is None or step < optimum[0]:
-            optimum = step, answer[1]
-    return None if optimum is None else optimum[1]
+def _unbeaten(ways: Iterable[Way]) -> list[Way]:
+    """Return those that no other one beats or equals in both their slowest stage and their sum."""
+    kept: list[Way] = []
+    for way in sorted(ways):
+        if not kept or way[1] < kept[-1][1]:
+            kept.append(way)
+    return kept
 
 
-def promising(layers: int, stages: int, microbatches: int, bound_s: float, least: StageTime) -> list[range]:
-    """Return for each stage the counts that may give a step shorter than `bound_s`."""
-    most_layers = [_count_within(layers - stages + 1, least, stage, bound_s / microbatches) for stage in range(stages)]
-    return [range(max(1, layers - (sum(most_layers) - most_layers[stage])), most_layers[stage] + 1) for stage in range(stages)]
+def _affordable(stage: int, counts: Iterable[int], time: StageTime) -> list[tuple[int, float]]:
+    """Return the counts with finite times. If a count does not fit, larger ones do not either; a small one may be too few for the
+    stage's chunks."""
+    times = ((count, time(stage, count)) for count in counts)
+    return [*takewhile(lambda timed: timed[1] < inf, dropwhile(lambda timed: timed[1] == inf, times))]
+
+
+def _most_within(bound_s: float, limit: int, least: StageTime, stage: int) -> int:
+    """Return the largest count up to `limit` within the bound, at least 1. All smaller counts are within it, too."""
+    return next((count - 1 for count in range(2, limit + 1) if least(stage, count) > bound_s), max(1, limit))
 
 
 def spread(count: int, chunks: int, *, last_stage: bool) -> Counts:
@@ -153,35 +161,3 @@ def spread(count: int, chunks: int, *, last_stage: bool) -> Counts:
     last stage the last ones."""
     counts = even(count, chunks)
     return tuple(reversed(counts)) if last_stage else counts
-
-
-def _affordable(stage: int, counts: Iterable[int], time: StageTime) -> dict[int, float]:
-    """Return the finite times. If a count does not fit, larger ones do not either; a small one may be too few for the stage's
-    chunks."""
-    times: dict[int, float] = {}
-    for count in counts:
-        seconds = time(stage, count)
-        if seconds < inf:
-            times[count] = seconds
-        elif times:
-            break
-    return times
-
-
-def _least_sum(layers: int, times: Sequence[dict[int, float]], pace_s: float) -> tuple[float, Counts] | None:
-    """Return the least sum over counts with no stage slower than `pace_s`. Ties go to fewer layers on the first stages."""
-    reached: dict[int, tuple[float, Counts]] = {0: (0.0, ())}
-    for stage in times:
-        longer: dict[int, tuple[float, Counts]] = {}
-        for before, (total_s, counts) in reached.items():
-            for count, seconds in stage.items():
-                place, candidate = before + count, (total_s + seconds, (*counts, count))
-                if seconds <= pace_s and place <= layers and (place not in longer or candidate < longer[place]):
-                    longer[place] = candidate
-        reached = longer
-    return reached.get(layers)
-
-
-def _count_within(limit: int, least: StageTime, stage: int, bound_s: float) -> int:
-    """Return the largest count up to `limit` within the bound, at least 1. All smaller counts are within it, too."""
-    return next((count - 1 for count in range(2, limit + 1) if least(stage, count) > bound_s), max(1, limit))
