@@ -34,7 +34,6 @@ from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.solver import offload, options, stages
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.seats import Seats
-from megatron_lynx.solver.stages import Stages
 from megatron_lynx.stock import priced
 from megatron_lynx.units import GIB
 
@@ -109,11 +108,6 @@ MECHANISMS = (
         "checkpoints go on in waits",
         _of_class(StageProblems, "_with_rest_in_wait"),
         ((StageProblems, "_with_rest_in_wait", lambda problems, section, checkpoint: checkpoint),),
-    ),
-    Mechanism(
-        "everything kept where recomputation or the host is late",
-        (decision._kept_if_late, *_of_class(Stages, "keeping_all")),
-        ((decision, "_kept_if_late", lambda answer, simulation, stages: answer),),
     ),
     Mechanism("offloading within micro-batches", (offload,), ((stages, "may_go_within", lambda job: False),)),
     Mechanism(

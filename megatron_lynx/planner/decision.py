@@ -133,10 +133,6 @@ class Decision:
     def excess_bytes(self, stage: int, unfilled: Decision | None = None) -> int:
         return excess_bytes(self.job, self.simulation, stage, None if unfilled is None else unfilled.simulation)
 
-    def is_faster(self, other: Decision) -> bool:
-        """Whether its step is shorter, at the written precision."""
-        return self.simulation.step_s < other.simulation.step_s - 10.0**-SECOND_DIGITS
-
     def gained(self, other: Decision) -> str:
         """How much shorter its step is, in words."""
         return f"{100 * (1 - self.simulation.step_s / other.simulation.step_s):.1f} % shorter"
@@ -181,9 +177,9 @@ def _step_s(decision: Decision) -> float:
 def _made(job: Job, profile: Profile) -> Decision:
     parted = [Stages(parted, profile) for parted in partitioned(job, profile)]
     decision, stages = min(((fitting(stages), stages) for stages in parted), key=lambda pair: _step_s(pair[0]))
-    best, leaving_waits = _filled(_refined(decision, stages)), stages.leaving_waits
+    best, leaving_waits = _filled(decision), stages.leaving_waits
     if why_none_deferred(job) is None and _layers_of(_answers(leaving_waits)) != _layers_of(decision.stages):
-        best = min(best, _filled(_refined(fitting(leaving_waits), leaving_waits), below_s=_step_s(best)), key=_step_s)
+        best = min(best, _filled(fitting(leaving_waits), below_s=_step_s(best)), key=_step_s)
     best = _sending_first(best)
     check_budget_kept(best.job, best.simulation)
     return best
@@ -217,28 +213,6 @@ def fitting(stages: Stages) -> Decision:
         if not over:
             return found
         lags |= {stage: (*lags.get(stage, ()), lag) for stage, lag in over.items()}
-
-
-def _refined(decision: Decision, stages: Stages) -> Decision:
-    """Return the decision, or a faster one that keeps everything on stages that wait for recomputation or for their host, because
-    not all that the solver takes for hidden is."""
-    job = decision.job
-    if job.policy != "planned" or layers_budget_bytes(job, 0) is None:
-        return decision
-    kept = tuple(_kept_if_late(answer, decision.simulation, stages) for answer in decision.stages)
-    if _layers_of(kept) == _layers_of(decision.stages):
-        return decision
-    found = Decision.of(job, decision.profile, kept)
-    fits = not any(map(found.excess_bytes, range(len(kept))))
-    return found if fits and found.is_faster(decision) else decision
-
-
-def _kept_if_late(answer: StageAnswer, simulation: Simulation, stages: Stages) -> StageAnswer:
-    late_s = simulation.total(answer.stage, "exposed_s") + simulation.total(answer.stage, "host_late_s")
-    if not late_s:
-        return answer
-    kept = stages.keeping_all(answer.stage)
-    return kept if stages.fits(kept) else answer
 
 
 def _filled(decision: Decision, below_s: float = inf) -> Decision:
