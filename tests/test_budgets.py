@@ -20,6 +20,8 @@ from tests.cost.moments_on_ranks import count
 from tests.profiler.made_up import made_up_profile
 from tests.tiny_jobs import tiny_job
 
+pytestmark = pytest.mark.slow
+
 LONGER_AT_MOST = 0.001
 """Stages are solved one by one, and a step is simulated: what a stage exposes less need not make it shorter.
 docs/decisions/planning.md says how much longer more memory was seen to make a step, and why."""
@@ -44,7 +46,6 @@ def jobs_on_gpus(draw):
 
 @settings(max_examples=4, deadline=None)
 @given(jobs_on_gpus(), st.floats(20, 70), st.floats(0.1, 3), st.floats(0.1, 12))
-@pytest.mark.slow
 def test_with_more_memory_no_plan_is_slower_but_for_what_heuristics_miss(job, least, more, much_more) -> None:
     profile, steps_s = analytic_profile(job), []
     for memory_gib in (least, least + more, least + more + much_more):
@@ -60,7 +61,6 @@ def test_with_more_memory_no_plan_is_slower_but_for_what_heuristics_miss(job, le
 
 
 @pytest.mark.parametrize(("less", "more"), [(45.02, 46.84), (53.85, 54.377), (56.9, 58.07)])
-@pytest.mark.slow
 def test_more_memory_once_made_a_step_longer(less, more) -> None:
     """By 0.05 to 0.07 %. The first stages sent more to the host, which had paid only while layers were alike; or what gains
     little was recomputed in the wait of cool-down first, because backward needs it first."""
@@ -93,7 +93,6 @@ def jobs_on_ranks(draw):
 LINKS_S = st.sampled_from([1e-9, 1e-5, 1.0])
 
 
-@pytest.mark.slow
 @settings(max_examples=4, deadline=None)
 @given(job=jobs_on_ranks(), link_s=LINKS_S, share=st.floats(0, 1))
 def test_what_runs_never_holds_more_than_its_plan_says(pool_of, job, link_s, share) -> None:

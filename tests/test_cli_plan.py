@@ -19,6 +19,8 @@ from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import save_profile
 from tests.test_cli import lynx
 
+pytestmark = pytest.mark.slow
+
 JOB = "jobs/llama3-8b-a100-80g"
 
 

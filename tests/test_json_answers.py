@@ -13,6 +13,8 @@ from tests.json_answers import ANSWERS
 from tests.test_cli import lynx
 from tests.test_inputs import LAUNCH
 
+pytestmark = pytest.mark.slow
+
 PLAN = bundled_configs() / "plans/llama-7b-a100-80g.yaml"
 OF_A_LAUNCH = ["--cluster", "h100", "--", *shlex.split(LAUNCH)]
 COMMANDS = [

@@ -13,6 +13,8 @@ from megatron_lynx.config.loader import bundled_configs
 from tests.test_cli import lynx
 from tests.test_inputs import LAUNCH
 
+pytestmark = pytest.mark.slow
+
 OF_A_LAUNCH = ["--cluster", "h800-80g", "--", *shlex.split(LAUNCH)]
 STATED = "seconds assume 8 NICs of 100 Gbit/s, NVLink 200 GB/s, CPU Intel Xeon Processor"
 FASTER = ["--nic-gbit", "400", "--nvlink-gb-s", "450", "--host-cpu", "amd-epyc"]

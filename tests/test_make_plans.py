@@ -13,6 +13,8 @@ from megatron_lynx.plan import load_plan
 from megatron_lynx.plan.explanation import explanation
 from scripts.make_plans import CONFIGS, differences, jobs, plan_of
 
+pytestmark = pytest.mark.slow
+
 JOBS = {path: (job, note) for path, job, note in jobs()}
 SEEN_TO = {
     f"{model}-{cluster}"
@@ -46,7 +48,6 @@ def test_every_plan_has_a_job_and_the_catalogue_is_covered() -> None:
 
 
 @pytest.mark.parametrize("path", in_turns())
-@pytest.mark.slow
 def test_a_plan_is_current_and_explained(path: Path) -> None:
     job, note = JOBS[path]
     kept = load_plan(path)

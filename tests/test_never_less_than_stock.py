@@ -28,6 +28,8 @@ from megatron_lynx.stock.setting import OFFLOADED, RECOMPUTED, block
 from megatron_lynx.units import GIB
 from megatron_lynx.yaml_file import read_yaml
 
+pytestmark = pytest.mark.slow
+
 MODELS = ("llama3-8b", "gpt-22b", "deepseek-v2-lite", "qwen3-30b-a3b", "mixtral-8x7b")
 SAME = 1.01
 AS_FAST = 1.05

@@ -34,6 +34,8 @@ from tests.test_budgets import jobs_on_gpus
 from tests.test_cli import lynx
 from tests.test_cli_launch import LAUNCH
 
+pytestmark = pytest.mark.slow
+
 ROUNDING = 1e-9
 """Plan files have twelve digits of a second."""
 
@@ -182,7 +184,6 @@ def test_a_ready_launch_has_one_figure_in_all_commands(name: str, tmp_path: Path
     assert walk(["--cluster", "h100-80g", "--", *launch_words(name, "h100-80g", "none")], tmp_path)
 
 
-@pytest.mark.slow
 def test_neighbours_have_the_figures_of_their_launch_lines(tmp_path: Path) -> None:
     """Stock's step was that of equal stages, under flags that place layers as the plan does; chunks stayed in the launch. `plan`
     prefers an equally fast plan in the bytes of the launch line, which is today's launch to it."""
@@ -249,7 +250,6 @@ def test_a_search_shows_the_figures_that_other_commands_have(policy: Policy) -> 
 
 @settings(max_examples=2, deadline=None)
 @given(job=jobs_on_gpus(), memory_gib=st.floats(30, 70))
-@pytest.mark.slow
 def test_drawn_jobs_have_one_figure_in_all_commands(
     tmp_path_factory: pytest.TempPathFactory, job: Any, memory_gib: float
 ) -> None:

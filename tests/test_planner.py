@@ -188,6 +188,7 @@ def llama_65b(**changes):
     return job.model_copy(update=changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["planned", "full"])
 @pytest.mark.parametrize("chunks", [{}, {"layers_per_chunk": 2}], ids=["1f1b", "interleaved"])
 @pytest.mark.parametrize("ratio", [0.0, 0.3, "auto"])

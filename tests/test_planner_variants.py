@@ -19,6 +19,8 @@ from tests.advise.test_never_slower import OVERLAPPING
 from tests.advise.test_screen import LAUNCH
 from tests.test_filling import deferring
 
+pytestmark = pytest.mark.slow
+
 RELEASE = "0.19.2"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -110,6 +111,7 @@ def test_no_checkpoint_of_experts_resumes_in_an_exchange_beside_userbuffers() ->
     accepted(job_of("mixtral-8x7b", "h100-80g", parallel=layout, overlap={"userbuffers": True}), 0.1)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(jobs(), st.floats(0, 1))
 def test_drawn_jobs_at_drawn_budgets(job: Job, share: float) -> None:

@@ -13,6 +13,8 @@ from megatron_lynx.launch_arguments import read_launch
 from megatron_lynx.planner import Decision, decide
 from megatron_lynx.profiler.analytic import analytic_profile
 
+pytestmark = pytest.mark.slow
+
 BEHIND = {"rotary", "core_attention", "linear_proj"}
 TIGHT_GIB, TIGHTER_GIB = 60, 48
 """Within the one a plan recomputes attention, and need not; within the other it has to."""

@@ -9,6 +9,8 @@ from megatron_lynx.config.loader import bundled_configs
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.stock.price import priced
 
+pytestmark = pytest.mark.slow
+
 JOBS = bundled_configs() / "jobs"
 
 

@@ -14,6 +14,8 @@ from benchmarks.waits_bound import bound_s
 from benchmarks.when_not import CASES, Row, job_of, row, rows, table, within
 from megatron_lynx.profiler.analytic import analytic_profile
 
+pytestmark = pytest.mark.slow
+
 PAGE = Path(__file__).parents[1] / "docs/generated/when_not.md"
 
 
@@ -26,7 +28,6 @@ SOME = ("t=1, p=1: no collective, no message", "t=8, p=1", "H800, t=8, p=1")
 
 
 @pytest.mark.parametrize("what", SOME)
-@pytest.mark.slow
 def test_some_rows_are_current(what: str) -> None:
     line = table([row(what, job_of(dict(CASES)[what]))]).splitlines()[-1]
     assert line in PAGE.read_text(), "run `python -m scripts.make_pages when_not`, and look at the text around the table, too"

@@ -14,6 +14,8 @@ from megatron_lynx.profiler.analytic import analytic_profile
 from scripts.make_plans import launch_words
 from tests.advise.test_screen import EXPERTS, LAUNCH
 
+pytestmark = pytest.mark.slow
+
 SLOWER_AT_MOST = 0.006
 """Of a step. Stages are solved one by one, and copies to the host in twentieths."""
 
@@ -53,7 +55,6 @@ def test_a_ready_launch(name: str) -> None:
     assert not_slower(launch_words(name, "h100-80g", "none"), "h100-80g")
 
 
-@pytest.mark.slow
 @settings(max_examples=4, deadline=None)
 @given(
     st.sampled_from(["a100-80g", "h100-80g", "h800-80g"]),

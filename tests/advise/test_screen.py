@@ -26,6 +26,8 @@ from megatron_lynx.stock import StockSetting, priced
 from megatron_lynx.units import format_bytes
 from tests.test_cli import lynx
 
+pytestmark = pytest.mark.slow
+
 LAUNCH = (
     "torchrun --nproc-per-node 8 --nnodes 2 pretrain_gpt.py --num-layers 24 --hidden-size 4096 --ffn-hidden-size 14336 "
     "--num-attention-heads 32 --group-query-attention --num-query-groups 8 --swiglu --disable-bias-linear "
@@ -133,7 +135,6 @@ def test_where_stock_does_as_well_it_says_so() -> None:
     assert verdict(found).text == "Keep your launch: nothing else that was found is over 1 % faster."
 
 
-@pytest.mark.slow
 def test_where_no_plan_fits_it_says_what_the_launch_holds_and_what_would_fit() -> None:
     found = answer(FULL, 14)
     assert found.plan is None
@@ -146,7 +147,6 @@ def test_where_no_plan_fits_it_says_what_the_launch_holds_and_what_would_fit() -
     assert "What would fit, nearest first:" in printed(found, 80)
 
 
-@pytest.mark.slow
 def test_where_as_many_gpus_never_do_more_of_them_in_another_layout_are_named() -> None:
     """Parameters and gradients alone were too much in every layout looked at, and nothing was said at all."""
     found = answer("--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --micro-batch-size 1", 14)
@@ -156,7 +156,6 @@ def test_where_as_many_gpus_never_do_more_of_them_in_another_layout_are_named() 
     assert "parallel." in changes
 
 
-@pytest.mark.slow
 def test_a_plan_that_takes_as_long_is_not_said_to_take_0_percent_more() -> None:
     found = answer("--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --micro-batch-size 1", 20)
     assert found.plan is None
@@ -164,7 +163,6 @@ def test_a_plan_that_takes_as_long_is_not_said_to_take_0_percent_more() -> None:
     assert "0.0 %" not in verdict(found).text
 
 
-@pytest.mark.slow
 def test_the_share_of_the_optimizer_that_would_do_has_a_plan_in_the_launch_with_its_flags() -> None:
     said = next(each for each in answer(FULL, 17).would_fit if each.startswith("optimizer on the host: "))
     assert " a step (gradients out " in said

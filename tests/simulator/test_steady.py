@@ -17,6 +17,8 @@ from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.simulator.simulation import Simulation, in_steady_state
 from tests.config.jobs import catalogued_job
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS: list[dict[str, Any]] = [
     {"batch": 37, "chunk": None, "budget": {"memory_gib": 20}},
     {"batch": 44, "chunk": 2, "budget": {"memory_gib": 21}},

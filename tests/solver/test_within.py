@@ -21,6 +21,8 @@ from megatron_lynx.solver.stages import Stages
 from megatron_lynx.units import MIB
 from tests.config.jobs import catalogued_job
 
+pytestmark = pytest.mark.slow
+
 ALONE = {"tensor": 1, "pipeline": 1, "distributed_optimizer": True}
 """No waits: what is recomputed makes a step longer."""
 EIGHT = {"tensor": 8, "sequence_parallel": True}
@@ -149,7 +151,6 @@ def test_the_host_takes_longer_for_halves_that_leave_alone() -> None:
     st.sampled_from(["planned", "planned", "none", "selective", "full"]),
     st.sampled_from(["h800-80g", "a100-80g"]),
 )
-@pytest.mark.slow
 def test_any_answer_fits_in_the_rehearsal(share: float, ratio: Any, layout: dict[str, Any], policy: str, cluster: str) -> None:
     job = job_of(share, ratio, policy, cluster, **layout)
     try:
