@@ -222,6 +222,13 @@ PHASES = StageOrder(
 )
 
 
+def test_a_half_that_backward_has_reached_makes_room_for_the_next() -> None:
+    stage = Stage({2: within(backward_of(3)), 1: within(backward_of(2))}, ahead_depth=1)
+    stage.run()
+    counts = stage.engine.counts
+    assert (counts.in_windows, counts.on_demand, counts.live_ahead) == (2, 1, 1)
+
+
 def test_tasks_by_phase() -> None:
     """Other tasks in the same windows in cool-down."""
     places = {
