@@ -30,6 +30,11 @@ FLUSHED = "flushed"
 """`window` of an exposed weight gradient."""
 
 
+def seconds_between(begin: Any, end: Any) -> float:
+    """Return the seconds between two timed events on the device's clock, which a `torch.cuda.Event` states in milliseconds."""
+    return float(begin.elapsed_time(end)) / 1e3
+
+
 @dataclass(frozen=True)
 class Passes:
     forward_s: float = 0.0

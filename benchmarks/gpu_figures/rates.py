@@ -153,7 +153,8 @@ def _turns(calls: Sequence[Callable[[], object]]) -> Iterator[Callable[[], objec
 def median_s(calls: Iterator[Callable[[], object]], device: torch.device) -> float:
     """Seconds of a call, on the device's clock, while the next ones already wait: the host is not in it."""
     from megatron_lynx.profiler.timing import mark
-    from megatron_lynx.runtime.device import device_for, seconds_between
+    from megatron_lynx.runtime.device import device_for
+    from megatron_lynx.timeline import seconds_between
 
     of_runtime = device_for(device)
     for _ in range(WARM_UP):

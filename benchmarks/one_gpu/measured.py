@@ -23,9 +23,10 @@ from benchmarks.one_gpu.figures import covered_s, fingerprint
 from benchmarks.one_gpu.trained import SEED, Trained
 from megatron_lynx.measure.memory import activation_meter, marked
 from megatron_lynx.profiler.timing import mark
-from megatron_lynx.runtime.device import Event, device_for, seconds_between
+from megatron_lynx.runtime.device import Event, device_for
 from megatron_lynx.testbed.candidates import Candidate
 from megatron_lynx.testbed.groups import seed_random_numbers
+from megatron_lynx.timeline import seconds_between
 
 WARM_UP = 2
 Bits = dict[str, list[int]]

@@ -123,7 +123,8 @@ def claims(engine: Engine, plan: Plan, run: LiveRun) -> Iterator[Claim]:
             yield collectives.latent_claim(engine, module)
     if having[SPARSE[True].name]:
         yield halves.indexer_claim(engine)
-    yield from halves.load_claims(engine, plan, run, having[EXPERTS.name])
+    if layers := having[EXPERTS.name]:
+        yield from halves.load_claims(engine, plan, run, layers)
     if plan.exchanging and plan.model.moe_dispatcher == "deepep":
         yield from collectives.deepep_claims(engine)
     elif plan.exchanging:

@@ -87,12 +87,17 @@ class Host(Protocol):
 def around(module: Any, name: str, context: Callable[[dict[str, Any]], AbstractContextManager[None]], what: str) -> Claim:
     """A hook that runs a function inside `context`, which gets its arguments by name and may replace them."""
 
-    def inside(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(original).bind(*args, **kwargs)
-        with context(given.arguments):
-            return original(*given.args, **given.kwargs)
+    def replaced_by(original: Callable[..., Any]) -> Any:
+        signature = inspect.signature(original)
 
-    return Claim(module, name, instead(inside), what)
+        def inside(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs)
+            with context(given.arguments):
+                return original(*given.args, **given.kwargs)
+
+        return instead(inside)(original)
+
+    return Claim(module, name, replaced_by, what)
 
 
 def host_named(name: str) -> Host:

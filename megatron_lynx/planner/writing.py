@@ -135,7 +135,12 @@ def planned_device(job: Job) -> PlannedDevice | None:
 
 
 def stage_of(
-    job: Job, where: tuple[int, int], rules: Sequence[Rule], predicted: Predicted, offload: Offload | None = None
+    job: Job,
+    where: tuple[int, int],
+    rules: Sequence[Rule],
+    predicted: Predicted,
+    offload: Offload | None = None,
+    whole: Whole | None = None,
 ) -> Stage:
     """Return one entry of a plan, with the ahead depth that its windows need. `where`: stage and chunk."""
     layers, (stage, chunk) = job.layers_of(*where), where
@@ -147,6 +152,7 @@ def stage_of(
         ahead_depth=int(any(window != ON_DEMAND for window in windows)),
         rules=joined(rules),
         offload=offload,
+        whole=whole,
         predicted=predicted,
     )
     layout = Layout(job.parallel.tensor > 1, job.parallel.sequence_parallel, exchanging_layers(job))
@@ -203,8 +209,8 @@ def _entry(job: Job, answer: StageAnswer, chunk: int) -> Stage:
         recomputed_flops=solved.flops,
         host_bytes=answer.host_bytes,
     )
-    entry = stage_of(job, where, _alike_at_top([*_rules(job, where, solved.layers)]), predicted, _offload(job, answer, chunk))
-    return entry.model_copy(update={"whole": whole})
+    rules = _alike_at_top([*_rules(job, where, solved.layers)])
+    return stage_of(job, where, rules, predicted, _offload(job, answer, chunk), whole)
 
 
 def _alike_at_top(rules: list[Rule]) -> list[Rule]:

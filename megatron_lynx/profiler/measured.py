@@ -30,6 +30,7 @@ from megatron_lynx.profiler import timing
 from megatron_lynx.profiler.profile import ExpertHalf, HalfProfile, ItemProfile, LinkKind, LinkPoint, SavedTensor
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.profiler.timing import HalfRun, HeadStart, InnerNorm
+from megatron_lynx.timeline import seconds_between
 
 if TYPE_CHECKING:
     from megatron_lynx.apply.hooks.sites import Place
@@ -380,4 +381,4 @@ def stream_seconds(call: Callable[[], Any]) -> float:
     call()
     end.record()
     end.synchronize()
-    return float(begin.elapsed_time(end)) / 1000
+    return seconds_between(begin, end)

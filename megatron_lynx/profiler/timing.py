@@ -37,6 +37,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_lynx.anatomy import Section
 from megatron_lynx.nest import all_in
 from megatron_lynx.profiler.profile import BlockProfile
+from megatron_lynx.timeline import seconds_between
 
 if TYPE_CHECKING:
     from megatron_lynx.apply.hooks.sites import Place
@@ -176,8 +177,8 @@ def measure_block(run: Callable[[], Tensor], device: Device, repetitions: int = 
             end = mark(device)
         device.synchronize()
         if repetition >= WARMUP:
-            forward.append(start.elapsed_time(middle) / 1e3)
-            backward.append(middle.elapsed_time(end) / 1e3)
+            forward.append(seconds_between(start, middle))
+            backward.append(seconds_between(middle, end))
     return BlockProfile(forward_s=median(forward), backward_s=median(backward))
 
 
@@ -251,7 +252,7 @@ def _timed_pass(run: HalfRun, head_start: HeadStart) -> tuple[dict[str, float], 
 def _stretches(begin: Event, marks: list[tuple[str, Event]]) -> dict[str, float]:
     seconds: dict[str, float] = {}
     for item, event in marks:
-        seconds[item] = seconds.get(item, 0.0) + begin.elapsed_time(event) / 1e3
+        seconds[item] = seconds.get(item, 0.0) + seconds_between(begin, event)
         begin = event
     return seconds
 
@@ -316,7 +317,7 @@ def seconds_of(call: Callable[[], Any], head_start: HeadStart) -> float:
         call()
         end = mark(head_start.device)
     head_start.device.synchronize()
-    return begin.elapsed_time(end) / 1e3
+    return seconds_between(begin, end)
 
 
 def mark(device: Device) -> Event:

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.anatomy.address import FrameKey
-from megatron_lynx.timeline import Span, SpanKind, name_of
+from megatron_lynx.timeline import Span, SpanKind, name_of, seconds_between
 
 
 class Event:
@@ -53,10 +53,6 @@ class Event:
     def elapsed_time(self, end: Any) -> float:
         """Return milliseconds on the device's clock. Both events must be reached, and recorded as timed."""
         return float(end._at_s - self._at_s) * 1e3
-
-
-def seconds_between(begin: Event, end: Event) -> float:
-    return begin.elapsed_time(end) / 1e3
 
 
 class Device:
@@ -78,7 +74,7 @@ class Device:
         """Start work issued from now on after the event."""
 
     def record(self, stream: Any = None, *, timed: bool = False) -> Event:
-        """Return the point after the work issued so far. `timed`: needed for `seconds_between`."""
+        """Return the point after the work issued so far. `timed`: needed for `timeline.seconds_between`."""
         return Event()
 
     def synchronize(self) -> None:

@@ -128,7 +128,8 @@ def held(job: Job) -> tuple[StageMemory, ...]:
 def excess_of(job: Job) -> Excess | None:
     """Return the excess of the fullest stage, or of the host; None if the job fits."""
     usages = [memory.total for memory in held(job)]
-    stage, usage = usages.index(max(usages)), max(usages)
+    usage = max(usages)
+    stage = usages.index(usage)
     if job.cluster.node is not None and (left := least_left_bytes(job)) < 0:
         limit = job.cluster.node.host_memory_gib * GIB
         return Excess(job, stage, limit - left, limit, host=True)

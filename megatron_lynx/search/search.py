@@ -266,9 +266,10 @@ def smallest_layout(job: Job) -> Job:
     """
     space = Space(job, job.gpus, contexts=(1,))
     jobs = [next(space.on(layout)) for layout in sorted(space.layouts(), key=_size) if layout.layers_per_chunk is None]
-    for tried in (tried for policy in STOCK for tried in _under((policy,), jobs)):
-        if excess_of(tried) is None:
-            return tried
+    for policy in STOCK:
+        for tried in _under([policy], jobs):
+            if excess_of(tried) is None:
+                return tried
     raise nothing_fits(space, STOCK, (), STOCK)
 
 

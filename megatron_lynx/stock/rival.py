@@ -23,7 +23,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import chain, combinations
 from math import inf
 from typing import Any
@@ -96,7 +96,12 @@ class _Rivals:
 
     @once
     def _least(self, setting: StockSetting) -> int:
-        return least_bytes(self.job, setting, {*of_every_stage(self.job, int)})
+        return least_bytes(self.job, setting, self._stages)
+
+    @cached_property
+    def _stages(self) -> frozenset[int]:
+        """One of equal ones."""
+        return frozenset(of_every_stage(self.job, int))
 
     def _recomputed_s(self, recompute: Modules) -> float:
         shape, setting = LayerShape.of(self.job), StockSetting(recompute)

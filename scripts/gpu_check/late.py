@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lynx.runtime.device import Device, Event, seconds_between
+from megatron_lynx.runtime.device import Device, Event
+from megatron_lynx.timeline import seconds_between
 from scripts.gpu_check.overlap import Interval
 
 Sent = tuple[Event, Callable[[], tuple[Event, float]]]

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from megatron_lynx import runtime
-from megatron_lynx.runtime.device import CudaDevice, Device, device_for, present_device, seconds_between
+from megatron_lynx.runtime.device import CudaDevice, Device, device_for, present_device
 from megatron_lynx.runtime.surroundings import RandomSource
+from megatron_lynx.timeline import seconds_between
 from tests.runtime.devices import CPU, delay, launches_block, on_every_device, under_way, where_streams_have_a_clock
 from tests.runtime.devices import device as device
 
