@@ -274,8 +274,7 @@ class Engine(Progress):
 
     def gathered_gradient(self, gradient: Tensor) -> tuple[Tensor, Any] | None:
         """Return (gathered gradient, its `Work`) if this gradient's gather was started before."""
-        frame = self.ledger.entered if self.scope is None else None
-        begun = None if frame is None else frame.take_gathered_gradient(gradient)
+        begun = None if (frame := self.in_backward_of) is None else frame.take_gathered_gradient(gradient)
         if begun is None:
             return None
         window = self.window()
@@ -303,11 +302,10 @@ class Engine(Progress):
         gathering = self.gathering
         if gathering is None or (gathering[0] is not output and storage_of(gathering[0]) != storage_of(output)):
             return None
-        if self.scope is not None:
+        if (frame := self.in_backward_of) is None:
             return gathering[1]
-        frame = self.ledger.entered
         self.ledger.ordinal += 1
-        report = None if frame is None else frame.on_gathered
+        report = frame.on_gathered
         return gathering[1] if report is None else WindowedWork(gathering[1], lambda proper: (proper(), report(gathering[0]))[0])
 
     @property

@@ -243,8 +243,9 @@ class Progress:
         self.scope: Run | None = None
 
     @property
-    def in_half(self) -> bool:
-        return self.scope is not None or self.ledger.entered is not None
+    def in_backward_of(self) -> Frame | None:
+        """The half whose backward runs; None inside the call of a half, which may be a recomputation."""
+        return self.ledger.entered if self.scope is None else None
 
     def whereabouts(self, backward_of: MicroBatch | None = None) -> Whereabouts:
         scope, entered = self.scope, self.ledger.entered

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.anatomy import Half
-from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.runtime.frame import ChunkPolicy
 from megatron_lynx.runtime.order import Progress
 from megatron_lynx.runtime.surroundings import Surroundings
@@ -96,14 +95,9 @@ class WeightGradients:
         for held in (self._of, self._in_order, self._bytes, self._holders):
             held.clear()
 
-    @property
-    def backward_of(self) -> FrameKey | None:
-        frame = self.progress.ledger.entered if self.progress.scope is None else None
-        return None if frame is None else frame.key
-
     def puts_off(self, linear: Linear) -> bool:
-        frame, ledger = self.progress.ledger.entered, self.progress.ledger
-        if frame is None or self.backward_of is None or ledger.running is None or frame.policy.layer != linear[0]:
+        frame, ledger = self.progress.in_backward_of, self.progress.ledger
+        if frame is None or ledger.running is None or frame.policy.layer != linear[0]:
             return False
         if not frame.policy.delays(linear[1], drains=ledger.drains):
             return False
@@ -113,14 +107,14 @@ class WeightGradients:
     def puts_off_gathered(self) -> bool:
         """Whether the present gather may feed a delayed weight gradient. Row-parallel linears gather no input. Several of latent
         attention cannot be distinguished here: if one of them delays, it may."""
-        if (frame := self.progress.ledger.entered) is None:
+        if (frame := self.progress.in_backward_of) is None:
             return False
         section, layer = frame.policy.section, frame.policy.layer
         gathering = (name for name in frame.policy.deferred if section.of_name[name].role != "row_parallel")
         return any(self.puts_off((layer, name)) for name in gathering)
 
-    def delays(self, linear: Linear) -> bool:
-        """Whether a weight gradient may be put off now; if not, compute pending ones of the linear, which come before it."""
+    def puts_off_or_catches_up(self, linear: Linear) -> bool:
+        """Return whether a weight gradient may be put off now. If not, compute pending ones of the linear, which come before it."""
         if self.puts_off(linear):
             return True
         while (entry := self.take(linear)) is not None:

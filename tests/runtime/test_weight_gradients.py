@@ -103,7 +103,7 @@ def in_backward_of(layer: int, most_bytes: int) -> tuple[WeightGradients, Any]:
     frame = Frame(policy(layer=layer, deferred=deferred), MicroBatch(0), lambda hidden: hidden, lambda frame: None)
     running = Action(0, "B")
     ledger = SimpleNamespace(entered=frame, running=running, completes_gradients=False, drains=False)
-    progress: Any = SimpleNamespace(ledger=ledger, scope=None, trace=Trace(CPU), counts=Figures())
+    progress: Any = SimpleNamespace(ledger=ledger, in_backward_of=frame, trace=Trace(CPU), counts=Figures())
     policies = [ChunkPolicy(most_delayed_bytes=most_bytes)]
     return WeightGradients(progress, policies, Surroundings(()), reduced_in_backward=lambda: False), progress
 

@@ -49,7 +49,7 @@ def claims(engine: Engine, group: Any) -> Iterator[Claim]:
     in_window = partial(_in_window, engine, group)
 
     def served_or_in_window(original: Any, output: Tensor, *args: Any, **kwargs: Any) -> Any:
-        work = engine.started_gather(output) if engine.in_half else None
+        work = engine.started_gather(output)
         if work is None:
             waited_for = in_window(original, output, *args, **kwargs)
             if waited_for is None and engine.scope is not None:
@@ -58,7 +58,7 @@ def claims(engine: Engine, group: Any) -> Iterator[Claim]:
         return waited(work, kwargs.get("async_op"))
 
     def served_gradient(original: Any, tensor: Tensor, of_group: Any, *args: Any, **kwargs: Any) -> Any:
-        begun = engine.gathered_gradient(tensor) if of_group is group and engine.in_half else None
+        begun = engine.gathered_gradient(tensor) if of_group is group else None
         if begun is None:
             return original(tensor, of_group, *args, **kwargs)
         whole, work = begun
@@ -78,9 +78,8 @@ def buffer_claim(engine: Engine) -> Claim:
     from megatron.core.tensor_parallel import layers
 
     def get_global_memory_buffer(original: Any) -> Any:
-        gathering = engine.gathering if engine.in_half else None
-        if gathering is not None:
-            return SimpleNamespace(get_tensor=partial(_held, gathering[0]))
+        if engine.gathering is not None:
+            return SimpleNamespace(get_tensor=partial(_held, engine.gathering[0]))
         shared = original()
         owns = engine.scope is not None and engine.scope.owns_gathered
         if owns or engine.weight_gradients.puts_off_gathered:
@@ -108,8 +107,8 @@ def start_gather(group: Any) -> Any:
 
 
 def _in_window(engine: Engine, group: Any, original: Any, /, *args: Any, exchange: bool = False, **kwargs: Any) -> Any:
-    of_half = kwargs.get("group") is group and engine.in_half and not _takes_largest(*args, **kwargs)
-    window = engine.window(exchange=exchange) if of_half else None
+    offered = kwargs.get("group") is group and not _takes_largest(*args, **kwargs)
+    window = engine.window(exchange=exchange) if offered else None
     if window is None:
         return original(*args, **kwargs)
     return waited(window(original(*args, **{**kwargs, "async_op": True})), kwargs.get("async_op"))
@@ -130,14 +129,14 @@ def te_claims(engine: Engine, group: Any) -> Iterator[Claim]:
     from transformer_engine.pytorch.module import base, layernorm_linear, linear
 
     def in_window(original: Any, tensor: Tensor, tp_group: Any = None, async_op: bool = False, **kwargs: Any) -> Any:
-        window = engine.window() if tp_group is group and engine.in_half else None
+        window = engine.window() if tp_group is group else None
         if window is None:
             return original(tensor, tp_group, async_op, **kwargs)
         output, work = original(tensor, tp_group, True, **kwargs)
         return output, waited(window(work or DONE), async_op)  # FP8 that is needed by columns has been waited for
 
     def served_or_in_window(original: Any, tensor: Any, process_group: Any, async_op: bool = False, **kwargs: Any) -> Any:
-        gathering = engine.gathering if process_group is group and engine.in_half else None
+        gathering = engine.gathering if process_group is group else None
         if gathering is None:
             whole, work = in_window(original, tensor, process_group, async_op, **kwargs)
             if process_group is group and work is None and (scope := engine.scope) is not None and scope.owns_gathered:
@@ -146,8 +145,8 @@ def te_claims(engine: Engine, group: Any) -> Iterator[Claim]:
         return _of_kind(tensor, gathering[0]), waited(engine.started_gather(gathering[0]), async_op)
 
     def served_gradient(original: Any, tensor: Any, process_group: Any, async_op: bool = False, **kwargs: Any) -> Any:
-        of_half = process_group is group and engine.in_half and not kwargs and isinstance(tensor, Tensor)
-        begun = engine.gathered_gradient(tensor) if of_half else None
+        plain = process_group is group and not kwargs and isinstance(tensor, Tensor)
+        begun = engine.gathered_gradient(tensor) if plain else None
         if begun is None:
             return in_window(original, tensor, process_group, async_op, **kwargs)
         return begun[0], waited(begun[1], async_op)
@@ -201,7 +200,7 @@ def deepep_claims(engine: Engine) -> Iterator[Claim]:
     from megatron.core.transformer.moe import fused_a2a
 
     def in_window(original: Any, *args: Any, **kwargs: Any) -> Any:
-        window = engine.window(exchange=True) if kwargs.get("async_finish") and engine.in_half else None
+        window = engine.window(exchange=True) if kwargs.get("async_finish") else None
         outputs = original(*args, **kwargs)
         return outputs if window is None else (*outputs[:-1], WindowedEvent(outputs[-1], window))
 

@@ -34,8 +34,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megatron_lynx.anatomy import EXPERTS_LINEARS, Half, Role
-from megatron_lynx.anatomy.address import FrameKey
+from megatron_lynx.anatomy import EXPERTS_LINEARS, Role
 from megatron_lynx.apply.hook import Claim, instead
 from megatron_lynx.apply.hooks.sites import modules_named
 from megatron_lynx.apply.kinds import sections_in
@@ -60,17 +59,12 @@ Pieces = Mapping[int, Callable[[], object]]
 
 class LinearOf(NamedTuple):
     layer: int
-    half: Half
     item: str
     role: Role
     expert: int | None = None
     pieces: int = 1
     piece: int = 0
     """Which of these its expert is in, if experts run one by one."""
-
-    @property
-    def frame(self) -> FrameKey:
-        return self.layer, self.half
 
     @property
     def linear(self) -> Linear:
@@ -100,7 +94,7 @@ def deferring_linears(plan: Plan, run: LiveRun) -> dict[LinearOf, Module]:
                 for item, expert, module in named:
                     pieces = rule.weight_gradient_pieces.get(item.name, 1)
                     piece = 0 if expert is None else expert * pieces // numbers[item.name]
-                    linears[LinearOf(layer, section.half, item.name, item.role, expert, pieces, piece)] = module
+                    linears[LinearOf(layer, item.name, item.role, expert, pieces, piece)] = module
     return linears
 
 
@@ -254,7 +248,7 @@ def _local_claims(gradients: WeightGradients, tokens: int, linears: Mapping[Line
 
     def accumulate(original: Any, total_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
         linear = owner_of(main_grad)
-        if linear is None or linear.frame != gradients.backward_of or not gradients.delays(linear.linear):
+        if linear is None or not gradients.puts_off_or_catches_up(linear.linear):
             original(total_input, grad_output, main_grad)
             return
         operands = total_input.detach(), grad_output.detach()
@@ -286,7 +280,8 @@ class Store:
     def delay_wgrad_compute(self) -> bool:
         """In backward: whether the linear delays its weight gradient. In forward: True, because since 2.15 the store reaches
         backward only then."""
-        return self.gradients.backward_of != self.of.frame or self.gradients.delays(self.of.linear)
+        in_forward = self.gradients.progress.in_backward_of is None
+        return in_forward or self.gradients.puts_off_or_catches_up(self.of.linear)
 
     def put(self, tensor_list: Sequence[Any], func: Callable[..., tuple[Any, Any]]) -> None:
         operands = [
@@ -299,7 +294,7 @@ class Store:
                 bias = self.module.bias
                 bias.main_grad.add_(gradient.to(bias.dtype).view_as(bias))
 
-        if self.gradients.delays(self.of.linear):
+        if self.gradients.puts_off_or_catches_up(self.of.linear):
             pieces = self._pieces(operands, func) if self.of.pieces > 1 else None
             self.gradients.put_off(self.of.linear, memory_of(operands[:2]), pieces or {self.of.piece: compute})
         else:
