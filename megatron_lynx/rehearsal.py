@@ -313,10 +313,9 @@ def _host_s(half: PlannedHalf, prices: Prices, *, offloads: bool) -> Passes:
 
 
 def _gathers_s(half: PlannedHalf, prices: Prices) -> dict[Window, tuple[float, float]]:
-    """Costs of gathering a half's input at the plan's places, and on demand."""
-    places = {place.gather for place in (half.steady, half.cooldown) if place.gather is not None}
+    """Costs of gathering a half's input at the plan's place, and on demand."""
     costs_s: dict[Window, tuple[float, float]] = {}
-    for gather in (places | {ON_DEMAND}) if places else ():
+    for gather in () if half.place.gather is None else (half.place.gather, ON_DEMAND):
         behind = prices.profile.shape.halves[gather.half] if isinstance(gather, WindowAddress) else None
         whole = behind is not None and behind.half == half.half
         costs_s[gather] = prices.once(gather_lost_and_spared_s, half.section, behind, prices.message_bytes, whole=whole)

@@ -15,10 +15,10 @@ Moments and tasks of a pass:
     gather            the input of a half, once for its recomputation and its backward (sequence parallelism)
     weight_gradient   the oldest pending one of a linear, or piece of one, of any micro-batch
 
-The plan alone decides which task runs in which wait (rule R1), by pass and phase. A forward runs delayed weight gradients only,
-of any chunk: those of another chunk at the same index of the chunk. A receive and a backward run recomputations, too, which in
-cool-down may be others. A checkpoint is recomputed where backward enters it, or begins ahead (docs/runtime.md). An attention half
-may gather its input ahead, too, before it begins its output, which the same ranks reduce:
+The plan alone decides which task runs in which wait (rule R1). A forward runs delayed weight gradients only, of any chunk: those
+of another chunk at the same index of the chunk. A receive and a backward run recomputations, too. A checkpoint is recomputed
+where backward enters it, or begins ahead (docs/runtime.md). An attention half may gather its input ahead, too, before it begins
+its output, which the same ranks reduce:
 
     after bwd.attention.0@5     begin attention(4) to its first linear, whose input is gathered
     core  attention(5)          begin the rest of it, up to its reduction
@@ -35,17 +35,13 @@ from typing import Literal, NamedTuple
 from megatron_lynx.anatomy import HALVES, Half, Section
 from megatron_lynx.anatomy import Pass as Passing
 from megatron_lynx.anatomy.address import (
-    BACKWARD_PHASES,
     ON_DEMAND,
     RECV_BACKWARD,
     SEND_BACKWARD,
-    BackwardPhase,
     FrameKey,
     Window,
     WindowAddress,
 )
-from megatron_lynx.once import once
-from megatron_lynx.schedule.schedule import Phase
 
 At = Literal["enter", "demand", "core", "in", "after"]
 
@@ -182,8 +178,7 @@ class PlannedHalf:
     section: Section
     recompute: Collection[str] = ()
     """Recomputed items, in forward order."""
-    steady: Place = ON_DEMAND_PLACE
-    cooldown: Place = ON_DEMAND_PLACE
+    place: Place = ON_DEMAND_PLACE
     deferred: Mapping[str, tuple[Window, ...]] = field(default_factory=dict)
     """By linear in backward order, the waits of its delayed weight gradient: each takes the oldest pending one."""
     pieces: Mapping[str, int] = field(default_factory=dict)
@@ -229,10 +224,7 @@ class PlannedHalf:
     def rest_after(self) -> str | None:
         """The item of a checkpointed half after whose communication the rest is recomputed in the first wait of its backward;
         None: all of it is recomputed when backward enters it."""
-        return self.section.last_communicating if self.checkpoint and self.steady != ON_DEMAND_PLACE else None
-
-    def place(self, phase: Phase) -> Place:
-        return self.cooldown if phase == "cooldown" else self.steady
+        return self.section.last_communicating if self.checkpoint and self.place != ON_DEMAND_PLACE else None
 
     @property
     def gathers(self) -> bool:
@@ -256,9 +248,8 @@ class PlannedHalf:
 
     def _windows(self) -> Iterator[Window | None]:
         """In which it is recomputed, or after which its input is gathered."""
-        for place in (self.steady, self.cooldown):
-            yield from (window for window, _ in place.stretches)
-            yield place.gather
+        yield from (window for window, _ in self.place.stretches)
+        yield self.place.gather
 
 
 def _place_in_stage(key: FrameKey) -> int:
@@ -273,7 +264,7 @@ class Timetable:
         self.chunks = tuple(map(tuple, chunks))
         self.layout = layout
         self._forwards: dict[int, Pass] = {}
-        self._backwards: dict[tuple[int, Phase], Pass] = {}
+        self._backwards: dict[int, Pass] = {}
 
     def forward(self, chunk: int) -> Pass:
         if chunk not in self._forwards:
@@ -282,30 +273,29 @@ class Timetable:
             self._forwards[chunk] = Pass(halves, _table(moments, {}, self._weight_gradients[chunk]))
         return self._forwards[chunk]
 
-    def backward(self, chunk: int, phase: Phase) -> Pass:
-        if (chunk, phase) not in self._backwards:
-            planned = self._planned(chunk, phase)
+    def backward(self, chunk: int) -> Pass:
+        if chunk not in self._backwards:
             halves = tuple(
-                HalfPass(half.key, tuple(self._waits("bwd", half, half.place(phase).gather or ON_DEMAND)))
+                HalfPass(half.key, tuple(self._waits("bwd", half, half.place.gather or ON_DEMAND)))
                 for half in reversed(self.chunks[chunk])
             )
             at_halves: tuple[At, ...] = ("enter", "demand", "core")
             in_waits: tuple[At, ...] = ("in", "after")
             moments = [Moment(at, half.half) for half in halves for at in at_halves]
             moments += [Moment(at, wait.window) for half in halves for wait in half.waits for at in in_waits]
-            self._backwards[chunk, phase] = Pass(halves, _table(moments, planned, self._weight_gradients[chunk]))
-        return self._backwards[chunk, phase]
+            self._backwards[chunk] = Pass(halves, _table(moments, self._planned[chunk], self._weight_gradients[chunk]))
+        return self._backwards[chunk]
 
-    def receive(self, chunk: int, phase: Phase) -> Pass:
-        return Pass((), _table([Moment("in", RECV_BACKWARD)], self._planned(chunk, phase), self._deferred[chunk]))
+    def receive(self, chunk: int) -> Pass:
+        return Pass((), _table([Moment("in", RECV_BACKWARD)], self._planned[chunk], self._deferred[chunk]))
 
     def sent(self, chunk: int) -> Pass:
         return Pass((), _table([Moment("in", SEND_BACKWARD)], {}, self._deferred[chunk]))
 
-    def serving(self, chunk: int, phase: BackwardPhase) -> Iterator[tuple[Pass, FrameKey | None, Sequence[Wait]]]:
+    def serving(self, chunk: int) -> Iterator[tuple[Pass, FrameKey | None, Sequence[Wait]]]:
         """The waits of all passes that may serve a backward, in order."""
-        yield self.receive(chunk, phase), None, (Wait(RECV_BACKWARD),)
-        backward = self.backward(chunk, phase)
+        yield self.receive(chunk), None, (Wait(RECV_BACKWARD),)
+        backward = self.backward(chunk)
         yield from ((backward, half.half, half.waits) for half in backward.halves)
 
     def beside_kept(self, chunk: int) -> Timetable:
@@ -319,18 +309,11 @@ class Timetable:
 
     @cached_property
     def core_halves(self) -> frozenset[FrameKey]:
-        passes = (backward for chunk in range(len(self.chunks)) for backward in self._backwards_of(chunk))
-        return frozenset[FrameKey]().union(*(backward.beginning("core") for backward in passes))
+        return frozenset[FrameKey]().union(*(self.backward(chunk).beginning("core") for chunk in range(len(self.chunks))))
 
     @cached_property
     def busy_halves(self) -> tuple[frozenset[FrameKey], ...]:
-        return tuple(
-            frozenset[FrameKey]().union(*(one_pass.busy_halves for one_pass in (self.forward(chunk), *self._backwards_of(chunk))))
-            for chunk in range(len(self.chunks))
-        )
-
-    def _backwards_of(self, chunk: int) -> Iterator[Pass]:
-        return (self.backward(chunk, phase) for phase in BACKWARD_PHASES)
+        return tuple(self.forward(chunk).busy_halves | self.backward(chunk).busy_halves for chunk in range(len(self.chunks)))
 
     def _waits(self, passing: Passing, half: PlannedHalf, gathered: Window | None = None) -> Iterator[Wait]:
         """`gathered`: in a backward, the window after which the half's input is gathered."""
@@ -339,9 +322,9 @@ class Timetable:
             over = once and half.section.collectives("bwd", True)[ordinal].carries == "input"
             yield Wait(WindowAddress(passing, half.layer, half.half, ordinal), gathered if over else None)
 
-    @once
-    def _planned(self, chunk: int, phase: Phase) -> Tasks:
-        return _planned(self.chunks[chunk], phase, self.layout)
+    @cached_property
+    def _planned(self) -> tuple[Tasks, ...]:
+        return tuple(_planned(halves, self.layout) for halves in self.chunks)
 
     @cached_property
     def _deferred(self) -> tuple[Tasks, ...]:
@@ -369,30 +352,29 @@ def _table(moments: Iterable[Moment], planned: Tasks, weight_gradients: Tasks) -
     return {moment: tasks for moment, tasks in merged if tasks}
 
 
-def _planned(halves: Sequence[PlannedHalf], phase: Phase, layout: Layout) -> Tasks:
+def _planned(halves: Sequence[PlannedHalf], layout: Layout) -> Tasks:
     tasks: dict[Moment, tuple[Task, ...]] = {}
     feeding = dict(_feeding(halves))
     for half in reversed(halves):
         if half.checkpoint:
             recomputations = () if half.feeds else _checkpointed(half, feeding.get(half.key, ()), layout)
         else:
-            recomputations = _recomputed(half, phase) if half.recompute else ()
+            recomputations = _recomputed(half) if half.recompute else ()
         for moment, task in recomputations:
             tasks[moment] = (*tasks.get(moment, ()), task)
     _begin_ahead(tasks, halves, layout)
     return tasks
 
 
-def _recomputed(half: PlannedHalf, phase: Phase) -> Iterator[tuple[Moment, Task]]:
+def _recomputed(half: PlannedHalf) -> Iterator[tuple[Moment, Task]]:
     since: str | None = None
-    place = half.place(phase)
-    gather = place.gather
+    gather = half.place.gather
     if gather == ON_DEMAND:
         yield Moment("demand", half.key), Task("recompute", half.key, gathered=ON_DEMAND)  # no window may communicate (rule R2)
         return
     if gather is not None:
         yield Moment("after", gather), Task("gather", half.key)
-    for window, until in (*place.stretches, (ON_DEMAND, None)):
+    for window, until in (*half.place.stretches, (ON_DEMAND, None)):
         moment = Moment("demand", half.key) if window == ON_DEMAND else Moment("in", window)
         yield moment, Task("recompute", half.key, until, since, gather)
         if until is None:
@@ -407,7 +389,7 @@ def _checkpointed(half: PlannedHalf, before: Sequence[Task], layout: Layout) -> 
     if behind is None or not layout.waits("bwd", half.layer, half.section):
         yield entered, Task("recompute", half.key)
         return
-    ((window, _),) = half.steady.stretches
+    ((window, _),) = half.place.stretches
     yield entered, Task("begin", half.key, behind)
     yield Moment("in", window), Task("recompute", half.key, since=behind)
 

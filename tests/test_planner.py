@@ -413,6 +413,6 @@ def test_windows_of_a_uniform_plan_lie_outside_of_experts() -> None:
         rules = {layer: stage.rule_for(layer) for stage in plan.stages for layer in stage.layers}
         inside = {layer for layer in rules if "experts_activation" in rules[layer].recomputed_in("mlp")}
         assert inside == {2, 3, 4, 6}
-        assert rules[2].windows.of("mlp", "steady") == "bwd.attention.2+1"
+        assert rules[2].windows.of("mlp") == "bwd.attention.2+1"
         assert all(rules[layer].recomputed_in("attention") for layer in rules)
-        assert any(rules[layer].windows.of("attention", "steady") != "on_demand" for layer in (2, 3))
+        assert any(rules[layer].windows.of("attention") != "on_demand" for layer in (2, 3))

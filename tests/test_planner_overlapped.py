@@ -68,7 +68,7 @@ def test_with_less_memory_it_recomputes_on_demand_and_stays_faster() -> None:
     assert max(each.total for each in beside.memory) <= 58 * GIB
     rules = [rule for entry in beside.plan.stages for rule in entry.rules]
     assert any("experts_activation" in rule.recompute for rule in rules)
-    assert {rule.windows.of(half, "steady") for rule in rules for half in ("attention", "mlp")} == {ON_DEMAND}
+    assert {rule.windows.of(half) for rule in rules for half in ("attention", "mlp")} == {ON_DEMAND}
     assert beside.plan.model.moe_overlapped
     assert not beside.plan.exchanging
     assert "--delay-wgrad-compute" in beside.weight_gradients
@@ -152,7 +152,7 @@ def test_nothing_hides_in_collectives_of_tensor_parallel_ranks() -> None:
     found, least_gib = decided(47, parallel=cut), 46.5
     rules = [rule for entry in found.plan.stages for rule in entry.rules]
     assert any(rule.recompute for rule in rules)
-    assert {rule.windows.of(half, "steady") for rule in rules for half in HALVES} <= {ON_DEMAND, None}
+    assert {rule.windows.of(half) for rule in rules for half in HALVES} <= {ON_DEMAND, None}
     assert {rule.gather.of(half) for rule in rules for half in HALVES} <= {ON_DEMAND, None}
     assert max(each.total for each in found.memory) <= 47 * GIB
     assert decided(least_gib, parallel=cut).simulation.step_s > found.simulation.step_s

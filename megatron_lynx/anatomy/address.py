@@ -35,10 +35,6 @@ from megatron_lynx.fp8_recipes import Recipe, reduces_amaxes
 from megatron_lynx.kinds.dense.section import DENSE
 from megatron_lynx.kinds.section import HALVES, PASSES, Half, Pass, Section
 
-BackwardPhase = Literal["steady", "cooldown"]
-BACKWARD_PHASES: tuple[BackwardPhase, BackwardPhase] = ("steady", "cooldown")
-"""A backward is steady if it follows a forward; in cool-down it follows a backward."""
-
 FrameKey = tuple[int, Half]
 
 ON_DEMAND: Literal["on_demand"] = "on_demand"
@@ -105,7 +101,7 @@ def examples(passing: Pass) -> tuple[str, ...]:
 UNTIL, THEN = " until ", " then "
 
 PLACE_PATTERN = rf"((?!{ON_DEMAND}){PATTERN}{UNTIL}[a-z_0-9]+{THEN})*{PATTERN}"
-"""Regular expression of one half's text in one phase (also used by the plan's JSON schema)."""
+"""Regular expression of one half's text (also used by the plan's JSON schema)."""
 
 
 class Stretch(NamedTuple):

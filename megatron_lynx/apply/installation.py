@@ -172,7 +172,7 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun, timetable: Timetable) -> I
     linears = weight_gradients.deferring_linears(plan, run)
     if run.pipeline > 1:
         timetables = [timetable_of(plan, stage) for stage in range(run.pipeline)] if run.overlaps_exchanges else []
-        apart = any(of_stage.receive(chunk, "steady").hides for of_stage in timetables for chunk in range(len(of_stage.chunks)))
+        apart = any(of_stage.receive(chunk).hides for of_stage in timetables for chunk in range(len(of_stage.chunks)))
         yield from steps.receive_claims(engine, waited_for_later=run.overlaps_exchanges, gradients_apart=apart)
     if run.tensor > 1:
         yield from collectives.claims(engine, run.tensor_group)

@@ -14,7 +14,7 @@ from torch import distributed
 from torch.nn import Module
 
 from megatron_lynx.anatomy import ATTENTION, HALVES
-from megatron_lynx.anatomy.address import BACKWARD_PHASES, RECV_BACKWARD, BackwardPhase
+from megatron_lynx.anatomy.address import RECV_BACKWARD
 from megatron_lynx.apply.hooks.head_in_pieces import refused_head
 from megatron_lynx.apply.hooks.weight_gradients import refused_deferrals
 from megatron_lynx.apply.kinds import (
@@ -148,17 +148,15 @@ def _early_gradients(plan: Plan, run: LiveRun) -> Iterator[Problem]:
     waited for right before each backward is a window."""
     if run.stage != run.pipeline - 1 or run.group_size <= run.pipeline or len(run.chunks) == 1:
         return
-    phases: tuple[BackwardPhase, ...] = BACKWARD_PHASES
-    if run.overlaps_exchanges:
-        phases = () if run.config.overlap_p2p_comm_warmup_flush else ("cooldown",)
+    if run.overlaps_exchanges and run.config.overlap_p2p_comm_warmup_flush:
+        return
     timetable = timetable_of(plan, run.stage)
     for entry in plan.chunks_of(run.stage):
-        if not any(timetable.receive(entry.chunk, phase).hides for phase in phases):
-            continue
-        phases_in_words = f"{RECV_BACKWARD} ({', '.join(phases)}) in groups of {run.group_size} micro-batches"
-        needed = f"another window, or groups of {run.pipeline}, the number of stages"
-        todo = "drop --microbatch-group-size-per-virtual-pipeline-stage, or set --overlap-p2p-communication-warmup-flush"
-        yield Problem(f"plan: {plan.place_of(entry)}.windows", phases_in_words, needed, todo)
+        if timetable.receive(entry.chunk).hides:
+            found = f"{RECV_BACKWARD} in groups of {run.group_size} micro-batches"
+            needed = f"another window, or groups of {run.pipeline}, the number of stages"
+            todo = "drop --microbatch-group-size-per-virtual-pipeline-stage, or set --overlap-p2p-communication-warmup-flush"
+            yield Problem(f"plan: {plan.place_of(entry)}.windows", found, needed, todo)
 
 
 def _messages_beside_copies(plan: Plan, run: LiveRun) -> Iterator[Problem]:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lynx.anatomy.address import BACKWARD_PHASES, FrameKey
+from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.apply.installation import Installation
 from megatron_lynx.apply.live_run import LiveRun, live_run, of_all_ranks
 from megatron_lynx.errors import LynxError
@@ -128,7 +128,7 @@ class FrameCheck:
     def wants(self, frame: Frame, offloads: bool) -> bool:
         policy = frame.policy
         windows = self._plan.chunks_of(self._stage)[policy.chunk].rule_for(policy.layer).windows
-        where = tuple(windows.of(policy.half, phase) for phase in BACKWARD_PHASES) if policy.recompute else ()
+        where = windows.of(policy.half) if policy.recompute else ""
         return self._draw.takes((policy.chunk, policy.half, tuple(sorted(policy.recompute)), where, offloads))
 
     def saved(self, frame: Frame, item: str | None, segment: int, packed: Any, tensor: Tensor) -> Observed:

@@ -18,11 +18,9 @@ from collections.abc import Iterator, Mapping
 
 from megatron_lynx.anatomy import EXPERTS, HALVES, Half, Section
 from megatron_lynx.anatomy.address import (
-    BACKWARD_PHASES,
     ON_DEMAND,
     RECV_BACKWARD,
     SEND_BACKWARD,
-    BackwardPhase,
     FrameKey,
     Window,
     WindowAddress,
@@ -177,41 +175,37 @@ def _reduced_amaxes(plan: Plan, rule: Rule, half: Half) -> Iterator[str]:
     ]
     if not reducing:
         return
-    windows = {rule.windows.of(half, phase) for phase in BACKWARD_PHASES}
-    for place, names in (("windows", windows), ("gather", {rule.gather.of(half)})):
-        if reducing_windows := names - {ON_DEMAND, None}:
+    for place, window in (("windows", rule.windows.of(half)), ("gather", rule.gather.of(half))):
+        if window not in (ON_DEMAND, None):
             todo = f"plan it on demand, or keep it, with fp8 {plan.model.fp8} and sequence_parallel"
-            why = f"but {reducing[0]} reduces an amax in every call"
-            yield f"{place}.{half} is {', '.join(sorted(map(str, reducing_windows)))}, {why}: {todo}"
+            yield f"{place}.{half} is {window}, but {reducing[0]} reduces an amax in every call: {todo}"
 
 
 def order_problems(stage: Stage, timetable: Timetable, chunk: int, *, te: bool = False, receives: bool = True) -> Iterator[str]:
     """Every window of an entry that the runtime cannot follow. `chunk`: the entry's index in the timetable. `receives`: whether
     its gradients are received."""
-    for phase in BACKWARD_PHASES:
-        places, entered = _places(timetable, chunk, phase)
-        if not receives:
-            del places[RECV_BACKWARD]
-        for half in reversed(timetable.chunks[chunk]):
-            in_time = entered[half.key] - 1 + _own_in_time(half, timetable, te)
-            yield from _misplaced(stage, half, phase, places, in_time)
-    for phase in BACKWARD_PHASES:
-        deepest, where = _deepest(timetable, chunk, phase)
-        if deepest > stage.ahead_depth:
-            yield f"ahead_depth is {stage.ahead_depth}, but {deepest} frames are regenerated ahead in {phase} at {where}"
+    places, entered = _places(timetable, chunk)
+    if not receives:
+        del places[RECV_BACKWARD]
+    for half in reversed(timetable.chunks[chunk]):
+        in_time = entered[half.key] - 1 + _own_in_time(half, timetable, te)
+        yield from _misplaced(stage, half, places, in_time)
+    deepest, where = _deepest(timetable, chunk)
+    if deepest > stage.ahead_depth:
+        yield f"ahead_depth is {stage.ahead_depth}, but {deepest} frames are regenerated ahead at {where}"
 
 
 def depth(timetable: Timetable, chunk: int = 0) -> int:
-    return max(_deepest(timetable, chunk, phase)[0] for phase in BACKWARD_PHASES)
+    return _deepest(timetable, chunk)[0]
 
 
 Places = Mapping[Window, int]
 
 
-def _places(timetable: Timetable, chunk: int, phase: BackwardPhase) -> tuple[dict[Window, int], Mapping[FrameKey, int]]:
+def _places(timetable: Timetable, chunk: int) -> tuple[dict[Window, int], Mapping[FrameKey, int]]:
     places: dict[Window, int] = {}
     entered: dict[FrameKey, int] = {}
-    for _, half, waits in timetable.serving(chunk, phase):
+    for _, half, waits in timetable.serving(chunk):
         if half is not None:
             entered[half] = len(places)
         for window in (wait.window for wait in waits if not wait.over):
@@ -228,21 +222,20 @@ def _own_in_time(half: PlannedHalf, timetable: Timetable, te: bool) -> int:
     return own_waits_in_time(half.section, half.recompute, exchanged=exchanged, sequence_parallel=sliced, te=te)
 
 
-def _misplaced(stage: Stage, half: PlannedHalf, phase: BackwardPhase, windows: Places, in_time: int) -> Iterator[str]:
+def _misplaced(stage: Stage, half: PlannedHalf, windows: Places, in_time: int) -> Iterator[str]:
     """`in_time`: index of the last window that can hide this frame's recomputation."""
-    (layer, name), place, before = half.key, half.place(phase), -1
-    gather = place.gather
+    (layer, name), gather, before = half.key, half.place.gather, -1
     if gather is not None and gather != ON_DEMAND and gather not in windows:
         yield f"gather.{name} of layer {layer} ({gather}) is no collective of this stage"
         return
-    as_named = stage.rule_for(layer).windows.stretches(name, phase)
-    for (window, _), stretch in zip(place.stretches, as_named, strict=True):
+    as_named = stage.rule_for(layer).windows.stretches(name)
+    for (window, _), stretch in zip(half.place.stretches, as_named, strict=True):
         if window == ON_DEMAND:
             return
-        where = f"windows.{name} of layer {layer} ({stretch}, {phase})"
+        where = f"windows.{name} of layer {layer} ({stretch})"
         if window not in windows:
             why = ": the last stage receives no gradient" if window == RECV_BACKWARD else ""
-            yield f"{where} is no window of this stage in this phase{why}"
+            yield f"{where} is no window of this stage{why}"
         elif windows[window] > in_time:
             yield f"{where} comes after backward needs the half"
         elif windows[window] <= before:
@@ -257,10 +250,10 @@ def _misplaced(stage: Stage, half: PlannedHalf, phase: BackwardPhase, windows: P
         return
 
 
-def _deepest(timetable: Timetable, chunk: int, phase: BackwardPhase) -> tuple[int, str]:
+def _deepest(timetable: Timetable, chunk: int) -> tuple[int, str]:
     ahead: set[FrameKey] = set()
     deepest, where = 0, ""
-    for through, entered, waits in timetable.serving(chunk, phase):
+    for through, entered, waits in timetable.serving(chunk):
         ahead -= {entered}
         for wait in waits:
             recomputed = (task for task in through.at("in", wait.window) if task.do == "recompute")
@@ -306,7 +299,7 @@ def _never(plan: Plan, stage: Stage, timetable: Timetable, where: tuple[int, Sec
         if (why := _no_wait(plan, timetable, window, layers)) or _forward_follows(plan, stage):
             return why
         return f"but no forward runs behind a backward (batch.microbatches {plan.batch.microbatches})"
-    backward = timetable.backward(stage.chunk, "cooldown")
+    backward = timetable.backward(stage.chunk)
     windows = [wait.window for half in backward.halves for wait in half.waits if not wait.over]
     if why := _no_wait(plan, timetable, window, [window.layer] if window.layer in stage.layers else []):
         return why

@@ -178,11 +178,9 @@ def _window(rule: Rule, half: Half) -> Text:
         return Text(f"{begins}{f'before {HALVES[-1]}' if first else 'where backward enters it'}{rest}")
     if not rule.recomputed_in(half):
         return Text("-")
-    steady, cooldown = rule.windows.of(half, "steady"), rule.windows.of(half, "cooldown")
-    text = steady if steady == cooldown else f"{steady}\nin cool-down {cooldown}"
     gather = rule.gather.of(half)
     gathered = f"\ninput gathered {gather}" if gather else ""
-    return Text(f"{text}{gathered}".replace(THEN, f"\n{THEN.lstrip()}"))
+    return Text(f"{rule.windows.of(half)}{gathered}".replace(THEN, f"\n{THEN.lstrip()}"))
 
 
 def _beside(stage: Stage) -> Text | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from megatron_lynx.anatomy import EXPERTS, EXPERTS_WITH_SHARED, HALVES, MLP, SHARED_EXPERTS, Half, Section
-from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKWARD, WindowAddress, window_at
+from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, WindowAddress, window_at
 from megatron_lynx.kinds.latent.section import core_kept
 from megatron_lynx.kinds.opaque.section import IN_NODES, OPAQUE
 from megatron_lynx.plan.plan import Plan, Stage
@@ -43,7 +43,7 @@ def of_rule(plan: Plan, rule: Rule) -> Iterator[str]:
 
 
 def places(rule: Rule, half: Half) -> list[tuple[str, str]]:
-    windows = [("windows", stretch.window) for phase in BACKWARD_PHASES for stretch in rule.windows.stretches(half, phase)]
+    windows = [("windows", stretch.window) for stretch in rule.windows.stretches(half)]
     gathers = [("gather", name)] if (name := rule.gather.of(half)) else []
     return list(dict.fromkeys(windows + gathers))
 
@@ -167,7 +167,7 @@ def experts_rule(plan: Plan, rule: Rule) -> Iterator[str]:
     shared = [item for item in named if item in SHARED_EXPERTS]
     if affected and shared and not plan.model.shared_experts:
         yield f"found {', '.join(shared)} in a model without shared experts, needed none of them, or model.shared_experts: true"
-    stretched = any(rule.windows.stretches(MLP.half, phase)[1:] for phase in BACKWARD_PHASES)
+    stretched = rule.windows.stretches(MLP.half)[1:]
     if affected and stretched and rule.filling(MLP.half) is MLP:
         finding = f"windows.{MLP.half} of {spans(affected)} in several stretches"
         yield f"found {finding}, needed one window: a recomputation of experts runs at once"

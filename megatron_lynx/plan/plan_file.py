@@ -29,7 +29,7 @@ HEADER = f"""\
 # A plan of megatron-lynx {__version__}. `megatron-lynx explain` shows what it does; it may be edited:
 #   keep, recompute  each item of a layer is in exactly one. {" and ".join(ROW_PARALLEL)} are always kept.
 {_ITEMS}
-#   windows       behind which wait a half is recomputed (or {{steady: ..., cooldown: ...}} where the two differ):
+#   windows       behind which wait a half is recomputed:
 #                 {_WINDOWS}: a collective of this layer, or of one above it (+1);
 #                 {RECV_BACKWARD}; {ON_DEMAND}, which hides nothing; or several: {_STRETCHES}
 #   gather        with sequence parallelism: where the input of a recomputed {" or ".join(COLUMN_PARALLEL)} is gathered

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from megatron_lynx.anatomy import DENSE, HALVES, Half, Section, address, filling, names_in
-from megatron_lynx.anatomy.address import RECV_BACKWARD, SEND_BACKWARD, BackwardPhase, Stretch
+from megatron_lynx.anatomy.address import RECV_BACKWARD, SEND_BACKWARD, Stretch
 from megatron_lynx.kinds.section import WHY_KEPT
 from megatron_lynx.kinds.sections import ItemName, spelled_out
 from megatron_lynx.plan.facts import LayerRange, Layers
@@ -56,33 +56,20 @@ def _spelled_out(items: object) -> object:
     return tuple(spelled_out(items)) if names else items  # type: ignore[arg-type]
 
 
-class ByPhase(Part):
-    """Windows of one half that differ by phase (docs/architecture.md, "Words").
-
-    steady:   the backward follows a forward.
-    cooldown: the backward follows another backward, and waits longer for its gradient.
-    """
-
-    steady: PlaceName
-    cooldown: PlaceName
-
-
 class Windows(Part):
     """Where the two halves of a layer are recomputed: in one window, or stretch by stretch in several (`anatomy.address`). A half
     without recomputation has none. A checkpointed half may have the first wait of its backward, in which the part after all its
     communication is recomputed."""
 
-    attention: PlaceName | ByPhase | None = None
-    mlp: PlaceName | ByPhase | None = None
+    attention: PlaceName | None = None
+    mlp: PlaceName | None = None
 
-    def of(self, half: Half, phase: BackwardPhase) -> str:
-        place: PlaceName | ByPhase | None = getattr(self, half)
-        if place is None:
-            return address.ON_DEMAND
-        return place if isinstance(place, str) else getattr(place, phase)
+    def of(self, half: Half) -> str:
+        place: PlaceName | None = getattr(self, half)
+        return address.ON_DEMAND if place is None else place
 
-    def stretches(self, half: Half, phase: BackwardPhase) -> tuple[Stretch, ...]:
-        return address.stretches_in(self.of(half, phase))
+    def stretches(self, half: Half) -> tuple[Stretch, ...]:
+        return address.stretches_in(self.of(half))
 
 
 class Gather(Part):
@@ -211,7 +198,7 @@ class Rule(Part):
         return any(map(self.wait_of_rest, HALVES))
 
     def wait_of_rest(self, half: Half) -> str | None:
-        window = self.windows.of(half, "steady")
+        window = self.windows.of(half)
         return window if self.checkpoints(half) and window != address.ON_DEMAND else None
 
     @property
@@ -239,12 +226,11 @@ class Rule(Part):
 
     def _rest_problems(self, half: Half) -> Iterator[str]:
         window, half_window = getattr(self.windows, half), address.own_window(half)
-        finding = "is by phase" if isinstance(window, ByPhase) else f"is {window}"
         if window is not None and self.feeds(self.layers.last, half):
-            yield f"windows.{half} {finding}, but {self.checkpoint_said}: the {half} half runs again whole, before the mlp half"
+            yield f"windows.{half} is {window}, but {self.checkpoint_said}: the {half} half runs again whole, before the mlp half"
         elif window not in (None, half_window):
             again = f"it runs again where backward enters it, at most to {half_window}"
-            yield f"windows.{half} {finding}, but {self.checkpoint_said}: {again}"
+            yield f"windows.{half} is {window}, but {self.checkpoint_said}: {again}"
 
     def _unlisted(self) -> Iterator[str]:
         listed = self.keep + self.recompute
@@ -287,24 +273,22 @@ class Rule(Part):
                 yield f"weight_gradient_pieces.{linear} is {pieces}, but weight_gradients.{linear} names {named} waits: {todo}"
 
     def _stops(self, half: Half) -> Iterator[str]:
-        section = self.filling(half)
-        for text in dict.fromkeys(self.windows.of(half, phase) for phase in address.BACKWARD_PHASES):
-            begin = 0
-            for stretch in address.stretches_in(text):
-                end = len(section.names) if stretch.until is None else -1
-                if stretch.until in section.stops:
-                    end = section.index(str(stretch.until))
-                if end < 0:
-                    stops = " or ".join(section.stops) or "nothing"
-                    yield f"windows.{half} is {text}: a recomputation stops before {stops}, not {stretch.until}"
-                    break
-                if stretch.until == section.gathered and getattr(self.gather, half) is not None:
-                    yield f"windows.{half} is {text}: what comes before {stretch.until} runs where its input is gathered"
-                    break
-                if not set(section.names[begin:end]) & set(self.recompute):
-                    yield f"windows.{half} is {text}: of what is recomputed, nothing is left to run in {stretch}"
-                    break
-                begin = end
+        section, text, begin = self.filling(half), self.windows.of(half), 0
+        for stretch in self.windows.stretches(half):
+            end = len(section.names) if stretch.until is None else -1
+            if stretch.until in section.stops:
+                end = section.index(str(stretch.until))
+            if end < 0:
+                stops = " or ".join(section.stops) or "nothing"
+                yield f"windows.{half} is {text}: a recomputation stops before {stops}, not {stretch.until}"
+                return
+            if stretch.until == section.gathered and getattr(self.gather, half) is not None:
+                yield f"windows.{half} is {text}: what comes before {stretch.until} runs where its input is gathered"
+                return
+            if not set(section.names[begin:end]) & set(self.recompute):
+                yield f"windows.{half} is {text}: of what is recomputed, nothing is left to run in {stretch}"
+                return
+            begin = end
 
 
 def joined(rules: Iterable[Rule]) -> tuple[Rule, ...]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from megatron_lynx.anatomy import Half, Section
-from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, BackwardPhase, window_at
+from megatron_lynx.anatomy.address import ON_DEMAND, window_at
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.plan.rule import Rule
 from megatron_lynx.timetable import ON_DEMAND_PLACE, Layout, Place, PlannedHalf, Timetable, ahead_to, may_gather_ahead
@@ -44,17 +44,17 @@ def _planned(rule: Rule, layer: int, section: Section, experts: bool) -> Planned
         behind = rule.fed_behind(layer, half)
         ahead = ahead_to(section, experts=experts, feeds=behind > 0) if rule.ahead else None
         gathers = rule.gathers_ahead and may_gather_ahead(section, experts=experts, feeds=behind > 0)
-        place = ON_DEMAND_PLACE if behind else _place(rule, layer, half, "steady")
-        again = planned(section.run_again(whole=behind > 0), place, place)
+        place = ON_DEMAND_PLACE if behind else _place(rule, layer, half)
+        again = planned(section.run_again(whole=behind > 0), place)
         return replace(again, checkpoint=True, fed_behind=behind, ahead_to=ahead, gathers_ahead=gathers)
     if not (recompute := rule.recomputed_in(half)):
         return planned()
-    return planned(recompute, *(_place(rule, layer, half, phase) for phase in BACKWARD_PHASES))
+    return planned(recompute, _place(rule, layer, half))
 
 
-def _place(rule: Rule, layer: int, half: Half, phase: BackwardPhase) -> Place:
+def _place(rule: Rule, layer: int, half: Half) -> Place:
     return Place(
-        tuple((window_at(stretch.window, layer), stretch.until) for stretch in rule.windows.stretches(half, phase)),
+        tuple((window_at(stretch.window, layer), stretch.until) for stretch in rule.windows.stretches(half)),
         None if (gather := rule.gather.of(half)) is None else window_at(gather, layer),
     )
 
@@ -66,7 +66,6 @@ def norms_in_windows(plan: Plan) -> tuple[str, ...]:
         for stage in plan.stages
         for half in planned_halves(stage, plan.model.sections_of)
         if half.section.norm in half.recompute and not half.checkpoint
-        for place in map(half.place, BACKWARD_PHASES)
-        if place.gather is None and place.stretches[0][0] != ON_DEMAND
+        if half.place.gather is None and half.place.stretches[0][0] != ON_DEMAND
     }
     return tuple(sorted(norms))

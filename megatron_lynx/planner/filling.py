@@ -101,7 +101,7 @@ class Rooms:
         """Waits of each layer, without exchanges that take no time."""
         timetable = Timetable([tuple(planned_halves(self.entry, self.plan.model.sections_of))], layout_of(self.plan))
         halves = {half.planned.key: half for half in treated_halves(self.entry, timetable.chunks[0], self.prices)}
-        passes = [timetable.backward(0, "steady"), *([timetable.forward(0)] if self.forwards else [])]
+        passes = [timetable.backward(0), *([timetable.forward(0)] if self.forwards else [])]
         waits_of_layers: dict[int, dict[WindowAddress, Wait]] = {}
         waits = (
             (timed_pass, wait) for timed_pass in passes for half in timed_pass.halves for wait in half.waits if not wait.over

@@ -18,7 +18,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.recompute import recomputed_flops
 from megatron_lynx.plan.facts import Provenance
 from megatron_lynx.plan.plan import Plan, Predicted, Stage
-from megatron_lynx.plan.rule import ByPhase, Rule
+from megatron_lynx.plan.rule import Rule
 from megatron_lynx.planner.checks import check_plannable
 from megatron_lynx.planner.writing import exchanging_layers, made_by, plan_of, rule_of, stage_of
 from megatron_lynx.profiler.shape import LayerShape
@@ -75,7 +75,7 @@ def _uniform_stage(job: Job, stage: int, chunk: int, items: Collection[str], ahe
 def _uniform_rule(
     job: Job, where: tuple[int, int], layer: int, items: Collection[str], halves: Sequence[tuple[Section, Before]], ahead: bool
 ) -> Rule:
-    windows: dict[Half, str | ByPhase | None] = {}
+    windows: dict[Half, str | None] = {}
     gathers: dict[Half, str | None] = {}
     for section, before in halves:
         if not set(items) & set(section.names):
@@ -94,9 +94,7 @@ def _window_before(layer: int, before: tuple[int, Section], ordinal: int) -> str
     return window_name("bwd", section.half, ordinal, at - layer)
 
 
-def _usual_window(
-    job: Job, where: tuple[int, int], frame: tuple[int, Section], items: Collection[str], before: Before
-) -> str | ByPhase:
+def _usual_window(job: Job, where: tuple[int, int], frame: tuple[int, Section], items: Collection[str], before: Before) -> str:
     (layer, section), parallel = frame, job.parallel
     gathers_once = parallel.sequence_parallel and section.gathered in items
     exchanged, sliced = layer in exchanging_layers(job) and not job.userbuffers, parallel.sequence_parallel

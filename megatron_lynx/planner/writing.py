@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any, Literal
 
 from megatron_lynx.anatomy import HALVES, Half, Section
-from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND
+from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.memory import smallest_offloaded_bytes
 from megatron_lynx.cost.moments import Moment, StageMemory
@@ -19,7 +19,7 @@ from megatron_lynx.cost.update import update_s
 from megatron_lynx.plan.consistency import depth
 from megatron_lynx.plan.facts import IN_BF16, BatchFacts, LayerRange, ModelFacts, ParallelFacts, PlannedDevice, Provenance
 from megatron_lynx.plan.plan import ALWAYS, Head, Offload, Plan, Predicted, Stage, Whole
-from megatron_lynx.plan.rule import Ahead, ByPhase, CheckpointName, Rule, joined
+from megatron_lynx.plan.rule import Ahead, CheckpointName, Rule, joined
 from megatron_lynx.plan.timetables import planned_halves
 from megatron_lynx.planner.evaluation import held_by_moment
 from megatron_lynx.profiler.profile import Profile
@@ -144,7 +144,7 @@ def stage_of(
 ) -> Stage:
     """Return one entry of a plan, with the ahead depth that its windows need. `where`: stage and chunk."""
     layers, (stage, chunk) = job.layers_of(*where), where
-    windows = (rule.windows.of(half, phase) for rule in rules for half in HALVES for phase in BACKWARD_PHASES)
+    windows = (rule.windows.of(half) for rule in rules for half in HALVES)
     entry = Stage(
         stage=stage,
         chunk=chunk,
@@ -172,7 +172,7 @@ def rule_of(
     layers: int | LayerRange,
     sections: Iterable[Section],
     recompute: Collection[str],
-    windows: Mapping[Half, str | ByPhase | None],
+    windows: Mapping[Half, str | None],
     gathers: Mapping[Half, str | None],
     checkpoint: CheckpointName | None = None,
     *,

@@ -286,13 +286,13 @@ class Engine(Progress):
         pending = [True]
 
         def window(proper: Callable[[], Any]) -> Any:
-            micro_batch = self.ledger.hidden_by_receive() if pending else None
+            micro_batch = self.ledger.coming if pending else None
             pending.clear()
             if micro_batch is None:
                 return proper()
             with self.aborting():
                 self.offloader.gradient_awaited(micro_batch)
-                through = self.timetable.receive(micro_batch.chunk, micro_batch.phase)
+                through = self.timetable.receive(micro_batch.chunk)
                 return self._window(through, RECV_BACKWARD, micro_batch, proper)
 
         return [WindowedWork(work, window) for work in works]
@@ -345,7 +345,7 @@ class Engine(Progress):
             scope.experts_got(rows, balanced)
 
     def backward_of(self, micro_batch: MicroBatch) -> Pass:
-        return self.timetable.backward(micro_batch.chunk, micro_batch.phase)
+        return self.timetable.backward(micro_batch.chunk)
 
     def reach(self, through: Pass, moment: Moment, micro_batch: MicroBatch | None, gradients: Any = None) -> None:
         """Run the tasks of a moment. `micro_batch`: None while a gradient is sent. `gradients`: at `enter`, of the output."""

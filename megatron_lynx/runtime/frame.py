@@ -20,7 +20,7 @@ from megatron_lynx.runtime.refusals import ASKED_TWICE, SECOND_ORDER
 from megatron_lynx.runtime.saved import View, detached, is_parameter, memory_of
 from megatron_lynx.runtime.site import NO_GRAPH, Key, RecordedGraph, ShortcutStep, Site, SiteCall
 from megatron_lynx.runtime.surroundings import NO_HOOKS, ForwardHooks
-from megatron_lynx.schedule.schedule import Phase, VirtualMicroBatch
+from megatron_lynx.schedule.schedule import VirtualMicroBatch
 from megatron_lynx.timetable import PlannedHalf
 
 Gather = Callable[[Tensor], tuple[Tensor, Any]]
@@ -100,7 +100,6 @@ class MicroBatch:
     """Halves that were recomputed and whose backward has not begun."""
     output: weakref.ref[Tensor] | None = None
     """Weak: an alias would keep memory that the schedule frees."""
-    phase: Phase = "steady"
     group: Any = None
     """Its `OffloadGroup`, if some of its tensors may move to the host."""
     rows: dict[frozenset[str], tuple[int, int]] = field(default_factory=dict)

@@ -123,7 +123,6 @@ class Ledger:
 
     def begin_backward(self, output: Any) -> MicroBatch | None:
         """Begin a backward. Returns the micro-batch of `output`, or None if it was not recorded."""
-        self.hidden_by_receive()
         self.running = self._order.backwards[self._begun][0] if self._begun < len(self._order.backwards) else None
         self._begun += 1
         self.leave()
@@ -176,13 +175,6 @@ class Ledger:
     @property
     def before_other(self) -> bool:
         return self.recording is not None and self.recording.virtual in self._order.before_other
-
-    def hidden_by_receive(self) -> MicroBatch | None:
-        """Return the micro-batch of the next backward, with its phase set: recomputations hide in the wait for its gradient."""
-        micro_batch = self.coming
-        if micro_batch is not None:
-            _, micro_batch.phase = self._order.backwards[self._begun]
-        return micro_batch
 
     def in_flight_beside(self, micro_batch: MicroBatch) -> list[MicroBatch]:
         """Return the other micro-batches between forward and backward. They are equal on all ranks of a stage."""

@@ -114,7 +114,7 @@ class WeightGradients:
         return any(self.puts_off((layer, name)) for name in gathering)
 
     def puts_off_or_catches_up(self, linear: Linear) -> bool:
-        """Return whether a weight gradient may be put off now. If not, compute pending ones of the linear, which come before it."""
+        """Return whether a weight gradient may be put off now; if not, compute pending ones of the linear, which come first."""
         if self.puts_off(linear):
             return True
         while (entry := self.take(linear)) is not None:

@@ -29,8 +29,7 @@ from megatron_lynx.cost.ends import NO_BLOCK
 from megatron_lynx.cost.host import NO_HOST_TIME
 from megatron_lynx.cost.section import weight_gradient
 from megatron_lynx.kinds.section import Exchange
-from megatron_lynx.schedule.schedule import Phase
-from megatron_lynx.simulator.passes import PHASES, ChunkPasses, PassKey, Queue, TimedPass, walked_once
+from megatron_lynx.simulator.passes import ChunkPasses, PassKey, Queue, TimedPass, walked_once
 from megatron_lynx.simulator.walk import ComingBack, GoingOut, Halves, Treated, Walk
 from megatron_lynx.timetable import HalfPass, Linear, Pass, Task, Timetable, Wait
 
@@ -88,14 +87,14 @@ def stage_passes(
             return _forward(walk, timetable.forward(chunk), chunk_halves, parts, head.forward_s).issued_in(host.forward_s)
         if kind in ("R", "W"):
             walk, place = Walk(1.0, halves, queue), RECV_BACKWARD if kind == "R" else SEND_BACKWARD
-            through = timetable.receive(chunk, which) if kind == "R" else timetable.sent(chunk)
+            through = timetable.receive(chunk) if kind == "R" else timetable.sent(chunk)
             walk.during(place, through.at("in", place))
             if kind == "W" and last and read_after_send:
                 walk.flush(during_send=True)
             return walk.over()
         walk = Walk(profile.interference, halves, queue, head.backward_s)
         delays = None if last and reduced_in_backward else which == "cooldown" or last
-        through = timetable.backward(chunk, which)
+        through = timetable.backward(chunk)
         flushes = last and not read_after_send
         return _backward(walk, through, chunk_halves, parts, embedding.backward_s, flushes, delays).issued_in(host.backward_s)
 
@@ -103,16 +102,10 @@ def stage_passes(
     defers_any = any(half.deferred for half in timetable.all_halves)
 
     def plain(key: PassKey) -> PassKey:
-        """Return the first key whose pass is equal to this one's, so that each is walked once."""
+        """Return the one key of all passes that are equal to this one's, so that each is walked once."""
         kind, which, last = key
-        last = last and defers_any
-        if kind == "W":
-            return kind, "cooldown", last
-        if kind == "F":
-            return kind, "warmup", last
-        alike = timetable.backward if kind == "B" else timetable.receive
-        phases: tuple[Phase, ...] = ("cooldown",) if kind == "B" and which == "cooldown" and drains_otherwise else PHASES
-        return kind, next(phase for phase in phases if alike(chunk, phase) == alike(chunk, which)), last
+        alone = kind == "B" and which == "cooldown" and drains_otherwise
+        return kind, "cooldown" if alone else "steady", last and defers_any
 
     return ChunkPasses(walked_once(walked, lambda pending: Queue(*deferral, pending), plain))
 

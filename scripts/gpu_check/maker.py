@@ -25,7 +25,7 @@ from scripts.gpu_check.without_flushes import two_versions
 from tests.deferring import deferring
 from tests.tiny_jobs import tiny_job
 from tests.transparency.offloaded import offloading
-from tests.transparency.plans import plan_for, receiving, recomputable
+from tests.transparency.plans import plan_for, recomputable
 
 SIZE = {"hidden": 1024, "ffn": 4096, "heads": 16, "vocab": 32_000, "seq": 512}
 LARGE = {"hidden": 8192, "ffn": 32_768, "heads": 64, "kv_groups": 64, "vocab": 32_000, "seq": 2048, "micro": 1}
@@ -131,7 +131,7 @@ def behind_exchanges(job: Job) -> Plan:
 def received_apart(job: Job) -> Plan:
     """Everything that no gather comes before is recomputed, in steady phases, too, while gradients are received: interleaved
     schedules then receive them in other groups than Megatron's own."""
-    return receiving(plan_for(job, lambda _: recomputable(job)))
+    return plan_for(job, lambda _: recomputable(job))
 
 
 def no_te(machine: Machine) -> str | None:

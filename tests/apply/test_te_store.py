@@ -31,9 +31,7 @@ class Backward:
         policy = HalfPolicy(layer=1, section=MLP, deferred={FC1.item: (RECV_BACKWARD,)})
         self._frame = SimpleNamespace(policy=policy, micro_batch=SimpleNamespace(number=0))
         self._ledger = SimpleNamespace(entered=self._frame, running=object(), completes_gradients=False, drains=False)
-        self.progress: Any = SimpleNamespace(
-            trace=Trace(CPU), counts=Figures(), in_backward_of=self._frame, ledger=self._ledger
-        )
+        self.progress: Any = SimpleNamespace(trace=Trace(CPU), counts=Figures(), in_backward_of=self._frame, ledger=self._ledger)
         deferral = ChunkPolicy(most_delayed_bytes=10**6)
         self.gradients = WeightGradients(self.progress, [deferral], Surroundings(()), reduced_in_backward=lambda: True)
         module = SimpleNamespace(apply_bias=False, gemm_bias_unfused_add=False)

@@ -3,8 +3,6 @@ forward."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from megatron_lynx.anatomy.address import is_forward
@@ -32,14 +30,7 @@ BATCHES = 4
 def without_flushes(plan: Plan) -> Plan:
     """The same plan for a pipeline without flushes, where forwards have no windows."""
     raw = plan.model_dump(mode="json") | {"schedule": "double_buffered"}
-    for stage in raw["stages"]:
-        for rule in stage["rules"]:
-            rule["windows"] = {half: _receiving(window) for half, window in (rule.get("windows") or {}).items()}
     return Plan.model_validate(raw)
-
-
-def _receiving(window: Any) -> Any:
-    return dict.fromkeys(window, "pipe.recv_backward") if isinstance(window, dict) else window
 
 
 @pytest.mark.parametrize(("layout", "how"), LAYOUTS, ids=str)

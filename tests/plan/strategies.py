@@ -13,7 +13,6 @@ from pydantic import ValidationError
 
 from megatron_lynx.anatomy import DENSE, EXPERTS, HALVES, LINEARS, Half, Pass, Section
 from megatron_lynx.anatomy.address import (
-    BACKWARD_PHASES,
     ON_DEMAND,
     RECV_BACKWARD,
     Stretch,
@@ -40,7 +39,7 @@ from megatron_lynx.plan.plan import (
     WeightGradients,
     Whole,
 )
-from megatron_lynx.plan.rule import ByPhase, CheckpointGroups, Gather
+from megatron_lynx.plan.rule import CheckpointGroups, Gather
 from megatron_lynx.plan.timetables import planned_halves, timetable_of
 from megatron_lynx.planner.writing import model_facts
 from megatron_lynx.timetable import Layout, Timetable
@@ -271,9 +270,8 @@ def with_windows(
     `last`: whether it is the last virtual stage, which receives no gradient.
     """
 
-    def in_time(windows: str | ByPhase, gather: str | None) -> bool:
-        places = (windows.steady, windows.cooldown) if isinstance(windows, ByPhase) else (windows,)
-        names = [gather or ON_DEMAND, *(stretch.window for place in places for stretch in stretches_in(place))]
+    def in_time(windows: str, gather: str | None) -> bool:
+        names = [gather or ON_DEMAND, *(stretch.window for stretch in stretches_in(windows))]
         if any(_in_experts(name, stage.rules[index].layers, experts, parallel) for name in names):
             return False
         changed = _with(stage, index, half, windows, gather)
@@ -287,14 +285,10 @@ def with_windows(
     gather: str | None = None
     if stage.rules[index].gather.of(half) is not None:
         gather = draw(st.sampled_from([name for name in [ON_DEMAND, *_backward(parallel, model)] if in_time(ON_DEMAND, name)]))
-    any_phase = [ON_DEMAND, *([] if last else [RECV_BACKWARD]), *_backward(parallel, model)]
-    cooldown = [name for name in any_phase if in_time(ByPhase(steady=ON_DEMAND, cooldown=name), gather)]
-    steady = [name for name in any_phase if in_time(ByPhase(steady=name, cooldown=ON_DEMAND), gather)]
-    both = [name for name in cooldown if in_time(name, gather)]
-    section = stage.rules[index].filling(half)
-    by_phase = st.builds(ByPhase, steady=places(section, steady), cooldown=places(section, cooldown))
-    drawn_place = draw(places(section, both) | by_phase)
-    return _with(stage, index, half, drawn_place if in_time(drawn_place, gather) else draw(st.sampled_from(both)), gather)
+    named = [ON_DEMAND, *([] if last else [RECV_BACKWARD]), *_backward(parallel, model)]
+    windows = [name for name in named if in_time(name, gather)]
+    drawn_place = draw(places(stage.rules[index].filling(half), windows))
+    return _with(stage, index, half, drawn_place if in_time(drawn_place, gather) else draw(st.sampled_from(windows)), gather)
 
 
 @st.composite
@@ -375,7 +369,7 @@ def _on_demand(rule: Rule, parallel: ParallelFacts) -> Rule:
     return rule.model_copy(update={"gather": Gather(**needed)})
 
 
-def _with(stage: Stage, index: int, half: Half, windows: str | ByPhase, gather: str | None) -> Stage:
+def _with(stage: Stage, index: int, half: Half, windows: str, gather: str | None) -> Stage:
     rule, rules = stage.rules[index], list(stage.rules)
     changes = {
         "windows": rule.windows.model_copy(update={half: windows}),
@@ -390,5 +384,5 @@ def _problems(stage: Stage, parallel: ParallelFacts, depth: int, te: bool, model
     halves = planned_halves(stage, lambda layer: DENSE.values() if model is None else model.sections_of(layer))
     layout = Layout(parallel.tensor > 1, parallel.sequence_parallel, having if parallel.expert > 1 else ())
     found = list(order_problems(stage.model_copy(update={"ahead_depth": depth}), Timetable([tuple(halves)], layout), 0, te=te))
-    ahead = any(rule.windows.of(half, phase) != ON_DEMAND for rule in stage.rules for half in HALVES for phase in BACKWARD_PHASES)
+    ahead = any(rule.windows.of(half) != ON_DEMAND for rule in stage.rules for half in HALVES)
     return found + (["ahead of time without depth"] if ahead and depth == 0 else [])

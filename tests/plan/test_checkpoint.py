@@ -110,7 +110,7 @@ def test_it_is_explained():
 
 
 def test_the_timetable_says_what_runs_again_before_what():
-    backward = timetable_of(checkpointed(NOTHING, "layer"), 0).backward(0, "steady")
+    backward = timetable_of(checkpointed(NOTHING, "layer"), 0).backward(0)
     assert [task.half for task in backward.at("enter", (4, "mlp"))] == [(4, "attention"), (4, "mlp")]
     assert backward.at("enter", (4, "attention")) == ()
     assert isinstance(rule({"layers": 2}).checkpoint, CheckpointGroups)

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from benchmarks.when_not import on_devices_of
 from megatron_lynx.anatomy import COLUMN_PARALLEL, HALVES
-from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND
+from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.stage_memory import stage_parts
 from megatron_lynx.errors import ConfigError
@@ -91,7 +91,7 @@ def test_the_planner_makes_plans_without_windows_and_without_linears(budget_gib:
     assert plan.parallel.userbuffers
     rules = [rule for stage in plan.stages for rule in stage.rules]
     assert {item for rule in rules for item in rule.recompute} & set(COLUMN_PARALLEL) == set()
-    windows = {rule.windows.of(half, phase) for rule in rules for half in HALVES for phase in BACKWARD_PHASES}
+    windows = {rule.windows.of(half) for rule in rules for half in HALVES}
     assert windows == {ON_DEMAND}
     if budget_gib == 55:
         assert any(rule.recompute for rule in rules)

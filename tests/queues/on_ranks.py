@@ -64,7 +64,7 @@ def trained(rank: int, job: Job, setting: Setting) -> None:
 
 
 def named_recomputations(rank: int, job: Job, setting: Setting) -> Log:
-    """As `recorded`; what runs while a gradient is received is named after its micro-batch, and whether that is steady."""
+    """As `recorded`; what runs while a gradient is received is named after its micro-batch."""
     from megatron_lynx.runtime.engine import Engine
     from megatron_lynx.runtime.frame import Frame
     from megatron_lynx.timetable import Moment, Task
@@ -81,7 +81,7 @@ def named_recomputations(rank: int, job: Job, setting: Setting) -> Log:
         if reached.place != RECV_BACKWARD:
             original(engine, frame, task, reached)
             return
-        with recorders[0].part(f"recompute of {task.half} for {frame.micro_batch.number}, {frame.micro_batch.phase}"):
+        with recorders[0].part(f"recompute of {task.half} for {frame.micro_batch.number}"):
             original(engine, frame, task, reached)
 
     with pytest.MonkeyPatch.context() as patched:

@@ -26,7 +26,7 @@ from tests.queues.on_ranks import Setting, recorded, trained
 from tests.tiny_jobs import tiny_job
 from tests.transparency.checkpoints import ahead, checkpointed, with_rest_in_wait, without_beginning
 from tests.transparency.offloaded import offloading
-from tests.transparency.plans import plan_for, receiving, recomputable
+from tests.transparency.plans import plan_for, recomputable
 from tests.transparency.test_deferring_experts import into_exchanges, plans
 from tests.transparency.test_experts import EXPERTS
 from tests.transparency.test_pieces import in_pieces
@@ -53,8 +53,8 @@ def planned(job: Job, **setting: Any) -> Setting:
 
 
 def received_apart(job: Job) -> Setting:
-    """Recomputes while gradients are received, in steady phases, too: these travel in groups of their own."""
-    return Setting(plan=receiving(plan_for(job, lambda _: recomputable(job))), timers=1)
+    """Recomputes while gradients are received: these travel in groups of their own."""
+    return Setting(plan=plan_for(job, lambda _: recomputable(job)), timers=1)
 
 
 def half_by_half(job: Job) -> Setting:

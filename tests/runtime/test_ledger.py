@@ -78,18 +78,14 @@ def test_no_backward_can_come_for_an_output_without_gradient() -> None:
     assert not seen.busy
 
 
-def test_phases() -> None:
-    """The micro-batch whose backward comes next is told its phase when its gradient is waited for, or else when it begins."""
+def test_whose_backward_comes_next() -> None:
     seen = ledger()
     (first, first_output), (second, second_output) = forward(seen, 0), forward(seen, 1)
-    second.phase = "steady"
-    assert seen.hidden_by_receive() is first
+    assert seen.coming is first
     seen.end_backward(seen.begin_backward(first_output))
-    assert (first.phase, second.phase) == ("steady", "steady")
-    assert seen.hidden_by_receive() is second
-    assert second.phase == "cooldown"
+    assert seen.coming is second
     seen.end_backward(seen.begin_backward(second_output))
-    assert seen.hidden_by_receive() is None
+    assert seen.coming is None
 
 
 def test_whose_backward_follows_a_forward() -> None:
@@ -181,4 +177,4 @@ def test_a_step_that_failed_is_forgotten() -> None:
     seen.abort()
     assert not seen.busy
     assert seen.begin_backward(made) is None
-    assert seen.hidden_by_receive() is None
+    assert seen.coming is None

@@ -68,8 +68,8 @@ class _Collective(torch.autograd.Function):
 class Stage:
     """An engine and the layers of its chunks. `log` has what ran, in order."""
 
-    places: Mapping[int, Place | tuple[Place, Place]] = field(default_factory=dict)
-    """Where layers are recomputed, in all phases or in the steady one and in cool-down; others on demand."""
+    places: Mapping[int, Place] = field(default_factory=dict)
+    """Where layers are recomputed; others on demand."""
     ahead_depth: int = 0
     order: StageOrder = AT_ONCE
     chunks: Sequence[range] = (range(1, 4),)
@@ -95,9 +95,8 @@ class Stage:
 
     def _planned(self, layer: int) -> PlannedHalf:
         place = self.places.get(layer, ON_DEMAND_PLACE)
-        steady, cooldown = place if isinstance(place[0], Place) else (place, place)
         deferred = self.deferred if layer == self.chunks[-1][-1] else {}
-        return PlannedHalf(layer, MLP, (NORM, FC1, ACTIVATION), steady, cooldown, deferred)  # type: ignore[arg-type]
+        return PlannedHalf(layer, MLP, (NORM, FC1, ACTIVATION), place, deferred)
 
     def _half(self, layer: int, chunk: int, hidden: Tensor) -> Tensor:
         more: dict[str, Any] = {"gather_site": FC1, "gather": self._gather} if layer in self.gathers else {}
@@ -229,22 +228,6 @@ def test_a_half_that_backward_has_reached_makes_room_for_the_next() -> None:
     assert (counts.in_windows, counts.on_demand, counts.live_ahead) == (2, 1, 1)
 
 
-def test_tasks_by_phase() -> None:
-    """Other tasks in the same windows in cool-down."""
-    places = {
-        2: (within(backward_of(3)), ON_DEMAND_PLACE),
-        1: (ON_DEMAND_PLACE, within(backward_of(3))),
-    }
-    assert Stage(places, ahead_depth=1, order=PHASES).run() == [
-        (0, 2, "bwd.mlp.0@3"),
-        (0, 3, "on_demand"),
-        (0, 1, "on_demand"),
-        (1, 1, "bwd.mlp.0@3"),
-        (1, 3, "on_demand"),
-        (1, 2, "on_demand"),
-    ]
-
-
 def test_hooks_of_the_half_that_waits_do_not_see_what_is_recomputed_in_its_window() -> None:
     """They took what layer 2 saves for tensors of layer 3, which waited."""
     packed: list[Tensor] = []
@@ -256,15 +239,15 @@ def test_hooks_of_the_half_that_waits_do_not_see_what_is_recomputed_in_its_windo
 
 
 def test_a_receive_is_a_window_of_the_backward_that_comes_next() -> None:
-    stage = Stage({3: (ON_DEMAND_PLACE, within(RECV_BACKWARD))}, ahead_depth=1, order=PHASES)
+    stage = Stage({3: within(RECV_BACKWARD)}, ahead_depth=1, order=PHASES)
     for micro_batch in (0, 1):
         stage.forward(micro_batch, 0)
-    for micro_batch, hidden in ((0, 0), (1, 1)):
+    for micro_batch in (0, 1):
         received = stage.engine.receive([Work(stage.log, "first"), Work(stage.log, "second")])
         for work in received:
             work.wait()
         assert stage.log[-2:] == ["waited first", "waited second"]
-        assert stage.engine.take_counts().in_windows == hidden, "in cool-down only, and in the first wait only"
+        assert stage.engine.take_counts().in_windows == 1, "in the first wait only"
         stage.backward(micro_batch, 0)
 
 

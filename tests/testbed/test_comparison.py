@@ -91,7 +91,7 @@ def test_the_plan_of_the_demo_uses_both_fillers() -> None:
     job = load_job("jobs/demo")
     plan = make_plan(job, Profile.model_validate(measured))
     assert any(stage.defers for stage in plan.stages)
-    assert any(rule.windows.of(half, "steady") != "on_demand" for rule in plan.stages[0].rules for half in HALVES)
+    assert any(rule.windows.of(half) != "on_demand" for rule in plan.stages[0].rules for half in HALVES)
     assert [each.name for each in ours(plan)] == ["ours, on demand", "ours, no weight gradient deferred", "ours"]
     assert not any(stage.defers for each in ours(plan)[:-1] if each.plan for stage in each.plan.stages)
 
@@ -137,7 +137,7 @@ def test_a_plan_without_windows_recomputes_the_same() -> None:
     assert [stage.ahead_depth for stage in bare.stages] == [0]
     for layer in job.layers_of(0):
         assert bare.stages[0].rule_for(layer).recompute == plan.stages[0].rule_for(layer).recompute
-        assert bare.stages[0].rule_for(layer).windows.of("mlp", "steady") == "on_demand"
+        assert bare.stages[0].rule_for(layer).windows.of("mlp") == "on_demand"
 
 
 def test_a_plan_for_another_job_is_refused_with_every_difference() -> None:

@@ -44,19 +44,19 @@ def passes(
 ) -> Iterator[tuple[Action, int | None, list[Event], list[Event]]]:
     """The passes of a stage in a step; whose recomputations each runs, what it runs, and what runs while its gradient is
     received."""
-    for action, phase in schedule_of(job).phases(stage):
+    for action, _ in schedule_of(job).phases(stage):
         if action.kind == "F":
             through = timetable.forward(action.chunk)
             yield action, None, [one for half in through.halves for one in run_in(through, half)], []
             continue
-        through, ran = timetable.backward(action.chunk, phase), []
+        through, ran = timetable.backward(action.chunk), []
         for half in through.halves:
             entered = (*through.at("demand", half.half), *through.at("enter", half.half))
             first, *others = [list(run_in(through, half._replace(waits=(wait,)))) for wait in half.waits] or [[]]
             core = [(task, ON_DEMAND) for task in through.at("core", half.half)]
             ran += [*((task, ON_DEMAND) for task in entered), *first, *core, *(one for each in others for one in each)]
         last = (stage, action.chunk) == (plan.parallel.pipeline - 1, plan.parallel.chunks - 1)
-        received = timetable.receive(action.chunk, phase).at("in", RECV_BACKWARD)
+        received = timetable.receive(action.chunk).at("in", RECV_BACKWARD)
         yield action, action.micro_batch, ran, [] if last else [(task, RECV_BACKWARD) for task in received]
 
 

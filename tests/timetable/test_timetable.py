@@ -20,9 +20,9 @@ def at(passing: Any, layer: int, half: Any = "mlp", ordinal: int = 0) -> WindowA
 
 
 def mlp(layer: int, *windows: tuple[Window, str | None], gather: Window | None = None, **deferred: Any) -> PlannedHalf:
-    """A half that is recomputed in these windows, in all phases."""
+    """A half that is recomputed in these windows."""
     place = Place(windows, gather)
-    return PlannedHalf(layer, MLP, MLP.recomputable if windows else (), place, place, deferred)
+    return PlannedHalf(layer, MLP, MLP.recomputable if windows else (), place, deferred)
 
 
 def recompute(layer: int, until: str | None = None, since: str | None = None, gathered: Window | None = None) -> Task:
@@ -33,7 +33,7 @@ def test_only_the_first_part_of_a_recomputation_is_the_one_whose_input_is_gather
     gather, first, second = at("bwd", 3), at("bwd", 3, ordinal=2), at("bwd", 2, ordinal=2)
     halves = [mlp(1, (first, "activation"), (second, None), gather=gather), mlp(2), mlp(3)]
     stage = Timetable([halves], Layout(sequence_parallel=True))
-    found = [stage.backward(0, "steady").at("in", window) for window in (first, second)]
+    found = [stage.backward(0).at("in", window) for window in (first, second)]
     assert found == [(recompute(1, "activation", gathered=gather),), (recompute(1, since="activation"),)]
 
 
@@ -46,11 +46,6 @@ def test_what_is_recomputed_before_its_own_backward_stays_where_all_goes_half_by
         assert offload.stays(half) == (early and which == "all")
 
 
-def test_phases_in_which_the_same_runs_have_equal_backwards() -> None:
-    stage = Timetable([[mlp(1, (at("bwd", 2), None)), mlp(2)]])
-    assert stage.backward(0, "warmup") == stage.backward(0, "steady") == stage.backward(0, "cooldown")
-
-
 def test_an_input_that_is_gathered() -> None:
     """After a wait; the recomputation knows it, and the backward does not wait for it again. What is gathered on demand is
     recomputed on demand, because no window may communicate (rule R2)."""
@@ -61,8 +56,8 @@ def test_an_input_that_is_gathered() -> None:
     }
     for place, expected in tasks.items():
         stage = Timetable([[mlp(1, (window, None), gather=place), mlp(2)]], Layout(sequence_parallel=True))
-        assert stage.backward(0, "steady").tasks == expected
-        upper, lower = stage.backward(0, "steady").halves
+        assert stage.backward(0).tasks == expected
+        upper, lower = stage.backward(0).halves
         assert [[wait.gathered for wait in half.waits] for half in (upper, lower)] == [[None] * 3, [None, place, None]]
 
 
@@ -75,7 +70,7 @@ def below(above: Section, *, gathers: bool, sequence_parallel: bool) -> Pass:
         1, ATTENTION, ATTENTION.names, checkpoint=True, fed_behind=1, ahead_to=ATTENTION.row_parallel, gathers_ahead=gathers
     )
     halves = [attention, PlannedHalf(1, MLP, MLP.names, checkpoint=True), PlannedHalf(2, above), mlp(2)]
-    return Timetable([halves], Layout(sequence_parallel=sequence_parallel)).backward(0, "steady")
+    return Timetable([halves], Layout(sequence_parallel=sequence_parallel)).backward(0)
 
 
 @pytest.mark.parametrize(("gathers", "sequence_parallel"), [(False, False), (False, True), (True, True)])
@@ -102,7 +97,7 @@ def test_waits_that_a_half_has() -> None:
         (Layout(collectives=False, exchanging={2}), [exchanges, 0, 0, 0]),
         (Layout(sequence_parallel=True, exchanging={1}), [0, 3, exchanges, 3]),
     ):
-        assert [len(half.waits) for half in Timetable([halves], layout).backward(0, "steady").halves] == numbers
+        assert [len(half.waits) for half in Timetable([halves], layout).backward(0).halves] == numbers
 
 
 @pytest.mark.parametrize(("passing", "layer", "busy"), [("bwd", 3, (3,)), ("fwd", 5, (1, 5)), ("fwd", 2, (2, 6))])
@@ -123,8 +118,8 @@ def test_weight_gradients_run_in_forwards_of_any_chunk() -> None:
     of_fc2 = (Task("weight_gradient", (7, "mlp"), "linear_fc2"),)
     found = [{moment.place: tasks for moment, tasks in stage.forward(chunk).tasks.items()} for chunk in range(3)]
     assert found == [{at("fwd", 3): of_fc2, fourth: of_fc1}, {at("fwd", 7): of_fc2}, {at("fwd", 8): of_fc2, at("fwd", 9): of_fc1}]
-    assert stage.backward(0, "cooldown").at("in", own) == of_fc1
-    assert [stage.receive(chunk, "steady").at("in", RECV_BACKWARD) for chunk in range(3)] == [of_fc1, (), ()]
+    assert stage.backward(0).at("in", own) == of_fc1
+    assert [stage.receive(chunk).at("in", RECV_BACKWARD) for chunk in range(3)] == [of_fc1, (), ()]
 
 
 def test_a_chunk_without_layers_has_no_forward_to_wait_in() -> None:
@@ -136,6 +131,6 @@ def test_a_chunk_that_keeps_everything_hides_what_others_do() -> None:
     window = at("fwd", 1)
     stage = Timetable([[mlp(1), mlp(2, (at("bwd", 2), None), linear_fc1=(window,))]]).beside_kept(0)
     assert stage.forward(1).at("in", window) == (Task("weight_gradient", (2, "mlp"), "linear_fc1"),)
-    assert not stage.backward(1, "steady").tasks
+    assert not stage.backward(1).tasks
     second = Timetable([[mlp(1)], [mlp(5), mlp(6)]]).beside_kept(1)
     assert [half.layer for half in second.chunks[-1]] == [5, 6], "its layers are that chunk's"

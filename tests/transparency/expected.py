@@ -44,11 +44,11 @@ def expected(job: Job, plan: Plan, stage: int) -> Expected:
     """Backward by backward, in the order of the schedule."""
     result = Expected(0, 0, 0)
     timetable = timetable_of(plan, stage)
-    for action, phase in schedule_of(job).phases(stage):
+    for action, _ in schedule_of(job).phases(stage):
         entry = plan.chunks_of(stage)[action.chunk]
         if action.kind == "F" or (entry.whole is not None and action.micro_batch in entry.whole):
             continue
-        backward = timetable.backward(action.chunk, phase)
+        backward = timetable.backward(action.chunk)
         for half in backward.halves:
             layer, name = half.half
             entered, demanded = backward.at("enter", half.half), backward.at("demand", half.half)

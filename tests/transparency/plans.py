@@ -9,7 +9,6 @@ from megatron_lynx.anatomy import DENSE, HALVES, Facts, Half, Section, all_items
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.facts import IN_BF16
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.plan.rule import ByPhase, Windows
 
 SECTIONS = tuple(section for half in HALVES for section in filling(half))
 RECOMPUTABLE = tuple(item for item in all_items() if any(item in section.recomputable for section in SECTIONS))
@@ -55,23 +54,6 @@ def plan_for(
     )
 
 
-def receiving(plan: Plan) -> Plan:
-    """The same plan, but that what runs in cool-down while a gradient is received does so in steady phases, too. Then interleaved
-    schedules receive gradients in other groups than outputs."""
-
-    def moved(windows: Windows) -> Windows:
-        by_phase = {half: getattr(windows, half) for half in HALVES}
-        return windows.model_copy(update={half: place.cooldown for half, place in by_phase.items() if isinstance(place, ByPhase)})
-
-    stages = tuple(
-        stage.model_copy(
-            update={"rules": tuple(rule.model_copy(update={"windows": moved(rule.windows)}) for rule in stage.rules)}
-        )
-        for stage in plan.stages
-    )
-    return Plan.model_validate(plan.model_copy(update={"stages": stages}).model_dump())
-
-
 def has_shared_experts(job: Job) -> bool:
     return job.model.experts is not None and job.model.experts.shared_ffn > 0
 
@@ -108,7 +90,7 @@ def _stage(
     return {**entry, "ahead_depth": depth, "rules": rules}
 
 
-def _window(job: Job, place: tuple[int, int], layer: int, half: Half, recomputed: set[str]) -> Any:
+def _window(job: Job, place: tuple[int, int], layer: int, half: Half, recomputed: set[str]) -> str:
     has_experts = layer in job.model.expert_layers
     if half == "attention" and has_experts and recomputed & set(sections_in(job, layer)["mlp"].names):
         return "on_demand"  # experts have no windows, and the one before them is taken
@@ -122,7 +104,7 @@ def _window(job: Job, place: tuple[int, int], layer: int, half: Half, recomputed
     return _first_window(job, place, layer, half, recomputed)
 
 
-def _first_window(job: Job, place: tuple[int, int], layer: int, half: Half, recomputed: set[str]) -> Any:
+def _first_window(job: Job, place: tuple[int, int], layer: int, half: Half, recomputed: set[str]) -> str:
     """Of the frame that backward needs first: nothing precedes it in this backward."""
     needs_gather = job.parallel.sequence_parallel and sections_in(job, layer)[half].gathered in recomputed
     behind_mlp = half == "attention" and layer not in job.model.expert_layers
@@ -133,7 +115,7 @@ def _first_window(job: Job, place: tuple[int, int], layer: int, half: Half, reco
         gathers_first = half == "mlp" and job.parallel.sequence_parallel and not in_experts
         in_time = gathers_first and "mlp_bda" not in recomputed and not job.model.uses_te
         return "bwd.mlp.0" if in_time else "on_demand"
-    return {"steady": "pipe.recv_backward", "cooldown": "pipe.recv_backward"}
+    return "pipe.recv_backward"
 
 
 def _gather(job: Job, place: tuple[int, int], layer: int, half: Half) -> str:

@@ -84,7 +84,7 @@ def lowest_begun(job: Job, how: Any) -> Plan:
 def begun_in(plan: Plan, stage: int) -> int:
     """How often something begins ahead for one micro-batch."""
     timetable = timetable_of(plan, stage)
-    passes = (timetable.backward(chunk, "steady") for chunk in range(len(timetable.chunks)))
+    passes = (timetable.backward(chunk) for chunk in range(len(timetable.chunks)))
     moments = ((moment, task) for each in passes for moment, tasks in each.tasks.items() for task in tasks)
     return sum(task.do == "begin" and task.half != moment.place for moment, task in moments)
 
@@ -154,14 +154,13 @@ def test_where_it_begins_is_one_place_for_all_ranks() -> None:
     attention, mlp = (3, "attention"), (3, "mlp")
     for layout, place in (("TP2", ("enter", (4, "attention"))), ("TP2+SP", ("after", GATHER))):
         timetable = timetable_of(begun(tiny_job("gpt", **LAYOUTS[layout])), 0)
-        for phase in ("warmup", "steady", "cooldown"):
-            tasks = timetable.backward(0, phase).tasks
-            assert tasks.get(place) == (Task("begin", attention, "linear_proj"),)
-            assert tasks["enter", mlp] == (Task("recompute", attention, since="linear_proj"), Task("recompute", mlp))
-    tasks = timetable_of(begun(tiny_job("gpt", **LAYOUTS["TP2+SP"]), how="gather"), 0).backward(0, "steady").tasks
+        tasks = timetable.backward(0).tasks
+        assert tasks.get(place) == (Task("begin", attention, "linear_proj"),)
+        assert tasks["enter", mlp] == (Task("recompute", attention, since="linear_proj"), Task("recompute", mlp))
+    tasks = timetable_of(begun(tiny_job("gpt", **LAYOUTS["TP2+SP"]), how="gather"), 0).backward(0).tasks
     assert tasks["after", GATHER] == (Task("begin", attention, "linear_qkv"),)
     assert tasks["core", (4, "attention")] == (Task("begin", attention, "linear_proj", "linear_qkv"),)
     assert tasks["enter", mlp] == (Task("recompute", attention, since="linear_proj"), Task("recompute", mlp))
-    tasks = timetable_of(begun(job_of("EP2")), 0).backward(0, "steady").tasks
+    tasks = timetable_of(begun(job_of("EP2")), 0).backward(0).tasks
     assert tasks["enter", (4, "attention")] == (Task("recompute", attention), Task("begin", mlp, "dispatch"))
     assert tasks["enter", mlp] == (Task("recompute", mlp, since="dispatch"),)

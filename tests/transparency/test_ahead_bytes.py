@@ -138,7 +138,7 @@ def said_of(plan: Plan, profile: Profile) -> list[int]:
     """What the simulator takes for what begins ahead, in the order of a backward of the first stage."""
     timetable, prices = timetable_of(plan, 0), Prices(profile)
     halves = {half.planned.key: half for half in treated_halves(plan.stages[0], timetable.chunks[0], prices)}
-    found, backward = [], timetable.backward(0, "steady")
+    found, backward = [], timetable.backward(0)
     for half in backward.halves:
         first, *others = [backward.at("after", wait.window) for wait in half.waits] or [()]
         for tasks in (backward.at("enter", half.half), first, backward.at("core", half.half), *others):

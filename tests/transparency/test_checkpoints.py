@@ -99,7 +99,7 @@ def test_a_recomputation_from_one_input_is_traced_as_the_timetable_says(pool_of:
         for event in outcome.planned.events
         if event["kind"] == "recompute" and event["micro_batch"] == 2
     ]
-    backward = timetable_of(plan, 0).backward(0, "steady")
+    backward = timetable_of(plan, 0).backward(0)
     tasks = [task for half in backward.halves for task in backward.at("enter", half.half)]
     assert seen == [task.half for task in tasks]
     assert seen == [(at, half) for group in ((3, 4), (1, 2)) for at in group for half in ("attention", "mlp")]

@@ -157,7 +157,7 @@ def test_shared_experts_gather_once_beside_exchanges_that_are_windows(pool_of: P
     raw = plan_for(job, lambda layer: recomputable(job, gather=True), windows=False).model_dump(mode="json")
     raw["parallel"]["expert"] = 2
     plan = Plan.model_validate(raw)
-    waits = [wait for half in timetable_of(plan, 0).backward(0, "steady").halves for wait in half.waits]
+    waits = [wait for half in timetable_of(plan, 0).backward(0).halves for wait in half.waits]
     assert not any(wait.over for wait in waits if wait.window.layer in job.model.expert_layers and wait.window.half == "mlp")
     for [outcome] in checked(pool_of, job, [plan], trial_of()):
         assert outcome.planned.counts[-1].gathered == 2 * job.model.layers * job.microbatches

@@ -120,12 +120,12 @@ def test_where_it_goes_on_is_its_own_first_wait() -> None:
         (with_rest_in_wait(begun_late(experts)), "dispatch", True),
         (with_rest_in_wait(begun(experts)), "dispatch", False),
     ):
-        backward = timetable_of(plan, 0).backward(0, "steady")
+        backward = timetable_of(plan, 0).backward(0)
         mlp = backward.halves[2]
         assert backward.at("in", mlp.waits[0].window) == (Task("recompute", mlp.half, since=behind),)
         *_, last = backward.at("enter", mlp.half) or (None,)
         assert last == (Task("begin", mlp.half, behind) if on_entry else None)
-    backward = timetable_of(with_rest_in_wait(late(dense, {"layers": 2})), 0).backward(0, "steady")
+    backward = timetable_of(with_rest_in_wait(late(dense, {"layers": 2})), 0).backward(0)
     in_first = [backward.at("in", half.waits[0].window) for half in backward.halves]
     assert [bool(tasks) for tasks in in_first] == [True, False, False, False] * 2
 

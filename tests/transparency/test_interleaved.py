@@ -61,7 +61,7 @@ def test_gradients_that_lie_there_are_no_window(pool_of: Pools) -> None:
     each backward. Such windows are refused; what is left is transparent."""
     job = tiny_job("gpt", pipeline=2, layers_per_chunk=1, microbatches=4, microbatch_group=4)
     raw = plan_for(job, lambda layer: recomputable(job)).model_dump(mode="json")
-    raw["stages"][1]["rules"][0]["windows"]["mlp"]["cooldown"] = "on_demand"
+    raw["stages"][1]["rules"][0]["windows"]["mlp"] = "on_demand"
     checked(pool_of, job, [Plan.model_validate(raw)])
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from megatron_lynx.anatomy.address import BackwardPhase
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.timetables import timetable_of
@@ -32,12 +31,8 @@ def recomputations_seen(pool_of: Pools, job: Job, plan: Plan) -> list[list[tuple
 
 def planned_windows(job: Job, plan: Plan, stage_number: int) -> set[tuple[Any, ...]]:
     (halves,) = timetable_of(plan, stage_number).chunks
-    warmup = min(job.parallel.pipeline - 1 - stage_number, job.microbatches)
-    phases: list[BackwardPhase] = ["steady"] * (job.microbatches - warmup) + ["cooldown"] * warmup  # type: ignore[assignment]
     return {
-        (micro_batch, *half.key, str(half.place(phase).stretches[-1][0]))
-        for micro_batch, phase in enumerate(phases)
-        for half in halves
+        (micro_batch, *half.key, str(half.place.stretches[-1][0])) for micro_batch in range(job.microbatches) for half in halves
     }
 
 

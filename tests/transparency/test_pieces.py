@@ -119,9 +119,7 @@ def test_shapes_that_differ_stay_whole(caplog: pytest.LogCaptureFixture) -> None
 
     module = torch.nn.Linear(8, 32)
     module.weight.main_grad = torch.zeros(32, 8)  # type: ignore[assignment]
-    linears = (
-        LinearOf(layer, "linear_fc1", "column_parallel", pieces=pieces) for layer, pieces in enumerate((1, 2, 4, 4))
-    )
+    linears = (LinearOf(layer, "linear_fc1", "column_parallel", pieces=pieces) for layer, pieces in enumerate((1, 2, 4, 4)))
     equal = proven(64, dict.fromkeys(linears, module), lambda dtype: gemm)
     said = "weight gradients stay whole, because their pieces differ in bits on this device: 32 x 8 in 4"
     assert caplog.messages == [said]
