@@ -29,6 +29,7 @@ from megatron_lynx.report.contents import devices_of
 from megatron_lynx.search import search
 from megatron_lynx.yaml_file import write_yaml
 from scripts.make_plans import launch_words
+from tests.long import long
 from tests.report.samples import tiles_in
 from tests.test_budgets import jobs_on_gpus
 from tests.test_cli import lynx
@@ -137,8 +138,8 @@ def differing(figures: Sequence[Figure]) -> list[str]:
 
 
 def walk(subject: Sequence[str], folder: Path) -> list[Figure]:
-    """The figures of the plan, all of them the same, as those of the launch are."""
-    plan, today = list(of_the_plan(subject, folder)), list(of_today(subject, folder))
+    """The figures of the plan, all of them the same, as those of the launch are, to which a plan's own options are nothing."""
+    plan, today = list(of_the_plan(subject, folder)), [] if "--inexact" in subject else list(of_today(subject, folder))
     assert differing(plan) == []
     assert differing(today) == []
     return plan
@@ -172,7 +173,11 @@ SUBJECTS = {
 }
 
 
-@pytest.mark.parametrize("name", SUBJECTS)
+IN_OTHERS = ("dense",)
+"""Whose every part is in another subject."""
+
+
+@pytest.mark.parametrize("name", [*(name for name in SUBJECTS if name not in IN_OTHERS), *long(*IN_OTHERS)])
 def test_a_launch_has_one_figure_in_all_commands(name: str, tmp_path: Path) -> None:
     options, launch = SUBJECTS[name]
     assert walk([*options, "--", *shlex.split(launch)], tmp_path)
@@ -190,7 +195,8 @@ def test_neighbours_have_the_figures_of_their_launch_lines(tmp_path: Path) -> No
     options, launch = ["--cluster", "h100-80g"], shlex.split(f"{CHUNKS} --vocab-size 256000 --num-layers 32")
     neighbours = asked("advise", "--json", *options, "--", *launch)["neighbours"]
     assert any(near["layout"] != near["stock_layout"] for near in neighbours)
-    for near in neighbours:
+    otherwise_placed = sorted(neighbours, key=lambda near: near["layout"] == near["stock_layout"])
+    for near in otherwise_placed[:2]:
         changed, deleted = near["stock_layout"]["add"], near["stock_layout"]["delete"]
         of_stock = [*options, "--", *without(launch, deleted), *shlex.split(" ".join(changed))]
         of_plan = [*options, "--offload-ratio", near["plan"]["offload_ratio"], "--", *shlex.split(near["launch"])]
@@ -248,11 +254,13 @@ def test_a_search_shows_the_figures_that_other_commands_have(policy: Policy) -> 
         assert differing([shown, own]) == []
 
 
-@settings(max_examples=2, deadline=None)
+@pytest.mark.long
+@settings(max_examples=6, deadline=None)
 @given(job=jobs_on_gpus(), memory_gib=st.floats(30, 70))
 def test_drawn_jobs_have_one_figure_in_all_commands(
     tmp_path_factory: pytest.TempPathFactory, job: Any, memory_gib: float
 ) -> None:
+    """As the one job of `make test`, with budgets that make plans recompute, chunks and copies."""
     folder = tmp_path_factory.mktemp("drawn")
     budget = job.budget.model_copy(update={"memory_gib": memory_gib})
     data = job.model_copy(update={"budget": budget}).model_dump(mode="json", by_alias=True, exclude_unset=True)

@@ -28,6 +28,7 @@ from megatron_lynx.units import MIB
 from tests.config.jobs import catalogued_job
 from tests.cost.on_ranks import count
 from tests.layouts import LAYOUTS
+from tests.long import long
 from tests.profiler.made_up import made_up_profile
 from tests.tiny_jobs import tiny_job
 
@@ -188,10 +189,16 @@ def llama_65b(**changes):
     return job.model_copy(update=changes)
 
 
+TWO_CHUNKS = {"layers_per_chunk": 2}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["planned", "full"])
-@pytest.mark.parametrize("chunks", [{}, {"layers_per_chunk": 2}], ids=["1f1b", "interleaved"])
-@pytest.mark.parametrize("ratio", [0.0, 0.3, "auto"])
+@pytest.mark.parametrize(
+    ("chunks", "ratio"),
+    [({}, 0.0), ({}, 0.3), ({}, "auto"), (TWO_CHUNKS, "auto"), *long((TWO_CHUNKS, 0.0), (TWO_CHUNKS, 0.3))],
+    ids=str,
+)
 def test_nothing_is_over_the_devices_budget_in_the_simulator_either(policy, chunks, ratio):
     job = llama_65b(parallel=chunks, policy=policy, offload_ratio=ratio, budget=Budget(memory_gib=GIB_OF_65B))
     decision = decide(job, analytic_profile(job))
@@ -215,7 +222,7 @@ def jobs_on_gpus(draw):
     return job.model_copy(update={"budget": Budget(memory_gib=draw(st.floats(30, 80)))})
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(jobs_on_gpus())
 @pytest.mark.slow
 def test_any_answer_fits_in_the_simulator_and_comes_again(job):
@@ -242,6 +249,7 @@ def test_on_gpus_the_fastest_plan_that_fits_is_wanted_and_on_the_testbed_the_lea
     assert make_plan(wide, made_up_profile(job, 1e-9)).stages[0].rules[0].recompute == ()
 
 
+@pytest.mark.slow
 def test_offloading_is_chosen_where_it_is_faster_and_declined_where_the_run_fits():
     tight = {"budget": Budget(memory_gib=GIB_OF_65B)}
     recomputing = make_plan(llama_65b(**tight), analytic_profile(llama_65b()))

@@ -112,7 +112,7 @@ def test_no_checkpoint_of_experts_resumes_in_an_exchange_beside_userbuffers() ->
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(jobs(), st.floats(0, 1))
 def test_drawn_jobs_at_drawn_budgets(job: Job, share: float) -> None:
     accepted(job, share)

@@ -59,6 +59,7 @@ def with_and_without_overlap(job: Job) -> None:
         takes_stocks_seconds(overlapping(job, overlapped=True, delayed=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", JOBS)
 def test_ready_jobs(name: str) -> None:
     with_and_without_overlap(load_job(job_path(f"jobs/{name}")))
@@ -70,6 +71,7 @@ def test_ready_launches(name: str, cluster: str) -> None:
     with_and_without_overlap(asked_launch(launch_words(name, cluster, "none"), cluster).job)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READ)
 def test_public_launches(name: str) -> None:
     if not FOLDER.is_dir():
@@ -101,6 +103,7 @@ def test_opaque_attention_beside_overlapped_exchanges(kind: OpaqueName) -> None:
     assert takes_stocks_seconds(overlapping(job, overlapped=True))
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(jobs())
 def test_drawn_jobs(job: Job) -> None:

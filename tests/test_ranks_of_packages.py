@@ -197,6 +197,7 @@ def test_planning_needs_neither_torch_nor_megatron() -> None:
     )
 
 
+@pytest.mark.slow
 def test_running_never_loads_planning() -> None:
     """Not even through a third module."""
     names = [f"megatron_lynx.{module}" for module in modules() if within(module, RUNNING)]

@@ -8,13 +8,14 @@ from benchmarks.value_added import PARTS, RATIOS, main, parts_of, row, subject_o
 from megatron_lynx.config.loader import bundled_configs
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.stock.price import priced
+from tests.long import long
 
 pytestmark = pytest.mark.slow
 
 JOBS = bundled_configs() / "jobs"
 
 
-@pytest.mark.parametrize("name", ["llama3-70b-h800-80g", "llama3-8b-a100-80g", "mixtral-8x7b-h800-80g"])
+@pytest.mark.parametrize("name", ["llama3-8b-a100-80g", "mixtral-8x7b-h800-80g", *long("llama3-70b-h800-80g")])
 def test_parts_are_a_whole_step_and_each_mechanism_helps(name: str) -> None:
     subject = subject_of(JOBS / f"{name}.yaml")
     answer, value = subject.answer(), value_of(subject)

@@ -72,7 +72,9 @@ def test_its_statements_hold(priced: tuple[Row, ...]) -> None:
     assert reference.ours_s < reference.hidden_best_s < reference.in_place_s < reference.best_stock_s
 
 
+@pytest.mark.long
 def test_a_row_of_braided_passes_is_current() -> None:
+    """All layers on one stage: the shortest order of so many pieces takes half a minute."""
     *_, line = braided.lines("H800, t=8, p=1")
     assert line in PAGE.with_name("braided.md").read_text()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from megatron_lynx.advise.today import asked_launch
 from megatron_lynx.profiler.analytic import analytic_profile
 from scripts.make_plans import launch_words
 from tests.advise.test_screen import EXPERTS, LAUNCH
+from tests.long import long
 
 pytestmark = pytest.mark.slow
 
@@ -34,10 +36,23 @@ def not_slower(words: list[str], cluster: str, memory_gib: float | None = None) 
     return True
 
 
-@pytest.mark.parametrize("cluster", ["a100-80g", "h100-80g", "h800-80g"])
-@pytest.mark.parametrize("flags", ["", "--tp-comm-overlap", OVERLAPPING, f"{OVERLAPPING} --overlap-moe-expert-parallel-comm"])
+FLAGS = {
+    "dense": "",
+    "userbuffers": "--tp-comm-overlap",
+    "experts": OVERLAPPING,
+    "exchanges overlapped": f"{OVERLAPPING} --overlap-moe-expert-parallel-comm",
+}
+CLUSTERS = ("a100-80g", "h100-80g", "h800-80g")
+IN_MAKE_TEST = [("dense", "h100-80g"), ("userbuffers", "a100-80g"), ("experts", "h800-80g"), ("exchanges overlapped", "a100-80g")]
+"""All flags, and all clusters; `make long` has them in all pairs."""
+
+
+@pytest.mark.parametrize(
+    ("flags", "cluster"),
+    [*IN_MAKE_TEST, *long(*(pair for pair in product(FLAGS, CLUSTERS) if pair not in IN_MAKE_TEST))],
+)
 def test_a_launch(flags: str, cluster: str) -> None:
-    assert not_slower(shlex.split(f"{LAUNCH} {flags}"), cluster)
+    assert not_slower(shlex.split(f"{LAUNCH} {FLAGS[flags]}"), cluster)
 
 
 def test_layouts_one_step_away() -> None:
@@ -50,17 +65,24 @@ def test_layouts_one_step_away() -> None:
         assert plan.step.expected_s <= (1 + SLOWER_AT_MOST) * stock.row.expected_s, stock.setting.name
 
 
-@pytest.mark.parametrize("name", ["llama3_8b", "llama3_70b"])
+@pytest.mark.parametrize("name", ["llama3_8b", *long("llama3_70b")])
 def test_a_ready_launch(name: str) -> None:
     assert not_slower(launch_words(name, "h100-80g", "none"), "h100-80g")
 
 
-@settings(max_examples=4, deadline=None)
+def test_a_tight_budget() -> None:
+    """In which stock has to recompute or to offload."""
+    assert not_slower(shlex.split(LAUNCH), "h100-80g", 36.0)
+
+
+@pytest.mark.long
+@settings(max_examples=8, deadline=None)
 @given(
-    st.sampled_from(["a100-80g", "h100-80g", "h800-80g"]),
+    st.sampled_from(CLUSTERS),
     st.sampled_from(["", EXPERTS, OVERLAPPING]),
     st.sampled_from([1, 2, 4]),
     st.floats(20, 70),
 )
 def test_drawn_budgets(cluster: str, flags: str, micro: int, memory_gib: float) -> None:
+    """As `test_a_tight_budget`, wherever."""
     not_slower(shlex.split(f"{LAUNCH} {flags} --micro-batch-size {micro}"), cluster, memory_gib)

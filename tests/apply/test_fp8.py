@@ -85,8 +85,13 @@ def held_job(recipe: str = "delayed", **fields: Any) -> Any:
     ("recipe", "layout", "replicas"),
     [
         ("delayed", "pp", 1),
-        ("tensorwise", "tp+sp", 1),
-        *long(("delayed", "tp", 2), ("tensorwise", "one rank", 2), ("delayed", "tp+sp", 1), ("tensorwise", "pp", 1)),
+        *long(
+            ("tensorwise", "tp+sp", 1),
+            ("delayed", "tp", 2),
+            ("tensorwise", "one rank", 2),
+            ("delayed", "tp+sp", 1),
+            ("tensorwise", "pp", 1),
+        ),
     ],
 )
 def test_weights_that_are_held_in_fp8(pool_of, recipe, layout, replicas):

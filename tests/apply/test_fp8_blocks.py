@@ -48,8 +48,7 @@ CASES: list[Any] = [
     ("blockwise", "tp+sp", "llama"),
     ("mxfp8", "pp", "llama"),
     ("nvfp4", "tp+sp", "llama"),
-    ("nvfp4", "pp", "gpt"),
-    *long(("blockwise", "tp", "llama"), ("blockwise", "pp", "llama"), ("blockwise", "one rank", "llama")),
+    *long(("nvfp4", "pp", "gpt"), ("blockwise", "tp", "llama"), ("blockwise", "pp", "llama"), ("blockwise", "one rank", "llama")),
     *long(("mxfp8", "tp", "llama"), ("mxfp8", "tp+sp", "llama"), ("nvfp4", "tp", "gpt"), ("nvfp4", "one rank", "gpt")),
 ]
 """NVFP4 with dropout: gradients are rounded by random numbers of the same generator, between two forwards."""

@@ -103,10 +103,10 @@ def test_checkpoints(pool_of, recipe, layout):
     job = latent_job(recipe, layout, experts=MIXTURE | {"filled": True}, qk_norm=True)
     kept = experts_plan(job, ())
     candidates = [checkpointed(kept, checkpoint) for checkpoint in ("layer", "attention", "mlp")]
-    candidates += [without_copies(one) for one in candidates]
+    candidates += [without_copies(one) for one in candidates[::2]]
     model = {"moe_grouped_gemm": True}
-    for outcomes in pool_of(job.gpus).run(compare_with_stock, job, candidates, Trial(steps=3, model=model)):
-        assert [outcome.differing for outcome in outcomes] == [[]] * 6
+    for outcomes in pool_of(job.gpus).run(compare_with_stock, job, candidates, Trial(steps=2, model=model)):
+        assert [outcome.differing for outcome in outcomes] == [[]] * len(candidates)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", *long("blockwise")])
@@ -238,8 +238,8 @@ def latent_job(recipe: str, layout: str, **fields: Any) -> Job:
     [
         ("delayed", "TP2+SP", {"qk_norm": True}),
         ("mxfp8", "one rank", {"qk_norm": True}),
-        ("blockwise", "PP2", {}),
         *long(
+            ("blockwise", "PP2", {}),
             ("tensorwise", "one rank", {"qk_norm": True}),
             ("blockwise", "TP2+SP", {"qk_norm": True}),
             ("mxfp8", "TP2+SP", {"qk_norm": True}),

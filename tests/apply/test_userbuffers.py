@@ -44,8 +44,14 @@ def pool_of() -> Iterator[Callable[[int], RankPool]]:
     yield from pools_with("2.9")
 
 
-@pytest.mark.parametrize("like", ["gpt", "llama"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "like"),
+    [
+        ("TP2+SP", "gpt"),
+        ("TP2xPP2xVPP2+SP", "llama"),
+        *long(("TP2+SP", "llama"), ("TP2xPP2+SP", "gpt"), ("TP2xPP2+SP", "llama"), ("TP2xPP2xVPP2+SP", "gpt")),
+    ],
+)
 def test_every_bit_is_as_in_stock_with_userbuffers(pool_of, layout, like):
     job = job_with(like, **LAYOUTS[layout])
     everything = uniform_plan(job)

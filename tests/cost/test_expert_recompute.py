@@ -17,6 +17,7 @@ from megatron_lynx.profiler.profile import SavedTensor
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.testbed.ranks import RankPool
 from tests.cost.on_ranks import count
+from tests.long import long
 from tests.profiler.test_experts import mixtral
 from tests.tiny_jobs import tiny_job
 
@@ -77,7 +78,7 @@ def plan_of(job: Job, section: Section, layers: Sequence[Recomputation]) -> Plan
     return Plan.model_validate({**data, "stages": (stage,)})
 
 
-@pytest.mark.parametrize(("like", "section", "shared_ffn"), [("gpt", EXPERTS, 0), ("llama", EXPERTS_WITH_SHARED, 48)])
+@pytest.mark.parametrize(("like", "section", "shared_ffn"), [("llama", EXPERTS_WITH_SHARED, 48), *long(("gpt", EXPERTS, 0))])
 def test_real_recomputations_inside_experts_cost_what_is_predicted(
     pool_of: Callable[[int], RankPool], like: str, section: Section, shared_ffn: int
 ) -> None:

@@ -13,6 +13,7 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.shape import LayerShape
 from tests.cost.on_ranks import count
+from tests.long import long
 from tests.tiny_jobs import tiny_job
 
 LAYERS = 8
@@ -46,7 +47,7 @@ def plan_of(job, layers) -> Plan:
     return Plan.model_validate({**data, "stages": (stage,)})
 
 
-@pytest.mark.parametrize(("like", "model"), [("gpt", {}), ("llama", {"qk_norm": True})])
+@pytest.mark.parametrize(("like", "model"), [("gpt", {}), *long(("llama", {"qk_norm": True}))])
 def test_real_recomputations_cost_what_is_predicted(pool_of, like, model):
     job = tiny_job(like, microbatches=1, layers=LAYERS, seq=64, micro=1, **model)
     shape = LayerShape(job.model, job.parallel, 1)

@@ -9,6 +9,7 @@ import pytest
 from megatron_lynx.testbed.ranks import RankPool
 from tests.tiny_jobs import tiny_job
 
+from ..long import long
 from ..te_releases import folder_of, python_path
 from . import on_ranks
 
@@ -28,7 +29,7 @@ def pool_on(release) -> Iterator[Callable[[int], RankPool]]:
         yield lambda ranks: pool
 
 
-@pytest.mark.parametrize("layout", [{}, SHARDED], ids=str)
+@pytest.mark.parametrize("layout", [SHARDED, *long({})], ids=str)
 def test_the_version_rule_to_the_bit(pool_on, release, layout):
     how = {"ddp": True, "optimizer": "megatron", "defer_updates": True, "overlap_grad_reduce": True}
     job = tiny_job("gpt", pipeline=2, microbatches=3, **layout)

@@ -15,7 +15,11 @@ SEEDS = {"gpt": 5, "llama": 0, "experts": 11}
 recomputed was taken for tensors of the half that waited."""
 
 
-@pytest.mark.parametrize(("kind", "seed"), SEEDS.items(), ids=str)
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    [pytest.param(*each, marks=[pytest.mark.long] if each[0] != "experts" else []) for each in SEEDS.items()],
+    ids=str,
+)
 def test_drawn_jobs_train_as_stock_under_drawn_and_planned_plans(
     pool_of: Callable[[int], RankPool], kind: str, seed: int
 ) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ import torch.distributed as dist
 from megatron_lynx.launch.ending import FirstFailure
 from tests.hurry import skip_in_a_hurry
 from tests.long import long
+from tests.nursery import process as nursery
 
 ROOT = Path(__file__).parents[2]
 RANKS = 4
@@ -35,9 +34,8 @@ def test_every_rank_ends_and_one_message_is_seen(tmp_path: Path, failure: str, s
     """Ranks wait in a collective that notices nothing for minutes."""
     skip_in_a_hurry()
     arguments = ["--standalone", f"--nproc-per-node={RANKS}", "-m", "tests.launch.waiting_rank", str(tmp_path), speakers, failure]
-    command = [sys.executable, "-m", "torch.distributed.run", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    ended = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=85)
+    ended = nursery.run("tests.launch.torchrun", *arguments, environment=environment, timeout=85)
     text = ended.stdout + ended.stderr
     assert ended.returncode == 1, text
     assert text.count(says) == 1, text
@@ -47,24 +45,8 @@ def test_every_rank_ends_and_one_message_is_seen(tmp_path: Path, failure: str, s
 
 
 def test_a_rank_that_fails_because_another_one_is_gone_is_silent() -> None:
-    script = """
-import torch.distributed as dist
-from megatron_lynx.launch.ending import ENDED, FirstFailure
-from megatron_lynx.launch.out_of_memory import MemoryWatch
-from megatron_lynx.planner import uniform_plan
-from tests.tiny_jobs import tiny_job
-
-watch = MemoryWatch(lambda: "in step 1")
-watch.under(uniform_plan(tiny_job("gpt")), "plan.yaml")
-watch._first_failure._store = dist.HashStore()
-if FOLLOWS:
-    watch._first_failure._store.add(ENDED, 1)
-with watch.watching():
-    raise RuntimeError("Connection closed by peer")
-"""
     for follows in (True, False):
-        command = [sys.executable, "-c", script.replace("FOLLOWS", str(follows))]
-        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=80)
+        ended = nursery.run("tests.launch.left_rank", *(["after another"] if follows else []), timeout=80)
         assert ended.returncode == 1
         assert ("Connection closed by peer" in ended.stderr) is not follows
 

@@ -57,7 +57,7 @@ IN_FLIGHT = 2 * SIZE["seq"] * SIZE["micro"] * 4
 """gloo's thread may still hold the results of reductions, a float for each token."""
 
 
-CONTAINED = ("uniform 4", "block 3")
+CONTAINED = ("uniform 2", "uniform 4", "block 3")
 """Settings that differ from others in a number alone: of one rank, with an MLP in each layer."""
 
 
@@ -98,7 +98,7 @@ def test_what_begins_ahead_makes_no_moment_fuller(own_pool_of: Pools, ffn: int) 
         assert [peak <= on_demand + IN_FLIGHT for _, peak in begun] == [ffn == 512] * 2
 
 
-@pytest.mark.parametrize("ffn", [128, 512])
+@pytest.mark.parametrize("ffn", [128, *long(512)])
 def test_what_goes_on_in_a_wait_makes_no_moment_fuller(own_pool_of: Pools, ffn: int) -> None:
     """A gathered gradient is there while a half runs again, and was there beside all of it a moment later."""
     job = tiny_job("llama", **{**SIZE, "tensor": 2, "sequence_parallel": True, "ffn": ffn})

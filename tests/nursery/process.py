@@ -123,14 +123,15 @@ def _start(
 
 OF_ONE_RANK = {
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LYNX_PIPE", "LYNX_PARENT", "LYNX_LINK", "MASTER_ADDR"),
-    *("PYTEST_CURRENT_TEST", ADDRESS),
+    *("PYTEST_CURRENT_TEST", ADDRESS, "CUDA_VISIBLE_DEVICES"),
 }
-"""Variables that are no matter when Megatron is imported."""
+"""Variables that are no matter when Megatron is imported, here without a GPU; nor is any of NCCL's. Each rank of a GPU check has
+a file for NCCL of its own, and had a nursery of its own."""
 
 
 def with_megatron(environment: Mapping[str, str], what: str = "megatron") -> tuple[str, int]:
     """The address of a nursery that was started with this environment, and has imported its Megatron; or its `training`."""
-    common = ((name, value) for name, value in environment.items() if name not in OF_ONE_RANK)
+    common = (each for each in environment.items() if each[0] not in OF_ONE_RANK and not each[0].startswith("NCCL_"))
     name, process = _with_megatron(tuple(sorted(common)), what)
     return name, process.pid
 

@@ -134,8 +134,9 @@ def test_a_published_launch_of_an_unknown_model_is_refused(monkeypatch: pytest.M
         list(runs.rows("published_launches"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_errors_that_answers_state_are_those_of_grade_a() -> None:
+    """All series that are published, each step priced sixteen times: minutes."""
     answer = left_out(all_rows(), ignored)
     for stated, family in ((DENSE, "dense"), (WITH_EXPERTS, "with experts")):
         total = answer.total(family, "A")

@@ -94,8 +94,13 @@ def in_waits(job: Job) -> Setting:
 SPREAD = {"pipeline": 2, "replicas": 2, "expert": 2}
 
 
+COMBINED = ("interleaved, p=4, a plan", "no flushes, p=3, deferred")
+"""Cases whose every part is in another one."""
+
+
 def case(name: str, layout: dict[str, Any], setting: Setting | Callable[[Job], Setting]) -> Any:
-    return pytest.param(tiny_job("gpt", **{"microbatches": layout.get("pipeline", 2), **layout}), setting, id=name)
+    job = tiny_job("gpt", **{"microbatches": layout.get("pipeline", 2), **layout})
+    return pytest.param(job, setting, id=name, marks=[pytest.mark.long] if name in COMBINED else [])
 
 
 def unflushed(pipeline: int) -> list[Any]:

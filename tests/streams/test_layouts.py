@@ -14,6 +14,7 @@ from megatron_lynx.anatomy.address import is_forward
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 from tests.deferring import deferring
+from tests.long import long
 from tests.tiny_jobs import tiny_job
 from tests.transparency.checkpoints import ahead, checkpointed, with_rest_in_wait
 from tests.transparency.offloaded import offloading
@@ -141,7 +142,15 @@ CASES: dict[str, tuple[dict[str, Any], list[Any], Trial, bool]] = {
 """Layout, plans, how it is trained, whether each step is timed between barriers."""
 
 
-@pytest.mark.parametrize("case", CASES)
+COMBINED = (
+    "weight gradients in waits, TP2xPP2xVPP2",
+    "TP2xPP2xVPP2, sequence parallel, offloaded and recomputed",
+    "distributed optimizer, both overlaps",
+)
+"""Cases whose every part is in another one."""
+
+
+@pytest.mark.parametrize("case", [*(case for case in CASES if case not in COMBINED), *long(*COMBINED)])
 def test_every_bit_and_no_race(pool_of: Any, case: str) -> None:
     layout, plans, trial, logged = CASES[case]
     job = tiny_job("gpt", **layout)

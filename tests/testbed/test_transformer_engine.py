@@ -44,7 +44,7 @@ def test_layers_compute_what_local_layers_do(pool, like, dtype, layout):
         assert 0 < to_local < ROUNDING[dtype]
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+@pytest.mark.parametrize("recipe", ["delayed", *long("tensorwise")])
 def test_fp8_keeps_its_scales_in_order(pool, recipe):
     """Amax histories and scales are Transformer Engine's to keep; twice the same shows that each run has its own."""
     job = tiny_job(implementation="transformer_engine", tensor=2, sequence_parallel=True, dtype="bf16", attention_dropout=0.0)

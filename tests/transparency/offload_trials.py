@@ -95,9 +95,9 @@ def left_over(within_s: float = 0) -> list[str]:
         time.sleep(0.1)
 
 
-PATIENCE = timedelta(seconds=60)
-"""Of the process groups of a step that fails: nobody waits longer for a rank that hangs, nor, on a busy machine, for one that
-still makes groups and models."""
+PATIENCE = timedelta(seconds=25)
+"""Of the process groups of a step that fails, all of which is waited for: for a rank that hangs, and, on a busy machine, for one
+that still makes groups and models."""
 
 MIDDLE = 1
 """The micro-batch, of four, that fails."""

@@ -36,16 +36,25 @@ def pool_of() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "targets", "fields"),
+    ("layout", "targets", "fields", "te"),
     [
-        ("one rank", ALL, {"dropout": 0.1}),
-        ("PP2xVPP2", ("linear_qkv", "linear_fc2"), {"dropout": 0.1}),
-        ("TP2", ALL, {}),
-        ("TP2+SP", ("linear_proj", "linear_fc1"), {"dropout": 0.1}),
-        *long(*(("PP2", ALL, {}), ("TP2+SP", ALL, {}), ("one rank", ("linear_qkv",), {}))),
+        ("one rank", ALL, {"dropout": 0.1}, False),
+        ("PP2xVPP2", ("linear_qkv", "linear_fc2"), {"dropout": 0.1}, False),
+        ("TP2", ALL, {}, False),
+        ("TP2", ALL, {}, True),
+        ("TP2+SP", ("linear_proj", "linear_fc1"), {"dropout": 0.1}, True),
+        *long(
+            ("one rank", ALL, {"dropout": 0.1}, True),
+            ("PP2xVPP2", ("linear_qkv", "linear_fc2"), {"dropout": 0.1}, True),
+            ("TP2+SP", ("linear_proj", "linear_fc1"), {"dropout": 0.1}, False),
+            *(
+                (*each, te)
+                for each in (("PP2", ALL, {}), ("TP2+SP", ALL, {}), ("one rank", ("linear_qkv",), {}))
+                for te in (False, True)
+            ),
+        ),
     ],
 )
-@pytest.mark.parametrize("te", [False, True])
 def test_every_bit(pool_of: Any, layout: str, targets: tuple[str, ...], fields: dict[str, Any], te: bool) -> None:
     """The first layer's input needs no gradient, as the embedding is frozen."""
     of_te = {"implementation": "transformer_engine", "dtype": "bf16"} if te else {}

@@ -59,7 +59,7 @@ def candidates_for(job: Job) -> list[Plan]:
 
 @pytest.mark.parametrize(
     ("layout", "captured"),
-    [("TP2+SP", "mlp"), ("PP2", "attn"), *long(("one rank", "attn"), ("one rank", "mlp"), ("TP2+SP", "attn"), ("PP2", "mlp"))],
+    [("one rank", "mlp"), ("PP2", "attn"), *long(("one rank", "attn"), ("TP2+SP", "mlp"), ("TP2+SP", "attn"), ("PP2", "mlp"))],
 )
 def test_the_other_half_is_planned(te_pool_of: Pools, layout: str, captured: str) -> None:
     job = job_of(layout, (captured,))
@@ -79,7 +79,7 @@ ROUTED = (("moe_router",), ("attn", "moe_router", "moe_preprocess"))
 
 @pytest.mark.parametrize(
     ("layout", "captured"),
-    [("EP2", ROUTED[1]), ("PP2, EP2", ROUTED[0]), *long(("EP2", ROUTED[0]), ("PP2, EP2", ROUTED[1]))],
+    [("EP2", ROUTED[1]), *long(("EP2", ROUTED[0]), ("PP2, EP2", ROUTED[0]), ("PP2, EP2", ROUTED[1]))],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
 def test_what_experts_compute_is_planned_behind_a_captured_router(

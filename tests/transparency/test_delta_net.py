@@ -91,6 +91,7 @@ def test_weight_gradients_in_waits(pool_of: Any) -> None:
         assert outcome.planned.counts[-1].filled > 0
 
 
+@pytest.mark.long
 def test_megatron_0_18(pool_of: Any) -> None:
     job = job_of("TP2")
     candidates = [uniform_plan(job), uniform_plan(job, (CONVOLUTION, GATED_NORM))]

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.ranks import RankPool
+from tests.long import long
 from tests.tiny_jobs import tiny_job
 from tests.transparency.offloaded import offloading
 from tests.transparency.trials import Trial, compare_with_stock
@@ -21,7 +22,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["EP2", *long(*(layout for layout in LAYOUTS if layout != "EP2"))])
 def test_every_bit_in_deterministic_mode(pool_of: Callable[[int], RankPool], layout: str) -> None:
     """Its permutations add rows in another way than without, and torch fills new memory with NaN."""
     job = tiny_job("gpt", **LAYOUTS[layout], deterministic=True, hidden_dropout=0.1)

@@ -59,7 +59,7 @@ IN_RANDOM_PLANS = "TP2xPP2xVPP2+SP"
 """Whose every part is in another layout, and which random plans have as a whole."""
 
 
-@with_models(LAYOUTS, (*COMBINED, IN_RANDOM_PLANS))
+@with_models(LAYOUTS, (*COMBINED, "PP2", IN_RANDOM_PLANS))
 def test_kept_recomputed_and_mixed(pool_of: Pools, layout: str, like: Any) -> None:
     job = tiny_job(like, **LAYOUTS[layout])
     everything = recomputable(job)

@@ -16,6 +16,7 @@ import torch
 
 from megatron_lynx.testbed.ranks import RankPool
 from tests.instruments.compiler import COMPILER
+from tests.long import with_models
 from tests.te_releases import folder_of, python_path
 from tests.tiny_jobs import tiny_job
 from tests.transparency.offloaded import offloading
@@ -57,8 +58,7 @@ def assert_nothing_new(like: str, stock: Seen, planned: list[Seen]) -> None:
     assert new in ([], BIAS_FOUND_IN_BACKWARD[like])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("like", ["gpt", "llama"])
+@with_models(LAYOUTS)
 def test_the_same_bits_and_nothing_compiled_for_a_recomputation(compiling: Pools, layout: str, like: Any) -> None:
     """Recomputations pass geometry in place of values that they do not need. They used to pass one value expanded to the size:
     strides differed, and the compiler compiled bias-dropout-add again in the middle of a recomputation."""

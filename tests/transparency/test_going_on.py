@@ -34,7 +34,7 @@ BOTH = ("attention", "mlp")
 
 
 @pytest.mark.parametrize("layout", ["TP2+SP", *long("TP2xPP2xVPP2+SP")])
-@pytest.mark.parametrize("like", ["gpt", "llama"])
+@pytest.mark.parametrize("like", ["llama", *long("gpt")])
 def test_a_gradient_is_gathered_beside_the_rest_of_a_half(pool_of: Pools, layout: str, like: Any) -> None:
     """On demand, ahead, ahead from a gather on, in each half by itself, and in groups of layers."""
     job = tiny_job(like, **LAYOUTS[layout], **DRY)

@@ -88,7 +88,7 @@ OPAQUE = [
 ]
 
 
-@pytest.mark.parametrize("layout", ["TP2+SP", "PP2"])
+@pytest.mark.parametrize("layout", ["PP2", *long("TP2+SP")])
 def test_stacks_with_mamba_layers(pool_of: Pools, layout: str) -> None:
     """M- - *E, M *- ME: Mamba layers, experts, attentions and MLPs, and halves without the other one."""
     job = hybrid_job(**LAYOUTS[layout], layers=6, experts=EXPERTS, opaque=OPAQUE, hidden_dropout=0.1)

@@ -237,7 +237,7 @@ def test_beside_experts(pool_of: Pools, spread: dict[str, Any]) -> None:
 
 
 @pytest.mark.streams
-@pytest.mark.parametrize(("te", "core"), [("2.14", "0.17"), ("2.20", "0.18"), ("2.17", "0.19"), ("2.20", "0.20")])
+@pytest.mark.parametrize(("te", "core"), [*long(("2.14", "0.17"), ("2.20", "0.18")), ("2.17", "0.19"), ("2.20", "0.20")])
 def test_other_releases(te: str, core: str) -> None:
     """Each of megatron-core beside another of Transformer Engine."""
     job = job_of("TP2+SP")

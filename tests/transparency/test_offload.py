@@ -186,8 +186,14 @@ def test_random_plans(pool_of: Pools, like: Any) -> None:
     checked(pool_of, job, samples(offloaded, 4), Trial(steps=1))
 
 
-@every_model
-@pytest.mark.parametrize("layout", [{"pipeline": 4, "microbatches": 6}, LAYOUTS["PP2xVPP2"]], ids=["PP4", "PP2xVPP2"])
+PP4 = {"pipeline": 4, "microbatches": 6}
+
+
+@pytest.mark.parametrize(
+    ("layout", "like"),
+    [(PP4, "gpt"), (LAYOUTS["PP2xVPP2"], "llama"), *long((PP4, "llama"), (LAYOUTS["PP2xVPP2"], "gpt"))],
+    ids=str,
+)
 def test_late_copies_and_overwritten_memory(pool_of: Pools, like: Any, layout: dict[str, Any]) -> None:
     """Every copy takes a random time; what was let go, what is not reloaded yet and what was reloaded holds NaN."""
     job = tiny_job(like, **layout)
@@ -294,7 +300,7 @@ def test_device_bytes_are_what_the_planner_says(pool_of: Pools, policy: Any) -> 
     counted_as_said(pool_of(2), job, profile, plans)
 
 
-@pytest.mark.parametrize("checkpoint", ["layer", {"layers": 2}, *long("halves")], ids=str)
+@pytest.mark.parametrize("checkpoint", ["layer", *long({"layers": 2}, "halves")], ids=str)
 def test_device_bytes_of_checkpoints_whose_inputs_leave(pool_of: Pools, checkpoint: Any) -> None:
     """Where nothing but inputs is kept, nothing but inputs leaves; what Megatron received stays."""
     job = tiny_job("gpt", pipeline=2, layers=12, layers_per_chunk=3, microbatches=4)
@@ -333,8 +339,8 @@ def test_device_bytes_within_a_micro_batch_are_what_the_planner_says(
 ) -> None:
     """Before every half's forward and before its backward, to the byte, copies under way included, on every stage. Of the tensor
     at the edge of what leaves the rest is there twice until its turn. What is recomputed while a gradient is received stays."""
-    several = {"layers_per_chunk": 4} if chunks > 1 else {}
-    job = tiny_job(like, layers=4 * pipeline * chunks, pipeline=pipeline, microbatches=chunks + pipeline, **several)
+    several = {"layers_per_chunk": 2} if chunks > 1 else {}
+    job = tiny_job(like, layers=4 * pipeline, pipeline=pipeline, microbatches=chunks + pipeline, **several)
     profile = made_up_profile(job)
     instant = LinkPoint(kind="host", bytes=1, seconds=1e-15)  # what compute waits for would not change bytes, but their places
     profile = profile.model_copy(update={"links": (*profile.links, instant)})

@@ -162,7 +162,9 @@ def newest_pool_of() -> Iterator[Pools]:
     yield from pools_with("2.17", core="0.19", NVTE_ALLOW_NONDETERMINISTIC_ALGO="0")
 
 
-@pytest.mark.parametrize(("layout", "delayed"), [("EP2", False), ("TP2xEP2, sequence parallel", False), ("PP2xVPP2, EP2", True)])
+@pytest.mark.parametrize(
+    ("layout", "delayed"), [("EP2", False), *long(("TP2xEP2, sequence parallel", False), ("PP2xVPP2, EP2", True))]
+)
 def test_opaque_attention_is_kept_whole_in_its_node(newest_pool_of: Pools, layout: str, delayed: bool) -> None:
     """A gated attention, and one of a fork; gated delta nets, experts and MLPs recompute, or go to the host."""
     gated = Opaque.model_validate({**gated_attention(32, 2, queries=32, keys=32, seq=16), "layers": (2,)})
@@ -201,7 +203,7 @@ def test_multi_token_prediction(pool_of: Pools) -> None:
     compared(pool_of, job_of("PP2xVPP2, EP2", experts={"shared_ffn": 32}, mtp=1))
 
 
-@pytest.mark.parametrize("layout", ["PP2xVPP2, EP2", "TP2xEP2, sequence parallel", *long(*IN_OTHERS)])
+@pytest.mark.parametrize("layout", ["TP2xEP2, sequence parallel", *long("PP2xVPP2, EP2", *IN_OTHERS)])
 def test_delayed_weight_gradients(te_pool_of: Pools, layout: str) -> None:
     """Of Transformer Engine's linears, which keep what they need until Megatron asks for them: what was recomputed, by then."""
     compared(te_pool_of, job_of(layout, implementation="transformer_engine", experts={"shared_ffn": 32, "delayed": True}))

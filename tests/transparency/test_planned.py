@@ -101,7 +101,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [name if "groups" not in name else pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS]
+)
 def test_interleaved_plans_hide_what_they_say(pool_of: Pools, layout: str) -> None:
     """With dropout. The solver's plan under a budget, the usual windows, and some micro-batches whole: the same bits as stock,
     with NaN in what was let go, and every recomputation where and when the simulated step has it."""

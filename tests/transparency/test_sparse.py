@@ -71,6 +71,8 @@ def test_every_bit(pool_of: Any, layout: str) -> None:
         checkpointed(kept, "layer"),
         offloading(uniform_plan(job, ("input_layernorm", "rotary")), 8_000),
     ]
+    if job.gpus > 1:  # single items, and checkpoints of one half, are as on one rank
+        del candidates[2:5]
     for outcomes in pool_of(job.gpus).run(compare, job, candidates, Trial(canaries=True, steps=2)):
         assert [outcome.differing for outcome in outcomes] == [[]] * len(candidates)
         assert [outcome.planned.frames_left for outcome in outcomes] == [0] * len(candidates)
