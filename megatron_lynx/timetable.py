@@ -27,7 +27,7 @@ its output, which the same ranks reduce:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -269,8 +269,8 @@ class Timetable:
     def forward(self, chunk: int) -> Pass:
         if chunk not in self._forwards:
             halves = tuple(HalfPass(half.key, tuple(self._waits("fwd", half))) for half in self.chunks[chunk])
-            moments = (Moment("in", wait.window) for half in halves for wait in half.waits)
-            self._forwards[chunk] = Pass(halves, _table(moments, {}, self._weight_gradients[chunk]))
+            places = {wait.window for half in halves for wait in half.waits}
+            self._forwards[chunk] = Pass(halves, _table(places, {}, self._weight_gradients[chunk]))
         return self._forwards[chunk]
 
     def backward(self, chunk: int) -> Pass:
@@ -279,18 +279,15 @@ class Timetable:
                 HalfPass(half.key, tuple(self._waits("bwd", half, half.place.gather or ON_DEMAND)))
                 for half in reversed(self.chunks[chunk])
             )
-            at_halves: tuple[At, ...] = ("enter", "demand", "core")
-            in_waits: tuple[At, ...] = ("in", "after")
-            moments = [Moment(at, half.half) for half in halves for at in at_halves]
-            moments += [Moment(at, wait.window) for half in halves for wait in half.waits for at in in_waits]
-            self._backwards[chunk] = Pass(halves, _table(moments, self._planned[chunk], self._weight_gradients[chunk]))
+            places = {place for half in halves for place in (half.half, *(wait.window for wait in half.waits))}
+            self._backwards[chunk] = Pass(halves, _table(places, self._planned[chunk], self._weight_gradients[chunk]))
         return self._backwards[chunk]
 
     def receive(self, chunk: int) -> Pass:
-        return Pass((), _table([Moment("in", RECV_BACKWARD)], self._planned[chunk], self._deferred[chunk]))
+        return Pass((), _table((RECV_BACKWARD,), self._planned[chunk], self._deferred[chunk]))
 
     def sent(self, chunk: int) -> Pass:
-        return Pass((), _table([Moment("in", SEND_BACKWARD)], {}, self._deferred[chunk]))
+        return Pass((), _table((SEND_BACKWARD,), {}, self._deferred[chunk]))
 
     def serving(self, chunk: int) -> Iterator[tuple[Pass, FrameKey | None, Sequence[Wait]]]:
         """The waits of all passes that may serve a backward, in order."""
@@ -346,10 +343,10 @@ class Timetable:
         return tuple(tables)
 
 
-def _table(moments: Iterable[Moment], planned: Tasks, weight_gradients: Tasks) -> Tasks:
-    """Tasks of both tables at these moments; in a wait recomputations come first."""
-    merged = ((moment, (*planned.get(moment, ()), *weight_gradients.get(moment, ()))) for moment in moments)
-    return {moment: tasks for moment, tasks in merged if tasks}
+def _table(places: Collection[FrameKey | Window], planned: Tasks, weight_gradients: Tasks) -> Tasks:
+    """Tasks of both tables in these places; in a wait recomputations come first."""
+    moments = (moment for moment in (*planned, *weight_gradients) if moment.place in places)
+    return {moment: (*planned.get(moment, ()), *weight_gradients.get(moment, ())) for moment in moments}
 
 
 def _planned(halves: Sequence[PlannedHalf], layout: Layout) -> Tasks:

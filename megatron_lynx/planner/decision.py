@@ -3,14 +3,11 @@
 job, profile ──partitioned──> layers of each stage ──Stages──> answer of each stage ──write, rehearse──┬──> Decision
                                      ├── again with less memory for offloaded shares whose copies lag ──────────┤
                                      └── with weight gradients in the waits that are left (`filling`) ──────────┘
-
-Among equally fast answers, the one with the fewest bytes leaves memory for weight gradients, the one with the fewest halves that
-hide recomputation leaves waits for them (`Stages.leaving_waits`). Both are filled if they differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -46,7 +43,6 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.solver.answer import NOTHING_FITS, StageAnswer
-from megatron_lynx.solver.problem import Option
 from megatron_lynx.solver.stages import Lag, Stages
 from megatron_lynx.units import SECOND_DIGITS
 
@@ -175,12 +171,8 @@ def _step_s(decision: Decision) -> float:
 
 
 def _made(job: Job, profile: Profile) -> Decision:
-    parted = [Stages(parted, profile) for parted in partitioned(job, profile)]
-    decision, stages = min(((fitting(stages), stages) for stages in parted), key=lambda pair: _step_s(pair[0]))
-    best, leaving_waits = _filled(decision), stages.leaving_waits
-    if why_none_deferred(job) is None and _layers_of(_answers(leaving_waits)) != _layers_of(decision.stages):
-        best = min(best, _filled(fitting(leaving_waits), below_s=_step_s(best)), key=_step_s)
-    best = _sending_first(best)
+    best = min((fitting(Stages(parted, profile)) for parted in partitioned(job, profile)), key=_step_s)
+    best = _sending_first(_filled(best))
     check_budget_kept(best.job, best.simulation)
     return best
 
@@ -215,9 +207,8 @@ def fitting(stages: Stages) -> Decision:
         lags |= {stage: (*lags.get(stage, ()), lag) for stage, lag in over.items()}
 
 
-def _filled(decision: Decision, below_s: float = inf) -> Decision:
-    """Defer weight gradients into waits, with or without those of forwards, whole or in pieces, if that is faster and fits.
-    `below_s`: a longer step is of no use."""
+def _filled(decision: Decision) -> Decision:
+    """Defer weight gradients into waits, with or without those of forwards, whole or in pieces, if that is faster and fits."""
     job = decision.job
     if (why := why_none_deferred(job)) is not None:
         return replace(decision, weight_gradients=f"none deferred: {why}")
@@ -225,7 +216,7 @@ def _filled(decision: Decision, below_s: float = inf) -> Decision:
     cut = (False, True) if job.overlap.weight_gradient_pieces else (False,)
     for forwards, pieces in product((True, False) if job.chunks > 1 else (True,), cut):  # see `planner.filling`
         place = partial(filler.filled, forwards=forwards, pieces=pieces)
-        if (found := _placed(decision, place, min(below_s, _step_s(best)))) is not None:
+        if (found := _placed(decision, place, _step_s(best))) is not None:
             said = f"deferred {'in pieces ' if pieces else ''}into waits: the step is {found.gained(decision)}"
             best = replace(found, weight_gradients=said)
     return best
@@ -269,10 +260,6 @@ def _budget_bytes(decision: Decision, stage: int) -> int:
     """Budget of a stage's layers; without a budget, their bytes with nothing deferred."""
     budget_bytes = layers_budget_bytes(decision.job, stage)
     return decision.simulation.memory(stage).peak_bytes if budget_bytes is None else budget_bytes
-
-
-def _layers_of(answers: Iterable[StageAnswer]) -> list[tuple[Option, ...]]:
-    return [chunk.halves for answer in answers for chunk in answer.chunks]
 
 
 def _answers(stages: Stages, lags: Mapping[int, tuple[Lag, ...]] = MappingProxyType({})) -> tuple[StageAnswer, ...]:

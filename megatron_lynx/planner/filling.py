@@ -17,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -62,7 +62,7 @@ class Rooms:
     any linear of l        and in the next forward, in the collectives of the same layer
 
     `forwards`: whether a forward of this chunk follows its backwards. `looked_into`: whether plans may change the inside of
-    experts. `pieces`: whether weight gradients may be cut.
+    experts.
     """
 
     plan: Plan
@@ -70,7 +70,6 @@ class Rooms:
     prices: Prices
     forwards: bool
     looked_into: bool = True
-    pieces: bool = False
 
     def waits(self, layer: int) -> tuple[Wait, ...]:
         """Those of its backward first."""
@@ -93,9 +92,6 @@ class Rooms:
         closed = section.captured or section.apart or (section.exchanges and not self.looked_into)
         return () if closed else section.linears
 
-    def _addresses(self, layer: int) -> list[WindowAddress]:
-        return list(self._by_layer.get(layer, ()))
-
     @cached_property
     def _by_layer(self) -> dict[int, dict[WindowAddress, Wait]]:
         """Waits of each layer, without exchanges that take no time."""
@@ -117,7 +113,7 @@ class Rooms:
         return waits_of_layers
 
     def _linear(self, layer: int, section: Section, name: str) -> Linear:
-        waits, sliced = self._addresses(layer), self.prices.profile.shape.sequence_parallel
+        waits, sliced = list(self._by_layer.get(layer, ())), self.prices.profile.shape.sequence_parallel
         waits_of_half = [at for at, wait in enumerate(waits) if wait.passing == "bwd" and wait.half == section.half]
         hides = section.beside_wgrad(name, sliced)
         beside = next((at for at in waits_of_half if waits[at].ordinal == hides), None)
@@ -127,7 +123,7 @@ class Rooms:
     @once
     def _cuts(self, linear: str) -> tuple[tuple[float, ...], ...]:
         cost = self.cost(linear)
-        numbers = [1, *(pieces for pieces in PIECES if self.pieces and pieces <= cost.most_pieces)]
+        numbers = [1, *(pieces for pieces in PIECES if pieces <= cost.most_pieces)]
         return tuple(tuple(piece.seconds for piece in cost.cut(pieces)) for pieces in numbers)
 
     def _first(self, waits: list[WindowAddress], section: Section, name: str) -> int:
@@ -141,13 +137,13 @@ class Rooms:
     def _puts(self, layer: int, waits: list[WindowAddress], first: int) -> Iterator[Put]:
         """Yield waits in which a weight gradient of this layer may run: from index `first` on, then earlier ones in the layer
         below."""
-        backward = sum(wait.passing == "bwd" for wait in waits)
+        backward, below = sum(wait.passing == "bwd" for wait in waits), self._by_layer.get(layer - 1, ())
         for at, wait in enumerate(waits):
             if wait.passing == "fwd":
                 yield Put(at, window_name("fwd", wait.half, wait.ordinal), LONG)
             elif at >= first:
                 yield Put(at, window_name("bwd", wait.half, wait.ordinal), at - first)
-            elif wait._replace(layer=layer - 1) in self._addresses(layer - 1):
+            elif wait._replace(layer=layer - 1) in below:
                 yield Put(at, window_name("bwd", wait.half, wait.ordinal, -1), at + backward - first)
 
     @cached_property
@@ -278,9 +274,9 @@ class Filler:
         """
         entries = []
         for number, entry in enumerate(self.plan.stages):
-            rooms, slack = self._rooms(number, forwards, pieces), self._slack(entry, budgets)
+            rooms, slack = self._rooms(number, forwards), self._slack(entry, budgets)
             receives = self.job.chunks == 1 and cooldown_backwards(self.job, entry.stage) > 0
-            entries.append(_deferring(rooms, slack, self._best(rooms, slack), receives=receives))
+            entries.append(_deferring(rooms, slack, self._best(rooms, slack, pieces), receives=receives))
         return self.plan.model_copy(update={"stages": tuple(entries)})
 
     def sending_first(self, budgets: Sequence[int], *, hiding: bool) -> Plan:
@@ -294,25 +290,25 @@ class Filler:
         entries = []
         for number, entry in enumerate(self.plan.stages):
             if entry.stage or entry.chunk:
-                rooms, slack = self._rooms(number, False, False), self._slack(entry, budgets, drains=True)
+                rooms, slack = self._rooms(number, False), self._slack(entry, budgets, drains=True)
                 entry = _deferring(rooms, slack, _sent_first(rooms, slack, hiding=hiding))
             entries.append(entry)
         return self.plan.model_copy(update={"stages": tuple(entries)})
 
     @once
-    def _rooms(self, number: int, forwards: bool, pieces: bool) -> Rooms:
+    def _rooms(self, number: int, forwards: bool) -> Rooms:
         entry, prices = self.plan.stages[number], Prices(self.profile, less_in_hand_bytes(self.job))
         followed = forwards and next_forward(self.simulation, entry.stage, entry.chunk) is not None
-        return Rooms(self.plan, entry, prices, followed, not self.job.model.experts_whole, pieces)
+        return Rooms(self.plan, entry, prices, followed, not self.job.model.experts_whole)
 
     def _slack(self, entry: Stage, budgets: Sequence[int], *, drains: bool = False) -> Slack:
         first_layers = [chunk.layers.first for chunk in self.plan.chunks_of(entry.stage)]
         return Slack(self.simulation, entry, first_layers, budgets[entry.stage], drains=drains)
 
-    def _best(self, rooms: Rooms, slack: Slack) -> dict[int, Waits]:
+    def _best(self, rooms: Rooms, slack: Slack, pieces: bool) -> dict[int, Waits]:
         """Return the waits of each layer's weight gradients: first those without forwards, then what gains most per byte."""
-        interference = self.profile.interference
-        ways = {layer: ways_of(rooms.waits(layer), rooms.linears(layer), interference) for layer in rooms.entry.layers}
+        packed = partial(ways_of, interference=self.profile.interference, pieces=pieces)
+        ways = {layer: packed(rooms.waits(layer), rooms.linears(layer)) for layer in rooms.entry.layers}
         chosen: dict[int, Placed] = {}
 
         def choose(layer: int, placed: Placed) -> bool:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain, combinations, permutations
 from math import gcd, inf
 from typing import NamedTuple
@@ -82,16 +82,18 @@ class Placed(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def ways_of(waits: tuple[Wait, ...], linears: tuple[Linear, ...], interference: float) -> list[Placed]:
+def ways_of(waits: tuple[Wait, ...], linears: tuple[Linear, ...], interference: float, *, pieces: bool) -> list[Placed]:
     """Return the best assignment found without forwards, then shorter ones: the best of all, and those with forwards for only a
-    part of the weight gradients that use them there. In layers of more than `MOST_LINEARS`, the best of all alone."""
-    first, most = (
-        _Layer(waits, linears, interference, forwards).best() for forwards in ((), [linear.name for linear in linears])
-    )
+    part of the weight gradients that use them there. In layers of more than `MOST_LINEARS`, the best of all alone.
+
+    `pieces`: whether weight gradients may be cut.
+    """
+    layer = partial(_Layer, waits, linears, interference, pieces)
+    first, most = layer(()).best(), layer([linear.name for linear in linears]).best()
     using = [linear for linear, names in most.waits.items() if any(map(is_forward, names))]
     sizes = range(1, len(using)) if len(linears) <= MOST_LINEARS else ()
     fewer = chain.from_iterable(combinations(using, size) for size in sizes)
-    others = [most, *(_Layer(waits, linears, interference, forwards).best() for forwards in fewer)]
+    others = [most, *(layer(forwards).best() for forwards in fewer)]
     return [first, *(way for way in others if way.seconds < first.seconds)]
 
 
@@ -101,11 +103,12 @@ Chosen = dict[str, tuple[Put, ...]]
 
 @dataclass(frozen=True)
 class _Layer:
-    """`forwards`: linears whose weight gradients may use waits of forwards."""
+    """`pieces`: whether weight gradients may be cut. `forwards`: linears whose weight gradients may use waits of forwards."""
 
     waits: Sequence[Wait]
     linears: Sequence[Linear]
     interference: float
+    pieces: bool
     forwards: Collection[str]
 
     def best(self) -> Placed:
@@ -130,25 +133,24 @@ class _Layer:
     def _cheapest(self, linear: Linear, others: Chosen) -> tuple[float, tuple[Put, ...]]:
         """Return the layer's seconds and the best places of one weight gradient; none if it is not deferred."""
         lengths_s, taken_s, alone_s = self._loads(others)
-        staying_s = alone_s + linear.seconds + sum(map(self._wait_s, self._hiding(linear, lengths_s), taken_s))
-        ways = [self._piece_by_piece(linear, pieces_s, lengths_s, list(taken_s)) for pieces_s in linear.cuts]
+        staying_s = alone_s + linear.seconds + self._waits_s(self._hiding(linear, lengths_s), taken_s)
+        cuts = linear.cuts if self.pieces else linear.cuts[:1]
+        ways = [self._piece_by_piece(linear, pieces_s, lengths_s, taken_s) for pieces_s in cuts]
         return min([(staying_s, ()), *((alone_s + seconds, puts) for seconds, puts in ways if puts)], key=lambda way: way[0])
 
     def _piece_by_piece(
-        self, linear: Linear, pieces_s: Sequence[float], lengths_s: Sequence[float], taken_s: list[float]
+        self, linear: Linear, pieces_s: Sequence[float], lengths_s: Sequence[float], taken_s: Sequence[float]
     ) -> tuple[float, tuple[Put, ...]]:
         puts, places = list[Put](), self._places(linear, cut=len(pieces_s) > 1)
-        late_s = WORTH * linear.seconds
-
-        def longer_s(put: Put) -> float:
-            length_s, before_s = lengths_s[put.wait], taken_s[put.wait]
-            return self._wait_s(length_s, before_s + piece_s) - self._wait_s(length_s, before_s) + WINDOW_S * put.windows
-
+        taken_s, late_s = list(taken_s), WORTH * linear.seconds
+        left_s = [max(0.0, room_s) for room_s in self._rooms_s(lengths_s, taken_s)]
         for piece_s in pieces_s if places else ():
-            puts.append(put := min(places, key=longer_s))
+            put = min(places, key=lambda put: max(0.0, piece_s - left_s[put.wait]) + WINDOW_S * put.windows)
+            puts.append(put)
             taken_s[put.wait] += piece_s
+            left_s[put.wait] = max(0.0, left_s[put.wait] - piece_s)
             late_s += WINDOW_S * put.windows
-        return late_s + sum(map(self._wait_s, lengths_s, taken_s)), tuple(puts)
+        return late_s + self._waits_s(lengths_s, taken_s), tuple(puts)
 
     def _places(self, linear: Linear, *, cut: bool) -> list[Put]:
         """Places of a linear, or of its pieces, which may also run in the wait that they hide anyway."""
@@ -173,8 +175,13 @@ class _Layer:
         """Return the lengths of waits where this linear's weight gradient, which is not deferred, hides its own."""
         return [max(0.0, length_s - linear.seconds * (at == linear.beside)) for at, length_s in enumerate(lengths_s)]
 
-    def _wait_s(self, length_s: float, taken_s: float) -> float:
-        return length_s + max(0.0, taken_s - length_s / self.interference)
+    def _waits_s(self, lengths_s: Sequence[float], taken_s: Sequence[float]) -> float:
+        """Seconds of all waits, with the work that exceeds them."""
+        return sum(lengths_s) - sum(room_s for room_s in self._rooms_s(lengths_s, taken_s) if room_s < 0)
+
+    def _rooms_s(self, lengths_s: Sequence[float], taken_s: Sequence[float]) -> list[float]:
+        """Seconds of work for which each wait has room; below 0, of work that exceeds it."""
+        return [length_s / self.interference - work_s for length_s, work_s in zip(lengths_s, taken_s, strict=True)]
 
 
 def _fewest(puts: Sequence[Put]) -> tuple[str, ...]:

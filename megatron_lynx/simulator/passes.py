@@ -118,38 +118,37 @@ class Queue:
         self.chunk = chunk
         self._bound_bytes = bound_bytes
         self._entries = list(pending)
+        self._held_bytes = sum(entry.cost.bytes for entry in pending if entry.chunk == chunk)
 
     @property
     def pending(self) -> Pending:
         return tuple(self._entries)
 
+    def holds(self, of: Linear) -> bool:
+        return any(entry.of == of for entry in self._entries)
+
     def put(self, entry: Entry) -> Iterator[Entry]:
         """Queue an entry; yield entries that must run to make room, oldest first."""
-        left_bytes = self._bound_bytes - entry.cost.bytes
-        chunk_entries = [queued_entry for queued_entry in self._entries if queued_entry.chunk == self.chunk]
-        held_bytes = sum(queued_entry.cost.bytes for queued_entry in chunk_entries)
         self._entries.append(entry)
-        for oldest in (*chunk_entries, entry):
-            if held_bytes <= left_bytes:
-                return
-            self._entries.remove(oldest)
-            held_bytes -= oldest.cost.bytes
-            yield oldest
+        self._held_bytes += entry.cost.bytes
+        while self._held_bytes > self._bound_bytes:
+            yield self._removed(next(queued_entry for queued_entry in self._entries if queued_entry.chunk == self.chunk))
 
     def due(self, linears: Sequence[Linear]) -> Iterator[Entry]:
         for linear in linears:
             oldest = next((entry for entry in self._entries if entry.of == linear), None)
             if oldest is not None:
-                self._entries.remove(oldest)
-                yield oldest
+                yield self._removed(oldest)
 
     def take(self, of: Linear | None = None) -> list[Entry]:
         """Remove all entries of a linear, or those of the chunk."""
-        taken, left = list[Entry](), list[Entry]()
-        for entry in self._entries:
-            (taken if (entry.chunk == self.chunk if of is None else entry.of == of) else left).append(entry)
-        self._entries = left
-        return taken
+        taken = [entry for entry in self._entries if (entry.chunk == self.chunk if of is None else entry.of == of)]
+        return [self._removed(entry) for entry in taken]
+
+    def _removed(self, entry: Entry) -> Entry:
+        self._entries.remove(entry)
+        self._held_bytes -= entry.cost.bytes * (entry.chunk == self.chunk)
+        return entry
 
 
 PHASES: tuple[Phase, Phase, Phase] = ("warmup", "steady", "cooldown")

@@ -258,8 +258,8 @@ class Walk:
                 self._spans.append(Span("weight_gradient", start_s, self.clock_s, *entry.of[:2], None, where, name))
         self._filled_s += fits_s
         self._unfilled_s += rest_s
-        newest = not any(queued_entry.of == entry.of for queued_entry in self._queue.pending)
-        self.hold((self._unheld.pop(entry.of, 0) if newest else 0) - entry.cost.copied_bytes - entry.cost.bytes)
+        unheld_bytes = 0 if self._queue.holds(entry.of) else self._unheld.pop(entry.of, 0)
+        self.hold(unheld_bytes - entry.cost.copied_bytes - entry.cost.bytes)
 
     def span(
         self,
