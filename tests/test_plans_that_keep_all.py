@@ -52,7 +52,7 @@ def takes_stocks_seconds(job: Job) -> bool:
 
 
 def with_and_without_overlap(job: Job) -> None:
-    job = partitioned(job, analytic_profile(job))[0]
+    job = partitioned(job, analytic_profile(job))[0].job
     assert job.schedule == "double_buffered" or takes_stocks_seconds(overlapping(job, overlapped=False))
     if job.model.experts is not None:
         takes_stocks_seconds(overlapping(job, overlapped=True))

@@ -52,7 +52,7 @@ def test_the_lowest_layers_come_first() -> None:
     job = load_job(job_path(JOB))
     decided = decide(job.model_copy(update={"overlap": Overlap(weight_gradients="none")}), analytic_profile(job))
     peaks = [decided.simulation.memory(stage).peak_bytes for stage in range(job.parallel.pipeline)]
-    few, none = (decided.filler.sending_first([peak // part for peak in peaks], hiding=True) for part in (4, 10**12))
+    few, none = (decided.filler.sending_first([peak // part for peak in peaks]) for part in (4, 10**12))
     assert none == decided.draft
     entry = few.stages[-1]
     layers = sorted({layer for layer, _ in sent(entry)})

@@ -49,7 +49,7 @@ from megatron_lynx.units import SECOND_DIGITS
 NONE_DEFERRED = "none deferred: no wait that is left, and for which there is memory, makes it faster"
 
 PLACED_AGAIN = 3
-"""Most rounds of placing weight gradients."""
+"""Most rounds of placing weight gradients. With one, 100 rows take 0.06 % longer in the mean, a launch 4.8 %."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def _step_s(decision: Decision) -> float:
 
 
 def _made(job: Job, profile: Profile) -> Decision:
-    best = min((fitting(Stages(parted, profile)) for parted in partitioned(job, profile)), key=_step_s)
+    best = min(map(fitting, partitioned(job, profile)), key=_step_s)
     best = _sending_first(_filled(best))
     check_budget_kept(best.job, best.simulation)
     return best
@@ -180,7 +180,7 @@ def _made(job: Job, profile: Profile) -> Decision:
 def plannable(job: Job, profile: Profile) -> bool:
     with suppress(LynxError):
         check_plannable(job)
-        fitting(Stages(partitioned(left_open.with_least_memory(job), profile)[0], profile))
+        fitting(partitioned(left_open.with_least_memory(job), profile)[0])
         return True
     return False
 
@@ -226,13 +226,12 @@ def _sending_first(decision: Decision) -> Decision:
     job, filler = decision.job, decision.filler
     if why_none_deferred(job) is not None or job.parallel.pipeline == 1:
         return decision
-    best, said = decision, "deferred" if decision.weight_gradients == NONE_DEFERRED else decision.weight_gradients
     latest_s = late_reduction_s(job, decision.simulation.idle_at_end_s) + 10.0**-SECOND_DIGITS
-    for hiding in (False, True):
-        found = _placed(decision, partial(filler.sending_first, hiding=hiding), _step_s(best))
-        if found is not None and late_reduction_s(job, found.simulation.idle_at_end_s) <= latest_s:
-            best = replace(found, weight_gradients=f"{said}; gradients sent before others: {found.gained(decision)}")
-    return best
+    found = _placed(decision, filler.sending_first, _step_s(decision))
+    if found is None or late_reduction_s(job, found.simulation.idle_at_end_s) > latest_s:
+        return decision
+    before = "deferred" if decision.weight_gradients == NONE_DEFERRED else decision.weight_gradients
+    return replace(found, weight_gradients=f"{before}; gradients sent before others: {found.gained(decision)}")
 
 
 def _placed(decision: Decision, place: Callable[[Sequence[int]], Plan], below_s: float) -> Decision | None:

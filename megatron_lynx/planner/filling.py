@@ -279,19 +279,17 @@ class Filler:
             entries.append(_deferring(rooms, slack, self._best(rooms, slack, pieces), receives=receives))
         return self.plan.model_copy(update={"stages": tuple(entries)})
 
-    def sending_first(self, budgets: Sequence[int], *, hiding: bool) -> Plan:
+    def sending_first(self, budgets: Sequence[int]) -> Plan:
         """Return the plan with weight gradients that run once the gradient of their chunk's input is sent: none waits for them.
 
         held   ╲  backward k                     the lowest layers first: their operands wait shortest, where memory is freest
                 ╲___ linear_fc1(2) ___ ... sent
-
-        `hiding`: whether linears are delayed whose weight gradients hide waits of their half; the rehearsal decides.
         """
         entries = []
         for number, entry in enumerate(self.plan.stages):
             if entry.stage or entry.chunk:
                 rooms, slack = self._rooms(number, False), self._slack(entry, budgets, drains=True)
-                entry = _deferring(rooms, slack, _sent_first(rooms, slack, hiding=hiding))
+                entry = _deferring(rooms, slack, _sent_first(rooms, slack))
             entries.append(entry)
         return self.plan.model_copy(update={"stages": tuple(entries)})
 
@@ -357,7 +355,7 @@ def _in_forwards_bytes(rooms: Rooms, placed: Placed) -> int:
     return sum(rooms.cost(linear).bytes for linear, waits in placed.waits.items() if any(map(is_forward, waits))) or 1
 
 
-def _sent_first(rooms: Rooms, slack: Slack, *, hiding: bool) -> dict[int, Waits]:
+def _sent_first(rooms: Rooms, slack: Slack) -> dict[int, Waits]:
     """Return the linears of each rule's layers whose operands fit in all of them, the last one of backward first.
 
     Operands of experts' linears grow with a rank's rows, also where halves fall back: they are not held.
@@ -368,7 +366,7 @@ def _sent_first(rooms: Rooms, slack: Slack, *, hiding: bool) -> dict[int, Waits]
         sections = rooms.plan.model.sections_of(layers.first)
         of_experts = {item.name for half in sections for item in half.items if item.of_experts}
         for linear in reversed(rooms.linears(layers.first)):
-            if linear.name in delayed or linear.name in of_experts or (linear.beside is not None and not hiding):
+            if linear.name in delayed or linear.name in of_experts:
                 continue
             begins_s = (slack.begins_s((layer, rooms.half_of(linear.name))) for layer in layers)
             if slack.takes([Claim(linear.bytes, begin_s, slack.sent_s) for begin_s in begins_s]):

@@ -72,7 +72,7 @@ def _changes_that_fit(job: Job, profile: Profile) -> Iterator[Problem]:
 
 
 def _smallest_budget(job: Job, profile: Profile) -> Iterator[Problem]:
-    least_gib = max(memory.total for memory in least_memory(partitioned(job, profile)[0], profile)) / GIB
+    least_gib = max(memory.total for memory in least_memory(partitioned(job, profile)[0].job, profile)) / GIB
     for gib in (ceil(least_gib), ceil(1.02 * least_gib), ceil(1.1 * least_gib)):
         asked = with_changes(job, [("budget.memory_gib", float(gib))])
         if asked is not None and plannable(asked, profile):

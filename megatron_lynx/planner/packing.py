@@ -17,9 +17,9 @@ one by one, each where it adds least. Weight gradients are placed anew, one or t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from itertools import chain, combinations, permutations
 from math import gcd, inf
 from typing import NamedTuple
@@ -141,7 +141,7 @@ class _Layer:
     def _piece_by_piece(
         self, linear: Linear, pieces_s: Sequence[float], lengths_s: Sequence[float], taken_s: Sequence[float]
     ) -> tuple[float, tuple[Put, ...]]:
-        puts, places = list[Put](), self._places(linear, cut=len(pieces_s) > 1)
+        puts, places = list[Put](), self._places[linear.name, len(pieces_s) > 1]
         taken_s, late_s = list(taken_s), WORTH * linear.seconds
         left_s = [max(0.0, room_s) for room_s in self._rooms_s(lengths_s, taken_s)]
         for piece_s in pieces_s if places else ():
@@ -152,10 +152,15 @@ class _Layer:
             late_s += WINDOW_S * put.windows
         return late_s + self._waits_s(lengths_s, taken_s), tuple(puts)
 
-    def _places(self, linear: Linear, *, cut: bool) -> list[Put]:
-        """Places of a linear, or of its pieces, which may also run in the wait that they hide anyway."""
-        beside = [Put(linear.beside, self.waits[linear.beside].name, 0)] if cut and linear.beside is not None else []
-        return [put for put in (*beside, *linear.places) if linear.name in self.forwards or not is_forward(put.name)]
+    @cached_property
+    def _places(self) -> Mapping[tuple[str, bool], list[Put]]:
+        """By linear and whether it is cut: its places. Pieces may also run in the wait that they hide anyway."""
+        places = {}
+        for linear in self.linears:
+            may = linear.places if linear.name in self.forwards else [put for put in linear.places if not is_forward(put.name)]
+            beside = [] if linear.beside is None else [Put(linear.beside, self.waits[linear.beside].name, 0)]
+            places |= {(linear.name, False): [*may], (linear.name, True): [*beside, *may]}
+        return places
 
     def _loads(self, chosen: Chosen) -> tuple[list[float], list[float], float]:
         """Return the length of each wait, the seconds taken in it, and those of weight gradients that are not deferred."""
@@ -173,7 +178,10 @@ class _Layer:
 
     def _hiding(self, linear: Linear, lengths_s: list[float]) -> list[float]:
         """Return the lengths of waits where this linear's weight gradient, which is not deferred, hides its own."""
-        return [max(0.0, length_s - linear.seconds * (at == linear.beside)) for at, length_s in enumerate(lengths_s)]
+        lengths_s = list(lengths_s)
+        if linear.beside is not None:
+            lengths_s[linear.beside] = max(0.0, lengths_s[linear.beside] - linear.seconds)
+        return lengths_s
 
     def _waits_s(self, lengths_s: Sequence[float], taken_s: Sequence[float]) -> float:
         """Seconds of all waits, with the work that exceeds them."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import dropwhile, product, takewhile
 from math import inf
 
@@ -34,21 +35,22 @@ Way = tuple[float, float, Counts]
 """Seconds of the slowest of the first stages, of all of them, and their layers."""
 
 
-def partitioned(job: Job, profile: Profile) -> list[Job]:
-    """Return the job with known layers; if they were open, spread evenly, and as fastest by the closed form of a step. A
-    rehearsal decides between the two. Raises `Infeasible` if nothing fits."""
+def partitioned(job: Job, profile: Profile) -> list[Stages]:
+    """Return the stages of the job with known layers; if they were open, spread evenly, and as fastest by the closed form of a
+    step. A rehearsal decides between the two. Raises `Infeasible` if nothing fits."""
     if job.parallel.partition != "auto":
-        return [job]
+        return [Stages(job, profile)]
     if len(job.model.kinds_of(range(1, job.model.layers + 1))) > 1:  # `_Times` knows stages by their number of layers
-        return [with_partition(job, job.partition)]
+        return [Stages(with_partition(job, job.partition), profile)]
     times = _Times(job, profile)
     layers, stages = job.model.layers, job.parallel.pipeline
     microbatches = job.microbatches if job.schedule == "flush" else NEVER_FLUSHED
     counts = best(layers, stages, microbatches, times.of, times.least)
     if counts is None:
-        return [job]
+        return [times.like]
     fitting = [partition for partition in (even(layers, stages), counts) if step_s(partition, microbatches, times.of) < inf]
-    return [with_partition(job, _by_virtual_stage(partition, job.chunks)) for partition in dict.fromkeys(fitting)]
+    parted = [with_partition(job, _by_virtual_stage(partition, job.chunks)) for partition in dict.fromkeys(fitting)]
+    return [Stages(each, profile, times.like) for each in parted]
 
 
 def with_partition(job: Job, partition: tuple[int, ...]) -> Job:
@@ -98,7 +100,11 @@ class _Times:
     @once
     def _stages(self, count: int) -> Stages:
         counts = (count,) * self.job.parallel.pipeline
-        return Stages(with_partition(self.job, _by_virtual_stage(counts, self.job.chunks)), self.profile)
+        return Stages(with_partition(self.job, _by_virtual_stage(counts, self.job.chunks)), self.profile, self.like)
+
+    @cached_property
+    def like(self) -> Stages:
+        return Stages(self.job, self.profile)
 
 
 def step_s(counts: Sequence[int], microbatches: int, time: StageTime) -> float:

@@ -104,65 +104,35 @@ def asks_host(job: Job, section: Section, items: Collection[str]) -> bool:
 
 
 @dataclass(frozen=True)
-class StageProblems:
-    """What several stages need is priced once."""
+class HalfOptions:
+    """Options of halves, priced once for all stages, however many layers these have."""
 
     job: Job
     profile: Profile
 
-    @once
-    def of(self, stage: int, chunks: tuple[int, ...] | None = None) -> StageProblem:
-        """`chunks`: chunks that are treated alike; None for all."""
-        budget_mib, chunks = self.job.budget.activation_mib, chunks or tuple(range(self.job.chunks))
-        layers = self.job.layers_of(stage, chunks[0])
-        sections = [section for layer in layers for section in self.job.model.sections(layer)]
-        problem = StageProblem(
-            stage,
-            tuple(self._halves(sections)),
-            in_flight=chunks_in_flight(self.job, stage),
-            budget_bytes=None if budget_mib is None else int(budget_mib * MIB),
-            inside=tuple(map(self._inside_of, sections)),
-            device=self._device(stage, chunks) if layers else None,
-            forward_s=sum(self._half_seconds[section].forward_s for section in sections),
-            loss_bytes=self._loss_bytes(stage, chunks),
-        )
-        return problem if self.job.policy == "planned" else problem.under(self.job.policy)
-
-    def _halves(self, sections: Sequence[Section]) -> Iterator[Choices]:
+    def in_order(self, sections: Sequence[Section]) -> Iterator[Choices]:
+        """Yield the choices of a chunk's halves, in forward order."""
         kinds = [HalfKind(*neighbours) for neighbours in zip(sections, (*sections[1:], None), strict=False)]
         for attention, mlp in by_layer(kinds):
             yield self._at_top(attention, mlp.section) if mlp.last else self._offered(attention, mlp.section)
             yield self._offered(mlp, attention.section)
 
     @once
-    def _at_top(self, kind: HalfKind, other: Section) -> Choices:
-        """In the last layer of a stage nothing begins ahead, and an input has fewer windows after which it is gathered."""
-        choices = self._offered(kind, other)
-        return Choices(one for one in choices if self._seats.at_top(kind, one.seat) and not one.begins_ahead)
-
-    def _device(self, stage: int, chunks: tuple[int, ...]) -> Passes | None:
-        """Return the seconds of one micro-batch in one of the chunks. The ends of the model are divided among all chunks of the
-        stage."""
-        if self.profile.host_time is None:
-            return None
-        whole = stage_seconds(self.job, self.profile, stage)
-        part = self.job.chunk_layers(stage)[chunks[0]] / self.job.layers_on(stage)
-        return Passes(part * whole.forward_s, part * whole.backward_s)
-
-    @cached_property
-    def _half_seconds(self) -> Mapping[Section, HalfSeconds]:
-        return {section: half_seconds(self.profile, section) for section in self.job.model.every_section}
-
-    def _loss_bytes(self, stage: int, chunks: tuple[int, ...]) -> int:
-        last = stage == self.job.parallel.pipeline - 1 and self.job.chunks - 1 in chunks
-        return loss_bytes(self.job, stage) if last else 0
-
-    @once
-    def _inside_of(self, section: Section) -> Grouped | None:
+    def inside_of(self, section: Section) -> Grouped | None:
         if not may_checkpoint(self.job, section, INSIDE):
             return None
         both = (self._with_rest_in_wait(section, checkpoint) for checkpoint in (LAYER[section.half], INSIDE))
         return Grouped(*(self._checkpoint(section, checkpoint) for checkpoint in both))
+
+    @cached_property
+    def seconds(self) -> Mapping[Section, HalfSeconds]:
+        return {section: half_seconds(self.profile, section) for section in self.job.model.every_section}
+
+    @once
+    def _at_top(self, kind: HalfKind, other: Section) -> Choices:
+        """In the last layer of a stage nothing begins ahead, and an input has fewer windows after which it is gathered."""
+        choices = self._offered(kind, other)
+        return Choices(one for one in choices if self._seats.at_top(kind, one.seat) and not one.begins_ahead)
 
     @once
     def _offered(self, kind: HalfKind, other: Section) -> Choices:
@@ -272,3 +242,41 @@ class StageProblems:
                 price = replace(price, memory=replace(price.memory, movable=max(0, movable_bytes)))
             known.append((items, price, half_host_s(self.profile, section, items)))
         return known
+
+
+@dataclass(frozen=True)
+class StageProblems:
+    job: Job
+    options: HalfOptions
+    """Of the same job, but for the layers of its stages."""
+
+    @once
+    def of(self, stage: int, chunks: tuple[int, ...] | None = None) -> StageProblem:
+        """`chunks`: chunks that are treated alike; None for all."""
+        budget_mib, chunks = self.job.budget.activation_mib, chunks or tuple(range(self.job.chunks))
+        layers = self.job.layers_of(stage, chunks[0])
+        sections = [section for layer in layers for section in self.job.model.sections(layer)]
+        problem = StageProblem(
+            stage,
+            tuple(self.options.in_order(sections)),
+            in_flight=chunks_in_flight(self.job, stage),
+            budget_bytes=None if budget_mib is None else int(budget_mib * MIB),
+            inside=tuple(map(self.options.inside_of, sections)),
+            device=self._device(stage, chunks) if layers else None,
+            forward_s=sum(self.options.seconds[section].forward_s for section in sections),
+            loss_bytes=self._loss_bytes(stage, chunks),
+        )
+        return problem if self.job.policy == "planned" else problem.under(self.job.policy)
+
+    def _device(self, stage: int, chunks: tuple[int, ...]) -> Passes | None:
+        """Return the seconds of one micro-batch in one of the chunks. The ends of the model are divided among all chunks of the
+        stage."""
+        if self.options.profile.host_time is None:
+            return None
+        whole = stage_seconds(self.job, self.options.profile, stage)
+        part = self.job.chunk_layers(stage)[chunks[0]] / self.job.layers_on(stage)
+        return Passes(part * whole.forward_s, part * whole.backward_s)
+
+    def _loss_bytes(self, stage: int, chunks: tuple[int, ...]) -> int:
+        last = stage == self.job.parallel.pipeline - 1 and self.job.chunks - 1 in chunks
+        return loss_bytes(self.job, stage) if last else 0

@@ -34,7 +34,7 @@ from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.flushes import goes_back_at_once, sets_on_host
 from megatron_lynx.solver.answer import NOTHING_FITS, Share, Solved, SolvedChunks, Solver, StageAnswer
 from megatron_lynx.solver.offload import Leaver, bytes_copied_in, host_s, may_go_within
-from megatron_lynx.solver.options import StageProblems
+from megatron_lynx.solver.options import HalfOptions, StageProblems
 from megatron_lynx.solver.problem import StageProblem
 from megatron_lynx.solver.programme import Programme, keep_all, least_memory
 from megatron_lynx.timeline import Passes
@@ -166,6 +166,8 @@ class Stages:
 
     job: Job
     profile: Profile
+    like: Stages | None = None
+    """Of the same job with other layers on its stages: what both need is priced once, too."""
 
     @once
     def answer(self, stage: int, lags: tuple[Lag, ...] = ()) -> StageAnswer:
@@ -351,11 +353,15 @@ class Stages:
 
     @cached_property
     def _programme(self) -> Programme:
-        return Programme()
+        return Programme() if self.like is None else self.like._programme
 
     @cached_property
     def _chunks(self) -> Chunks:
-        return Chunks(StageProblems(self.job, self.profile))
+        return Chunks(StageProblems(self.job, self._options))
+
+    @cached_property
+    def _options(self) -> HalfOptions:
+        return HalfOptions(self.job, self.profile) if self.like is None else self.like._options
 
     @cached_property
     def _shape(self) -> LayerShape:
