@@ -32,7 +32,7 @@ from megatron_lynx.planner import decide, decision, filling, packing, partitioni
 from megatron_lynx.planner.partitioning import partitioned
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.solver import offload, options, stages
-from megatron_lynx.solver.options import StageProblems
+from megatron_lynx.solver.options import HalfOptions
 from megatron_lynx.solver.seats import Seats
 from megatron_lynx.stock import priced
 from megatron_lynx.units import GIB
@@ -101,13 +101,13 @@ MECHANISMS = (
     ),
     Mechanism(
         "checkpoints begin ahead",
-        (options.ways_ahead, options.spared_s, *_of_class(StageProblems, "_ways")),
+        (options.ways_ahead, options.spared_s, *_of_class(HalfOptions, "_ways")),
         ((options, "ways_ahead", lambda profile, sections, layer: [layer]),),
     ),
     Mechanism(
         "checkpoints go on in waits",
-        _of_class(StageProblems, "_with_rest_in_wait"),
-        ((StageProblems, "_with_rest_in_wait", lambda problems, section, checkpoint: checkpoint),),
+        _of_class(HalfOptions, "_with_rest_in_wait"),
+        ((HalfOptions, "_with_rest_in_wait", lambda problems, section, checkpoint: checkpoint),),
     ),
     Mechanism("offloading within micro-batches", (offload,), ((stages, "may_go_within", lambda job: False),)),
     Mechanism(

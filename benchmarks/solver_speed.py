@@ -22,7 +22,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.config.loader import bundled_configs, cluster_data
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.solver.answer import Solved
-from megatron_lynx.solver.options import StageProblems
+from megatron_lynx.solver.options import HalfOptions, StageProblems
 from megatron_lynx.solver.problem import StageProblem
 from megatron_lynx.solver.programme import keep_all, least_memory, solve
 from megatron_lynx.yaml_file import read_yaml
@@ -83,10 +83,10 @@ def solved_row(model: str, cluster: str, layers: int, stages: int, rounds: int, 
     profile = analytic_profile(job)
     medians, slowest = [], []
     for share in SHARES:
-        budgets = [with_budget(StageProblems(job, profile).of(stage), share).budget_bytes for stage in range(stages)]
+        budgets = [with_budget(StageProblems(job, HalfOptions(job, profile)).of(stage), share).budget_bytes for stage in range(stages)]
 
         def plan(budgets: Sequence[int | None] = budgets) -> list[Solved]:
-            problems = StageProblems(job, profile)
+            problems = StageProblems(job, HalfOptions(job, profile))
             return [solve(replace(problems.of(stage), budget_bytes=size)) for stage, size in enumerate(budgets)]
 
         seconds = timed(plan, rounds)

@@ -4,8 +4,8 @@ every stage with n layers: one job ──Stages──> seconds of each stage ─
 
     step = (m - 1) x slowest stage  +  all stages once       time(s, n): stage s with n layers; infinite if none fits
 
-A dynamic programme over (stage, layers before it) keeps the ways that no other one beats in both the slowest stage and the sum. m
-times a stage's seconds without recomputation is a lower bound, which excludes counts before they are priced.
+A dynamic programme over (stage, layers before it) keeps the ways that no other one beats in both the slowest stage and the sum.
+No stage takes longer than an m-th of the even partition's step, so few counts above the even ones are priced.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import dropwhile, product, takewhile
+from itertools import product
 from math import inf
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.stage import stage_seconds
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.once import once
 from megatron_lynx.profiler.profile import Profile
@@ -45,7 +44,7 @@ def partitioned(job: Job, profile: Profile) -> list[Stages]:
     times = _Times(job, profile)
     layers, stages = job.model.layers, job.parallel.pipeline
     microbatches = job.microbatches if job.schedule == "flush" else NEVER_FLUSHED
-    counts = best(layers, stages, microbatches, times.of, times.least)
+    counts = best(layers, stages, microbatches, times.of, job.chunks)
     if counts is None:
         return [times.like]
     fitting = [partition for partition in (even(layers, stages), counts) if step_s(partition, microbatches, times.of) < inf]
@@ -84,12 +83,6 @@ class _Times:
         except Infeasible:
             return inf
 
-    def least(self, stage: int, count: int) -> float:
-        """Without recomputation."""
-        alike = with_partition(self.job, (count,) * self.job.parallel.pipeline)
-        stock = stage_seconds(alike, self.profile, stage)
-        return stock.both_s + self._messages_s(stage)
-
     def _messages_s(self, stage: int) -> float:
         """Seconds for which messages block a stage: with one chunk both sides wait (`cost.stage.step_s`), unless posted early."""
         if self.job.chunks > 1 or (self.job.schedule == "double_buffered" and self.job.defer_updates):
@@ -119,19 +112,22 @@ def even(layers: int, stages: int) -> Counts:
     return (count,) * (stages - more) + (count + 1,) * more
 
 
-def best(layers: int, stages: int, microbatches: int, time: StageTime, least: StageTime | None = None) -> Counts | None:
+def best(layers: int, stages: int, microbatches: int, time: StageTime, fewest: int = 1) -> Counts | None:
     """Return the fastest partition, or None if none fits. Ties go to the even one, then to fewer layers on the first stages.
 
-    least: a cheap lower bound of `time`. Both grow with the number of layers.
+    `fewest`: layers of a stage. `time` grows with their number.
     """
     start = even(layers, stages)
     start_s = step_s(start, microbatches, time)
-    most = [_most_within(start_s / microbatches, layers - stages + 1, least or time, stage) for stage in range(stages)]
+    bound_s = start_s / microbatches + 10.0**-SECOND_DIGITS
+    counts_of_any = range(fewest, layers - fewest * (stages - 1) + 1)
+    most = [_most(stage, count, time, bound_s, counts_of_any) for stage, count in enumerate(start)]
     reached: dict[int, list[Way]] = {0: [(0.0, 0.0, ())]}
     for stage in range(stages):
         longer: dict[int, list[Way]] = {}
-        counts_of_stage = range(max(1, layers - (sum(most) - most[stage])), most[stage] + 1)
-        for (before, ways), (count, seconds) in product(reached.items(), _affordable(stage, counts_of_stage, time)):
+        counts = range(max(fewest, layers - (sum(most) - most[stage])), most[stage] + 1)
+        times = [(count, time(stage, count)) for count in counts]
+        for (before, ways), (count, seconds) in product(reached.items(), times):
             added = [(max(pace_s, seconds), total_s + seconds, (*counts, count)) for pace_s, total_s, counts in ways]
             longer.setdefault(before + count, []).extend(added)
         reached = {before: _unbeaten(ways) for before, ways in longer.items() if before <= layers}
@@ -141,6 +137,19 @@ def best(layers: int, stages: int, microbatches: int, time: StageTime, least: St
     return start if start_s < inf else None
 
 
+def _most(stage: int, count: int, time: StageTime, bound_s: float, counts: range) -> int:
+    """Return the largest of the counts that fits and is within the bound, found from `count` on; 0 if none is."""
+
+    def within(count: int) -> bool:
+        return count in counts and time(stage, count) < inf and time(stage, count) <= bound_s
+
+    while count and not within(count):
+        count -= 1
+    while within(count + 1):
+        count += 1
+    return count
+
+
 def _unbeaten(ways: Iterable[Way]) -> list[Way]:
     """Return those that no other one beats or equals in both their slowest stage and their sum."""
     kept: list[Way] = []
@@ -148,18 +157,6 @@ def _unbeaten(ways: Iterable[Way]) -> list[Way]:
         if not kept or way[1] < kept[-1][1]:
             kept.append(way)
     return kept
-
-
-def _affordable(stage: int, counts: Iterable[int], time: StageTime) -> list[tuple[int, float]]:
-    """Return the counts with finite times. If a count does not fit, larger ones do not either; a small one may be too few for the
-    stage's chunks."""
-    times = ((count, time(stage, count)) for count in counts)
-    return [*takewhile(lambda timed: timed[1] < inf, dropwhile(lambda timed: timed[1] == inf, times))]
-
-
-def _most_within(bound_s: float, limit: int, least: StageTime, stage: int) -> int:
-    """Return the largest count up to `limit` within the bound, at least 1. All smaller counts are within it, too."""
-    return next((count - 1 for count in range(2, limit + 1) if least(stage, count) > bound_s), max(1, limit))
 
 
 def spread(count: int, chunks: int, *, last_stage: bool) -> Counts:
