@@ -34,6 +34,7 @@ from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.solver import offload, options, stages
 from megatron_lynx.solver.options import HalfOptions
 from megatron_lynx.solver.seats import Seats
+from megatron_lynx.solver.stages import Stages
 from megatron_lynx.stock import priced
 from megatron_lynx.units import GIB
 
@@ -71,7 +72,7 @@ def _of_class(cls: type, *names: str) -> tuple[Any, ...]:
     return tuple(vars(cls)[name] for name in names)
 
 
-def _spread_evenly(parted: Callable[..., list[Job]]) -> Callable[..., list[Job]]:
+def _spread_evenly(parted: Callable[..., list[Stages]]) -> Callable[..., list[Stages]]:
     return lambda job, profile: parted(job, profile)[:1]
 
 

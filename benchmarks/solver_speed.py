@@ -83,7 +83,8 @@ def solved_row(model: str, cluster: str, layers: int, stages: int, rounds: int, 
     profile = analytic_profile(job)
     medians, slowest = [], []
     for share in SHARES:
-        budgets = [with_budget(StageProblems(job, HalfOptions(job, profile)).of(stage), share).budget_bytes for stage in range(stages)]
+        problems = StageProblems(job, HalfOptions(job, profile))
+        budgets = [with_budget(problems.of(stage), share).budget_bytes for stage in range(stages)]
 
         def plan(budgets: Sequence[int | None] = budgets) -> list[Solved]:
             problems = StageProblems(job, HalfOptions(job, profile))

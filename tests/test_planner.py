@@ -22,7 +22,7 @@ from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.solver.answer import SolvedChunks
-from megatron_lynx.solver.options import StageProblems
+from megatron_lynx.solver.options import HalfOptions, StageProblems
 from megatron_lynx.solver.programme import solve
 from megatron_lynx.units import MIB
 from tests.config.jobs import catalogued_job
@@ -401,7 +401,7 @@ def test_layers_differ_where_that_shortens_the_step_and_are_alike_where_it_does_
         "gpt-1.3b", "a100-80g-pcie", gpus=8, parallel=layout, batch=16, policy="planned", budget={"activation_mib": 1500}
     )
     profile = analytic_profile(tight)
-    decided, problems = decide(tight, profile), StageProblems(tight, profile)
+    decided, problems = decide(tight, profile), StageProblems(tight, HalfOptions(tight, profile))
     leanest = [solve(replace(problems.of(stage), budget_bytes=None)) for stage in range(8)]  # with all layers alike
     alike = tuple(replace(answer, chunks=SolvedChunks([leanest[answer.stage]])) for answer in decided.stages)
     assert max(len(stage.rules) for stage in decided.plan.stages) > 2

@@ -155,7 +155,7 @@ class _Layer:
     @cached_property
     def _places(self) -> Mapping[tuple[str, bool], list[Put]]:
         """By linear and whether it is cut: its places. Pieces may also run in the wait that they hide anyway."""
-        places = {}
+        places = dict[tuple[str, bool], list[Put]]()
         for linear in self.linears:
             may = linear.places if linear.name in self.forwards else [put for put in linear.places if not is_forward(put.name)]
             beside = [] if linear.beside is None else [Put(linear.beside, self.waits[linear.beside].name, 0)]

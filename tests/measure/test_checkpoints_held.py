@@ -11,7 +11,7 @@ import torch
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.solver.answer import Solved
-from megatron_lynx.solver.options import StageProblems
+from megatron_lynx.solver.options import HalfOptions, StageProblems
 from megatron_lynx.testbed.ranks import RankPool
 from tests.long import long
 from tests.measure.on_ranks import held
@@ -85,7 +85,8 @@ def test_full_recomputation_holds_as_much(own_pool_of: Pools, fields: dict[str, 
 def test_what_begins_ahead_makes_no_moment_fuller(own_pool_of: Pools, ffn: int) -> None:
     """Counted on ranks, where the planner says so: beside MLP halves that are large enough for two attentions at once."""
     job = tiny_job("llama", **{**SIZE, "tensor": 2, "sequence_parallel": True, "ffn": ffn})
-    problem = StageProblems(job.model_copy(update={"policy": "planned"}), made_up_profile(job)).of(0)
+    planned = job.model_copy(update={"policy": "planned"})
+    problem = StageProblems(planned, HalfOptions(planned, made_up_profile(job))).of(0)
     ways = [tuple(choices.joined[min(way, len(choices.joined) - 1)] for choices in problem.halves) for way in range(3)]
     at_once, *begun_bytes = (Solved(way, 1).peak_bytes for way in ways)
     assert ways[2][0].checkpoint is not None

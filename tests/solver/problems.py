@@ -12,7 +12,7 @@ from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.recompute import INSIDE
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.solver.answer import Solved
-from megatron_lynx.solver.options import StageProblems
+from megatron_lynx.solver.options import HalfOptions, StageProblems
 from megatron_lynx.solver.problem import Choices, Option, StageProblem
 from megatron_lynx.solver.programme import keep_all, least_memory
 from megatron_lynx.solver.seats import NOWHERE, Placement, Portion, Seat, Wait
@@ -109,7 +109,7 @@ def catalogued(name: str) -> StageProblems:
     job = catalogued_job(model, cluster, parallel=layout, policy="planned", batch=batch)
     if name == "Transformer Engine":
         job = job.model_copy(update={"model": job.model.model_copy(update={"implementation": "transformer_engine"})})
-    return StageProblems(job, analytic_profile(job))
+    return StageProblems(job, HalfOptions(job, analytic_profile(job)))
 
 
 @st.composite

@@ -18,7 +18,7 @@ from megatron_lynx.planner.loads import rehearsed_with_load_of, with_load
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.simulator.halves import segments
 from megatron_lynx.simulator.simulation import Simulation
-from megatron_lynx.solver.options import StageProblems
+from megatron_lynx.solver.options import HalfOptions, StageProblems
 from megatron_lynx.solver.problem import Choices
 from megatron_lynx.units import GIB
 from tests.config.jobs import catalogued_job
@@ -37,7 +37,7 @@ def begun(choices: Choices) -> set[str]:
 
 
 def problems(job: Job) -> tuple[Choices, Choices]:
-    attention, experts, *_ = StageProblems(job, analytic_profile(job)).of(1).halves
+    attention, experts, *_ = StageProblems(job, HalfOptions(job, analytic_profile(job))).of(1).halves
     return attention, experts
 
 

@@ -15,7 +15,7 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.solver.answer import Solved
-from megatron_lynx.solver.options import StageProblems
+from megatron_lynx.solver.options import HalfOptions, StageProblems
 from megatron_lynx.solver.problem import StageProblem
 from megatron_lynx.solver.programme import least_memory, solve
 from tests.config.jobs import catalogued_job
@@ -34,7 +34,7 @@ def job_of(layers: object, **fields: object) -> Job:
 def problem() -> StageProblem:
     """Layers 1 to 4, of which 1 and 3 have experts."""
     job = job_of(2)
-    found = StageProblems(job, analytic_profile(job)).of(0)
+    found = StageProblems(job, HalfOptions(job, analytic_profile(job))).of(0)
     experts = [any("experts_activation" in option.recompute for option in choices) for choices in found.halves[1::2]]
     assert experts == [True, False, True, False]
     return found
@@ -80,7 +80,7 @@ def test_latent_attention_has_more_options_than_combinations_are_tried_of() -> N
     job = catalogued_job(
         "deepseek-v2-lite", cluster="h100-80g", gpus=8, micro=2, batch=128, parallel={"expert": 8}, policy="planned"
     )
-    problem = StageProblems(job, analytic_profile(job)).of(0)
+    problem = StageProblems(job, HalfOptions(job, analytic_profile(job))).of(0)
     free, least = solve(replace(problem, budget_bytes=ENDLESS_BYTES)), least_memory(problem)
     budgets = [int(least.peak_bytes + share * (free.peak_bytes - least.peak_bytes)) for share in (0.8, 0.6, 0.4, 0.2)]
     exposed = [solve(replace(problem, budget_bytes=budget)).exposed_s for budget in budgets]

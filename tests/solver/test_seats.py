@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lynx.anatomy.address import ON_DEMAND
-from megatron_lynx.solver.options import StageProblems
+from megatron_lynx.solver.options import HalfOptions, StageProblems
 from tests.profiler.made_up import made_up_profile
 from tests.solver.problems import LAYOUTS, catalogued
 
@@ -72,6 +72,6 @@ def test_stages_that_are_alike_share_what_is_priced():
 @given(st.sampled_from(sorted(LAYOUTS)), st.floats(0, 1e-2) | st.just(0.0))
 def test_windows_without_length_are_no_seats(name, link_s):
     job = catalogued(name).job
-    problem = StageProblems(job, made_up_profile(job, link_s=link_s)).of(0)
+    problem = StageProblems(job, HalfOptions(job, made_up_profile(job, link_s=link_s))).of(0)
     for choices in problem.halves[:2]:
         assert all(portion.wait.seconds > 0 for option in choices for portion in option.seat.placement)
