@@ -98,9 +98,7 @@ def stage_passes(
         flushes = last and not read_after_send
         return _backward(walk, through, chunk_halves, parts, embedding.backward_s, flushes, delays).issued_in(host.backward_s)
 
-    placed_otherwise = any(half.planned.steady != half.planned.cooldown for half in chunk_halves)
     drains_otherwise = any(half.planned.delayed(drains=False) != half.planned.delayed(drains=True) for half in chunk_halves)
-    otherwise_in_cooldown = {"F": False, "R": placed_otherwise, "B": placed_otherwise or drains_otherwise, "W": False}
     defers_any = any(half.deferred for half in timetable.all_halves)
 
     def plain(key: PassKey) -> PassKey:
