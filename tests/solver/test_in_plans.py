@@ -86,7 +86,7 @@ def with_options(problem: StageProblem, kept: Solved, start: int) -> Solved:
 
 def simulated(name: str, answers: Sequence[Solved]) -> Simulation:
     stages = catalogued(name)
-    return rehearse(planned(stages, answers), stages.profile, job=stages.job)
+    return rehearse(planned(stages, answers), stages.options.profile, job=stages.job)
 
 
 def planned(stages: StageProblems, answers: Sequence[Solved]) -> Plan:
