@@ -5,7 +5,7 @@ every stage with n layers: one job ──Stages──> seconds of each stage ─
     step = (m - 1) x slowest stage  +  all stages once       time(s, n): stage s with n layers; infinite if none fits
 
 A dynamic programme over (stage, layers before it) keeps the ways that no other one beats in both the slowest stage and the sum.
-No stage takes longer than an m-th of the even partition's step, so few counts above the even ones are priced.
+A stage takes at most an m-th of the even partition's step, so few counts above the even ones are priced.
 """
 
 from __future__ import annotations

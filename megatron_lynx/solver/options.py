@@ -248,7 +248,7 @@ class HalfOptions:
 class StageProblems:
     job: Job
     options: HalfOptions
-    """Of the same job, but for the layers of its stages."""
+    """The same job's, whatever the layers of its stages."""
 
     @once
     def of(self, stage: int, chunks: tuple[int, ...] | None = None) -> StageProblem:

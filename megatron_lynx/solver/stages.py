@@ -166,7 +166,7 @@ class Stages:
     job: Job
     profile: Profile
     like: Stages | None = None
-    """Of the same job with other layers on its stages: what both need is priced once, too."""
+    """Stages of the same job with other layers, whose options and columns serve these, too."""
 
     @once
     def answer(self, stage: int, lags: tuple[Lag, ...] = ()) -> StageAnswer:
