@@ -60,8 +60,6 @@ class Figures(Part):
     """Seconds of these; None if they were not timed."""
     ahead: Annotated[int, SUM] = 0
     """Recomputations that began ahead, with their communication in flight."""
-    live_ahead: Annotated[int, MOST] = 0
-    """The most halves of one micro-batch that were recomputed before backward reached them."""
     gathered: Annotated[int, SUM] = 0
     """Inputs gathered once for the recomputation and the weight gradient."""
     fell_back: Annotated[int, SUM] = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from types import ModuleType
 from typing import Any
 
@@ -55,16 +55,9 @@ class Claim:
 
 
 def instead(function: Callable[..., Any]) -> Callable[[Any], Any]:
-    """A claim's `replaced_by`: a hook that calls `function` with the original, followed by the call's own arguments."""
-
-    def replaced_by(original: Any) -> Any:
-        @wraps(original)
-        def hook(*args: Any, **kwargs: Any) -> Any:
-            return function(original, *args, **kwargs)
-
-        return hook
-
-    return replaced_by
+    """A claim's `replaced_by`: a hook that calls `function` with the original, followed by the call's own arguments. It is no
+    method: as a class's attribute it would not get the instance."""
+    return lambda original: wraps(original)(partial(function, original))
 
 
 def verify(claims: Sequence[Claim], *, around_others: bool = False) -> list[Problem]:

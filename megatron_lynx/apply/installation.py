@@ -245,7 +245,6 @@ def _waits_for_weights(hook: Callable[..., Any]) -> bool:
 def chunk_policies(plan: Plan, stage: int) -> list[ChunkPolicy]:
     return [
         ChunkPolicy(
-            entry.ahead_depth,
             entry.whole or (),
             0 if entry.weight_gradients is None else entry.weight_gradients.bytes,
             read_after_send=stage > 0 and plan.schedule == "flush",

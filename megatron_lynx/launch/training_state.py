@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron_lynx.apply.hooks.random_state import MegatronRandom
-from megatron_lynx.nest import map_nest
+from megatron_lynx.nest import all_in, map_nest
 
 
 class AllRandom(MegatronRandom):
@@ -36,7 +36,8 @@ class AllRandom(MegatronRandom):
 
     def same(self, one: Any, other: Any) -> bool:
         same_numpy = all(numpy.array_equal(mine, yours) for mine, yours in zip(one[1], other[1], strict=True))
-        return one[0] == other[0] and same_numpy and super().same(one[2], other[2])
+        of_megatron = zip(all_in(Tensor, one[2]), all_in(Tensor, other[2]), strict=True)
+        return one[0] == other[0] and same_numpy and all(torch.equal(mine, yours) for mine, yours in of_megatron)
 
 
 class TrainingState:

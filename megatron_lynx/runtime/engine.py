@@ -150,7 +150,7 @@ class Engine(Progress):
             if scope.frame.policy.midway == site.name and not scope.recomputes:
                 node = next((tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None), None)
                 if node is not None:  # backward reaches the site when this output's gradient exists
-                    scope.frame.midway = node.register_prehook(partial(self._midway, scope.frame))
+                    scope.frame.marks.append(node.register_prehook(partial(self._midway, scope.frame)))
             return outputs
 
         return call_site
@@ -223,7 +223,8 @@ class Engine(Progress):
         output = next((tensor for tensor in tensors_in(outputs) if tensor.requires_grad), None)
         if output is not None:
             reached = partial(self._enter, frame)
-            frame.mark = output.register_hook(reached) if output.grad_fn is None else output.grad_fn.register_prehook(reached)
+            hook = output.register_hook if output.grad_fn is None else output.grad_fn.register_prehook
+            frame.marks.append(hook(reached))
         hidden = first_in(Tensor, arguments) if frame.policy.below_passed_over else None
         if hidden is not None and hidden.requires_grad:
             hidden.register_hook(self._left)
@@ -311,10 +312,8 @@ class Engine(Progress):
     @property
     def gathering(self) -> tuple[Any, Any] | None:
         """(gathered input, its `Work`) of the half whose backward runs; in a recomputation only at the site that reads it."""
-        if (scope := self.scope) is not None:
-            return scope.gathering
-        frame = self.ledger.entered
-        return frame.gathering if frame is not None else None
+        running = self.scope or self.ledger.entered
+        return None if running is None else running.gathering
 
     def _window(self, through: Pass, window: Window, micro_batch: MicroBatch, proper: Callable[[], Any]) -> Any:
         """`proper`: the wait itself."""
@@ -365,12 +364,12 @@ class Engine(Progress):
                 self._gather(frame, task, moment)
 
     def _recompute(self, frame: Frame, task: Task, moment: Moment) -> None:
-        """At `enter`, recompute a checkpoint; the half before that feeds it is recomputed with it. In a window, recompute if rule
-        R4 allows it and the gather of its input was not missed."""
+        """At `enter`, recompute a checkpoint; the half before that feeds it is recomputed with it. In a window, recompute unless
+        the gather of its input was missed."""
         if moment.at == "enter":
             if not frame.policy.feeds:
                 self._recomputations.on_demand(frame)
-        elif not self._recomputations.would_gather(frame, task.item) and self._has_room_for(frame):
+        elif not self._recomputations.would_gather(frame, task.item):
             self._recomputations.recompute(frame, str(moment.place), task.item)
             self.counts.in_windows += frame.recomputed
 
@@ -388,14 +387,3 @@ class Engine(Progress):
         begin = self.trace.begin()
         self._recomputations.gather(frame)
         self.add_span("gather", frame, begin, str(moment.place))
-
-    def _has_room_for(self, frame: Frame) -> bool:
-        """Return whether this half may be recomputed by now (rule R4). It counts as ahead until backward reaches it."""
-        ahead, counts = frame.micro_batch.ahead, self.counts
-        if frame is self.ledger.entered or frame.key in ahead:
-            return True
-        if len(ahead) >= self._chunks[frame.micro_batch.chunk].ahead_depth:
-            return False
-        ahead.add(frame.key)
-        counts.live_ahead = max(counts.live_ahead, len(ahead))
-        return True

@@ -29,8 +29,6 @@ Gather = Callable[[Tensor], tuple[Tensor, Any]]
 
 @dataclass(frozen=True)
 class ChunkPolicy:
-    ahead_depth: int = 0
-    """How many halves of a micro-batch may be recomputed before backward reaches them (rule R4)."""
     whole: Container[int] = ()
     most_delayed_bytes: int = 0
     read_after_send: bool = False
@@ -96,8 +94,6 @@ class MicroBatch:
     chunk: int = 0
     at_once: bool = False
     """Whether its backward follows its forward directly."""
-    ahead: set[FrameKey] = field(default_factory=set)
-    """Halves that were recomputed and whose backward has not begun."""
     output: weakref.ref[Tensor] | None = None
     """Weak: an alias would keep memory that the schedule frees."""
     group: Any = None
@@ -216,11 +212,10 @@ class Frame:
     """Set from then until backward reaches it."""
     on_gathered: Callable[[Tensor], None] | None = None
     """Called with the gathered input when this half's backward has waited for it (`record.Observer`)."""
-    mark: Any = None
-    """Hook handle on the graph: backward reaches this half. It owns the frame until the half's backward is over."""
-    midway: Any = None
+    marks: list[Any] = field(default_factory=list)
+    """Handles of the hooks on the graph by which backward reaches this half. They own the frame until its backward is over."""
 
-    @cached_property
+    @property
     def key(self) -> FrameKey:
         return self.policy.key
 
@@ -263,10 +258,9 @@ class Frame:
 
     def left(self) -> None:
         """Remove the hooks: its backward is over, but the graph may live on (a router keeps a tensor of its last call)."""
-        for hook in (self.mark, self.midway):
-            if hook is not None:
-                hook.remove()
-        self.mark = self.midway = None
+        for hook in self.marks:
+            hook.remove()
+        self.marks.clear()
 
     def give_up_inputs(self) -> None:
         self.recomputed = True

@@ -163,7 +163,6 @@ class Ledger:
     def enter(self, frame: Frame) -> None:
         self.leave()
         self._entered = weakref.ref(frame)
-        frame.micro_batch.ahead.discard(frame.key)
 
     def leave(self) -> None:
         if self._entered is not None:
@@ -240,8 +239,8 @@ class Progress:
         return self.ledger.entered if self.scope is None else None
 
     def whereabouts(self, backward_of: MicroBatch | None = None) -> Whereabouts:
-        scope, entered = self.scope, self.ledger.entered
-        frame = scope.frame if scope is not None else entered
+        scope = self.scope
+        frame = scope.frame if scope is not None else self.ledger.entered
         micro_batch = frame.micro_batch if frame is not None else backward_of or self.ledger.recording
         return Whereabouts(
             passing="forward" if self.ledger.in_forward else "backward",

@@ -156,10 +156,8 @@ class WeightGradients:
         begin = self.progress.trace.begin()
         with torch.no_grad(), self.surroundings.as_captured(entry.surroundings):
             entry.compute()
-        if window == FLUSHED:
-            self.progress.counts.flushed += 1
-        else:
-            self.progress.counts.filled += 1
+        self.progress.counts.flushed += window == FLUSHED
+        self.progress.counts.filled += window != FLUSHED
         self.progress.trace.add("weight_gradient", begin, (entry.linear[0], entry.half), entry.micro_batch, window)
 
 

@@ -77,7 +77,7 @@ def test_an_edit_that_does_not_apply_says_why(name: str, old: str, says: str) ->
 
 def test_a_function_that_moved_is_told() -> None:
     """With the fault, and with where a function of that name is now."""
-    fault = Fault(fault="it", place="runtime/window::_has_room_for", old="x", new="y", why="", found_by=("a",))
+    fault = Fault(fault="it", place="runtime/window::_close_backward_span", old="x", new="y", why="", found_by=("a",))
     with pytest.raises(DoesNotApply, match=r"it: .*there is no megatron_lynx/runtime/window.py .*: runtime/engine\)"):
         fault.put_into(ROOT)
 

@@ -154,18 +154,15 @@ def test_outside_of_schedules_a_repeated_layer_begins_the_next_micro_batch() -> 
 
 
 def test_entering_a_half_leaves_the_one_before() -> None:
-    """What was regenerated ahead is ahead no more, and collectives are counted from 0."""
+    """Collectives are counted from 0."""
     seen = ledger()
     micro_batch, _made = forward(seen, 0)
     frames = [frame(micro_batch, layer) for layer in (2, 1)]
-    micro_batch.ahead |= {one.key for one in frames}
     seen.enter(frames[0])
     seen.ordinal = 2
-    assert micro_batch.ahead == {(1, "mlp")}
     seen.enter(frames[1])
     assert seen.entered is frames[1]
     assert seen.ordinal == 0
-    assert micro_batch.ahead == set()
     seen.leave()
     assert seen.entered is None
 

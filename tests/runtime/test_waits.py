@@ -70,7 +70,6 @@ class Stage:
 
     places: Mapping[int, Place] = field(default_factory=dict)
     """Where layers are recomputed; others on demand."""
-    ahead_depth: int = 0
     order: StageOrder = AT_ONCE
     chunks: Sequence[range] = (range(1, 4),)
     gathers: Container[int] = ()
@@ -84,7 +83,7 @@ class Stage:
 
     def __post_init__(self) -> None:
         timetable = Timetable([[self._planned(layer) for layer in chunk] for chunk in self.chunks], self.layout)
-        policies = [ChunkPolicy(self.ahead_depth)] * len(self.chunks)
+        policies = [ChunkPolicy()] * len(self.chunks)
         self.engine = Engine(timetable, policies, order=lambda microbatches: self.order)
         self.engine.weight_gradients.run = self._filled  # type: ignore[method-assign]
         self.layers = {layer: TinyHalf(reporting_to(self.engine)) for chunk in self.chunks for layer in chunk}
@@ -147,7 +146,7 @@ def within(*windows: Window, until: Sequence[str] = (), gather: Window | None = 
 
 
 def test_recomputations_run_before_the_wait() -> None:
-    stage = Stage({2: within(backward_of(3))}, ahead_depth=1)
+    stage = Stage({2: within(backward_of(3))})
     usual = stage.layers[2].fc1.forward
     stage.layers[2].fc1.forward = lambda given: (stage.log.append("fc1 of 2"), usual(given))[1]  # type: ignore
     recomputations = stage.run()
@@ -155,20 +154,20 @@ def test_recomputations_run_before_the_wait() -> None:
     assert backward == ["fc1 of 2", "waited bwd 3", "waited bwd 2", "waited bwd 1"]
     assert recomputations == [(0, 2, "bwd.mlp.0@3"), (0, 3, "on_demand"), (0, 1, "on_demand")]
     counts = stage.engine.take_counts()
-    assert (counts.recorded, counts.in_windows, counts.on_demand, counts.live_ahead) == (3, 1, 2, 1)
+    assert (counts.recorded, counts.in_windows, counts.on_demand) == (3, 1, 2)
 
 
 def test_a_half_in_its_own_window_is_not_ahead() -> None:
     stage = Stage({layer: within(backward_of(layer)) for layer in (1, 2, 3)})
     assert [window for *_, window in stage.run()] == ["bwd.mlp.0@3", "bwd.mlp.0@2", "bwd.mlp.0@1"]
     counts = stage.engine.take_counts()
-    assert (counts.in_windows, counts.on_demand, counts.live_ahead) == (3, 0, 0)
+    assert (counts.in_windows, counts.on_demand) == (3, 0)
 
 
 def test_gathers_run_behind_the_wait() -> None:
     """And the recomputation goes on from there: the norm, which ran for the gather, does not run again."""
     places = {1: within(backward_of(2), gather=backward_of(3)), 2: within("on_demand", gather=backward_of(3))}
-    stage = Stage(places, ahead_depth=1, gathers=(1, 2, 3))
+    stage = Stage(places, gathers=(1, 2, 3))
     recomputations = stage.run()
     backward = stage.log[stage.log.index("waited fwd 3") + 1 :]
     assert backward == ["waited bwd 3", "gather", "gather", "gather", "waited bwd 2", "waited bwd 1"]
@@ -179,7 +178,7 @@ def test_gathers_run_behind_the_wait() -> None:
 
 def test_a_recomputation_whose_gather_was_missed_does_not_gather_in_its_window() -> None:
     """Rule R2: it would queue behind what the window hides, and what comes behind it too. It is recomputed on demand."""
-    stage = Stage({1: within(backward_of(2))}, ahead_depth=1, gathers=(1, 2, 3))
+    stage = Stage({1: within(backward_of(2))}, gathers=(1, 2, 3))
     assert [window for *_, window in stage.run()] == ["on_demand"] * 3
     backward = stage.log[stage.log.index("waited fwd 3") + 1 :]
     assert backward == ["waited bwd 3", "gather", "waited bwd 2", "gather", "waited bwd 1", "gather"]
@@ -187,28 +186,19 @@ def test_a_recomputation_whose_gather_was_missed_does_not_gather_in_its_window()
 
 def test_a_recomputation_over_two_windows() -> None:
     """It is one recomputation, which counts where it ends, and none of its sites runs twice."""
-    stage = Stage({1: within(backward_of(3), backward_of(2), until=[FC1])}, ahead_depth=1)
+    stage = Stage({1: within(backward_of(3), backward_of(2), until=[FC1])})
     assert [recompute for recompute in stage.run() if recompute[1] == 1] == [(0, 1, "bwd.mlp.0@3"), (0, 1, "bwd.mlp.0@2")]
     assert stage.layers[1].ran == [NORM, FC1]
     counts = stage.engine.take_counts()
-    assert (counts.in_windows, counts.on_demand, counts.live_ahead) == (1, 2, 1)
+    assert (counts.in_windows, counts.on_demand) == (1, 2)
 
 
 def test_a_recomputation_that_is_only_begun_ends_on_demand() -> None:
-    stage = Stage({1: within(backward_of(3), until=[FC1])}, ahead_depth=1)
+    stage = Stage({1: within(backward_of(3), until=[FC1])})
     assert [recompute for recompute in stage.run() if recompute[1] == 1] == [(0, 1, "bwd.mlp.0@3"), (0, 1, "on_demand")]
     assert stage.layers[1].ran == [NORM, FC1]
     counts = stage.engine.take_counts()
     assert (counts.in_windows, counts.on_demand) == (0, 3)
-
-
-@pytest.mark.parametrize("depth", [0, 1, 2, 3])
-def test_ahead_depth(depth: int) -> None:
-    """Rule R4. What has no room is recomputed on demand."""
-    stage = Stage({layer: within(backward_of(3)) for layer in (2, 1)}, ahead_depth=depth)
-    stage.run()
-    counts = stage.engine.take_counts()
-    assert (counts.in_windows, counts.on_demand, counts.live_ahead) == (min(2, depth), 3 - min(2, depth), min(2, depth))
 
 
 PHASES = StageOrder(
@@ -221,25 +211,18 @@ PHASES = StageOrder(
 )
 
 
-def test_a_half_that_backward_has_reached_makes_room_for_the_next() -> None:
-    stage = Stage({2: within(backward_of(3)), 1: within(backward_of(2))}, ahead_depth=1)
-    stage.run()
-    counts = stage.engine.counts
-    assert (counts.in_windows, counts.on_demand, counts.live_ahead) == (2, 1, 1)
-
-
 def test_hooks_of_the_half_that_waits_do_not_see_what_is_recomputed_in_its_window() -> None:
     """They took what layer 2 saves for tensors of layer 3, which waited."""
     packed: list[Tensor] = []
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed.append(tensor), lambda _: packed[0])
-    stage = Stage({2: within(backward_of(3))}, 1, order=PHASES, around_collectives=hooks)
+    stage = Stage({2: within(backward_of(3))}, order=PHASES, around_collectives=hooks)
     packed.append(torch.zeros(()))
     assert stage.run()[0] == (0, 2, "bwd.mlp.0@3")
     assert len(packed) == 1
 
 
 def test_a_receive_is_a_window_of_the_backward_that_comes_next() -> None:
-    stage = Stage({3: within(RECV_BACKWARD)}, ahead_depth=1, order=PHASES)
+    stage = Stage({3: within(RECV_BACKWARD)}, order=PHASES)
     for micro_batch in (0, 1):
         stage.forward(micro_batch, 0)
     for micro_batch in (0, 1):
@@ -251,15 +234,15 @@ def test_a_receive_is_a_window_of_the_backward_that_comes_next() -> None:
         stage.backward(micro_batch, 0)
 
 
-def test_what_has_no_room_keeps_nothing_else_from_running() -> None:
-    """Recomputations run in the plan's order until one has no room; weight gradients come behind them, gathers behind the
-    wait."""
+def test_tasks_of_one_wait_run_in_the_plans_order() -> None:
+    """Weight gradients come behind recomputations, gathers behind the wait."""
     places = {3: within(backward_of(4)), 2: within(backward_of(4)), 1: within(backward_of(2), gather=backward_of(4))}
-    stage = Stage(places, 1, chunks=(range(1, 5),), gathers=(1,), deferred={FC1: (backward_of(4),)})
+    stage = Stage(places, chunks=(range(1, 5),), gathers=(1,), deferred={FC1: (backward_of(4),)})
     recomputations = stage.run()
     assert stage.log[4:7] == [f"(4, '{FC1}') in bwd.mlp.0@4", "waited bwd 4", "gather"]
     assert [(layer, window) for _, layer, window in recomputations if window != "on_demand"] == [
         (3, "bwd.mlp.0@4"),
+        (2, "bwd.mlp.0@4"),
         (1, "bwd.mlp.0@2"),
     ]
 
@@ -279,7 +262,7 @@ def test_of_several_works_the_first_wait_alone_is_a_window() -> None:
 
 def test_a_recomputation_that_communicates_is_refused() -> None:
     """Rule R2: its collective would queue behind the one that it hides behind."""
-    stage = Stage({2: within(backward_of(3))}, ahead_depth=1)
+    stage = Stage({2: within(backward_of(3))})
     layer = stage.layers[2]
     usual = layer.fc1.forward
     layer.fc1.forward = lambda given: (issued(stage.engine, Work(stage.log, "inner")).wait(), usual(given))[1]  # type: ignore
@@ -291,7 +274,7 @@ def test_a_recomputation_that_communicates_is_refused() -> None:
 def test_a_collective_without_a_task_is_no_window() -> None:
     """It is issued as Megatron issues it; only its number counts, so that the next one keeps its name."""
     second = WindowAddress("bwd", 3, "mlp", 1)
-    stage = Stage({2: within(second)}, ahead_depth=1, layout=Layout(sequence_parallel=True))
+    stage = Stage({2: within(second)}, layout=Layout(sequence_parallel=True))
     stage.forward(0, 0)
     seen = []
 

@@ -184,13 +184,7 @@ class WindowedEvent:
 
     def __init__(self, event: Any, window: Callable[[Any], Any]) -> None:
         self._event = event
-        self._work = window(self)
-
-    def current_stream_wait(self) -> Any:
-        return self._work.wait()
-
-    def wait(self) -> Any:
-        return self._event.current_stream_wait()
+        self.current_stream_wait = window(SimpleNamespace(wait=event.current_stream_wait)).wait
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._event, name)
@@ -199,10 +193,14 @@ class WindowedEvent:
 def deepep_claims(engine: Engine) -> Iterator[Claim]:
     from megatron.core.transformer.moe import fused_a2a
 
-    def in_window(original: Any, *args: Any, **kwargs: Any) -> Any:
-        window = engine.window(exchange=True) if kwargs.get("async_finish") else None
-        outputs = original(*args, **kwargs)
-        return outputs if window is None else (*outputs[:-1], WindowedEvent(outputs[-1], window))
+    def in_window(original: Any) -> Any:
+        @wraps(original)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            window = engine.window(exchange=True) if kwargs.get("async_finish") else None
+            outputs = original(*args, **kwargs)
+            return outputs if window is None else (*outputs[:-1], WindowedEvent(outputs[-1], window))
 
-    for method in ("dispatch", "combine"):
-        yield Claim(fused_a2a.Buffer, method, instead(in_window), "brings tokens to experts, and back")
+        return method
+
+    for name in ("dispatch", "combine"):
+        yield Claim(fused_a2a.Buffer, name, in_window, "brings tokens to experts, and back")
