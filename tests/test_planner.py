@@ -28,7 +28,7 @@ from megatron_lynx.units import MIB
 from tests.config.jobs import catalogued_job
 from tests.cost.on_ranks import count
 from tests.layouts import LAYOUTS
-from tests.long import long
+from tests.long import long, with_models
 from tests.profiler.made_up import made_up_profile
 from tests.tiny_jobs import tiny_job
 
@@ -76,10 +76,9 @@ def test_uniform_plans_are_valid(layout, like, recompute, windows, gather):
         assert stage.ahead_depth <= int(windows)
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS["tp"], LAYOUTS["tp+sp"]], ids=["tp", "tp+sp"])
-@every_model
+@with_models(["tp", "tp+sp"])
 def test_training_under_a_plan_does_and_holds_what_the_plan_predicts(pool_of, layout, like):
-    job = tiny_job(like, microbatches=1, seq=64, micro=1, **layout)
+    job = tiny_job(like, microbatches=1, seq=64, micro=1, **LAYOUTS[layout])
     profile = made_up_profile(job, link_s=1.0)
     nothing, plan = (make_plan(job.model_copy(update={"policy": policy}), profile) for policy in ("none", "planned"))
     kept, predicted = nothing.stages[0].predicted, plan.stages[0].predicted

@@ -18,7 +18,7 @@ from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.report.drawing import kind_of
 from megatron_lynx.testbed.ranks import RankPool
 from tests.deferring import deferring
-from tests.long import with_models
+from tests.long import long, with_models
 from tests.profiler.made_up import made_up_profile
 from tests.tiny_jobs import tiny_job
 from tests.transparency.queued import held_bytes, pending_when_reduced, posted_and_computed
@@ -79,8 +79,7 @@ def test_every_way_of_exchanging(pool_of: Pools, model: dict[str, Any]) -> None:
         assert counts.deferred == sending(job, rank)
 
 
-@pytest.mark.parametrize("layout", ["PP2", "PP2xVPP2"])
-@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize(("layout", "aligned"), [("PP2", True), ("PP2xVPP2", False), *long(("PP2", False), ("PP2xVPP2", True))])
 def test_reductions_of_replicas(pool_of: Pools, layout: str, aligned: bool) -> None:
     """If stages reduce together (--align-grad-reduce, Megatron's default), the last micro-batch's wait for the send, too; else
     they are computed in backward, where gradients are reduced."""
@@ -96,8 +95,9 @@ def test_reductions_of_replicas(pool_of: Pools, layout: str, aligned: bool) -> N
         assert counts.deferred == sending(job, rank) - (0 if aligned or not sending(job, rank) else last)
 
 
-@pytest.mark.parametrize("layout", ["PP2", "PP2xVPP2"])
-@pytest.mark.parametrize("overlapped", [True, False])
+@pytest.mark.parametrize(
+    ("layout", "overlapped"), [("PP2", True), ("PP2xVPP2", False), *long(("PP2", False), ("PP2xVPP2", True))]
+)
 def test_nothing_is_pending_when_a_reduction_begins(pool_of: Pools, layout: str, overlapped: bool) -> None:
     job = tiny_job("gpt", **LAYOUTS[layout], replicas=2)
     for seen, _ in pool_of(job.gpus).run(pending_when_reduced, job, sent_first(nothing(job)), overlapped):

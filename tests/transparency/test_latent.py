@@ -138,7 +138,7 @@ CUT = ("CP2, traded", "CP2xTP2+SP, gathered")
 TURNED = ("one rank, fused", "TP2+SP, queries as they are, fused", "PP2xVPP2, fused", "CP2, a ring, fused")
 LONG = (
     *CUT,
-    *(name for name in TURNED if name != "PP2xVPP2, fused"),
+    *TURNED,
     "one rank",
     "TP2+SP",
     "PP2xVPP2",

@@ -52,7 +52,7 @@ def in_pieces(plan: Plan, pieces: Mapping[str, int]) -> Plan:
 ALL = dict.fromkeys(LINEARS, 4) | {LINEARS[0]: 2}
 
 
-@with_models(["TP2", "TP2+SP", "TP2xPP2xVPP2+SP"], ("TP2xPP2xVPP2+SP",))
+@with_models(["TP2", "TP2+SP", "TP2xPP2xVPP2+SP"], ("TP2", "TP2xPP2xVPP2+SP"))
 def test_into_waits(pool_of: Pools, layout: str, like: Any) -> None:
     """Kept and recomputed, into forwards alone, into everything, and with few bytes."""
     job = tiny_job(like, **LAYOUTS[layout])
