@@ -105,7 +105,7 @@ def jobs_on_ranks(draw):
 LINKS_S = st.sampled_from([1e-9, 1e-5, 1.0])
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(job=jobs_on_ranks(), link_s=LINKS_S, share=st.floats(0, 1))
 def test_what_runs_never_holds_more_than_its_plan_says(pool_of, job, link_s, share) -> None:
     hold_what_is_said(pool_of, job, link_s, share)

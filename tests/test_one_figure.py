@@ -173,7 +173,7 @@ SUBJECTS = {
 }
 
 
-IN_OTHERS = ("dense",)
+IN_OTHERS = ("dense", "graphs, recomputed today")
 """Whose every part is in another subject."""
 
 

@@ -27,6 +27,8 @@ from tests.config.jobs import catalogued_job
 from tests.deferring import deferring
 from tests.profiler.made_up import made_up_host_time, made_up_layer_host_time
 
+pytestmark = pytest.mark.slow
+
 SMALL = {"tensor": 8, "pipeline": 1, "sequence_parallel": True}
 """Of hidden 4096 each device has an eighth: a layer's forward takes an H800 less than a millisecond."""
 

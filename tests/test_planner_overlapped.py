@@ -22,6 +22,8 @@ from megatron_lynx.timeline import Span
 from megatron_lynx.units import GIB
 from tests.stock.test_combined import job_of as stock_job
 
+pytestmark = pytest.mark.slow
+
 OVERLAPPED = StockSetting(overlap=True)
 
 

@@ -20,6 +20,8 @@ from megatron_lynx.yaml_file import write_yaml
 from tests.config.jobs import catalogued_job
 from tests.test_filling import deferring
 
+pytestmark = pytest.mark.slow
+
 LAYOUT = {"tensor": 4, "pipeline": 8, "sequence_parallel": True, "distributed_optimizer": True}
 
 

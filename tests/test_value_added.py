@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 JOBS = bundled_configs() / "jobs"
 
 
-@pytest.mark.parametrize("name", ["llama3-8b-a100-80g", "mixtral-8x7b-h800-80g", *long("llama3-70b-h800-80g")])
+@pytest.mark.parametrize("name", ["llama3-8b-a100-80g", *long("mixtral-8x7b-h800-80g", "llama3-70b-h800-80g")])
 def test_parts_are_a_whole_step_and_each_mechanism_helps(name: str) -> None:
     subject = subject_of(JOBS / f"{name}.yaml")
     answer, value = subject.answer(), value_of(subject)

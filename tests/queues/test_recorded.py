@@ -94,7 +94,7 @@ def in_waits(job: Job) -> Setting:
 SPREAD = {"pipeline": 2, "replicas": 2, "expert": 2}
 
 
-COMBINED = ("interleaved, p=4, a plan", "no flushes, p=3, deferred")
+COMBINED = ("interleaved, p=4, a plan", "interleaved, p=2, t=2, gathered ahead", "no flushes, p=3, deferred")
 """Cases whose every part is in another one."""
 
 

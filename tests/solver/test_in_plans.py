@@ -25,6 +25,8 @@ from megatron_lynx.solver.programme import keep_all, least_memory, solve
 from megatron_lynx.timeline import Passes
 from tests.solver.problems import LAYOUTS, catalogued, grouped
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
 @settings(max_examples=2, deadline=None)

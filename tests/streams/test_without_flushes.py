@@ -30,7 +30,7 @@ def test_the_version_rule(pool_of: Any, stages: int, defer_updates: bool) -> Non
         assert_clean(under, f"rank {rank}")
 
 
-@pytest.mark.parametrize("defer_updates", [False, True], ids=["immediate", "deferred"])
+@pytest.mark.parametrize("defer_updates", [*long(False), True])
 def test_under_a_plan_that_recomputes_and_offloads(pool_of: Any, defer_updates: bool) -> None:
     job = tiny_job("gpt", pipeline=2, microbatches=3)
     plan = without_flushes(offloading(plan_for(job, lambda layer: recomputable(job) if layer % 2 else ()), 12_000))

@@ -120,7 +120,7 @@ def test_it_goes_on_beside_copies_of_what_it_keeps(pool_of: Pools) -> None:
         assert any(outcome.planned.counts[-1].offloaded_bytes > 0 for outcome in outcomes)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", *long("tensorwise")])
+@pytest.mark.parametrize("recipe", long("delayed", "tensorwise"))
 def test_experts_go_on_in_fp8(te_pool_of: Pools, recipe: str) -> None:
     """Where no copies stay their last linears run again there, too."""
     job = test_fp8_kinds.job_of(recipe, "EP2", experts=test_fp8_kinds.MIXTURE | {"filled": True}, hidden_dropout=0.0)

@@ -50,7 +50,7 @@ def job_of(layout: str, **model: Any) -> Job:
     return tiny_job("llama", **{**fields, **LAYOUTS[layout], **model}, hidden_dropout=0.1)
 
 
-@pytest.mark.parametrize("layout", ["TP2+SP", "PP2xVPP2, TE", *long("one rank", "TP2", "TP2+SP, TE", "PP2")])
+@pytest.mark.parametrize("layout", ["TP2+SP", *long("PP2xVPP2, TE", "one rank", "TP2", "TP2+SP, TE", "PP2")])
 def test_every_bit(pool_of: Any, layout: str) -> None:
     job = job_of(layout)
     kept, everything = uniform_plan(job, "none"), uniform_plan(job, gather="once")

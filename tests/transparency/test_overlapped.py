@@ -82,7 +82,7 @@ def test_every_bit(pool_of: Pools, layout: str) -> None:
     compared(pool_of, job_of(layout, experts={"layers": ("2-4",), "shared_ffn": 32}))
 
 
-@pytest.mark.parametrize("layout", ["EP2", "PP2xVPP2, EP2", *long("TP2xEP2, sequence parallel", "TP2xPP2xVPP2, EP2")])
+@pytest.mark.parametrize("layout", ["EP2", *long("PP2xVPP2, EP2", "TP2xEP2, sequence parallel", "TP2xPP2xVPP2, EP2")])
 def test_what_is_kept_may_go_to_the_host(pool_of: Pools, layout: str) -> None:
     """With what experts keep and without; every copy is late, and what nobody may read any more is overwritten. On one stage half
     by half, beside the forward of the next micro-batch, which goes out meanwhile."""

@@ -133,7 +133,7 @@ def test_random_plans(pool_of: Pools) -> None:
     """Any linears, any waits that come, recomputations of any kind beside them."""
     job = tiny_job("llama", **LAYOUTS["TP2xPP2+SP"])
 
-    candidates = samples(plans_for(job, whole=True, defers=True).filter(defers), 4)
+    candidates = samples(plans_for(job, whole=True, defers=True).filter(defers), 3)
     counts_of(pool_of, job, candidates, Trial(steps=1, training={"ddp": True}, model=FUSED))
 
 
