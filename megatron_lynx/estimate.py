@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import BetweenSteps, between_steps
@@ -33,25 +33,39 @@ from megatron_lynx.simulator.double_buffered import simulate_without_flushes
 from megatron_lynx.simulator.passes import plain_passes
 from megatron_lynx.simulator.simulation import Simulation, in_steady_state
 from megatron_lynx.solver.offload import shortages, smallest_ratio, too_much
-from megatron_lynx.stock.price import Priced, priced
+from megatron_lynx.stock.price import priced
 from megatron_lynx.stock.setting import OF_POLICY, StockSetting
 from megatron_lynx.stock.stage import StockStage
 from megatron_lynx.units import format_bytes
 
+if TYPE_CHECKING:
+    from megatron_lynx.launch_arguments.today import Today
+
 
 @dataclass(frozen=True)
 class Estimate:
-    """`shortages` is empty if the job fits; `step` is None if the cluster's description has no rates."""
+    """`shortages` is empty if the job fits; `costs` and `step` are None if it has no figures: the cluster's description has no
+    rates, or there is no plan."""
 
     job: Job
     offload_ratio: float
     stages: tuple[StageMemory, ...]
     shortages: tuple[Problem, ...]
-    step: StepSeconds | None
+    costs: Profile | None
+    step: StepSeconds | None = None
     host: HostReport | None = None
     step_at_best: StepSeconds | None = None
     """Shortest step, if the step is a range (`cost.step`); `step` is then its longest."""
-    on_host: OnHost | None = None
+    today: Today | None = None
+    """The launch's measures against activation memory, if the job is a launch as written."""
+
+    @property
+    def on_host(self) -> OnHost | None:
+        return OnHost.of(self.job, None if self.costs is None else self.costs.host_adam, priced=self.costs is not None)
+
+    @property
+    def memory_bytes(self) -> int:
+        return max(memory.total for memory in self.stages)
 
     @property
     def budget_bytes(self) -> int:
@@ -86,9 +100,18 @@ class Estimate:
 
     @property
     def verdict(self) -> str:
-        if max(memory.total for memory in self.stages) > self.budget_bytes:
+        if self.memory_bytes > self.budget_bytes:
             return "does not fit"
         return "fits" if self.fits else "host memory is short, the device fits"
+
+    @property
+    def of_launch(self) -> str:
+        """The launch's measures, step and bytes in words; empty without a launch."""
+        if self.today is None:
+            return ""
+        step = "" if self.range is None else f"{self.range.in_words} a step, "
+        held, budget = format_bytes(self.memory_bytes), format_bytes(self.budget_bytes)
+        return f"today ({self.today.name}): {step}{held} on the fullest device: {self.verdict} in {budget}"
 
     @property
     def as_json(self) -> dict[str, Any]:
@@ -97,6 +120,11 @@ class Estimate:
             for stage, memory in enumerate(self.stages)
         ]
         without_flushes = self.job.schedule == "double_buffered"
+        step = {"step_s": None} if self.range is None else self.range.as_json
+        launch: dict[str, Any] = {}
+        if (today := self.today) is not None:
+            setting = {"memory_bytes": self.memory_bytes, "setting": today.name, "flags": list(today.flags)}
+            launch = {"launch": {**step, **setting}, "verdict": self.of_launch}
         return {
             **({"schedule": self.job.schedule, "gradient_age_updates": 1} if without_flushes else {}),
             "fits": self.fits,
@@ -106,45 +134,20 @@ class Estimate:
             **({} if self.between is None else {"between_steps": self.between.as_json}),
             "stages": stages,
             **({} if self.on_host is None else {"optimizer_on_host": self.on_host.as_json}),
-            **({"step_s": None} if self.range is None else self.range.as_json),
+            **step,
             "step_parts_s": None if self.step is None else asdict(self.step),
             "tokens_per_s": self.tokens_per_s,
             "mfu": self.mfu,
             "host_time": None if self.host is None else self.host.as_json,
+            **launch,
         }
 
 
-@dataclass(frozen=True)
-class LaunchEstimate:
-    """Estimate of a launch as written. `setting`: its measures against activation memory, in words; `flags`: their flags."""
-
-    setting: str
-    flags: tuple[str, ...]
-    estimate: Estimate
-
-    @property
-    def memory_bytes(self) -> int:
-        return max(memory.total for memory in self.estimate.stages)
-
-    @property
-    def in_words(self) -> str:
-        answer = self.estimate
-        step = "" if answer.range is None else f"{answer.range.in_words} a step, "
-        held, budget = format_bytes(self.memory_bytes), format_bytes(answer.budget_bytes)
-        return f"today ({self.setting}): {step}{held} on the fullest device: {answer.verdict} in {budget}"
-
-    @property
-    def as_json(self) -> dict[str, Any]:
-        step = {"step_s": None} if self.estimate.range is None else self.estimate.range.as_json
-        launch = {**step, "memory_bytes": self.memory_bytes, "setting": self.setting, "flags": list(self.flags)}
-        return {"launch": launch, "verdict": self.in_words}
-
-
-def estimate(job: Job, profile: Profile | None = None, setting: StockSetting | None = None, *, graphs: bool = False) -> Estimate:
+def estimate(job: Job, profile: Profile | None = None, today: Today | None = None) -> Estimate:
     """Estimate the job, or with policy `planned` a plan. With a measured `profile` only the links are the cluster's.
 
-    `setting`: stock Megatron's, in place of the job's policy; it is simulated. Without flushes and with an offload ratio the
-    policy counts. `graphs`: whether the launch captures CUDA graphs, so that no host time is counted.
+    `today`: of a launch, whose setting of stock Megatron counts in place of the job's policy. A setting is simulated; without
+    flushes and with an offload ratio the policy counts. With captured CUDA graphs no host time is counted.
 
     Raises `ConfigError` for a profile of another shape, and for a plan without figures.
     """
@@ -155,44 +158,40 @@ def estimate(job: Job, profile: Profile | None = None, setting: StockSetting | N
         raise ConfigError("what experts keep stays on the device", [problem])
     job = job if job.optimizer.offload != "auto" else least_share_that_fits(job)
     costs = _costs(job, profile)
-    costs = None if costs is None else costs.issued(graphs=graphs)
-    setting = OF_POLICY.get(job.policy) if setting is None else setting
+    costs = None if costs is None else costs.issued(graphs=today is not None and today.graphs)
+    setting = OF_POLICY.get(job.policy) if today is None else today.setting
     if setting is not None and job.schedule == "flush" and job.offload_ratio == 0:
-        return _of_stock(job, costs, setting)
+        return replace(_of_stock(job, costs, setting), today=today)
     ratio, missing = _ratio(job)
-    return Estimate(
-        job=job,
-        offload_ratio=ratio,
-        stages=memory_of_stages(job, ratio),
-        shortages=missing,
-        step=None if costs is None else _step(job, costs, ratio),
-        host=None if costs is None else host_report(job, costs),
-        step_at_best=_step(job, hiding_all(costs), ratio) if job.userbuffers and costs is not None else None,
-        on_host=_on_host(job, costs),
-    )
+    answer = Estimate(job, ratio, memory_of_stages(job, ratio), missing, costs, today=today)
+    if costs is None:
+        return answer
+    best = _step(job, hiding_all(costs), ratio) if job.userbuffers else None
+    return replace(answer, step=_step(job, costs, ratio), host=host_report(job, costs), step_at_best=best)
 
 
 def _of_stock(job: Job, costs: Profile | None, setting: StockSetting) -> Estimate:
     """Estimate of stock Megatron's setting. Without figures its bytes are known, except those of copies in flight."""
     if costs is None:
-        memory = of_every_stage(job, lambda stage: StockStage(job, setting, stage).parts().fullest)
-        return Estimate(job, 0.0, tuple(memory), tuple(too_much(job, memory)), None)
+        memory = tuple(of_every_stage(job, lambda stage: StockStage(job, setting, stage).parts().fullest))
+        return Estimate(job, 0.0, memory, tuple(too_much(job, memory)), costs)
     price = priced(job, costs, setting)
+    least, most = (_of_price(job, costs, price.busy_s, step_s) for step_s in (price.step.least_s, price.step.most_s))
     return Estimate(
-        job=job,
-        offload_ratio=0.0,
-        stages=price.stages,
+        job,
+        0.0,
+        price.stages,
         shortages=(*too_much(job, price.stages), *filter(None, [host_shortage(job, price.host_bytes)])),
-        step=_of_price(job, costs, price, price.step.most_s),
+        costs=costs,
+        step=most,
         host=host_report(job, costs),
-        step_at_best=None if price.step.is_known else _of_price(job, costs, price, price.step.least_s),
-        on_host=_on_host(job, costs),
+        step_at_best=None if price.step.is_known else least,
     )
 
 
-def _of_price(job: Job, costs: Profile, price: Priced, step_s: float) -> StepSeconds:
+def _of_price(job: Job, costs: Profile, busy_s: float, step_s: float) -> StepSeconds:
     """The parts of a simulated step; messages between stages are in its bubble, exposed copies in its passes."""
-    busy_s = min(price.busy_s, step_s)
+    busy_s = min(busy_s, step_s)
     return StepSeconds(busy_s, step_s - busy_s, 0.0, 0.0, update_s(job, costs))
 
 
@@ -237,28 +236,20 @@ def _planned(job: Job, profile: Profile | None) -> Estimate:
     try:
         decision = decide(job, costs)
     except Infeasible as error:
-        return Estimate(
-            job,
-            1.0 if job.offload_ratio == "auto" else job.offload_ratio,
-            least_memory(job if job.optimizer.offload != "auto" else with_share(job, 1.0), costs),
-            error.problems,
-            None,
-        )
-    best = at_best(decision.draft, decision.job, costs)
+        ratio = 1.0 if job.offload_ratio == "auto" else job.offload_ratio
+        least = least_memory(job if job.optimizer.offload != "auto" else with_share(job, 1.0), costs)
+        return Estimate(job, ratio, least, error.problems, costs=None)
+    job, best = decision.job, at_best(decision.draft, decision.job, costs)
     return Estimate(
-        job=decision.job,
-        offload_ratio=decision.offload_ratio,
-        stages=decision.memory,
+        job,
+        decision.offload_ratio,
+        decision.memory,
         shortages=(),
-        step=_simulated(decision.job, decision.simulation, costs),
+        costs=costs,
+        step=_simulated(job, decision.simulation, costs),
         host=decision.host,
-        step_at_best=None if best is None else _simulated(decision.job, best, costs),
-        on_host=_on_host(decision.job, costs),
+        step_at_best=None if best is None else _simulated(job, best, costs),
     )
-
-
-def _on_host(job: Job, costs: Profile | None) -> OnHost | None:
-    return OnHost.of(job, None if costs is None else costs.host_adam, priced=costs is not None)
 
 
 def _simulated(job: Job, simulation: Simulation, costs: Profile) -> StepSeconds:

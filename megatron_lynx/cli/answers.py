@@ -14,7 +14,7 @@ from rich.text import Text
 from megatron_lynx.anatomy import HALVES
 from megatron_lynx.cli.terminal import say, show, show_lines
 from megatron_lynx.errors import ConfigError, Problem
-from megatron_lynx.estimate import Estimate, LaunchEstimate
+from megatron_lynx.estimate import Estimate
 from megatron_lynx.plan import Plan
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.published.left_out import LeftOut
@@ -79,15 +79,15 @@ def _host_time(measured: Profile) -> list[str]:
     return lines
 
 
-def show_estimate(answer: Estimate, launch: LaunchEstimate | None = None) -> None:
+def show_estimate(answer: Estimate) -> None:
     named = [memory.named for memory in answer.stages]
     parts = [part for part in named[0] if any(memory[part] for memory in named)]
     columns = ("stage", "moment", *(part.replace("in_hand", "transient").replace("_", " ") for part in parts))
     table = WrappedTable(columns, words=("moment",), keys=2, title="GiB of each device at its fullest moment")
     for stage, (memory, sizes) in enumerate(zip(answer.stages, named, strict=True)):
         table.add(str(stage), memory.moment.replace("_", " "), *(f"{sizes[part] / GIB:.2f}" for part in parts))
-    if launch is not None:
-        show_lines(launch.in_words)
+    if answer.of_launch:
+        show_lines(answer.of_launch)
     show(table)
     show_lines(f"{answer.verdict} in {format_bytes(answer.budget_bytes)}; offload ratio {answer.offload_ratio:g}")
     if reserve := answer.job.device_reserve.in_words:

@@ -391,7 +391,6 @@ def estimate(
     from megatron_lynx.cli.answers import show_estimate
     from megatron_lynx.cli.inputs import asked_about, job_or_launch, show_understood, understood_as_json
     from megatron_lynx.cost.budget import if_it_runs
-    from megatron_lynx.estimate import LaunchEstimate
     from megatron_lynx.estimate import estimate as estimated
     from megatron_lynx.profiler.profile import load_profile
 
@@ -401,18 +400,17 @@ def estimate(
     if today is not None and today.not_priced:
         problems = [Problem("today", why, "", "plan, or price the launch without it") for why in today.not_priced]
         raise ConfigError("what this launch does today cannot be priced", problems)
-    answer = estimated(job, measured) if today is None else estimated(job, measured, today.setting, graphs=today.graphs)
-    launch = None if today is None else LaunchEstimate(today.name, today.flags, answer)
+    answer = estimated(job, measured, today)
     if as_json:
-        show_json({**answer.as_json, **({} if launch is None else launch.as_json), **understood_as_json(reading)})
+        show_json({**answer.as_json, **understood_as_json(reading)})
     else:
         if reading is not None and verbose:
             show_understood(reading)
-        show_estimate(answer, launch)
+        show_estimate(answer)
     if not answer.fits:
         say("\n".join(["this job does not fit", *(f"  - {problem}" for problem in answer.shortages)]), err=True)
-        if launch is not None and launch.memory_bytes > answer.budget_bytes:
-            say(if_it_runs(launch.memory_bytes), err=True)
+        if today is not None and answer.memory_bytes > answer.budget_bytes:
+            say(if_it_runs(answer.memory_bytes), err=True)
         raise typer.Exit(1)
 
 
