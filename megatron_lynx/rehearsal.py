@@ -8,7 +8,7 @@ plan ──schedule.flushes──> order of every stage          ─┐
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from types import MappingProxyType
 
@@ -61,9 +61,8 @@ def rehearse(
     less_in_hand = {} if job is None else less_in_hand_bytes(job)
     usual = Prices(profile, less_in_hand)
     prices = [Prices(loaded[stage], less_in_hand) if stage in loaded else usual for stage in range(plan.parallel.pipeline)]
-    facts = plan.model_dump_json(exclude={"stages", "provenance", "device"})
     chunks = [
-        _passes_of_stage(_PlannedStage.of(plan, facts, stage, stage_prices, reduced_in_backward=_reduces_in_backward(job, stage)))
+        passes_of_chunks(plan, plan.chunks_of(stage), stage_prices, reduced_in_backward=_reduces_in_backward(job, stage))
         for stage, stage_prices in enumerate(prices)
     ]
     if plan.schedule == "double_buffered":
@@ -144,29 +143,6 @@ def _schedule(pipeline: int, microbatches: int, chunks: int, group: int, more: i
     """Megatron's schedule, with the recomputation in a receive before every backward. `more`: additional warm-up forwards."""
     stock = with_flushes(pipeline, microbatches, chunks, group, more)
     return replace(stock, orders=tuple(tuple(with_recomputations(actions)) for actions in stock.orders))
-
-
-@dataclass(frozen=True)
-class _PlannedStage:
-    """One stage of a plan, with its prices; `text` has all that its passes depend on."""
-
-    text: tuple[str, ...]
-    plan: Plan = field(compare=False)
-    stage: int
-    prices: Prices = field(compare=False)
-    reduced_in_backward: bool
-
-    @classmethod
-    def of(cls, plan: Plan, facts: str, stage: int, prices: Prices, *, reduced_in_backward: bool) -> _PlannedStage:
-        """`facts`: text of the plan without its stages."""
-        entries = (entry.model_dump_json(exclude={"predicted"}) for entry in plan.chunks_of(stage))
-        return cls((facts, prices.text, *entries), plan, stage, prices, reduced_in_backward)
-
-
-@lru_cache(maxsize=256)
-def _passes_of_stage(planned: _PlannedStage) -> list[ChunkPasses]:
-    entries = planned.plan.chunks_of(planned.stage)
-    return passes_of_chunks(planned.plan, entries, planned.prices, reduced_in_backward=planned.reduced_in_backward)
 
 
 def passes_of_chunks(

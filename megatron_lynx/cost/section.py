@@ -151,10 +151,6 @@ class Prices:
         return self.once(weight_gradient, section, linear)
 
     @cached_property
-    def text(self) -> str:
-        return f"{self.profile.model_dump_json()} {dict(self.less_in_hand_bytes)}"
-
-    @cached_property
     def message_bytes(self) -> int:
         return self.profile.message_bytes
 
