@@ -31,7 +31,7 @@ from megatron_lynx.cost.section import weight_gradient
 from megatron_lynx.kinds.section import Exchange
 from megatron_lynx.simulator.passes import ChunkPasses, PassKey, Queue, TimedPass, walked_once
 from megatron_lynx.simulator.walk import ComingBack, GoingOut, Halves, Treated, Walk
-from megatron_lynx.timetable import HalfPass, Linear, Pass, Task, Timetable, Wait
+from megatron_lynx.timetable import HalfPass, Linear, Pass, Timetable, Wait
 
 if TYPE_CHECKING:
     from megatron_lynx.profiler.profile import BlockProfile, ItemProfile, Profile
@@ -115,27 +115,22 @@ def segments(
 ) -> Segments:
     """Return a section's seconds around its windows. `deferred`: linears whose weight gradients are delayed, and not counted."""
     windows_s = window_lengths_s(profile, passing, section, message_bytes, deferred)
-    waited, items = windows_of(profile, section, passing), profile.of(section).items
+    waited, half = windows_of(profile, section, passing), profile.of(section)
+    off_s, parts = 0.0, Segments((), windows_s)
     if passing == "fwd":
         cuts = [0, *(section.place_behind(collective) + 1 for collective in waited), len(section.names)]
-        compute_s = tuple(sum(items[name].forward_s for name in section.names[begin:end]) for begin, end in pairwise(cuts))
-        return _with_rest(profile, passing, section, Segments(compute_s, windows_s))
-    off = {linear: weight_gradient(profile, section, linear).seconds for linear in deferred}
-    left = {name: _without(item, off[name]) if name in off else item for name, item in items.items()}
-    ends = {linear: min(section.behind_wgrad(linear, profile.shape.sequence_parallel), len(waited)) for linear in section.linears}
-    parts = Segments(tuple(_between_backward(left, section, waited)), windows_s, ends, _before_core(left, section, waited))
-    return _with_rest(profile, passing, section, parts, sum(off.values()))
-
-
-def _with_rest(profile: Profile, passing: Passing, section: Section, parts: Segments, off_s: float = 0.0) -> Segments:
-    """Add expert waits that are not windows as compute at the end of the pass. `off_s`: seconds of delayed weight gradients."""
-    if not section.exchanges:
-        return parts
-    half = profile.of(section)
-    whole_s = (half.forward_s if passing == "fwd" else half.backward_s) - off_s
-    *compute_s, last_s = parts.compute_s
-    rest_s = max(0.0, whole_s - sum(parts.windows_s) - sum(compute_s) - last_s)
-    return replace(parts, compute_s=(*compute_s, last_s + rest_s))
+        *compute_s, last_s = (sum(half.items[name].forward_s for name in section.names[at:end]) for at, end in pairwise(cuts))
+    else:
+        off = {linear: weight_gradient(profile, section, linear).seconds for linear in deferred}
+        items = {name: _without(item, off[name]) if name in off else item for name, item in half.items.items()}
+        behind = {linear: section.behind_wgrad(linear, profile.shape.sequence_parallel) for linear in section.linears}
+        ends = {linear: min(windows, len(waited)) for linear, windows in behind.items()}
+        off_s, parts = sum(off.values()), replace(parts, ends=ends, core=_before_core(items, section, waited))
+        *compute_s, last_s = _between_backward(items, section, waited)
+    if section.exchanges:  # waits that are not windows count as compute at the end of the pass
+        whole_s = (half.forward_s if passing == "fwd" else half.backward_s) - off_s
+        last_s += max(0.0, whole_s - sum(windows_s) - sum(compute_s) - last_s)
+    return replace(parts, compute_s=(*compute_s, last_s))
 
 
 def _without(item: ItemProfile, wgrad_s: float) -> ItemProfile:
@@ -195,19 +190,17 @@ def _backward(
     """`treated`: in forward order. `flushes`: no weight gradient is pending after it. `delays`: whether it also delays those of
     the drain; None: it delays none."""
     coming = ComingBack(treated)
-    numbered = reversed(list(enumerate(treated, start=1)))
-    not_in_hand = [half.memory.less_in_hand for half in treated] or [0]
+    not_in_hand = [0, *(half.memory.less_in_hand for half in treated)]
     walk.hold(-not_in_hand[-1])
-    for (number, half), planned in zip(numbered, through.halves, strict=True):
+    for number, half, planned in zip(range(len(treated), 0, -1), reversed(treated), through.halves, strict=True):
         coming.half_begins(walk, number, half)
         for task in (*through.at("demand", planned.half), *through.at("enter", planned.half)):
             coming.needed(walk, walk.halves[task.half])
             walk.on_demand(task)
         start_s = walk.clock_s
         delayed = frozenset[str]() if delays is None else half.planned.delayed(drains=delays)
-        over_bytes = half.memory.less_in_hand - (not_in_hand[number - 2] if number > 1 else 0)
-        parts = segments_of("bwd", half.section, delayed)
-        _back_through(walk, half, through, planned, parts, delayed, coming, over_bytes)
+        over_bytes = not_in_hand[number] - not_in_hand[number - 1]
+        _back_through(walk, half, through, planned, segments_of("bwd", half.section, delayed), delayed, coming, over_bytes)
         walk.span("backward", start_s, half)
     walk.compute(end_s)
     if flushes:
@@ -229,7 +222,12 @@ def _back_through(
     last, left, regenerated = len(parts.windows_s) - 1, half.memory.whole, half.memory.regenerated
     for ordinal, compute_s in enumerate(parts.compute_s):
         begins, before_s = parts.core
-        _compute(walk, compute_s, through.at("core", planned.half) if ordinal == begins else (), before_s)
+        if ordinal == begins and (tasks := through.at("core", planned.half)):
+            walk.compute(before_s)
+            compute_s -= before_s
+            for task in tasks:
+                walk.on_demand(task)
+        walk.compute(compute_s)
         ran_s = _defer(walk, half, ordinal, parts, delayed)
         if ordinal == last:  # in its last window a half frees all but the inputs of its last GEMM (`cost.memory`)
             first = max(0, min(regenerated, left - half.memory.tail))
@@ -245,16 +243,6 @@ def _back_through(
             walk.window(wait, max(0.0, parts.windows_s[ordinal] - ran_s - half.spared_s(wait.gathered)), during, after)
     walk.hold(over_bytes - left, regenerated_bytes=-regenerated)
     _hold_rest(walk, half, *half.deferred)
-
-
-def _compute(walk: Walk, seconds: float, tasks: Sequence[Task], before_s: float) -> None:
-    """`tasks` run after `before_s` of it."""
-    if tasks:
-        walk.compute(before_s)
-        seconds -= before_s
-    for task in tasks:
-        walk.on_demand(task)
-    walk.compute(seconds)
 
 
 def _let_go_of(section: Section) -> tuple[str, ...]:

@@ -172,9 +172,10 @@ class Walk:
         if self.clock_s > start_s and isinstance(wait.window, WindowAddress):
             layer, half_name = wait.window.frame
             self._spans.append(Span("window", start_s, self.clock_s, layer, half_name, None, name, name))
-        self.regenerate(sum(self.halves[task.half].gathered_bytes for task in after if task.do == "gather"))
         for task in after:
-            if task.do != "gather":
+            if task.do == "gather":
+                self.regenerate(self.halves[task.half].gathered_bytes)
+            else:
                 self.on_demand(task)
 
     def during(self, name: str, tasks: Sequence[Task], room_s: float = inf) -> float:
