@@ -40,11 +40,6 @@ class Unflushed(Simulation):
 
     updates: tuple[tuple[Updated, ...], ...]
 
-    @property
-    def steady(self) -> int:
-        """Index of the measured batch."""
-        return len(self.updates[0]) - 2
-
     @cached_property
     def step_s(self) -> float:
         begin_s, end_s = self._steady_s(0)
@@ -56,8 +51,9 @@ class Unflushed(Simulation):
         return [times if begin_s <= execution.start_s < end_s else 0 for execution, times in executions]
 
     def _steady_s(self, stage: int) -> tuple[float, float]:
-        updates = self.updates[stage]
-        return updates[self.steady - 1].begin_s, updates[self.steady].begin_s
+        """Beginning and end of the measured batch, the last but one."""
+        before, update, _ = self.updates[stage][-3:]
+        return before.begin_s, update.begin_s
 
     def timeline(self) -> Timeline:
         updates = [
