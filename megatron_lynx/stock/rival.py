@@ -70,13 +70,12 @@ class _Rivals:
         without_copies = replace(last, offload=(), fraction=WHOLE)
         if last.method is None and self._is_known_slower(without_copies):
             return
-        if (last.offload and not self._has_link) or any(_copies_less(price.setting, last) for price in self.priced):
-            return
-        if self._least(last) > self.budget_bytes or (price := self._first_that_fits(family)) is None:
+        if (last.offload and not self._has_link) or self._least(last) > self.budget_bytes:
             return
         if last.method is None and self._step_s(without_copies) >= self._least_s:
             return
-        if host_shortage(self.job, price.host_bytes) is None:
+        price = self._first_that_fits(family)
+        if price is not None and host_shortage(self.job, price.host_bytes) is None:
             self.priced.append(price)
 
     def _first_that_fits(self, family: Family) -> Priced | None:
@@ -129,13 +128,6 @@ class _Rivals:
     @property
     def _has_link(self) -> bool:
         return self.job.cluster.pcie is not None or any(point.kind == "host" for point in self.profile.links)
-
-
-def _copies_less(fits: StockSetting, other: StockSetting) -> bool:
-    """Whether a setting that fits recomputes and offloads a subset of the other's: the other is then hardly faster."""
-    alike = (fits.overlap, fits.delayed, fits.method) == (other.overlap, other.delayed, other.method)
-    less = set(fits.recompute) <= set(other.recompute) and set(fits.offload) < set(other.offload)
-    return alike and less and bool(fits.offload) and fits.method is None
 
 
 def by_speed(price: Priced) -> tuple[float, int]:
