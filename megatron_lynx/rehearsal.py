@@ -159,17 +159,8 @@ def _chunk_passes(
     plan: Plan, entry: Stage, prices: Prices, timetable: Timetable, halves: Halves, *, reduced_in_backward: bool
 ) -> ChunkPasses:
     """`halves`: of all chunks of the stage."""
-    embedding, head = _ends(plan, entry, prices)
     deferral = entry.chunk, 0 if entry.weight_gradients is None else entry.weight_gradients.bytes
-    made = partial(
-        stage_passes,
-        halves=halves,
-        profile=prices.profile,
-        message_bytes=prices.message_bytes,
-        embedding=embedding,
-        head=head,
-        deferral=deferral,
-    )
+    made = partial(stage_passes, halves=halves, prices=prices, ends=_ends(plan, entry, prices), deferral=deferral)
     chunk_halves = [halves[planned.key] for planned in timetable.chunks[entry.chunk]]
     usual = partial(
         made,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,7 @@ from megatron_lynx.anatomy.address import RECV_BACKWARD, SEND_BACKWARD, WindowAd
 from megatron_lynx.cost.communication import window_lengths_s, windows_of
 from megatron_lynx.cost.ends import NO_BLOCK
 from megatron_lynx.cost.host import NO_HOST_TIME
-from megatron_lynx.cost.section import weight_gradient
+from megatron_lynx.cost.section import Prices, weight_gradient
 from megatron_lynx.kinds.section import Exchange
 from megatron_lynx.simulator.passes import ChunkPasses, PassKey, Queue, TimedPass, walked_once
 from megatron_lynx.simulator.walk import ComingBack, GoingOut, Halves, Treated, Walk
@@ -60,10 +60,8 @@ def stage_passes(
     chunk: int,
     chunk_halves: Sequence[Treated],
     halves: Halves,
-    profile: Profile,
-    message_bytes: int,
-    embedding: BlockProfile = NO_BLOCK,
-    head: BlockProfile = NO_BLOCK,
+    prices: Prices,
+    ends: tuple[BlockProfile, BlockProfile] = (NO_BLOCK, NO_BLOCK),
     deferral: tuple[int, int] = (0, 0),
     *,
     reduced_in_backward: bool = False,
@@ -73,17 +71,19 @@ def stage_passes(
 
     Args:
         chunk_halves: in forward order. `halves` are those of all chunks.
+        ends: the embedding and the head, without seconds if the chunk has none.
         deferral: this chunk's (index, most bytes of delayed weight gradients); its last backward computes the rest.
         reduced_in_backward: gradients are reduced during the chunk's last backward of a step, which then delays none.
         read_after_send: weight gradients left by the chunk's last backward run once the gradient of its input is sent.
     """
-    parts = cache(lambda passing, section, off=(): segments(profile, passing, section, message_bytes, off))
+    interference, (embedding, head) = prices.profile.interference, ends
+    parts = partial(prices.once, segments)
     host = sum((half.host for half in chunk_halves), start=NO_HOST_TIME)
 
     def walked(key: PassKey, queue: Queue) -> TimedPass:
         kind, which, last = key
         if kind == "F":
-            walk = Walk(profile.interference, halves, queue, embedding.forward_s)
+            walk = Walk(interference, halves, queue, embedding.forward_s)
             return _forward(walk, timetable.forward(chunk), chunk_halves, parts, head.forward_s).issued_in(host.forward_s)
         if kind in ("R", "W"):
             walk, place = Walk(1.0, halves, queue), RECV_BACKWARD if kind == "R" else SEND_BACKWARD
@@ -92,7 +92,7 @@ def stage_passes(
             if kind == "W" and last and read_after_send:
                 walk.flush(during_send=True)
             return walk.over()
-        walk = Walk(profile.interference, halves, queue, head.backward_s)
+        walk = Walk(interference, halves, queue, head.backward_s)
         delays = None if last and reduced_in_backward else which == "cooldown" or last
         through = timetable.backward(chunk)
         flushes = last and not read_after_send
@@ -110,11 +110,9 @@ def stage_passes(
     return ChunkPasses(walked_once(walked, lambda pending: Queue(*deferral, pending), plain))
 
 
-def segments(
-    profile: Profile, passing: Passing, section: Section, message_bytes: int, deferred: Collection[str] = ()
-) -> Segments:
+def segments(profile: Profile, passing: Passing, section: Section, deferred: Collection[str] = ()) -> Segments:
     """Return a section's seconds around its windows. `deferred`: linears whose weight gradients are delayed, and not counted."""
-    windows_s = window_lengths_s(profile, passing, section, message_bytes, deferred)
+    windows_s = window_lengths_s(profile, passing, section, profile.message_bytes, deferred)
     waited, half = windows_of(profile, section, passing), profile.of(section)
     off_s, parts = 0.0, Segments((), windows_s)
     if passing == "fwd":

@@ -311,7 +311,7 @@ def test_shared_experts_hide_exchanges_and_no_second_twice(dispatcher: Dispatche
         windows_s = [window_lengths_s(each, passing, section, message_bytes) for each in (before, after)]
         assert sum(windows_s[0]) - sum(windows_s[1]) == pytest.approx(hidden_s if section.exchanges_in_windows else 0)
         assert all(each >= 0 for each in windows_s[1])
-        parts = segments(after, passing, section, message_bytes)
+        parts = segments(after, passing, section)
         assert sum(parts.compute_s) + sum(parts.windows_s) == pytest.approx(getattr(after.experts, name))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_lynx.cost.section import Prices
 from megatron_lynx.simulator.halves import stage_passes
 from megatron_lynx.simulator.passes import KINDS, PHASES, ChunkPasses, TimedPass, in_phases
 from megatron_lynx.simulator.walk import Treated
@@ -11,11 +12,11 @@ from megatron_lynx.timetable import Layout, Timetable
 
 
 def passes_of_halves(halves: tuple[Treated, ...], profile: Any, *ends: Any, **more: Any) -> ChunkPasses:
-    """Of the only chunk of a stage, whose messages are of 100 bytes. `ends`: embedding and head."""
+    """Of the only chunk of a stage. `ends`: embedding and head."""
     shape, layers = profile.shape, [half.layer for half in halves]
     layout = Layout(shape.tensor > 1, shape.sequence_parallel, layers if shape.expert > 1 else ())
     timetable = Timetable([[half.planned for half in halves]], layout)
-    return stage_passes(timetable, 0, halves, {half.planned.key: half for half in halves}, profile, 100, *ends, **more)
+    return stage_passes(timetable, 0, halves, {half.planned.key: half for half in halves}, Prices(profile), *ends, **more)
 
 
 def receiving(plain: ChunkPasses, received: TimedPass) -> ChunkPasses:

@@ -60,10 +60,10 @@ def at(passing, ordinal):
 
 
 def test_where_each_is_left():
-    stock, shared = (segments(profile_with_experts(), "bwd", SECTION, 100, off) for off in ((), ("shared_fc1", "shared_fc2")))
+    stock, shared = (segments(profile_with_experts(), "bwd", SECTION, off) for off in ((), ("shared_fc1", "shared_fc2")))
     assert (stock.compute_s, stock.windows_s) == ((4.0, 8.0, 0.0, 10.0), (5.0, 0.0, 5.0))
     assert (shared.compute_s, shared.windows_s) == ((4.0, 8.0, 0.0, 8.0), (5.0, 0.0, 5.0))
-    whole = [segments(profile_with_experts(expert=1), "bwd", SECTION, 100, off) for off in ((), SECTION.linears)]
+    whole = [segments(profile_with_experts(expert=1), "bwd", SECTION, off) for off in ((), SECTION.linears)]
     assert [(len(each.compute_s), each.windows_s) for each in whole] == [(1, ()), (1, ())]
     assert sum(whole[0].compute_s) - sum(whole[1].compute_s) == len(SECTION.linears)
 

@@ -38,7 +38,7 @@ def profile_of(interference=1.0, **layout):
             for item, costs in half.items.items()
         }
         halves[name] = half.model_copy(update={"items": items})
-    links = tuple(LinkPoint(kind=kind, bytes=100, seconds=5.0) for kind in KINDS)
+    links = tuple(LinkPoint(kind=kind, bytes=made_up.message_bytes, seconds=5.0) for kind in KINDS)
     return made_up.model_copy(update={**halves, "links": links, "interference": interference})
 
 
@@ -56,15 +56,15 @@ IN_WINDOW = {"place": BEFORE}
 
 def test_compute_lies_around_the_windows():
     profile = profile_of(tensor=2)
-    forward, backward = segments(profile, "fwd", ATTENTION, 100), segments(profile, "bwd", ATTENTION, 100)
+    forward, backward = segments(profile, "fwd", ATTENTION), segments(profile, "bwd", ATTENTION)
     assert (forward.compute_s, forward.windows_s) == ((5.0, 1.0), (5.0,))
     assert (backward.compute_s, backward.windows_s) == ((10.0, 2.0), (4.0,)), "the reduction starts before wgrad, which hides 1 s"
-    assert segments(profile_of(tensor=1), "fwd", MLP, 100).compute_s == (5.0,)
+    assert segments(profile_of(tensor=1), "fwd", MLP).compute_s == (5.0,)
 
 
 def test_compute_lies_around_the_windows_of_sequence_parallelism():
     profile = profile_of(tensor=2, sequence_parallel=True)
-    forward, backward = segments(profile, "fwd", MLP, 100), segments(profile, "bwd", MLP, 100)
+    forward, backward = segments(profile, "fwd", MLP), segments(profile, "bwd", MLP)
     assert (forward.compute_s, forward.windows_s) == ((1.0, 3.0, 1.0), (5.0, 5.0))
     assert (backward.compute_s, backward.windows_s) == ((2.0, 5.0, 1.0, 2.0), (5.0, 4.0, 4.0))
 
@@ -74,7 +74,7 @@ def test_a_collective_in_the_middle_of_a_section_is_a_window_there():
     exchange = (Collective("all_gather", "output", "code"),)
     section = Section("exchanging", MLP.half, MLP.method, MLP.items, {("fwd", True): exchange, ("bwd", True): exchange})
     profile = profile_of(tensor=2, sequence_parallel=True)
-    forward, backward = (segments(profile, passing, section, 100) for passing in PASSES)
+    forward, backward = (segments(profile, passing, section) for passing in PASSES)
     assert (forward.compute_s, forward.windows_s) == ((3.0, 2.0), (5.0,))
     assert (backward.compute_s, backward.windows_s) == ((6.0, 4.0), (5.0,))
 
@@ -118,7 +118,7 @@ def test_a_receive_hides_recomputations():
 
 def test_embedding_and_head_are_outside_of_the_layers():
     ends = BlockProfile(forward_s=1.0, backward_s=2.0), BlockProfile(forward_s=3.0, backward_s=4.0)
-    passes = passes_of_halves(layer(0.0), profile_of(tensor=2), *ends)
+    passes = passes_of_halves(layer(0.0), profile_of(tensor=2), ends)
     halves = [(span.start_s, span.end_s) for span in passes.one("F", "warmup").spans if span.kind == "forward"]
     assert halves == [(1.0, 12.0), (12.0, 22.0)]
     assert (passes.one("F", "warmup").seconds, passes.one("B", "steady").seconds) == (25.0, 36.0)

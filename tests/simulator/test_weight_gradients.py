@@ -50,13 +50,13 @@ def at(passing, half, ordinal=0):
 def test_what_is_deferred_hides_nothing_beside_it():
     """Without its own wgrad the reduction of a column-parallel linear's gradient is exposed whole."""
     profile = profile_of(tensor=2)
-    stock, row, both = (segments(profile, "bwd", MLP, 100, off) for off in ((), ("linear_fc2",), MLP.linears))
+    stock, row, both = (segments(profile, "bwd", MLP, off) for off in ((), ("linear_fc2",), MLP.linears))
     assert (stock.compute_s, stock.windows_s) == ((8.0, 2.0), (4.0,))
     assert (row.compute_s, row.windows_s) == ((7.0, 2.0), (4.0,))
     assert (both.compute_s, both.windows_s) == ((6.0, 2.0), (5.0,))
     whole = profile_of(tensor=2, sequence_parallel=True)
-    assert segments(whole, "bwd", MLP, 100, MLP.linears).windows_s == (5.0, 4.0, 5.0)
-    assert sum(segments(whole, "bwd", MLP, 100, MLP.linears).compute_s) == 8.0
+    assert segments(whole, "bwd", MLP, MLP.linears).windows_s == (5.0, 4.0, 5.0)
+    assert sum(segments(whole, "bwd", MLP, MLP.linears).compute_s) == 8.0
 
 
 def test_a_wait_hides_what_it_has_room_for():

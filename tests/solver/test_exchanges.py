@@ -71,7 +71,7 @@ def test_a_half_of_experts_takes_as_long_with_windows_as_without(passing: str) -
     profile = analytic_profile(qwen3())
     half = profile.experts
     assert half is not None
-    found = segments(profile, passing, EXPERTS, 1)  # type: ignore[arg-type]
+    found = segments(profile, passing, EXPERTS)  # type: ignore[arg-type]
     whole_s = half.forward_s if passing == "fwd" else half.backward_s
     assert sum(found.compute_s) + sum(found.windows_s) == pytest.approx(whole_s)
     assert sorted(found.windows_s) == [0.0, half.exchange_s, half.exchange_s]
