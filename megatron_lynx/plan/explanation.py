@@ -20,7 +20,7 @@ from megatron_lynx.tables import WrappedTable
 from megatron_lynx.units import GIB, format_bytes, format_seconds
 
 NEW_LINE = "\n"
-MOST_ROWS, MOST_NAMES = 4, 3
+MOST_ROWS, MOST_NAMES = 3, 3
 
 
 def summary(plan: Plan) -> RenderableType:
@@ -30,7 +30,7 @@ def summary(plan: Plan) -> RenderableType:
         treatment = _in_short(plan.chunks_of(stage))
         alike = next((stages for stages, other in rows if other == treatment), None)
         rows.append(([stage], treatment)) if alike is None else alike.append(stage)
-    rows.sort(key=lambda row: -len(row[0]))
+    rows.sort(key=lambda row: (0 not in row[0], -len(row[0])))  # the first stage has most micro-batches in flight
     for stages, (layers, treatment_said) in rows[:MOST_ROWS]:
         predicted = [plan.chunks_of(stage)[0].predicted for stage in stages]
         exposed_ms = 1e3 * max(sum(entry.predicted.exposed_recompute_s for entry in plan.chunks_of(stage)) for stage in stages)
