@@ -78,7 +78,7 @@ class Stage:
     """Linears of the last layer, and where their weight gradients run: they are noted in place of that."""
     layout: Layout = Layout()  # noqa: RUF009
     around_collectives: AbstractContextManager[Any] = field(default_factory=nullcontext)
-    """What a half's code enters to communicate."""
+    """What a half's code enters to communicate, in both passes."""
     log: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -103,12 +103,15 @@ class Stage:
 
     def _code(self, layer: int) -> Callable[[Tensor], Tensor]:
         def issue(name: str) -> Callable[[], None]:
-            return lambda: issued(self.engine, Work(self.log, name)).wait()
+            def communicate() -> None:
+                with self.around_collectives:
+                    issued(self.engine, Work(self.log, name)).wait()
+
+            return communicate
 
         def code(hidden: Tensor) -> Tensor:
             made = self.layers[layer](hidden)
-            with self.around_collectives:
-                return _Collective.apply(made, issue(f"fwd {layer}"), issue(f"bwd {layer}"))  # type: ignore[no-any-return]
+            return _Collective.apply(made, issue(f"fwd {layer}"), issue(f"bwd {layer}"))  # type: ignore[no-any-return]
 
         return code
 
