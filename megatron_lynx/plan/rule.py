@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Annotated, Literal
 
@@ -34,13 +34,21 @@ def _matching(pattern: str, examples: tuple[str, ...]) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _of_all_phases(place: object) -> object:
+    if isinstance(place, Mapping) and place.keys() <= {"steady", "cooldown"}:
+        raise ValueError(f"{dict(place)} is another place in cool-down, {LAST_READ}")
+    return place
+
+
 PlaceName = Annotated[
     str,
+    BeforeValidator(_of_all_phases),
     _matching(address.PLACE_PATTERN, (address.ON_DEMAND, RECV_BACKWARD, *address.examples("bwd"))),
     WithJsonSchema({"type": "string", "pattern": f"^{address.PLACE_PATTERN}$"}),
 ]
 GatherName = Annotated[
     str,
+    BeforeValidator(_of_all_phases),
     _matching(address.GATHER_PATTERN, (address.ON_DEMAND, *address.examples("bwd"))),
     WithJsonSchema({"type": "string", "pattern": f"^{address.GATHER_PATTERN}$"}),
 ]

@@ -142,7 +142,7 @@ def test_every_problem_is_listed_with_its_place(tmp_path: Path) -> None:
         ),
         (("stages", 0, "rules", 0, "windows"), {"mlp": "bwd.mpl.0"}, "windows.mlp: found 'bwd.mpl.0', needed one of on_demand"),
         (("stages", 0, "rules", 0, "windows"), {"mlp": "bwd.mpl.0"}, "did you mean bwd.mlp.0?"),
-        (("stages", 0, "rules", 0, "windows"), {"mlp": {"steady": "on_demand"}}, "windows.mlp: found a mapping, needed"),
+        (("stages", 0, "rules", 0, "windows"), {"mlp": {"steady": "on_demand"}}, "windows.mlp: {'steady': 'on_demand'} is"),
         (
             ("stages", 0, "rules", 0, "gather"),
             {"mlp": "pipe.recv_backward"},
@@ -251,7 +251,7 @@ def test_a_pace_is_written_and_read(tmp_path: Path) -> None:
     assert "half_by_half is all, so pace_bytes must say how many bytes are copied beside one half's forward" in found
 
 
-def test_a_plan_that_recomputes_in_forwards_says_who_reads_it(tmp_path: Path) -> None:
+def test_a_plan_with_places_that_are_gone_says_who_reads_it(tmp_path: Path) -> None:
     plan = small_plan()
     rule = plan["stages"][0]["rules"][0]
     rule["windows"] = {"mlp": "fwd.mlp.0"}
@@ -259,7 +259,8 @@ def test_a_plan_that_recomputes_in_forwards_says_who_reads_it(tmp_path: Path) ->
     windows, gather = problems_of(tmp_path, write_yaml(plan))
     todo = "which megatron-lynx 0.2.0 was the last to read: make the plan again with `megatron-lynx plan`"
     assert f"windows.mlp: fwd.mlp.0 recomputes in a forward, {todo}" in windows
-    assert "gather.attention: found a mapping, needed" in gather
+    assert "gather.attention: {'steady': 'fwd.mlp.0', 'cooldown': 'on_demand'} is another place in cool-down" in gather
+    assert todo in gather
 
 
 def test_a_plan_that_flushes_does_not_say_so(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -85,7 +86,8 @@ def test_all_that_can_be_recomputed_is_hidden_where_memory_is_short() -> None:
     decision = decide(job.model_copy(update={"budget": job.budget.model_copy(update={"memory_gib": 54})}), profile)
     plan = Plan.model_validate(decision.plan.model_dump())
     assert plan.parallel.expert == 8
-    assert all(rule.windows.mlp == "bwd.mlp.0" and rule.windows.attention == "bwd.mlp.2" for rule in plan.stages[0].rules)
+    windows = {(rule.windows.mlp, rule.windows.attention) for stage in plan.stages for rule in stage.rules}
+    assert ("bwd.mlp.0", "bwd.mlp.2") in windows <= {*product(("bwd.mlp.0", None), ("bwd.mlp.2", None))}
     assert all(stage.predicted.exposed_recompute_s == 0 < stage.predicted.hidden_recompute_s for stage in plan.stages)
     assert all(memory.total <= 54 * GIB for memory in decision.memory)
     free = decide(job, profile)
