@@ -35,9 +35,9 @@ def _matching(pattern: str, examples: tuple[str, ...]) -> AfterValidator:
 
 
 def _of_all_phases(place: object) -> object:
-    if isinstance(place, Mapping) and place.keys() <= {"steady", "cooldown"}:
-        raise ValueError(f"{dict(place)} is another place in cool-down, {LAST_READ}")
-    return place
+    """Read a place that older plans gave by phase: of cool-down's, which gained 0.03 % of a step in the mean, nothing is left."""
+    by_phase = isinstance(place, Mapping) and place.keys() <= {"steady", "cooldown"}
+    return place.get("steady", address.ON_DEMAND) if by_phase else place  # type: ignore[attr-defined]
 
 
 PlaceName = Annotated[

@@ -158,11 +158,12 @@ class Recorder(Run):
             return outputs
         self._packing.turn(False)
         draws = kept and site.may_draw and self.frame.draws
+        before = self._random.capture() if draws else None
         outputs = call()
         behind = self._random.capture() if draws else None
         self._let_go(call, outputs)
         if kept and (self._recompute or self._undecided):
-            self._remember(call, outputs, behind)
+            self._remember(call, outputs, None if not draws or self._random.same(before, behind) else behind)
         elif not kept and self._first is not None:
             self._first.recomputed(call, outputs)
         return outputs

@@ -97,6 +97,10 @@ class RandomSource:
         for generator, then in zip(self._device.generators, state, strict=True):
             generator.set_state(then)
 
+    def same(self, one: Any, other: Any) -> bool:
+        """Return whether nothing was drawn between two captures."""
+        return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
 
 @contextmanager
 def unmarked(objects: Iterable[object], marks: Iterable[dict[str, Any]] = ()) -> Iterator[None]:

@@ -90,12 +90,13 @@ def test_latent_attention_has_more_options_than_combinations_are_tried_of() -> N
     assert free.exposed_s == 0
 
 
-@pytest.mark.parametrize("layers", ["all", 2, ("3-8",)])
-def test_a_plan_recomputes_inside_experts_and_holds_no_more_than_was_solved_for(layers: object) -> None:
-    job = job_of(layers, budget={"memory_gib": 30})
+@pytest.mark.parametrize(("layers", "gib"), [("all", 16), (2, 11), (("3-8",), 14)])
+def test_a_plan_recomputes_inside_experts_and_holds_no_more_than_was_solved_for(layers: object, gib: int) -> None:
+    """In little more than the least memory."""
+    job = job_of(layers, budget={"memory_gib": gib})
     profile = analytic_profile(job)
     assert all(memory.total <= (job.memory_budget_bytes or 0) for memory in decide(job, profile).memory)
-    recomputing = decide(job_of(layers, budget={"memory_gib": 30}, overlap={"weight_gradients": "none"}), profile)
+    recomputing = decide(job_of(layers, budget={"memory_gib": gib}, overlap={"weight_gradients": "none"}), profile)
     plan = Plan.model_validate(recomputing.plan.model_dump())
     recomputations = {layer: stage.rule_for(layer) for stage in plan.stages for layer in stage.layers}
     inside = {item for layer in job.model.expert_layers for item in recomputations[layer].recomputed_in("mlp")}

@@ -65,6 +65,14 @@ class MegatronRandom(RandomSource):
         if state.name is not None:
             setattr(tracker, _NAME, state.name)
 
+    def same(self, one: RandomState, other: RandomState) -> bool:
+        return (
+            one.name == other.name
+            and one.tracked.keys() == other.tracked.keys()
+            and all(torch.equal(tracked_state.value, other.tracked[name].value) for name, tracked_state in one.tracked.items())
+            and super().same(one.default, other.default)
+        )
+
 
 @contextmanager
 def left_as_they_were() -> Iterator[None]:
