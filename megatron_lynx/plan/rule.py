@@ -35,7 +35,7 @@ def _matching(pattern: str, examples: tuple[str, ...]) -> AfterValidator:
 
 
 def _of_all_phases(place: object) -> object:
-    """Read a place that older plans gave by phase: of cool-down's, which gained 0.03 % of a step in the mean, nothing is left."""
+    """Return the steady phase's place if an older plan names one for each phase: others in cool-down gained 0.03 % of a step."""
     by_phase = isinstance(place, Mapping) and place.keys() <= {"steady", "cooldown"}
     return place.get("steady", address.ON_DEMAND) if by_phase else place  # type: ignore[attr-defined]
 
