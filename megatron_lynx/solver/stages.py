@@ -177,10 +177,10 @@ class Stages:
         """
         if self.job.whole_microbatches != 0:
             return self._keeping_some(stage, lags)
-        try:
-            return self._fastest(stage, lags, STEPS)
-        except Infeasible:
-            return self._fastest(stage, lags, FINER_STEPS)
+        if self.job.offload_ratio == "auto":
+            with suppress(Infeasible):
+                return self._fastest(stage, lags, STEPS)
+        return self._fastest(stage, lags, FINER_STEPS)
 
     def _fastest(self, stage: int, lags: tuple[Lag, ...], steps: int) -> StageAnswer:
         pacing = [at for at, (share, _) in enumerate(lags) if not share.within and self.job.policy == "planned"][:1]
@@ -237,6 +237,7 @@ class Stages:
             return self._offloading(stage, NOTHING, left_bytes, self._programme, whole)
         return None
 
+    @once
     def least(self, stage: int) -> StageAnswer:
         """Return the answer with the least peak, regardless of the budget."""
         largest_shares = dict.fromkeys([NOTHING, *(shares[-1] for shares in self._shares(stage, STEPS) if shares)])

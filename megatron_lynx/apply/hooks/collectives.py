@@ -78,8 +78,8 @@ def buffer_claim(engine: Engine) -> Claim:
     from megatron.core.tensor_parallel import layers
 
     def get_global_memory_buffer(original: Any) -> Any:
-        if engine.gathering is not None:
-            return SimpleNamespace(get_tensor=partial(_held, engine.gathering[0]))
+        if (gathering := engine.gathering) is not None:
+            return SimpleNamespace(get_tensor=partial(_held, gathering[0]))
         shared = original()
         owns = engine.scope is not None and engine.scope.owns_gathered
         if owns or engine.weight_gradients.puts_off_gathered:
