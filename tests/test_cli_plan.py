@@ -75,7 +75,7 @@ def test_simulate_takes_a_clusters_figures_for_its_job(tmp_path: Path) -> None:
 
 def test_a_job_that_cannot_fit_says_no(tmp_path: Path) -> None:
     text = (Path(__file__).parents[1] / "configs" / f"{JOB}.yaml").read_text()
-    (tmp_path / "job.yaml").write_text(text.replace("memory_gib: 64.6", "memory_gib: 30"))
+    (tmp_path / "job.yaml").write_text(text.replace("memory_gib: 64.6", "memory_gib: 30").replace("partition: auto, ", ""))
     result = lynx("plan", tmp_path / "job.yaml", "-o", tmp_path / "plan.yaml")
     assert result.exit_code == 1
     assert "memory of a device, stage 0: found at least" in result.stderr
@@ -84,10 +84,10 @@ def test_a_job_that_cannot_fit_says_no(tmp_path: Path) -> None:
 
 
 def test_a_budget_that_nothing_fits_says_which_one_to_type(tmp_path: Path) -> None:
-    launch = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --max-position-embeddings 4096 --bf16"
+    launch = "--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --max-position-embeddings 4096 --bf16"
     launch += " --micro-batch-size 1 --global-batch-size 64 --vocab-size 50304 --tensor-model-parallel-size 8"
     words = ["plan", "-o", tmp_path / "plan.yaml", "--cluster", "h100-80g", "--gpus", 8]
-    refused = lynx(*words, "--memory-gib", 3, "--", *launch.split())
+    refused = lynx(*words, "--memory-gib", 1, "--", *launch.split())
     assert refused.exit_code == 1
     (typed,) = re.findall(r"smallest budget with a plan: --memory-gib (\d+)", refused.stderr)
     assert lynx(*words, "--memory-gib", typed, "--", *launch.split()).exit_code == 0

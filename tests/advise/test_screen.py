@@ -6,6 +6,7 @@ import io
 import json
 import shlex
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,6 +40,7 @@ FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-
 EXPERTS = "--num-experts 8 --moe-grouped-gemm --moe-router-topk 2 --expert-model-parallel-size 4"
 
 
+@cache
 def answer(flags: str, memory_gib: float | None = None, *, near: bool = False) -> Answer:
     changes = {} if memory_gib is None else {"budget.memory_gib": memory_gib}
     asked = asked_launch(shlex.split(f"{LAUNCH} {flags}"), "a100-80g", changes=changes)

@@ -130,6 +130,7 @@ def main() -> None:
     from megatron_lynx.testbed.rank_process import die_with_parent
 
     die_with_parent()
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     before, stood_in = dict(os.environ), dict[str, str]()
     if what := sys.argv[2:]:
         import_megatron(*what)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -68,7 +69,16 @@ def processor_s_of_a_wait(rank: int) -> float:
     return spent_s
 
 
-def unprivileged_all_reduce_s(rank: int, elements: int) -> float:
+def drop_capabilities() -> None:
+    header, none = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
+    assert ctypes.CDLL(None).capset(header, none) == 0
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    assert int(status["CapEff"], 16) == 0, "this rank has privileges"
+    assert int(status["CapEff"], 16) == int(status["CapPrm"], 16) == 0
+
+
+CAPABILITY_VERSION_3 = 0x20080522
+
+
+def unprivileged_all_reduce_s(rank: int, elements: int) -> float:
+    drop_capabilities()
     return all_reduce_seconds(rank, 4 * elements)

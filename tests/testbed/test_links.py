@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
 import threading
 from typing import Any
 
@@ -15,6 +11,8 @@ import torch
 from megatron_lynx.testbed import links
 from megatron_lynx.testbed.links import LATENCY_S, Link, Links, bytes_moved
 from megatron_lynx.testbed.ranks import RankPool
+from tests.hurry import skip_in_a_hurry
+from tests.nursery import process as nursery
 from tests.tiny_jobs import tiny_job
 
 from . import links_on_ranks, on_ranks
@@ -124,20 +122,11 @@ def test_bits_are_those_without_a_link(pool_of: Any) -> None:
     )
 
 
-@pytest.mark.slow
 def test_an_ordinary_user_has_the_link_that_root_has() -> None:
     """Story: network namespaces and `tc` shaped the link, which takes root. Others got loopback, 1.17 of stock none for 0.98."""
-    drop = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.geteuid() == 0 else []
-    if drop and shutil.which(drop[0]) is None:
-        pytest.skip("no setpriv, with which root becomes an ordinary user")
-    script = (
-        "from megatron_lynx.testbed.links import Links\n"
-        "from megatron_lynx.testbed.ranks import run_ranks\n"
-        "from tests.testbed.links_on_ranks import unprivileged_all_reduce_s\n"
-        "print(*run_ranks(unprivileged_all_reduce_s, 2, 250_000, links=Links(20)))"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = subprocess.run([*drop, sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    skip_in_a_hurry()
+    ended = nursery.run("tests.testbed.ordinary_user")
+    assert ended.returncode == 0, ended.stderr
     assert all(float(seconds) >= 0.1 for seconds in ended.stdout.split()), ended.stdout
 
 

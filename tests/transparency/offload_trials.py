@@ -45,6 +45,7 @@ def fail_and_recover(rank: int, job: Job, plan: Plan, direction: Literal["offloa
 
     initialise(job)
     training, result = Training(job, build_model(job), optimizer=None), Failed()
+    dist.monitored_barrier(timeout=LONGEST_START)
 
     def step() -> dict[str, Tensor]:
         seed_random_numbers(7)
@@ -95,9 +96,8 @@ def left_over(within_s: float = 0) -> list[str]:
         time.sleep(0.1)
 
 
-PATIENCE = timedelta(seconds=25)
-"""Of the process groups of a step that fails, all of which is waited for: for a rank that hangs, and, on a busy machine, for one
-that still makes groups and models."""
+PATIENCE, LONGEST_START = timedelta(seconds=10), timedelta(seconds=60)
+"""Of the process groups of a step that fails, all of which is waited for; and of ranks that make models on a busy machine."""
 
 MIDDLE = 1
 """The micro-batch, of four, that fails."""
@@ -121,6 +121,7 @@ def fail_mid_step(rank: int, job: Job, plan: Plan, where: Literal["backward", "o
         dist.init_process_group("gloo", timeout=PATIENCE)
         initialise(job)
     training, result = Training(job, build_model(job), optimizer=None), Failed()
+    dist.monitored_barrier(timeout=LONGEST_START)
     with install(training.chunks, plan) as installation:
         with _failing(installation.engine.offloader, where) if rank == 0 else nullcontext(forward_step) as function:
             try:
