@@ -22,10 +22,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from benchmarks.when_not import CASES, REFERENCE, job_of, on_devices_of, under, within
+from benchmarks.when_not import CASES, REFERENCE, job_of, on_devices_of, within
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.section import Prices
-from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.planner import decide, uniform_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
@@ -34,6 +33,8 @@ from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.simulator.passes import ChunkPasses, TimedPass
 from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.simulator.simulation import Simulation
+from megatron_lynx.stock import NONE
+from megatron_lynx.stock.price import memory_of_stages
 from megatron_lynx.units import GIB
 
 Interval = tuple[float, float]
@@ -125,7 +126,7 @@ def braided(job: Job, profile: Profile) -> Braided:
         left_s += together_s - compute_s
         pairs.append([chunk.with_steady(TimedPass(together_s), TimedPass())])
     usual, ahead = (_simulated(job, profile, apart, more) for more in (0, 1))
-    totals = [memory.total for memory in memory_of_stages(under(job, "none"))]
+    totals = [memory.total for memory in memory_of_stages(job, NONE)]
     held = [ahead.memory(stage).peak_bytes - usual.memory(stage).peak_bytes for stage in range(len(apart))]
     most_bytes = max(total + more for total, more in zip(totals, held, strict=True))
     return Braided(usual.step_s, _simulated(job, profile, pairs, 1).step_s, most_bytes - max(totals), waits_s, left_s)
@@ -148,7 +149,7 @@ def lines(part: str) -> Iterator[str]:
 
 def _line(what: str, job: Job) -> str:
     profile = analytic_profile(job)
-    made, most = braided(job, profile), max(memory.total for memory in memory_of_stages(under(job, "none")))
+    made, most = braided(job, profile), max(memory.total for memory in memory_of_stages(job, NONE))
     holds_gib = (most + made.more_bytes) / GIB
     jobs = on_devices_of(job, holds_gib), within(job).model_copy(update={"offload_ratio": "auto"})
     same, less = (f"{decide(each, profile).simulation.step_s / made.none_s:.2f}" for each in jobs)

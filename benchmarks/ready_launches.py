@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_lynx.config.job import Job, Policy
-from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.plan import load_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.stock import OF_POLICY, priced
@@ -35,8 +34,8 @@ def _rows() -> Iterator[str]:
 
 def _stock(job: Job, policy: Policy) -> str:
     even = job.model_copy(update={"policy": policy, "parallel": job.parallel.model_copy(update={"partition": None})})
-    seconds = priced(even, analytic_profile(even), OF_POLICY[policy]).step_s
-    return _cell(seconds, max(stage.total for stage in memory_of_stages(even)))
+    price = priced(even, analytic_profile(even), OF_POLICY[policy])
+    return _cell(price.step_s, price.most_bytes)
 
 
 def _cell(seconds: float, size_bytes: int) -> str:

@@ -134,7 +134,7 @@ def parts_of(job: Job, profile: Profile, setting: StockSetting) -> Parts:
                 seconds["wgrad"] += sum(weight_gradient(profile, section, linear).seconds for linear in section.linears)
     seconds = {name: job.microbatches * part for name, part in seconds.items()}
     price, update = priced(job, profile, setting), update_s(job, profile)
-    busy_s = price.busy_s
+    busy_s = job.microbatches * max(price.microbatch_s(each).both_s for each in range(job.parallel.pipeline))
     rest_s = busy_s - sum(part for name, part in seconds.items() if name != "wgrad")
     return Parts(rest=rest_s, bubble=max(0.0, price.step.most_s - busy_s), update=update, **seconds)
 

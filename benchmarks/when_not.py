@@ -35,15 +35,14 @@ from megatron_lynx.config.loader import bundled_configs, cluster_data
 from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.cost.section import Prices
 from megatron_lynx.cost.stage import cooldown_backwards, stage_seconds
-from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.plan.timetables import planned_halves
 from megatron_lynx.planner import Decision, decide
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.rehearsal import treated_halves
-from megatron_lynx.stock import NONE
-from megatron_lynx.stock.price import Priced, priced
+from megatron_lynx.stock import NONE, OF_POLICY
+from megatron_lynx.stock.price import Priced, least_bytes, priced
 from megatron_lynx.stock.rival import rivals
 from megatron_lynx.units import GIB
 from megatron_lynx.yaml_file import read_yaml
@@ -185,7 +184,7 @@ def rows(always: Mapping[str, Any]) -> Iterator[Row]:
 
 def held_gib(job: Job, policy: Policy) -> float:
     """What the fullest device holds."""
-    return max(each.total for each in memory_of_stages(under(job, policy))) / GIB
+    return least_bytes(job, OF_POLICY[policy], range(job.parallel.pipeline)) / GIB
 
 
 def budget_gib_of(job: Job) -> float:

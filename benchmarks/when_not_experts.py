@@ -28,7 +28,7 @@ from benchmarks.when_not import on_devices_of, recomputed_s
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.loader import bundled_configs, cluster_data
 from megatron_lynx.errors import Infeasible
-from megatron_lynx.planner import Decision, decide, least_memory
+from megatron_lynx.planner import Decision, decide, leanest
 from megatron_lynx.planner.left_open import with_exchanges
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
@@ -249,7 +249,7 @@ def as_fast_bytes(asked: Sequence[Asked], step_s: float, budget_bytes: int) -> i
     """The least that the fullest device holds under a plan, of any of these jobs, that takes no longer: found by halving; at most
     the budget."""
     job, fits, least = asked[0][0], budget_bytes, budget_bytes
-    too_little = min(max(memory.total for memory in least_memory(*each)) for each in asked)
+    too_little = min(leanest(*each).memory_bytes for each in asked)
     for _ in range(FEW_STEPS if job.model.layers > MANY_LAYERS else STEPS):
         middle = (fits + too_little) // 2
         found = (step_within(*each, middle) for each in asked)

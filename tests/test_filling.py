@@ -17,7 +17,6 @@ from megatron_lynx.config.job import Budget, Job
 from megatron_lynx.config.loader import job_path, load_job
 from megatron_lynx.config.parallel import Overlap
 from megatron_lynx.cost.section import weight_gradient
-from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.plan.plan_file import dump_plan, load_plan
 from megatron_lynx.planner import decide
@@ -30,6 +29,7 @@ from megatron_lynx.stock import NONE, priced
 from megatron_lynx.units import GIB
 from tests.config.jobs import catalogued_job
 from tests.profiler.made_up import made_up_profile
+from tests.stock.parts import memory_of_stages
 from tests.tiny_jobs import tiny_job
 
 

@@ -123,12 +123,12 @@ def test_stock_policies_have_a_host_time_of_their_own() -> None:
     """32 layers of two halves, 64 micro-batches; there are no bubbles and no messages."""
     answers = {policy: estimate(small_job(made_up_host_time(10), policy)) for policy in ("none", "full")}
     for policy, half_us in (("none", 10_000), ("full", 15_000)):
-        step, host = answers[policy].step, answers[policy].host
-        assert step is not None
+        parts_s, host = answers[policy].step_parts_s, answers[policy].host
+        assert parts_s is not None
         assert host is not None
-        assert step.pipeline_s == pytest.approx(64 * 64 * half_us * 1e-6)
+        assert parts_s["pipeline_s"] == pytest.approx(64 * 64 * half_us * 1e-6)
         assert [load.stage for load in host.bound] == [0]
-        assert answers[policy].as_json["host_time"]["host_bound"][0]["host_s"] == pytest.approx(step.pipeline_s)
+        assert answers[policy].as_json["host_time"]["host_bound"][0]["host_s"] == pytest.approx(parts_s["pipeline_s"])
 
 
 @pytest.mark.parametrize(
@@ -144,8 +144,8 @@ def test_layers_take_their_own_implementations_host_time(host_time: dict[str, fl
     job = small_job(measured, "none")
     job = job.model_copy(update={"model": job.model.model_copy(update={"implementation": "transformer_engine"})})
     answer = estimate(job)
-    assert answer.step is not None
-    assert answer.step.pipeline_s == pytest.approx(64 * 64 * half_us * 1e-6)
+    assert answer.step_parts_s is not None
+    assert answer.step_parts_s["pipeline_s"] == pytest.approx(64 * 64 * half_us * 1e-6)
     assert answer.host is not None
     assert answer.host.lines[-1].startswith(f"host time of {words}; ")
     assert answer.as_json["host_time"]["layers"] == max(host_time)
@@ -166,9 +166,9 @@ def test_stages_with_experts_count_what_is_known_of_them() -> None:
     experts = {"count": 8, "per_token": 2, "ffn": 1024, "layers": "all"}
     job = small_job(made_up_host_time(100), "none")
     job = Job.model_validate(job.model_dump(by_alias=True) | {"model": job.model.model_dump() | {"experts": experts}})
-    step = estimate(job).step
-    assert step is not None
-    assert step.pipeline_s == pytest.approx(64 * 32 * 100_000e-6)
+    parts_s = estimate(job).step_parts_s
+    assert parts_s is not None
+    assert parts_s["pipeline_s"] == pytest.approx(64 * 32 * 100_000e-6)
 
 
 def test_copies_to_the_host_are_issued_too() -> None:

@@ -110,7 +110,7 @@ def test_updates_at_once_are_the_nearest_change() -> None:
 
 def test_an_estimate_of_a_plan_is_the_plans(roomy: Decision) -> None:
     said = estimate(job_of())
-    assert said.step.total_s == pytest.approx(roomy.simulation.step_s + update_s(roomy.job, analytic_profile(roomy.job)))
+    assert said.step.most_s == pytest.approx(roomy.simulation.step_s + update_s(roomy.job, analytic_profile(roomy.job)))
     assert said.as_json["gradient_age_updates"] == 1
     assert "gradient_age_updates" not in estimate(job_of("flush")).as_json
 

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from megatron_lynx.config.job import Budget, Job
 from megatron_lynx.cost import budget as cost_budget
-from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.errors import Infeasible, PlannerFault
-from megatron_lynx.planner import decide, decision, least_memory, uniform_plan
+from megatron_lynx.planner import decide, decision, leanest, uniform_plan
 from megatron_lynx.planner.decision import Decision
 from megatron_lynx.planner.evaluation import check_budget_kept, most_held
 from megatron_lynx.planner.filling import Slack
@@ -28,6 +27,7 @@ from megatron_lynx.solver.answer import SolvedChunks
 from megatron_lynx.timeline import MemoryCurve
 from megatron_lynx.units import GIB, MIB
 from tests.config.jobs import catalogued_job
+from tests.stock.parts import memory_of_stages
 
 SMALL = {"layers": 8, "hidden": 2048, "ffn": 5504, "heads": 16, "kv_groups": 8, "vocab": 32_000}
 EXPERTS = {"experts": {"count": 8, "per_token": 2, "ffn": 1024}}
@@ -85,7 +85,7 @@ BUDGETS = st.tuples(st.sampled_from(["device", "layers", "both"]), st.floats(0.0
 
 def budget_of(job: Job, profile: Profile, of: str, share: float) -> Budget:
     kept = memory_of_stages(job.model_copy(update={"policy": "none", "offload_ratio": 0.0}))
-    lean = least_memory(job, profile)
+    lean = leanest(job, profile).memory
     device = [max(each.total for each in memory) for memory in (lean, kept)]
     layers = [max(each.activations + each.staging + each.recomputed for each in memory) for memory in (lean, kept)]
     memory_gib, activation_mib = (

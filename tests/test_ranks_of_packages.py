@@ -68,7 +68,7 @@ MAY_IMPORT = {
     "rehearsal": {"config", "schedule", "timetable", "plan", "profiler", "cost", "simulator"},
     "planner": {
         *("config", "schedule", "timetable", "plan", "profiler", "cost", "simulator", "solver", "rehearsal"),
-        *("stock.legality", "stock.setting"),
+        *("stock.legality", "stock.price", "stock.setting"),
     },
     "launch_arguments": {"config", "launch.script", "stock.setting", "stock.legality"},
     "doctor": {"config", "plan", "profiler", "cost", "rehearsal", "estimate", "launch_arguments", "apply"},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -98,11 +97,12 @@ def show_estimate(answer: Estimate) -> None:
     if answer.on_host is not None:
         show_lines(answer.on_host.in_words)
     if answer.step is not None and answer.tokens_per_s is not None and answer.mfu is not None:
-        spent = ", ".join(f"{name.removesuffix('_s')} {format_seconds(value)}" for name, value in asdict(answer.step).items())
-        show_lines(f"step {format_seconds(answer.step.total_s)}: {spent}")
-        if answer.step_at_best is not None:
+        parts_s = answer.step_parts_s or {}
+        spent = ", ".join(f"{name.removesuffix('_s')} {format_seconds(value)}" for name, value in parts_s.items())
+        show_lines(f"step {format_seconds(answer.step.most_s)}: {spent}")
+        if not answer.step.is_known:
             overlap = "userbuffers" if answer.job.userbuffers else "overlapped exchanges"
-            show_lines(f"{overlap} may hide more than that: step {format_seconds(answer.step_at_best.total_s)} at best")
+            show_lines(f"{overlap} may hide more than that: step {format_seconds(answer.step.least_s)} at best")
         peak = f" of the {answer.job.model.dtype} peak" if answer.job.model.fp8 is not None else ""
         show_lines(f"{answer.tokens_per_s:.0f} tokens/s, MFU {answer.mfu:.1%}{peak} (causal attention counted half)")
     if answer.host is not None:

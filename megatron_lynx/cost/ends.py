@@ -182,5 +182,5 @@ def predicting_bytes(shape: LayerShape) -> int:
     times = shape.model.mtp
     if not times:
         return 0
-    layer = kept_bytes(shape, "none", shape.model.sections(shape.model.layers))
+    layer = kept_bytes(shape, shape.model.sections(shape.model.layers))
     return times * (layer + 5 * shape.input_bytes) + shape.input_bytes

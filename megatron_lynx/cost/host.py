@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_lynx.anatomy import DENSE, Section
 from megatron_lynx.config.cluster import Implementation, Setting
-from megatron_lynx.config.job import Job, Policy
+from megatron_lynx.config.job import Job
 from megatron_lynx.cost.section import gathers
 from megatron_lynx.kinds.opaque.section import NOTHING
 from megatron_lynx.profiler.profile import Profile
@@ -22,7 +22,6 @@ from megatron_lynx.units import format_seconds
 
 NO_HOST_TIME = Passes()
 
-BY_POLICY: dict[Policy, Setting] = {"none": "none", "selective": "none", "balanced": "partly", "full": "full"}
 RUN_AGAIN: tuple[Setting, ...] = ("full", "recomputed", "gathered")
 """Settings whose backward issues the whole forward again. A half with experts takes an MLP's difference to stock none: in its
 own proportion under these, as much under others."""
@@ -75,15 +74,12 @@ def setting_of(section: Section, recompute: Collection[str], *, gathered: bool) 
     return "recomputed" if items - {"norm", "inner_norm", "code", "residual"} else "partly"
 
 
-def issued(device: Passes, job: Job, profile: Profile, stage: int) -> Passes:
-    return device.at_least(policy_host_s(job, profile, stage))
-
-
-def policy_host_s(job: Job, profile: Profile, stage: int) -> Passes:
+def stage_host_s(job: Job, profile: Profile, stage: int, setting: Setting) -> Passes:
+    """Return the host time of one micro-batch on a stage whose halves are all in one of Megatron's own settings."""
     if profile.host_time is None:
         return NO_HOST_TIME
     counted = job.halves_on(stage).items()
-    halves = [_of(profile, section, BY_POLICY[job.policy]) * count for section, count in counted if not section.captured]
+    halves = [_of(profile, section, setting) * count for section, count in counted if not section.captured]
     return sum(halves, start=NO_HOST_TIME)
 
 

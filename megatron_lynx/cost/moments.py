@@ -34,6 +34,7 @@ from megatron_lynx.config.model import Model
 from megatron_lynx.kinds.experts.planning import gathered_tokens
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.units import format_bytes
 
 Moment = Literal[
     "forward", "loss", "head_backward", "backward", "embedding_backward", "reduction", "first_update", "update", "optimizer_made"
@@ -81,6 +82,11 @@ class StageMemory:
     @property
     def total(self) -> int:
         return sum(self.kinds.values())
+
+    @property
+    def largest_part(self) -> str:
+        name, size_bytes = max(self.kinds.items(), key=lambda kind: kind[1])
+        return f"{name} {format_bytes(size_bytes)}"
 
     @property
     def named(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Seconds of a stage's passes and of a step, and chunks in flight.
+"""Seconds of a stage's passes, and chunks in flight.
 
 Maximum chunks between forward and backward:
 
@@ -13,7 +13,7 @@ Unequal chunks are counted one by one (`schedule.flushes.counts_at_backwards`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import mul
@@ -59,17 +59,15 @@ def half_seconds(profile: Profile, section: Section) -> HalfSeconds:
 
 
 def stage_seconds(job: Job, profile: Profile, stage: int) -> Passes:
-    return stage_of_layers(job, profile, stage, {section: half_seconds(profile, section) for section in job.model.every_section})
-
-
-def stage_of_layers(job: Job, profile: Profile, stage: int, halves: Mapping[Section, HalfSeconds]) -> Passes:
+    """Return one micro-batch on a stage without recomputation."""
     counts, last = job.halves_on(stage), stage == job.parallel.pipeline - 1
     ends = ends_of(profile, LayerShape.of(job).gathered_bytes, first=stage == 0, last=last, pieces=job.head_pieces)
-    forward, backward, again_s = (
+    halves = {section: half_seconds(profile, section) for section in job.model.every_section}
+    forward_s, backward_s = (
         sum(counts[section] * getattr(seconds, name) for section, seconds in halves.items())
-        for name in ("forward_s", "backward_s", "again_s")
+        for name in ("forward_s", "backward_s")
     )
-    return Passes(forward + sum(end.forward_s for end in ends), backward + sum(end.backward_s for end in ends) + again_s)
+    return Passes(forward_s + sum(end.forward_s for end in ends), backward_s + sum(end.backward_s for end in ends))
 
 
 def of_every_stage(job: Job, value: Callable[[int], T]) -> list[T]:
@@ -83,12 +81,6 @@ def of_every_stage(job: Job, value: Callable[[int], T]) -> list[T]:
             known[kind] = value(stage)
         values.append(known[kind])
     return values
-
-
-def step_s(stages: Sequence[Passes], microbatches: int, p2p_s: float) -> float:
-    """Return one step of 1F1B without the update. Messages block both sides, so each stage pays one per neighbour."""
-    paces = [stage.both_s + p2p_s * ((number > 0) + (number < len(stages) - 1)) for number, stage in enumerate(stages)]
-    return (microbatches - 1) * max(paces) + sum(paces)
 
 
 def chunks_in_flight(job: Job, stage: int) -> int:

@@ -6,24 +6,17 @@
     buffers                                Megatron's global buffer; Transformer Engine's dummy weight gradients; userbuffers;
                                            masks and workspace of captured graphs
     activations                            layers, all chunks in flight; with offloading, the share that stays
-    staging                                with offloading: the offloaded shares of two chunks, on their way back (ping, pong)
+    staging                                with stock's offloading: tensors that are being copied
     messages                               with a pipeline: messages being sent and received
     embedding                              first stage: dropout masks
     head  logits                           last stage: inputs of final norm and output projection; all copies of the logits
-    recomputed                             one whole layer under `full` and `balanced`; one layer's scores under `selective`
+    recomputed                             most that recomputation adds while one micro-batch runs backward
     in_hand                                transient gradients in a layer, the head or the embedding; tokens in flight to and from
                                            experts, and tensors that dispatchers keep of their last call
     update_copies                          fp32 copies made by an update
     fp8_weights                            FP8 copies of the linears' weights, or their bytes by columns
     second_weights                         without flushes: the other version of the parameters
     second_gradients                       with deferred updates, on all stages but the first: the next batch's
-
-Offloading a share r of every chunk's bytes C, N chunks in flight (Yuan et al., ATC '24):
-
-    (N - 2)(1 - r)C   +   2C                            +   2rC
-    the others            one running, one being copied     ping and pong               =   (N - (N - 4)r)C
-
-On the last stage one chunk is whole, not two: the logits' chunk is not offloaded.
 
 Captured CUDA graphs (`model.captured`) hold, besides the tensors that their modules save:
 
@@ -38,18 +31,18 @@ after the backward that read them) and Transformer Engine's `make_graphed_callab
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from megatron_lynx.anatomy import ATTENTION, HALVES, LayerKind, Section
-from megatron_lynx.config.job import Job, Policy
+from megatron_lynx.anatomy import ATTENTION, HALVES, Section
+from megatron_lynx.config.job import Job
 from megatron_lynx.cost import ends, moments, muon, parameters
 from megatron_lynx.cost.communication import userbuffers_bytes
 from megatron_lynx.cost.host_optimizer import made_bytes
 from megatron_lynx.cost.moments import Moment, Parts, StageMemory
-from megatron_lynx.cost.recompute import beyond_fp8_bytes, half_kept_bytes, kept_bytes, layers_bytes
+from megatron_lynx.cost.recompute import beyond_fp8_bytes, half_kept_bytes, kept_bytes
 from megatron_lynx.cost.stage import chunks_in_flight, microbatches_in_flight, most_in_flight_bytes, of_every_stage
 from megatron_lynx.kinds.captured import ROUTER
 from megatron_lynx.kinds.experts.planning import as_held, gathered_tokens, remembered_bytes, routed_rows
@@ -60,12 +53,6 @@ REST_BYTES = {"cuda": 100_000_000, "cpu": 0}
 """Allocations not counted elsewhere: cuBLAS workspaces, 32 MiB for each of the forward and backward threads (PyTorch's default on
 Hopper), and Transformer Engine's, as large. CUDA's context and NCCL are in the cluster's reserve. The CPU testbed has none."""
 
-CHUNKS_NOT_OFFLOADED = 4
-
-
-def memory_of_stages(job: Job, offload_ratio: float = 0.0) -> tuple[StageMemory, ...]:
-    return tuple(parts.fullest for parts in offloading_stages(job)(offload_ratio))
-
 
 def always_bytes(job: Job) -> int:
     """Return the fullest stage's bytes before any activation: independent of policy and micro-batch size."""
@@ -73,61 +60,14 @@ def always_bytes(job: Job) -> int:
     return max(parts.states.always for parts in stages) + REST_BYTES[job.cluster.device]
 
 
-def offloading_stages(job: Job) -> Callable[[float], tuple[Parts, ...]]:
-    """Return a function from the offloaded share of each chunk to every stage's parts."""
-    pipeline = job.parallel.pipeline
-    states = of_every_stage(job, lambda stage: _states(job, stage))
-    stages = [(_parts(job, stage, states[stage]), chunks_in_flight(job, stage)) for stage in range(pipeline)]
-    return lambda ratio: tuple(
-        _with_share(parts, count, ratio, last=stage == pipeline - 1) for stage, (parts, count) in enumerate(stages)
-    )
-
-
-def stage_parts(job: Job, stage: int, offload_ratio: float = 0.0) -> Parts:
-    parts, last = _parts(job, stage, _states(job, stage)), stage == job.parallel.pipeline - 1
-    return _with_share(parts, chunks_in_flight(job, stage), offload_ratio, last=last)
-
-
 @lru_cache(maxsize=1024)
 def parts_beside_layers(job: Job, stage: int, *, layer_whole: bool = False, overlapped: bool = False) -> Parts:
     """Return a stage's parts without saved and recomputed tensors of its layers. `layer_whole`: count a whole layer's
     transients, as stock's checkpoints need; else a half's. `overlapped`: experts' exchanges are, even if the job has
     them apart."""
-    return _beside_layers(job, stage, _states(job, stage), layer_whole=layer_whole, overlapped=overlapped)
-
-
-def _parts(job: Job, stage: int, states: Parts) -> Parts:
-    return replace(
-        _beside_layers(job, stage, states, layer_whole=True),
-        recomputed=_recomputed(LayerShape.of(job), job.policy, job.kinds_on(stage)),
-        **activations_in_flight(job, stage, _chunk_sizes(job, stage)),
-    )
-
-
-def activations_in_flight(job: Job, stage: int, sizes: Sequence[int], more: int = 0) -> dict[str, Any]:
-    """Return the activation fields of `Parts`. `sizes`: bytes per micro-batch in each chunk. `more`: bytes besides all
-    micro-batches."""
-    if len(set(sizes)) == 1:
-        return {"activations": most_in_flight_bytes(job, stage, sizes) + more, "chunk": sizes[0]}
-    peaks = [most_in_flight_bytes(job, stage, sizes, chunk) + more for chunk in range(job.chunks)]
-    later = {"activations_at_loss": peaks[-1], "activations_behind_backward": peaks[0] - sizes[0]}
-    return {"activations": max(peaks), "chunk": max(sizes), **later}
-
-
-def _with_share(parts: Parts, in_flight: int, ratio: float, *, last: bool) -> Parts:
-    """Offload this share of each chunk; every chunk counts as the largest while it is whole."""
-    if ratio == 0 or in_flight <= CHUNKS_NOT_OFFLOADED:
-        return parts
-    whole_bytes = (1 if last else 2) * parts.chunk
-    activations = round((parts.activations - whole_bytes) * (1 - ratio)) + whole_bytes
-    staging = round(2 * ratio * parts.chunk)
-    return replace(parts, activations=activations, staging=staging, activations_at_loss=None, activations_behind_backward=None)
-
-
-def _beside_layers(job: Job, stage: int, states: Parts, *, layer_whole: bool, overlapped: bool = False) -> Parts:
     shape = LayerShape.of(job)
     first, last = stage == 0, stage == job.parallel.pipeline - 1
-    experts = job.experts_on(stage)
+    states, experts = _states(job, stage), job.experts_on(stage)
     tied = first and last and job.model.tied_embeddings and not shape.keeps_gradient_blocks
     chunks = chunks_in_flight(job, stage) if job.model.captured else 0
     buffers = moments.global_buffer_bytes(shape) + moments.kept_blocks_bytes(shape) + userbuffers_bytes(job, shape)
@@ -141,7 +81,7 @@ def _beside_layers(job: Job, stage: int, states: Parts, *, layer_whole: bool, ov
     if experts:
         in_hand += dispatched_bytes(shape)
         if job.model.moe_overlapped:  # the other pass of a pair: one layer, saving everything, and its tokens in flight
-            in_hand += kept_bytes(shape, "none", shape.model.kind_sections(experts=True)) + dispatched_bytes(shape)
+            in_hand += kept_bytes(shape, shape.model.kind_sections(experts=True)) + dispatched_bytes(shape)
     embedding_gradient = max(ends.embedding_gradient_bytes(shape), 2 * tied * ends.head_block_bytes(shape)) if first else 0
     backward = {"in_hand": in_hand + (ends.head_block_bytes(shape) if tied else 0)}
     embedded = {"in_hand": embedding_gradient + (remembered := experts * remembered_bytes(shape) if experts else 0)}
@@ -167,6 +107,16 @@ def _beside_layers(job: Job, stage: int, states: Parts, *, layer_whole: bool, ov
         pools=chunks * pool,
         flushed=job.schedule == "flush" or microbatches_in_flight(job, stage) == 1,
     )
+
+
+def activations_in_flight(job: Job, stage: int, sizes: Sequence[int], more: int = 0) -> dict[str, Any]:
+    """Return the activation fields of `Parts`. `sizes`: bytes per micro-batch in each chunk. `more`: bytes besides all
+    micro-batches."""
+    if len(set(sizes)) == 1:
+        return {"activations": most_in_flight_bytes(job, stage, sizes) + more, "chunk": sizes[0]}
+    peaks = [most_in_flight_bytes(job, stage, sizes, chunk) + more for chunk in range(job.chunks)]
+    later = {"activations_at_loss": peaks[-1], "activations_behind_backward": peaks[0] - sizes[0]}
+    return {"activations": max(peaks), "chunk": max(sizes), **later}
 
 
 def _at_head(job: Job, shape: LayerShape, running: Mapping[str, int], tied: bool) -> dict[Moment, Mapping[str, int]]:
@@ -214,30 +164,6 @@ def _messages(job: Job, shape: LayerShape) -> int:
     if job.parallel.pipeline == 1:
         return 0
     return (4 if job.chunks > 1 else 2) * shape.input_bytes
-
-
-def chunk_bytes(job: Job, stage: int) -> int:
-    return max(_chunk_sizes(job, stage))
-
-
-def _chunk_sizes(job: Job, stage: int) -> list[int]:
-    shape = LayerShape.of(job)
-    return [layers_bytes(shape, job.policy, job.kinds_of(stage, chunk)) for chunk in range(job.chunks)]
-
-
-def offloads(job: Job, stage: int) -> bool:
-    return chunks_in_flight(job, stage) > CHUNKS_NOT_OFFLOADED
-
-
-def host_bytes(job: Job, stage: int, offload_ratio: float) -> int:
-    """Return a rank's pinned host memory: all chunks in flight but the two that are whole."""
-    return round(offload_ratio * (chunks_in_flight(job, stage) - 2) * chunk_bytes(job, stage)) if offloads(job, stage) else 0
-
-
-def _recomputed(shape: LayerShape, policy: Policy, kinds: Iterable[LayerKind]) -> int:
-    if policy == "none":
-        return 0
-    return max((kept_bytes(shape, "none", kind) - kept_bytes(shape, policy, kind) for kind in kinds), default=0)
 
 
 def without_overlap(job: Job) -> Job:

@@ -96,7 +96,7 @@ class OpaqueHalf(Planning):
             needed = (
                 f"1 with {self.section.name}: its state goes through the whole sequence, and what it exchanges is not counted"
             )
-            yield Problem("job: parallel.context", str(job.parallel.context), needed, "the job can be estimated")
+            yield Problem("job: parallel.context", str(job.parallel.context), needed, "stock policies can be estimated")
 
     @property
     def _inside(self) -> list[str]:

@@ -1,7 +1,7 @@
 """Plans a job from a profile: partitions layers, solves each stage, simulates the plan and writes it."""
 
 from megatron_lynx.planner.checks import check_plannable, check_profile
-from megatron_lynx.planner.decision import Decision, fitting, least_memory
+from megatron_lynx.planner.decision import Decision, fitting, leanest
 from megatron_lynx.planner.evaluation import PlanFigures, figures_of
 from megatron_lynx.planner.left_open import as_planned
 from megatron_lynx.planner.nearest import decide, make_plan
@@ -16,7 +16,7 @@ __all__ = [
     "decide",
     "figures_of",
     "fitting",
-    "least_memory",
+    "leanest",
     "make_plan",
     "uniform_plan",
 ]

@@ -12,7 +12,7 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner.writing import contents_of
 from megatron_lynx.profiler.profile import Profile, shape_of
 
-ESTIMATED = "the job can be estimated"
+ESTIMATED = "the job can be estimated under a stock policy"
 
 
 def check_plannable(job: Job) -> None:

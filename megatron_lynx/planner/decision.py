@@ -185,9 +185,9 @@ def plannable(job: Job, profile: Profile) -> bool:
     return False
 
 
-def least_memory(job: Job, profile: Profile) -> tuple[StageMemory, ...]:
-    """Bytes of each stage with everything recomputed and offloaded that can be, whether it fits or not."""
-    return Decision.of(job, profile, tuple(map(Stages(job, profile).least, range(job.parallel.pipeline)))).memory
+def leanest(job: Job, profile: Profile) -> Decision:
+    """Decide with everything recomputed and offloaded that can be, whether it fits or not."""
+    return Decision.of(job, profile, tuple(map(Stages(job, profile).least, range(job.parallel.pipeline))))
 
 
 def fitting(stages: Stages) -> Decision:

@@ -9,9 +9,11 @@ from typing import NamedTuple
 
 from megatron_lynx.config.job import Head, Job
 from megatron_lynx.cost.budget import bounded_by_device
-from megatron_lynx.cost.stage_memory import memory_of_stages, parts_beside_layers
+from megatron_lynx.cost.stage_memory import parts_beside_layers
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner.partitioning import with_partition
+from megatron_lynx.stock.price import least_bytes
+from megatron_lynx.stock.setting import NONE, StockSetting
 
 QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)
 STEPS = 100
@@ -58,13 +60,12 @@ def endless(job: Job) -> Job:
     return with_share(job, 0.0) if job.optimizer.offload == "auto" else job
 
 
-def least_share_that_fits(job: Job) -> Job:
-    """Return a job under a stock policy with the least share of its optimizer on the host that fits, else with all of it."""
+def least_share_that_fits(job: Job, setting: StockSetting = NONE) -> Job:
+    """Return a job with the least share of its optimizer on the host that fits under a stock setting, else with all of it."""
 
     def fits(steps: int) -> bool:
-        return all(memory.total <= job.memory_budget_bytes for memory in memory_of_stages(with_share(job, steps / STEPS), ratio))
+        return least_bytes(with_share(job, steps / STEPS), setting, range(job.parallel.pipeline)) <= job.memory_budget_bytes
 
-    ratio = 1.0 if job.offload_ratio == "auto" else job.offload_ratio
     return with_share(job, bisect_left(range(STEPS), True, key=fits) / STEPS)
 
 
@@ -106,8 +107,7 @@ def _shares(job: Job, costs: Sequence[float]) -> Iterator[Way]:
     if job.optimizer.offload != "auto":
         yield Way(job)
         return
-    kept = job.model_copy(update={"policy": "none", "offload_ratio": 0.0})
-    shares = sorted({*QUARTERS, least_share_that_fits(kept).optimizer.offloaded})
+    shares = sorted({*QUARTERS, least_share_that_fits(job).optimizer.offloaded})
     yield from (Way(with_share(job, share)) for share in shares)
     if (best_cost := min(costs)) < inf:
         at = costs.index(best_cost)

@@ -23,7 +23,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import bounded_by_device, layers_budget_bytes
 from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.planner.decision import Decision, fastest_decision, least_memory, plannable
+from megatron_lynx.planner.decision import Decision, fastest_decision, leanest, plannable
 from megatron_lynx.planner.left_open import with_least_memory, with_pieces
 from megatron_lynx.planner.partitioning import partitioned
 from megatron_lynx.profiler.analytic import analytic_profile
@@ -72,7 +72,7 @@ def _changes_that_fit(job: Job, profile: Profile) -> Iterator[Problem]:
 
 
 def _smallest_budget(job: Job, profile: Profile) -> Iterator[Problem]:
-    least_gib = max(memory.total for memory in least_memory(partitioned(job, profile)[0].job, profile)) / GIB
+    least_gib = leanest(partitioned(job, profile)[0].job, profile).memory_bytes / GIB
     for gib in (ceil(least_gib), ceil(1.02 * least_gib), ceil(1.1 * least_gib)):
         asked = with_changes(job, [("budget.memory_gib", float(gib))])
         if asked is not None and plannable(asked, profile):

@@ -84,7 +84,7 @@ class _Times:
             return inf
 
     def _messages_s(self, stage: int) -> float:
-        """Seconds for which messages block a stage: with one chunk both sides wait (`cost.stage.step_s`), unless posted early."""
+        """Seconds for which messages block a stage: with one chunk both sides wait, unless posted early."""
         if self.job.chunks > 1 or (self.job.schedule == "double_buffered" and self.job.defer_updates):
             return 0.0
         neighbours = (stage > 0) + (stage < self.job.parallel.pipeline - 1)
@@ -101,7 +101,7 @@ class _Times:
 
 
 def step_s(counts: Sequence[int], microbatches: int, time: StageTime) -> float:
-    """Return the seconds of a step by the closed form of 1F1B (`cost.stage.step_s`). Times include delaying messages."""
+    """Return the seconds of a step by the closed form of 1F1B. Times include delaying messages."""
     times = [time(stage, count) for stage, count in enumerate(counts)]
     return inf if inf in times else round((microbatches - 1) * max(times) + sum(times), SECOND_DIGITS)
 

@@ -7,20 +7,22 @@ optimizer) and activations, and nothing else.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from megatron_lynx.anatomy import ATTENTION
 from megatron_lynx.config import Job
 from megatron_lynx.cost.communication import embedding_of, head_of
 from megatron_lynx.cost.parameters import gradient_bytes, mfu, optimizer_bytes, parameter_bytes, stage_parameters
-from megatron_lynx.cost.stage_memory import memory_of_stages, stage_parts
-from megatron_lynx.cost.step import recomputing_stage_s
 from megatron_lynx.plan.plan import Stage, Whole
 from megatron_lynx.planner.uniform import uniform_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.published.row import Row, Step, analytic_step_s, catalogued_job
+from megatron_lynx.published.row import Row, Step, catalogued_job, stock_step_s
 from megatron_lynx.rehearsal import rehearse
+from megatron_lynx.stock import NONE, OF_POLICY, SELECTIVE, priced
+from megatron_lynx.stock.price import memory_of_stages
+from megatron_lynx.stock.stage import StockStage
 from megatron_lynx.units import GIB
 
 SOURCE = "Korthikanti et al., 2205.05198"
@@ -83,23 +85,28 @@ def _memory(config: Mapping[str, Any], published: Mapping[str, Any]) -> Iterator
     states = parameter_bytes(job, count) + gradient_bytes(job, count) + optimizer_bytes(job, count)
     yield Row(SOURCE, f"figure 1: parameters and optimizer, {name}", published["params_opt"], states / GIB, "GiB", bound=1.0)
     for key, technique in (("act_tp_only", "none"), ("act_seqsel", "seqsel")):
-        computed = stage_parts(job_of(config, technique), 0).activations / GIB
+        computed = _activations(config, technique) / GIB
         yield Row(SOURCE, f"figure 1: activations, {name}, {key}", published[key], computed, "GiB", bound=1.0)
 
 
 def _shares(config: Mapping[str, Any], published: Mapping[str, Any]) -> Iterator[Row]:
-    whole = stage_parts(job_of(config, "none"), 0).activations
+    whole = _activations(config, "none")
     for technique in TECHNIQUES:
-        computed = 100 * stage_parts(job_of(config, technique), 0).activations / whole
+        computed = 100 * _activations(config, technique) / whole
         what = f"figure 7: activations of tensor parallelism alone, {config['model']}, {technique}"
         yield Row(SOURCE, what, published[technique], computed, "%", bound=1.0, error_in="unit")
+
+
+def _activations(config: Mapping[str, Any], technique: str) -> int:
+    job = job_of(config, technique)
+    return StockStage(job, OF_POLICY[job.policy], 0).parts().activations
 
 
 def _layer_seconds(config: Mapping[str, Any], published: Mapping[str, Any]) -> Iterator[Row]:
     job, experiment = job_of(config, EXPERIMENTS[published["exp"]]), published["exp"]
     profile = analytic_profile(job)
     message_bytes = LayerShape.of(job).gathered_bytes
-    stage = recomputing_stage_s(job, profile, 0)
+    stage = priced(job, profile, OF_POLICY[job.policy]).microbatch_s(0)
     embedding, head = embedding_of(profile, message_bytes), head_of(profile, message_bytes)
     forward_ms = 1e3 * (stage.forward_s - embedding.forward_s - head.forward_s) / job.model.layers
     backward_ms = 1e3 * (stage.backward_s - embedding.backward_s - head.backward_s) / job.model.layers
@@ -118,7 +125,8 @@ def _steps(config: Mapping[str, Any], published: Mapping[str, Any]) -> Iterator[
     name, peak = config["model"], 312e12 * config["gpus"]
     for key, technique in (("full_recompute_s", "full"), ("present_s", "seqsel")):
         job = job_of(config, technique)
-        step = Step(job, published[key], analytic_step_s, workload=f"{SOURCE} {name}")
+        price_s = partial(stock_step_s, setting=OF_POLICY[job.policy])
+        step = Step(job, published[key], price_s, workload=f"{SOURCE} {name}")
         yield Row.of_step(SOURCE, f"table 5: step of {name}, {key.removesuffix('_s')}", step, bound=5.0)
     tokens_per_s = config["global_batch"] * job.model.seq / published["present_s"]
     utilised = 100 * mfu(job.model, tokens_per_s, peak, "whole")
@@ -130,7 +138,7 @@ def _gained_by_whole(config: Mapping[str, Any], published: Mapping[str, Any]) ->
     """Gain in utilisation if each stage keeps as many of its outstanding micro-batches whole as fit in its memory."""
     job = job_of(config, "seqsel").model_copy(update={"policy": "planned"})
     profile, plan = analytic_profile(job), uniform_plan(job, (ATTENTION.core,), windows=False)
-    held, kept = (memory_of_stages(job_of(config, technique)) for technique in ("seqsel", "seq"))
+    held, kept = (memory_of_stages(job, setting) for setting in (SELECTIVE, NONE))
     shares = [
         min(1.0, (job.memory_budget_bytes - some.total) / (every.total - some.total))
         for some, every in zip(held, kept, strict=True)

@@ -12,11 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron_lynx.anatomy import Section
 from megatron_lynx.config import Model, Parallel
-from megatron_lynx.cost.recompute import kept_bytes
-from megatron_lynx.kinds.planning import flops_of
+from megatron_lynx.cost.recompute import BALANCED, kept_bytes, recomputation_of
+from megatron_lynx.kinds.planning import flops_of, planning_of
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.published.row import Row
+from megatron_lynx.stock import SELECTIVE
+from megatron_lynx.stock.layer import layer_bytes
 
 SOURCE = "PipeOffload, 2503.01328"
 COMPUTE_FLOP_PER_S, COPY_BYTE_PER_S = 230e12, 15e9
@@ -38,9 +41,14 @@ def rows(figures: Mapping[str, Any]) -> Iterator[Row]:
 
 def _ratio(shape: LayerShape) -> float:
     """They do not count fused attention's statistics, four bytes for each row and head."""
-    statistics = kept_bytes(shape, "none") - kept_bytes(shape, "selective")
-    copied = kept_bytes(shape, "balanced") - statistics
-    return copy_to_compute_ratio(copied, sum(flops_of(shape).values()))
+    copied = sum(_kept_bytes(shape, section) for section in shape.model.kind_sections(experts=False))
+    statistics = kept_bytes(shape) - sum(half.stays for half in layer_bytes(shape, SELECTIVE))
+    return copy_to_compute_ratio(copied - statistics, sum(flops_of(shape).values()))
+
+
+def _kept_bytes(shape: LayerShape, section: Section) -> int:
+    items = tuple(item for item in BALANCED if item in section.names)
+    return shape.input_bytes + recomputation_of(section, planning_of(section).tensors(shape), items).stays_bytes
 
 
 def copy_to_compute_ratio(copied_bytes: int, forward_flops: int, flop_per_s: float = COMPUTE_FLOP_PER_S) -> float:

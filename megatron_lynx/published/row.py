@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from megatron_lynx.config import Job
 from megatron_lynx.config.loader import bundled_configs, job_from
-from megatron_lynx.cost.step import step_seconds
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.stock import StockSetting, priced
@@ -83,10 +82,6 @@ class Row:
             "within": self.within,
             "calibrates": self.calibrates,
         }
-
-
-def analytic_step_s(job: Job, offload_ratio: float = 0.0) -> float:
-    return step_seconds(job, analytic_profile(job), offload_ratio).total_s
 
 
 def stock_step_s(job: Job, setting: StockSetting, *, graphs: bool = False) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.config.loader import bundled_configs, job_from
 from megatron_lynx.launch_arguments import job_of, read_launch
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.published.row import Grade, Row, Step, analytic_step_s, stock_step_s
-from megatron_lynx.stock import StockSetting, priced
+from megatron_lynx.published.row import Grade, Row, Step, stock_step_s
+from megatron_lynx.stock import NONE, OF_POLICY, StockSetting, priced
 from megatron_lynx.validation import Part, validated
 from megatron_lynx.yaml_file import read_yaml
 
@@ -38,7 +39,7 @@ class Run(Part):
     """Words of a launch."""
     job: dict[str, Any] = Field(default_factory=dict)
     setting: dict[str, Any] = Field(default_factory=dict)
-    """Fields of stock's setting (`stock.setting`) beside a job; a launch states its own."""
+    """Fields of stock's setting (`stock.setting`) in place of those of a job's policy; a launch states its own."""
     graphs: bool = False
     """Whether parts of a job's layers run as CUDA graphs."""
     step_s: float | None = Field(default=None, gt=0)
@@ -81,8 +82,6 @@ class Series(Part):
     model: str = ""
     launch: str = ""
     job: dict[str, Any] | None = None
-    closed_form: bool = False
-    """Whether its steps are priced by `cost.step`, under the job's policy."""
     bounds: Bounds = Bounds()
     ratios_chose: str | None = None
     """The constant that its ratios calibrated."""
@@ -121,7 +120,7 @@ def _of_series(published: Published, series: Series, file: Path) -> Iterator[Row
     for run in series.rows:
         job, setting, graphs = _run(published, series, run, file)
         measured_s = run.step_s or job.batch.global_ * job.model.seq / (job.gpus * (run.tokens_per_s or 1.0))
-        price_s = analytic_step_s if series.closed_form else partial(stock_step_s, setting=setting, graphs=graphs)
+        price_s = partial(stock_step_s, setting=setting, graphs=graphs)
         workload = f"{series.id} {run.build}" if series.compared else ""
         step = Step(job, measured_s, price_s, series.grade, workload, series.publication, series.noise_percent / 100)
         row = Row.of_step(series.id, f"{run.what}: step", step, series.bounds.step)
@@ -144,7 +143,7 @@ def _run(published: Published, series: Series, run: Run, file: Path) -> tuple[Jo
     model = published.models.get(run.model or series.model, {})
     if series.job is not None:
         job = job_from(_merged(_merged(series.job, model), run.job), file)
-        return job, StockSetting(**run.setting), run.graphs
+        return job, replace(OF_POLICY.get(job.policy, NONE), **run.setting), run.graphs
     words = f"{published.common} {model} {series.launch} {run.add}"
     reading = read_launch(shlex.split(words), gpus=run.gpus or series.gpus, planning=False)
     job = job_of(reading, run.cluster or series.cluster, {} if run.load is None else {"model.experts.load": run.load})

@@ -7,19 +7,22 @@ PCIe efficiency on the choice of checkpointing at 80 and 128 GPUs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from functools import partial
+from math import ceil, inf
 from typing import Any
 
 from megatron_lynx.config import Job
-from megatron_lynx.cost.moments import StageMemory
+from megatron_lynx.cost.budget import most_beside_layers
 from megatron_lynx.cost.parameters import mfu
-from megatron_lynx.cost.stage_memory import memory_of_stages
-from megatron_lynx.cost.step import step_seconds
-from megatron_lynx.errors import Infeasible
+from megatron_lynx.cost.stage_memory import parts_beside_layers
+from megatron_lynx.planner import fitting
+from megatron_lynx.planner.left_open import endless
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.published.row import Row, Step, analytic_step_s, catalogued_job
-from megatron_lynx.solver.offload import smallest_ratio
+from megatron_lynx.published.row import Row, Step, catalogued_job, stock_step_s
+from megatron_lynx.solver.answer import StageAnswer
+from megatron_lynx.solver.stages import CHUNKS_NOT_OFFLOADED, Stages
+from megatron_lynx.stock import NONE, OF_POLICY
+from megatron_lynx.stock.price import least_bytes
 from megatron_lynx.units import GIB
 
 SOURCE = "Yuan et al., ATC '24"
@@ -66,24 +69,41 @@ def job_of(run: Mapping[str, Any], cluster: str = "h800-80g", **fields: Any) -> 
 def _memory(figure: Mapping[str, Any]) -> Iterator[Row]:
     job = job_of({**figure["config"], "ckpt": "ours"})
     for ratio, published in figure["ckpt_ours"].items():
-        computed = max(stage.total - _counted_rest(stage) for stage in memory_of_stages(job, float(ratio))) + REST_BYTES
+        computed = max(named - float(ratio) * spared for named, spared in _named_bytes(job)) + REST_BYTES
         yield Row(SOURCE, f"figure 7: memory, offload ratio {ratio}", published, computed, "B", bound=1.5)
-        counted = max(stage.total for stage in memory_of_stages(job, float(ratio)))
+        answers = _answers(job, float(ratio))
+        counted = max(most_beside_layers(job, answer.stage).total + answer.peak_bytes for answer in answers)
         yield Row(SOURCE, f"figure 7: memory, offload ratio {ratio}, all of it counted", published, counted, "B", bound=4.0)
 
 
-def _counted_rest(memory: StageMemory) -> int:
-    """Bytes that we count by name and that were part of their rest."""
-    return memory.recomputed + memory.in_hand + memory.messages + memory.buffers + memory.rest
+def _answers(job: Job, offload_ratio: float = 0.0) -> list[StageAnswer]:
+    """All stages at this ratio, whether they fit or not."""
+    stages = Stages(_offloading(job, offload_ratio), analytic_profile(job))
+    return [stages.answer(stage) for stage in range(job.parallel.pipeline)]
+
+
+def _offloading(job: Job, offload_ratio: float) -> Job:
+    return endless(job).model_copy(update={"offload_ratio": offload_ratio})
+
+
+def _named_bytes(job: Job) -> Iterator[tuple[int, int]]:
+    """By stage: bytes that they count by name with nothing offloaded, and those that a ratio of 1 spares: (N - 4)C of N chunks in
+    flight, and (N - 3)C on the last stage, whose newest chunk is never on its way. Some bytes that we name are in their rest."""
+    last = job.parallel.pipeline - 1
+    for answer in _answers(job):
+        beside = parts_beside_layers(job, answer.stage)
+        moments = [beside.at(moment) for moment in beside.moments if moment in ("backward", "loss")]
+        named = max(memory.total - memory.in_hand - memory.messages - memory.buffers - memory.rest for memory in moments)
+        movable = max(0, answer.in_flight - CHUNKS_NOT_OFFLOADED + (answer.stage == last))
+        yield named + answer.in_flight * answer.chunk_bytes, movable * answer.chunk_bytes
 
 
 def _smallest_ratio(job: Job) -> float:
-    """The smallest ratio at which everything but the rest fits in their budget (68.2e9 B on 80 GB)."""
-    named = job.policy == "full"  # with full recomputation they count the recomputed layer by name, too
-    rest = max(map(_counted_rest, memory_of_stages(job.model_copy(update={"policy": "none"}) if named else job)))
-    allowed = job.memory_budget_bytes - REST_BYTES
-    budget = job.budget.model_copy(update={"memory_gib": (allowed + rest) / GIB})
-    return smallest_ratio(job.model_copy(update={"budget": budget}))
+    """The smallest ratio, in thousandths, at which everything but the rest fits in their budget (68.2e9 B on 80 GB); infinite if
+    none does."""
+    excesses = ((named - job.memory_budget_bytes + REST_BYTES, spared) for named, spared in _named_bytes(job))
+    over = [(excess, spared) for excess, spared in excesses if excess > 0]
+    return max((ceil(1000 * excess / spared) / 1000 if excess <= spared else inf for excess, spared in over), default=0.0)
 
 
 def _offload_ratios(runs: list[Mapping[str, Any]]) -> Iterator[Row]:
@@ -101,11 +121,14 @@ def _choices(runs: list[Mapping[str, Any]]) -> Row:
 
 
 def _fastest_policy(run: Mapping[str, Any]) -> str:
+    """By the solver's seconds, in which copies wait for messages as theirs do."""
     seconds = {}
     for theirs, policy in POLICIES.items():
         job = job_of({**run, "ckpt": theirs})
-        with suppress(Infeasible):
-            seconds[policy] = step_seconds(job, analytic_profile(job), _smallest_ratio(job)).total_s
+        if (ratio := _smallest_ratio(job)) <= 1:
+            answers = _answers(job, ratio)
+            slowest_s = max(answer.stock.both_s + answer.longer_s for answer in answers)
+            seconds[policy] = job.microbatches * slowest_s + max(answer.exposed_copies_s for answer in answers)
     return min(seconds, key=lambda policy: seconds[policy])
 
 
@@ -122,10 +145,18 @@ def _throughput(runs: list[Mapping[str, Any]]) -> Iterator[Row]:
     yield Row(SOURCE, f"figure 9: worst {of_runs}", 0.0, max(errors), "%", bound=12.0, error_in="unit")
 
 
+def _step_s(job: Job, offload_ratio: float) -> float:
+    """As stock Megatron runs the job, if it can; else by a plan."""
+    setting = OF_POLICY.get(job.policy)
+    if setting is not None and not offload_ratio:
+        return stock_step_s(job, setting)
+    return fitting(Stages(_offloading(job, offload_ratio), analytic_profile(job))).figures.step_s
+
+
 def _throughput_row(what: str, run: Mapping[str, Any], cluster: str, published: float, calibrating: bool) -> Row:
     job = job_of(run, cluster)
     tokens, chose = job.batch.global_ * job.model.seq, f"{cluster}: matmul.efficiency" if calibrating else None
-    price_s = partial(analytic_step_s, offload_ratio=run["alpha"])
+    price_s = partial(_step_s, offload_ratio=run["alpha"])
     step = Step(job, tokens / published, price_s, workload=run.get("workload", ""))
     return Row(SOURCE, what, published, tokens / price_s(job), "tokens/s", bound=12.0, calibrates=chose, step=step)
 
@@ -156,7 +187,7 @@ def _demo_memory(demo: Mapping[str, Any]) -> Iterator[Row]:
             what = f"demo: offload ratio of {run['method']}, Llama-7B on {job.gpus} GPUs"
             yield Row(SOURCE, what, run["alpha"], _smallest_ratio(job), "", bound=0.01, error_in="unit")
         if run.get("result") == "OOM":
-            beyond = float(max(stage.total for stage in memory_of_stages(job)) > GIB * job.cluster.memory_gib)
+            beyond = float(least_bytes(job, NONE, range(job.parallel.pipeline)) > GIB * job.cluster.memory_gib)
             yield Row(SOURCE, f"demo: {run['method']} runs out of memory", 1, beyond, "", bound=0.0, error_in="unit")
 
 

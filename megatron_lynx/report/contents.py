@@ -17,13 +17,12 @@ from megatron_lynx.advise.today import as_stock
 from megatron_lynx.anatomy import HALVES
 from megatron_lynx.compare import verdicts
 from megatron_lynx.config.job import Budget, Job
-from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.cost.step import StepRange
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, Infeasible, LynxError, Problem
 from megatron_lynx.plan.explanation import explanation
 from megatron_lynx.plan.plan import ALWAYS, Plan
-from megatron_lynx.planner import PlanFigures, as_planned, decide, figures_of, least_memory
+from megatron_lynx.planner import PlanFigures, as_planned, decide, figures_of, leanest
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.report.drawing import (
@@ -57,6 +56,7 @@ from megatron_lynx.report.tables import (
 )
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.stock import FULL, NONE, SELECTIVE, priced
+from megatron_lynx.stock.price import least_bytes
 from megatron_lynx.stock.rival import SimulatedRow, verdict
 from megatron_lynx.units import GIB, format_bytes, format_seconds
 from megatron_lynx.version import __version__
@@ -106,11 +106,11 @@ Watch = Callable[[int, int], None]
 
 
 def plans_over_budgets(job: Job, profile: Profile, budgets: int, watch: Watch) -> Iterator[Point]:
-    least_bytes = max(memory.total for memory in least_memory(job, profile))
-    most_bytes = max(memory.total for memory in memory_of_stages(job.model_copy(update={"policy": "none", "offload_ratio": 0.0})))
+    least = leanest(job, profile).memory_bytes
+    most = least_bytes(job, NONE, range(job.parallel.pipeline))
     seen: set[tuple[int | None, float]] = set()
     for number in range(budgets):
-        budget_bytes = least_bytes + (max(most_bytes, least_bytes) - least_bytes) * (number + 1) / budgets
+        budget_bytes = least + (max(most, least) - least) * (number + 1) / budgets
         changed = job.model_copy(update={"budget": Budget(memory_gib=budget_bytes / GIB), "policy": "planned"})
         try:
             decision = decide(changed, profile)

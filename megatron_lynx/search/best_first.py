@@ -1,11 +1,11 @@
 """Best-first search for the fastest ways to run a job: exact, but prices only candidates that may win.
 
-    policies without a plan    floor ──> does it fit? closed form of the step ──> simulated
+    policies without a plan    floor ──> does it fit? ──> simulated
     plans                      floor ──> first stage solved ──> last stage solved ──> ... ──> rehearsed
 
 One queue, ordered by lower bounds of the step: an entry is popped, looked at, and pushed again with its new, larger bound. A
 simulated one that is popped beats the rest of the queue, so the search ends after `top` of them. Among equals, the first layout
-of `space` and the first policy wins. A layout counts with its best micro-batch size and policy.
+of `space` and the first policy wins. A layout counts with its best micro-batch size and policy, the rest of it is skipped then.
 
 Solving a stage costs as much as ten floors, so plans are solved stage by stage, as long as their bound is the least. The first
 stage has most micro-batches in flight, the last one the head.
@@ -28,19 +28,20 @@ from megatron_lynx.cost.host_optimizer import least_left_bytes
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.parameters import mfu
 from megatron_lynx.cost.stage import of_every_stage, stage_seconds
-from megatron_lynx.cost.stage_memory import always_bytes, memory_of_stages
-from megatron_lynx.cost.step import recomputing_stage_s, step_seconds, waited_messages
+from megatron_lynx.cost.stage_memory import always_bytes
+from megatron_lynx.cost.step import waited_messages
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, Infeasible
-from megatron_lynx.planner import check_plannable, fitting, least_memory
+from megatron_lynx.planner import check_plannable, fitting, leanest
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.search.space import Space
 from megatron_lynx.solver.answer import StageAnswer
 from megatron_lynx.solver.stages import Stages
-from megatron_lynx.stock import OF_POLICY, priced
-from megatron_lynx.units import GIB, SECOND_DIGITS, format_bytes
+from megatron_lynx.stock import FULL, OF_POLICY, priced
+from megatron_lynx.stock.price import memory_of_stages
+from megatron_lynx.units import GIB, SECOND_DIGITS
 
 STOCK: tuple[Policy, ...] = ("none", "selective", "full")
 """Policies that need no plan."""
@@ -114,15 +115,13 @@ class Excess:
     def largest_part(self) -> str:
         """Largest kind of the stage's memory; of a plan's with as much offloaded as possible."""
         stock = self.job.policy != "planned"
-        stages = memory_of_stages(self.job) if stock else least_memory(self.job, analytic_profile(self.job))
-        kinds = stages[self.stage].kinds
-        name = max(kinds, key=lambda kind: kinds[kind])
-        return f"{name} {format_bytes(kinds[name])}"
+        stages = held(self.job) if stock else leanest(self.job, analytic_profile(self.job)).memory
+        return stages[self.stage].largest_part
 
 
 def held(job: Job) -> tuple[StageMemory, ...]:
     """Return the memory of the stages under a policy of stock's, for a plan that of full recomputation."""
-    return memory_of_stages(job.model_copy(update={"policy": "full"}) if job.policy == "planned" else job)
+    return memory_of_stages(job, OF_POLICY.get(job.policy, FULL))
 
 
 def excess_of(job: Job) -> Excess | None:
@@ -165,8 +164,8 @@ class LayerCost:
         )
 
     def floor_s(self, job: Job) -> float:
-        """A lower bound of a step without its update: `cost.step` without copies and host time, where each message between stages
-        is waited for once. A plan may hide all its recomputation."""
+        """A lower bound of a step without its update: the slowest stage, and one micro-batch on the others, without host time.
+        Each message between stages is waited for once. A plan may hide all its recomputation."""
         layers, slowest_s, others_s = self._split(job)
         again_s = layers * self.recompute_s.get(job.policy, 0.0)
         passes_s = job.microbatches * (slowest_s + again_s)
@@ -197,8 +196,8 @@ class LayerCost:
 def _whole_model_s(job: Job, profile: Profile, policy: Policy) -> float:
     """One micro-batch with all layers on one stage."""
     parallel = job.parallel.model_copy(update={"pipeline": 1, "layers_per_chunk": None})
-    flat = job.model_copy(update={"parallel": parallel, "policy": policy})
-    return recomputing_stage_s(flat, profile, 0).both_s
+    flat = job.model_copy(update={"parallel": parallel})
+    return priced(flat, profile, OF_POLICY[policy]).microbatch_s(0).both_s
 
 
 Looks = Iterator["float | Candidate | Excess"]
@@ -210,7 +209,6 @@ def looks_at_stock(job: Job, profile: Profile) -> Looks:
     if (excess := excess_of(job)) is not None:
         yield excess
         return
-    yield step_seconds(job, profile).total_s
     price = priced(job, profile, OF_POLICY[job.policy])
     yield Candidate(job, price.step_s + update_s(job, profile), 0.0, price.most_bytes)
 
@@ -284,21 +282,22 @@ class BestFirst:
     _updates_s: dict[tuple[object, ...], float] = field(default_factory=dict)
     _queue: list[tuple[float, int, Job, Looks | Candidate]] = field(default_factory=list)
     """By rounded bound and order."""
-    _taken: set[Parallel] = field(default_factory=set)
-    """Layouts whose best is simulated."""
 
     def run(self) -> tuple[Candidate, ...]:
         for layout in self.space.layouts():
             self._open(list(self.space.on(layout)))
         heapify(self._queue)
-        won: list[Candidate] = []
+        won, taken = list[Candidate](), set[Parallel]()
         while self._queue and len(won) < self.top:
             if self.watch is not None:
                 self.watch(len(won), self.top)
             _, order, job, looks = heappop(self._queue)
+            if job.parallel in taken:  # by one whose step is at most this one's bound
+                continue
             if isinstance(looks, Candidate):
+                taken.add(job.parallel)
                 won.append(looks)
-            elif job.parallel not in self._taken:  # else by one whose step is at most this one's bound
+            else:
                 self._look(order, job, looks)
         return tuple(won)
 
@@ -326,7 +325,6 @@ class BestFirst:
         if isinstance(found, Excess):
             self.excesses.append(found)
         elif isinstance(found, Candidate):
-            self._taken.add(job.parallel)
             heappush(self._queue, (round(found.step_s, SECOND_DIGITS), order, job, found))
         elif found is not None:
             heappush(self._queue, (round(found, SECOND_DIGITS), order, job, looks))

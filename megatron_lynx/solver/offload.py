@@ -1,12 +1,4 @@
-"""Offload of layers' tensors to host memory: how much.
-
-For named policies: the smallest fraction of every chunk's bytes with which all stages fit (`smallest_ratio`).
-
-    held by a stage, r offloaded     fixed + (N - (N - 4)r)C  <=  budget        falls as r grows: the first that fits is found
-
-All stages have the same fraction, as in Yuan et al.; stages with too few chunks in flight do not offload. 0 if the run fits.
-
-Within micro-batches: bytes that leave in each chunk's forward and return in its backward (`Leaver`).
+"""Offload within micro-batches: bytes that leave in each chunk's forward and return in its backward (`Leaver`).
 
     fraction r of bytes kept without recomputation      ──solve with that much more budget──> the layers' choices
                                                           if less can leave, solve again with that
@@ -17,7 +9,6 @@ A chunk's input stays, because Megatron holds it. What its last half keeps stays
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,70 +20,13 @@ from megatron_lynx.anatomy import Section
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.combined import keeping_all, nodes_of, paired_s
 from megatron_lynx.cost.host import NO_HOST_TIME, offloading_host_s
-from megatron_lynx.cost.host_optimizer import host_shortage
-from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.stage import chunks_in_flight, half_seconds
-from megatron_lynx.cost.stage_memory import host_bytes, memory_of_stages, offloading_stages
-from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.pace import Pace
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.flushes import counts_at_backwards
 from megatron_lynx.solver.answer import Solved, SolvedChunks, Within
 from megatron_lynx.timeline import Passes
-from megatron_lynx.units import format_bytes
-
-STEPS = 1000
-"""Fractions are given in thousandths, rounded up."""
-
-
-def smallest_ratio(job: Job) -> float:
-    """Return the fraction. Raises `Infeasible` with the excess of every stage if not even offloading everything fits."""
-    parts_with, budget = offloading_stages(job), job.memory_budget_bytes
-
-    def fits(steps: int) -> bool:
-        return all(parts.peak_bytes <= budget for parts in parts_with(steps / STEPS))
-
-    ratio = bisect_left(range(STEPS), True, key=fits) / STEPS
-    problem = _host_shortage(job, ratio)
-    if ratio == 0 and problem is None:
-        return ratio
-    if problems := [*too_much(job, [parts.fullest for parts in parts_with(1.0)]), *_beside_optimizer(job, 1.0)]:
-        raise Infeasible("no share of offloaded activations makes this job fit", problems)
-    if problem is not None:
-        raise Infeasible("the activations that must be offloaded do not fit into host memory", [problem])
-    return ratio
-
-
-def shortages(job: Job, ratio: float) -> list[Problem]:
-    return [*too_much(job, memory_of_stages(job, ratio)), *_beside_optimizer(job, ratio)]
-
-
-def too_much(job: Job, stages: Sequence[StageMemory]) -> list[Problem]:
-    budget, problems = job.memory_budget_bytes, []
-    for stage, memory in enumerate(stages):
-        if memory.total > budget:
-            held_in_words = f"{format_bytes(memory.total)}, most of it {_largest(memory)}"
-            short = f"{format_bytes(memory.total - budget)} too much"
-            problems.append(Problem(f"stage {stage}", held_in_words, f"at most {format_bytes(budget)}", short))
-    return problems
-
-
-def _largest(memory: StageMemory) -> str:
-    kinds = memory.kinds
-    name = max(kinds, key=lambda kind: kinds[kind])
-    return f"{name} ({format_bytes(kinds[name])})"
-
-
-def _beside_optimizer(job: Job, ratio: float) -> list[Problem]:
-    """Return the shortage of host memory if part of the optimizer is there, too."""
-    problem = _host_shortage(job, ratio) if job.optimizer.offloaded else None
-    return [] if problem is None else [problem]
-
-
-def _host_shortage(job: Job, ratio: float) -> Problem | None:
-    return host_shortage(job, max(host_bytes(job, stage, ratio) for stage in range(job.parallel.pipeline)))
-
 
 SLACK = 0.95
 """Fraction of the bytes that a link copies during a half. Halves differ, and passes wait for copies that are too slow."""

@@ -25,7 +25,6 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import bounded_by_device, layers_budget_bytes, most_beside_layers
 from megatron_lynx.cost.host_optimizer import host_shortage
 from megatron_lynx.cost.stage import chunks_in_flight, stage_seconds
-from megatron_lynx.cost.stage_memory import CHUNKS_NOT_OFFLOADED
 from megatron_lynx.cost.step import exposed_copies_s
 from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.once import once
@@ -150,6 +149,9 @@ class Chunks:
 
 
 NOTHING = Share(0.0)
+
+CHUNKS_NOT_OFFLOADED = 4
+"""One chunk in flight runs, one is copied, and the offloaded parts of two return meanwhile (Yuan et al., ATC '24)."""
 
 STEPS, FINER_STEPS = 10, 20
 """Fractions are multiples of a tenth; of a twentieth where none of those fits. With twentieths always, plans of 22 bundled jobs

@@ -142,6 +142,9 @@ ORIGINAL_INPUT = ("tensorwise", "blockwise")
 
 
 def _saved(shape: LayerShape, section: Section, half_treatment: Treatment) -> Iterator[SavedTensor]:
+    if half_treatment.again.intersection(_cores(section)):  # with its own keys and values; other ranks' are exchanged again
+        layout = shape.parallel.model_copy(update={"context_exchange": "all_gather", "context_levels": None})
+        shape = replace(shape, parallel=layout)
     offloaded = shape.model.fp8_recipe in ORIGINAL_INPUT and any(EXPERTS_FC1 in group for group in half_treatment.groups)
     for tensor in planning_of(section).tensors(shape):
         if offloaded and tensor.made_by == EXPERTS_FC1 and not tensor.output:

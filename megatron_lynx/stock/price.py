@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import Any
 
 from megatron_lynx.config.job import Job
@@ -18,11 +18,14 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.schedule.schedule import Schedule
-from megatron_lynx.simulator.passes import ChunkPasses
+from megatron_lynx.simulator.passes import Kind
 from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.simulator.simulation import Simulation, in_steady_state
 from megatron_lynx.stock.setting import StockSetting
 from megatron_lynx.stock.stage import StockStage, TimedStage, deferred_heads
+from megatron_lynx.timeline import Passes
+
+PASS_KINDS: tuple[Kind, Kind] = ("F", "B")
 
 WALKED_GROUPS = 4
 """Copies are simulated for this many groups of micro-batches (one per stage); then every phase is in steady state."""
@@ -30,7 +33,7 @@ WALKED_GROUPS = 4
 
 @dataclass(frozen=True)
 class Priced:
-    """Figures of a setting, each computed when it is first asked for."""
+    """Figures of a setting, each computed when first read."""
 
     job: Job
     profile: Profile
@@ -49,14 +52,18 @@ class Priced:
         """Page-locked memory of the rank with the most."""
         return max(stage.host_bytes for stage in self._stages)
 
+    def simulation(self) -> Simulation:
+        """The forwards and backwards of a step; with userbuffers, of the longest."""
+        return self._simulated(self._stages)
+
     @cached_property
     def step(self) -> StepRange:
         """Userbuffers hide an unknown part of the exchanges, and an unknown part of the head's deferred weight gradients runs
         while the last stage waits at the end of the step."""
         job, profile = self.job, self.profile
-        most_s = least_s = self._step_s(self._stages)
+        most_s = least_s = self.simulation().step_s
         if job.userbuffers:
-            least_s = self._step_s(self._timed(hiding_all(profile)))
+            least_s = self._simulated(self._timed(hiding_all(profile))).step_s
         # at most: a deferred weight gradient takes the seconds of the head's forward, which the last stage's backwards save
         spared_s = deferred_heads(job, self.setting) * head_of(profile, LayerShape.of(job).input_bytes).forward_s
         return StepRange(least_s - spared_s, most_s)
@@ -65,16 +72,10 @@ class Priced:
     def step_s(self) -> float:
         return self.step.expected_s
 
-    @cached_property
-    def busy_s(self) -> float:
-        """Seconds of forwards and backwards in a step on the busiest stage: a lower bound of a step without copies."""
-        pairs = (
-            [(chunk_passes.one("F", "steady"), chunk_passes.one("B", "steady")) for chunk_passes in stage.passes]
-            for stage in self._stages
-        )
-        return self.job.microbatches * max(
-            sum(forward.seconds + backward.seconds for forward, backward in stage_pairs) for stage_pairs in pairs
-        )
+    def microbatch_s(self, stage: int) -> Passes:
+        """Seconds of a micro-batch on a stage, after a backward."""
+        chunks = self._stages[stage].passes
+        return Passes(*(sum(chunk.one(kind, "steady").seconds for chunk in chunks) for kind in PASS_KINDS))
 
     def __getstate__(self) -> dict[str, Any]:
         """For another process: the figures that are known, without the passes that they came from."""
@@ -82,10 +83,6 @@ class Priced:
 
     def fits(self, budget_bytes: int) -> bool:
         return all(stage.held.peak_bytes <= budget_bytes for stage in self._stages)
-
-    def simulation(self) -> Simulation:
-        """The whole step."""
-        return self._simulated([stage.passes for stage in self._stages], self.job.microbatches)
 
     @cached_property
     def _stages(self) -> list[TimedStage]:
@@ -99,20 +96,24 @@ class Priced:
         job = self.job
         return _schedule_of(job.parallel.pipeline, microbatches, job.chunks, job.microbatch_group, int(self.setting.overlap))
 
-    def _step_s(self, stages: Sequence[TimedStage]) -> float:
-        passes = [stage.passes for stage in stages]
-        group = max(len(stages), self.job.microbatch_group)
-        return in_steady_state(group, self.job.microbatches, partial(self._simulated, passes)).step_s
-
-    def _simulated(self, passes: Sequence[Sequence[ChunkPasses]], microbatches: int) -> Simulation:
-        job = self.job
+    def _simulated(self, stages: Sequence[TimedStage]) -> Simulation:
+        job, passes = self.job, [stage.passes for stage in stages]
         message_s = self.profile.link_s("p2p", LayerShape.of(job).input_bytes) if job.parallel.pipeline > 1 else 0.0
-        return simulate(self._schedule(microbatches), passes, message_s, between_passes=not job.overlap.messages)
+
+        def simulated(microbatches: int) -> Simulation:
+            return simulate(self._schedule(microbatches), passes, message_s, between_passes=not job.overlap.messages)
+
+        return in_steady_state(max(len(stages), job.microbatch_group), job.microbatches, simulated)
 
 
 def priced(job: Job, profile: Profile, setting: StockSetting) -> Priced:
     """Return the setting's price. `profile`: the job's, analytic or measured."""
     return Priced(job.with_userbuffers(True) if setting.userbuffers and not job.userbuffers else job, profile, setting)
+
+
+def memory_of_stages(job: Job, setting: StockSetting) -> tuple[StageMemory, ...]:
+    """Memory of all stages, without copies in flight."""
+    return tuple(StockStage(job, setting, stage).parts().fullest for stage in range(job.parallel.pipeline))
 
 
 def least_bytes(job: Job, setting: StockSetting, stages: Iterable[int]) -> int:

@@ -30,10 +30,11 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from megatron_lynx.anatomy import LayerKind
+from megatron_lynx.config.cluster import Setting
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.combined import LayerSeconds, Nodes, nodes_of, paired_s, shared_rates
 from megatron_lynx.cost.ends import ends_of, logits_gradient_bytes
-from megatron_lynx.cost.host import policy_host_s
+from megatron_lynx.cost.host import stage_host_s
 from megatron_lynx.cost.moments import Parts
 from megatron_lynx.cost.stage import most_in_flight_bytes
 from megatron_lynx.cost.stage_memory import activations_in_flight, dispatched_bytes, parts_beside_layers, without_overlap
@@ -150,10 +151,10 @@ class TimedStage(StockStage):
 
     @cached_property
     def passes(self) -> list[ChunkPasses]:
-        """Passes of each chunk. Host time is that of the closest policy for which it is known."""
+        """Passes of each chunk. Host time is that of the closest setting for which it is known."""
         job, setting = self.job, self.setting
-        policy = job.model_copy(update={"policy": "full" if setting.method == "uniform" else "none"})
-        host = policy_host_s(policy, self.profile, self.stage) * (1 / job.chunks)
+        measured: Setting = "full" if setting.method == "uniform" else "none"
+        host = stage_host_s(job, self.profile, self.stage, measured) * (1 / job.chunks)
         apart = [self._chunk_passes(chunk, host) for chunk in range(job.chunks)]
         return [self._paired(chunk, apart, host) for chunk in range(job.chunks)] if setting.overlap else apart
 
@@ -166,8 +167,8 @@ class TimedStage(StockStage):
             ends_s = sum(end.forward_s for end in self._ends(chunk)) + sum(end.backward_s for end in self._ends(other))
             nodes_s = paired_s(self._nodes[chunk], self._nodes[other], beside, delayed=self.setting.delayed)
             copies_s = max(sum(layer.copy_s for layer in self._layers[which]) for which in (chunk, other))
-            both_s += max(nodes_s + ends_s, copies_s, host.both_s) / job.chunks
-        return apart[chunk].with_steady(TimedPass(both_s), TimedPass())
+            both_s += max(nodes_s + ends_s, copies_s) / job.chunks
+        return apart[chunk].with_steady(TimedPass(both_s).issued_in(host.both_s), TimedPass())
 
     @cached_property
     def _seconds(self) -> dict[LayerKind, LayerSeconds]:
@@ -190,12 +191,12 @@ class TimedStage(StockStage):
             ("F", host.forward_s, sum(layer.forward_s for layer in layers)),
             ("B", host.backward_s, sum(sum(layer.backward_s) for layer in layers)),
         )
-        seconds = {
-            (kind, phase): max(least_s, walked.get((kind, chunk, phase), plain_s))
-            for kind, least_s, plain_s in ways
+        passes = {
+            (kind, phase): TimedPass(walked.get((kind, chunk, phase), plain_s)).issued_in(host_s)
+            for kind, host_s, plain_s in ways
             for phase in PHASES
         }
-        return ChunkPasses(in_phases({key: TimedPass(each_s) for key, each_s in seconds.items()}))
+        return ChunkPasses(in_phases(passes))
 
     @cached_property
     def _layers(self) -> list[list[CopiedLayer]]:

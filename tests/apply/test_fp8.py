@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from megatron_lynx.anatomy import ATTENTION
-from megatron_lynx.cost.stage_memory import stage_parts
 from megatron_lynx.testbed.ranks import RankPool
+from tests.stock.parts import stage_parts
 from tests.tiny_jobs import tiny_job
 
 from ..layouts import LAYOUTS

@@ -10,9 +10,9 @@ import pytest
 from megatron_lynx.config import Experts, Job
 from megatron_lynx.config.parallel import Overlap
 from megatron_lynx.cost.parameters import ALIGNED, ALIGNED_FOR_BANDWIDTH, buckets, filled_numbers, stage_parameters
-from megatron_lynx.cost.stage_memory import stage_parts
 from megatron_lynx.testbed.ranks import RankPool
 from tests.cost.buckets_on_ranks import buffers
+from tests.stock.parts import stage_parts
 from tests.tiny_jobs import tiny_job
 
 SIZE = {"layers": 2, "hidden": 64, "ffn": 256, "heads": 4, "vocab": 2048, "seq": 64, "tied_embeddings": False}

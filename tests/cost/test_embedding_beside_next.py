@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from megatron_lynx.config import Experts
-from megatron_lynx.cost.stage_memory import stage_parts
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.testbed.ranks import RankPool
 from tests.cost.embedding_on_ranks import count_embedding
 from tests.long import long
+from tests.stock.parts import stage_parts
 from tests.tiny_jobs import tiny_job
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from megatron_lynx.cost.parameters import flops_per_token, optimizer_bytes, stage_parameters
-from megatron_lynx.cost.stage import half_seconds, stage_of_layers
-from megatron_lynx.cost.stage_memory import memory_of_stages
+from megatron_lynx.cost.stage import stage_seconds
 from megatron_lynx.profiler.analytic import analytic_profile
 from tests.profiler.test_experts import mixtral
+from tests.stock.parts import memory_of_stages
 
 
 def test_mixtral_has_its_published_parameters() -> None:
@@ -35,6 +35,5 @@ def test_a_stage_of_both_kinds_is_the_sum_of_its_layers() -> None:
     kept = [memory_of_stages(each)[1].activations for each in (none, mixed, job)]
     assert kept[1] == (kept[0] + kept[2]) // 2
     profile = analytic_profile(job)
-    halves = {section: half_seconds(profile, section) for section in job.model.every_section}
-    seconds = [stage_of_layers(each, profile, 1, halves).both_s for each in (none, mixed, job)]
+    seconds = [stage_seconds(each, profile, 1).both_s for each in (none, mixed, job)]
     assert seconds[1] == pytest.approx((seconds[0] + seconds[2]) / 2)

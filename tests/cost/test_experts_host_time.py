@@ -8,7 +8,7 @@ import pytest
 
 from megatron_lynx.config.cluster import ExpertHostTime, HostPasses
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.host import half_host_s, policy_host_s
+from megatron_lynx.cost.host import half_host_s, stage_host_s
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.published.row import catalogued_job, stock_step_s
 from megatron_lynx.stock import NONE
@@ -55,8 +55,8 @@ def test_a_norm_made_again_takes_as_much_whatever_the_experts_and_all_of_it_thei
 
 def test_a_stage_issues_its_experts_and_its_attention() -> None:
     profile = analytic_profile(job_of(2))
-    alone = policy_host_s(job_of(2, known=False), analytic_profile(job_of(2, known=False)), 0)
-    beyond = policy_host_s(job_of(2), profile, 0) + alone * -1
+    alone = stage_host_s(job_of(2, known=False), analytic_profile(job_of(2, known=False)), 0, "none")
+    beyond = stage_host_s(job_of(2), profile, 0, "none") + alone * -1
     assert beyond.forward_s == pytest.approx(32 * 1e-6 * (1000 + 4 * 100))
     assert beyond.backward_s == pytest.approx(32 * 1e-6 * (500 + 4 * 200))
 

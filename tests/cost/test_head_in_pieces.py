@@ -7,7 +7,6 @@ import pytest
 from megatron_lynx.config.job import Head
 from megatron_lynx.cost.communication import head_of
 from megatron_lynx.cost.ends import logits_at_loss_bytes
-from megatron_lynx.cost.stage_memory import stage_parts
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import BlockProfile, LinkPoint
@@ -16,6 +15,7 @@ from tests.config.jobs import catalogued_job
 from tests.cost.moments_on_ranks import count
 from tests.cost.test_moments import ROW_BYTES
 from tests.long import long
+from tests.stock.parts import stage_parts
 from tests.tiny_jobs import tiny_job
 from tests.transparency.plans import plan_for
 

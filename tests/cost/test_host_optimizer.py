@@ -23,7 +23,6 @@ from megatron_lynx.cost.host_optimizer import (
     states_s,
 )
 from megatron_lynx.cost.parameters import bytes_each, owned_parameters, stage_parameters
-from megatron_lynx.cost.stage_memory import memory_of_stages, stage_parts
 from megatron_lynx.cost.update import reduction_s, update_s
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.estimate import estimate
@@ -33,6 +32,7 @@ from megatron_lynx.search import search
 from megatron_lynx.units import GIB
 from megatron_lynx.yaml_file import read_yaml, write_yaml
 from tests.config.jobs import catalogued_job
+from tests.stock.parts import memory_of_stages, stage_parts
 
 SIZES = [(64, 32), (64,), (128, 16), (32, 32), (256,), (96, 32)]
 LAYOUT = {"tensor": 1, "pipeline": 2, "distributed_optimizer": True}

@@ -17,7 +17,6 @@ from megatron_lynx.cost.ends import logits_at_loss_bytes
 from megatron_lynx.cost.moments import Parts, StageMemory
 from megatron_lynx.cost.parameters import stage_parameters
 from megatron_lynx.cost.stage import chunks_in_flight
-from megatron_lynx.cost.stage_memory import stage_parts
 from megatron_lynx.kinds.dense.section import CORE_ATTENTION
 from megatron_lynx.kinds.experts.planning import routed_rows
 from megatron_lynx.kinds.planning import half_tensors
@@ -27,6 +26,7 @@ from tests.config.jobs import catalogued_job
 from tests.cost.moments_on_ranks import count, count_adapted, count_with_rows
 from tests.instruments.compiler import COMPILER
 from tests.long import long
+from tests.stock.parts import stage_parts
 from tests.tiny_jobs import tiny_job
 
 SIZE = {"layers": 4, "hidden": 64, "ffn": 256, "vocab": 2048, "seq": 64, "micro": 1}

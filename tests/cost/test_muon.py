@@ -11,12 +11,12 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.config.parallel import Optimizer
 from megatron_lynx.cost.muon import filled_numbers, fullest, matrices, newton_schulz_s
 from megatron_lynx.cost.parameters import stage_parameters
-from megatron_lynx.cost.stage_memory import stage_parts
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.testbed.ranks import RankPool
 from tests.config.jobs import catalogued_job
 from tests.cost.on_ranks import matrices_of_muon
+from tests.stock.parts import stage_parts
 from tests.te_releases import folder_of, python_path
 from tests.tiny_jobs import tiny_job
 

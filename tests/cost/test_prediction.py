@@ -11,10 +11,10 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.communication import head_of
 from megatron_lynx.cost.ends import last_end_of, loss_kept_bytes, predicting_bytes
 from megatron_lynx.cost.parameters import flops_per_token, parameter_tensors, stage_parameters
-from megatron_lynx.cost.stage_memory import stage_parts
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.testbed.ranks import RankPool
 from tests.profiler.made_up import made_up_profile
+from tests.stock.parts import stage_parts
 from tests.tiny_jobs import tiny_job
 
 Pools = Callable[[int], RankPool]

@@ -15,10 +15,9 @@ from megatron_lynx.cost.communication import (
     window_lengths_s,
 )
 from megatron_lynx.cost.memory import HalfMemory, held_at_moments, peak_bytes, smallest_offloaded_bytes
-from megatron_lynx.cost.stage import chunks_in_flight, cooldown_backwards, microbatches_in_flight, step_s
+from megatron_lynx.cost.stage import chunks_in_flight, cooldown_backwards, microbatches_in_flight
 from megatron_lynx.profiler.profile import BlockProfile
 from megatron_lynx.schedule.flushes import with_flushes
-from megatron_lynx.timeline import Passes
 from megatron_lynx.units import MIB
 from tests.profiler.made_up import made_up_profile
 from tests.schedule.orders import most_in_flight
@@ -111,14 +110,6 @@ def test_a_gather_in_time_costs_nothing_and_one_on_demand_what_stock_had_hidden(
     message = profile.links[0].bytes
     assert gather_lost_and_spared_s(profile, ATTENTION, MLP, message)[0] == 0
     assert gather_lost_and_spared_s(profile, MLP, None, message)[0] == pytest.approx(1e-9)
-
-
-def test_a_step_of_two_stages():
-    """The slowest stage paces all micro-batches but the first; each brings an exchange, for which both sides wait."""
-    stages = [Passes(1.0, 2.0), Passes(1.5, 2.5)]
-    assert step_s(stages, microbatches=1, p2p_s=0.25) == 3.0 + 4.0 + 2 * 0.25
-    assert step_s(stages, microbatches=4, p2p_s=0.25) == 3 * (4.0 + 0.25) + 3.0 + 4.0 + 2 * 0.25
-    assert step_s(stages[:1], microbatches=4, p2p_s=0.25) == 12.0
 
 
 def test_phases_and_micro_batches_in_flight():

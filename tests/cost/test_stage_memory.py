@@ -14,12 +14,12 @@ from megatron_lynx.config.model import Fp8
 from megatron_lynx.cost.parameters import bytes_each, stage_parameters
 from megatron_lynx.cost.recompute import kept_bytes
 from megatron_lynx.cost.stage import chunks_in_flight
-from megatron_lynx.cost.stage_memory import chunk_bytes, memory_of_stages, stage_parts
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.flushes import with_flushes
 from tests.config.jobs import catalogued_job
+from tests.stock.parts import memory_of_stages, stage_parts
 from tests.tiny_jobs import tiny_job
 
 STAGES = range(8)
@@ -54,7 +54,7 @@ def test_chunks_of_unequal_layers_were_all_counted_as_the_largest(partition: tup
     where at most nine of them are in flight."""
     layout = {"tensor": 2, "pipeline": 4, "sequence_parallel": True, "partition": partition}
     job = catalogued_job(parallel=layout, gpus=8, batch=microbatches, policy="none")
-    layer = kept_bytes(LayerShape.of(job), "none")
+    layer = kept_bytes(LayerShape.of(job))
     for stage, order in enumerate(with_flushes(4, microbatches, job.chunks).orders):
         steps = ((1 if action.kind == "F" else -1) * job.chunk_layers(stage)[action.chunk] for action in order)
         assert stage_parts(job, stage).activations == max(accumulate(steps)) * layer
@@ -156,7 +156,7 @@ def test_layers_that_stay_in_bf16_at_the_ends_of_a_model_in_fp8() -> None:
     ends = Fp8(recipe="tensorwise", first_in_bf16=2, last_in_bf16=1)
     job = usual.model_copy(update={"model": usual.model.model_copy(update={"fp8": ends})})
     plain = usual.model_copy(update={"model": usual.model.model_copy(update={"fp8": None})})
-    beyond = kept_bytes(LayerShape.of(plain), "none") - kept_bytes(LayerShape.of(usual), "none")
+    beyond = kept_bytes(LayerShape.of(plain)) - kept_bytes(LayerShape.of(usual))
     more = [stage_parts(job, stage).fullest.total - stage_parts(usual, stage).fullest.total for stage in range(8)]
     copies = stage_parts(usual, 0).fullest.fp8_weights // usual.layers_on(0)
     assert more[1:7] == [0] * 6
@@ -199,32 +199,10 @@ def test_states_that_megatron_does_not_hold_are_refused(optimizer: dict, named: 
         catalogued_job(parallel={"tensor": 2, "pipeline": 8}, optimizer=optimizer)
 
 
-def test_policies_in_order_and_context_ranks_share_a_sequence() -> None:
-    sizes = [chunk_bytes(catalogued_job(policy=policy), 0) for policy in ("none", "selective", "balanced", "full")]
-    assert sizes == sorted(sizes, reverse=True)
+def test_context_ranks_share_a_sequence() -> None:
     cut = {"tensor": 2, "context": 2, "pipeline": 8, "layers_per_chunk": 2, "sequence_parallel": True}
-    assert chunk_bytes(catalogued_job(parallel=cut), 0) == pytest.approx(chunk_bytes(catalogued_job(), 0) / 2)
-
-
-def test_offloading_frees_a_share_of_all_chunks_but_four() -> None:
-    job = catalogued_job()
-    size, in_flight = chunk_bytes(job, 0), chunks_in_flight(job, 0)
-    whole, half = stage_parts(job, 0).fullest, stage_parts(job, 0, 0.5).fullest
-    assert (whole.activations, whole.staging) == (in_flight * size, 0)
-    assert half.staging == size
-    assert whole.total - half.total == (in_flight - 4) * size / 2
-
-
-@pytest.mark.parametrize("stage", [0, 7])
-def test_the_first_share_offloaded_frees_next_to_nothing(stage: int) -> None:
-    """The last stage once let go of a whole chunk as soon as anything at all was offloaded."""
-    whole, hardly = (stage_parts(catalogued_job(), stage, ratio).fullest.total for ratio in (0, 1e-6))
-    assert hardly == pytest.approx(whole, rel=1e-5)
-
-
-def test_few_chunks_in_flight_are_not_offloaded() -> None:
-    job = priced(tiny_job(pipeline=4, microbatches=8))
-    assert stage_parts(job, 0, 1.0).fullest == stage_parts(job, 0).fullest
+    half, whole = (stage_parts(job, 0).chunk for job in (catalogued_job(parallel=cut), catalogued_job()))
+    assert half == pytest.approx(whole / 2)
 
 
 LAYOUTS = st.tuples(
@@ -237,27 +215,21 @@ LAYOUTS = st.tuples(
 
 
 @settings(max_examples=25, deadline=None)
-@given(LAYOUTS, st.floats(0, 1), st.floats(0, 1))
-def test_more_offloaded_is_less_held_and_more_recomputed_is_less_kept(layout, one: float, other: float) -> None:
-    """Whatever the layout; and a stage asked for alone is the one among all."""
+@given(LAYOUTS)
+def test_more_recomputed_is_less_kept(layout) -> None:
     (model, layers), tensor, context, pipeline, chunks = layout
     parallel = {"tensor": tensor, "context": context, "pipeline": pipeline, "sequence_parallel": tensor > 1}
     if pipeline > 1:
         parallel["layers_per_chunk"] = layers // (pipeline * chunks)
-    gpus = tensor * context * pipeline * 2
-    plain = catalogued_job(model, gpus=gpus, batch=2 * pipeline, parallel=parallel)
-    jobs = [priced(plain, policy) for policy in ("none", "selective", "balanced", "full")]
-    for job in jobs:
-        less, more = (memory_of_stages(job, ratio) for ratio in sorted((one, other)))
-        assert all(held.total >= left.total for held, left in zip(less, more, strict=True))
-        assert less == tuple(stage_parts(job, stage, min(one, other)).fullest for stage in range(pipeline))
+    plain = catalogued_job(model, gpus=tensor * context * pipeline * 2, batch=2 * pipeline, parallel=parallel)
+    jobs = [priced(plain, policy) for policy in ("none", "selective", "full")]
     kept = [[memory.activations for memory in memory_of_stages(job)] for job in jobs]
-    assert all(none >= max(selective, balanced) >= full for none, selective, balanced, full in zip(*kept, strict=True))
+    assert all(none >= selective >= full for none, selective, full in zip(*kept, strict=True))
 
 
 def test_every_byte_of_the_total_is_named() -> None:
     for stage in STAGES:
-        memory, parts = stage_parts(catalogued_job(), stage, 0.3).fullest, stage_parts(catalogued_job(), stage, 0.3)
+        memory, parts = stage_parts(catalogued_job(), stage).fullest, stage_parts(catalogued_job(), stage)
         named = memory.named
         assert named.pop("total") == sum(named.values()) == memory.totals[memory.moment] == max(memory.totals.values())
         assert (stage == 7) == ("loss" in memory.totals)

@@ -8,12 +8,13 @@ from megatron_lynx.advise.today import graph_bytes
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.host import NO_HOST_TIME, half_host_s
 from megatron_lynx.cost.recompute import half_kept_bytes
-from megatron_lynx.cost.stage_memory import mask_bytes, pool_bytes, stage_parts
+from megatron_lynx.cost.stage_memory import mask_bytes, pool_bytes
 from megatron_lynx.launch_arguments import job_of, read_launch
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.units import GIB
+from tests.stock.parts import stage_parts
 from tests.test_filling import deferring
 
 from .test_reading import SMALL

@@ -12,7 +12,6 @@ from benchmarks.when_not import on_devices_of
 from megatron_lynx.anatomy import COLUMN_PARALLEL, HALVES
 from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.stage_memory import stage_parts
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.launch.launch import arguments_against
 from megatron_lynx.plan.layout import launch_flags
@@ -23,6 +22,7 @@ from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.stock import FULL, priced
 from megatron_lynx.units import GIB
+from tests.stock.parts import stage_parts
 from tests.tiny_jobs import tiny_job
 
 from ..config.jobs import catalogued_job

@@ -14,7 +14,6 @@ from pydantic import ValidationError
 from megatron_lynx.anatomy import PASSES
 from megatron_lynx.config import Experts, Job
 from megatron_lynx.cost.communication import window_lengths_s
-from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.fp8_recipes import STORED
 from megatron_lynx.kinds.experts.planning import all_to_all_s, expected_parts, routed_rows
 from megatron_lynx.kinds.experts.section import DISPATCHERS, SHARED_EXPERTS, Dispatcher
@@ -29,6 +28,7 @@ from megatron_lynx.testbed.ranks import RankPool
 from tests.config.jobs import catalogued_job
 from tests.profiler.made_up import saved_parts
 from tests.profiler.on_ranks import bytes_saved_by_items
+from tests.stock.parts import memory_of_stages
 from tests.te_releases import pool_with
 from tests.tiny_jobs import tiny_job
 

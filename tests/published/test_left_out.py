@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from megatron_lynx.errors import ConfigError
 from megatron_lynx.prediction import DENSE, WITH_EXPERTS
 from megatron_lynx.published import all_rows, runs
 from megatron_lynx.published.left_out import FREE, Ratio, left_out, mean_error, with_factors
-from megatron_lynx.published.row import Row, Step, analytic_step_s, catalogued_job
+from megatron_lynx.published.row import Row, Step, catalogued_job, stock_step_s
+from megatron_lynx.stock import FULL
 from megatron_lynx.yaml_file import read_yaml, write_yaml
 from tests.json_answers import ANSWERS
 
@@ -28,7 +30,7 @@ def series(name: str, cluster: str, factors: list[float] | None = None, **fields
     for micro in (1, 2, 4):
         layout = {"tensor": 2, "sequence_parallel": True}
         job = catalogued_job("llama-7b", cluster, gpus=8, parallel=layout, batch={"micro": micro, "global": 64}, policy="full")
-        step = Step(job, 1.0, analytic_step_s, **fields)
+        step = Step(job, 1.0, partial(stock_step_s, setting=FULL), **fields)
         measured_s = with_factors(step, factors or [1.0] * len(FREE))
         rows.append(Row.of_step(name, f"micro-batch {micro}", replace(step, measured_s=measured_s), bound=None))
     return rows

@@ -8,10 +8,14 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_lynx.cli import app
-from megatron_lynx.cost.stage_memory import memory_of_stages, stage_parts
+from megatron_lynx.planner import fitting
+from megatron_lynx.planner.left_open import endless
+from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.published import all_rows, yuan
 from megatron_lynx.published.pipeoffload import copy_to_compute_ratio
 from megatron_lynx.published.row import Row, published_figures
+from megatron_lynx.solver.stages import Stages
+from tests.stock.parts import memory_of_stages
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +51,8 @@ def test_rows_cover_the_tables(rows: list[Row]) -> None:
 def test_most_of_the_rest_that_yuan_et_al_measured_is_counted() -> None:
     """What one layer makes again and has in hand, messages, buffers, workspaces; the remainder of 1.2e9 B is their fork's."""
     config = published_figures()["yuan_atc24"]["figure7_max_memory_allocated_bytes"]["config"]
-    memory = stage_parts(yuan.job_of({**config, "ckpt": "ours"}), 0).fullest
+    job = endless(yuan.job_of({**config, "ckpt": "ours"}))
+    memory = fitting(Stages(job, analytic_profile(job))).memory[0]
     counted = memory.recomputed + memory.in_hand + memory.messages + memory.buffers + memory.rest
     assert 0.9e9 < counted < yuan.REST_BYTES
 

@@ -13,9 +13,10 @@ from megatron_lynx.schedule.double_buffered import deferral
 from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.simulator import double_buffered
 from megatron_lynx.simulator.double_buffered import simulate_without_flushes
-from megatron_lynx.simulator.passes import ChunkPasses, TimedPass, plain_passes
+from megatron_lynx.simulator.passes import ChunkPasses, TimedPass
 from megatron_lynx.simulator.simulate import simulate
 from tests.simulator.by_hand import receiving
+from tests.simulator.plain import plain_passes
 
 
 def even(stages: int) -> list[ChunkPasses]:

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.schedule.schedule import Schedule, with_recomputations
-from megatron_lynx.simulator.passes import HostCopy, TimedPass, plain_passes
+from megatron_lynx.simulator.passes import HostCopy, TimedPass
 from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.timeline import Span
 from tests.schedule.orders import most_in_flight, read_actions
 from tests.schedule.test_orders import schedules
 from tests.simulator.by_hand import receiving
+from tests.simulator.plain import plain_passes
 
 
 def overlapping(schedule: Schedule) -> Schedule:

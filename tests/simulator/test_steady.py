@@ -12,10 +12,10 @@ from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.schedule.flushes import with_flushes
-from megatron_lynx.simulator.passes import plain_passes
 from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.simulator.simulation import Simulation, in_steady_state
 from tests.config.jobs import catalogued_job
+from tests.simulator.plain import plain_passes
 
 pytestmark = pytest.mark.slow
 

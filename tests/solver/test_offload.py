@@ -1,54 +1,67 @@
-"""The smallest share that fits: it fits, less does not, and where nothing fits it says what binds."""
+"""A stated policy with a share of its activations on the host: bytes, seconds, and what binds where nothing fits."""
 
 from __future__ import annotations
 
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from megatron_lynx.cost.stage_memory import stage_parts
-from megatron_lynx.errors import Infeasible
-from megatron_lynx.solver.offload import shortages, smallest_ratio
-from megatron_lynx.units import GIB
+from megatron_lynx.config.job import Job
+from megatron_lynx.estimate import Estimate, estimate
+from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.solver.answer import StageAnswer
+from megatron_lynx.solver.stages import Stages
 from tests.config.jobs import catalogued_job
+from tests.profiler.made_up import made_up_profile
+from tests.tiny_jobs import tiny_job
+
+ENDLESS = {"memory_gib": 1e6}
 
 
-def with_budget(gib, **fields):
-    return catalogued_job(budget={"memory_gib": gib}, **fields)
+def offloading(ratio: float) -> StageAnswer:
+    job = catalogued_job(budget=ENDLESS, offload_ratio=ratio)
+    return Stages(job, analytic_profile(job)).answer(0)
 
 
-def least_and_most_gib():
-    job = catalogued_job()
-    return [max(stage_parts(job, stage, share).fullest.total for stage in range(8)) / GIB for share in (1.0, 0.0)]
+def test_offloading_frees_a_share_of_all_chunks_but_four() -> None:
+    whole, half, hardly = map(offloading, (0.0, 0.5, 1e-6))
+    assert abs(whole.peak_bytes - half.peak_bytes - 0.5 * (whole.in_flight - 4) * whole.chunk_bytes) <= 1
+    assert 0 <= whole.peak_bytes - hardly.peak_bytes < 1e-5 * whole.peak_bytes
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.floats(0.001, 1))
-@pytest.mark.slow
-def test_the_smallest_share_fits_and_a_thousandth_less_does_not(place):
-    least, most = least_and_most_gib()
-    job = with_budget(least + place * (most - least))
-    ratio = smallest_ratio(job)
-    assert shortages(job, ratio) == []
-    assert ratio == 0 or shortages(job, ratio - 0.001)
+def test_few_chunks_in_flight_are_not_offloaded() -> None:
+    job = tiny_job(pipeline=4, microbatches=8).model_copy(update={"policy": "none", "offload_ratio": 1.0})
+    answer = Stages(job, made_up_profile(job, link_s=1e-4)).answer(0)
+    assert answer.host_bytes == 0
+    assert answer.offload_ratio == 0
 
 
-def test_more_memory_never_offloads_more():
-    least, most = least_and_most_gib()
-    ratios = [smallest_ratio(with_budget(least + share * (most - least))) for share in (0.01, 0.2, 0.5, 0.8, 1.01)]
-    assert ratios == sorted(ratios, reverse=True)
-    assert ratios[-1] == 0
+def within(gib: float, **fields: object) -> Estimate:
+    return estimate(catalogued_job(budget={"memory_gib": gib}, offload_ratio="auto", **fields))
 
 
-def test_what_cannot_fit_says_which_stage_and_by_how_much():
-    with pytest.raises(Infeasible, match=r"stage 0: found \d+\.\d+ GiB, most of it .*, needed at most 10\.00 GiB; \d+\.\d+ GiB"):
-        smallest_ratio(with_budget(10.0))
+def bounds_gib() -> tuple[float, float]:
+    """With everything offloaded, and with nothing."""
+    least, most = (estimate(catalogued_job(budget=ENDLESS, offload_ratio=ratio)).memory_bytes for ratio in (1.0, 0.0))
+    return least / 2**30, most / 2**30
 
 
-def test_host_memory_bounds_what_can_be_offloaded():
-    least, most = least_and_most_gib()
-    cluster = catalogued_job().cluster
-    small = cluster.model_copy(update={"node": cluster.node.model_copy(update={"host_memory_gib": 8.0})})
-    job = with_budget((least + most) / 2).model_copy(update={"cluster": small})
-    with pytest.raises(Infeasible, match="host memory of a node: found"):
-        smallest_ratio(job)
+def test_the_fastest_share_fits_and_more_memory_is_never_slower() -> None:
+    least, most = bounds_gib()
+    answers = [within(least + share * (most - least)) for share in (0.3, 0.6, 1.01)]
+    assert all(answer.fits for answer in answers)
+    assert answers[0].offload_ratio > answers[-1].offload_ratio == 0
+    steps_s = [answer.step.most_s for answer in answers]
+    assert steps_s == sorted(steps_s, reverse=True)
+
+
+def test_what_cannot_fit_says_which_stage_and_by_how_much() -> None:
+    answer = within(10.0)
+    assert answer.verdict == "does not fit"
+    assert answer.shortages[0].where == "memory of a device, stage 0"
+    assert "are missing" in answer.shortages[0].todo
+
+
+def test_host_memory_bounds_what_can_be_offloaded() -> None:
+    least, most = bounds_gib()
+    job: Job = catalogued_job(budget={"memory_gib": (least + most) / 2}, offload_ratio="auto")
+    small = job.cluster.model_copy(update={"node": job.cluster.node.model_copy(update={"host_memory_gib": 8.0})})
+    answer = estimate(job.model_copy(update={"cluster": small}))
+    assert not answer.fits
+    assert any(short.where.startswith("host memory of a node") for short in answer.shortages)

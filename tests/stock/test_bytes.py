@@ -16,6 +16,7 @@ from megatron_lynx.stock.layer import layer_bytes
 from megatron_lynx.stock.setting import FULL, NONE, SELECTIVE, StockSetting, block
 from megatron_lynx.stock.stage import StockStage
 from megatron_lynx.testbed.ranks import RankPool
+from tests.config.jobs import catalogued_job
 from tests.stock.on_ranks import copies, hold
 from tests.te_releases import pool_with
 from tests.tiny_jobs import tiny_job
@@ -55,7 +56,16 @@ def test_a_layer_with_recomputed_modules_holds_what_is_priced(pool_of, like, fie
         checkpoints = len(setting.recompute)
         expected = pytest.approx(stays + STATES * checkpoints, abs=ODD * max(1, checkpoints))
         assert (more - less) / 2 == expected, setting.name
-    assert sum(half.stays for half in layer_bytes(shape, SELECTIVE)) == kept_bytes(shape, "selective")
+
+
+def test_a_checkpoint_of_the_attention_holds_its_own_keys_and_values() -> None:
+    """Where ranks exchange them in turns, those of every rank were priced as recomputed."""
+    exchanges = ({"context_exchange": "all_gather"}, {}, {"context_exchange": "a2a"})
+    layout = {"tensor": 2, "context": 2, "pipeline": 8, "sequence_parallel": True}
+    shapes = [LayerShape.of(catalogued_job(parallel=layout | exchange)) for exchange in exchanges]
+    gathered, *others = (sum(half.stays for half in layer_bytes(shape, SELECTIVE)) for shape in shapes)
+    assert others == [gathered, gathered]
+    assert all(gathered < kept_bytes(shape) for shape in shapes)
 
 
 EXPERTS = {"count": 4, "per_token": 2, "ffn": 96}

@@ -7,7 +7,6 @@ import pickle
 import pytest
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.cost.step import StepRange
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.profiler.analytic import analytic_profile
@@ -38,12 +37,6 @@ LAYOUTS = {
 @pytest.fixture(params=LAYOUTS)
 def job(request) -> Job:
     return job_of(**LAYOUTS[request.param])
-
-
-@pytest.mark.parametrize(("setting", "policy"), [(NONE, "none"), (FULL, "full")])
-def test_what_has_a_policy_holds_what_the_policy_holds(job, setting, policy):
-    price, own = priced(job, analytic_profile(job), setting), job.model_copy(update={"policy": policy})
-    assert [stage.total for stage in price.stages] == [stage.total for stage in memory_of_stages(own)]
 
 
 def test_a_price_comes_back_from_another_process(job):

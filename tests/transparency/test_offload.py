@@ -52,7 +52,7 @@ every_model = pytest.mark.parametrize("like", ["gpt", "llama"])
 
 def layer_bytes(job: Job) -> int:
     """What one layer keeps of one micro-batch where nothing is recomputed."""
-    return kept_bytes(LayerShape.of(job), "none")
+    return kept_bytes(LayerShape.of(job))
 
 
 def chunk_bytes(job: Job) -> int:

@@ -62,7 +62,7 @@ class TokenMixer(Planning):
     def refusals(self, job: Job) -> Iterator[Problem]:
         if job.parallel.context > 1:
             needed = f"1 with {self.section.name}: it exchanges heads for tokens, which is not counted"
-            yield Problem("job: parallel.context", str(job.parallel.context), needed, "the job can be estimated")
+            yield Problem("job: parallel.context", str(job.parallel.context), needed, "stock policies can be estimated")
         for name, count in self.sizes(job.model).shared.items():
             if count % job.parallel.tensor:
                 needed = f"a multiple of parallel.tensor ({job.parallel.tensor}), whose ranks share them"
