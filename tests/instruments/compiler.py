@@ -30,8 +30,10 @@ def stand_in_for_compiler(backend: Backend) -> ExitStack:
     rules = trace_rules.get_torch_obj_rule_map()
     replace(undo, trace_rules, "get_torch_obj_rule_map", cache(lambda: rules))  # new process groups clear its cache
     if backend == "inductor":
+        from torch._inductor import config
         from torch._inductor.codecache import CacheBase
 
+        undo.enter_context(config.patch({"cpp.vec_isa_ok": False}))  # to try each vector extension takes C++'s compiler seconds
         CacheBase.get_system()  # cached here, because it would query a GPU's properties under the emulation
     replace(undo, torch, "compile", partial(torch.compile, backend=backend))
     if (disabled := os.environ.pop(DISABLED, None)) is not None:

@@ -156,6 +156,7 @@ def test_seconds_of_a_stand_in_are_marked_and_plans_say_so(monkeypatch):
 def test_fusions_of_the_job_are_measured_and_stated(monkeypatch):
     """Bias-gelu saves what the GEMM made and the bias; without fusion their sum is saved instead, and what is made of it."""
     monkeypatch.setenv(COMPILER, "aot_eager")
+    monkeypatch.setattr("megatron_lynx.testbed.profiling.HOST_ROUNDS", 1)
     fused = measure_profile(
         tiny_job("gpt", fusions=("bias_activation", "bias_dropout")), Hosts(1, "cpu", Links()), lambda text: nullcontext()
     )
