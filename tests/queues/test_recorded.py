@@ -94,7 +94,11 @@ def in_waits(job: Job) -> Setting:
 SPREAD = {"pipeline": 2, "replicas": 2, "expert": 2}
 
 
-COMBINED = ("interleaved, p=4, a plan", "interleaved, p=2, t=2, gathered ahead", "no flushes, p=3, deferred")
+COMBINED = (
+    *("p=4", "interleaved, p=4", "interleaved, p=4, a plan", "interleaved, p=2, t=2, gathered ahead"),
+    *("no flushes, p=3, deferred", "no flushes, p=3, at once, logged", "no flushes, p=3, deferred, timed in passes"),
+    *("no flushes, p=4, deferred", "no flushes, p=4, at once, logged"),
+)
 """Cases whose every part is in another one."""
 
 

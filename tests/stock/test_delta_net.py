@@ -36,7 +36,9 @@ LATENT = {"q_rank": 12, "kv_rank": 8, "head_size": 8, "rope_size": 4, "value_hea
 
 
 def job_of(layers: int = 4) -> Job:
-    return tiny_job("llama", layers=layers, seq=128, micro=1, microbatches=1, norm="layernorm", opaque=delta_net_in([f"1-{layers}"]))
+    return tiny_job(
+        "llama", layers=layers, seq=128, micro=1, microbatches=1, norm="layernorm", opaque=delta_net_in([f"1-{layers}"])
+    )
 
 
 def held(rank: int, jobs: list[Job], fields: list[dict[str, Any]]) -> list[list[int]]:

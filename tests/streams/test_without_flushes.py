@@ -21,7 +21,7 @@ MEGATRON = {"ddp": True, "optimizer": "megatron"}
 
 
 @pytest.mark.parametrize(
-    ("stages", "defer_updates"), [(2, False), (3, True), (4, True), *long((2, True), (3, False), (4, False))]
+    ("stages", "defer_updates"), [(2, False), (4, True), *long((2, True), (3, False), (3, True), (4, False))]
 )
 def test_the_version_rule(pool_of: Any, stages: int, defer_updates: bool) -> None:
     job = tiny_job("gpt", layers=6 if stages == 3 else 4, pipeline=stages, microbatches=stages)

@@ -41,9 +41,9 @@ def pool_of() -> Iterator[Any]:
         ("one rank", ALL, {"dropout": 0.1}, False),
         ("PP2xVPP2", ("linear_qkv", "linear_fc2"), {"dropout": 0.1}, False),
         ("TP2", ALL, {}, False),
-        ("TP2", ALL, {}, True),
         ("TP2+SP", ("linear_proj", "linear_fc1"), {"dropout": 0.1}, True),
         *long(
+            ("TP2", ALL, {}, True),
             ("one rank", ALL, {"dropout": 0.1}, True),
             ("PP2xVPP2", ("linear_qkv", "linear_fc2"), {"dropout": 0.1}, True),
             ("TP2+SP", ("linear_proj", "linear_fc1"), {"dropout": 0.1}, False),

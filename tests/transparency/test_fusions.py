@@ -58,7 +58,7 @@ def assert_nothing_new(like: str, stock: Seen, planned: list[Seen]) -> None:
     assert new in ([], BIAS_FOUND_IN_BACKWARD[like])
 
 
-@with_models(LAYOUTS)
+@with_models(LAYOUTS, combined=["TP2"])
 def test_the_same_bits_and_nothing_compiled_for_a_recomputation(compiling: Pools, layout: str, like: Any) -> None:
     """Recomputations pass geometry in place of values that they do not need. They used to pass one value expanded to the size:
     strides differed, and the compiler compiled bias-dropout-add again in the middle of a recomputation."""
