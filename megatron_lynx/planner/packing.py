@@ -30,9 +30,6 @@ WORTH = 0.01
 """Part of its seconds that deferring a weight gradient must gain. With 0, Llama 3 70B on two thirds of an H100 loses 0.8 %; with
 0.02, Mixtral 8x7B on H800 loses 1.9 %."""
 
-MOST_LINEARS = 4
-"""A layer has more only with latent attention, where assignments for every part of them take seconds of planning."""
-
 LONG = 1000
 """Windows that a weight gradient waits for a forward: more than in any backward."""
 
@@ -83,15 +80,15 @@ class Placed(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def ways_of(waits: tuple[Wait, ...], linears: tuple[Linear, ...], interference: float, *, pieces: bool) -> list[Placed]:
-    """Return the best assignment found without forwards, then shorter ones: the best of all, and those with forwards for only a
-    part of the weight gradients that use them there. In layers of more than `MOST_LINEARS`, the best of all alone.
+    """Return the best assignment found without forwards, then shorter ones: the best of all, and those with forwards for one of
+    the weight gradients that use them there, or for all but one.
 
     `pieces`: whether weight gradients may be cut.
     """
     layer = partial(_Layer, waits, linears, interference, pieces)
     first, most = layer(()).best(), layer([linear.name for linear in linears]).best()
     using = [linear for linear, names in most.waits.items() if any(map(is_forward, names))]
-    sizes = range(1, len(using)) if len(linears) <= MOST_LINEARS else ()
+    sizes = sorted({1, len(using) - 1}) if len(using) > 1 else ()
     fewer = chain.from_iterable(combinations(using, size) for size in sizes)
     others = [most, *(layer(forwards).best() for forwards in fewer)]
     return [first, *(way for way in others if way.seconds < first.seconds)]

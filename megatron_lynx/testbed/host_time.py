@@ -28,6 +28,7 @@ from megatron_lynx.config.cluster import Cluster, HalfHostTime, HostPasses, Impl
 from megatron_lynx.config.job import Batch, Job
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Overlap, Parallel
+from megatron_lynx.cost.host import NO_HOST_TIME
 from megatron_lynx.kinds.dense.section import ACTIVATION
 from megatron_lynx.measure.measurement import Links, this_machine
 from megatron_lynx.nest import all_in
@@ -151,7 +152,7 @@ def _beyond_kept(job: Job, candidates: Sequence[Candidate], rounds: int, steps: 
 
 
 def _half(half: Half, share: Passes, layer: dict[str, Passes], further: dict[str, Passes]) -> HalfHostTime:
-    none = layer[NONE.name] * share
+    none = (layer[NONE.name] * share).at_least(NO_HOST_TIME)
     kept = (layer["kept"] * share).at_least(none)
 
     def alone(setting: str) -> Passes:
@@ -161,7 +162,7 @@ def _half(half: Half, share: Passes, layer: dict[str, Passes], further: dict[str
     gathered = Passes(recomputed.forward_s, (kept + further[f"{half} gathered"]).backward_s)
     settings = {
         "none": none,
-        "full": layer[FULL.name] * share,
+        "full": (layer[FULL.name] * share).at_least(NO_HOST_TIME),
         "kept": kept,
         "partly": alone("partly"),
         "recomputed": recomputed,
