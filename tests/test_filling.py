@@ -21,7 +21,7 @@ from megatron_lynx.errors import Infeasible
 from megatron_lynx.plan.plan_file import dump_plan, load_plan
 from megatron_lynx.planner import decide
 from megatron_lynx.planner.filling import Claim, Filler, Slack, _waits
-from megatron_lynx.planner.packing import LONG, WORTH, Linear, Placed, Put, Wait, ways_of
+from megatron_lynx.planner.packing import WORTH, Linear, Placed, Put, Wait, ways_of
 from megatron_lynx.planner.summary import summary
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.rehearsal import rehearse
@@ -164,7 +164,7 @@ LENGTHS_S = (0.5, 1.0, 2.0, 0.7, 0.1, 1.5, 0.4)
 def test_packing_finds_nearly_the_best_of_all_assignments(filled_s: tuple[float, ...]) -> None:
     """Five linears, three of which hide a wait, and seven waits."""
     waits = [Wait(*each) for each in zip(SEVEN_WAITS, LENGTHS_S, filled_s, strict=True)]
-    puts = [Put(at, name, LONG if is_forward(name) else at) for at, name in enumerate(SEVEN_WAITS)]
+    puts = [Put(at, name, 20 if is_forward(name) else at) for at, name in enumerate(SEVEN_WAITS)]
     linears = [
         whole("linear_proj", 1.6, None, tuple(puts[1:])),
         *(whole(f"linear_{at}_up_proj", 0.9 - at / 5, at, tuple(puts[at + 1 :])) for at in range(3)),
@@ -274,7 +274,7 @@ def test_pieces_without_a_wait_run_where_the_whole_would_hide() -> None:
 def test_pieces_may_run_in_every_wait_of_a_forward() -> None:
     """A whole linear needs one forward at most, so four pieces shared one, and full waits of backward."""
     waits = [Wait("bwd.mlp.0", 1.0, 1.0), *(Wait(f"fwd.mlp.{number}", 1.0, 0.0) for number in range(4))]
-    puts = tuple(Put(at, wait.name, LONG if is_forward(wait.name) else 0) for at, wait in enumerate(waits))
+    puts = tuple(Put(at, wait.name, 20 if is_forward(wait.name) else 0) for at, wait in enumerate(waits))
     linear = Linear("linear_fc2", 20, None, puts, ((4.0,), (2.0, 2.0), (1.0,) * 4))
     found = min(ways_of(tuple(waits), (linear,), 1.0, pieces=True), key=attrgetter("seconds"))
     assert sorted(found.waits["linear_fc2"]) == [f"fwd.mlp.{number}" for number in range(4)]

@@ -42,7 +42,7 @@ from megatron_lynx.once import once
 from megatron_lynx.plan.plan import Plan, Stage, WeightGradients
 from megatron_lynx.plan.rule import joined
 from megatron_lynx.plan.timetables import layout_of, planned_halves
-from megatron_lynx.planner.packing import LONG, Linear, Placed, Put, Wait, ways_of
+from megatron_lynx.planner.packing import Linear, Placed, Put, Wait, ways_of
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import treated_halves
 from megatron_lynx.simulator.simulation import Executed, Simulation
@@ -140,7 +140,7 @@ class Rooms:
         backward, below = sum(wait.passing == "bwd" for wait in waits), self._by_layer.get(layer - 1, ())
         for at, wait in enumerate(waits):
             if wait.passing == "fwd":
-                yield Put(at, window_name("fwd", wait.half, wait.ordinal), LONG)
+                yield Put(at, window_name("fwd", wait.half, wait.ordinal), 2 * len(waits))  # longer than in any backward
             elif at >= first:
                 yield Put(at, window_name("bwd", wait.half, wait.ordinal), at - first)
             elif wait._replace(layer=layer - 1) in below:
@@ -295,9 +295,13 @@ class Filler:
 
     @once
     def _rooms(self, number: int, forwards: bool) -> Rooms:
-        entry, prices = self.plan.stages[number], Prices(self.profile, less_in_hand_bytes(self.job))
+        entry = self.plan.stages[number]
         followed = forwards and next_forward(self.simulation, entry.stage, entry.chunk) is not None
-        return Rooms(self.plan, entry, prices, followed, not self.job.model.experts_whole)
+        return Rooms(self.plan, entry, self._prices, followed, not self.job.model.experts_whole)
+
+    @cached_property
+    def _prices(self) -> Prices:
+        return Prices(self.profile, less_in_hand_bytes(self.job))
 
     def _slack(self, entry: Stage, budgets: Sequence[int], *, drains: bool = False) -> Slack:
         first_layers = [chunk.layers.first for chunk in self.plan.chunks_of(entry.stage)]

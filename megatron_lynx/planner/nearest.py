@@ -31,9 +31,6 @@ from megatron_lynx.profiler.profile import Profile, shape_of
 from megatron_lynx.solver.stages import Stages
 from megatron_lynx.units import GIB, format_bytes
 
-NEVER_MORE_TENSOR_RANKS = 8
-"""Larger groups would span nodes, where tensor parallelism is too slow."""
-
 Changes = tuple[tuple[str, Any], ...]
 """(key of the job, value)."""
 
@@ -118,7 +115,7 @@ def _changes(job: Job) -> Iterator[tuple[str, Any]]:
         yield "batch.micro", micro
     while (pipeline := 2 * pipeline) <= min(job.model.layers, job.gpus):
         yield "parallel.pipeline", pipeline
-    if 2 * layout.tensor <= NEVER_MORE_TENSOR_RANKS:
+    if job.cluster.keeps_together(2 * layout.tensor, job.gpus):  # between nodes it is too slow
         yield "parallel.tensor", 2 * layout.tensor
     if job.schedule == "double_buffered":
         yield "schedule", "flush"
