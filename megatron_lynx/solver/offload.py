@@ -28,6 +28,7 @@ from megatron_lynx.schedule.flushes import counts_at_backwards
 from megatron_lynx.solver.answer import Solved, SolvedChunks, Within
 from megatron_lynx.timeline import Passes
 
+
 def bytes_copied_in(profile: Profile, seconds: float) -> float:
     """Return the bytes that the link to the host copies one way; infinite without such a link."""
     size_bytes = 2**30
