@@ -83,22 +83,29 @@ def measure_messages(rank: int, kinds: Sequence[LinkKind], sizes: Sequence[int])
     return measure_links(kinds, sizes, dist.group.WORLD, torch.device("cpu"), repetitions=2)
 
 
-def measure_sleeping(rank: int, longer: float) -> float:
-    """Compute that takes so many times longer, in each pair of calls, the second time: while the collective is under way."""
-    import time
+def measure_lengthened(rank: int, longer: float) -> float:
+    """Compute that takes so many times longer by the clock, in each pair of calls, the second time: during the collective."""
     from itertools import chain, cycle, repeat
+    from types import SimpleNamespace
+    from unittest.mock import patch
 
     import torch
     import torch.distributed as dist
 
-    from megatron_lynx.profiler.measured import WARMUP, measure_interference
+    from megatron_lynx.profiler import measured
     from tests.instruments.groups import initialise
     from tests.tiny_jobs import tiny_job
 
     initialise(tiny_job(tensor=2))
-    seconds = chain(repeat(0.004, WARMUP + 3), cycle((0.004, 0.004 * longer)))
-    message = LinkPoint(kind="all_reduce", bytes=1 << 16, seconds=1e-3)
-    return measure_interference(lambda: time.sleep(next(seconds)), message, dist.group.WORLD, torch.device("cpu"), repetitions=3)
+    seconds = chain(repeat(1.0, measured.WARMUP + 3), cycle((1.0, longer)))
+    clock = SimpleNamespace(now_s=0.0, perf_counter=lambda: clock.now_s)
+
+    def compute() -> None:
+        clock.now_s += next(seconds)
+
+    message = LinkPoint(kind="all_reduce", bytes=1 << 16, seconds=0.25)
+    with patch.object(measured, "time", clock):
+        return measured.measure_interference(compute, message, dist.group.WORLD, torch.device("cpu"), repetitions=3)
 
 
 def bytes_saved_by_items(
