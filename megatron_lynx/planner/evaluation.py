@@ -62,19 +62,15 @@ class PlanFigures(NamedTuple):
 
 def figures_of(job: Job, profile: Profile, simulation: Simulation) -> PlanFigures:
     """`job`: with the plan's layers. `simulation`: the plan's rehearsal with this profile."""
-    return PlanFigures(simulation.step_s, update_s(job, profile), fullest_bytes(job, simulation))
+    fullest_bytes = max(peak_bytes(job, simulation, stage) for stage in range(job.parallel.pipeline))
+    return PlanFigures(simulation.step_s, update_s(job, profile), fullest_bytes)
 
 
 def range_of(plan: Plan, job: Job, profile: Profile, simulation: Simulation) -> StepRange:
     """Forwards and backwards of a simulated step. With userbuffers, from the most that GEMMs can hide to stock's hidden seconds
     without them."""
-    best = at_best(plan, job, profile)
-    return StepRange.known(simulation.step_s) if best is None else StepRange(best.step_s, simulation.step_s)
-
-
-def at_best(plan: Plan, job: Job, profile: Profile) -> Simulation | None:
-    """The plan's step if userbuffers hide all that their GEMMs can; None without userbuffers."""
-    return rehearse(plan, hiding_all(profile), job=job) if job.userbuffers else None
+    best = rehearse(plan, hiding_all(profile), job=job) if job.userbuffers else simulation
+    return StepRange(best.step_s, simulation.step_s)
 
 
 class Held(NamedTuple):
@@ -148,10 +144,6 @@ def excess_bytes(job: Job, simulation: Simulation, stage: int, unfilled: Simulat
         return 0
     on_device = peak_bytes(job, simulation, stage) - job.memory_budget_bytes if bounded_by_device(job) else 0
     return max(0, on_device, simulation.memory(stage).peak_bytes - max(known))
-
-
-def fullest_bytes(job: Job, simulation: Simulation) -> int:
-    return max(peak_bytes(job, simulation, stage) for stage in range(job.parallel.pipeline))
 
 
 def most_held(job: Job, simulation: Simulation, stage: int) -> Iterator[Held]:
