@@ -1,7 +1,6 @@
 # make demo    install into .venv and see it work on this machine: measure, plan, train and compare (a few minutes)
-# make test    every property once (12 to 13 minutes on two cores)
-# make streams what only a GPU would show, on CPU ranks: streams, hardware queues, compiled fusions, userbuffers, the dry run of the GPU check
-# make ci      both in one session of pytest, as continuous integration runs them
+# make test    every property once, as continuous integration runs them (TIME on two cores)
+# make streams what only a GPU would show and takes long on CPU ranks: compiled fusions, userbuffers, the dry run of the GPU check
 # make long    the same properties in more layouts, models and releases; launches that compile, or that take a minute each
 # make quick   what needs no ranks, and a handful that does: a few minutes, for while you write (the other releases are not tried)
 # make bridge  Megatron-Bridge 0.5 and 0.6 under plans, in an environment of its own (build/bridge, a few GB of packages)
@@ -31,7 +30,7 @@ FOLDERS := $(foreach release,$(OTHERS),MEGATRON_CORE_$(subst .,_,$(basename $(re
 # Files stay whole, so that what a file's tests share is made once; those that take longest come first (tests/conftest.py).
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test ci long streams bridge fuzz faults releases quick check lint docs clean
+.PHONY: demo test long streams bridge fuzz faults releases quick check lint docs clean
 
 demo: $(VENV)/installed
 	$(BIN)/megatron-lynx profile jobs/demo -o $(DEMO)/profile.yaml
@@ -41,9 +40,6 @@ demo: $(VENV)/installed
 
 test: releases
 	$(FOLDERS) $(BIN)/python -m pytest -m "not streams and not long" $(SIDE_BY_SIDE)
-
-ci: releases
-	$(FOLDERS) $(BIN)/python -m pytest -m "not long" $(SIDE_BY_SIDE)
 
 long: releases
 	$(FOLDERS) $(BIN)/python -m pytest -m long --hypothesis-profile drawn $(SIDE_BY_SIDE)

@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "quick: starts ranks, and is worth it even in a hurry (`make quick`)")
     config.addinivalue_line(
         "markers",
-        "streams: what only a GPU would show, on CPU ranks (`make streams`); not in `make test`",
+        "streams: what only a GPU would show and takes long on CPU ranks (`make streams`); not in `make test`",
     )
     config.addinivalue_line("markers", "long: combinations of what other tests hold one by one (`make long`); not in `make test`")
     config.addinivalue_line("markers", "slow: takes long, or starts ranks out of sight; not for `make quick`")

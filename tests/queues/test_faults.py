@@ -18,7 +18,6 @@ from tests.tiny_jobs import tiny_job
 
 Pools = Callable[[int], RankPool]
 QUEUES = pytest.mark.parametrize("queues", [1, 8])
-pytestmark = pytest.mark.streams
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,6 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.streams
 @pytest.mark.parametrize(("layout", "how"), LAYOUTS)
 def test_what_runs_while_a_gradient_is_received_is_hidden(pool_of: Pools, layout: dict[str, Any], how: dict[str, Any]) -> None:
     job = tiny_job("gpt", **layout)

@@ -12,7 +12,6 @@ from tests.queues.on_ranks import reads_of_losses
 Pools = Callable[[int], RankPool]
 
 
-@pytest.mark.streams
 @pytest.mark.parametrize(("mode", "reads"), [("validate_results", [0, 4]), ("disabled", [4, 4])])
 def test_each_micro_batchs_loss_is_read_twice(pool_of: Pools, mode: str, reads: list[int]) -> None:
     """Where a failed step would be run again, from the second step on."""

@@ -152,7 +152,6 @@ CASES = [
 ]
 
 
-@pytest.mark.streams
 @pytest.mark.parametrize(("job", "setting"), CASES)
 def test_nothing_hangs_and_no_order_differs(pool_of: Pools, job: Job, setting: Any) -> None:
     logs = pool_of(job.gpus).run(recorded, job, setting if isinstance(setting, Setting) else setting(job))
@@ -174,7 +173,6 @@ def test_memory_and_views_are_no_kernels() -> None:
     assert recorder.log.entries == [Kernel(COMPUTE, "kernels")]
 
 
-@pytest.mark.streams
 @pytest.mark.parametrize("pipeline", [2, 3, 4])
 def test_synchronising_behind_a_deferred_update_comes_back(pool_of: Pools, pipeline: int) -> None:
     """Without a recorder: the stand-in's synchronize waits for what a rank has posted. One stage used to wait there for a

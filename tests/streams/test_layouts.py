@@ -26,8 +26,6 @@ from tests.transparency.trials import Trial
 
 from . import on_ranks
 
-pytestmark = pytest.mark.streams
-
 TP2 = {"tensor": 2}
 SP = {"tensor": 2, "sequence_parallel": True}
 PP2 = {"pipeline": 2, "microbatches": 3}
