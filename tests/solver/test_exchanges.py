@@ -99,15 +99,17 @@ def within(gib: float) -> Job:
     return job.model_copy(update={"budget": job.budget.model_copy(update={"memory_gib": gib})})
 
 
-@pytest.mark.parametrize("gib", [58, 62, 70])
-def test_a_load_that_does_not_fit_in_its_rehearsal_is_not_promised(gib: float) -> None:
-    """A straight line between two loads says a little more than what fits."""
-    decision = decide(within(gib), analytic_profile(within(gib)))
+@pytest.mark.parametrize("more", [0, 0.05])
+def test_a_load_that_does_not_fit_in_its_rehearsal_is_not_promised(monkeypatch: pytest.MonkeyPatch, more: float) -> None:
+    """Also where a straight line between two loads says more than what fits."""
+    between = loads._largest
+    monkeypatch.setattr(loads, "_largest", lambda *given: between(*given) + more)
+    decision = decide(within(58), analytic_profile(within(58)))
     for stage in decision.plan.stages:
-        if load := stage.predicted.moe_load:
-            loaded = with_load(decision.job, load)
-            rehearsed = rehearsed_with_load_of(loaded, decision.plan, analytic_profile(loaded))
-            assert max(each.device_bytes for each in most_held(loaded, rehearsed, stage.stage)) <= gib * GIB
+        assert 1 <= (load := stage.predicted.moe_load) < 2
+        loaded = with_load(decision.job, load)
+        rehearsed = rehearsed_with_load_of(loaded, decision.plan, analytic_profile(loaded))
+        assert max(each.device_bytes for each in most_held(loaded, rehearsed, stage.stage)) <= 58 * GIB
 
 
 def test_a_plan_says_which_load_still_fits(monkeypatch: pytest.MonkeyPatch) -> None:
