@@ -29,6 +29,12 @@ from megatron_lynx.solver.answer import Solved, SolvedChunks, Within
 from megatron_lynx.timeline import Passes
 
 
+SLACK = 0.95
+"""Part of the bytes that a link copies during a half: halves differ, and passes wait for copies that are too slow. With 1, 23
+bundled jobs at the bytes of stock's full recomputation take 0.13 % longer in the mean and 1.7 % at worst; with 0.9, 0.27 % and
+1.6 %."""
+
+
 def bytes_copied_in(profile: Profile, seconds: float) -> float:
     """Return the bytes that the link to the host copies one way; infinite without such a link."""
     size_bytes = 2**30
@@ -111,7 +117,7 @@ class Leaver:
         if not (size_bytes := sum(sizes)):
             return _Leaves()
         copy_s, half_s = self.profile.link_s("host", size_bytes), chunk.forward_s / halves
-        pace_bytes = max(1, int(size_bytes * half_s / copy_s)) if copy_s else size_bytes
+        pace_bytes = max(1, int(SLACK * size_bytes * half_s / copy_s)) if copy_s else size_bytes
         pace = Pace(pace_bytes, halves)
         turns = [(size, pace.leaves(place, size)) for place, size in enumerate(sizes, start=1) if size]
         return _Leaves(size_bytes, pace_bytes, sum(size for size, turn in turns if turn.away < halves))

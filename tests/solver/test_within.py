@@ -66,7 +66,7 @@ def at_loss_bytes(decision: Decision) -> int:
 
 def test_what_comes_back_while_backward_runs_is_not_there_at_the_loss() -> None:
     """It was counted at the loss, too, where a last stage is often at its fullest: larger shares seemed not to fit."""
-    decision = decided(job_of(0.3, 0.1, tensor=4, sequence_parallel=True))
+    decision = decided(job_of(0.3, tensor=4, sequence_parallel=True))
     simulation = decision.simulation
     at_loss, peak_bytes = at_loss_bytes(decision), simulation.memory(0).peak_bytes
     assert at_loss < peak_bytes
