@@ -28,7 +28,6 @@ from megatron_lynx.schedule.flushes import counts_at_backwards
 from megatron_lynx.solver.answer import Solved, SolvedChunks, Within
 from megatron_lynx.timeline import Passes
 
-
 SLACK = 0.95
 """Part of the bytes that a link copies during a half: halves differ, and passes wait for copies that are too slow. With 1, 23
 bundled jobs at the bytes of stock's full recomputation take 0.13 % longer in the mean and 1.7 % at worst; with 0.9, 0.27 % and

@@ -106,7 +106,8 @@ def test_a_load_that_does_not_fit_in_its_rehearsal_is_not_promised(monkeypatch: 
     monkeypatch.setattr(loads, "_largest", lambda *given: between(*given) + more)
     decision = decide(within(58), analytic_profile(within(58)))
     for stage in decision.plan.stages:
-        assert 1 <= (load := stage.predicted.moe_load) < 2
+        load = stage.predicted.moe_load
+        assert 1 <= load < 2
         loaded = with_load(decision.job, load)
         rehearsed = rehearsed_with_load_of(loaded, decision.plan, analytic_profile(loaded))
         assert max(each.device_bytes for each in most_held(loaded, rehearsed, stage.stage)) <= 58 * GIB
