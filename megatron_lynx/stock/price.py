@@ -11,7 +11,6 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.communication import head_of
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.step import StepRange, hiding_all
 from megatron_lynx.profiler.profile import Profile
@@ -65,7 +64,7 @@ class Priced:
         if job.userbuffers:
             least_s = self._simulated(self._timed(hiding_all(profile))).step_s
         # at most: a deferred weight gradient takes the seconds of the head's forward, which the last stage's backwards save
-        spared_s = deferred_heads(job, self.setting) * head_of(profile, LayerShape.of(job).input_bytes).forward_s
+        spared_s = deferred_heads(job, self.setting) * profile.head.forward_s
         return StepRange(least_s - spared_s, most_s)
 
     @property
