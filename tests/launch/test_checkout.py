@@ -292,7 +292,6 @@ def test_a_run_that_megatron_stops_says_how_it_came_out(script, tmp_path, flags,
     env = {"FAULT": "signal" if "--exit-signal-handler" in flags else "none", "RANK_OF_FAULT": "1", "SCRIPT": str(script)}
     stopped = launch(faulty, flags, ranks=4, path=[script.parent], env=env)
     assert stopped.status == 0, stopped.text
-    assert sum(line.startswith("megatron-lynx: --disable-gloo-process-groups: lynx/ figures") for line in stopped.ours) == 1
     assert f"megatron-lynx: how this run of {steps} steps came out" in stopped.text
     assert stopped.ours[-1].startswith("megatron-lynx: rank 0 recomputed ")
     found = load_outcome(tmp_path / FILE_NAME)
