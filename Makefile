@@ -1,5 +1,5 @@
 # make demo    install into .venv and see it work on this machine: measure, plan, train and compare (a few minutes)
-# make test    every property once, as continuous integration runs them (TIME on two cores)
+# make test    every property once, as continuous integration runs them (9 to 19 minutes on two cores)
 # make streams what only a GPU would show and takes long on CPU ranks: compiled fusions, userbuffers, the dry run of the GPU check
 # make long    the same properties in more layouts, models and releases; launches that compile, or that take a minute each
 # make quick   what needs no ranks, and a handful that does: a few minutes, for while you write (the other releases are not tried)

@@ -9,7 +9,7 @@ from megatron_lynx.config.job import Budget
 from megatron_lynx.config.loader import job_path, load_job
 from megatron_lynx.config.parallel import Overlap
 from megatron_lynx.cost.section import Prices
-from megatron_lynx.cost.stage import stage_seconds, step_s
+from megatron_lynx.cost.stage import stage_seconds
 from megatron_lynx.errors import PlanMismatch
 from megatron_lynx.plan.facts import LayerRange
 from megatron_lynx.plan.plan import Plan
@@ -21,7 +21,6 @@ from megatron_lynx.rehearsal import passes_of_chunks, rehearse, treated_halves
 from megatron_lynx.simulator.figures import as_json
 from megatron_lynx.solver.stages import Stages
 from megatron_lynx.testbed.candidates import without_windows
-from megatron_lynx.timeline import Passes
 from megatron_lynx.units import MIB
 from tests import layouts
 from tests.config.jobs import catalogued_job
@@ -110,13 +109,14 @@ def test_what_windows_hide_is_what_the_planner_said(layout):
 
 def closed_form_s(job, profile, plan):
     """The slowest stage, with its messages, paces all micro-batches but the first."""
-    stages = []
+    message_s, seconds = profile.link_s("p2p", profile.attention.input_bytes), []
     for stage in plan.stages:
         time, exposed_s = stage_seconds(job, profile, stage.stage), stage.predicted.exposed_recompute_s / job.microbatches
         halves = treated_halves(stage, planned_halves(stage, plan.model.sections_of), Prices(profile))
         spared_s = sum(half.spared_s(half.planned.place.gather) for half in halves)
-        stages.append(Passes(time.forward_s, time.backward_s + exposed_s - spared_s))
-    return step_s(stages, job.microbatches, profile.link_s("p2p", profile.attention.input_bytes))
+        neighbours = (stage.stage > 0) + (stage.stage < len(plan.stages) - 1)  # a message blocks both sides
+        seconds.append(time.both_s + exposed_s - spared_s + neighbours * message_s)
+    return (job.microbatches - 1) * max(seconds) + sum(seconds)
 
 
 @pytest.mark.parametrize("layout", [LAYOUTS[name] for name in ("one rank", "tp", "tp+sp")])
