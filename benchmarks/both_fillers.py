@@ -26,6 +26,7 @@ from benchmarks.overlap_sweep import job_of
 from benchmarks.results_folder import results_folder
 from megatron_lynx.config.job import Batch, Budget, Job
 from megatron_lynx.config.parallel import Overlap
+from megatron_lynx.cost.section import Prices
 from megatron_lynx.measure.measurement import this_machine
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import make_plan, uniform_plan
@@ -66,7 +67,7 @@ def training(sequence_parallel: bool, rate: float) -> Job:
 
 def filled(plan: Plan, job: Job, profile: Profile) -> Plan:
     """The plan with weight gradients in its waits, as many as help: memory is no matter here."""
-    filler = Filler(plan, job, profile, rehearse(plan, profile))
+    filler = Filler(plan, job, Prices(profile), rehearse(plan, profile))
     return filler.filled([int(job.cluster.memory_gib * GIB)], forwards=True, pieces=False)
 
 

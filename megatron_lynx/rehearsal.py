@@ -47,23 +47,25 @@ def rehearse(
     job: Job | None = None,
     loaded: Mapping[int, Profile] = MappingProxyType({}),
     whole: bool = False,
+    prices: Prices | None = None,
 ) -> Simulation:
     """Simulate one step under a plan, with the seconds and bytes of a profile; without the optimizer.
 
     `job`: the plan's. Without it the transient memory (`cost.moments`) of all halves counts as equal, and gradients are reduced
     after the last backward of a step; with --overlap-grad-reduce (`Overlap.gradients`) that backward delays nothing.
     `loaded`: profiles of stages whose experts have another load than the plan's. `whole`: all micro-batches are simulated, not a
-    few from which the others follow. Without flushes a whole run is simulated, and a step is one batch of its steady state.
+    few from which the others follow. `prices`: of this job and profile, if some are known. Without flushes a whole run is
+    simulated, and a step is one batch of its steady state.
 
     Raises `PlanMismatch` with every difference between profile and plan.
     """
     check_shapes(plan, profile)
     less_in_hand = {} if job is None else less_in_hand_bytes(job)
-    usual = Prices(profile, less_in_hand)
-    prices = [Prices(loaded[stage], less_in_hand) if stage in loaded else usual for stage in range(plan.parallel.pipeline)]
+    usual = Prices(profile, less_in_hand) if prices is None else prices
+    of_stages = [Prices(loaded[stage], less_in_hand) if stage in loaded else usual for stage in range(plan.parallel.pipeline)]
     chunks = [
         passes_of_chunks(plan, plan.chunks_of(stage), stage_prices, reduced_in_backward=_reduces_in_backward(job, stage))
-        for stage, stage_prices in enumerate(prices)
+        for stage, stage_prices in enumerate(of_stages)
     ]
     if plan.schedule == "double_buffered":
         return simulate_without_flushes(
@@ -79,11 +81,11 @@ def rehearse(
         return apart
     beside = shared_rates(profile, 1.0 if job is None else job.fused_dispatch.computing_kept)
     pairs = [
-        paired(list(_in_nodes(plan, stage, passes, prices[stage])), beside, delayed=plan.model.moe_delayed)
+        paired(list(_in_nodes(plan, stage, passes, of_stages[stage])), beside, delayed=plan.model.moe_delayed)
         for stage, passes in enumerate(chunks)
     ]
     together = simulated(pairs, more=1)
-    layers_bytes = (_most_of_a_layer(plan, stage, stage_prices.profile) for stage, stage_prices in enumerate(prices))
+    layers_bytes = (_most_of_a_layer(plan, stage, stage_prices.profile) for stage, stage_prices in enumerate(of_stages))
     more_bytes = tuple(map(most_beside, chunks, layers_bytes))
     return SideBySide(together.executed, together.copied, apart, more_bytes, repeated=together.repeated)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import signal
@@ -89,6 +90,7 @@ def megatron_lynx(
 
 
 def main() -> None:
+    gc.set_threshold(50_000, 20, 50)  # planning makes many objects and no cycles
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends a command as it ends others
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # file names may have characters that the terminal's encoding lacks

@@ -19,6 +19,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import bounded_by_device, layers_budget_bytes
 from megatron_lynx.cost.host import HostReport
 from megatron_lynx.cost.moments import StageMemory
+from megatron_lynx.cost.section import Prices
 from megatron_lynx.cost.step import StepRange
 from megatron_lynx.cost.update import late_reduction_s
 from megatron_lynx.errors import Infeasible, LynxError, Problem
@@ -57,7 +58,7 @@ class Decision:
     asked: Job
     job: Job
     """With the layers of every stage, and everything else that the asked one leaves open."""
-    profile: Profile
+    prices: Prices
     stages: tuple[StageAnswer, ...]
     draft: Plan
     """Without its origin and predictions."""
@@ -67,9 +68,13 @@ class Decision:
     """Outcome of deferring weight gradients, in words."""
 
     @classmethod
-    def of(cls, job: Job, profile: Profile, stages: tuple[StageAnswer, ...]) -> Decision:
-        draft = written(job, stages)
-        return cls(job, job, profile, stages, draft, rehearse(draft, profile, job=job))
+    def of(cls, stages: Stages, answers: tuple[StageAnswer, ...]) -> Decision:
+        job, prices, draft = stages.job, stages.prices, written(stages.job, answers)
+        return cls(job, job, prices, answers, draft, rehearse(draft, prices.profile, job=job, prices=prices))
+
+    @property
+    def profile(self) -> Profile:
+        return self.prices.profile
 
     @cached_property
     def plan(self) -> Plan:
@@ -120,11 +125,11 @@ class Decision:
 
     @property
     def filler(self) -> Filler:
-        return Filler(self.draft, self.job, self.profile, self.simulation)
+        return Filler(self.draft, self.job, self.prices, self.simulation)
 
     def under(self, plan: Plan) -> Decision:
         """The decision with weight gradients as in this plan."""
-        return replace(self, draft=plan, simulation=rehearse(plan, self.profile, job=self.job))
+        return replace(self, draft=plan, simulation=rehearse(plan, self.profile, job=self.job, prices=self.prices))
 
     def excess_bytes(self, stage: int, unfilled: Decision | None = None) -> int:
         return excess_bytes(self.job, self.simulation, stage, None if unfilled is None else unfilled.simulation)
@@ -187,7 +192,8 @@ def plannable(job: Job, profile: Profile) -> bool:
 
 def leanest(job: Job, profile: Profile) -> Decision:
     """Decide with everything recomputed and offloaded that can be, whether it fits or not."""
-    return Decision.of(job, profile, tuple(map(Stages(job, profile).least, range(job.parallel.pipeline))))
+    stages = Stages(job, profile)
+    return Decision.of(stages, tuple(map(stages.least, range(job.parallel.pipeline))))
 
 
 def fitting(stages: Stages) -> Decision:
@@ -196,7 +202,7 @@ def fitting(stages: Stages) -> Decision:
     `Infeasible`."""
     lags: dict[int, tuple[Lag, ...]] = {}
     while True:
-        found = Decision.of(stages.job, stages.profile, _answers(stages, lags))
+        found = Decision.of(stages, _answers(stages, lags))
         over = {
             answer.stage: (answer.asked, too_much)
             for answer in found.stages

@@ -35,7 +35,6 @@ from megatron_lynx.anatomy.address import (
     window_name,
 )
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.moments import less_in_hand_bytes
 from megatron_lynx.cost.section import Prices, WeightGradient
 from megatron_lynx.cost.stage import cooldown_backwards
 from megatron_lynx.once import once
@@ -43,7 +42,6 @@ from megatron_lynx.plan.plan import Plan, Stage, WeightGradients
 from megatron_lynx.plan.rule import joined
 from megatron_lynx.plan.timetables import layout_of, planned_halves
 from megatron_lynx.planner.packing import Linear, Placed, Put, Wait, ways_of
-from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import treated_halves
 from megatron_lynx.simulator.simulation import Executed, Simulation
 from megatron_lynx.timetable import Timetable
@@ -264,7 +262,7 @@ class Filler:
 
     plan: Plan
     job: Job
-    profile: Profile
+    prices: Prices
     simulation: Simulation
 
     def filled(self, budgets: Sequence[int], *, forwards: bool, pieces: bool) -> Plan:
@@ -297,11 +295,7 @@ class Filler:
     def _rooms(self, number: int, forwards: bool) -> Rooms:
         entry = self.plan.stages[number]
         followed = forwards and next_forward(self.simulation, entry.stage, entry.chunk) is not None
-        return Rooms(self.plan, entry, self._prices, followed, not self.job.model.experts_whole)
-
-    @cached_property
-    def _prices(self) -> Prices:
-        return Prices(self.profile, less_in_hand_bytes(self.job))
+        return Rooms(self.plan, entry, self.prices, followed, not self.job.model.experts_whole)
 
     def _slack(self, entry: Stage, budgets: Sequence[int], *, drains: bool = False) -> Slack:
         first_layers = [chunk.layers.first for chunk in self.plan.chunks_of(entry.stage)]
@@ -309,7 +303,7 @@ class Filler:
 
     def _best(self, rooms: Rooms, slack: Slack, pieces: bool) -> dict[int, Waits]:
         """Return the waits of each layer's weight gradients: first those without forwards, then what gains most per byte."""
-        packed = partial(ways_of, interference=self.profile.interference, pieces=pieces)
+        packed = partial(ways_of, interference=self.prices.profile.interference, pieces=pieces)
         ways = {layer: packed(rooms.waits(layer), rooms.linears(layer)) for layer in rooms.entry.layers}
         chosen: dict[int, Placed] = {}
 

@@ -171,14 +171,14 @@ class HalfOptions:
     def _checkpoint(self, section: Section, checkpoint: Checkpoint, other: Section | None = None) -> Option:
         """Return the option of a checkpoint. `other`: section of the layer's other half, if the checkpoint may begin ahead."""
         items = checkpoint.items(section)
-        price = self._prices.of(section, items, checkpoint)
+        price = self.prices.of(section, items, checkpoint)
         waits_s = price.communicates_s
         if other is not None:
             attention, mlp = (section, other) if section.half == HALVES[0] else (other, section)
             waits_s -= spared_s(self.profile, price, section, checkpoint, (attention, mlp))
         rest = NOWHERE
         if checkpoint.rest_in_wait:
-            (begun,), (window_s, *_) = price.stops.values(), self._prices.windows_s("bwd", section, ())
+            (begun,), (window_s, *_) = price.stops.values(), self.prices.windows_s("bwd", section, ())
             own_wait = Wait(own_window(section.half), window_s)
             rest = Placement((Portion(own_wait, price.recompute_s - begun.seconds + begun.again_s),))
             waits_s += 0.0 if checkpoint.ahead_to else begun.again_s
@@ -197,7 +197,7 @@ class HalfOptions:
         userbuffers = self.job.no_windows
         waits = resumes_in_wait(section, model.fp8_recipe, exchanges=exchanges, gathers=gathers, userbuffers=userbuffers)
         may = waits and not checkpoint.feeds and not model.hidden_dropout
-        return checkpoint._replace(rest_in_wait=may and self._prices.windows_s("bwd", section, ())[0] > 0)
+        return checkpoint._replace(rest_in_wait=may and self.prices.windows_s("bwd", section, ())[0] > 0)
 
     @once
     def _ways(self, kind: HalfKind, other: Section, *, joined: bool) -> tuple[Checkpoint, ...]:
@@ -214,7 +214,7 @@ class HalfOptions:
         return tuple(ways if joined else dict.fromkeys(ways))
 
     @cached_property
-    def _prices(self) -> Prices:
+    def prices(self) -> Prices:
         return Prices(self.profile, less_in_hand_bytes(self.job))
 
     @cached_property
@@ -234,7 +234,7 @@ class HalfOptions:
                 continue
             if whole_inputs and section.gathered in items:
                 continue  # what owns a userbuffer does not run again, nor what nothing gathers the input for
-            price = self._prices.of(section, items)
+            price = self.prices.of(section, items)
             if stays:
                 price = replace(price, memory=replace(price.memory, movable=0))
             elif self.job.model.moe_overlapped and not section.apart:  # Megatron holds the input of a node

@@ -24,6 +24,7 @@ from math import ceil, floor
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import bounded_by_device, layers_budget_bytes, most_beside_layers
 from megatron_lynx.cost.host_optimizer import host_shortage
+from megatron_lynx.cost.section import Prices
 from megatron_lynx.cost.stage import chunks_in_flight, stage_seconds
 from megatron_lynx.cost.step import exposed_copies_s
 from megatron_lynx.errors import Infeasible, Problem
@@ -366,6 +367,10 @@ class Stages:
     @cached_property
     def _chunks(self) -> Chunks:
         return Chunks(StageProblems(self.job, self._options))
+
+    @property
+    def prices(self) -> Prices:
+        return self._options.prices
 
     @cached_property
     def _options(self) -> HalfOptions:
