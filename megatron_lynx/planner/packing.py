@@ -65,7 +65,7 @@ class Linear(NamedTuple):
         return self.cuts[0][0]
 
     def cut(self, pieces: int) -> tuple[float, ...]:
-        return next(pieces_s for pieces_s in self.cuts if len(pieces_s) == pieces)
+        return self.cuts[0] if pieces == 1 else next(pieces_s for pieces_s in self.cuts if len(pieces_s) == pieces)
 
 
 class Placed(NamedTuple):
