@@ -183,7 +183,7 @@ def _of_stock(job: Job, costs: Profile | None, setting: StockSetting) -> Estimat
         shortages=(*_too_much(job, price.stages), *filter(None, [host_shortage(job, price.host_bytes)])),
         costs=costs,
         step=price.step.plus(update_s(job, costs)),
-        simulation=price.simulation(),
+        simulation=price.simulation,
     )
 
 

@@ -51,6 +51,7 @@ class Priced:
         """Page-locked memory of the rank with the most."""
         return max(stage.host_bytes for stage in self._stages)
 
+    @cached_property
     def simulation(self) -> Simulation:
         """The forwards and backwards of a step; with userbuffers, of the longest."""
         return self._simulated(self._stages)
@@ -60,7 +61,7 @@ class Priced:
         """Userbuffers hide an unknown part of the exchanges, and an unknown part of the head's deferred weight gradients runs
         while the last stage waits at the end of the step."""
         job, profile = self.job, self.profile
-        most_s = least_s = self.simulation().step_s
+        most_s = least_s = self.simulation.step_s
         if job.userbuffers:
             least_s = self._simulated(self._timed(hiding_all(profile))).step_s
         # at most: a deferred weight gradient takes the seconds of the head's forward, which the last stage's backwards save
@@ -77,8 +78,8 @@ class Priced:
         return Passes(*(sum(chunk.one(kind, "steady").seconds for chunk in chunks) for kind in PASS_KINDS))
 
     def __getstate__(self) -> dict[str, Any]:
-        """For another process: the figures that are known, without the passes that they came from."""
-        return {name: value for name, value in vars(self).items() if name != "_stages"}
+        """For another process: the figures that are known, without the passes and the simulation that they came from."""
+        return {name: value for name, value in vars(self).items() if name not in ("_stages", "simulation")}
 
     def fits(self, budget_bytes: int) -> bool:
         return all(stage.held.peak_bytes <= budget_bytes for stage in self._stages)
