@@ -142,7 +142,8 @@ def _layer(job: Job, candidates: Sequence[Candidate], rounds: int, steps: int) -
     layers = job.model.layers
     ends = single - (spent[NONE.name] - single) * (1 / (layers - 1))
     count = layers * job.microbatches
-    return {name: (seconds - ends) * (1 / count) for name, seconds in spent.items()}, all_layers[NONE.name]
+    of_layer = {name: ((seconds - ends) * (1 / count)).at_least(NO_HOST_TIME) for name, seconds in spent.items()}
+    return of_layer, all_layers[NONE.name]
 
 
 def _beyond_kept(job: Job, candidates: Sequence[Candidate], rounds: int, steps: int) -> dict[str, Passes]:
@@ -152,7 +153,7 @@ def _beyond_kept(job: Job, candidates: Sequence[Candidate], rounds: int, steps: 
 
 
 def _half(half: Half, share: Passes, layer: dict[str, Passes], further: dict[str, Passes]) -> HalfHostTime:
-    none = (layer[NONE.name] * share).at_least(NO_HOST_TIME)
+    none = layer[NONE.name] * share
     kept = (layer["kept"] * share).at_least(none)
 
     def alone(setting: str) -> Passes:
@@ -162,7 +163,7 @@ def _half(half: Half, share: Passes, layer: dict[str, Passes], further: dict[str
     gathered = Passes(recomputed.forward_s, (kept + further[f"{half} gathered"]).backward_s)
     settings = {
         "none": none,
-        "full": (layer[FULL.name] * share).at_least(NO_HOST_TIME),
+        "full": layer[FULL.name] * share,
         "kept": kept,
         "partly": alone("partly"),
         "recomputed": recomputed,
