@@ -7,13 +7,12 @@ job ──a measured profile, or an analytic one if the cluster is described─�
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.budget import BetweenSteps, between_steps
+from megatron_lynx.cost.budget import BetweenSteps, between_steps, shortages
 from megatron_lynx.cost.host import HostReport
 from megatron_lynx.cost.host_optimizer import OnHost, host_shortage
 from megatron_lynx.cost.moments import StageMemory
@@ -174,13 +173,13 @@ def _of_stock(job: Job, costs: Profile | None, setting: StockSetting) -> Estimat
     job = least_share_that_fits(job, setting) if job.optimizer.offload == "auto" else job
     if costs is None:
         memory = memory_of_stages(job, setting)
-        return Estimate(job, 0.0, memory, tuple(_too_much(job, memory)), costs)
+        return Estimate(job, 0.0, memory, tuple(shortages(job, enumerate(memory))), costs)
     price = priced(job, costs, setting)
     return Estimate(
         job,
         0.0,
         price.stages,
-        shortages=(*_too_much(job, price.stages), *filter(None, [host_shortage(job, price.host_bytes)])),
+        shortages=(*shortages(job, enumerate(price.stages)), *filter(None, [host_shortage(job, price.host_bytes)])),
         costs=costs,
         step=price.step.plus(update_s(job, costs)),
         simulation=price.simulation,
@@ -207,15 +206,6 @@ def _planned(job: Job, costs: Profile | None) -> Estimate:
         step=decision.step,
         simulation=decision.simulation,
     )
-
-
-def _too_much(job: Job, stages: Sequence[StageMemory]) -> Iterator[Problem]:
-    budget = job.memory_budget_bytes
-    for stage, memory in enumerate(stages):
-        if memory.total > budget:
-            held_in_words = f"{format_bytes(memory.total)}, most of it {memory.largest_part}"
-            short = f"{format_bytes(memory.total - budget)} too much"
-            yield Problem(f"stage {stage}", held_in_words, f"at most {format_bytes(budget)}", short)
 
 
 def _costs(job: Job, profile: Profile | None) -> Profile | None:

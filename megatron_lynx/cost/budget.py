@@ -11,7 +11,7 @@ the allocator's slack, because a framework that offloads weights also empties Py
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -20,6 +20,7 @@ from megatron_lynx.config.device_reserve import SLACK
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.moments import StageMemory, fullest_half_bytes
 from megatron_lynx.cost.stage_memory import parts_beside_layers
+from megatron_lynx.errors import Problem
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.units import GIB, MIB, format_bytes
 
@@ -57,6 +58,16 @@ def most_beside_layers(job: Job, stage: int) -> StageMemory:
     beside = parts_beside_layers(job, stage)
     update = max(beside.at("reduction"), beside.at("update"), key=lambda memory: memory.total)
     return update if update.total > job.memory_budget_bytes else beside.at("backward")
+
+
+def shortages(job: Job, stages: Iterable[tuple[int, StageMemory]]) -> Iterator[Problem]:
+    """Yield a problem for each of these stages that exceeds the budget."""
+    budget_bytes = job.memory_budget_bytes
+    for stage, memory in stages:
+        if (missing_bytes := memory.total - budget_bytes) > 0:
+            held_in_words = f"{format_bytes(memory.total)}, most of it {memory.largest_part}"
+            limit, missing = f"at most {format_bytes(budget_bytes)}", f"{format_bytes(missing_bytes)} too much"
+            yield Problem(f"stage {stage}", held_in_words, limit, missing)
 
 
 def _on_device_bytes(job: Job, stage: int) -> int:

@@ -176,10 +176,14 @@ def _step_s(decision: Decision) -> float:
 
 
 def _made(job: Job, profile: Profile) -> Decision:
-    best = min(map(fitting, partitioned(job, profile)), key=_step_s)
-    best = _sending_first(_filled(best))
-    check_budget_kept(best.job, best.simulation)
-    return best
+    return finished(min(map(fitting, partitioned(job, profile)), key=_step_s))
+
+
+def finished(decision: Decision) -> Decision:
+    """Place weight gradients of a decision as `fitting` returns it, and check its budget."""
+    decision = _sending_first(_filled(decision))
+    check_budget_kept(decision.job, decision.simulation)
+    return decision
 
 
 def plannable(job: Job, profile: Profile) -> bool:

@@ -144,6 +144,11 @@ def _copies(job: Job, costs: Sequence[float]) -> Iterator[Way]:
 SETTINGS: tuple[Setting, ...] = (_graphs, _shares, _heads, _rotary, _copies)
 
 
+def leaves_nothing(job: Job) -> bool:
+    """Whether the job states its layers and every setting."""
+    return job.parallel.partition != "auto" and all(len([*setting(job, [inf])]) == 1 for setting in SETTINGS)
+
+
 def with_least_memory(job: Job) -> Job:
     """Return the job with every setting decided as in the last plan that is tried, which needs the least memory."""
     for setting in SETTINGS:

@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from itertools import product
 from typing import Any
 
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.config.parallel import Parallel
-from megatron_lynx.cost.budget import most_beside_layers
 from megatron_lynx.cost.communication import embedding_of
 from megatron_lynx.cost.ends import last_end_of
-from megatron_lynx.cost.host_optimizer import least_left_bytes
+from megatron_lynx.cost.host_optimizer import host_shortage
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.parameters import mfu
 from megatron_lynx.cost.stage import of_every_stage, stage_seconds
@@ -32,7 +32,7 @@ from megatron_lynx.cost.stage_memory import always_bytes
 from megatron_lynx.cost.step import waited_messages
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, Infeasible
-from megatron_lynx.planner import check_plannable, fitting, leanest
+from megatron_lynx.planner import Decision, check_plannable, fitting
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
@@ -41,7 +41,7 @@ from megatron_lynx.solver.answer import StageAnswer
 from megatron_lynx.solver.stages import Stages
 from megatron_lynx.stock import FULL, OF_POLICY, priced
 from megatron_lynx.stock.price import memory_of_stages
-from megatron_lynx.units import GIB, SECOND_DIGITS
+from megatron_lynx.units import SECOND_DIGITS
 
 STOCK: tuple[Policy, ...] = ("none", "selective", "full")
 """Policies that need no plan."""
@@ -58,6 +58,8 @@ class Candidate:
     """The largest of all stages."""
     memory_bytes: int
     """Bytes of the fullest stage."""
+    decision: Decision | None = field(default=None, repr=False, compare=False)
+    """Of a plan, before weight gradients are placed."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -97,42 +99,14 @@ def in_words(job: Job) -> str:
     return ", ".join(part for part in parts if part)
 
 
-@dataclass(frozen=True)
-class Excess:
-    """Bytes over a limit: of a stage on its device, or of a node's offloaded tensors on its host."""
-
-    job: Job
-    stage: int
-    usage: float
-    limit: float
-    host: bool = False
-
-    @property
-    def bytes(self) -> float:
-        return self.usage - self.limit
-
-    @property
-    def largest_part(self) -> str:
-        """Largest kind of the stage's memory; of a plan's with as much offloaded as possible."""
-        stock = self.job.policy != "planned"
-        stages = held(self.job) if stock else leanest(self.job, analytic_profile(self.job)).memory
-        return stages[self.stage].largest_part
-
-
 def held(job: Job) -> tuple[StageMemory, ...]:
     """Return the memory of the stages under a policy of stock's, for a plan that of full recomputation."""
     return memory_of_stages(job, OF_POLICY.get(job.policy, FULL))
 
 
-def excess_of(job: Job) -> Excess | None:
-    """Return the excess of the fullest stage, or of the host; None if the job fits."""
-    usages = [memory.total for memory in held(job)]
-    usage = max(usages)
-    stage = usages.index(usage)
-    if job.cluster.node is not None and (left := least_left_bytes(job)) < 0:
-        limit = job.cluster.node.host_memory_gib * GIB
-        return Excess(job, stage, limit - left, limit, host=True)
-    return None if usage <= job.memory_budget_bytes else Excess(job, stage, usage, job.memory_budget_bytes)
+def fits(job: Job) -> bool:
+    """Whether a job fits under its policy of stock's, a plan with everything recomputed."""
+    return max(memory.total for memory in held(job)) <= job.memory_budget_bytes and host_shortage(job, 0.0) is None
 
 
 @dataclass(frozen=True)
@@ -200,48 +174,33 @@ def _whole_model_s(job: Job, profile: Profile, policy: Policy) -> float:
     return priced(flat, profile, OF_POLICY[policy]).microbatch_s(0).both_s
 
 
-Looks = Iterator["float | Candidate | Excess"]
-"""Yields larger and larger lower bounds of a step, then the candidate or its excess. Yields nothing if `none` fits and is a
-candidate, too."""
+Looks = Iterator["float | Candidate"]
+"""Yields larger and larger lower bounds of a step, then the candidate if it fits and is not the same as policy `none`."""
 
 
 def looks_at_stock(job: Job, profile: Profile) -> Looks:
-    if (excess := excess_of(job)) is not None:
-        yield excess
-        return
     price = priced(job, profile, OF_POLICY[job.policy])
-    yield Candidate(job, price.step_s + update_s(job, profile), 0.0, price.most_bytes)
+    if price.fits(job.memory_budget_bytes) and host_shortage(job, 0.0) is None:
+        yield Candidate(job, price.step_s + update_s(job, profile), 0.0, price.most_bytes)
 
 
-def looks_at_plan(job: Job, cost: LayerCost, floor_s: float, *, offload: bool, besides_none: bool) -> Looks:
+def looks_at_plan(job: Job, cost: LayerCost, floor_s: float, *, besides_none: bool = False) -> Looks:
     """`besides_none`: whether policy `none` is a candidate, too."""
-    if besides_none and excess_of(job.model_copy(update={"policy": "none"})) is None:
+    if besides_none and fits(job.model_copy(update={"policy": "none"})):
         return
-    job = _to_be_planned(job, offload)
-    stages, pipeline = Stages(job, cost.profile), job.parallel.pipeline
-    if not all(stages.fits(stages.least(stage)) for stage in {0, pipeline - 1}):  # no share fits: none is tried
-        yield _excess(job, stages)
+    stages, last = Stages(job, cost.profile), job.parallel.pipeline - 1
+    if not all(stages.fits(stages.least(stage)) for stage in {0, last}):  # no share fits: none is tried
         return
     solved: dict[int, StageAnswer] = {}
-    try:
-        for stage in dict.fromkeys((0, pipeline - 1, *range(pipeline))):
+    with suppress(Infeasible):
+        for stage in dict.fromkeys((0, last, *range(last))):
             solved[stage] = stages.answer(stage)
             bound_s = floor_s + _exposed_s(cost, job, [*solved.values()])
             yield bound_s
         decision = fitting(stages)
-    except Infeasible:
-        yield _excess(job, stages)
-        return
-    # the bound is kept if the simulated step is shorter: only the closed form knows that copies and messages alternate
-    yield Candidate(job, max(decision.figures.step_s, bound_s), decision.offload_ratio, decision.memory_bytes)
-
-
-def _to_be_planned(job: Job, offload: bool) -> Job:
-    """The job with the policy `planned`, and with a budget: by default the planner assumes the device's memory only on a GPU."""
-    budget = job.budget
-    if budget.memory_gib is None:
-        budget = budget.model_copy(update={"memory_gib": job.memory_budget_bytes / GIB})
-    return job.model_copy(update={"policy": "planned", "offload_ratio": "auto" if offload else 0.0, "budget": budget})
+        # the bound is kept if the simulated step is shorter: only the closed form knows that copies and messages alternate
+        step_s = max(decision.figures.step_s, bound_s)
+        yield Candidate(job, step_s, decision.offload_ratio, decision.memory_bytes, decision)
 
 
 def _exposed_s(cost: LayerCost, job: Job, answers: Sequence[StageAnswer]) -> float:
@@ -249,17 +208,6 @@ def _exposed_s(cost: LayerCost, job: Job, answers: Sequence[StageAnswer]) -> flo
     slowest_s = max(answer.stock.both_s + answer.longer_s for answer in answers)
     recompute_s = job.microbatches * max(0.0, slowest_s - cost.slowest_s(job))
     return recompute_s + max(answer.exposed_copies_s for answer in answers)
-
-
-def _excess(job: Job, stages: Stages) -> Excess:
-    """The excess on the fullest stage with everything recomputed and offloaded that can be, or else on the host."""
-    least = [stages.least(stage) for stage in range(job.parallel.pipeline)]
-    held = [most_beside_layers(job, answer.stage).total + answer.peak_bytes for answer in least]
-    stage, usage = held.index(max(held)), max(held)
-    if usage > job.memory_budget_bytes or job.cluster.node is None:
-        return Excess(job, stage, usage, job.memory_budget_bytes)
-    needed = job.host_sharers * max(answer.host_bytes for answer in least)
-    return Excess(job, stage, needed, least_left_bytes(job), host=True)
 
 
 Watch = Callable[[int, int], None]
@@ -276,10 +224,9 @@ class BestFirst:
     offload: bool = True
     watch: Watch | None = None
     considered: int = 0
-    excesses: list[Excess] = field(default_factory=list)
-    """Excesses of candidates whose state fits."""
+    unfit: list[Job] = field(default_factory=list)
+    """Candidates whose state fits, and nothing else, if none fits at all."""
     _costs: dict[tuple[Any, ...], LayerCost] = field(default_factory=dict)
-    _updates_s: dict[tuple[object, ...], float] = field(default_factory=dict)
     _queue: list[tuple[float, int, Job, Looks | Candidate]] = field(default_factory=list)
     """By rounded bound and order."""
 
@@ -297,37 +244,32 @@ class BestFirst:
             if isinstance(looks, Candidate):
                 taken.add(job.parallel)
                 won.append(looks)
+            elif (found := next(looks, None)) is None:
+                self.unfit.append(job)
             else:
-                self._look(order, job, looks)
+                bound_s, looks = (found.step_s, found) if isinstance(found, Candidate) else (found, looks)
+                heappush(self._queue, (round(bound_s, SECOND_DIGITS), order, job, looks))
         return tuple(won)
 
     def _open(self, jobs: Sequence[Job]) -> None:
         self.considered += len(jobs) * len(self.policies)
         if always_bytes(jobs[0]) > jobs[0].memory_budget_bytes:
             return
+        least_update_s = update_s(jobs[-1], self._cost(jobs[-1]).profile)  # more of it overlaps with larger micro-batches
         takes_plans = self.space.takes_plans(jobs[0].parallel) and _is_plannable(jobs[0])
-        for job in jobs:
-            for policy in self.policies:
-                if policy != "planned" or takes_plans:
-                    self._queue.append(self._floored(len(self._queue), job.model_copy(update={"policy": policy})))
+        for job, policy in product(jobs, self.policies):
+            if policy != "planned" or takes_plans:
+                self._queue.append(self._floored(len(self._queue), job.model_copy(update={"policy": policy}), least_update_s))
 
-    def _floored(self, order: int, job: Job) -> tuple[float, int, Job, Looks]:
+    def _floored(self, order: int, job: Job, least_update_s: float) -> tuple[float, int, Job, Looks]:
         cost = self._cost(job)
-        floor_s = cost.floor_s(job) + self._update_s(job)
+        floor_s = cost.floor_s(job) + least_update_s
         if job.policy == "planned":
-            looks = looks_at_plan(job, cost, floor_s, offload=self.offload, besides_none="none" in self.policies)
+            job = job.model_copy(update={"offload_ratio": "auto" if self.offload else 0.0})
+            looks = looks_at_plan(job, cost, floor_s, besides_none="none" in self.policies)
         else:
             looks = looks_at_stock(job, cost.profile)
         return round(floor_s, SECOND_DIGITS), order, job, looks
-
-    def _look(self, order: int, job: Job, looks: Looks) -> None:
-        found = next(looks, None)
-        if isinstance(found, Excess):
-            self.excesses.append(found)
-        elif isinstance(found, Candidate):
-            heappush(self._queue, (round(found.step_s, SECOND_DIGITS), order, job, found))
-        elif found is not None:
-            heappush(self._queue, (round(found, SECOND_DIGITS), order, job, looks))
 
     def _cost(self, job: Job) -> LayerCost:
         layout = job.parallel
@@ -335,15 +277,6 @@ class BestFirst:
         if key not in self._costs:
             self._costs[key] = LayerCost.of(job)
         return self._costs[key]
-
-    def _update_s(self, job: Job) -> float:
-        """Seconds of gradients, optimizer and parameters, shared by many policies, and without overlap by micro-batch sizes."""
-        layout, behind = job.parallel, job.batch.micro if job.overlap.gradients else None
-        flushes, together = job.schedule == "flush", layout.sequence_parallel
-        key = (layout.tensor, layout.context, layout.pipeline, job.chunks, flushes, together, layout.expert, behind)
-        if key not in self._updates_s:
-            self._updates_s[key] = update_s(job, self._cost(job).profile)
-        return self._updates_s[key]
 
 
 def _is_plannable(job: Job) -> bool:

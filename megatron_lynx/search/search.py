@@ -16,20 +16,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import takewhile
-from typing import Any
+from itertools import chain, islice, takewhile
+from typing import Any, NamedTuple
 
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.config.parallel import Parallel
+from megatron_lynx.cost.budget import most_beside_layers, shortages
+from megatron_lynx.cost.host_optimizer import host_shortage
+from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.stage_memory import always_bytes
 from megatron_lynx.errors import ConfigError, Infeasible, LynxError, Problem, suggestion
-from megatron_lynx.planner.decision import fastest_decision
+from megatron_lynx.planner import check_plannable
+from megatron_lynx.planner.decision import fastest_decision, finished
+from megatron_lynx.planner.left_open import leaves_nothing
 from megatron_lynx.prediction import within_error
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.roofline import Roofline
-from megatron_lynx.search.best_first import STOCK, BestFirst, Candidate, Excess, Watch, excess_of, held, in_words
+from megatron_lynx.search.best_first import STOCK, BestFirst, Candidate, Watch, fits, held, in_words
 from megatron_lynx.search.space import Space
+from megatron_lynx.solver.stages import Stages
 from megatron_lynx.tables import WrappedTable
 from megatron_lynx.units import GIB, format_bytes, format_seconds
 
@@ -38,9 +45,6 @@ POLICIES: tuple[Policy, ...] = (*STOCK, "planned")
 MOST_GPUS = 2**20
 MOST_SEQUENCES = 2**32
 """The largest batch. Larger numbers are typing errors and slow to factorise."""
-
-NEIGHBOURS = 4096
-"""Range in which numbers of devices that divide are searched."""
 
 
 @dataclass(frozen=True)
@@ -97,25 +101,23 @@ def search(
     space = Space(job, gpus, None if contexts is None else tuple(sorted(set(contexts))))
     tried = _checked(space, top, policies)
     running = BestFirst(space, tried, top, offload, watch)
-    candidates = _finalists(running.run())
-    if not candidates:
-        raise nothing_fits(space, tried, running.excesses, POLICIES)
+    finalists = [*filter(None, map(_finished, running.run()))]
+    if not finalists:
+        raise nothing_fits(space, tried, running.unfit)
+    candidates = tuple(sorted(finalists, key=lambda candidate: candidate.step_s))
     return Ranking(job, gpus, candidates, running.considered, time.perf_counter() - began_s)
 
 
-def _finalists(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
-    """Plan them as `plan` does, with weight gradients in waits, and leave out those that cannot be planned after all."""
-    finalists = (_planned(candidate) if candidate.job.policy == "planned" else candidate for candidate in candidates)
-    return tuple(sorted((candidate for candidate in finalists if candidate is not None), key=lambda candidate: candidate.step_s))
-
-
-def _planned(candidate: Candidate) -> Candidate | None:
-    try:
-        decision = fastest_decision(candidate.job, analytic_profile(candidate.job))
-    except LynxError:
-        return None
-    figures = decision.figures
-    return Candidate(candidate.job, figures.step_s, decision.offload_ratio, figures.memory_bytes)
+def _finished(candidate: Candidate) -> Candidate | None:
+    """Return the candidate with the figures of `plan`, which places weight gradients in waits; None if it cannot be planned."""
+    if candidate.decision is None:
+        return candidate
+    job, decision = candidate.job, candidate.decision
+    with suppress(LynxError):
+        check_plannable(job)
+        decision = finished(decision) if leaves_nothing(job) else fastest_decision(job, analytic_profile(job))
+        return Candidate(job, decision.figures.step_s, decision.offload_ratio, decision.memory_bytes)
+    return None
 
 
 def _checked(space: Space, top: int, policies: Sequence[str]) -> tuple[Policy, ...]:
@@ -154,9 +156,9 @@ def _problems(space: Space, top: int, policies: Sequence[str]) -> Iterator[Probl
 
 def _what_divides(space: Space) -> Problem:
     model, batch = space.job.model, space.job.batch.global_
-    near = sorted(range(max(1, space.gpus - NEIGHBOURS), space.gpus + NEIGHBOURS + 1), key=lambda gpus: abs(gpus - space.gpus))
-    some = (gpus for gpus in near if next(Space(space.job, gpus).layouts(), None) is not None)
-    nearest_gpus = sorted(gpus for gpus, _ in zip(some, range(4), strict=False))
+    near = chain.from_iterable((space.gpus - away, space.gpus + away) for away in range(1, 4096))
+    some = (gpus for gpus in near if gpus > 0 and next(Space(space.job, gpus).layouts(), None) is not None)
+    nearest_gpus = sorted(islice(some, 4))
     needed = f"tensor x context x pipeline x data, where data divides the batch ({batch}), pipeline the layers ({model.layers})"
     todo = f"the nearest that do: {', '.join(map(str, nearest_gpus))}" if nearest_gpus else ""
     return Problem("--gpus", str(space.gpus), f"{needed}, tensor the heads ({model.heads}) and context the sequence", todo)
@@ -192,40 +194,58 @@ def _row(candidate: Candidate) -> dict[str, str]:
     }
 
 
-TIMES_AS_MANY = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-
-STATES_TRIED = 32
-"""Layouts with the smallest states that are tried if no state fits."""
-
-
-def nothing_fits(space: Space, policies: Sequence[Policy], excesses: Sequence[Excess], known: Sequence[Policy]) -> Infeasible:
-    """`policies`: those that were tried. `excesses`: those of candidates whose state fits. `known`: all policies."""
-    if not excesses:  # no state fits: the smallest ones are tried
-        smallest = (excess_of(tried) for tried in _under(policies, _by_state(space)[:STATES_TRIED]))
-        excesses = [excess for excess in smallest if excess is not None]
-    closest = min(excesses, key=lambda excess: (excess.bytes <= 0, excess.bytes))
+def nothing_fits(space: Space, policies: Sequence[Policy], unfit: Sequence[Job] = ()) -> Infeasible:
+    """`unfit`: candidates whose state fits. Without any, the smallest states are tried."""
+    tried = unfit or [*_under(policies, _by_state(space)[:32])]
+    closest = min(map(Shortage.of, tried), key=lambda short: (short.missing_bytes <= 0, short.missing_bytes))
     devices = "1 device" if space.gpus == 1 else f"{space.gpus} devices"
     headline = f"nothing fits on {devices}: the closest is {in_words(closest.job)}"
-    return Infeasible(headline, [_binding(closest), *_changes(space, policies, closest, known)])
+    return Infeasible(headline, [*closest.problems, *_changes(space, policies, closest)])
 
 
-def _binding(closest: Excess) -> Problem:
-    limit = f"at most {format_bytes(closest.limit)}"
-    if closest.host:
-        return Problem("host memory of a node", f"{format_bytes(closest.usage)} to be offloaded", limit)
-    offloaded = ", with all activations offloaded that may be" if closest.job.offload_ratio == "auto" else ""
-    usage = f"{format_bytes(closest.usage)}, most of it {closest.largest_part}{offloaded}"
-    return Problem(f"stage {closest.stage}", usage, limit, f"{format_bytes(closest.bytes)} too much")
+class Shortage(NamedTuple):
+    """What a job lacks that does not fit; a plan, with everything recomputed and offloaded that can be."""
+
+    job: Job
+    stages: tuple[StageMemory, ...]
+    of_host: Problem | None
+
+    @classmethod
+    def of(cls, job: Job) -> Shortage:
+        if job.policy != "planned":
+            return cls(job, held(job), host_shortage(job, 0.0))
+        stages = Stages(job, analytic_profile(job))
+        least = [stages.least(stage) for stage in range(job.parallel.pipeline)]
+        pairs = ((most_beside_layers(job, answer.stage), answer.peak_bytes) for answer in least)
+        memory = (replace(beside, activations=beside.activations + layers_bytes) for beside, layers_bytes in pairs)
+        return cls(job, tuple(memory), host_shortage(job, max(answer.host_bytes for answer in least)))
+
+    @property
+    def fullest(self) -> tuple[int, StageMemory]:
+        return max(enumerate(self.stages), key=lambda stage: stage[1].total)
+
+    @property
+    def used_bytes(self) -> int:
+        return self.fullest[1].total
+
+    @property
+    def missing_bytes(self) -> int:
+        """Of the fullest device; none is missing if the host alone is short."""
+        return self.used_bytes - self.job.memory_budget_bytes
+
+    @property
+    def problems(self) -> list[Problem]:
+        return [*shortages(self.job, [self.fullest]), *filter(None, [self.of_host])]
 
 
-def _changes(space: Space, policies: Sequence[Policy], closest: Excess, known: Sequence[Policy]) -> Iterator[Problem]:
-    others = tuple(policy for policy in known if policy not in policies)
+def _changes(space: Space, policies: Sequence[Policy], closest: Shortage) -> Iterator[Problem]:
+    others = tuple(policy for policy in POLICIES if policy not in policies)
     if others and (solution := _smallest_that_fits(space, others)) is not None:
         yield Problem("--policies", ", ".join(policies), solution.policy, _then(solution))
-    if not closest.host and closest.usage < closest.job.cluster.memory_gib * GIB:
-        needed = f"{closest.usage / GIB:.2f}"
-        yield Problem("budget.memory_gib", f"{closest.limit / GIB:.2f}", needed, f"then {in_words(closest.job)} fits")
-    for times in TIMES_AS_MANY:
+    budget_gib, used_gib = closest.job.memory_budget_bytes / GIB, closest.used_bytes / GIB
+    if budget_gib < used_gib < closest.job.cluster.memory_gib:
+        yield Problem("budget.memory_gib", f"{budget_gib:.2f}", f"{used_gib:.2f}", f"then {in_words(closest.job)} fits")
+    for times in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64):
         more = replace(space, gpus=times * space.gpus)
         if (solution := _smallest_that_fits(more, policies)) is not None:
             yield Problem("--gpus", str(space.gpus), str(more.gpus), _then(solution))
@@ -239,12 +259,11 @@ def _then(job: Job) -> str:
 def _smallest_that_fits(space: Space, policies: Sequence[Policy]) -> Job | None:
     """Return the fitting layout with the smallest state and micro-batch."""
     states_fit = takewhile(lambda job: always_bytes(job) <= job.memory_budget_bytes, _by_state(space))
-    return next((tried for tried in _under(policies, states_fit) if excess_of(tried) is None), None)
+    return next(filter(fits, _under(policies, states_fit)), None)
 
 
 def _by_state(space: Space) -> list[Job]:
-    jobs: Iterable[Job] = (next(space.on(parallel)) for parallel in space.layouts())
-    return sorted(jobs, key=always_bytes)
+    return sorted((next(space.on(parallel)) for parallel in space.layouts()), key=always_bytes)
 
 
 def _under(policies: Sequence[Policy], jobs: Iterable[Job]) -> Iterator[Job]:
@@ -266,11 +285,10 @@ def smallest_layout(job: Job) -> Job:
     """
     space = Space(job, job.gpus, contexts=(1,))
     jobs = [next(space.on(layout)) for layout in sorted(space.layouts(), key=_size) if layout.layers_per_chunk is None]
-    for policy in STOCK:
-        for tried in _under([policy], jobs):
-            if excess_of(tried) is None:
-                return tried
-    raise nothing_fits(space, STOCK, (), STOCK)
+    for tried in chain.from_iterable(_under([policy], jobs) for policy in STOCK):
+        if fits(tried):
+            return tried
+    raise nothing_fits(space, STOCK)
 
 
 def _size(layout: Parallel) -> tuple[int, ...]:

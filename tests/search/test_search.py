@@ -31,7 +31,7 @@ def everything(job: Job, gpus: int, policies: tuple[str, ...]) -> list[Candidate
     for order, (each, policy) in enumerate(product(space, policies)):
         if policy == "planned" and each.parallel.context > 1:
             continue
-        *_, looks = running._floored(order, each.model_copy(update={"policy": policy}))
+        *_, looks = running._floored(order, each.model_copy(update={"policy": policy}), 0.0)
         *_, found = [None, *looks]
         if isinstance(found, Candidate):
             key = (round(found.step_s, 12), order, found)
