@@ -204,7 +204,7 @@ def nothing_fits(space: Space, policies: Sequence[Policy], unfit: Sequence[Job] 
 
 
 class Shortage(NamedTuple):
-    """What a job lacks that does not fit; a plan, with everything recomputed and offloaded that can be."""
+    """Memory that a job needs beyond its device and host. Plans recompute and offload everything that can be."""
 
     job: Job
     stages: tuple[StageMemory, ...]
@@ -230,7 +230,7 @@ class Shortage(NamedTuple):
 
     @property
     def missing_bytes(self) -> int:
-        """Of the fullest device; none is missing if the host alone is short."""
+        """Bytes of the fullest device over its budget; at most 0 if only the host is short."""
         return self.used_bytes - self.job.memory_budget_bytes
 
     @property
