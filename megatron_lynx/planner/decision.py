@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import product
 from math import inf
 from types import MappingProxyType
 
@@ -218,13 +217,15 @@ def fitting(stages: Stages) -> Decision:
 
 
 def _filled(decision: Decision) -> Decision:
-    """Defer weight gradients into waits, with or without those of forwards, whole or in pieces, if that is faster and fits."""
+    """Defer weight gradients into waits, whole or in pieces, or without waits of forwards, if that is faster and fits."""
     job = decision.job
     if (why := why_none_deferred(job)) is not None:
         return replace(decision, weight_gradients=f"none deferred: {why}")
     best, filler = replace(decision, weight_gradients=NONE_DEFERRED), decision.filler
-    cut = (False, True) if job.overlap.weight_gradient_pieces else (False,)
-    for forwards, pieces in product((True, False) if job.chunks > 1 else (True,), cut):  # see `planner.filling`
+    ways = ((True, False), (True, True), (False, False))  # see `planner.filling`
+    for forwards, pieces in ways:
+        if (pieces and not job.overlap.weight_gradient_pieces) or (not forwards and job.chunks == 1):
+            continue
         place = partial(filler.filled, forwards=forwards, pieces=pieces)
         if (found := _placed(decision, place, _step_s(best))) is not None:
             said = f"deferred {'in pieces ' if pieces else ''}into waits: the step is {found.gained(decision)}"
