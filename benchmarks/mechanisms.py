@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -87,13 +86,13 @@ MECHANISMS = (
     Mechanism(
         "weight gradients with several chunks: with forwards or without",
         (),
-        ((decision, "product", lambda forwards, pieces: product(forwards[:1], pieces)),),
+        ((decision, "FILLINGS", decision.FILLINGS[:2]),),
     ),
     Mechanism(IN_PIECES, (), ((filling, "PIECES", ()),)),
     Mechanism(
         SENT_FIRST,
-        (filling.Filler.sending_first, filling._sent_first, decision._sending_first),
-        ((decision, "_sending_first", lambda found: found),),
+        (filling.Filler.sending_first, filling._sent_first),
+        ((filling.Filler, "sending_first", lambda filler, budgets: filler.plan),),
     ),
     Mechanism(
         "recomputation in parts of several waits",

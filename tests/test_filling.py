@@ -102,7 +102,7 @@ def test_memory_that_one_weight_gradient_takes_is_not_left_for_another():
     job = tiny_job("gpt", tensor=2)
     found = decide(job, made_up_profile(job))
     entry, held = found.plan.stages[0], found.simulation.memory(0)
-    slack = Slack(found.simulation, entry, [entry.layers.first], held.peak_bytes + 10)
+    slack = Slack(found.plan, entry, found.simulation, held.peak_bytes + 10)
     six, ten = (Claim(size_bytes, 0.0, held.times_s[-1]) for size_bytes in (6, 10))
     assert not slack.takes([six, six])
     assert slack.takes([six])
@@ -135,7 +135,7 @@ def test_old_jobs_keep_their_digest():
 
 
 def whole(name: str, seconds: float, beside: int | None, puts: tuple[Put, ...]) -> Linear:
-    return Linear(name, 10, beside, puts, ((seconds,),))
+    return Linear(name, beside, puts, ((seconds,),))
 
 
 def test_what_gains_most_is_deferred_to_where_it_fits():
@@ -264,7 +264,7 @@ def test_no_rows_are_cut_in_fp8() -> None:
 def test_pieces_without_a_wait_run_where_the_whole_would_hide() -> None:
     """Of four pieces one has a wait of its own, three run beside the reduction that they hide anyway: as one of two pieces could
     not. Two and two are two pieces."""
-    linear = Linear("linear_fc1", 10, 0, (Put(1, "bwd.attention.0", 1),), ((4.0,), (2.0, 2.0), (1.0,) * 4))
+    linear = Linear("linear_fc1", 0, (Put(1, "bwd.attention.0", 1),), ((4.0,), (2.0, 2.0), (1.0,) * 4))
     for lengths_s, shares in (((3.0, 1.0), (3, 1)), ((2.0, 2.0), (1, 1)), ((4.0, 0.1), ())):
         waits = [Wait(*each, 0.0) for each in zip(("bwd.mlp.2", "bwd.attention.0"), lengths_s, strict=True)]
         found = ways_of(tuple(waits), (linear,), 1.0, pieces=True)[0].waits.get("linear_fc1", ())
@@ -275,6 +275,6 @@ def test_pieces_may_run_in_every_wait_of_a_forward() -> None:
     """A whole linear needs one forward at most, so four pieces shared one, and full waits of backward."""
     waits = [Wait("bwd.mlp.0", 1.0, 1.0), *(Wait(f"fwd.mlp.{number}", 1.0, 0.0) for number in range(4))]
     puts = tuple(Put(at, wait.name, 20 if is_forward(wait.name) else 0) for at, wait in enumerate(waits))
-    linear = Linear("linear_fc2", 20, None, puts, ((4.0,), (2.0, 2.0), (1.0,) * 4))
+    linear = Linear("linear_fc2", None, puts, ((4.0,), (2.0, 2.0), (1.0,) * 4))
     found = min(ways_of(tuple(waits), (linear,), 1.0, pieces=True), key=attrgetter("seconds"))
     assert sorted(found.waits["linear_fc2"]) == [f"fwd.mlp.{number}" for number in range(4)]

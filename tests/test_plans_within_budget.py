@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_lynx.config.job import Budget, Job
 from megatron_lynx.cost import budget as cost_budget
 from megatron_lynx.errors import Infeasible, PlannerFault
-from megatron_lynx.planner import decide, decision, leanest, uniform_plan
+from megatron_lynx.planner import decide, leanest, uniform_plan
 from megatron_lynx.planner.decision import Decision
 from megatron_lynx.planner.evaluation import check_budget_kept, most_held
 from megatron_lynx.planner.filling import Slack
@@ -203,7 +203,7 @@ def test_weight_gradients_without_room_are_found(monkeypatch) -> None:
     assert decide(job, profile).weight_gradients.startswith("deferred")
     monkeypatch.setattr(Slack, "takes", lambda *held: True)
     monkeypatch.setattr(Slack, "gives_back", lambda *held: None)
-    monkeypatch.setattr(decision, "excess_bytes", lambda *held: 0)
+    monkeypatch.setattr(Decision, "excess_bytes", lambda *held: 0)
     assert "stage 0, chunk 0, backward: found" in message_of(job, profile)
 
 
@@ -212,7 +212,7 @@ def test_copies_that_lag_are_found(monkeypatch) -> None:
     profile = profile.model_copy(update={"links": tuple(_slower(each) for each in profile.links)})
     with pytest.raises(Infeasible, match="copies that lag behind"):
         decide(job, profile)
-    monkeypatch.setattr(decision, "excess_bytes", lambda *held: 0)
+    monkeypatch.setattr(Decision, "excess_bytes", lambda *held: 0)
     assert "stage 0, chunk 0, forward: found" in message_of(job, profile)
 
 

@@ -11,8 +11,9 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.config.loader import job_path, load_job
 from megatron_lynx.config.parallel import Overlap
 from megatron_lynx.cost.update import late_reduction_s, reduction_s
-from megatron_lynx.planner import decide, decision
+from megatron_lynx.planner import decide
 from megatron_lynx.planner.evaluation import peak_bytes
+from megatron_lynx.planner.filling import Filler
 from megatron_lynx.planner.left_open import endless
 from megatron_lynx.profiler.analytic import analytic_profile
 
@@ -21,7 +22,7 @@ JOB = "gpt-175b-a100-80g"
 
 def without(job: Job, monkeypatch: pytest.MonkeyPatch) -> Any:
     with monkeypatch.context() as patch:
-        patch.setattr(decision, "_sending_first", lambda decided: decided)
+        patch.setattr(Filler, "sending_first", lambda filler, budgets: filler.plan)
         return decide(job, analytic_profile(job))
 
 

@@ -28,9 +28,9 @@ from megatron_lynx.planner.checks import check_plannable, check_profile, why_non
 from megatron_lynx.planner.evaluation import (
     PlanFigures,
     check_budget_kept,
-    excess_bytes,
     figures_of,
-    memory_of_plan,
+    held_by_moment,
+    peak_bytes,
     range_of,
     with_lengths,
 )
@@ -47,6 +47,12 @@ from megatron_lynx.solver.stages import Lag, Stages
 from megatron_lynx.units import SECOND_DIGITS
 
 NONE_DEFERRED = "none deferred: no wait that is left, and for which there is memory, makes it faster"
+
+SHORTER_S = 10.0**-SECOND_DIGITS
+"""Least difference of two steps that a plan file can state."""
+
+FILLINGS = ((True, False), (True, True), (False, False))
+"""Whether waits of forwards are filled, and whether weight gradients are cut: see `planner.filling`."""
 
 PLACED_AGAIN = 3
 """Most rounds of placing weight gradients. With one, 100 rows take 0.06 % longer in the mean, a launch 4.8 %."""
@@ -86,7 +92,10 @@ class Decision:
 
     @property
     def memory(self) -> tuple[StageMemory, ...]:
-        return memory_of_plan(self.job, self.simulation)
+        """Bytes of each stage's device at its fullest moment, by kind."""
+        moments = (held_by_moment(self.job, self.simulation, stage) for stage in range(self.job.parallel.pipeline))
+        totals = (({moment: memory.total for moment, memory in held.items()}, held) for held in moments)
+        return tuple(replace(held[max(sizes, key=sizes.__getitem__)], totals=sizes) for sizes, held in totals)
 
     @cached_property
     def figures(self) -> PlanFigures:
@@ -130,8 +139,18 @@ class Decision:
         """The decision with weight gradients as in this plan."""
         return replace(self, draft=plan, simulation=rehearse(plan, self.profile, job=self.job, prices=self.prices))
 
-    def excess_bytes(self, stage: int, unfilled: Decision | None = None) -> int:
-        return excess_bytes(self.job, self.simulation, stage, None if unfilled is None else unfilled.simulation)
+    def layers_bytes(self, stage: int) -> int:
+        """The most that the layers of a stage hold."""
+        return self.simulation.memory(stage).peak_bytes
+
+    def excess_bytes(self, stage: int, layers_bytes: int | None = None) -> int:
+        """Bytes by which a stage's device at some moment, or its layers, exceed the budget; 0 without a budget. `layers_bytes`:
+        allowed to the layers in any case."""
+        if not (known := [each for each in (layers_budget_bytes(self.job, stage), layers_bytes) if each is not None]):
+            return 0
+        most_bytes = self.job.memory_budget_bytes
+        on_device = peak_bytes(self.job, self.simulation, stage) - most_bytes if bounded_by_device(self.job) else 0
+        return max(0, on_device, self.layers_bytes(stage) - max(known))
 
     def gained(self, other: Decision) -> str:
         """How much shorter its step is, in words."""
@@ -180,7 +199,7 @@ def _made(job: Job, profile: Profile) -> Decision:
 
 def finished(decision: Decision) -> Decision:
     """Place weight gradients of a decision as `fitting` returns it, and check its budget."""
-    decision = _sending_first(_filled(decision))
+    decision = _deferring(decision)
     check_budget_kept(decision.job, decision.simulation)
     return decision
 
@@ -216,60 +235,44 @@ def fitting(stages: Stages) -> Decision:
         lags |= {stage: (*lags.get(stage, ()), lag) for stage, lag in over.items()}
 
 
-def _filled(decision: Decision) -> Decision:
-    """Defer weight gradients into waits, whole or in pieces, or without waits of forwards, if that is faster and fits."""
-    job = decision.job
+def _deferring(decision: Decision) -> Decision:
+    """Defer weight gradients into waits, whole or in pieces, or without waits of forwards, if that is faster and fits. Then send
+    gradients before weight gradients that are left, unless the reduction would end later."""
+    job, filler, best, said = decision.job, decision.filler, decision, NONE_DEFERRED
     if (why := why_none_deferred(job)) is not None:
         return replace(decision, weight_gradients=f"none deferred: {why}")
-    best, filler = replace(decision, weight_gradients=NONE_DEFERRED), decision.filler
-    ways = ((True, False), (True, True), (False, False))  # see `planner.filling`
-    for forwards, pieces in ways:
+    for forwards, pieces in FILLINGS:
         if (pieces and not job.overlap.weight_gradient_pieces) or (not forwards and job.chunks == 1):
             continue
         place = partial(filler.filled, forwards=forwards, pieces=pieces)
-        if (found := _placed(decision, place, _step_s(best))) is not None:
-            said = f"deferred {'in pieces ' if pieces else ''}into waits: the step is {found.gained(decision)}"
-            best = replace(found, weight_gradients=said)
-    return best
+        if (found := _placed(decision, place, best)) is not None:
+            best, said = found, f"deferred {'in pieces ' if pieces else ''}into waits: the step is {found.gained(decision)}"
+    found = _placed(best, best.filler.sending_first, best)
+    latest_s, late_s = (late_reduction_s(job, each.simulation.idle_at_end_s) for each in (best, found or best))
+    if found is not None and late_s <= latest_s + SHORTER_S:
+        before = "deferred" if best is decision else said
+        best, said = found, f"{before}; gradients sent before others: {found.gained(best)}"
+    return replace(best, weight_gradients=said)
 
 
-def _sending_first(decision: Decision) -> Decision:
-    job, filler = decision.job, decision.filler
-    if why_none_deferred(job) is not None or job.parallel.pipeline == 1:
-        return decision
-    latest_s = late_reduction_s(job, decision.simulation.idle_at_end_s) + 10.0**-SECOND_DIGITS
-    found = _placed(decision, filler.sending_first, _step_s(decision))
-    if found is None or late_reduction_s(job, found.simulation.idle_at_end_s) > latest_s:
-        return decision
-    before = "deferred" if decision.weight_gradients == NONE_DEFERRED else decision.weight_gradients
-    return replace(found, weight_gradients=f"{before}; gradients sent before others: {found.gained(decision)}")
-
-
-def _placed(decision: Decision, place: Callable[[Sequence[int]], Plan], below_s: float) -> Decision | None:
-    """Place weight gradients until the plan fits; None if none is placed, no plan fits, or the step is not below `below_s`.
+def _placed(decision: Decision, place: Callable[[Sequence[int]], Plan], best: Decision) -> Decision | None:
+    """Place weight gradients until the plan fits; None if none is placed, no plan fits, or the step is not below the best one's.
 
     Bytes over the budget in the simulation are taken from the budget of weight gradients, and they are placed again: fewer of
     them, so a plan that is too slow is not tried again. `place`: by the bytes of each stage's layers, the plan.
     """
-    budgets = [_budget_bytes(decision, stage) for stage in range(decision.job.parallel.pipeline)]
+    held_bytes = [decision.layers_bytes(stage) for stage in range(decision.job.parallel.pipeline)]
+    bounds_bytes = [layers_budget_bytes(decision.job, stage) for stage in range(len(held_bytes))]
+    budgets = [held if bound is None else bound for held, bound in zip(held_bytes, bounds_bytes, strict=True)]
     for _ in range(PLACED_AGAIN):
         plan = place(budgets)
-        if plan == decision.draft:
+        if plan == decision.draft or not _step_s(found := decision.under(plan)) < _step_s(best) - SHORTER_S:
             return None
-        found = decision.under(plan)
-        if not _step_s(found) < below_s - 10.0**-SECOND_DIGITS:
-            return None
-        over = [found.excess_bytes(stage, unfilled=decision) for stage in range(len(budgets))]
+        over = [found.excess_bytes(stage, held) for stage, held in enumerate(held_bytes)]
         if not any(over):
             return found
         budgets = [budget - size for budget, size in zip(budgets, over, strict=True)]
     return None
-
-
-def _budget_bytes(decision: Decision, stage: int) -> int:
-    """Budget of a stage's layers; without a budget, their bytes with nothing deferred."""
-    budget_bytes = layers_budget_bytes(decision.job, stage)
-    return decision.simulation.memory(stage).peak_bytes if budget_bytes is None else budget_bytes
 
 
 def _answers(stages: Stages, lags: Mapping[int, tuple[Lag, ...]] = MappingProxyType({})) -> tuple[StageAnswer, ...]:

@@ -18,15 +18,17 @@ ways, so `check_budget_kept` compares these bytes of the finished plan with the 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import takewhile
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.budget import bounded_by_device, layers_budget_bytes
+from megatron_lynx.cost.budget import bounded_by_device
 from megatron_lynx.cost.moments import BETWEEN_BATCHES, MOMENTS, Moment, StageMemory
 from megatron_lynx.cost.stage_memory import parts_beside_layers
 from megatron_lynx.cost.step import StepRange, hiding_all
@@ -39,8 +41,7 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.double_buffered import Unflushed
 from megatron_lynx.simulator.passes import TimedPass
-from megatron_lynx.simulator.simulation import Executed, Simulation
-from megatron_lynx.timeline import MemoryCurve
+from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.units import MIB, format_bytes
 
 
@@ -98,26 +99,17 @@ class Held(NamedTuple):
 
 def check_budget_kept(job: Job, simulation: Simulation) -> None:
     """Raises `PlannerFault` with every stage, chunk and moment that exceeds the budget. `job`: with the plan's layers."""
-    if job.budget.activation_mib is None and not bounded_by_device(job):
-        return
-    problems = [
-        problem
-        for stage in range(job.parallel.pipeline)
-        for held in most_held(job, simulation, stage)
-        for problem in _over(job, held)
-    ]
+    most_layers_bytes = inf if job.budget.activation_mib is None else int(job.budget.activation_mib * MIB)
+    most_device_bytes = job.memory_budget_bytes if bounded_by_device(job) else inf
+    todo, problems = "report it with the job (or the launch), the cluster and the budget", list[Problem]()
+    for held in (held for stage in range(job.parallel.pipeline) for held in most_held(job, simulation, stage)):
+        on_device, in_layers = (held.device_bytes, most_device_bytes), (held.layers_bytes, most_layers_bytes)
+        for where, (size, most) in (("on the device", on_device), ("held by the layers", in_layers)):
+            if size > most:
+                found = f"{format_bytes(size)} {where}, {format_bytes(size - most)} too much"
+                problems.append(Problem(held.where, found, f"at most {format_bytes(most)}", todo))
     if problems:
         raise PlannerFault("the planner made a plan that exceeds its budget; this is an error of megatron-lynx", problems)
-
-
-def memory_of_plan(job: Job, simulation: Simulation) -> tuple[StageMemory, ...]:
-    """Bytes of each stage's device at its fullest moment, by kind. `job`: with the plan's layers."""
-    memory = []
-    for stage in range(job.parallel.pipeline):
-        held = held_by_moment(job, simulation, stage)
-        fullest_memory = max(held.values(), key=lambda at_moment: at_moment.total)
-        memory.append(replace(fullest_memory, totals={moment: at_moment.total for moment, at_moment in held.items()}))
-    return tuple(memory)
 
 
 def held_by_moment(job: Job, simulation: Simulation, stage: int) -> dict[Moment, StageMemory]:
@@ -130,44 +122,55 @@ def held_by_moment(job: Job, simulation: Simulation, stage: int) -> dict[Moment,
 
 
 def peak_bytes(job: Job, simulation: Simulation, stage: int) -> int:
-    """Total of the stage in `memory_of_plan`, computed faster."""
+    """The largest total of `held_by_moment`."""
     return max(held.device_bytes for held in most_held(job, simulation, stage))
 
 
-def excess_bytes(job: Job, simulation: Simulation, stage: int, unfilled: Simulation | None = None) -> int:
-    """Bytes by which a stage's device at some moment, or its layers, exceed the budget; 0 without a budget.
-
-    unfilled: the plan without weight gradients in waits. Its layers may then hold as much as there.
-    """
-    bounds = [layers_budget_bytes(job, stage), None if unfilled is None else unfilled.memory(stage).peak_bytes]
-    if not (known := [bound for bound in bounds if bound is not None]):
-        return 0
-    on_device = peak_bytes(job, simulation, stage) - job.memory_budget_bytes if bounded_by_device(job) else 0
-    return max(0, on_device, simulation.memory(stage).peak_bytes - max(known))
-
-
 def most_held(job: Job, simulation: Simulation, stage: int) -> Iterator[Held]:
-    beside = parts_beside_layers(job, stage)
+    beside, most = parts_beside_layers(job, stage), _most_of_layers(simulation, stage)
     at = {moment: beside.at(moment) for moment in beside.moments}
     without_head = replace(at["forward"], head=0)
     last = (stage, job.chunks - 1) if stage == job.parallel.pipeline - 1 else None
-    passes = _Passes(simulation.holding(stage), simulation.memory(stage))
     for chunk in range(job.chunks):
-        layers: dict[Moment, int] = {"forward": passes.during("F", chunk), "backward": passes.during("BRW", chunk)}
+        layers: dict[Moment, int] = {"forward": most[chunk, "forward"], "backward": most[chunk, "backward"]}
         if (stage, chunk) == last:
-            layers |= dict.fromkeys(("loss", "head_backward"), passes.before_backward(chunk))
+            layers |= dict.fromkeys(("loss", "head_backward"), most[chunk, "begun"])
         if (stage, chunk) == (0, 0):
-            layers["embedding_backward"] = passes.behind_backward(chunk)
+            layers["embedding_backward"] = most[chunk, "ended"]
         for moment, memory in at.items():
             if moment in layers:
                 memory_beside = without_head if moment == "forward" and (stage, chunk) != last else memory
                 yield Held(stage, chunk, layers[moment], memory_beside)
-    yield Held(stage, None, passes.between(), without_head)
+    yield Held(stage, None, most[None, "between"], without_head)
     left = _at_updates(simulation, stage)
     for moment in BETWEEN_BATCHES:
         yield Held(stage, None, left, at[moment])
     if "optimizer_made" in at:
         yield Held(stage, None, 0, at["optimizer_made"])
+
+
+def _most_of_layers(simulation: Simulation, stage: int) -> Mapping[tuple[int | None, str], int]:
+    """Most bytes of a stage's layers `between` passes, and by chunk: during forwards; during backwards, or while their gradients
+    are awaited or sent; when a backward has `begun`, without its first allocations; when it has `ended`, without those of a
+    receive that starts then."""
+    executed, curve = simulation.holding(stage), simulation.memory(stage)
+    times_s, held = np.array(curve.times_s), np.array([*curve.bytes, 0])
+    first = np.searchsorted(times_s, [execution.start_s for execution in executed], "right") - 1
+    last = np.searchsorted(times_s, [execution.end_s for execution in executed], "right") - 1
+    running = np.zeros(len(held))
+    np.add.at(running, first, 1)
+    np.add.at(running, last + 1, -1)
+    most: dict[tuple[int | None, str], int] = defaultdict(int, {(None, "between"): int(held[np.cumsum(running) == 0].max())})
+    peaks = np.maximum.reduceat(held, np.column_stack([first, last + 1]).ravel())[::2].tolist()
+    begun, ended = held[first].tolist(), held[last].tolist()
+    for at, execution in enumerate(executed):
+        chunk, sizes = execution.action.chunk, {"forward" if execution.action.kind == "F" else "backward": peaks[at]}
+        if execution.action.kind == "B":
+            receives = at + 1 < len(executed) and executed[at + 1].action.kind == "R" and first[at + 1] == last[at]
+            sizes["begun"] = begun[at] - _taken_at_once(execution.content)
+            sizes["ended"] = ended[at] - (_taken_at_once(executed[at + 1].content) if receives else 0)
+        most |= {(chunk, name): max(most[chunk, name], size) for name, size in sizes.items()}
+    return most
 
 
 def _by_kind(held: Held, simulation: Simulation) -> StageMemory:
@@ -181,49 +184,6 @@ def _by_kind(held: Held, simulation: Simulation) -> StageMemory:
     return replace(held.beside, activations=kept, recomputed=again)
 
 
-class _Passes:
-    def __init__(self, executed: tuple[Executed, ...], curve: MemoryCurve) -> None:
-        times_s, self._bytes = np.array(curve.times_s), np.array([*curve.bytes, 0])
-        self._executed = executed
-        self._numbers: dict[tuple[str, int], list[int]] = {}
-        for number, execution in enumerate(executed):
-            self._numbers.setdefault((execution.action.kind, execution.action.chunk), []).append(number)
-        self._first = np.searchsorted(times_s, [execution.start_s for execution in executed], "right") - 1
-        self._last = np.searchsorted(times_s, [execution.end_s for execution in executed], "right") - 1
-
-    def during(self, kinds: str, chunk: int) -> int:
-        which = self._which(kinds, chunk)
-        ranges = np.column_stack([self._first[which], self._last[which] + 1]).ravel()
-        return int(np.maximum.reduceat(self._bytes, ranges).reshape(-1, 2)[:, 0].max()) if which else 0
-
-    def between(self) -> int:
-        running = np.zeros(len(self._bytes))
-        np.add.at(running, self._first, 1)
-        np.add.at(running, self._last + 1, -1)
-        return int(self._bytes[np.cumsum(running) == 0].max())
-
-    def behind_backward(self, chunk: int) -> int:
-        """Without recomputed bytes of a receive that starts when the backward ends."""
-        which = self._which("B", chunk)
-        return int((self._bytes[self._last[which]] - [self._taken_by_receive(number + 1) for number in which]).max())
-
-    def before_backward(self, chunk: int) -> int:
-        """Without bytes that the backward allocates at its start."""
-        which = self._which("B", chunk)
-        taken = [_taken_at_once(self._executed[number].content) for number in which]
-        return int((self._bytes[self._first[which]] - taken).max())
-
-    def _taken_by_receive(self, number: int) -> int:
-        """Bytes that an action allocates at its start, if it is a receive and starts when the one before ends; else 0."""
-        if number == len(self._executed) or self._executed[number].action.kind != "R":
-            return 0
-        at_once = self._first[number] == self._last[number - 1]
-        return _taken_at_once(self._executed[number].content) if at_once else 0
-
-    def _which(self, kinds: str, chunk: int) -> list[int]:
-        return [number for kind in kinds for number in self._numbers.get((kind, chunk), ())]
-
-
 def _taken_at_once(content: TimedPass) -> int:
     return sum(change for _, change in takewhile(lambda event: event[0] == 0, content.memory))
 
@@ -234,16 +194,6 @@ def _at_updates(simulation: Simulation, stage: int) -> int:
     curve = simulation.memory(stage)
     begins = np.searchsorted(curve.times_s, [update.arrived_s for update in simulation.updates[stage]], "right") - 1
     return int(np.array(curve.bytes)[begins].max())
-
-
-def _over(job: Job, held: Held) -> Iterator[Problem]:
-    todo = "report it with the job (or the launch), the cluster and the budget"
-    if bounded_by_device(job) and (excess := held.device_bytes - job.memory_budget_bytes) > 0:
-        held_in_words = f"{format_bytes(held.device_bytes)} on the device, {format_bytes(excess)} too much"
-        yield Problem(held.where, held_in_words, f"at most {format_bytes(job.memory_budget_bytes)}", todo)
-    if job.budget.activation_mib is not None and (excess := held.layers_bytes - int(job.budget.activation_mib * MIB)) > 0:
-        held_in_words = f"{format_bytes(held.layers_bytes)} held by the layers, {format_bytes(excess)} too much"
-        yield Problem(held.where, held_in_words, f"at most {job.budget.activation_mib:g} MiB", todo)
 
 
 def with_lengths(plan: Plan, job: Job, profile: Profile, step_s: float) -> Plan:

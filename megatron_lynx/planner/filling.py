@@ -18,7 +18,6 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -46,6 +45,8 @@ from megatron_lynx.rehearsal import treated_halves
 from megatron_lynx.simulator.simulation import Executed, Simulation
 from megatron_lynx.timetable import Timetable
 from megatron_lynx.units import MIB
+
+PASS_NAMES = {"fwd": "forward", "bwd": "backward"}
 
 PIECES = (2, 4)
 """Numbers of pieces that are tried. Four fill every wait; more are GEMMs of less efficiency."""
@@ -95,54 +96,41 @@ class Rooms:
         """Waits of each layer, without exchanges that take no time."""
         timetable = Timetable([tuple(planned_halves(self.entry, self.plan.model.sections_of))], layout_of(self.plan))
         halves = {half.planned.key: half for half in treated_halves(self.entry, timetable.chunks[0], self.prices)}
-        passes = [timetable.backward(0), *([timetable.forward(0)] if self.forwards else [])]
-        waits_of_layers: dict[int, dict[WindowAddress, Wait]] = {}
-        waits = (
-            (timed_pass, wait) for timed_pass in passes for half in timed_pass.halves for wait in half.waits if not wait.over
-        )
-        for through, at in ((timed_pass, wait.window) for timed_pass, wait in waits):
-            assert isinstance(at, WindowAddress)
-            section = halves[at.frame].section
-            seconds = self.prices.windows_s(at.passing, section, section.linears)[at.ordinal]
-            if seconds or not section.exchanges:
-                filled_s = sum(halves[task.half].part(task).seconds for task in through.at("in", at) if task.do == "recompute")
-                name = window_name(at.passing, at.half, at.ordinal)
-                waits_of_layers.setdefault(at.layer, {})[at] = Wait(name, seconds, filled_s)
-        return waits_of_layers
+        waits: dict[int, dict[WindowAddress, Wait]] = {}
+        for through in (timetable.backward(0), *([timetable.forward(0)] if self.forwards else [])):
+            for at in (wait.window for half in through.halves for wait in half.waits if not wait.over):
+                assert isinstance(at, WindowAddress)
+                section = halves[at.frame].section
+                seconds = self.prices.windows_s(at.passing, section, section.linears)[at.ordinal]
+                if seconds or not section.exchanges:
+                    recomputed = (halves[task.half].part(task) for task in through.at("in", at) if task.do == "recompute")
+                    name, filled_s = window_name(at.passing, at.half, at.ordinal), sum(part.seconds for part in recomputed)
+                    waits.setdefault(at.layer, {})[at] = Wait(name, seconds, filled_s)
+        return waits
 
     def _linear(self, layer: int, section: Section, name: str) -> Linear:
-        waits, sliced = list(self._by_layer.get(layer, ())), self.prices.profile.shape.sequence_parallel
-        waits_of_half = [at for at, wait in enumerate(waits) if wait.passing == "bwd" and wait.half == section.half]
+        """Its places: waits of its layer's backward behind it, then those before it in the layer below, then those of the next
+        forward, for which it waits longer than for any other."""
+        sliced, waits = self.prices.profile.shape.sequence_parallel, list(self._by_layer.get(layer, ()))
+        own = [at for at in waits if at.passing == "bwd"]
         hides = section.beside_wgrad(name, sliced)
-        beside = next((at for at in waits_of_half if waits[at].ordinal == hides), None)
-        puts = tuple(self._puts(layer, waits, self._first(waits, section, name)))
-        return Linear(name, self.cost(name).bytes, beside, puts, self._cuts(name))
+        beside = next((place for place, at in enumerate(own) if (at.half, at.ordinal) == (section.half, hides)), None)
+        behind = HALVES.index(section.half), -section.behind_wgrad(name, sliced) - (hides is not None)
+        first = sum((HALVES.index(at.half), -at.ordinal) > behind for at in own)
+        below = self._by_layer.get(layer - 1, ())
+        names = [window_name(at.passing, at.half, at.ordinal) for at in waits]
+        puts = [Put(place, names[place], place - first) for place in range(first, len(own))]
+        for place, at in enumerate(own[:first]):
+            if at._replace(layer=layer - 1) in below:
+                puts.append(Put(place, window_name("bwd", at.half, at.ordinal, -1), place + len(own) - first))
+        puts += [Put(place, names[place], 2 * len(waits)) for place in range(len(own), len(waits))]
+        return Linear(name, beside, tuple(puts), self._cuts(name))
 
     @once
     def _cuts(self, linear: str) -> tuple[tuple[float, ...], ...]:
         cost = self.cost(linear)
         numbers = [1, *(pieces for pieces in PIECES if pieces <= cost.most_pieces)]
         return tuple(tuple(piece.seconds for piece in cost.cut(pieces)) for pieces in numbers)
-
-    def _first(self, waits: list[WindowAddress], section: Section, name: str) -> int:
-        """Index of the first wait of the layer's backward after which this weight gradient could run; their number if there is
-        none."""
-        sliced = self.prices.profile.shape.sequence_parallel
-        least = section.behind_wgrad(name, sliced) + (section.beside_wgrad(name, sliced) is not None)
-        over, backward = HALVES[HALVES.index(section.half) + 1 :], (wait for wait in waits if wait.passing == "bwd")
-        return sum(wait.half in over or (wait.half == section.half and wait.ordinal < least) for wait in backward)
-
-    def _puts(self, layer: int, waits: list[WindowAddress], first: int) -> Iterator[Put]:
-        """Yield waits in which a weight gradient of this layer may run: from index `first` on, then earlier ones in the layer
-        below."""
-        backward, below = sum(wait.passing == "bwd" for wait in waits), self._by_layer.get(layer - 1, ())
-        for at, wait in enumerate(waits):
-            if wait.passing == "fwd":
-                yield Put(at, window_name("fwd", wait.half, wait.ordinal), 2 * len(waits))  # longer than in any backward
-            elif at >= first:
-                yield Put(at, window_name("bwd", wait.half, wait.ordinal), at - first)
-            elif wait._replace(layer=layer - 1) in below:
-                yield Put(at, window_name("bwd", wait.half, wait.ordinal, -1), at + backward - first)
 
     @cached_property
     def _section_of(self) -> dict[str, Section]:
@@ -167,89 +155,69 @@ class Slack:
             └── an entry may wait here ──┘                                 moment between them
     """
 
-    def __init__(
-        self, simulation: Simulation, entry: Stage, first_layers: Sequence[int], budget_bytes: int, *, drains: bool = False
-    ) -> None:
-        """`first_layers`: of all chunks of the stage. `budget_bytes`: of the stage's layers. `drains`: of its first backward in
-        cool-down, or else its last."""
-        followed = None if drains else next_forward(simulation, entry.stage, entry.chunk)
-        backward, behind = followed or _alone(simulation, entry, drains=drains)
+    def __init__(self, plan: Plan, entry: Stage, simulation: Simulation, budget_bytes: int, *, drains: bool = False) -> None:
+        """`budget_bytes`: of the stage's layers. `drains`: of the chunk's first backward in cool-down, or else its last."""
+        backward, behind = _waiting_behind(simulation, entry, drains=drains)
         curve = simulation.memory(entry.stage)
-        self._moved = first_layers[behind.action.chunk] - entry.layers.first
         first, end = bisect_right(curve.times_s, backward.start_s) - 1, bisect_right(curve.times_s, behind.end_s)
-        self.sent_s, self.end_s = backward.end_s, behind.end_s
+        self.followed, self._end_s = behind is not backward, behind.end_s
         self._times_s = list(curve.times_s[first:end])
-        self._left = budget_bytes - np.array(curve.bytes[first:end], dtype=np.int64)
-        self._taken = np.zeros_like(self._left)
-        self._halves: dict[tuple[str, FrameKey], tuple[float, float]] = {}
-        self._windows: dict[str, float] = {}
+        self._free = budget_bytes - np.array(curve.bytes[first:end], dtype=np.int64)
+        self._left = self._free.copy()
+        self._moved = plan.chunks_of(entry.stage)[behind.action.chunk].layers.first - entry.layers.first
+        self._spans: dict[object, tuple[float, float]] = {}
         for execution in (backward, behind):
-            self._enter(execution)
-
-    def _enter(self, execution: Executed) -> None:
-        for span in execution.content.spans:
-            start_s, end_s = execution.start_s + span.start_s, execution.start_s + span.end_s
-            if span.kind == "window":
-                self._windows[span.name] = start_s
-            elif span.layer is not None and span.half is not None:
-                self._halves[span.kind, (span.layer, span.half)] = start_s, end_s  # type: ignore[index]
+            for span in execution.content.spans:
+                what = span.name if span.kind == "window" else (span.kind, span.layer, span.half)
+                self._spans[what] = execution.start_s + span.start_s, execution.start_s + span.end_s
 
     def begins_s(self, half: FrameKey) -> float:
-        return self._halves["backward", half][0]
+        return self._spans[("backward", *half)][0]
 
     def opens_s(self, window: Window) -> float:
         """Time at which a wait is reached; the end of its half if it takes no time."""
         if not isinstance(window, WindowAddress):
-            return self.end_s
-        if window.passing == "bwd":
-            return self._windows.get(str(window), self._halves["backward", window.frame][1])
-        window = window._replace(layer=window.layer + self._moved)  # the forward may be another chunk's
-        return self._windows.get(str(window), self._halves.get(("forward", window.frame), (0.0, self.end_s))[1])
+            return self._end_s
+        if window.passing == "fwd":  # may be another chunk's
+            window = window._replace(layer=window.layer + self._moved)
+        _, half_end_s = self._spans.get((PASS_NAMES[window.passing], *window.frame), (0.0, self._end_s))
+        return self._spans.get(str(window), (half_end_s,))[0]
 
     def takes(self, claims: Sequence[Claim]) -> bool:
         """Take the bytes of all claims if they fit together; return whether they do."""
-        for number, (size_bytes, from_s, until_s) in enumerate(claims):
-            if self._left[self._between(from_s, until_s)].min(initial=size_bytes) < size_bytes:
-                self.gives_back(claims[:number])
-                return False
-            self._take(size_bytes, from_s, until_s)
-        return True
+        self._take(claims)
+        if all(self._left[self._between(claim)].min(initial=0) >= 0 for claim in claims):
+            return True
+        self.gives_back(claims)
+        return False
 
     def gives_back(self, claims: Sequence[Claim]) -> None:
-        for size_bytes, from_s, until_s in claims:
-            self._take(-size_bytes, from_s, until_s)
+        self._take([claim._replace(bytes=-claim.bytes) for claim in claims])
 
     @property
     def most_taken_bytes(self) -> int:
-        return int(self._taken.max(initial=0))
+        return int((self._free - self._left).max(initial=0))
 
-    def _take(self, size_bytes: int, from_s: float, until_s: float) -> None:
-        chosen = self._between(from_s, until_s)
-        self._left[chosen] -= size_bytes
-        self._taken[chosen] += size_bytes
+    def _take(self, claims: Sequence[Claim]) -> None:
+        for claim in claims:
+            self._left[self._between(claim)] -= claim.bytes
 
-    def _between(self, from_s: float, until_s: float) -> slice:
-        return slice(max(0, bisect_right(self._times_s, from_s) - 1), bisect_right(self._times_s, until_s))
-
-
-def next_forward(simulation: Simulation, stage: int, chunk: int) -> tuple[Executed, Executed] | None:
-    """Return a backward of a chunk that is followed by a forward of any chunk, with that forward; None if there is none."""
-    passes = [execution for execution in simulation.executed[stage] if execution.action.is_pass]
-    kinds = ("B", chunk), "F"
-    pairs = [pair for pair in pairwise(passes) if (pair[0].action[1:], pair[1].action.kind) == kinds]
-    return pairs[len(pairs) // 2] if pairs else None
+    def _between(self, claim: Claim) -> slice:
+        return slice(max(0, bisect_right(self._times_s, claim.from_s) - 1), bisect_right(self._times_s, claim.until_s))
 
 
-def _alone(simulation: Simulation, entry: Stage, *, drains: bool) -> tuple[Executed, Executed]:
-    """The first backward of a chunk that no forward follows. `drains`: in cool-down, or the last one."""
-    backwards = [
-        execution
-        for execution in simulation.holding(entry.stage)
-        if execution.action.kind == "B" and execution.action.chunk == entry.chunk
-    ]
-    in_cooldown = (execution for execution in backwards if execution.phase == "cooldown")
-    backward = next(in_cooldown, backwards[-1]) if drains else backwards[0]
-    return backward, backward
+def _waiting_behind(simulation: Simulation, entry: Stage, *, drains: bool) -> tuple[Executed, Executed]:
+    """Return a backward of a chunk, and the last pass in which its weight gradients may run: a forward of any chunk that follows
+    it, or itself."""
+    passes = [execution for execution in simulation.executed[entry.stage] if execution.action.is_pass]
+    backwards = [at for at, execution in enumerate(passes) if execution.action[1:] == ("B", entry.chunk)]
+    followed = [at for at in backwards if at + 1 < len(passes) and passes[at + 1].action.kind == "F"]
+    if followed and not drains:
+        at = followed[len(followed) // 2]
+        return passes[at], passes[at + 1]
+    cooldown = [at for at in backwards if passes[at].phase == "cooldown"] or backwards[-1:]
+    alone = passes[(cooldown if drains else backwards)[0]]
+    return alone, alone
 
 
 Waits = Mapping[str, tuple[str, ...]]
@@ -272,7 +240,8 @@ class Filler:
         """
         entries = []
         for number, entry in enumerate(self.plan.stages):
-            rooms, slack = self._rooms(number, forwards), self._slack(entry, budgets)
+            slack = Slack(self.plan, entry, self.simulation, budgets[entry.stage])
+            rooms = self._rooms(number, forwards and slack.followed)
             receives = self.job.chunks == 1 and cooldown_backwards(self.job, entry.stage) > 0
             entries.append(_deferring(rooms, slack, self._best(rooms, slack, pieces), receives=receives))
         return self.plan.model_copy(update={"stages": tuple(entries)})
@@ -286,20 +255,17 @@ class Filler:
         entries = []
         for number, entry in enumerate(self.plan.stages):
             if entry.stage or entry.chunk:
-                rooms, slack = self._rooms(number, False), self._slack(entry, budgets, drains=True)
+                rooms, slack = (
+                    self._rooms(number, False),
+                    Slack(self.plan, entry, self.simulation, budgets[entry.stage], drains=True),
+                )
                 entry = _deferring(rooms, slack, _sent_first(rooms, slack))
             entries.append(entry)
         return self.plan.model_copy(update={"stages": tuple(entries)})
 
     @once
     def _rooms(self, number: int, forwards: bool) -> Rooms:
-        entry = self.plan.stages[number]
-        followed = forwards and next_forward(self.simulation, entry.stage, entry.chunk) is not None
-        return Rooms(self.plan, entry, self.prices, followed, not self.job.model.experts_whole)
-
-    def _slack(self, entry: Stage, budgets: Sequence[int], *, drains: bool = False) -> Slack:
-        first_layers = [chunk.layers.first for chunk in self.plan.chunks_of(entry.stage)]
-        return Slack(self.simulation, entry, first_layers, budgets[entry.stage], drains=drains)
+        return Rooms(self.plan, self.plan.stages[number], self.prices, forwards, not self.job.model.experts_whole)
 
     def _best(self, rooms: Rooms, slack: Slack, pieces: bool) -> dict[int, Waits]:
         """Return the waits of each layer's weight gradients: first those without forwards, then what gains most per byte."""
@@ -318,8 +284,7 @@ class Filler:
             return True
 
         for layer, (first, *_) in ways.items():
-            if not choose(layer, first):
-                any(choose(layer, part) for part in _parts(rooms.linears(layer), first))
+            any(choose(layer, way) for way in (first, *_parts(rooms.linears(layer), first)))
         gains = [
             ((first.seconds - other.seconds) / _in_forwards_bytes(rooms, other), -layer, other)
             for layer, (first, *others) in ways.items()
@@ -360,15 +325,14 @@ def _sent_first(rooms: Rooms, slack: Slack) -> dict[int, Waits]:
     """
     sent: dict[int, Waits] = {layer: {} for layer in rooms.entry.layers}
     for layers in sorted((part for rule in rooms.entry.rules for part in rule.parts), key=lambda part: part.first):
-        delayed = rooms.entry.rule_for(layers.first).weight_gradients
         sections = rooms.plan.model.sections_of(layers.first)
         of_experts = {item.name for half in sections for item in half.items if item.of_experts}
-        for linear in reversed(rooms.linears(layers.first)):
-            if linear.name in delayed or linear.name in of_experts:
+        for name in (linear.name for linear in reversed(rooms.linears(layers.first))):
+            first: Waits = {name: (SEND_BACKWARD,)}
+            if name in rooms.entry.rule_for(layers.first).weight_gradients or name in of_experts:
                 continue
-            begins_s = (slack.begins_s((layer, rooms.half_of(linear.name))) for layer in layers)
-            if slack.takes([Claim(linear.bytes, begin_s, slack.sent_s) for begin_s in begins_s]):
-                sent |= {layer: {**sent[layer], linear.name: (SEND_BACKWARD,)} for layer in layers}
+            if slack.takes([claim for layer in layers for claim in _claims(rooms, slack, layer, first)]):
+                sent |= {layer: {**sent[layer], **first} for layer in layers}
     return sent
 
 

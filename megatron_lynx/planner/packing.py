@@ -53,7 +53,6 @@ class Put(NamedTuple):
 
 class Linear(NamedTuple):
     name: str
-    bytes: int
     beside: int | None
     """Index of the wait that its weight gradient hides if not deferred. Pieces may run there."""
     places: tuple[Put, ...]
