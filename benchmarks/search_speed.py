@@ -56,7 +56,7 @@ def row(what: str, rounds: int, gpus: int, batch: int, model: str = "gpt-175b", 
     assert found is not None, "at least one round"
     best = found.candidates[0]
     processor_s, clock_s = (statistics.median(each) for each in zip(*took, strict=True))
-    return Row(what, gpus, batch, found.considered, processor_s, clock_s, in_words(best.job), best.step_s, best.mfu)
+    return Row(what, gpus, batch, found.considered, processor_s, clock_s, in_words(best.job), best.step_s, best.as_json["mfu"])
 
 
 def rows(rounds: int) -> Iterator[Row]:

@@ -16,7 +16,7 @@ from megatron_lynx.cost.budget import BetweenSteps, between_steps, shortages
 from megatron_lynx.cost.host import HostReport
 from megatron_lynx.cost.host_optimizer import OnHost, host_shortage
 from megatron_lynx.cost.moments import StageMemory
-from megatron_lynx.cost.parameters import mfu
+from megatron_lynx.cost.parameters import throughput
 from megatron_lynx.cost.step import StepRange
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, Infeasible, Problem
@@ -87,17 +87,8 @@ class Estimate:
         }
 
     @property
-    def tokens_per_s(self) -> float | None:
-        return None if self.step is None else self.job.batch.global_ * self.job.model.seq / self.step.most_s
-
-    @property
-    def mfu(self) -> float | None:
-        """Utilisation of the peak of the model's dtype, also with FP8; causal attention counts half."""
-        if self.tokens_per_s is None or self.job.cluster.matmul is None:
-            return None
-        return mfu(
-            self.job.model, self.tokens_per_s, self.job.gpus * self.job.cluster.matmul.peak_flop_per_s(self.job.model.dtype)
-        )
+    def throughput(self) -> dict[str, float | None]:
+        return {"tokens_per_s": None, "mfu": None} if self.step is None else throughput(self.job, self.step.most_s)
 
     @property
     def fits(self) -> bool:
@@ -142,8 +133,7 @@ class Estimate:
             **({} if self.on_host is None else {"optimizer_on_host": self.on_host.as_json}),
             **step,
             "step_parts_s": self.step_parts_s,
-            "tokens_per_s": self.tokens_per_s,
-            "mfu": self.mfu,
+            **self.throughput,
             "host_time": None if self.host is None else self.host.as_json,
             **launch,
         }
@@ -175,15 +165,8 @@ def _of_stock(job: Job, costs: Profile | None, setting: StockSetting) -> Estimat
         memory = memory_of_stages(job, setting)
         return Estimate(job, 0.0, memory, tuple(shortages(job, enumerate(memory))), costs)
     price = priced(job, costs, setting)
-    return Estimate(
-        job,
-        0.0,
-        price.stages,
-        shortages=(*shortages(job, enumerate(price.stages)), *filter(None, [host_shortage(job, price.host_bytes)])),
-        costs=costs,
-        step=price.step.plus(update_s(job, costs)),
-        simulation=price.simulation,
-    )
+    short = (*shortages(job, enumerate(price.stages)), *filter(None, [host_shortage(job, price.host_bytes)]))
+    return Estimate(job, 0.0, price.stages, short, costs, price.step.plus(update_s(job, costs)), price.simulation)
 
 
 def _planned(job: Job, costs: Profile | None) -> Estimate:
@@ -192,20 +175,12 @@ def _planned(job: Job, costs: Profile | None) -> Estimate:
         needed = "figures of the cluster, or a profile"
         todo = "what a plan decides depends on seconds: megatron-lynx profile"
         raise ConfigError("this job cannot be estimated", [Problem("job: policy", job.policy, needed, todo)])
+    short: tuple[Problem, ...] = ()
     try:
-        decision = decide(job, costs) if job.policy == "planned" else fastest_decision(job, costs)
-        shortages: tuple[Problem, ...] = ()
+        made = decide(job, costs) if job.policy == "planned" else fastest_decision(job, costs)
     except Infeasible as error:
-        decision, shortages = leanest(with_least_memory(job), costs), error.problems
-    return Estimate(
-        decision.job,
-        decision.offload_ratio,
-        decision.memory,
-        shortages,
-        costs=costs,
-        step=decision.step,
-        simulation=decision.simulation,
-    )
+        made, short = leanest(with_least_memory(job), costs), error.problems
+    return Estimate(made.job, made.offload_ratio, made.memory, short, costs, made.step, made.simulation)
 
 
 def _costs(job: Job, profile: Profile | None) -> Profile | None:

@@ -31,7 +31,7 @@ from megatron_lynx.planner.checks import check_plannable
 from megatron_lynx.planner.decision import plannable
 from megatron_lynx.planner.left_open import QUARTERS
 from megatron_lynx.planner.nearest import Changes, decide, fewest_changes, in_words, with_changes
-from megatron_lynx.planner.variants import EQUAL, Variants
+from megatron_lynx.planner.variants import Variants
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.units import GIB, format_seconds
@@ -78,7 +78,7 @@ class Answer:
         if less is None or less.step.expected_s > (1 + WORTH) * best.step.expected_s:
             return best
         rival_s = best.step.expected_s if self.stock is None else max(self.stock.row.expected_s, best.step.expected_s)
-        slower = self.stock is not None and less.step.expected_s > (1 + EQUAL) * rival_s
+        slower = self.stock is not None and less.step.expected_s > rival_s
         return best if slower else less
 
     @property
@@ -213,7 +213,7 @@ def _within_today(variants: Variants, launch: Launch, plan: Decision | None) -> 
     if launch.row is None or not launch.written or (plan is not None and plan.memory_bytes <= launch.row.memory_bytes):
         return None
     budget = {"memory_gib": launch.row.memory_bytes / GIB, "activation_mib": None}
-    return variants.fastest_in(variants.job.budget.model_copy(update=budget))
+    return variants.fastest(budget=variants.job.budget.model_copy(update=budget))
 
 
 TIMES_AS_MANY = (2, 4, 8)

@@ -96,7 +96,8 @@ def show_estimate(answer: Estimate) -> None:
         show_lines(answer.between.in_words)
     if answer.on_host is not None:
         show_lines(answer.on_host.in_words)
-    if answer.step is not None and answer.tokens_per_s is not None and answer.mfu is not None:
+    tokens_per_s, mfu = answer.throughput.values()
+    if answer.step is not None and tokens_per_s is not None and mfu is not None:
         parts_s = answer.step_parts_s or {}
         spent = ", ".join(f"{name.removesuffix('_s')} {format_seconds(value)}" for name, value in parts_s.items())
         show_lines(f"step {format_seconds(answer.step.most_s)}: {spent}")
@@ -104,7 +105,7 @@ def show_estimate(answer: Estimate) -> None:
             overlap = "userbuffers" if answer.job.userbuffers else "overlapped exchanges"
             show_lines(f"{overlap} may hide more than that: step {format_seconds(answer.step.least_s)} at best")
         peak = f" of the {answer.job.model.dtype} peak" if answer.job.model.fp8 is not None else ""
-        show_lines(f"{answer.tokens_per_s:.0f} tokens/s, MFU {answer.mfu:.1%}{peak} (causal attention counted half)")
+        show_lines(f"{tokens_per_s:.0f} tokens/s, MFU {mfu:.1%}{peak} (causal attention counted half)")
     if answer.host is not None:
         show_lines(*answer.host.lines)
     if answer.job.schedule == "double_buffered":

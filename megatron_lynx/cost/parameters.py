@@ -373,3 +373,13 @@ def flops_per_token(model: Model, convention: Convention = "causal") -> int:
 def mfu(model: Model, tokens_per_s: float, peak_flop_per_s: float, convention: Convention = "causal") -> float:
     """Return the model FLOPs utilisation; `tokens_per_s` and `peak_flop_per_s` of the same number of devices."""
     return tokens_per_s * flops_per_token(model, convention) / peak_flop_per_s
+
+
+def throughput(job: Job, step_s: float) -> dict[str, float | None]:
+    """Return tokens per second, and the MFU of the model's dtype, also with FP8; the MFU is None on an undescribed cluster."""
+    tokens_per_s, matmul = job.batch.global_ * job.model.seq / step_s, job.cluster.matmul
+    peak_flop_per_s = None if matmul is None else job.gpus * matmul.peak_flop_per_s(job.model.dtype)
+    return {
+        "tokens_per_s": tokens_per_s,
+        "mfu": None if peak_flop_per_s is None else mfu(job.model, tokens_per_s, peak_flop_per_s),
+    }

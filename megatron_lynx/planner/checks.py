@@ -25,6 +25,14 @@ def check_plannable(job: Job) -> None:
         raise ConfigError("no plan can do what this job asks for yet", problems)
 
 
+def is_plannable(job: Job) -> bool:
+    try:
+        check_plannable(job)
+    except ConfigError:
+        return False
+    return True
+
+
 def _limits(job: Job) -> Iterator[Problem]:
     """Yield problems beside those of a plan (`plan.features`). CPU ranks have a stand-in for the core attention."""
     model, parallel, experts = job.model, job.parallel, job.model.experts

@@ -8,26 +8,24 @@ faster than every other plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from math import inf
-from types import MappingProxyType
 
-from megatron_lynx.config.job import Budget, Job
+from megatron_lynx.config.job import Job
 from megatron_lynx.cost.step import StepRange
 from megatron_lynx.errors import LynxError
 from megatron_lynx.once import once
-from megatron_lynx.planner.checks import check_plannable
+from megatron_lynx.planner.checks import is_plannable
 from megatron_lynx.planner.decision import Decision, fastest_decision
 from megatron_lynx.planner.left_open import endless, with_exchanges
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.stock.legality import Facts, offered
 from megatron_lynx.stock.setting import StockSetting
-
-EQUAL = 1e-3
-"""Relative gain below which no flag is changed."""
+from megatron_lynx.units import SECOND_DIGITS
 
 WORTH_COPIES = 0.02
 """Relative gain from which copies to the host are recommended."""
@@ -39,17 +37,12 @@ def fastest(plans: Sequence[Decision], rival_s: float | None = None) -> Decision
     """Return the plan with the shortest longest step, which is certain; if stock's best is faster, the one with the shortest
     middle.
 
-    `rival_s`: middle of stock's best. The first of plans within `EQUAL` is taken, as later ones change more flags.
+    `rival_s`: middle of stock's best. Of equal plans the first is taken, as later ones change more flags.
     """
-    certain = _first_of_fastest(plans, lambda plan: plan.step.most_s)
-    if certain is None or rival_s is None or certain.step.expected_s <= (1 + EQUAL) * rival_s:
+    certain = min(plans, key=lambda plan: round(plan.step.most_s, SECOND_DIGITS), default=None)
+    if certain is None or rival_s is None or certain.step.expected_s <= rival_s:
         return certain
-    return _first_of_fastest(plans, lambda plan: plan.step.expected_s)
-
-
-def _first_of_fastest(plans: Sequence[Decision], seconds: Callable[[Decision], float]) -> Decision | None:
-    least_s = min(map(seconds, plans), default=0.0)
-    return next((plan for plan in plans if seconds(plan) <= (1 + EQUAL) * least_s), None)
+    return min(plans, key=lambda plan: round(plan.step.expected_s, SECOND_DIGITS))
 
 
 @dataclass(frozen=True)
@@ -61,33 +54,21 @@ class Variants:
     release: str | None
 
     def fastest(self, rival_s: float | None = None, **changes: object) -> Decision | None:
-        """Plan the variants with these fields of the job changed, and choose as `fastest` does; None if no plan fits."""
-        return _chosen(self._planned(changes) if changes else self._plans, rival_s)
+        """Plan the variants with these fields of the job changed, and choose as `fastest` does; None if no plan fits.
 
-    def fastest_in(self, budget: Budget) -> Decision | None:
-        """The fastest in less memory than the job's. Variants are never faster there than in the job's."""
-        return _chosen(self._planned({"budget": budget}, self._plans), None)
-
-    @cached_property
-    def _plans(self) -> Mapping[int, Decision]:
-        return self._planned({})
-
-    def _planned(
-        self, changes: Mapping[str, object], in_more: Mapping[int, Decision] = MappingProxyType({})
-    ) -> Mapping[int, Decision]:
-        """Plans by the variant's number. Variants with the most changed flags, the fastest if they fit, are planned first; those
-        that cannot win are not. `in_more`: their plans in more memory."""
-        plans: dict[int, Decision] = {}
-        for place, job in reversed([*enumerate(self._jobs)]):
-            if plans and _is_slower(in_more[place].step if place in in_more else self._endless(place), plans.values()):
-                continue
-            with suppress(LynxError):
-                plans[place] = fastest_decision(job.model_copy(update=dict(changes)), self.profile)
-        return plans
+        Variants with the most changed flags, the fastest if they fit, are planned first; those that are slower even in endless
+        memory are not.
+        """
+        plans: list[Decision] = []
+        for job in reversed(self._jobs):
+            if not plans or _may_win(self._endless(job), plans):
+                with suppress(LynxError):
+                    plans.insert(0, fastest_decision(job.model_copy(update=changes), self.profile))
+        return fastest(plans, rival_s)
 
     def may_take(self, seconds: float) -> bool:
         """Whether a plan may have a shorter step than this, however much memory there is."""
-        return any(self._endless(place).expected_s < seconds for place in range(len(self._jobs)))
+        return any(self._endless(job).expected_s < seconds for job in self._jobs)
 
     def fastest_with_copies(self, without: Decision | None, rival_s: float | None = None) -> Decision | None:
         """Return the fastest plan that offloads activations if it gains `WORTH_COPIES` over the fastest `without`, or anything
@@ -106,33 +87,23 @@ class Variants:
         return (self.job,) if self.release is None else tuple(variants(self.job, self.release))
 
     @once
-    def _endless(self, place: int) -> StepRange:
+    def _endless(self, job: Job) -> StepRange:
         """A variant's step in endless memory, infinite if it has no plan. In less, only heuristics may find a faster one."""
         try:
-            return fastest_decision(endless(self._jobs[place]), self.profile).step
+            return fastest_decision(endless(job), self.profile).step
         except LynxError:
             return StepRange.known(inf)
 
 
-def _is_slower(step: StepRange, plans: Collection[Decision]) -> bool:
-    """Whether a step takes longer than the best of these plans', at its longest and in its middle."""
-    expected_s, most_s = (min(plan.step.expected_s for plan in plans), min(plan.step.most_s for plan in plans))
-    return step.expected_s > (1 + EQUAL) * expected_s and step.most_s > (1 + EQUAL) * most_s
-
-
-def _chosen(plans: Mapping[int, Decision], rival_s: float | None) -> Decision | None:
-    return fastest([plans[place] for place in sorted(plans)], rival_s)
+def _may_win(step: StepRange, plans: Sequence[Decision]) -> bool:
+    """Whether a step is as short as the best of these plans', at its longest or in its middle."""
+    shortest_s = min(plan.step.expected_s for plan in plans), min(plan.step.most_s for plan in plans)
+    return step.expected_s <= shortest_s[0] or step.most_s <= shortest_s[1]
 
 
 def variants(job: Job, release: str) -> Iterator[Job]:
     """Yield the job, then it with other flags that Megatron accepts and plans can express."""
-    yield job
-    for other in _with_other_flags(job, Facts.of(job, release)):
-        try:
-            check_plannable(other)
-        except LynxError:
-            continue
-        yield other
+    return chain([job], filter(is_plannable, _with_other_flags(job, Facts.of(job, release))))
 
 
 def _with_other_flags(job: Job, facts: Facts) -> Iterator[Job]:

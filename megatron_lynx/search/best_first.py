@@ -26,13 +26,14 @@ from megatron_lynx.cost.communication import embedding_of
 from megatron_lynx.cost.ends import last_end_of
 from megatron_lynx.cost.host_optimizer import host_shortage
 from megatron_lynx.cost.moments import StageMemory
-from megatron_lynx.cost.parameters import mfu
+from megatron_lynx.cost.parameters import throughput
 from megatron_lynx.cost.stage import of_every_stage, stage_seconds
 from megatron_lynx.cost.stage_memory import always_bytes
 from megatron_lynx.cost.step import waited_messages
 from megatron_lynx.cost.update import update_s
-from megatron_lynx.errors import ConfigError, Infeasible
-from megatron_lynx.planner import Decision, check_plannable, fitting
+from megatron_lynx.errors import Infeasible
+from megatron_lynx.planner import Decision, fitting
+from megatron_lynx.planner.checks import is_plannable
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
@@ -62,17 +63,6 @@ class Candidate:
     """Of a plan, before weight gradients are placed."""
 
     @property
-    def tokens_per_s(self) -> float:
-        return self.job.batch.global_ * self.job.model.seq / self.step_s
-
-    @property
-    def mfu(self) -> float:
-        """Model FLOPs utilisation, in [0, 1]; causal attention counts half."""
-        matmul = self.job.cluster.matmul
-        assert matmul is not None, "an analytic profile was made of it"
-        return mfu(self.job.model, self.tokens_per_s, self.job.gpus * matmul.peak_flop_per_s(self.job.model.dtype))
-
-    @property
     def as_json(self) -> dict[str, Any]:
         return {
             "parallel": self.job.parallel.model_dump(mode="json", exclude_none=True),
@@ -81,8 +71,7 @@ class Candidate:
             "policy": self.job.policy,
             "offload_ratio": self.offload_ratio,
             "step_s": self.step_s,
-            "tokens_per_s": self.tokens_per_s,
-            "mfu": self.mfu,
+            **throughput(self.job, self.step_s),
             "memory_bytes": self.memory_bytes,
             "budget_bytes": self.job.memory_budget_bytes,
         }
@@ -256,7 +245,7 @@ class BestFirst:
         if always_bytes(jobs[0]) > jobs[0].memory_budget_bytes:
             return
         least_update_s = update_s(jobs[-1], self._cost(jobs[-1]).profile)  # more of it overlaps with larger micro-batches
-        takes_plans = self.space.takes_plans(jobs[0].parallel) and _is_plannable(jobs[0])
+        takes_plans = self.space.takes_plans(jobs[0].parallel) and is_plannable(jobs[0])
         for job, policy in product(jobs, self.policies):
             if policy != "planned" or takes_plans:
                 self._queue.append(self._floored(len(self._queue), job.model_copy(update={"policy": policy}), least_update_s))
@@ -277,10 +266,3 @@ class BestFirst:
         if key not in self._costs:
             self._costs[key] = LayerCost.of(job)
         return self._costs[key]
-
-
-def _is_plannable(job: Job) -> bool:
-    with suppress(ConfigError):
-        check_plannable(job)
-        return True
-    return False

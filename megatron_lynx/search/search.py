@@ -26,6 +26,7 @@ from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.cost.budget import most_beside_layers, shortages
 from megatron_lynx.cost.host_optimizer import host_shortage
 from megatron_lynx.cost.moments import StageMemory
+from megatron_lynx.cost.parameters import throughput
 from megatron_lynx.cost.stage_memory import always_bytes
 from megatron_lynx.errors import ConfigError, Infeasible, LynxError, Problem, suggestion
 from megatron_lynx.planner import check_plannable
@@ -174,7 +175,7 @@ def table(ranking: Ranking) -> WrappedTable:
 
 
 def _row(candidate: Candidate) -> dict[str, str]:
-    job, parallel = candidate.job, candidate.job.parallel
+    job, parallel, rates = candidate.job, candidate.job.parallel, throughput(candidate.job, candidate.step_s)
     return {
         **({} if job.model.experts is None else {"e": str(parallel.expert)}),
         "t": str(parallel.tensor),
@@ -187,8 +188,8 @@ def _row(candidate: Candidate) -> dict[str, str]:
         "policy": job.policy,
         "offload": f"{candidate.offload_ratio:g}",
         "step": format_seconds(candidate.step_s),
-        "tokens/s": f"{candidate.tokens_per_s:.0f}",
-        "MFU": f"{candidate.mfu:.1%}",
+        "tokens/s": f"{rates['tokens_per_s']:.0f}",
+        "MFU": f"{rates['mfu']:.1%}",
         "memory": format_bytes(candidate.memory_bytes),
         "budget": format_bytes(job.memory_budget_bytes),
     }
