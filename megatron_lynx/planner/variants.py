@@ -37,7 +37,7 @@ def fastest(plans: Sequence[Decision], rival_s: float | None = None) -> Decision
     """Return the plan with the shortest longest step, which is certain; if stock's best is faster, the one with the shortest
     middle.
 
-    `rival_s`: middle of stock's best. Of equal plans the first is taken, as later ones change more flags.
+    `rival_s`: middle of stock's best. The first of equal plans is taken, as later ones change more flags.
     """
     certain = min(plans, key=lambda plan: round(plan.step.most_s, SECOND_DIGITS), default=None)
     if certain is None or rival_s is None or certain.step.expected_s <= rival_s:

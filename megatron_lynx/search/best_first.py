@@ -60,7 +60,7 @@ class Candidate:
     memory_bytes: int
     """Bytes of the fullest stage."""
     decision: Decision | None = field(default=None, repr=False, compare=False)
-    """Of a plan, before weight gradients are placed."""
+    """A plan before weight gradients are placed."""
 
     @property
     def as_json(self) -> dict[str, Any]:
