@@ -109,7 +109,7 @@ class Rooms:
         return waits
 
     def _linear(self, layer: int, section: Section, name: str) -> Linear:
-        """Its places: waits of its layer's backward behind it, then those before it in the layer below, then those of the next
+        """Its places: waits of its layer's backward after it, then those before it in the layer below, then those of the next
         forward, for which it waits longer than for any other."""
         sliced, waits = self.prices.profile.shape.sequence_parallel, list(self._by_layer.get(layer, ()))
         own = [at for at in waits if at.passing == "bwd"]
