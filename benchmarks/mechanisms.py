@@ -91,7 +91,7 @@ MECHANISMS = (
     Mechanism(IN_PIECES, (), ((filling, "PIECES", ()),)),
     Mechanism(
         SENT_FIRST,
-        (filling.Filler.sending_first, filling._sent_first),
+        (filling.Filler.sending_first,),
         ((filling.Filler, "sending_first", lambda filler, budgets: filler.plan),),
     ),
     Mechanism(

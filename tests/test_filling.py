@@ -12,21 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.when_not import job_of, under
-from megatron_lynx.anatomy.address import is_forward
+from megatron_lynx.anatomy.address import SEND_BACKWARD, is_forward
 from megatron_lynx.config.job import Budget, Job
 from megatron_lynx.config.loader import job_path, load_job
 from megatron_lynx.config.parallel import Overlap
 from megatron_lynx.cost.section import weight_gradient
 from megatron_lynx.errors import Infeasible
+from megatron_lynx.plan.facts import LayerRange
 from megatron_lynx.plan.plan_file import dump_plan, load_plan
 from megatron_lynx.planner import decide
-from megatron_lynx.planner.filling import Claim, Filler, Slack, _waits
+from megatron_lynx.planner.filling import Filler, Filling, _waits
 from megatron_lynx.planner.packing import WORTH, Linear, Placed, Put, Wait, ways_of
 from megatron_lynx.planner.summary import summary
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.stock import NONE, priced
-from megatron_lynx.units import GIB
+from megatron_lynx.units import GIB, MIB
 from tests.config.jobs import catalogued_job
 from tests.profiler.made_up import made_up_profile
 from tests.stock.parts import memory_of_stages
@@ -101,15 +102,24 @@ def test_where_memory_does_not_bind_a_plan_is_faster_than_stock_without_recomput
 def test_memory_that_one_weight_gradient_takes_is_not_left_for_another():
     job = tiny_job("gpt", tensor=2)
     found = decide(job, made_up_profile(job))
-    entry, held = found.plan.stages[0], found.simulation.memory(0)
-    slack = Slack(found.plan, entry, found.simulation, held.peak_bytes + 10)
-    six, ten = (Claim(size_bytes, 0.0, held.times_s[-1]) for size_bytes in (6, 10))
-    assert not slack.takes([six, six])
-    assert slack.takes([six])
-    assert not slack.takes([six])
-    assert slack.most_taken_bytes == 6
-    slack.gives_back([six])
-    assert slack.takes([ten])
+    filler, (lowest, above) = found.filler, (LayerRange.of(range(layer, layer + 1)) for layer in (1, 2))
+    rooms, through, peak_bytes = (
+        filler._rooms(0, False),
+        filler._through(found.plan.stages[0]),
+        found.simulation.memory(0).peak_bytes,
+    )
+    one, two = (dict.fromkeys(linears, (SEND_BACKWARD,)) for linears in (("linear_fc1",), ("linear_fc1", "linear_fc2")))
+    without = Filling(rooms, found.simulation, through, peak_bytes)
+    ((between, size_bytes),) = without._claims(lowest, one)
+    filling = Filling(rooms, found.simulation, through, peak_bytes - int(without._left[between].min()) + size_bytes)
+    assert not filling.holds(lowest, two)
+    assert filling.holds(lowest, one)
+    assert not filling.holds(lowest, two)
+    assert not filling.holds(above, one)
+    bound = filling.entry().weight_gradients
+    assert bound.bytes == -(-2 * size_bytes // MIB) * MIB, "one more is there while it is put"
+    assert filling.holds(lowest, {})
+    assert filling.holds(lowest, one)
 
 
 def test_none_are_deferred_where_none_can_be():

@@ -17,7 +17,7 @@ from megatron_lynx.errors import Infeasible, PlannerFault
 from megatron_lynx.planner import decide, leanest, uniform_plan
 from megatron_lynx.planner.decision import Decision
 from megatron_lynx.planner.evaluation import check_budget_kept, most_held
-from megatron_lynx.planner.filling import Slack
+from megatron_lynx.planner.filling import Filling
 from megatron_lynx.planner.loads import rehearsed_with_load_of, with_load
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import LinkPoint, Profile
@@ -201,8 +201,7 @@ def test_what_is_fullest_while_no_pass_runs_is_found() -> None:
 def test_weight_gradients_without_room_are_found(monkeypatch) -> None:
     job, profile = within(job_of({"tensor": 4, "pipeline": 2}, cluster="a100-80g-pcie", model={"vocab": 512}), 0.5)
     assert decide(job, profile).weight_gradients.startswith("deferred")
-    monkeypatch.setattr(Slack, "takes", lambda *held: True)
-    monkeypatch.setattr(Slack, "gives_back", lambda *held: None)
+    monkeypatch.setattr(Filling, "_claims", lambda *held: [])
     monkeypatch.setattr(Decision, "excess_bytes", lambda *held: 0)
     assert "stage 0, chunk 0, backward: found" in message_of(job, profile)
 

@@ -18,15 +18,14 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import NamedTuple
+from itertools import product
 
 import numpy as np
 
-from megatron_lynx.anatomy import HALVES, Half, Section
+from megatron_lynx.anatomy import HALVES, Section
 from megatron_lynx.anatomy.address import (
     RECV_BACKWARD,
     SEND_BACKWARD,
-    FrameKey,
     Window,
     WindowAddress,
     is_forward,
@@ -37,6 +36,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.section import Prices, WeightGradient
 from megatron_lynx.cost.stage import cooldown_backwards
 from megatron_lynx.once import once
+from megatron_lynx.plan.facts import LayerRange
 from megatron_lynx.plan.plan import Plan, Stage, WeightGradients
 from megatron_lynx.plan.rule import joined
 from megatron_lynx.plan.timetables import layout_of, planned_halves
@@ -80,12 +80,19 @@ class Rooms:
         sections = reversed(self.plan.model.sections_of(layer))
         return tuple(self._linear(layer, section, name) for section in sections for name in reversed(self._deferrable(section)))
 
-    @once
     def cost(self, linear: str) -> WeightGradient:
-        return self.prices.weight_gradient(self._section_of[linear], linear)
+        return self.prices.weight_gradient(self.section_of[linear], linear)
 
-    def half_of(self, linear: str) -> Half:
-        return self._section_of[linear].half
+    @cached_property
+    def parts(self) -> tuple[LayerRange, ...]:
+        """Layers that are treated alike: of checkpoints of several layers, else one each."""
+        return tuple(part for rule in self.entry.rules for part in rule.parts)
+
+    @cached_property
+    def section_of(self) -> dict[str, Section]:
+        """By linear."""
+        sections = dict.fromkeys(section for layer in self.entry.layers for section in self.plan.model.sections_of(layer))
+        return {linear: section for section in sections for linear in section.linears}
 
     def _deferrable(self, section: Section) -> tuple[str, ...]:
         closed = section.captured or section.apart or (section.exchanges and not self.looked_into)
@@ -132,49 +139,58 @@ class Rooms:
         numbers = [1, *(pieces for pieces in PIECES if pieces <= cost.most_pieces)]
         return tuple(tuple(piece.seconds for piece in cost.cut(pieces)) for pieces in numbers)
 
-    @cached_property
-    def _section_of(self) -> dict[str, Section]:
-        """By linear."""
-        sections = dict.fromkeys(section for layer in self.entry.layers for section in self.plan.model.sections_of(layer))
-        return {linear: section for section in sections for linear in section.linears}
+
+Waits = Mapping[str, tuple[str, ...]]
+"""By deferred linear, the wait of each piece."""
 
 
-class Claim(NamedTuple):
-    """Bytes of one weight gradient's operands, and the times between which they are held."""
-
-    bytes: int
-    from_s: float
-    until_s: float
-
-
-class Slack:
-    """Bytes left for delayed weight gradients of one chunk, from one of its backwards to the end of the next forward, if any.
+class Filling:
+    """Delayed weight gradients of one chunk, and the bytes left for them from a backward to the end of the next forward, if any.
 
     held   ╲  backward k         ╱ forward      ╲  backward k + 1          budget less bytes held, by moment; an entry that waits
             ╲________.........../                ╲_______                  from one moment to another takes its bytes at every
             └── an entry may wait here ──┘                                 moment between them
     """
 
-    def __init__(self, plan: Plan, entry: Stage, simulation: Simulation, budget_bytes: int, *, drains: bool = False) -> None:
-        """`budget_bytes`: of the stage's layers. `drains`: of the chunk's first backward in cool-down, or else its last."""
-        backward, behind = _waiting_behind(simulation, entry, drains=drains)
-        curve = simulation.memory(entry.stage)
-        first, end = bisect_right(curve.times_s, backward.start_s) - 1, bisect_right(curve.times_s, behind.end_s)
-        self.followed, self._end_s = behind is not backward, behind.end_s
-        self._times_s = list(curve.times_s[first:end])
-        self._free = budget_bytes - np.array(curve.bytes[first:end], dtype=np.int64)
-        self._left = self._free.copy()
-        self._moved = plan.chunks_of(entry.stage)[behind.action.chunk].layers.first - entry.layers.first
+    def __init__(self, rooms: Rooms, simulation: Simulation, through: tuple[Executed, Executed], budget_bytes: int) -> None:
+        """`through`: the backward, and the last pass in which its weight gradients may run. `budget_bytes`: of the stage's
+        layers."""
+        (backward, last), entry, curve = through, rooms.entry, simulation.memory(rooms.entry.stage)
+        first, end = bisect_right(curve.times_s, backward.start_s) - 1, bisect_right(curve.times_s, last.end_s)
+        self._rooms, self._end_s, self._times_s = rooms, last.end_s, list(curve.times_s[first:end])
+        self._free = self._left = budget_bytes - np.array(curve.bytes[first:end], dtype=np.int64)
+        self._moved = rooms.plan.chunks_of(entry.stage)[last.action.chunk].layers.first - entry.layers.first
+        self._chosen: dict[int, Waits] = {}
         self._spans: dict[object, tuple[float, float]] = {}
-        for execution in (backward, behind):
+        for execution in through:
             for span in execution.content.spans:
                 what = span.name if span.kind == "window" else (span.kind, span.layer, span.half)
                 self._spans[what] = execution.start_s + span.start_s, execution.start_s + span.end_s
 
-    def begins_s(self, half: FrameKey) -> float:
-        return self._spans[("backward", *half)][0]
+    def holds(self, layers: LayerRange, waits: Waits) -> bool:
+        """Delay these weight gradients of each of the layers, instead of those before, if there is memory for their operands."""
+        before, claims = (self._claims(layers, each) for each in (self._chosen.get(layers.first, {}), waits))
+        left = self._left.copy()
+        for between, size_bytes in before:
+            left[between] += size_bytes
+        for between, size_bytes in claims:
+            left[between] -= size_bytes
+        if any(left[between].min(initial=0) < 0 for between, _ in claims):
+            return False
+        self._left, self._chosen[layers.first] = left, waits
+        return True
 
-    def opens_s(self, window: Window) -> float:
+    def _claims(self, layers: LayerRange, waits: Waits) -> list[tuple[slice, int]]:
+        """Moments at which operands are held, and their bytes."""
+        claims = []
+        for layer, (linear, each) in product(layers, waits.items()):
+            begins_s, _ = self._spans[("backward", layer, self._rooms.section_of[linear].half)]
+            opens_s = max(self._opens_s(window_at(wait, layer)) for wait in each)
+            first = max(0, bisect_right(self._times_s, begins_s) - 1)
+            claims.append((slice(first, bisect_right(self._times_s, opens_s)), self._rooms.cost(linear).bytes))
+        return claims
+
+    def _opens_s(self, window: Window) -> float:
         """Time at which a wait is reached; the end of its half if it takes no time."""
         if not isinstance(window, WindowAddress):
             return self._end_s
@@ -183,45 +199,30 @@ class Slack:
         _, half_end_s = self._spans.get((PASS_NAMES[window.passing], *window.frame), (0.0, self._end_s))
         return self._spans.get(str(window), (half_end_s,))[0]
 
-    def takes(self, claims: Sequence[Claim]) -> bool:
-        """Take the bytes of all claims if they fit together; return whether they do."""
-        self._take(claims)
-        if all(self._left[self._between(claim)].min(initial=0) >= 0 for claim in claims):
-            return True
-        self.gives_back(claims)
-        return False
-
-    def gives_back(self, claims: Sequence[Claim]) -> None:
-        self._take([claim._replace(bytes=-claim.bytes) for claim in claims])
-
-    @property
-    def most_taken_bytes(self) -> int:
-        return int((self._free - self._left).max(initial=0))
-
-    def _take(self, claims: Sequence[Claim]) -> None:
-        for claim in claims:
-            self._left[self._between(claim)] -= claim.bytes
-
-    def _between(self, claim: Claim) -> slice:
-        return slice(max(0, bisect_right(self._times_s, claim.from_s) - 1), bisect_right(self._times_s, claim.until_s))
-
-
-def _waiting_behind(simulation: Simulation, entry: Stage, *, drains: bool) -> tuple[Executed, Executed]:
-    """Return a backward of a chunk, and the last pass in which its weight gradients may run: a forward of any chunk that follows
-    it, or itself."""
-    passes = [execution for execution in simulation.executed[entry.stage] if execution.action.is_pass]
-    backwards = [at for at, execution in enumerate(passes) if execution.action[1:] == ("B", entry.chunk)]
-    followed = [at for at in backwards if at + 1 < len(passes) and passes[at + 1].action.kind == "F"]
-    if followed and not drains:
-        at = followed[len(followed) // 2]
-        return passes[at], passes[at + 1]
-    cooldown = [at for at in backwards if passes[at].phase == "cooldown"] or backwards[-1:]
-    alone = passes[(cooldown if drains else backwards)[0]]
-    return alone, alone
+    def entry(self, *, receives: bool = False) -> Stage:
+        """The plan's entry with these weight gradients added, and a bound of their bytes. `receives`: whether those that wait for
+        a forward also run in receives."""
+        entry, rules = self._rooms.entry, []
+        for part in self._rooms.parts:
+            rule, waits = entry.rule_for(part.first), self._chosen.get(part.first, {})
+            deferred = {linear: _waits(each, receives) for linear, each in waits.items()}
+            pieces = {linear: len(each) for linear, each in waits.items() if len(each) > 1}
+            changes = {
+                "layers": part,
+                "weight_gradients": rule.weight_gradients | deferred,
+                "weight_gradient_pieces": rule.weight_gradient_pieces | pieces,
+            }
+            rules.append(rule.model_copy(update=changes))
+        if not (linears := {linear for waits in self._chosen.values() for linear in waits}):
+            return entry
+        before = 0 if entry.weight_gradients is None else entry.weight_gradients.bytes
+        taken = int((self._free - self._left).max(initial=0)) + max(self._rooms.cost(linear).bytes for linear in linears)
+        bound = WeightGradients(bytes=-(-(before + taken) // MIB) * MIB)
+        return entry.model_copy(update={"rules": joined(rules), "weight_gradients": bound})
 
 
-Waits = Mapping[str, tuple[str, ...]]
-"""By deferred linear, the wait of each piece."""
+def _waits(waits: tuple[str, ...], receives: bool) -> tuple[str, ...]:
+    return (*waits, *[RECV_BACKWARD] * (sum(map(is_forward, waits)) if receives else 0))
 
 
 @dataclass(frozen=True)
@@ -240,10 +241,11 @@ class Filler:
         """
         entries = []
         for number, entry in enumerate(self.plan.stages):
-            slack = Slack(self.plan, entry, self.simulation, budgets[entry.stage])
-            rooms = self._rooms(number, forwards and slack.followed)
-            receives = self.job.chunks == 1 and cooldown_backwards(self.job, entry.stage) > 0
-            entries.append(_deferring(rooms, slack, self._best(rooms, slack, pieces), receives=receives))
+            through = self._through(entry)
+            rooms = self._rooms(number, forwards and through[1] is not through[0])
+            filling = Filling(rooms, self.simulation, through, budgets[entry.stage])
+            self._fill(rooms, filling, pieces)
+            entries.append(filling.entry(receives=self.job.chunks == 1 and cooldown_backwards(self.job, entry.stage) > 0))
         return self.plan.model_copy(update={"stages": tuple(entries)})
 
     def sending_first(self, budgets: Sequence[int]) -> Plan:
@@ -251,115 +253,64 @@ class Filler:
 
         held   ╲  backward k                     the lowest layers first: their operands wait shortest, where memory is freest
                 ╲___ linear_fc1(2) ___ ... sent
+
+        In each layer the last one of backward comes first. Operands of experts' linears grow with a rank's rows, also where
+        halves fall back: they are not held.
         """
         entries = []
         for number, entry in enumerate(self.plan.stages):
-            if entry.stage or entry.chunk:
-                rooms, slack = (
-                    self._rooms(number, False),
-                    Slack(self.plan, entry, self.simulation, budgets[entry.stage], drains=True),
-                )
-                entry = _deferring(rooms, slack, _sent_first(rooms, slack))
-            entries.append(entry)
+            rooms = self._rooms(number, False)
+            filling = Filling(rooms, self.simulation, self._through(entry, drains=True), budgets[entry.stage])
+            for part in rooms.parts if entry.stage or entry.chunk else ():
+                delayed, sent = entry.rule_for(part.first).weight_gradients, dict[str, tuple[str, ...]]()
+                for name in (linear.name for linear in reversed(rooms.linears(part.first))):
+                    if name not in delayed and not rooms.section_of[name].of_name[name].of_experts:
+                        more = {**sent, name: (SEND_BACKWARD,)}
+                        sent = more if filling.holds(part, more) else sent
+            entries.append(filling.entry())
         return self.plan.model_copy(update={"stages": tuple(entries)})
 
     @once
     def _rooms(self, number: int, forwards: bool) -> Rooms:
         return Rooms(self.plan, self.plan.stages[number], self.prices, forwards, not self.job.model.experts_whole)
 
-    def _best(self, rooms: Rooms, slack: Slack, pieces: bool) -> dict[int, Waits]:
-        """Return the waits of each layer's weight gradients: first those without forwards, then what gains most per byte."""
+    def _through(self, entry: Stage, *, drains: bool = False) -> tuple[Executed, Executed]:
+        """Return a backward of a chunk, and the last pass in which its weight gradients may run: a forward of any chunk that
+        follows it, or itself. `drains`: its first backward in cool-down, or else its last."""
+        passes = [execution for execution in self.simulation.executed[entry.stage] if execution.action.is_pass]
+        backwards = [at for at, execution in enumerate(passes) if execution.action[1:] == ("B", entry.chunk)]
+        followed = [at for at in backwards if at + 1 < len(passes) and passes[at + 1].action.kind == "F"]
+        if followed and not drains:
+            at = followed[len(followed) // 2]
+            return passes[at], passes[at + 1]
+        cooldown = [at for at in backwards if passes[at].phase == "cooldown"] or backwards[-1:]
+        alone = passes[(cooldown if drains else backwards)[0]]
+        return alone, alone
+
+    def _fill(self, rooms: Rooms, filling: Filling, pieces: bool) -> None:
+        """Choose the waits of each layer's weight gradients: first those without forwards, then those that gain most per byte."""
         packed = partial(ways_of, interference=self.prices.profile.interference, pieces=pieces)
-        ways = {layer: packed(rooms.waits(layer), rooms.linears(layer)) for layer in rooms.entry.layers}
-        chosen: dict[int, Placed] = {}
-
-        def choose(layer: int, placed: Placed) -> bool:
-            """Replace the layer's way by this one, if there is memory."""
-            before = _claims(rooms, slack, layer, chosen[layer].waits) if layer in chosen else []
-            slack.gives_back(before)
-            if not slack.takes(_claims(rooms, slack, layer, placed.waits)):
-                slack.takes(before)
-                return False
-            chosen[layer] = placed
-            return True
-
-        for layer, (first, *_) in ways.items():
-            any(choose(layer, way) for way in (first, *_parts(rooms.linears(layer), first)))
+        ways = [(part, packed(rooms.waits(part.first), rooms.linears(part.first))) for part in rooms.parts]
+        chosen_s: dict[int, float] = {}
+        for part, (first, *_) in ways:
+            if any(filling.holds(part, waits) for waits in (first.waits, *_alone(rooms.linears(part.first), first.waits))):
+                chosen_s[part.first] = first.seconds
         gains = [
-            ((first.seconds - other.seconds) / _in_forwards_bytes(rooms, other), -layer, other)
-            for layer, (first, *others) in ways.items()
+            ((first.seconds - other.seconds) / _in_forwards_bytes(rooms, other), -part.first, part, other)
+            for part, (first, *others) in ways
             for other in others
         ]
-        for _, layer, other in sorted(gains, key=lambda gain: gain[:2], reverse=True):
-            if -layer in chosen and other.seconds < chosen[-layer].seconds:
-                choose(-layer, other)
-        return {layer: placed.waits for layer, placed in chosen.items()}
+        for *_, part, other in sorted(gains, key=lambda gain: gain[:2], reverse=True):
+            if other.seconds < chosen_s.get(part.first, 0.0) and filling.holds(part, other.waits):
+                chosen_s[part.first] = other.seconds
 
 
-def _claims(rooms: Rooms, slack: Slack, layer: int, waits: Waits) -> list[Claim]:
-    return [
-        Claim(
-            rooms.cost(linear).bytes,
-            slack.begins_s((layer, rooms.half_of(linear))),
-            max(slack.opens_s(window_at(wait, layer)) for wait in each),
-        )
-        for linear, each in waits.items()
-    ]
-
-
-def _parts(linears: Sequence[Linear], placed: Placed) -> Iterator[Placed]:
-    """Yield ways with only one of the weight gradients, if each gains something alone: not if one of them hides a wait."""
+def _alone(linears: Sequence[Linear], waits: Waits) -> Iterator[Waits]:
+    """Yield each of the weight gradients by itself, if each gains something alone: not if one of them hides a wait."""
     hiding = {linear.name for linear in linears if linear.beside is not None}
-    if len(placed.waits) > 1 and not placed.waits.keys() & hiding:
-        yield from (Placed(placed.seconds, {linear: waits}) for linear, waits in placed.waits.items())
+    if len(waits) > 1 and not waits.keys() & hiding:
+        yield from ({linear: each} for linear, each in waits.items())
 
 
 def _in_forwards_bytes(rooms: Rooms, placed: Placed) -> int:
     return sum(rooms.cost(linear).bytes for linear, waits in placed.waits.items() if any(map(is_forward, waits))) or 1
-
-
-def _sent_first(rooms: Rooms, slack: Slack) -> dict[int, Waits]:
-    """Return the linears of each rule's layers whose operands fit in all of them, the last one of backward first.
-
-    Operands of experts' linears grow with a rank's rows, also where halves fall back: they are not held.
-    """
-    sent: dict[int, Waits] = {layer: {} for layer in rooms.entry.layers}
-    for layers in sorted((part for rule in rooms.entry.rules for part in rule.parts), key=lambda part: part.first):
-        sections = rooms.plan.model.sections_of(layers.first)
-        of_experts = {item.name for half in sections for item in half.items if item.of_experts}
-        for name in (linear.name for linear in reversed(rooms.linears(layers.first))):
-            first: Waits = {name: (SEND_BACKWARD,)}
-            if name in rooms.entry.rule_for(layers.first).weight_gradients or name in of_experts:
-                continue
-            if slack.takes([claim for layer in layers for claim in _claims(rooms, slack, layer, first)]):
-                sent |= {layer: {**sent[layer], **first} for layer in layers}
-    return sent
-
-
-def _deferring(rooms: Rooms, slack: Slack, chosen: Mapping[int, Waits], *, receives: bool = False) -> Stage:
-    """Return the entry with weight gradients that all layers of a rule defer to the same waits, besides those before, and a bound
-    of their bytes. `receives`: whether those that wait for a forward also run in receives."""
-    entry, rules, linears = rooms.entry, [], set[str]()
-    for rule in entry.rules:
-        for layers in rule.parts:
-            first, *others = (chosen.get(layer, {}) for layer in layers)
-            waits = {linear: each for linear, each in first.items() if all(other.get(linear) == each for other in others)}
-            deferred = {linear: _waits(each, receives) for linear, each in waits.items()}
-            pieces = {linear: len(each) for linear, each in waits.items() if len(each) > 1}
-            changes = {
-                "layers": layers,
-                "weight_gradients": rule.weight_gradients | deferred,
-                "weight_gradient_pieces": rule.weight_gradient_pieces | pieces,
-            }
-            rules.append(rule.model_copy(update=changes))
-            linears |= waits.keys()
-    if not linears:
-        return entry
-    before = 0 if entry.weight_gradients is None else entry.weight_gradients.bytes
-    size_bytes = before + slack.most_taken_bytes + max(rooms.cost(linear).bytes for linear in linears)
-    bound = WeightGradients(bytes=-(-size_bytes // MIB) * MIB)
-    return entry.model_copy(update={"rules": joined(rules), "weight_gradients": bound})
-
-
-def _waits(waits: tuple[str, ...], receives: bool) -> tuple[str, ...]:
-    return (*waits, *[RECV_BACKWARD] * (sum(map(is_forward, waits)) if receives else 0))
