@@ -171,7 +171,7 @@ def check_enough(given: Given) -> None:
     measured = [given.sources[kind] for kind in ("trace", "measurement", "outcome") if kind in given.sources]
     if given.plan is None and measured and not simulated:
         todo = "name that plan as well: megatron-lynx report RUN plan.yaml"
-        problems = [Problem(where, "no plan beside it", "the plan under which it ran", todo) for where in measured]
+        problems = [Problem(where, "no plan named with it", "the plan under which it ran", todo) for where in measured]
         raise ConfigError("a run without a plan", problems)
     if not given.sources.keys() & {"plan", "job", "trace"}:
         raise ConfigError("there is nothing to draw", [Problem("report", ", ".join(given.sources) or "nothing", NEEDED)])

@@ -80,8 +80,9 @@ def refused(tmp_path: Path, *what: object) -> str:
 def test_a_run_without_a_plan(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run")
     said = refused(tmp_path, folder / "trace.json")
-    assert "trace.json: found no plan beside it, needed the plan under which it ran; name that plan as well" in said
-    assert "measurement.json: found no plan beside it" in refused(tmp_path, folder / "measurement.json", folder / "profile.yaml")
+    assert "trace.json: found no plan named with it, needed the plan under which it ran; name that plan as well" in said
+    said = refused(tmp_path, folder / "measurement.json", folder / "profile.yaml")
+    assert "measurement.json: found no plan named with it" in said
 
 
 def test_a_trace_that_breaks_off(tmp_path: Path) -> None:

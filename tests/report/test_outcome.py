@@ -82,7 +82,7 @@ def test_predicted_and_measured_of_every_stage(tmp_path: Path) -> None:
 def test_without_its_plan_or_under_another_one(tmp_path: Path, named: str) -> None:
     folder = tmp_path / "run"
     what = run_under(plan(), folder) if named == "file" else run_under(plan(), folder).parent
-    assert f"{FILE_NAME}: found no plan beside it, needed the plan under which it ran" in refused(tmp_path, what)
+    assert f"{FILE_NAME}: found no plan named with it, needed the plan under which it ran" in refused(tmp_path, what)
     save_plan(PLAN, tmp_path / "other.yaml")
     said = refused(tmp_path, what, tmp_path / "other.yaml")
     assert f"plan_digest: found {plan().digest[:12]}..., needed {PLAN.digest[:12]}..., the plan's; give plan.yaml" in said
