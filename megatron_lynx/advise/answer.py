@@ -28,9 +28,8 @@ from megatron_lynx.launch_arguments import Reading
 from megatron_lynx.launch_arguments.model_facts import CHUNK, CHUNKED
 from megatron_lynx.planner import Decision
 from megatron_lynx.planner.checks import check_plannable
-from megatron_lynx.planner.decision import plannable
 from megatron_lynx.planner.left_open import QUARTERS
-from megatron_lynx.planner.nearest import Changes, decide, fewest_changes, in_words, with_changes
+from megatron_lynx.planner.nearest import Changes, decide, fewest_changes, first_that_fits, with_changes
 from megatron_lynx.planner.variants import Variants
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
@@ -216,58 +215,53 @@ def _within_today(variants: Variants, launch: Launch, plan: Decision | None) -> 
     return variants.fastest(budget=variants.job.budget.model_copy(update=budget))
 
 
-TIMES_AS_MANY = (2, 4, 8)
 OF_THE_HOST = ("offload_ratio",)
 
 
 def would_fit(job: Job, costs: Profile, reading: Reading | None = None) -> Iterator[str]:
-    if job.offload_ratio != "auto" and plannable(job.model_copy(update={"offload_ratio": "auto"}), costs):
+    if job.offload_ratio != "auto" and first_that_fits(job, costs, [(("offload_ratio", "auto"),)]) is not None:
         yield "activations on the host: --offload-ratio auto"
-    yield from (said for _, said in sorted([*_optimizer(job, costs, reading), *_states(job, costs, reading)]))
+    if not job.optimizer.on_host and job.optimizer.offload == 0:
+        yield from (said for _, said in sorted([*_optimizer(job, costs, reading), *_states(job, costs, reading)]))
     if job.cluster.matmul is None:
         return
-    if (changes := fewest_changes(job, costs, OF_THE_HOST)) is not None:
-        yield f"another layout: {in_words(changes)}"
+    if (found := fewest_changes(job, costs, OF_THE_HOST)) is not None:
+        yield f"another layout: {found.in_words}"
     yield from _more_gpus(job)
 
 
 def _optimizer(job: Job, costs: Profile, reading: Reading | None) -> Iterator[tuple[float, str]]:
     """Yield the update's seconds and a sentence for the least quarter of optimizer state on the host with which a plan fits."""
-    if job.optimizer.offload != 0:
-        return
     aware: Changes = () if job.optimizer.precision_aware else (("optimizer.precision_aware", True),)
-    for share in QUARTERS[1:]:
-        asked = with_changes(job, [*aware, ("optimizer.offload", share)])
-        if asked is not None and plannable(asked, costs):
-            on_host = OnHost.of(asked, costs.host_adam, priced=costs.host_adam is not None)
-            assert on_host is not None, "a share of the optimizer is there"
-            words = ["--use-precision-aware-optimizer", "--optimizer-cpu-offload", f"--optimizer-offload-fraction {share:g}"]
-            seconds = inf if on_host.seconds is None else on_host.seconds.total_s
-            yield seconds, f"{on_host.in_words}: {' '.join(words) if reading is None else reading.said(words)}"
-            return
+    found = first_that_fits(job, costs, ((*aware, ("optimizer.offload", share)) for share in QUARTERS[1:]))
+    if found is not None:
+        on_host = OnHost.of(found.job, costs.host_adam, priced=costs.host_adam is not None)
+        assert on_host is not None, "a share of the optimizer is there"
+        share = f"--optimizer-offload-fraction {found.job.optimizer.offload:g}"
+        seconds = inf if on_host.seconds is None else on_host.seconds.total_s
+        flags = _said(["--use-precision-aware-optimizer", "--optimizer-cpu-offload", share], reading)
+        yield seconds, f"{on_host.in_words}: {flags}"
 
 
 def _states(job: Job, costs: Profile, reading: Reading | None) -> Iterator[tuple[float, str]]:
-    if job.optimizer.on_host or job.optimizer.offload != 0:
-        return
-    asked = with_changes(job, [("optimizer.states_on_host", 1.0), ("optimizer.chunk_mib", CHUNK_MIB)])
-    if asked is None or not plannable(asked, costs):
-        return
-    on_host, more_s = OnHost.of(asked, None, priced=False), update_s(asked, costs) - update_s(job, costs)
-    assert on_host is not None, "all of the states are there"
-    words = [CHUNKED, f"{CHUNK} {CHUNK_MIB}", "--ckpt-format torch_dist"]
-    flags = " ".join(words) if reading is None else reading.said(words)
-    yield more_s, f"{on_host.in_words}; {format_seconds(more_s)} a step: {flags} (newer than Megatron 0.19)"
+    found = first_that_fits(job, costs, [(("optimizer.states_on_host", 1.0), ("optimizer.chunk_mib", CHUNK_MIB))])
+    if found is not None:
+        on_host, more_s = OnHost.of(found.job, None, priced=False), update_s(found.job, costs) - update_s(job, costs)
+        assert on_host is not None, "all of the states are there"
+        flags = _said([CHUNKED, f"{CHUNK} {CHUNK_MIB}", "--ckpt-format torch_dist"], reading)
+        yield more_s, f"{on_host.in_words}; {format_seconds(more_s)} a step: {flags} (newer than Megatron 0.19)"
+
+
+def _said(flags: list[str], reading: Reading | None) -> str:
+    return " ".join(flags) if reading is None else reading.said(flags)
 
 
 def _more_gpus(job: Job) -> Iterator[str]:
-    tried = (with_changes(job, [("gpus", times * job.gpus)]) for times in TIMES_AS_MANY)
-    larger = [(more, analytic_profile(more)) for more in tried if more is not None]
-    for more, costs in larger:
-        if plannable(more, costs):
-            yield f"more GPUs in this layout: {more.gpus} in place of {job.gpus}, with the same batch"
-            return
-    for more, costs in larger:
-        if (changes := fewest_changes(more, costs, OF_THE_HOST)) is not None:
-            yield f"more GPUs in another layout: {more.gpus} in place of {job.gpus}, {in_words(changes)}"
+    profile, times = analytic_profile(job), (2, 4, 8)
+    if (found := first_that_fits(job, profile, ((("gpus", many * job.gpus),) for many in times))) is not None:
+        yield f"more GPUs in this layout: {found.job.gpus} in place of {job.gpus}, with the same batch"
+        return
+    for more in filter(None, (with_changes(job, [("gpus", many * job.gpus)]) for many in times)):
+        if (found := fewest_changes(more, analytic_profile(more), OF_THE_HOST)) is not None:
+            yield f"more GPUs in another layout: {more.gpus} in place of {job.gpus}, {found.in_words}"
             return

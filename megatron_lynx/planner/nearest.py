@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
 from functools import reduce
-from itertools import combinations
+from itertools import chain, combinations
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.budget import bounded_by_device, layers_budget_bytes
+from megatron_lynx.cost.budget import bounded_by_device
 from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner.decision import Decision, fastest_decision, leanest, plannable
@@ -28,7 +28,6 @@ from megatron_lynx.planner.left_open import with_least_memory, with_pieces
 from megatron_lynx.planner.partitioning import partitioned
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile, shape_of
-from megatron_lynx.solver.stages import Stages
 from megatron_lynx.units import GIB, format_bytes
 
 Changes = tuple[tuple[str, Any], ...]
@@ -60,8 +59,8 @@ def _changes_that_fit(job: Job, profile: Profile) -> Iterator[Problem]:
     """Yield the smallest budget with a plan if the device's memory binds, the nearest other change, and an inexact one."""
     if bounded_by_device(job):
         yield from _smallest_budget(job, profile)
-    if (chosen := fewest_changes(job, profile)) is not None:
-        yield Problem("nearest change that fits", in_words(chosen), "", "or raise the budget by what is missing")
+    if (found := fewest_changes(job, profile)) is not None:
+        yield Problem("nearest change that fits", found.in_words, "", "or raise the budget by what is missing")
     pieced = with_pieces(job) if job.head is None else None
     if pieced is not None and plannable(pieced, profile):
         todo = "plan with --inexact head: the gradient of one weight is then another sum (docs/plan_file.md)"
@@ -70,29 +69,41 @@ def _changes_that_fit(job: Job, profile: Profile) -> Iterator[Problem]:
 
 def _smallest_budget(job: Job, profile: Profile) -> Iterator[Problem]:
     least_gib = leanest(partitioned(job, profile)[0].job, profile).memory_bytes / GIB
-    for gib in (ceil(least_gib), ceil(1.02 * least_gib), ceil(1.1 * least_gib)):
-        asked = with_changes(job, [("budget.memory_gib", float(gib))])
-        if asked is not None and plannable(asked, profile):
-            budget = job.budget.model_copy(update={"memory_gib": None})
-            card_bytes = job.model_copy(update={"budget": budget}).memory_budget_bytes
-            has = f"{job.cluster.name} has {format_bytes(card_bytes)} of it"
-            more = ": share the model among more ranks (tensor, pipeline), or use more GPUs" if gib * GIB > card_bytes else ""
-            yield Problem("smallest budget with a plan", f"--memory-gib {gib}", "", has + more)
-            return
+    tried = [(("budget.memory_gib", float(ceil(part * least_gib))),) for part in (1, 1.02, 1.1)]
+    if (found := first_that_fits(job, profile, tried)) is not None:
+        card_bytes = job.device_reserve.left_bytes
+        has = f"{job.cluster.name} has {format_bytes(card_bytes)} of it"
+        short = found.job.memory_budget_bytes > card_bytes
+        more = ": share the model among more ranks (tensor, pipeline), or use more GPUs" if short else ""
+        yield Problem("smallest budget with a plan", f"--memory-gib {found.job.budget.memory_gib:g}", "", has + more)
 
 
-def in_words(changes: Changes) -> str:
-    return ", ".join(f"{key}: {str(value).lower()}" for key, value in changes)
+class Found(NamedTuple):
+    changes: Changes
+    job: Job
+    """With the changes."""
+
+    @property
+    def in_words(self) -> str:
+        return ", ".join(f"{key}: {str(value).lower()}" for key, value in self.changes)
 
 
-def fewest_changes(job: Job, profile: Profile, without: Container[str] = ()) -> Changes | None:
-    """Return the changes, or None if nothing helps. `without`: keys that must not change."""
+def fewest_changes(job: Job, profile: Profile, without: Container[str] = ()) -> Found | None:
+    """`without`: keys that must not change."""
     known = [change for change in _changes(job) if change[0] not in without]
-    for size in (1, 2, 3):
-        for chosen in combinations(known, size):
-            changed = with_changes(job, chosen)
-            if changed is not None and (costs := _fitting(changed, profile)) and plannable(changed, costs):
-                return chosen
+    return first_that_fits(job, profile, chain.from_iterable(combinations(known, size) for size in (1, 2, 3)))
+
+
+def first_that_fits(job: Job, profile: Profile, tried: Iterable[Changes]) -> Found | None:
+    """Return the first of these changes with which the job is valid and has a plan that fits."""
+    for changes in tried:
+        if (changed := with_changes(job, changes)) is None:
+            continue
+        measured = shape_of(changed) == profile.shape
+        if measured or job.cluster.matmul is not None:
+            costs = profile if measured else analytic_profile(changed)
+            if plannable(changed, costs):
+                return Found(changes, changed)
     return None
 
 
@@ -131,17 +142,3 @@ def with_changes(job: Job, changes: Iterable[tuple[str, Any]]) -> Job | None:
         return Job.model_validate(data)
     except ValidationError:
         return None
-
-
-def _fitting(job: Job, profile: Profile) -> Profile | None:
-    """Return a profile of the job if it fits with everything recomputed and offloaded that can be, else None."""
-    budgets = [layers_budget_bytes(job, stage) for stage in range(job.parallel.pipeline)]
-    if any(budget is not None and budget <= 0 for budget in budgets):
-        return None
-    if shape_of(job) != profile.shape:
-        if job.cluster.matmul is None:
-            return None
-        profile = analytic_profile(job)
-    stages = Stages(job, profile)
-    fits = all(budget is None or stages.least(stage).peak_bytes <= budget for stage, budget in enumerate(budgets))
-    return profile if fits else None

@@ -178,8 +178,6 @@ def looks_at_plan(job: Job, cost: LayerCost, floor_s: float, *, besides_none: bo
     if besides_none and fits(job.model_copy(update={"policy": "none"})):
         return
     stages, last = Stages(job, cost.profile), job.parallel.pipeline - 1
-    if not all(stages.fits(stages.least(stage)) for stage in {0, last}):  # no share fits: none is tried
-        return
     solved: dict[int, StageAnswer] = {}
     with suppress(Infeasible):
         for stage in dict.fromkeys((0, last, *range(last))):

@@ -201,7 +201,9 @@ class Stages:
                     candidate = self._known(stage, share, budget_bytes and budget_bytes - less_bytes, bool(pacing))
                 except Infeasible as error:
                     problems = partial(_lagging, stage) if less_bytes or pacing else partial(self._shortage, stage, error)
-                    continue
+                    if self.fits(self.least(stage)):
+                        continue
+                    raise Infeasible(NOTHING_FITS, problems()) from None
                 if too_small := host_shortage(self.job, candidate.host_bytes, stage):
                     problems = partial(list, (too_small,))
                     continue
