@@ -144,19 +144,18 @@ def test_old_jobs_keep_their_digest():
     assert overlapped.digest != overlapped.model_copy(update={"overlap": Overlap(gradients=True, weight_gradients="none")}).digest
 
 
-def whole(name: str, seconds: float, beside: int | None, puts: tuple[Put, ...]) -> Linear:
+def whole(name: str, seconds: float, beside: Put | None, puts: tuple[Put, ...]) -> Linear:
     return Linear(name, beside, puts, ((seconds,),))
 
 
 def test_what_gains_most_is_deferred_to_where_it_fits():
     """A wait of 2 s of which the column-parallel linear's own weight gradient hides half, one of 3 s, a forward's of 4 s: the
     row-parallel one's goes where it fits."""
-    column = whole("linear_fc1", 1.0, 0, (Put(1, "bwd.attention.0", 1), Put(2, "fwd.mlp.0", 9)))
+    column = whole("linear_fc1", 1.0, Put(0, "bwd.mlp.2", 0), (Put(1, "bwd.attention.0", 1), Put(2, "fwd.mlp.0", 9)))
     row = whole("linear_fc2", 2.0, None, (Put(0, "bwd.mlp.2", 0), Put(1, "bwd.attention.0", 1), Put(2, "fwd.mlp.0", 9)))
 
     def found(*filled_s: float) -> list[Placed]:
-        names = ("bwd.mlp.2", "bwd.attention.0", "fwd.mlp.0")
-        waits = [Wait(*each) for each in zip(names, (2.0, 3.0, 4.0), filled_s, strict=True)]
+        waits = [Wait(*each) for each in zip((2.0, 3.0, 4.0), filled_s, strict=True)]
         return ways_of(tuple(waits), (row, column), 1.0, pieces=True)
 
     assert found(0.0, 1.0, 0.0)[0].waits == {"linear_fc2": ("bwd.attention.0",)}
@@ -173,11 +172,11 @@ LENGTHS_S = (0.5, 1.0, 2.0, 0.7, 0.1, 1.5, 0.4)
 @pytest.mark.parametrize("filled_s", [(0.0,) * 7, (0.5, 0.0, 2.0, 0.0, 0.0, 0.3, 0.0), LENGTHS_S])
 def test_packing_finds_nearly_the_best_of_all_assignments(filled_s: tuple[float, ...]) -> None:
     """Five linears, three of which hide a wait, and seven waits."""
-    waits = [Wait(*each) for each in zip(SEVEN_WAITS, LENGTHS_S, filled_s, strict=True)]
+    waits = [Wait(*each) for each in zip(LENGTHS_S, filled_s, strict=True)]
     puts = [Put(at, name, 20 if is_forward(name) else at) for at, name in enumerate(SEVEN_WAITS)]
     linears = [
         whole("linear_proj", 1.6, None, tuple(puts[1:])),
-        *(whole(f"linear_{at}_up_proj", 0.9 - at / 5, at, tuple(puts[at + 1 :])) for at in range(3)),
+        *(whole(f"linear_{at}_up_proj", 0.9 - at / 5, Put(at, SEVEN_WAITS[at], 0), tuple(puts[at + 1 :])) for at in range(3)),
         whole("linear_kv_down_proj", 0.2, None, tuple(puts[5:])),
     ]
     found = ways_of(tuple(waits), tuple(linears), 1.1, pieces=True)
@@ -196,7 +195,7 @@ def seconds_of(waits: Sequence[Wait], linears: Sequence[Linear], chosen: Sequenc
         if put is not None:
             taken[put.wait] += linear.seconds
         elif linear.beside is not None:
-            lengths[linear.beside] = max(0.0, lengths[linear.beside] - linear.seconds)
+            lengths[linear.beside.wait] = max(0.0, lengths[linear.beside.wait] - linear.seconds)
     return alone + sum(length + max(0.0, work - length / 1.1) for length, work in zip(lengths, taken, strict=True))
 
 
@@ -274,17 +273,17 @@ def test_no_rows_are_cut_in_fp8() -> None:
 def test_pieces_without_a_wait_run_where_the_whole_would_hide() -> None:
     """Of four pieces one has a wait of its own, three run beside the reduction that they hide anyway: as one of two pieces could
     not. Two and two are two pieces."""
-    linear = Linear("linear_fc1", 0, (Put(1, "bwd.attention.0", 1),), ((4.0,), (2.0, 2.0), (1.0,) * 4))
+    linear = Linear("linear_fc1", Put(0, "bwd.mlp.2", 0), (Put(1, "bwd.attention.0", 1),), ((4.0,), (2.0, 2.0), (1.0,) * 4))
     for lengths_s, shares in (((3.0, 1.0), (3, 1)), ((2.0, 2.0), (1, 1)), ((4.0, 0.1), ())):
-        waits = [Wait(*each, 0.0) for each in zip(("bwd.mlp.2", "bwd.attention.0"), lengths_s, strict=True)]
+        waits = [Wait(length_s, 0.0) for length_s in lengths_s]
         found = ways_of(tuple(waits), (linear,), 1.0, pieces=True)[0].waits.get("linear_fc1", ())
         assert tuple(Counter(sorted(found, reverse=True)).values()) == shares
 
 
 def test_pieces_may_run_in_every_wait_of_a_forward() -> None:
     """A whole linear needs one forward at most, so four pieces shared one, and full waits of backward."""
-    waits = [Wait("bwd.mlp.0", 1.0, 1.0), *(Wait(f"fwd.mlp.{number}", 1.0, 0.0) for number in range(4))]
-    puts = tuple(Put(at, wait.name, 20 if is_forward(wait.name) else 0) for at, wait in enumerate(waits))
+    waits, names = [Wait(1.0, 1.0), *[Wait(1.0, 0.0)] * 4], ["bwd.mlp.0", *(f"fwd.mlp.{number}" for number in range(4))]
+    puts = tuple(Put(at, name, 20 if is_forward(name) else 0) for at, name in enumerate(names))
     linear = Linear("linear_fc2", None, puts, ((4.0,), (2.0, 2.0), (1.0,) * 4))
     found = min(ways_of(tuple(waits), (linear,), 1.0, pieces=True), key=attrgetter("seconds"))
     assert sorted(found.waits["linear_fc2"]) == [f"fwd.mlp.{number}" for number in range(4)]

@@ -111,8 +111,7 @@ class Rooms:
                 seconds = self.prices.windows_s(at.passing, section, section.linears)[at.ordinal]
                 if seconds or not section.exchanges:
                     recomputed = (halves[task.half].part(task) for task in through.at("in", at) if task.do == "recompute")
-                    name, filled_s = window_name(at.passing, at.half, at.ordinal), sum(part.seconds for part in recomputed)
-                    waits.setdefault(at.layer, {})[at] = Wait(name, seconds, filled_s)
+                    waits.setdefault(at.layer, {})[at] = Wait(seconds, sum(part.seconds for part in recomputed))
         return waits
 
     def _linear(self, layer: int, section: Section, name: str) -> Linear:
@@ -121,17 +120,17 @@ class Rooms:
         sliced, waits = self.prices.profile.shape.sequence_parallel, list(self._by_layer.get(layer, ()))
         own = [at for at in waits if at.passing == "bwd"]
         hides = section.beside_wgrad(name, sliced)
-        beside = next((place for place, at in enumerate(own) if (at.half, at.ordinal) == (section.half, hides)), None)
         behind = HALVES.index(section.half), -section.behind_wgrad(name, sliced) - (hides is not None)
         first = sum((HALVES.index(at.half), -at.ordinal) > behind for at in own)
         below = self._by_layer.get(layer - 1, ())
         names = [window_name(at.passing, at.half, at.ordinal) for at in waits]
+        hidden = [Put(place, names[place], 0) for place, at in enumerate(own) if (at.half, at.ordinal) == (section.half, hides)]
         puts = [Put(place, names[place], place - first) for place in range(first, len(own))]
         for place, at in enumerate(own[:first]):
             if at._replace(layer=layer - 1) in below:
                 puts.append(Put(place, window_name("bwd", at.half, at.ordinal, -1), place + len(own) - first))
         puts += [Put(place, names[place], 2 * len(waits)) for place in range(len(own), len(waits))]
-        return Linear(name, beside, tuple(puts), self._cuts(name))
+        return Linear(name, hidden[0] if hidden else None, tuple(puts), self._cuts(name))
 
     @once
     def _cuts(self, linear: str) -> tuple[tuple[float, ...], ...]:

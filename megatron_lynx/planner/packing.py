@@ -17,9 +17,8 @@ one by one, each where it adds least. Weight gradients are placed anew, one or t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from collections.abc import Collection, Iterator, Sequence
+from functools import lru_cache
 from itertools import chain, combinations, cycle, permutations
 from math import gcd, inf
 from typing import NamedTuple
@@ -35,7 +34,6 @@ WINDOW_S = 1e-12
 
 
 class Wait(NamedTuple):
-    name: str
     seconds: float
     """Whole length, without a weight gradient that hides it."""
     filled_s: float
@@ -53,8 +51,8 @@ class Put(NamedTuple):
 
 class Linear(NamedTuple):
     name: str
-    beside: int | None
-    """Index of the wait that its weight gradient hides if not deferred. Pieces may run there."""
+    beside: Put | None
+    """The wait that its weight gradient hides if not deferred. Pieces may run there."""
     places: tuple[Put, ...]
     cuts: tuple[tuple[float, ...], ...]
     """Seconds of its pieces for each number of them that is possible, the whole first."""
@@ -81,12 +79,19 @@ def ways_of(waits: tuple[Wait, ...], linears: tuple[Linear, ...], interference: 
 
     `pieces`: whether weight gradients may be cut.
     """
-    layer = partial(_Layer, waits, linears, interference, pieces)
-    first, most = layer(()).best(), layer([linear.name for linear in linears]).best()
+    none = Loads([wait.seconds for wait in waits], [wait.filled_s for wait in waits], 0.0, interference)
+
+    def best(forwards: Collection[str]) -> Placed:
+        """`forwards`: linears whose weight gradients may use waits of forwards."""
+        places = [tuple(put for put in one.places if one.name in forwards or not is_forward(put.name)) for one in linears]
+        cuts = [linear.cuts if pieces else linear.cuts[:1] for linear in linears]
+        return _best([one._replace(places=may, cuts=cut) for one, may, cut in zip(linears, places, cuts, strict=True)], none)
+
+    first, most = best(()), best([linear.name for linear in linears])
     using = [linear for linear, names in most.waits.items() if any(map(is_forward, names))]
     sizes = sorted({1, len(using) - 1}) if len(using) > 1 else ()
     fewer = chain.from_iterable(combinations(using, size) for size in sizes)
-    others = [most, *(layer(forwards).best() for forwards in fewer)]
+    others = [most, *map(best, fewer)]
     return [first, *(way for way in others if way.seconds < first.seconds)]
 
 
@@ -94,98 +99,67 @@ Chosen = dict[str, tuple[Put, ...]]
 """By linear, the place of each piece; none if it is not deferred."""
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """`pieces`: whether weight gradients may be cut. `forwards`: linears whose weight gradients may use waits of forwards."""
-
-    waits: Sequence[Wait]
-    linears: Sequence[Linear]
+class Loads(NamedTuple):
+    lengths_s: list[float]
+    """Seconds of each wait, without the part that a weight gradient beside it hides."""
+    taken_s: list[float]
+    """Work in each wait."""
+    alone_s: float
+    """Seconds of weight gradients that are not deferred, and the least gain of those that are."""
     interference: float
-    pieces: bool
-    forwards: Collection[str]
 
-    def best(self) -> Placed:
-        """Place one weight gradient anew after another, then two together, until nothing gets shorter."""
-        chosen: Chosen = {linear.name: () for linear in self.linears}
-        least_s, alone = inf, [(linear,) for linear in self.linears]
-        for moves in (alone, [*permutations(self.linears, 2)]):
-            turns, in_vain = cycle(moves), 0
-            while in_vain < len(moves):
-                seconds, moved = self._moved(next(turns), chosen)
-                in_vain += 1
-                if seconds < least_s - WINDOW_S:
-                    least_s, chosen, in_vain = seconds, moved, 0
-        waits = {linear.name: _fewest(chosen[linear.name]) for linear in self.linears if chosen[linear.name]}
-        return Placed(least_s, waits)
+    def beside(self, linear: Linear, puts: tuple[Put, ...]) -> Loads:
+        """Return the loads with one more weight gradient, in pieces at these places; not deferred if there are none."""
+        lengths_s, taken_s, alone_s = self.lengths_s, self.taken_s, linear.seconds
+        if puts:
+            taken_s, alone_s = [*taken_s], WORTH * linear.seconds + WINDOW_S * sum([put.windows for put in puts])
+            for put, seconds in zip(puts, linear.cut(len(puts)), strict=True):
+                taken_s[put.wait] += seconds
+        elif linear.beside is not None:
+            lengths_s = [*lengths_s]
+            lengths_s[linear.beside.wait] = max(0.0, lengths_s[linear.beside.wait] - linear.seconds)
+        return Loads(lengths_s, taken_s, self.alone_s + alone_s, self.interference)
 
-    def _moved(self, linears: Sequence[Linear], chosen: Chosen) -> tuple[float, Chosen]:
-        """Return the layer's seconds, and the places with these weight gradients placed anew, one after another."""
-        names = {linear.name for linear in linears}
-        moved = {name: puts for name, puts in chosen.items() if name not in names}
-        for linear in linears:
-            seconds, moved[linear.name] = self._cheapest(linear, moved)
-        return seconds, moved
-
-    def _cheapest(self, linear: Linear, others: Chosen) -> tuple[float, tuple[Put, ...]]:
-        """Return the layer's seconds and the best places of one weight gradient; none if it is not deferred."""
-        lengths_s, taken_s, alone_s = self._loads(others)
-        staying_s = alone_s + linear.seconds + self._waits_s(self._hiding(linear, lengths_s), taken_s)
-        cuts = linear.cuts if self.pieces else linear.cuts[:1]
-        ways = [self._piece_by_piece(linear, pieces_s, lengths_s, taken_s) for pieces_s in cuts]
-        return min([(staying_s, ()), *((alone_s + seconds, puts) for seconds, puts in ways if puts)], key=lambda way: way[0])
-
-    def _piece_by_piece(
-        self, linear: Linear, pieces_s: Sequence[float], lengths_s: Sequence[float], taken_s: Sequence[float]
-    ) -> tuple[float, tuple[Put, ...]]:
-        puts, places = list[Put](), self._places[linear.name, len(pieces_s) > 1]
-        taken_s, late_s = list(taken_s), WORTH * linear.seconds
-        left_s = [max(0.0, room_s) for room_s in self._rooms_s(lengths_s, taken_s)]
-        for piece_s in pieces_s if places else ():
-            put = min(places, key=lambda put: max(0.0, piece_s - left_s[put.wait]) + WINDOW_S * put.windows)
-            puts.append(put)
-            taken_s[put.wait] += piece_s
-            left_s[put.wait] = max(0.0, left_s[put.wait] - piece_s)
-            late_s += WINDOW_S * put.windows
-        return late_s + self._waits_s(lengths_s, taken_s), tuple(puts)
-
-    @cached_property
-    def _places(self) -> Mapping[tuple[str, bool], list[Put]]:
-        """By linear and whether it is cut: its places. Pieces may also run in the wait that they hide anyway."""
-        places = dict[tuple[str, bool], list[Put]]()
-        for linear in self.linears:
-            may = linear.places if linear.name in self.forwards else [put for put in linear.places if not is_forward(put.name)]
-            beside = [] if linear.beside is None else [Put(linear.beside, self.waits[linear.beside].name, 0)]
-            places |= {(linear.name, False): [*may], (linear.name, True): [*beside, *may]}
-        return places
-
-    def _loads(self, chosen: Chosen) -> tuple[list[float], list[float], float]:
-        """Return the length of each wait, the seconds taken in it, and those of weight gradients that are not deferred."""
-        lengths_s, taken_s, alone_s = [wait.seconds for wait in self.waits], [wait.filled_s for wait in self.waits], 0.0
-        for linear in self.linears:
-            puts = chosen.get(linear.name)
-            if puts:
-                alone_s += WORTH * linear.seconds + WINDOW_S * sum(put.windows for put in puts)
-                for put, seconds in zip(puts, linear.cut(len(puts)), strict=True):
-                    taken_s[put.wait] += seconds
-            elif puts is not None:
-                alone_s += linear.seconds
-                lengths_s = self._hiding(linear, lengths_s)
-        return lengths_s, taken_s, alone_s
-
-    def _hiding(self, linear: Linear, lengths_s: list[float]) -> list[float]:
-        """Return the lengths of waits where this linear's weight gradient, which is not deferred, hides its own."""
-        lengths_s = list(lengths_s)
-        if linear.beside is not None:
-            lengths_s[linear.beside] = max(0.0, lengths_s[linear.beside] - linear.seconds)
-        return lengths_s
-
-    def _waits_s(self, lengths_s: Sequence[float], taken_s: Sequence[float]) -> float:
-        """Seconds of all waits, with the work that exceeds them."""
-        return sum(lengths_s) - sum(room_s for room_s in self._rooms_s(lengths_s, taken_s) if room_s < 0)
-
-    def _rooms_s(self, lengths_s: Sequence[float], taken_s: Sequence[float]) -> list[float]:
+    @property
+    def rooms_s(self) -> list[float]:
         """Seconds of work for which each wait has room; below 0, of work that exceeds it."""
-        return [length_s / self.interference - work_s for length_s, work_s in zip(lengths_s, taken_s, strict=True)]
+        return [length_s / self.interference - work_s for length_s, work_s in zip(self.lengths_s, self.taken_s, strict=True)]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all waits, with the work that exceeds them, and of weight gradients."""
+        return self.alone_s + sum(self.lengths_s) - sum([room_s for room_s in self.rooms_s if room_s < 0])
+
+
+def _best(linears: Sequence[Linear], none: Loads) -> Placed:
+    """Place one weight gradient anew after another, then two together, until nothing gets shorter. `none`: without any."""
+    chosen: Chosen = {linear.name: () for linear in linears}
+    least_s, alone = inf, [(linear,) for linear in linears]
+    for moves in (alone, [*permutations(linears, 2)]):
+        turns, in_vain = cycle(moves), 0
+        while in_vain < len(moves):
+            anew, loads, moved = next(turns), none, dict(chosen)
+            for linear in (linear for linear in linears if linear not in anew):
+                loads = loads.beside(linear, chosen[linear.name])
+            for linear in anew:
+                ways = [(loads.beside(linear, puts), puts) for puts in ((), *_piece_by_piece(linear, loads))]
+                loads, moved[linear.name] = min(ways, key=lambda way: way[0].seconds)
+            in_vain += 1
+            if (seconds := loads.seconds) < least_s - WINDOW_S / 2:
+                least_s, chosen, in_vain = seconds, moved, 0
+    return Placed(least_s, {name: _fewest(puts) for name, puts in chosen.items() if puts})
+
+
+def _piece_by_piece(linear: Linear, loads: Loads) -> Iterator[tuple[Put, ...]]:
+    """Yield the best places of one weight gradient, whole and in pieces. Pieces may also run in the wait that it hides anyway."""
+    for pieces_s in linear.cuts:
+        places = [linear.beside, *linear.places] if linear.beside and pieces_s[1:] else linear.places
+        if places:
+            puts, left_s = list[Put](), [max(0.0, room_s) for room_s in loads.rooms_s]
+            for piece_s in pieces_s:
+                puts.append(min(places, key=lambda put: max(0.0, piece_s - left_s[put.wait]) + WINDOW_S * put.windows))
+                left_s[puts[-1].wait] = max(0.0, left_s[puts[-1].wait] - piece_s)
+            yield tuple(puts)
 
 
 def _fewest(puts: Sequence[Put]) -> tuple[str, ...]:
