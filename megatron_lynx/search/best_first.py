@@ -100,60 +100,46 @@ def fits(job: Job) -> bool:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Seconds of a layer, the embedding and the output layer: one micro-batch, forward and backward, on one rank. Pipelines,
-    chunks and replicas share them; a floor of each is a few additions."""
+    """Seconds of a layer and of the model's ends: one micro-batch, forward and backward, on one rank. Pipelines, chunks and
+    replicas share them; a floor of each is a few additions."""
 
     profile: Profile
     layer_s: float
     recompute_s: Mapping[Policy, float]
-    embedding_s: float
-    head_s: float
+    ends_s: tuple[float, float]
+    """The embedding, and the output layer."""
     message_s: float
 
     @classmethod
     def of(cls, job: Job) -> LayerCost:
-        profile, shape = analytic_profile(job), LayerShape.of(job)
+        profile, shape, layers = analytic_profile(job), LayerShape.of(job), job.model.layers
         device = profile.model_copy(update={"host_time": None})
         ends = embedding_of(profile, shape.gathered_bytes), last_end_of(profile, shape.gathered_bytes, job.head_pieces)
-        embedding_s, head_s = (block.forward_s + block.backward_s for block in ends)
+        first_s, last_s = (block.forward_s + block.backward_s for block in ends)
         whole = {policy: _whole_model_s(job, device, policy) for policy in STOCK}
-        return cls(
-            profile=profile,
-            layer_s=(whole["none"] - embedding_s - head_s) / job.model.layers,
-            recompute_s={policy: (whole[policy] - whole["none"]) / job.model.layers for policy in STOCK},
-            embedding_s=embedding_s,
-            head_s=head_s,
-            message_s=profile.link_s("p2p", shape.input_bytes),
-        )
+        again = {policy: (whole[policy] - whole["none"]) / layers for policy in STOCK}
+        message_s = profile.link_s("p2p", shape.input_bytes)
+        return cls(profile, (whole["none"] - first_s - last_s) / layers, again, (first_s, last_s), message_s)
 
     def floor_s(self, job: Job) -> float:
         """A lower bound of a step without its update: the slowest stage, and one micro-batch on the others, without host time.
         Each message between stages is waited for once. A plan may hide all its recomputation."""
-        layers, slowest_s, others_s = self._split(job)
-        again_s = layers * self.recompute_s.get(job.policy, 0.0)
-        passes_s = job.microbatches * (slowest_s + again_s)
+        pipeline, stages_s = job.parallel.pipeline, self.stages_s(job)
+        again_s = min(map(job.layers_on, range(pipeline))) * self.recompute_s.get(job.policy, 0.0)
+        passes_s = job.microbatches * (max(stages_s) + again_s)
         if job.schedule != "flush":  # later passes can hide all waits
             return passes_s
-        bubble_s = (others_s + (job.parallel.pipeline - 1) * again_s) / job.chunks
+        bubble_s = (sum(stages_s) - max(stages_s) + (pipeline - 1) * again_s) / job.chunks
         return passes_s + bubble_s + 2 * waited_messages(job) * self.message_s
 
-    def slowest_s(self, job: Job) -> float:
-        """Seconds of one micro-batch on the slowest stage without recomputation."""
-        return self._split(job)[1]
-
-    def _split(self, job: Job) -> tuple[int, float, float]:
-        """Fewest layers on a stage; seconds of one micro-batch without recomputation on the slowest, and on all others. Unequal
-        stages are priced one by one."""
-        pipeline = job.parallel.pipeline
+    def stages_s(self, job: Job) -> list[float]:
+        """Seconds of one micro-batch on each stage without recomputation. Unequal stages are priced one by one."""
         if len(set(job.partition)) > 1:
-            stages_s = of_every_stage(job, lambda stage: stage_seconds(job, self.profile, stage).both_s)
-            slowest_s = max(stages_s)
-            return min(map(job.layers_on, range(pipeline))), slowest_s, sum(stages_s) - slowest_s
-        layers = job.model.layers // pipeline
-        ends_s = self.embedding_s, self.head_s
-        if pipeline == 1:
-            return layers, layers * self.layer_s + sum(ends_s), 0.0
-        return layers, layers * self.layer_s + max(ends_s), (pipeline - 1) * layers * self.layer_s + min(ends_s)
+            return of_every_stage(job, lambda stage: stage_seconds(job, self.profile, stage).both_s)
+        stages_s = [job.model.layers // job.parallel.pipeline * self.layer_s] * job.parallel.pipeline
+        stages_s[0] += self.ends_s[0]
+        stages_s[-1] += self.ends_s[1]
+        return stages_s
 
 
 def _whole_model_s(job: Job, profile: Profile, policy: Policy) -> float:
@@ -193,7 +179,7 @@ def looks_at_plan(job: Job, cost: LayerCost, floor_s: float, *, besides_none: bo
 def _exposed_s(cost: LayerCost, job: Job, answers: Sequence[StageAnswer]) -> float:
     """Exposed recomputation and copies of these stages in a step; the slowest stage counts."""
     slowest_s = max(answer.stock.both_s + answer.longer_s for answer in answers)
-    recompute_s = job.microbatches * max(0.0, slowest_s - cost.slowest_s(job))
+    recompute_s = job.microbatches * max(0.0, slowest_s - max(cost.stages_s(job)))
     return recompute_s + max(answer.exposed_copies_s for answer in answers)
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, islice, takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.config.parallel import Parallel
@@ -197,55 +197,37 @@ def _row(candidate: Candidate) -> dict[str, str]:
 
 def nothing_fits(space: Space, policies: Sequence[Policy], unfit: Sequence[Job] = ()) -> Infeasible:
     """`unfit`: candidates whose state fits. Without any, the smallest states are tried."""
-    tried = unfit or [*_under(policies, _by_state(space)[:32])]
-    closest = min(map(Shortage.of, tried), key=lambda short: (short.missing_bytes <= 0, short.missing_bytes))
+    tried = [(job, *least_memory(job)) for job in unfit or _under(policies, _by_state(space)[:32])]
+    over_bytes = [memory.total - job.memory_budget_bytes for job, _, memory, _ in tried]
+    closest = min(range(len(tried)), key=lambda at: (over_bytes[at] <= 0, over_bytes[at]))
+    job, stage, memory, of_host = tried[closest]
+    short = [*shortages(job, [(stage, memory)]), *filter(None, [of_host])]
     devices = "1 device" if space.gpus == 1 else f"{space.gpus} devices"
-    headline = f"nothing fits on {devices}: the closest is {in_words(closest.job)}"
-    return Infeasible(headline, [*closest.problems, *_changes(space, policies, closest)])
+    headline = f"nothing fits on {devices}: the closest is {in_words(job)}"
+    return Infeasible(headline, [*short, *_changes(space, policies, job, memory.total / GIB)])
 
 
-class Shortage(NamedTuple):
-    """Memory that a job needs beyond its device and host. Plans recompute and offload everything that can be."""
-
-    job: Job
-    stages: tuple[StageMemory, ...]
-    of_host: Problem | None
-
-    @classmethod
-    def of(cls, job: Job) -> Shortage:
-        if job.policy != "planned":
-            return cls(job, held(job), host_shortage(job, 0.0))
-        stages = Stages(job, analytic_profile(job))
-        least = [stages.least(stage) for stage in range(job.parallel.pipeline)]
+def least_memory(job: Job) -> tuple[int, StageMemory, Problem | None]:
+    """Return the fullest stage, its memory, and the shortage of the host if there is one. A plan recomputes and offloads
+    everything that can be."""
+    stages, host_bytes = held(job), 0
+    if job.policy == "planned":
+        solved = Stages(job, analytic_profile(job))
+        least = [solved.least(stage) for stage in range(job.parallel.pipeline)]
         pairs = ((most_beside_layers(job, answer.stage), answer.peak_bytes) for answer in least)
-        memory = (replace(beside, activations=beside.activations + layers_bytes) for beside, layers_bytes in pairs)
-        return cls(job, tuple(memory), host_shortage(job, max(answer.host_bytes for answer in least)))
-
-    @property
-    def fullest(self) -> tuple[int, StageMemory]:
-        return max(enumerate(self.stages), key=lambda stage: stage[1].total)
-
-    @property
-    def used_bytes(self) -> int:
-        return self.fullest[1].total
-
-    @property
-    def missing_bytes(self) -> int:
-        """Bytes of the fullest device over its budget; at most 0 if only the host is short."""
-        return self.used_bytes - self.job.memory_budget_bytes
-
-    @property
-    def problems(self) -> list[Problem]:
-        return [*shortages(self.job, [self.fullest]), *filter(None, [self.of_host])]
+        stages = tuple(replace(beside, activations=beside.activations + layers_bytes) for beside, layers_bytes in pairs)
+        host_bytes = max(answer.host_bytes for answer in least)
+    stage = max(range(len(stages)), key=lambda stage: stages[stage].total)
+    return stage, stages[stage], host_shortage(job, host_bytes)
 
 
-def _changes(space: Space, policies: Sequence[Policy], closest: Shortage) -> Iterator[Problem]:
+def _changes(space: Space, policies: Sequence[Policy], closest: Job, used_gib: float) -> Iterator[Problem]:
     others = tuple(policy for policy in POLICIES if policy not in policies)
     if others and (solution := _smallest_that_fits(space, others)) is not None:
         yield Problem("--policies", ", ".join(policies), solution.policy, _then(solution))
-    budget_gib, used_gib = closest.job.memory_budget_bytes / GIB, closest.used_bytes / GIB
-    if budget_gib < used_gib < closest.job.cluster.memory_gib:
-        yield Problem("budget.memory_gib", f"{budget_gib:.2f}", f"{used_gib:.2f}", f"then {in_words(closest.job)} fits")
+    budget_gib = closest.memory_budget_bytes / GIB
+    if budget_gib < used_gib < closest.cluster.memory_gib:
+        yield Problem("budget.memory_gib", f"{budget_gib:.2f}", f"{used_gib:.2f}", f"then {in_words(closest)} fits")
     for times in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64):
         more = replace(space, gpus=times * space.gpus)
         if (solution := _smallest_that_fits(more, policies)) is not None:
@@ -286,10 +268,10 @@ def smallest_layout(job: Job) -> Job:
     """
     space = Space(job, job.gpus, contexts=(1,))
     jobs = [next(space.on(layout)) for layout in sorted(space.layouts(), key=_size) if layout.layers_per_chunk is None]
-    for tried in chain.from_iterable(_under([policy], jobs) for policy in STOCK):
-        if fits(tried):
-            return tried
-    raise nothing_fits(space, STOCK)
+    smallest = next(filter(fits, chain.from_iterable(_under([policy], jobs) for policy in STOCK)), None)
+    if smallest is None:
+        raise nothing_fits(space, STOCK)
+    return smallest
 
 
 def _size(layout: Parallel) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from math import gcd
 
 from megatron_lynx.config.experts import Experts
 from megatron_lynx.config.fit import fp8_problems
@@ -46,16 +47,19 @@ class Space:
             yield from self.on(layout)
 
     def layouts(self) -> Iterator[Parallel]:
-        return (layout for layout in self._layouts() if any(_runs(layout, count) for _, count in self._sizes(layout)))
+        return (layout for layout in self._layouts() if next(self._sizes(layout), None) is not None)
 
     def on(self, layout: Parallel) -> Iterator[Job]:
-        return (self._job(layout, micro) for micro, count in self._sizes(layout) if _runs(layout, count))
+        return (self._job(layout, micro) for micro in self._sizes(layout))
 
-    def _sizes(self, layout: Parallel) -> Iterator[tuple[int, int]]:
-        """(micro-batch size, micro-batches of a pipeline)."""
-        job, share = self.job, self._share(layout.ranks)
-        sizes = ((micro, share // micro) for micro in divisors(share))
-        return (size for size in sizes if not fp8_problems(job.model, layout, size[0], job.cluster))
+    def _sizes(self, layout: Parallel) -> Iterator[int]:
+        """Micro-batch sizes."""
+        share, interleaves = self._share(layout.ranks), layout.layers_per_chunk is not None
+        for micro in divisors(share):
+            count = share // micro
+            runs = count <= MOST_MICROBATCHES and not (interleaves and count % layout.pipeline)
+            if runs and not fp8_problems(self.job.model, layout, micro, self.job.cluster):
+                yield micro
 
     def _job(self, layout: Parallel, micro: int) -> Job:
         stated = {"gpus": self.gpus, "parallel": layout, "policy": "none", "offload_ratio": 0.0}
@@ -65,38 +69,30 @@ class Space:
     def _layouts(self) -> Iterator[Parallel]:
         for tensor in self._tensors():
             for context in self._contexts(tensor):
-                for pipeline in self._pipelines(tensor * context):
-                    yield from self._chunked(tensor, context, pipeline)
+                for pipeline in divisors(self.gpus // (tensor * context)):
+                    replicas = self.gpus // (tensor * context * pipeline)
+                    if self.job.model.layers % pipeline == 0 and self.job.batch.global_ % replicas == 0:
+                        yield from self._chunked(tensor, context, pipeline)
 
     def _share(self, ranks: int) -> int:
         """A replica's sequences."""
         return self.job.batch.global_ // (self.gpus // ranks)
 
     def _tensors(self) -> Iterator[int]:
-        model = self.job.model
-        cut = (model.heads, model.kv_groups, model.ffn)
-        together = (tensor for tensor in divisors(self.gpus) if self.job.cluster.keeps_together(tensor, self.gpus))
-        return (tensor for tensor in together if not any(size % tensor for size in cut))
+        cut = gcd(self.job.model.heads, self.job.model.kv_groups, self.job.model.ffn, self.gpus)
+        return (tensor for tensor in divisors(cut) if self.job.cluster.keeps_together(tensor, self.gpus))
 
     def _contexts(self, tensor: int) -> Iterator[int]:
-        seq, fused = self.job.model.seq, self.job.model.attention == "flash"
-        sizes = divisors(self.gpus // tensor)
-        asked = (context for context in sizes if self.contexts is None or context in self.contexts)
-        return (
-            context for context in asked if context == 1 or (fused and seq % (2 * context) == 0 and self._trades(tensor, context))
-        )
+        model, sizes = self.job.model, divisors(self.gpus // tensor)
+        for context in sizes if self.contexts is None else filter(self.contexts.__contains__, sizes):
+            if context == 1 or (model.attention == "flash" and model.seq % (2 * context) == 0 and self._trades(tensor, context)):
+                yield context
 
     def _trades(self, tensor: int, context: int) -> bool:
         model, stated = self.job.model, self.job.parallel
         if stated.context_exchange == "a2a+p2p":
             return context == stated.context
-        return stated.context_exchange != "a2a" or not any(size % (tensor * context) for size in (model.heads, model.kv_groups))
-
-    def _pipelines(self, stage_ranks: int) -> Iterator[int]:
-        layers, batch = self.job.model.layers, self.job.batch.global_
-        for pipeline in divisors(self.gpus // stage_ranks):
-            if layers % pipeline == 0 and batch % (self.gpus // (stage_ranks * pipeline)) == 0:
-                yield pipeline
+        return stated.context_exchange != "a2a" or gcd(model.heads, model.kv_groups) % (tensor * context) == 0
 
     def _chunked(self, tensor: int, context: int, pipeline: int) -> Iterator[Parallel]:
         stage_layers, stated = self.job.model.layers // pipeline, self.job.parallel
@@ -132,11 +128,6 @@ class Space:
         if tensor == 1 or self.job.model.seq % slices:
             return () if tensor > 1 and self.job.overlap.userbuffers else (False,)
         return (True,) if self.job.overlap.userbuffers else (False, True)
-
-
-def _runs(layout: Parallel, microbatches: int) -> bool:
-    interleaves = layout.layers_per_chunk is not None
-    return microbatches <= MOST_MICROBATCHES and not (interleaves and microbatches % layout.pipeline)
 
 
 @lru_cache(maxsize=1024)

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_lynx.config import load_job
 from megatron_lynx.search.best_first import LayerCost, looks_at_plan
-from megatron_lynx.search.search import Shortage
+from megatron_lynx.search.search import least_memory
 from megatron_lynx.solver.answer import Share, StageAnswer
 from megatron_lynx.solver.stages import Stages
 
@@ -27,4 +27,4 @@ def test_no_other_share_is_tried_where_not_even_the_largest_fits(monkeypatch: py
     monkeypatch.setattr(Stages, "_known", counted)
     assert not list(looks_at_plan(job, cost, cost.floor_s(job)))
     assert {*tried} == {0.0}
-    assert Shortage.of(job).missing_bytes > 0
+    assert least_memory(job)[1].total > job.memory_budget_bytes
