@@ -30,7 +30,7 @@ from megatron_lynx.planner import Decision
 from megatron_lynx.planner.checks import check_plannable
 from megatron_lynx.planner.left_open import QUARTERS
 from megatron_lynx.planner.nearest import Changes, decide, fewest_changes, first_that_fits, with_changes
-from megatron_lynx.planner.variants import Variants
+from megatron_lynx.planner.variants import fastest_variant, fastest_with_copies
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.units import GIB, format_seconds
@@ -174,22 +174,21 @@ def _in_layout(
     copies: bool,
 ) -> Answer:
     launch = launch_today(job, costs, reading)
-    variants = Variants(job, costs, release)
     stock = or_launch(stocks_best(), launch, reading, job)
     if refused:
         return Answer(job, reading, launch, stock, refused=tuple(refused))
     may_copy = copies and may_offload(job)
     asked_copies = may_copy or job.offload_ratio != 0 or job.cluster.pcie is None
     answer = Answer(job, reading, launch, stock, asked_copies=asked_copies)
-    best = variants.fastest(answer.rival_s)
+    best = fastest_variant(job, costs, release, answer.rival_s)
     if best is None:
         try:
             check_plannable(job)
         except ConfigError as error:
             return replace(answer, error=error, refused=error.problems)
-    answer = replace(answer, without_copies=best, in_todays_bytes=_within_today(variants, launch, best))
+    answer = replace(answer, without_copies=best, in_todays_bytes=_within_today(job, costs, release, launch, best))
     if may_copy:
-        answer = replace(answer, copies=variants.fastest_with_copies(best, answer.rival_s))
+        answer = replace(answer, copies=fastest_with_copies(job, costs, release, best, answer.rival_s))
     if answer.planned is None:
         return replace(answer, error=_why_none(job, costs), would_fit=tuple(would_fit(job, costs, reading)))
     made = answer.planned
@@ -207,12 +206,12 @@ def _why_none(job: Job, costs: Profile) -> Infeasible | None:
     return None
 
 
-def _within_today(variants: Variants, launch: Launch, plan: Decision | None) -> Decision | None:
+def _within_today(job: Job, costs: Profile, release: str | None, launch: Launch, plan: Decision | None) -> Decision | None:
     """The plan within today's bytes; None if the given plan is, or none fits."""
     if launch.row is None or not launch.written or (plan is not None and plan.memory_bytes <= launch.row.memory_bytes):
         return None
     budget = {"memory_gib": launch.row.memory_bytes / GIB, "activation_mib": None}
-    return variants.fastest(budget=variants.job.budget.model_copy(update=budget))
+    return fastest_variant(job.model_copy(update={"budget": job.budget.model_copy(update=budget)}), costs, release)
 
 
 OF_THE_HOST = ("offload_ratio",)

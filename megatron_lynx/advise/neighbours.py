@@ -21,7 +21,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import Decision, uniform_plan
-from megatron_lynx.planner.variants import Variants
+from megatron_lynx.planner.variants import fastest_variant, fastest_with_copies
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.search.best_first import BestFirst
 from megatron_lynx.search.space import Space
@@ -91,10 +91,9 @@ def _answered(asked_job: Job, near_job: Job, release: str | None, *, copies: boo
     costs = analytic_profile(job)
     stock = stocks_best(job, costs, release)
     rival_s = None if stock is None else stock.row.expected_s
-    variants = Variants(job, costs, release)
-    planned = variants.fastest(rival_s)
+    planned = fastest_variant(job, costs, release, rival_s)
     if copies and may_offload(job) and (planned is None or (rival_s is not None and rival_s < planned.step.expected_s)):
-        planned = variants.fastest_with_copies(planned, rival_s) or planned
+        planned = fastest_with_copies(job, costs, release, planned, rival_s) or planned
     return Neighbour(job, stock, planned)
 
 

@@ -192,6 +192,8 @@ class Stages:
         best: StageAnswer | None = None
         problems: Callable[[], list[Problem]] = partial(_lagging, stage)
         for shares in self._shares(stage, steps):
+            if best is not None and not self._may_gain(stage, shares[-1:], budget_bytes, best):
+                continue
             for share in shares:
                 lagging_bytes = [size for lagging, size in counted if lagging == share]
                 if lagging_bytes[1:]:
@@ -214,6 +216,12 @@ class Stages:
         if best is None:
             raise Infeasible(NOTHING_FITS, problems())
         return best
+
+    def _may_gain(self, stage: int, largest: list[Share], budget_bytes: int | None, best: StageAnswer) -> bool:
+        """Whether the largest of the shares within micro-batches, which leaves most memory, is faster than the best answer."""
+        with suppress(Infeasible):
+            return any(self._late_s(self._known(stage, share, budget_bytes, False)) < self._late_s(best) for share in largest)
+        return False
 
     def _keeping_some(self, stage: int, lags: tuple[Lag, ...]) -> StageAnswer:
         """Return the answer with as many whole micro-batches as the job asks for; all in flight if they are fewer. Raises
