@@ -11,24 +11,64 @@ userbuffers     linears communicate inside their GEMMs, so there is no tensor-pa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
+from functools import reduce
+from typing import Any
 
 from megatron_lynx.anatomy import EXPERTS, EXPERTS_WITH_SHARED, HALVES, MLP, SHARED_EXPERTS, Half, Section
 from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, WindowAddress, window_at
 from megatron_lynx.kinds.latent.section import core_kept
 from megatron_lynx.kinds.opaque.section import IN_NODES, OPAQUE
-from megatron_lynx.plan.plan import Plan, Stage
+from megatron_lynx.plan.plan import Head, Plan, Stage
 from megatron_lynx.plan.rule import Rule
 
-PACE = "offload.pace_bytes"
+STAGES = "stages."
+PACE = f"{STAGES}offload.pace_bytes"
 IN_GRAPH = "runs as a captured graph (model.captured)"
 BESIDE = "beside overlapped exchanges of experts (model.moe_overlapped)"
 WITH_UB = "with parallel.userbuffers (--tp-comm-overlap)"
 
 
 def of_launch(plan: Plan) -> Iterator[str]:
-    for facts in (_without_flushes, _experts, _userbuffers, _overlapped, _opaque, _captured):
+    for facts in (_unmet, _without_flushes, _fallen_back, _layers, _overlapped):
         yield from facts(plan)
+
+
+def _needed(plan: Plan) -> Iterator[tuple[str, Mapping[str, object]]]:
+    """Yield every feature of the launch, in words, with the facts that the plan must state beside it."""
+    if plan.schedule == "double_buffered":
+        stages = {"stages.whole": None, PACE: None}
+        yield "with schedule double_buffered", {"parallel.chunks": 1, "model.moe_layers": (), **stages}
+    if plan.parallel.userbuffers:
+        model = {"model.adapted": (), "model.latent_attention": None, "model.implementation": "transformer_engine"}
+        yield WITH_UB, {**model, "parallel.sequence_parallel": True}
+    if plan.model.moe_overlapped:
+        yield BESIDE, {"parallel.expert": 1, "schedule": "flush", "head": None}
+        yield BESIDE, {"stages.weight_gradients": None, "stages.whole": None}
+        yield BESIDE, {PACE: None} if plan.parallel.pipeline > 1 else {}  # most micro-batches wait for their backward then
+    if plan.model.captured:
+        beside = "beside captured graphs (model.captured)"
+        yield beside, {"model.moe_overlapped": False, "schedule": "flush", "model.mtp": 0, "parallel.userbuffers": False}
+
+
+def _unmet(plan: Plan) -> Iterator[str]:
+    for beside, key, needed in ((beside, *fact) for beside, facts in _needed(plan) for fact in facts.items()):
+        holders: list[tuple[str, Any]] = [(key, plan)]
+        if key.startswith(STAGES):
+            key = key.removeprefix(STAGES)
+            holders = [(f"{plan.place_of(entry)}.{key}", entry) for entry in plan.stages]
+        for place, holder in holders:
+            found = reduce(lambda part, name: getattr(part, name, None), key.split("."), holder)
+            if found != needed:
+                yield f"{place} is {_said(found, needed)}, needed {_said(needed, needed)} {beside}: nothing else was tried"
+
+
+def _said(value: object, needed: object) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or "none"
+    if isinstance(value, Head):
+        return f"in {value.pieces} pieces"
+    return "none" if value is None else "given" if needed is None else str(value)
 
 
 def of_rule(plan: Plan, rule: Rule) -> Iterator[str]:
@@ -59,33 +99,6 @@ def ranges(numbers: list[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in zip(starts, ends, strict=True))
 
 
-def _differing(facts: Iterable[tuple[str, object, object]], beside: str) -> Iterator[str]:
-    for name, setting, needed in facts:
-        if setting != needed:
-            found, least = ("none" if value is None else str(value) for value in (setting, needed))
-            yield f"{name} is {found}, needed {least} {beside}: nothing else was tried"
-
-
-def _in_stages(plan: Plan, *keys: str) -> Iterator[tuple[str, object, object]]:
-    for entry in plan.stages:
-        for key in keys:
-            given = entry.offload and entry.offload.pace_bytes if key == PACE else getattr(entry, key)
-            yield f"{plan.place_of(entry)}.{key}", None if given is None else "given", None
-
-
-def _captured(plan: Plan) -> Iterator[str]:
-    model = plan.model
-    if not model.captured:
-        return
-    facts = (
-        ("model.moe_overlapped", model.moe_overlapped, False),
-        ("schedule", plan.schedule, "flush"),
-        ("model.mtp", model.mtp, 0),
-        ("parallel.userbuffers", plan.parallel.userbuffers, False),
-    )
-    yield from _differing(facts, "beside captured graphs (model.captured)")
-
-
 def _captured_rule(plan: Plan, rule: Rule) -> Iterator[str]:
     for section in dict.fromkeys(section for layer in rule.layers for section in plan.model.sections_of(layer)):
         if section.captured or section.apart:
@@ -114,21 +127,14 @@ def _without_flushes(plan: Plan) -> Iterator[str]:
     if plan.schedule == "flush":
         if not plan.defer_updates:
             yield "defer_updates is false, but schedule flush has nothing to defer"
-        return
-    if layout.pipeline == 1:
+    elif layout.pipeline == 1:
         yield "schedule is double_buffered, but pipeline is 1: it needs at least 2 stages"
-    experts = ", ".join(map(str, plan.model.moe_layers)) or None
-    facts = (("parallel.chunks", layout.chunks, 1), ("model.moe_layers", experts, None))
-    yield from _differing((*facts, *_in_stages(plan, "whole", PACE)), "with schedule double_buffered")
-    if microbatches < layout.pipeline:
+    elif microbatches < layout.pipeline:
         needed = f"it needs at least pipeline ({layout.pipeline})"
         yield f"schedule is double_buffered, but batch.microbatches is {microbatches}: {needed}"
 
 
-def _experts(plan: Plan) -> Iterator[str]:
-    for span in plan.model.moe_layers:
-        if span.last > plan.model.layers:
-            yield f"model.moe_layers has {span}, but the model has layers 1-{plan.model.layers}"
+def _fallen_back(plan: Plan) -> Iterator[str]:
     for at, stage in enumerate(plan.stages):
         if stage.experts_hold is not None and (needed := _needed_to_fall_back(plan, stage)):
             yield f"stages.{at}.experts_hold is {stage.experts_hold:g}, needed {needed}: or leave it out"
@@ -204,15 +210,22 @@ def latent_rule(plan: Plan, rule: Rule) -> Iterator[str]:
             yield f"{item.name} is recomputed, and {item.norm_inside} with it: {inside}"
 
 
-def _opaque(plan: Plan) -> Iterator[str]:
-    for name, spans in plan.model.opaque_layers.items():
+def _layers(plan: Plan) -> Iterator[str]:
+    """Layers of experts, and those with an opaque half."""
+    opaque = {f"model.opaque_layers.{name}": (name, spans) for name, spans in plan.model.opaque_layers.items()}
+    for key, (name, spans) in {"model.moe_layers": (None, plan.model.moe_layers), **opaque}.items():
         for span in spans:
             if span.last > plan.model.layers:
-                yield f"model.opaque_layers.{name} has {span}, but the model has layers 1-{plan.model.layers}"
-            for layer in span if span.last <= plan.model.layers else ():
-                filled = next(section.name for section in plan.model.sections_of(layer) if section.half == OPAQUE[name].half)
-                if filled != name:
-                    yield f"model.opaque_layers.{name} has layer {layer}, where the {OPAQUE[name].half} half is {filled} already"
+                yield f"{key} has {span}, but the model has layers 1-{plan.model.layers}"
+            elif name is not None:
+                half = OPAQUE[name].half
+                for layer, filled in ((layer, _section(plan, layer, half).name) for layer in span):
+                    if filled != name:
+                        yield f"{key} has layer {layer}, where the {half} half is {filled} already"
+
+
+def _section(plan: Plan, layer: int, half: Half) -> Section:
+    return plan.model.sections_of(layer)[HALVES.index(half)]
 
 
 def opaque_rule(plan: Plan, rule: Rule) -> Iterator[str]:
@@ -235,19 +248,11 @@ def opaque_rule(plan: Plan, rule: Rule) -> Iterator[str]:
 def _overlapped(plan: Plan) -> Iterator[str]:
     if not plan.model.moe_overlapped:
         return
-    layout, model = plan.parallel, plan.model
-    facts = (
-        ("parallel.expert", layout.expert, 1),
-        ("schedule", plan.schedule, "flush"),
-        ("head", None if plan.head is None else f"in {plan.head.pieces} pieces", None),
-    )
-    several = layout.pipeline > 1  # most micro-batches wait for their backward then
-    yield from _differing((*facts, *_in_stages(plan, "weight_gradients", "whole", *([PACE] if several else []))), BESIDE)
-    if other := [name for name in model.opaque_layers if name not in IN_NODES]:
+    if other := [name for name in plan.model.opaque_layers if name not in IN_NODES]:
         needed = f"none but {', '.join(IN_NODES)}"
         yield f"model.opaque_layers has {', '.join(other)}, needed {needed} {BESIDE}: no others were run in its nodes"
-    for entry in plan.stages:
-        if not several and entry.offload is not None and entry.offload.half_by_half == "all":
+    for entry in plan.stages if plan.parallel.pipeline == 1 else ():
+        if entry.offload is not None and entry.offload.half_by_half == "all":
             yield f"{plan.place_of(entry)}.offload.half_by_half is all, needed at_once {BESIDE}: there is none but these"
 
 
@@ -262,18 +267,6 @@ def _overlapped_rule(plan: Plan, rule: Rule) -> Iterator[str]:
     if apart := [item for item in section.apart if item in rule.recompute]:
         needed = f"none but {', '.join(section.recomputable)}"
         yield f"found {', '.join(apart)} recomputed in layers of experts, needed {needed} {BESIDE}: other nodes run them"
-
-
-def _userbuffers(plan: Plan) -> Iterator[str]:
-    model = plan.model
-    facts = (
-        ("model.adapted", ", ".join(model.adapted) or None, None),
-        ("model.latent_attention", None if model.latent_attention is None else "given", None),
-        ("parallel.sequence_parallel", plan.parallel.sequence_parallel, True),
-        ("model.implementation", model.implementation, "transformer_engine"),
-    )
-    if plan.parallel.userbuffers:
-        yield from _differing(facts, WITH_UB)
 
 
 def _without_collectives(plan: Plan, rule: Rule, beside: str) -> Iterator[str]:
