@@ -35,7 +35,6 @@ from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.plan.rule import Rule
 from megatron_lynx.plan.timetables import layout_of, planned_halves, timetable_of
 from megatron_lynx.schedule.flushes import warmup
-from megatron_lynx.timetable import Pass as Backward
 from megatron_lynx.timetable import PlannedHalf, Timetable
 
 
@@ -299,15 +298,25 @@ def _never(plan: Plan, stage: Stage, timetable: Timetable, where: tuple[int, Sec
         if (why := _no_wait(plan, timetable, window, layers)) or _forward_follows(plan, stage):
             return why
         return f"but no forward runs behind a backward (batch.microbatches {plan.batch.microbatches})"
-    backward = timetable.backward(stage.chunk)
-    windows = [wait.window for half in backward.halves for wait in half.waits if not wait.over]
     if why := _no_wait(plan, timetable, window, [window.layer] if window.layer in stage.layers else []):
         return why
-    if window not in windows:
+    halves = timetable.backward(stage.chunk).halves
+    if all(wait.window != window or wait.over for half in halves for wait in half.waits):
         return "which is no wait of this stage"
-    if not another and windows.index(window) < _first_behind(backward, *where, timetable.layout.sequence_parallel):
+    if not another and _in_backward(*window.frame, window.ordinal) < _behind(*where, timetable.layout.sequence_parallel):
         return "which comes before its own backward, and there is only one micro-batch"
     return None
+
+
+def _in_backward(layer: int, half: Half, ordinal: int) -> tuple[int, int, int]:
+    """Sort key of a backward's waits."""
+    return -layer, -HALVES.index(half), ordinal
+
+
+def _behind(layer: int, section: Section, linear: str, sequence_parallel: bool) -> tuple[int, int, int]:
+    """First wait after a linear's weight gradient is delayed: for a column-parallel linear that for its input's gradient, for a
+    row-parallel one the first after the wait for the gathered gradient, for others the next."""
+    return _in_backward(layer, section.half, section.behind_wgrad(linear, sequence_parallel))
 
 
 def _receives(plan: Plan, stage: Stage) -> bool:
@@ -315,12 +324,11 @@ def _receives(plan: Plan, stage: Stage) -> bool:
 
 
 def _no_wait(plan: Plan, timetable: Timetable, window: WindowAddress, layers: list[int]) -> str | None:
-    half = window.half
-    sections = {layer: next(one for one in plan.model.sections_of(layer) if one.half == half) for layer in layers}
-    numbers = [timetable.layout.waits(window.passing, layer, section) for layer, section in sections.items()]
+    at, experts = HALVES.index(window.half), window.half == EXPERTS.half and all(map(plan.model.has_experts, layers))
+    numbers = [timetable.layout.waits(window.passing, layer, plan.model.sections_of(layer)[at]) for layer in layers]
     if any(window.ordinal < number for number in numbers):
         return None
-    if layers and half == EXPERTS.half and all(map(plan.model.has_experts, layers)) and not any(numbers):
+    if layers and experts and not any(numbers):
         return "which lies in a mixture of experts whose tokens do not travel (parallel.expert 1)"
     if plan.parallel.tensor == 1 and not any(numbers):
         return "but tensor 1 has no collectives"
@@ -334,16 +342,3 @@ def _forward_follows(plan: Plan, stage: Stage) -> bool:
     before = (layout.chunks - 1 - stage.chunk) * min(layout.group, microbatches)
     first = warmup(layout.pipeline, stage.stage, layout.chunks, layout.group) + 1 + before
     return first < microbatches * layout.chunks
-
-
-def _first_behind(backward: Backward, layer: int, section: Section, linear: str, sequence_parallel: bool) -> int:
-    """Index, among a backward's windows, of the first one after a linear's weight gradient is delayed: for a column-parallel
-    linear the wait for its input's gradient, for a row-parallel one the first after the wait for the gathered gradient, for
-    others the next."""
-    first, place = section.behind_wgrad(linear, sequence_parallel), 0
-    for half in backward.halves:
-        ordinals = [wait.window.ordinal for wait in half.waits if not wait.over and not isinstance(wait.window, str)]
-        if half.half == (layer, section.half):
-            return place + sum(ordinal < first for ordinal in ordinals)
-        place += len(ordinals)
-    raise LookupError(f"{section.half} of layer {layer} is not in this backward")
