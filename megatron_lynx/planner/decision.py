@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import inf
-from types import MappingProxyType
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import bounded_by_device, layers_budget_bytes
@@ -172,17 +171,15 @@ def _best_way(job: Job, profile: Profile, settings: Sequence[Setting]) -> Decisi
     failed: Infeasible | None = None
     costs: list[float] = []
     for way in settings[0](job, costs):
-        if way.is_idle(None if best is None else best.draft):
+        if not way.may_win(None if best is None else best.draft):
             continue
         try:
             found = _best_way(way.job, profile, settings[1:])
+            costs.append(found.cost)
+            best = found if best is None or found.cost < (1 - way.worth) * best.cost else best
         except Infeasible as error:
-            failed = error
             costs.append(inf)
-            continue
-        costs.append(found.cost)
-        if best is None or found.cost < (1 - way.worth) * best.cost:
-            best = found
+            failed = error
     if best is None:
         assert failed is not None, "a setting has a way"
         raise failed
@@ -222,17 +219,14 @@ def fitting(stages: Stages) -> Decision:
     """Decide for a known partition, before weight gradients are placed. Copies may lag behind the solver's estimate, and whole
     micro-batches hold more in their backward: stages that then exceed the budget in the rehearsal are solved again. Raises
     `Infeasible`."""
-    lags: dict[int, tuple[Lag, ...]] = {}
+    lags: dict[int, tuple[Lag, ...]] = dict.fromkeys(range(stages.job.parallel.pipeline), ())
     while True:
         found = Decision.of(stages, _answers(stages, lags))
-        over = {
-            answer.stage: (answer.asked, too_much)
-            for answer in found.stages
-            if (answer.offload_ratio or answer.whole) and (too_much := found.excess_bytes(answer.stage))
-        }
+        copying = (answer for answer in found.stages if answer.offload_ratio or answer.whole)
+        over = {answer.stage: (answer.asked, excess) for answer in copying if (excess := found.excess_bytes(answer.stage))}
         if not over:
             return found
-        lags |= {stage: (*lags.get(stage, ()), lag) for stage, lag in over.items()}
+        lags |= {stage: (*lags[stage], lag) for stage, lag in over.items()}
 
 
 def _deferring(decision: Decision) -> Decision:
@@ -275,13 +269,13 @@ def _placed(decision: Decision, place: Callable[[Sequence[int]], Plan], best: De
     return None
 
 
-def _answers(stages: Stages, lags: Mapping[int, tuple[Lag, ...]] = MappingProxyType({})) -> tuple[StageAnswer, ...]:
+def _answers(stages: Stages, lags: Mapping[int, tuple[Lag, ...]]) -> tuple[StageAnswer, ...]:
     """Raises `Infeasible` with the problems of all stages."""
     answers: list[StageAnswer] = []
     problems: list[Problem] = []
-    for stage in range(stages.job.parallel.pipeline):
+    for stage, of_stage in lags.items():
         try:
-            answers.append(stages.answer(stage, lags.get(stage, ())))
+            answers.append(stages.answer(stage, of_stage))
         except Infeasible as error:
             problems += error.problems
     if problems:

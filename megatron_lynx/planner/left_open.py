@@ -76,17 +76,9 @@ def with_share(job: Job, share: float) -> Job:
 class Way(NamedTuple):
     job: Job
     worth: float = 0.0
-    """Relative gain from which it is taken instead of an earlier way; 1 if only where no earlier way fits."""
-    of_checkpoints: bool = False
-    """Whether it differs only in plans with checkpoints."""
-
-    def is_idle(self, best: Plan | None) -> bool:
-        """Whether it cannot be taken. `best`: plan of the best earlier way, if any fits."""
-        if best is None:
-            return self.of_checkpoints
-        return self.worth == 1 or (
-            self.of_checkpoints and not any(rule.checkpoint for entry in best.stages for rule in entry.rules)
-        )
+    """Relative gain from which it is taken instead of an earlier way."""
+    may_win: Callable[[Plan | None], bool] = lambda best: True
+    """Whether it may be taken, by the plan of the best earlier way, if any fits."""
 
 
 Setting = Callable[[Job, Sequence[float]], Iterator[Way]]
@@ -129,7 +121,8 @@ def _rotary(job: Job, costs: Sequence[float]) -> Iterator[Way]:
     """RoPE of packed sequences kept. Its recomputation makes the host wait for the device."""
     yield Way(job)
     if job.rotary_asks_host:
-        yield Way(job.model_copy(update={"batch": job.batch.model_copy(update={"packed": False})}), worth=1)
+        asking = job.model_copy(update={"batch": job.batch.model_copy(update={"packed": False})})
+        yield Way(asking, may_win=lambda best: best is None)
 
 
 def _copies(job: Job, costs: Sequence[float]) -> Iterator[Way]:
@@ -138,7 +131,7 @@ def _copies(job: Job, costs: Sequence[float]) -> Iterator[Way]:
         yield Way(job)
         return
     yield Way(with_copies(job, kept=False))
-    yield Way(with_copies(job, kept=True), of_checkpoints=True)
+    yield Way(with_copies(job, kept=True), may_win=lambda best: best is not None and best.checkpointed != "")
 
 
 SETTINGS: tuple[Setting, ...] = (_graphs, _shares, _heads, _rotary, _copies)
@@ -152,7 +145,7 @@ def leaves_nothing(job: Job) -> bool:
 def with_least_memory(job: Job) -> Job:
     """Return the job with every setting decided as in the last plan that is tried, which needs the least memory."""
     for setting in SETTINGS:
-        *_, job = (way.job for way in setting(job, [inf]) if not way.of_checkpoints)
+        *_, job = (way.job for way in setting(job, [inf]) if way.may_win(None))
     return job
 
 
