@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import takewhile
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -46,25 +46,17 @@ from megatron_lynx.units import MIB, format_bytes
 
 
 class PlanFigures(NamedTuple):
-    passes_s: float
-    """Forwards and backwards of a step, over all stages."""
+    step_s: float
     update_s: float
-    """Exposed gradient reduction and parameter update."""
+    """Exposed gradient reduction and parameter update, a part of the step."""
     memory_bytes: int
-
-    @property
-    def step_s(self) -> float:
-        return self.passes_s + self.update_s
-
-    @property
-    def as_json(self) -> dict[str, Any]:
-        return {"step_s": self.step_s, "update_s": self.update_s, "memory_bytes": self.memory_bytes}
+    """Of the fullest device."""
 
 
 def figures_of(job: Job, profile: Profile, simulation: Simulation) -> PlanFigures:
     """`job`: with the plan's layers. `simulation`: the plan's rehearsal with this profile."""
-    fullest_bytes = max(peak_bytes(job, simulation, stage) for stage in range(job.parallel.pipeline))
-    return PlanFigures(simulation.step_s, update_s(job, profile), fullest_bytes)
+    added_s, stages = update_s(job, profile), range(job.parallel.pipeline)
+    return PlanFigures(simulation.step_s + added_s, added_s, max(peak_bytes(job, simulation, stage) for stage in stages))
 
 
 def range_of(plan: Plan, job: Job, profile: Profile, simulation: Simulation) -> StepRange:
@@ -115,9 +107,8 @@ def check_budget_kept(job: Job, simulation: Simulation) -> None:
 def held_by_moment(job: Job, simulation: Simulation, stage: int) -> dict[Moment, StageMemory]:
     """Most bytes of a stage's device at each of its moments, by kind."""
     fullest: dict[Moment, Held] = {}
-    for held in most_held(job, simulation, stage):
-        if held.moment not in fullest or held.device_bytes > fullest[held.moment].device_bytes:
-            fullest[held.moment] = held
+    for held in sorted(most_held(job, simulation, stage), key=lambda held: held.device_bytes, reverse=True):
+        fullest.setdefault(held.moment, held)
     return {moment: _by_kind(fullest[moment], simulation) for moment in MOMENTS if moment in fullest}
 
 

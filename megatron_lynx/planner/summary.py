@@ -17,7 +17,7 @@ def summary(decision: Decision) -> dict[str, Any]:
     """Output of `megatron-lynx plan --json`."""
     plan, memory = decision.plan, decision.memory
     return {
-        **decision.figures.as_json,
+        **decision.figures._asdict(),
         "host_time": decision.host.as_json,
         "weight_gradients": decision.weight_gradients,
         "partition": [len(stage.layers) for stage in plan.stages],
