@@ -35,7 +35,7 @@ def of_launch(plan: Plan) -> Iterator[str]:
 
 
 def _needed(plan: Plan) -> Iterator[tuple[str, Mapping[str, object]]]:
-    """Yield every feature of the launch, in words, with the facts that the plan must state beside it."""
+    """Yield every feature of the launch, in words, with the facts that it needs."""
     if plan.schedule == "double_buffered":
         stages = {"stages.whole": None, PACE: None}
         yield "with schedule double_buffered", {"parallel.chunks": 1, "model.moe_layers": (), **stages}

@@ -50,7 +50,7 @@ class PlanFigures(NamedTuple):
     update_s: float
     """Exposed gradient reduction and parameter update, a part of the step."""
     memory_bytes: int
-    """Of the fullest device."""
+    """Those of the fullest device."""
 
 
 def figures_of(job: Job, profile: Profile, simulation: Simulation) -> PlanFigures:
