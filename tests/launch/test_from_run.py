@@ -18,8 +18,10 @@ from ..profiler.made_up import made_up_profile
 from ..test_cli import lynx
 from .launched import MODEL, SIZE, flags_of
 
-BUDGET_BYTES = 3_900_000
-"""A first plan fills it to the last kilobyte, and what a launch holds beside training is not in it."""
+BUDGET_BYTES = 4_000_000
+"""A first plan fills it to the last kilobyte, and what a launch holds beside training is not in it. With 3,900,000 the first
+plan's fullest backward is counted 128 KiB larger than it is: its run teaches that much less, and the second one holds 3 % more
+than its plan says."""
 
 NEARLY = 0.2 / 80
 """0.2 GiB of a GPU with 80."""
@@ -65,8 +67,8 @@ def launched(run, folder: Path) -> Report:
     assert done.status == 0, done.text
     outcome = json.loads((folder / FILE_NAME).read_text())
     for row in outcome["reports"][-1]["stages"]:
-        halves = row["measured"]["parts"]["halves"]
-        assert {kind: each["calls"] for kind, each in halves.items()} == {"attention": 8, "mlp": 8}, (
+        halves = {kind: row["measured"]["parts"][kind] for kind in ("attention", "mlp")}
+        assert {kind: each["count"] for kind, each in halves.items()} == {"attention": 8, "mlp": 8}, (
             "two layers, four micro-batches"
         )
         assert all(each["seconds"] > 0 for each in halves.values())
