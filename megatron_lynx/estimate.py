@@ -116,14 +116,12 @@ class Estimate:
             {"stage": stage, "memory_bytes": memory.named, "moment": memory.moment, "moments_bytes": dict(memory.totals)}
             for stage, memory in enumerate(self.stages)
         ]
-        without_flushes = self.job.schedule == "double_buffered"
-        step = {"step_s": None} if self.step is None else self.step.as_json
-        launch: dict[str, Any] = {}
-        if (today := self.today) is not None:
-            setting = {"memory_bytes": self.memory_bytes, "setting": today.name, "flags": list(today.flags)}
-            launch = {"launch": {**step, **setting}, "verdict": self.of_launch}
+        step, today, launch = {"step_s": None} if self.step is None else self.step.as_json, self.today, {}
+        if today is not None:
+            figures = {**step, "memory_bytes": self.memory_bytes, "setting": today.name, "flags": list(today.flags)}
+            launch = {"launch": figures, "verdict": self.of_launch}
         return {
-            **({"schedule": self.job.schedule, "gradient_age_updates": 1} if without_flushes else {}),
+            **({"schedule": self.job.schedule, "gradient_age_updates": 1} if self.job.schedule == "double_buffered" else {}),
             "fits": self.fits,
             "offload_ratio": self.offload_ratio,
             "budget_bytes": self.budget_bytes,

@@ -259,7 +259,7 @@ def _launched(answer: Answer, output: Path, *, chosen: bool) -> str:
     if reading is None:
         variables = (f"{name}={value}" for name, value in job_environment(job, decision.plan).items())
         return f"its launch needs {' '.join([*variables, *launch_flags(decision.plan), *job_flags(decision.job)])}"
-    flags = host_optimizer_flags(decision.job) if chosen else []
+    flags = [*host_optimizer_flags(decision.job)] if chosen else []
     without = OF_THE_HOST if chosen and not flags else ()
     added, lost = answer.switched
     return f"launch with it:\n\n{command_with(reading, job, decision.plan, output, [*added, *flags], [*without, *lost])}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from megatron_lynx.config.job import Job
@@ -39,20 +40,37 @@ def summary(decision: Decision) -> dict[str, Any]:
     }
 
 
-def job_flags(job: Job) -> list[str]:
-    """Launch flags that a plan does not state."""
-    optimizer = ["--use-distributed-optimizer"] if job.parallel.distributed_optimizer else []
-    if (instances := job.parallel.optimizer_instances) > 1:
-        optimizer.append(f"--num-distributed-optimizer-instances {instances}")
-    return [*expert_flags(job), *optimizer, *host_optimizer_flags(job), f"--global-batch-size {job.batch.global_}"]
+def job_flags(job: Job) -> Iterator[str]:
+    """Yield launch flags that a plan does not state."""
+    if (experts := job.model.experts) is not None:
+        yield f"--num-experts {experts.count}"
+        yield f"--moe-router-topk {experts.per_token}"
+        yield f"--moe-ffn-hidden-size {experts.ffn}"
+        if experts.shared_ffn:
+            yield f"--moe-shared-expert-intermediate-size {experts.shared_ffn}"
+        if len(job.model.expert_layers) < job.model.layers:
+            pattern = "+".join(f"[{int(layer in job.model.expert_layers)}]" for layer in range(1, job.model.layers + 1))
+            yield f"--moe-layer-freq '{pattern}'"
+        fused = experts.dispatcher in FUSED
+        yield f"--moe-token-dispatcher-type {'flex' if fused else experts.dispatcher}"
+        if fused:
+            yield f"--moe-flex-dispatcher-backend {experts.dispatcher}"
+        yield f"--expert-model-parallel-size {job.parallel.expert}"
+        yield f"--expert-tensor-parallel-size {job.parallel.expert_tensor_size}"
+    if job.parallel.distributed_optimizer:
+        yield "--use-distributed-optimizer"
+    if job.parallel.optimizer_instances > 1:
+        yield f"--num-distributed-optimizer-instances {job.parallel.optimizer_instances}"
+    yield from host_optimizer_flags(job)
+    yield f"--global-batch-size {job.batch.global_}"
 
 
-def host_optimizer_flags(job: Job) -> list[str]:
-    if not job.optimizer.offloaded:
-        return []
-    overlapped = ["--overlap-cpu-optimizer-d2h-h2d"] if job.optimizer.overlap_copies else []
-    share = f"--optimizer-offload-fraction {job.optimizer.offloaded:g}"
-    return ["--use-precision-aware-optimizer", "--optimizer-cpu-offload", share, *overlapped]
+def host_optimizer_flags(job: Job) -> Iterator[str]:
+    if job.optimizer.offloaded:
+        yield from ("--use-precision-aware-optimizer", "--optimizer-cpu-offload")
+        yield f"--optimizer-offload-fraction {job.optimizer.offloaded:g}"
+        if job.optimizer.overlap_copies:
+            yield "--overlap-cpu-optimizer-d2h-h2d"
 
 
 def job_environment(job: Job, plan: Plan) -> dict[str, str]:
@@ -62,24 +80,3 @@ def job_environment(job: Job, plan: Plan) -> dict[str, str]:
     if not of_te or not norms or not starts_as_one(model.norm, model.hidden, half_precision=model.dtype != "fp32"):
         return {}
     return {FORWARD_MARGIN: str(USUAL_MARGIN)}
-
-
-def expert_flags(job: Job) -> list[str]:
-    experts, layout = job.model.experts, job.parallel
-    if experts is None:
-        return []
-    pattern = "+".join(f"[{int(layer in job.model.expert_layers)}]" for layer in range(1, job.model.layers + 1))
-    dispatcher = [f"--moe-token-dispatcher-type {experts.dispatcher}"]
-    if experts.dispatcher in FUSED:
-        dispatcher = ["--moe-token-dispatcher-type flex", f"--moe-flex-dispatcher-backend {experts.dispatcher}"]
-    shared = [f"--moe-shared-expert-intermediate-size {experts.shared_ffn}"] if experts.shared_ffn else []
-    return [
-        f"--num-experts {experts.count}",
-        f"--moe-router-topk {experts.per_token}",
-        f"--moe-ffn-hidden-size {experts.ffn}",
-        *shared,
-        *([] if len(job.model.expert_layers) == job.model.layers else [f"--moe-layer-freq '{pattern}'"]),
-        *dispatcher,
-        f"--expert-model-parallel-size {layout.expert}",
-        f"--expert-tensor-parallel-size {layout.expert_tensor_size}",
-    ]

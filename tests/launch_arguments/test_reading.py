@@ -344,7 +344,7 @@ def test_gathers_of_all_tokens_are_megatrons_default(flags: str) -> None:
     assert reading.problems == ()
     job = job_of(reading, "h100-80g")
     assert job.model.moe_dispatcher == "allgather"
-    assert "--moe-token-dispatcher-type allgather" in job_flags(job)
+    assert "--moe-token-dispatcher-type allgather" in [*job_flags(job)]
 
 
 def test_instances_of_the_distributed_optimizer_are_read() -> None:
