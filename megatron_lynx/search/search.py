@@ -197,7 +197,8 @@ def _row(candidate: Candidate) -> dict[str, str]:
 
 def nothing_fits(space: Space, policies: Sequence[Policy], unfit: Sequence[Job] = ()) -> Infeasible:
     """`unfit`: candidates whose state fits. Without any, the smallest states are tried."""
-    tried = [(job, *least_memory(job)) for job in unfit or _under(policies, _by_state(space)[:32])]
+    known = [policy for policy in policies if policy in STOCK] or policies  # their memory is known at once
+    tried = [(job, *least_memory(job)) for job in unfit or _under(known, _by_state(space)[:32])]
     over_bytes = [memory.total - job.memory_budget_bytes for job, _, memory, _ in tried]
     closest = min(range(len(tried)), key=lambda at: (over_bytes[at] <= 0, over_bytes[at]))
     job, stage, memory, of_host = tried[closest]
