@@ -14,7 +14,6 @@ from megatron_lynx.cost.update import late_reduction_s, reduction_s
 from megatron_lynx.planner import decide
 from megatron_lynx.planner.evaluation import peak_bytes
 from megatron_lynx.planner.filling import Filler
-from megatron_lynx.planner.left_open import endless
 from megatron_lynx.profiler.analytic import analytic_profile
 
 JOB = "gpt-175b-a100-80g"
@@ -40,12 +39,6 @@ def test_a_plan_gains_within_its_budget(monkeypatch: pytest.MonkeyPatch) -> None
     for stage in range(job.parallel.pipeline):
         assert peak_bytes(decided.job, decided.simulation, stage) <= decided.job.memory_budget_bytes
     assert "gradients sent before others" in decided.weight_gradients
-
-
-def test_a_plan_in_endless_memory_sends_first_too() -> None:
-    """Variants are planned only if the step of this plan may win."""
-    job = load_job(job_path("llama3-70b-a100-80g"))
-    assert any(sent(entry) for entry in decide(endless(job), analytic_profile(job)).plan.stages)
 
 
 def test_the_lowest_layers_come_first() -> None:

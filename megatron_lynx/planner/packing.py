@@ -24,13 +24,11 @@ from math import gcd, inf
 from typing import NamedTuple
 
 from megatron_lynx.anatomy.address import is_forward
+from megatron_lynx.solver.programme import WAIT_S
 
 WORTH = 0.01
 """Part of its seconds that deferring a weight gradient must gain. With 0, Llama 3 70B on two thirds of an H100 loses 0.8 %; with
 0.02, Mixtral 8x7B on H800 loses 1.9 %."""
-
-WINDOW_S = 1e-12
-"""Seconds that count for a window that a weight gradient waits: a tie-break."""
 
 
 class Wait(NamedTuple):
@@ -112,7 +110,7 @@ class Loads(NamedTuple):
         """Return the loads with one more weight gradient, in pieces at these places; not deferred if there are none."""
         lengths_s, taken_s, alone_s = self.lengths_s, self.taken_s, linear.seconds
         if puts:
-            taken_s, alone_s = [*taken_s], WORTH * linear.seconds + WINDOW_S * sum([put.windows for put in puts])
+            taken_s, alone_s = [*taken_s], WORTH * linear.seconds + WAIT_S * sum([put.windows for put in puts])
             for put, seconds in zip(puts, linear.cut(len(puts)), strict=True):
                 taken_s[put.wait] += seconds
         elif linear.beside is not None:
@@ -145,7 +143,7 @@ def _best(linears: Sequence[Linear], none: Loads) -> Placed:
                 ways = [(loads.beside(linear, puts), puts) for puts in ((), *_piece_by_piece(linear, loads))]
                 loads, moved[linear.name] = min(ways, key=lambda way: way[0].seconds)
             in_vain += 1
-            if (seconds := loads.seconds) < least_s - WINDOW_S / 2:
+            if (seconds := loads.seconds) < least_s - WAIT_S / 2:
                 least_s, chosen, in_vain = seconds, moved, 0
     return Placed(least_s, {name: _fewest(puts) for name, puts in chosen.items() if puts})
 
@@ -157,7 +155,7 @@ def _piece_by_piece(linear: Linear, loads: Loads) -> Iterator[tuple[Put, ...]]:
         if places:
             puts, left_s = list[Put](), [max(0.0, room_s) for room_s in loads.rooms_s]
             for piece_s in pieces_s:
-                puts.append(min(places, key=lambda put: max(0.0, piece_s - left_s[put.wait]) + WINDOW_S * put.windows))
+                puts.append(min(places, key=lambda put: max(0.0, piece_s - left_s[put.wait]) + WAIT_S * put.windows))
                 left_s[puts[-1].wait] = max(0.0, left_s[puts[-1].wait] - piece_s)
             yield tuple(puts)
 

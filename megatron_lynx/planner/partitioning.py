@@ -43,11 +43,10 @@ def partitioned(job: Job, profile: Profile) -> list[Stages]:
         return [Stages(with_partition(job, job.partition), profile)]
     times = _Times(job, profile)
     layers, stages = job.model.layers, job.parallel.pipeline
-    microbatches = job.microbatches if job.schedule == "flush" else NEVER_FLUSHED
-    counts = best(layers, stages, microbatches, times.of, job.chunks)
+    counts = best(layers, stages, job.microbatches, times.of, job.chunks)
     if counts is None:
         return [times.like]
-    fitting = [partition for partition in (even(layers, stages), counts) if step_s(partition, microbatches, times.of) < inf]
+    fitting = [partition for partition in (even(layers, stages), counts) if step_s(partition, job.microbatches, times.of) < inf]
     parted = [with_partition(job, _by_virtual_stage(partition, job.chunks)) for partition in dict.fromkeys(fitting)]
     return [Stages(each, profile, times.like) for each in parted]
 
@@ -62,10 +61,6 @@ def with_partition(job: Job, partition: tuple[int, ...]) -> Job:
 def _by_virtual_stage(counts: Counts, chunks: int) -> Counts:
     by_stage = [spread(count, chunks, last_stage=stage == len(counts) - 1) for stage, count in enumerate(counts)]
     return tuple(layers[chunk] for chunk in range(chunks) for layers in by_stage)
-
-
-NEVER_FLUSHED = 1_000_000
-"""Stands for the micro-batches of a pipeline that is filled only once, so that only the slowest stage counts."""
 
 
 @dataclass(frozen=True)

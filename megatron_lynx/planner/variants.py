@@ -16,13 +16,14 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.errors import LynxError
 from megatron_lynx.planner.decision import Decision, fastest_decision
 from megatron_lynx.planner.left_open import with_exchanges
+from megatron_lynx.prediction import DENSE
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.stock.legality import Facts, offered
 from megatron_lynx.stock.setting import StockSetting
 from megatron_lynx.units import SECOND_DIGITS
 
-WORTH_COPIES = 0.02
-"""Relative gain from which copies to the host are recommended."""
+WORTH_COPIES = DENSE.ratios
+"""Relative gain from which copies to the host are recommended: the mean error of such ratios."""
 
 OVERLAPPED = (StockSetting(overlap=True), StockSetting(overlap=True, delayed=True))
 

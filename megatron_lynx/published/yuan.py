@@ -16,7 +16,6 @@ from megatron_lynx.cost.budget import most_beside_layers
 from megatron_lynx.cost.parameters import mfu
 from megatron_lynx.cost.stage_memory import parts_beside_layers
 from megatron_lynx.planner import fitting
-from megatron_lynx.planner.left_open import endless
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.published.row import Row, Step, catalogued_job, stock_step_s
 from megatron_lynx.solver.answer import StageAnswer
@@ -78,12 +77,14 @@ def _memory(figure: Mapping[str, Any]) -> Iterator[Row]:
 
 def _answers(job: Job, offload_ratio: float = 0.0) -> list[StageAnswer]:
     """All stages at this ratio, whether they fit or not."""
-    stages = Stages(_offloading(job, offload_ratio), analytic_profile(job))
+    stages = Stages(endless(job, offload_ratio), analytic_profile(job))
     return [stages.answer(stage) for stage in range(job.parallel.pipeline)]
 
 
-def _offloading(job: Job, offload_ratio: float) -> Job:
-    return endless(job).model_copy(update={"offload_ratio": offload_ratio})
+def endless(job: Job, offload_ratio: float = 0.0) -> Job:
+    """Return the job with more memory than any device has."""
+    budget = job.budget.model_copy(update={"memory_gib": 1e6})
+    return job.model_copy(update={"budget": budget, "offload_ratio": offload_ratio})
 
 
 def _named_bytes(job: Job) -> Iterator[tuple[int, int]]:
@@ -150,7 +151,7 @@ def _step_s(job: Job, offload_ratio: float) -> float:
     setting = OF_POLICY.get(job.policy)
     if setting is not None and not offload_ratio:
         return stock_step_s(job, setting)
-    return fitting(Stages(_offloading(job, offload_ratio), analytic_profile(job))).figures.step_s
+    return fitting(Stages(endless(job, offload_ratio), analytic_profile(job))).figures.step_s
 
 
 def _throughput_row(what: str, run: Mapping[str, Any], cluster: str, published: float, calibrating: bool) -> Row:

@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 
 from megatron_lynx.cli import app
 from megatron_lynx.planner import fitting
-from megatron_lynx.planner.left_open import endless
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.published import all_rows, yuan
 from megatron_lynx.published.pipeoffload import copy_to_compute_ratio
@@ -51,7 +50,7 @@ def test_rows_cover_the_tables(rows: list[Row]) -> None:
 def test_most_of_the_rest_that_yuan_et_al_measured_is_counted() -> None:
     """What one layer makes again and has in hand, messages, buffers, workspaces; the remainder of 1.2e9 B is their fork's."""
     config = published_figures()["yuan_atc24"]["figure7_max_memory_allocated_bytes"]["config"]
-    job = endless(yuan.job_of({**config, "ckpt": "ours"}))
+    job = yuan.endless(yuan.job_of({**config, "ckpt": "ours"}))
     memory = fitting(Stages(job, analytic_profile(job))).memory[0]
     counted = memory.recomputed + memory.in_hand + memory.messages + memory.buffers + memory.rest
     assert 0.9e9 < counted < yuan.REST_BYTES
