@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from types import MappingProxyType
 
 from megatron_lynx.anatomy.address import ON_DEMAND, Window, WindowAddress
@@ -29,7 +29,6 @@ from megatron_lynx.plan.plan import Offload, Plan, Stage
 from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.profiler.profile import BlockProfile, Profile
 from megatron_lynx.schedule.flushes import with_flushes
-from megatron_lynx.schedule.schedule import Schedule, with_recomputations
 from megatron_lynx.simulator.double_buffered import simulate_without_flushes
 from megatron_lynx.simulator.halves import stage_passes
 from megatron_lynx.simulator.passes import ChunkPasses, HostCopy
@@ -105,7 +104,7 @@ def _simulated(
     p2p_s, between = profile.link_s("p2p", profile.attention.input_bytes), profile.messages_between_passes
 
     def simulated(few: int) -> Simulation:
-        schedule = _schedule(layout.pipeline, few, layout.chunks, layout.group, more)
+        schedule = with_flushes(layout.pipeline, few, layout.chunks, layout.group, more)
         return simulate(schedule, chunks, p2p_s, profile.interference, between_passes=between)
 
     if whole or any(entry.whole is not None for entry in plan.stages):  # not all micro-batches are alike
@@ -140,13 +139,6 @@ def _in_nodes(plan: Plan, stage: int, passes: Sequence[ChunkPasses], prices: Pri
         yield PairedChunk(chunk_passes, tuple(with_again), again_s, tuple(without), ends_s, copy_s)
 
 
-@lru_cache(maxsize=8)
-def _schedule(pipeline: int, microbatches: int, chunks: int, group: int, more: int) -> Schedule:
-    """Megatron's schedule, with the recomputation in a receive before every backward. `more`: additional warm-up forwards."""
-    stock = with_flushes(pipeline, microbatches, chunks, group, more)
-    return replace(stock, orders=tuple(tuple(with_recomputations(actions)) for actions in stock.orders))
-
-
 def passes_of_chunks(
     plan: Plan, entries: Sequence[Stage], prices: Prices, *, reduced_in_backward: bool = False
 ) -> list[ChunkPasses]:
@@ -171,10 +163,13 @@ def _chunk_passes(
         reduced_in_backward=reduced_in_backward,
         read_after_send=entry.stage > 0 and plan.schedule == "flush",
     )
-    passes = replace(usual(chunk_halves), copy=_copy(plan, entry, prices.profile, chunk_halves))
-    if entry.offload is not None and entry.offload.pace_bytes is not None:
-        within = usual(list(_half_by_half(plan, entry, prices, chunk_halves)))
-        passes = within if entry.offload.half_by_half == "all" else replace(passes, at_once=within)
+    passes, offload = usual(chunk_halves), entry.offload
+    if offload is not None:
+        movable = list(_movable_of_halves(plan, offload, prices.profile, chunk_halves))
+        passes = replace(passes, copy=_copy(entry, offload, prices.profile, sum(movable)))
+        if offload.pace_bytes is not None:
+            within = usual(list(_half_by_half(offload, prices, chunk_halves, movable)))
+            passes = within if offload.half_by_half == "all" else replace(passes, at_once=within)
     if entry.whole is None:
         return passes
     beside = timetable.beside_kept(entry.chunk)
@@ -189,17 +184,14 @@ def _ends(plan: Plan, stage: Stage, prices: Prices) -> tuple[BlockProfile, Block
     return ends_of(prices.profile, prices.message_bytes, first=place == (0, 0), last=last, pieces=pieces)
 
 
-def _copy(plan: Plan, stage: Stage, profile: Profile, treated: Sequence[Treated]) -> HostCopy | None:
+def _copy(stage: Stage, offload: Offload, profile: Profile, movable_bytes: int) -> HostCopy:
     """Limited by the movable bytes. Without a link to the host in the profile it takes no time."""
-    if stage.offload is None:
-        return None
-    smallest_bytes, received_bytes = stage.offload.smallest_tensor_bytes, profile.attention.input_bytes
-    movable = sum(_movable_of_halves(plan, stage.offload, profile, treated))
-    if (stage.stage, stage.chunk) == (0, 0) and received_bytes >= smallest_bytes:
-        movable += received_bytes
-    size_bytes = min(stage.offload.bytes, movable)
+    received_bytes = profile.attention.input_bytes
+    if (stage.stage, stage.chunk) == (0, 0) and received_bytes >= offload.smallest_tensor_bytes:
+        movable_bytes += received_bytes
+    size_bytes = min(offload.bytes, movable_bytes)
     seconds = profile.link_s("host", size_bytes)
-    return HostCopy(seconds, seconds, size_bytes, stage.offload.beside_messages == "avoid")
+    return HostCopy(seconds, seconds, size_bytes, offload.beside_messages == "avoid")
 
 
 def _movable_of_halves(plan: Plan, offload: Offload, profile: Profile, treated: Sequence[Treated]) -> Iterator[int]:
@@ -218,13 +210,10 @@ def _movable_of_halves(plan: Plan, offload: Offload, profile: Profile, treated: 
         yield movable_bytes(section, costs, recompute, smallest_bytes, fed=fed) - (received_bytes if given else 0)
 
 
-def _half_by_half(plan: Plan, stage: Stage, prices: Prices, treated: Sequence[Treated]) -> Iterator[Treated]:
-    assert stage.offload is not None
-    assert stage.offload.pace_bytes is not None
-    movable = _movable_of_halves(plan, stage.offload, prices.profile, treated)
-    pace, left_bytes = Pace(stage.offload.pace_bytes, len(treated)), stage.offload.bytes
+def _half_by_half(offload: Offload, prices: Prices, treated: Sequence[Treated], movable: Sequence[int]) -> Iterator[Treated]:
+    pace, left_bytes = Pace(offload.pace_bytes, len(treated)), offload.bytes
     for place, (half, most_bytes) in enumerate(zip(treated, movable, strict=True), start=1):
-        stays = pace.stays(place) or stage.offload.stays(half.planned)
+        stays = pace.stays(place) or offload.stays(half.planned)
         size_bytes = 0 if stays else min(left_bytes, most_bytes)
         if size_bytes <= 0:
             yield replace(half, host=_host_s(half.planned, prices, offloads=False))
@@ -241,20 +230,23 @@ def check_shapes(plan: Plan, profile: Profile) -> None:
     profiled = {name: value for name, value in profile.shape.model_dump().items() if name in facts}
     if (experts := profile.shape.experts) is not None:
         profiled |= {"moe_load": experts.held_load, "shared_experts": experts.shared_ffn > 0}
-    problems = [
-        Problem(f"profile: shape.{name}", str(value), f"{facts[name]}, as in the plan", "measure the plan's job")
+    known = {
+        f"shape.{name}": (value, facts[name], "measure the plan's job")
         for name, value in profiled.items()
-        if value != facts[name] and (name, facts[name]) != ("expert", 1)  # without exchanges in windows `expert` does not matter
+        if (name, facts[name]) != ("expert", 1)  # without exchanges in windows `expert` does not matter
+    }
+    layers, opaque = plan.model.layers, {layer.kind for layer in profile.shape.opaque}
+    having = () if experts is None else experts.numbers(layers)
+    needed = filter(plan.model.has_experts, range(1, layers + 1))
+    numbers = (", ".join(map(str, as_spans(numbers))) or "none" for numbers in (having, needed))
+    kinds = (", ".join(sorted(kinds)) or "none" for kinds in (opaque, plan.model.opaque_layers))
+    for name, (value, wanted) in (("layers with experts", numbers), ("shape.opaque", kinds)):
+        known[name] = value, wanted, "take the plan's job"
+    problems = [
+        Problem(f"profile: {name}", str(value), f"{planned}, as in the plan", todo)
+        for name, (value, planned, todo) in known.items()
+        if value != planned
     ]
-    layers = range(1, plan.model.layers + 1)
-    needed = {layer for layer in layers if plan.model.has_experts(layer)}
-    having = set() if profile.shape.experts is None else profile.shape.experts.numbers(plan.model.layers)
-    if having != needed:
-        said, wanted = (", ".join(map(str, as_spans(numbers))) or "none" for numbers in (having, needed))
-        problems.append(Problem("profile: layers with experts", said, f"{wanted}, as in the plan", "take the plan's job"))
-    if (opaque := {layer.kind for layer in profile.shape.opaque}) != plan.model.opaque_layers.keys():
-        said, wanted = (", ".join(sorted(names)) or "none" for names in (opaque, plan.model.opaque_layers))
-        problems.append(Problem("profile: shape.opaque", said, f"{wanted}, as in the plan", "take the plan's job"))
     if problems:
         raise PlanMismatch("the profile was measured for another job than the plan's", problems)
 

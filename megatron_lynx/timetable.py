@@ -30,6 +30,8 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from megatron_lynx.anatomy import HALVES, Half, Section
@@ -42,6 +44,7 @@ from megatron_lynx.anatomy.address import (
     Window,
     WindowAddress,
 )
+from megatron_lynx.once import once
 
 At = Literal["enter", "demand", "core", "in", "after"]
 
@@ -124,8 +127,10 @@ class Pass:
 
     def beginning(self, *at: At) -> frozenset[FrameKey]:
         """Halves at such a moment of which something begins."""
-        begins = (moment for moment, tasks in self.tasks.items() if any(task.do == "begin" for task in tasks))
-        return frozenset(moment.place for moment in begins if moment.at in at)  # type: ignore[misc]
+        begins = (
+            moment.place for moment, tasks in self.tasks.items() if moment.at in at and any(task.do == "begin" for task in tasks)
+        )
+        return frozenset(begins)  # type: ignore[arg-type]
 
 
 class Layout(NamedTuple):
@@ -263,29 +268,23 @@ class Timetable:
     def __init__(self, chunks: Sequence[Sequence[PlannedHalf]] = ((),), layout: Layout = Layout()) -> None:  # noqa: B008
         self.chunks = tuple(map(tuple, chunks))
         self.layout = layout
-        self._forwards: dict[int, Pass] = {}
-        self._backwards: dict[int, Pass] = {}
 
+    @once
     def forward(self, chunk: int) -> Pass:
-        if chunk not in self._forwards:
-            halves = tuple(HalfPass(half.key, tuple(self._waits("fwd", half))) for half in self.chunks[chunk])
-            places = {wait.window for half in halves for wait in half.waits}
-            self._forwards[chunk] = Pass(halves, _table(places, {}, self._weight_gradients[chunk]))
-        return self._forwards[chunk]
+        halves = tuple(HalfPass(half.key, tuple(self._waits("fwd", half))) for half in self.chunks[chunk])
+        return Pass(halves, _table({wait.window for half in halves for wait in half.waits}, {}, self._weight_gradients[chunk]))
 
+    @once
     def backward(self, chunk: int) -> Pass:
-        if chunk not in self._backwards:
-            halves = tuple(
-                HalfPass(half.key, tuple(self._waits("bwd", half, half.place.gather or ON_DEMAND)))
-                for half in reversed(self.chunks[chunk])
-            )
-            places = {place for half in halves for place in (half.half, *(wait.window for wait in half.waits))}
-            self._backwards[chunk] = Pass(halves, _table(places, self._planned[chunk], self._weight_gradients[chunk]))
-        return self._backwards[chunk]
+        halves = tuple(HalfPass(half.key, tuple(self._waits("bwd", half))) for half in reversed(self.chunks[chunk]))
+        places = {place for half in halves for place in (half.half, *(wait.window for wait in half.waits))}
+        return Pass(halves, _table(places, self._planned[chunk], self._weight_gradients[chunk]))
 
+    @once
     def receive(self, chunk: int) -> Pass:
         return Pass((), _table((RECV_BACKWARD,), self._planned[chunk], self._deferred[chunk]))
 
+    @once
     def sent(self, chunk: int) -> Pass:
         return Pass((), _table((SEND_BACKWARD,), {}, self._deferred[chunk]))
 
@@ -312,12 +311,11 @@ class Timetable:
     def busy_halves(self) -> tuple[frozenset[FrameKey], ...]:
         return tuple(self.forward(chunk).busy_halves | self.backward(chunk).busy_halves for chunk in range(len(self.chunks)))
 
-    def _waits(self, passing: Passing, half: PlannedHalf, gathered: Window | None = None) -> Iterator[Wait]:
-        """`gathered`: in a backward, the window after which the half's input is gathered."""
-        once = passing == "bwd" and self.layout.sequence_parallel and half.gathers and not half.section.exchanges
+    def _waits(self, passing: Passing, half: PlannedHalf) -> Iterator[Wait]:
+        gathered = passing == "bwd" and self.layout.sequence_parallel and half.gathers and not half.section.exchanges
         for ordinal in range(self.layout.waits(passing, half.layer, half.section)):
-            over = once and half.section.collectives("bwd", True)[ordinal].carries == "input"
-            yield Wait(WindowAddress(passing, half.layer, half.half, ordinal), gathered if over else None)
+            over = gathered and half.section.collectives("bwd", True)[ordinal].carries == "input"
+            yield Wait(WindowAddress(passing, half.layer, half.half, ordinal), (half.place.gather or ON_DEMAND) if over else None)
 
     @cached_property
     def _planned(self) -> tuple[Tasks, ...]:
@@ -351,13 +349,12 @@ def _table(places: Collection[FrameKey | Window], planned: Tasks, weight_gradien
 
 def _planned(halves: Sequence[PlannedHalf], layout: Layout) -> Tasks:
     tasks: dict[Moment, tuple[Task, ...]] = {}
-    feeding = dict(_feeding(halves))
-    for half in reversed(halves):
-        if half.checkpoint:
-            recomputations = () if half.feeds else _checkpointed(half, feeding.get(half.key, ()), layout)
-        else:
-            recomputations = _recomputed(half) if half.recompute else ()
-        for moment, task in recomputations:
+    for at in reversed(range(len(halves))):
+        half = halves[at]
+        if half.feeds or not half.recompute:
+            continue
+        feeding = [Task("recompute", one.key) for one in takewhile(attrgetter("feeds"), reversed(halves[:at]))]
+        for moment, task in _checkpointed(half, feeding[::-1], layout) if half.checkpoint else _recomputed(half):
             tasks[moment] = (*tasks.get(moment, ()), task)
     _begin_ahead(tasks, halves, layout)
     return tasks
@@ -389,17 +386,6 @@ def _checkpointed(half: PlannedHalf, before: Sequence[Task], layout: Layout) -> 
     ((window, _),) = half.place.stretches
     yield entered, Task("begin", half.key, behind)
     yield Moment("in", window), Task("recompute", half.key, since=behind)
-
-
-def _feeding(halves: Sequence[PlannedHalf]) -> Iterator[tuple[FrameKey, tuple[Task, ...]]]:
-    """By checkpointed half that keeps no input, the recomputations of the halves that return it."""
-    before: tuple[Task, ...] = ()
-    for half in halves:
-        if half.feeds:
-            before = (*before, Task("recompute", half.key))
-        elif before:
-            yield half.key, before
-            before = ()
 
 
 def _begin_ahead(tasks: dict[Moment, tuple[Task, ...]], halves: Sequence[PlannedHalf], layout: Layout) -> None:

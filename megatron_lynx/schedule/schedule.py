@@ -17,7 +17,7 @@ An action as text, without its stage:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -43,13 +43,6 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.micro_batch}{self.kind}{self.chunk}"
-
-
-def with_recomputations(actions: Iterable[Action]) -> Iterator[Action]:
-    for action in actions:
-        if action.kind == "B":
-            yield Action(action.micro_batch, "R", action.chunk)
-        yield action
 
 
 Phase = Literal["warmup", "steady", "cooldown"]

@@ -12,15 +12,15 @@ Between two updates a stage runs as many forwards and backwards as a batch has m
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from megatron_lynx.schedule.double_buffered import check, deferral
 from megatron_lynx.schedule.flushes import with_flushes
-from megatron_lynx.schedule.schedule import Action, with_recomputations
+from megatron_lynx.schedule.schedule import Action
 from megatron_lynx.simulator.passes import ChunkPasses
-from megatron_lynx.simulator.simulate import Message, Run, RunningStage, Step
+from megatron_lynx.simulator.simulate import Message, Run, Step
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.timeline import Span, Timeline
 
@@ -92,13 +92,15 @@ def simulate_without_flushes(
 class _UnflushedRun(Run):
     """A running schedule with updates. `later`: by stage, the backwards of the next batch before an update."""
 
+    synchronises = False  # messages are posted ahead (`double_buffered.interpreter`)
+
     def __init__(
         self, microbatches: int, chunks: Sequence[ChunkPasses], p2p_s: float, interference: float, later: Sequence[int]
     ) -> None:
-        self._microbatches, drained = microbatches, BATCHES * microbatches
-        passes = with_flushes(len(chunks), drained)
-        schedule = replace(passes, orders=tuple(tuple(with_recomputations(order)) for order in passes.orders))
-        super().__init__(schedule, [[passes] for passes in chunks], p2p_s, interference)
+        drained = BATCHES * microbatches
+        super().__init__(
+            with_flushes(len(chunks), drained), [[passes] for passes in chunks], p2p_s, interference, batch=microbatches
+        )
         ends = [[min((batch + 1) * microbatches + more, drained) for batch in range(BATCHES)] for more in later]
         self._behind = [{Action(end - 1, "B"): batch for batch, end in enumerate(of_stage)} for of_stage in ends]
         """By stage, actions followed by an update, and that update's batch."""
@@ -108,18 +110,11 @@ class _UnflushedRun(Run):
         """By stage and direction, the last message sent."""
         self.updates: list[list[Updated]] = [[] for _ in chunks]
 
-    def _completing(self, order: Sequence[Action]) -> frozenset[Action]:
-        return frozenset(action for action in order if action.kind == "B" and (action.micro_batch + 1) % self._microbatches == 0)
-
-    def _copied_s(self, stage: RunningStage, before: Step | None, step: Step) -> float:
-        """Messages are posted ahead (`double_buffered.interpreter`) and never end in a synchronisation."""
-        return 0.0
-
     def _exchange(
-        self, stage: RunningStage, before: Step | None, step: Step, free: float
+        self, number: int, before: Step | None, step: Step, free: float
     ) -> Generator[Message, float, tuple[float, float]]:
         if before is not None and before.sent is not None:
-            under_way, sent = self._under_way[stage.number], before.sent
+            under_way, sent = self._under_way[number], before.sent
             if (earlier := under_way.get(sent.kind)) is not None:
                 free = max(free, (yield earlier))
             under_way[sent.kind] = sent
@@ -127,26 +122,26 @@ class _UnflushedRun(Run):
         received = step.received
         if received is not None:
             self._post(received, free)
-        free = free if before is None else (yield from self._updated(stage, before, free))
+        free = free if before is None else (yield from self._updated(number, before, free))
         return free, free if received is None else max(free, (yield received))
 
-    def _end(self, stage: RunningStage, last: Step, free: float) -> Generator[Message, float, None]:
+    def _end(self, number: int, last: Step, free: float) -> Generator[Message, float, None]:
         if last.sent is not None:
             self._post(last.sent, free)
             free = max(free, (yield last.sent))
-        yield from self._updated(stage, last, free)
+        yield from self._updated(number, last, free)
 
-    def _updated(self, stage: RunningStage, before: Step, time_s: float) -> Generator[Message, float, float]:
+    def _updated(self, number: int, before: Step, time_s: float) -> Generator[Message, float, float]:
         """Return when the update after an action has begun; `time_s` if there is none."""
-        batch = self._behind[stage.number].get(before.action)
+        batch = self._behind[number].get(before.action)
         if batch is None:
             return time_s
         arrivals_s = self._there.setdefault(batch, [])
         arrivals_s.append(time_s)
         together = Message("U", batch, 0)
-        if len(arrivals_s) == self._schedule.pipeline:
+        if len(arrivals_s) == self._pipeline:
             self._arrivals[together] = max(arrivals_s)
             self._ready.extend(self._waiting.pop(together, ()))
         begin_s = yield together
-        self.updates[stage.number].append(Updated(time_s, begin_s))
+        self.updates[number].append(Updated(time_s, begin_s))
         return begin_s

@@ -29,9 +29,9 @@ from megatron_lynx.cost.ends import NO_BLOCK
 from megatron_lynx.cost.host import NO_HOST_TIME
 from megatron_lynx.cost.section import Prices, weight_gradient
 from megatron_lynx.kinds.section import Exchange
-from megatron_lynx.simulator.passes import ChunkPasses, PassKey, Queue, TimedPass, walked_once
-from megatron_lynx.simulator.walk import ComingBack, GoingOut, Halves, Treated, Walk
-from megatron_lynx.timetable import HalfPass, Linear, Pass, Timetable, Wait
+from megatron_lynx.simulator.passes import ChunkPasses, Kind, PassKey, Queue, TimedPass, walked_once
+from megatron_lynx.simulator.walk import Halves, Treated, Walk
+from megatron_lynx.timetable import HalfPass, Linear, Pass, Task, Timetable, Wait
 
 if TYPE_CHECKING:
     from megatron_lynx.profiler.profile import BlockProfile, ItemProfile, Profile
@@ -79,27 +79,32 @@ def stage_passes(
     interference, (embedding, head) = prices.profile.interference, ends
     parts = partial(prices.once, segments)
     host = sum((half.host for half in chunk_halves), start=NO_HOST_TIME)
+    drains_otherwise = any(half.planned.delayed(drains=False) != half.planned.delayed(drains=True) for half in chunk_halves)
+    defers_any = any(half.deferred for half in timetable.all_halves)
+    messages: dict[Kind, tuple[str, tuple[Task, ...]]] = {
+        "R": (RECV_BACKWARD, timetable.receive(chunk).at("in", RECV_BACKWARD)),
+        "W": (SEND_BACKWARD, timetable.sent(chunk).at("in", SEND_BACKWARD)),
+    }
+    working = {kind for kind, (_, tasks) in messages.items() if tasks} | ({"W"} if defers_any and read_after_send else set())
 
     def walked(key: PassKey, queue: Queue) -> TimedPass:
         kind, which, last = key
-        if kind == "F":
-            walk = Walk(interference, halves, queue, embedding.forward_s)
-            return _forward(walk, timetable.forward(chunk), chunk_halves, parts, head.forward_s).issued_in(host.forward_s)
-        if kind in ("R", "W"):
-            walk, place = Walk(1.0, halves, queue), RECV_BACKWARD if kind == "R" else SEND_BACKWARD
-            through = timetable.receive(chunk) if kind == "R" else timetable.sent(chunk)
-            walk.during(place, through.at("in", place))
+        if kind in messages:
+            walk = Walk(1.0, halves, queue)
+            walk.during(*messages[kind])
             if kind == "W" and last and read_after_send:
                 walk.flush(during_send=True)
             return walk.over()
+        if kind == "F":
+            walk = Walk(interference, halves, queue, embedding.forward_s)
+            return _forward(walk, timetable.forward(chunk), chunk_halves, parts, head.forward_s).issued_in(host.forward_s)
         walk = Walk(interference, halves, queue, head.backward_s)
         delays = None if last and reduced_in_backward else which == "cooldown" or last
-        through = timetable.backward(chunk)
-        flushes = last and not read_after_send
-        return _backward(walk, through, chunk_halves, parts, embedding.backward_s, flushes, delays).issued_in(host.backward_s)
-
-    drains_otherwise = any(half.planned.delayed(drains=False) != half.planned.delayed(drains=True) for half in chunk_halves)
-    defers_any = any(half.deferred for half in timetable.all_halves)
+        _backward(walk, timetable.backward(chunk), chunk_halves, parts, delays)
+        walk.compute(embedding.backward_s)
+        if last and not read_after_send:
+            walk.flush()
+        return walk.over().issued_in(host.backward_s)
 
     def plain(key: PassKey) -> PassKey:
         """Return the one key of all passes that are equal to this one's, so that each is walked once."""
@@ -107,7 +112,7 @@ def stage_passes(
         alone = kind == "B" and which == "cooldown" and drains_otherwise
         return kind, "cooldown" if alone else "steady", last and defers_any
 
-    return ChunkPasses(walked_once(walked, lambda pending: Queue(*deferral, pending), plain))
+    return ChunkPasses(walked_once(walked, partial(Queue, *deferral), plain), idle=frozenset(messages.keys() - working))
 
 
 def segments(profile: Profile, passing: Passing, section: Section, deferred: Collection[str] = ()) -> Segments:
@@ -161,7 +166,6 @@ def _backward_s(items: Mapping[str, ItemProfile], section: Section, begin: int, 
 
 
 def _forward(walk: Walk, through: Pass, treated: Sequence[Treated], segments_of: Parts, end_s: float) -> TimedPass:
-    copies = GoingOut()
     for number, (half, planned) in enumerate(zip(treated, through.halves, strict=True), start=1):
         start_s = walk.clock_s
         parts = segments_of("fwd", half.section)
@@ -172,7 +176,7 @@ def _forward(walk: Walk, through: Pass, treated: Sequence[Treated], segments_of:
                 walk.window(wait, parts.windows_s[ordinal], through.at("in", wait.window))
         walk.hold(half.memory.resident)
         walk.span("forward", start_s, half)
-        copies.half_ends(walk, number, half)
+        walk.copy_out(number, half)
     walk.compute(end_s)
     return walk.over()
 
@@ -182,28 +186,22 @@ def _wait(planned: HalfPass, passing: Passing, ordinal: int) -> Wait:
     return planned.waits[ordinal] if ordinal < len(planned.waits) else Wait(WindowAddress(passing, *planned.half, ordinal))
 
 
-def _backward(
-    walk: Walk, through: Pass, treated: Sequence[Treated], segments_of: Parts, end_s: float, flushes: bool, delays: bool | None
-) -> TimedPass:
-    """`treated`: in forward order. `flushes`: no weight gradient is pending after it. `delays`: whether it also delays those of
-    the drain; None: it delays none."""
-    coming = ComingBack(treated)
+def _backward(walk: Walk, through: Pass, treated: Sequence[Treated], segments_of: Parts, delays: bool | None) -> None:
+    """`treated`: in forward order. `delays`: whether it also delays the weight gradients of the drain; None: it delays none."""
+    away = [half for half in treated if half.leaving is not None]
     not_in_hand = [0, *(half.memory.less_in_hand for half in treated)]
     walk.hold(-not_in_hand[-1])
     for number, half, planned in zip(range(len(treated), 0, -1), reversed(treated), through.halves, strict=True):
-        coming.half_begins(walk, number, half)
+        walk.copy_back(number, away)
+        walk.needs(half.planned.key)
         for task in (*through.at("demand", planned.half), *through.at("enter", planned.half)):
-            coming.needed(walk, walk.halves[task.half])
+            walk.needs(task.half)
             walk.on_demand(task)
         start_s = walk.clock_s
         delayed = frozenset[str]() if delays is None else half.planned.delayed(drains=delays)
         over_bytes = not_in_hand[number] - not_in_hand[number - 1]
-        _back_through(walk, half, through, planned, segments_of("bwd", half.section, delayed), delayed, coming, over_bytes)
+        _back_through(walk, half, through, planned, segments_of("bwd", half.section, delayed), delayed, over_bytes)
         walk.span("backward", start_s, half)
-    walk.compute(end_s)
-    if flushes:
-        walk.flush()
-    return walk.over()
 
 
 def _back_through(
@@ -213,7 +211,6 @@ def _back_through(
     planned: HalfPass,
     parts: Segments,
     delayed: frozenset[str],
-    coming: ComingBack,
     over_bytes: int,
 ) -> None:
     """`over_bytes`: transient bytes of the next half that count from this half's end."""
@@ -235,9 +232,7 @@ def _back_through(
         if ordinal <= last:
             wait = _wait(planned, "bwd", ordinal)
             during, after = through.at("in", wait.window), through.at("after", wait.window)
-            for task in (*during, *after):
-                if task.do in ("recompute", "begin"):
-                    coming.needed(walk, walk.halves[task.half])
+            walk.needs(*(task.half for task in (*during, *after) if task.do in ("recompute", "begin")))
             walk.window(wait, max(0.0, parts.windows_s[ordinal] - ran_s - half.spared_s(wait.gathered)), during, after)
     walk.hold(over_bytes - left, regenerated_bytes=-regenerated)
     _hold_rest(walk, half, *half.deferred)

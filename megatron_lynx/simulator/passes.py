@@ -17,15 +17,14 @@ Copies of offloaded activations between a device and its host: two streams, one 
 A blocking exchange ends in a device synchronisation (Megatron's `batch_p2p_sync`), which waits for all copies issued before it.
 Copies that avoid messages start with the pass after the exchange, and the exchange waits until both streams are free.
 
-A micro-batch whose backward follows its forward at once is offloaded only within its own passes (`ComingBack`; Yuan et al., ATC
-'24). Copies do not slow messages down and do not share a link with another device; a caller may pass longer copies.
+A micro-batch whose backward follows its forward at once is offloaded only within its own passes (`simulator.walk`; Yuan et al.,
+ATC '24). Copies do not slow messages down and do not share a link with another device; a caller may pass longer copies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Literal, NamedTuple
 
 from megatron_lynx.cost.section import WeightGradient
@@ -229,14 +228,17 @@ def walked_once(walk: Callable[[PassKey, Queue], TimedPass], queue: Callable[[Pe
     """
     known: dict[tuple[PassKey, int], tuple[Pending, TimedPass, Pending]] = {}
     interned: dict[Pending, Pending] = {}
-    plain = cache(plain)
 
     def walked(key: PassKey, pending: Pending) -> tuple[TimedPass, Pending]:
-        place = plain(key), id(pending)
-        if place not in known:
-            entries = queue(pending)
-            known[place] = pending, walk(place[0], entries), interned.setdefault(entries.pending, entries.pending)
-        return known[place][1:]
+        found = known.get((key, id(pending)))
+        if found is None:
+            alike = plain(key)
+            if (alike, id(pending)) not in known:
+                entries = queue(pending)
+                made, left = walk(alike, entries), entries.pending
+                known[alike, id(pending)] = pending, made, interned.setdefault(left, left)
+            found = known[key, id(pending)] = known[alike, id(pending)]
+        return found[1:]
 
     return walked
 
@@ -244,6 +246,8 @@ def walked_once(walk: Callable[[PassKey, Queue], TimedPass], queue: Callable[[Pe
 @dataclass(frozen=True)
 class ChunkPasses:
     walked: Walked
+    idle: frozenset[Kind] = frozenset()
+    """Kinds of passes that never have work."""
     copy: HostCopy | None = None
     """Offloaded bytes of each micro-batch. Recomputation during a receive does not wait for it."""
     whole: Container[int] = ()
@@ -252,8 +256,9 @@ class ChunkPasses:
     at_once: ChunkPasses | None = None
     """Passes of micro-batches whose own backward follows at once, if they are offloaded within these passes."""
 
-    def of(self, micro_batch: int) -> ChunkPasses:
-        return self.keeping if self.keeping is not None and micro_batch in self.whole else self
+    def of(self, micro_batch: int, *, at_once: bool = False) -> ChunkPasses:
+        passes = self.keeping if self.keeping is not None and micro_batch in self.whole else self
+        return passes.at_once if at_once and passes.at_once is not None else passes
 
     def one(self, kind: Kind, phase: Phase) -> TimedPass:
         """The pass of a phase with no weight gradient pending. R: work that runs while the gradient is awaited."""

@@ -119,6 +119,11 @@ class Walk:
         self._holds_up = False
         """Whether it uses the TP group, so that later TP collectives queue after it."""
         self._hidden_s = self._exposed_s = self._filled_s = self._unfilled_s = self._copy_wait_s = 0.0
+        self._stream = Stream()
+        self._leaving: deque[tuple[int, float, int]] = deque()
+        """(half after which compute waits for the copy out, its end, bytes)."""
+        self._back_s: dict[FrameKey, float] = {}
+        """By half, the end of its copy back."""
 
     def compute(self, seconds: float) -> None:
         """Advance the clock. Overlapped with communication begun ahead, compute takes longer, as in a window."""
@@ -226,10 +231,34 @@ class Walk:
         for entry in self._queue.take():
             self._weight_gradient(entry, entry.cost.seconds if during_send else 0.0, SEND_BACKWARD if during_send else FLUSHED)
 
-    def copy(self, kind: Literal["offload", "reload"], half: Treated, start_s: float, end_s: float) -> None:
-        self._spans.append(Span(kind, start_s, end_s, half.layer, half.half, name=f"{kind} {half.half}({half.layer})"))
+    def copy_out(self, place: int, half: Treated) -> None:
+        """`place`: index, from 1, of the half that ends."""
+        while self._leaving and self._leaving[0][0] <= place:
+            _, end_s, size_bytes = self._leaving.popleft()
+            self._wait(end_s)
+            self.hold(-size_bytes)
+        if half.leaving is not None:
+            self._leaving.append((half.leaving.turns.away, self._copy("offload", half, half.leaving), half.leaving.bytes))
 
-    def wait(self, until_s: float) -> None:
+    def copy_back(self, place: int, away: list[Treated]) -> None:
+        """`place`: index, from 1, of the half whose backward begins. `away`: halves on the host, in forward
+        order."""
+        while away and (leaving := away[-1].leaving) is not None and leaving.turns.back >= place:
+            half = away.pop()
+            self.hold(leaving.bytes)
+            self._back_s[half.planned.key] = self._copy("reload", half, leaving)
+
+    def needs(self, *halves: FrameKey) -> None:
+        """Wait for the copies back of these halves."""
+        for half in halves if self._back_s else ():
+            self._wait(self._back_s.get(half, 0.0))
+
+    def _copy(self, kind: Literal["offload", "reload"], half: Treated, leaving: Leaving) -> float:
+        start_s, end_s = self._stream.copy(self.clock_s, leaving.seconds)
+        self._spans.append(Span(kind, start_s, end_s, half.layer, half.half, name=f"{kind} {half.half}({half.layer})"))
+        return end_s
+
+    def _wait(self, until_s: float) -> None:
         if until_s > self.clock_s:
             self._spans.append(Span("copy_wait", self.clock_s, until_s, name="copy_wait"))
             self._copy_wait_s += until_s - self.clock_s
@@ -259,7 +288,9 @@ class Walk:
                 self._spans.append(Span("weight_gradient", start_s, self.clock_s, *entry.of[:2], None, where, name))
         self._filled_s += fits_s
         self._unfilled_s += rest_s
-        unheld_bytes = 0 if self._queue.holds(entry.of) else self._unheld.pop(entry.of, 0)
+        unheld_bytes = 0
+        if entry.of in self._unheld and not self._queue.holds(entry.of):
+            unheld_bytes = self._unheld.pop(entry.of)
         self.hold(unheld_bytes - entry.cost.copied_bytes - entry.cost.bytes)
 
     def span(
@@ -271,40 +302,3 @@ class Walk:
     ) -> None:
         name = f"{kind} {half.half}({half.layer})"
         self._spans.append(Span(kind, start_s, self.clock_s, half.layer, half.half, None, window, name))
-
-
-class GoingOut:
-    def __init__(self) -> None:
-        self._stream = Stream()
-        self._under_way: deque[tuple[int, float, int]] = deque()
-        """(half after which compute waits for the copy, its end, bytes)."""
-
-    def half_ends(self, walk: Walk, place: int, half: Treated) -> None:
-        """`place`: the half's index in its chunk, from 1."""
-        while self._under_way and self._under_way[0][0] <= place:
-            _, end_s, size_bytes = self._under_way.popleft()
-            walk.wait(end_s)
-            walk.hold(-size_bytes)
-        if half.leaving is not None:
-            start_s, end_s = self._stream.copy(walk.clock_s, half.leaving.seconds)
-            walk.copy("offload", half, start_s, end_s)
-            self._under_way.append((half.leaving.turns.away, end_s, half.leaving.bytes))
-
-
-class ComingBack:
-    def __init__(self, treated: Sequence[Treated]) -> None:
-        self._stream = Stream()
-        self._away = [half for half in treated if half.leaving is not None]
-        self._back_s: dict[tuple[int, str], float] = {}
-
-    def half_begins(self, walk: Walk, place: int, half: Treated) -> None:
-        while self._away and (leaving := self._away[-1].leaving) is not None and leaving.turns.back >= place:
-            coming = self._away.pop()
-            walk.hold(leaving.bytes)
-            start_s, end_s = self._stream.copy(walk.clock_s, leaving.seconds)
-            self._back_s[coming.layer, coming.half] = end_s
-            walk.copy("reload", coming, start_s, end_s)
-        self.needed(walk, half)
-
-    def needed(self, walk: Walk, half: Treated) -> None:
-        walk.wait(self._back_s.get((half.layer, half.half), 0.0))

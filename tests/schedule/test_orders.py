@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.schedule.flushes import goes_back_at_once, passes_of, with_flushes
-from megatron_lynx.schedule.schedule import Action, Schedule, with_recomputations
-from tests.schedule.orders import most_in_flight, read_action, read_actions, write_actions
+from megatron_lynx.schedule.schedule import Action, Schedule
+from tests.schedule.orders import most_in_flight, read_action, read_actions
 
 
 @st.composite
@@ -48,7 +48,6 @@ def test_1f1b_of_three_stages_written_out() -> None:
     assert first == read_actions("0F0 1F0 | 2F0 0B0  3F0 1B0 | 2B0 3B0")
     assert second == read_actions("0F0 | 1F0 0B0  2F0 1B0  3F0 2B0 | 3B0")
     assert last == read_actions("0F0 0B0  1F0 1B0  2F0 2B0  3F0 3B0")
-    assert write_actions(with_recomputations(last[:4])) == "0F0 0R0 0B0 1F0 1R0 1B0"
 
 
 def test_fewer_micro_batches_than_warm_ups() -> None:

@@ -9,7 +9,7 @@ from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.section import PricedSection
 from megatron_lynx.pace import Turns
 from megatron_lynx.simulator.passes import Queue, TimedPass
-from megatron_lynx.simulator.walk import ComingBack, GoingOut, Leaving, Treated, Walk
+from megatron_lynx.simulator.walk import Leaving, Treated, Walk
 from megatron_lynx.timeline import Span, curve_of_parts
 from megatron_lynx.timetable import PlannedHalf
 
@@ -27,18 +27,19 @@ def walk() -> Walk:
 
 
 def forward(halves: list[Treated]) -> TimedPass:
-    made, copies = walk(), GoingOut()
+    made = walk()
     for place, half in enumerate(halves, start=1):
         made.compute(2.0)
         made.hold(100)
-        copies.half_ends(made, place, half)
+        made.copy_out(place, half)
     return made.over()
 
 
 def backward(halves: list[Treated]) -> TimedPass:
-    made, coming = walk(), ComingBack(halves)
+    made, away = walk(), [half for half in halves if half.leaving is not None]
     for place, half in reversed(list(enumerate(halves, start=1))):
-        coming.half_begins(made, place, half)
+        made.copy_back(place, away)
+        made.needs(half.planned.key)
         made.compute(4.0)
         made.hold(-100)
     return made.over()
@@ -91,9 +92,8 @@ def test_copies_back_follow_each_other() -> None:
 
 def test_a_recomputation_ahead_of_time_waits_for_its_half() -> None:
     made, halves = walk(), leaving(5.0, (2, 3))
-    coming = ComingBack(halves)
-    coming.half_begins(made, 3, halves[2])
-    coming.needed(made, halves[0])
+    made.copy_back(3, halves[:1])
+    made.needs(halves[0].planned.key)
     assert made.clock_s == 5.0
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lynx.schedule.flushes import with_flushes
-from megatron_lynx.schedule.schedule import Schedule, with_recomputations
+from megatron_lynx.schedule.schedule import Schedule
 from megatron_lynx.simulator.passes import HostCopy, TimedPass
 from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.simulator.simulation import Simulation
@@ -59,9 +59,7 @@ def test_recomputations_run_while_the_gradient_is_awaited() -> None:
     """1.5 s of recomputation for each micro-batch: the first wait of 2 s hides it, the second, of 1 s, leaves 0.5 s."""
     plain = plain_passes(1.0, 2.0)
     recomputing = receiving(plain, TimedPass(1.5, hidden_s=1.5))
-    schedule = with_flushes(2, 2)
-    schedule = Schedule((tuple(with_recomputations(schedule.orders[0])), schedule.orders[1]), schedule.warmups)
-    simulation = simulate(schedule, [[recomputing], [plain]])
+    simulation = simulate(with_flushes(2, 2), [[recomputing], [plain]])
     recomputations = [row for row in placed(simulation, 0) if "R" in row[0]]
     assert recomputations == [("0R0", 2.0, 3.5), ("1R0", 6.0, 7.5)]
     assert simulation.step_s == 9.5
@@ -73,9 +71,7 @@ def test_beside_a_message_recomputations_take_longer() -> None:
     """1.5 times: of the first one 2 / 1.5 s are hidden, of the second 1 / 1.5 s; the rest runs alone, as fast as ever."""
     plain = plain_passes(1.0, 2.0)
     recomputing = receiving(plain, TimedPass(1.5, hidden_s=1.5))
-    schedule = with_flushes(2, 2)
-    schedule = Schedule((tuple(with_recomputations(schedule.orders[0])), schedule.orders[1]), schedule.warmups)
-    simulation = simulate(schedule, [[recomputing], [plain]], interference=1.5)
+    simulation = simulate(with_flushes(2, 2), [[recomputing], [plain]], interference=1.5)
     assert simulation.total(0, "hidden_s") + simulation.total(0, "exposed_s") == pytest.approx(3.0)
     assert simulation.total(0, "exposed_s") == pytest.approx((1.5 - 2.0 / 1.5) + (1.5 - (1.0 - (1.5 - 2.0 / 1.5)) / 1.5))
 
@@ -84,9 +80,7 @@ def test_a_recomputation_that_outlasts_its_receive_is_shown_in_two_parts() -> No
     plain = plain_passes(1.0, 2.0)
     span = Span("recompute", 0.0, 1.5, window="pipe.recv_backward")
     recomputing = receiving(plain, TimedPass(1.5, hidden_s=1.5, spans=(span,)))
-    schedule = with_flushes(2, 2)
-    schedule = Schedule((tuple(with_recomputations(schedule.orders[0])), schedule.orders[1]), schedule.warmups)
-    spans = simulate(schedule, [[recomputing], [plain]]).timeline().ranks[0]
+    spans = simulate(with_flushes(2, 2), [[recomputing], [plain]]).timeline().ranks[0]
     assert [(each.window, each.start_s, each.end_s) for each in spans if each.kind == "recompute"] == [
         ("pipe.recv_backward", 2.0, 3.5),
         ("pipe.recv_backward", 6.0, 7.0),

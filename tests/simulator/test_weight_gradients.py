@@ -3,8 +3,6 @@ and the cool-down beside zero-bubble's published schedule."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from megatron_lynx.anatomy import ATTENTION, DENSE, MLP
@@ -12,7 +10,6 @@ from megatron_lynx.anatomy.address import RECV_BACKWARD, SEND_BACKWARD, WindowAd
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.section import PricedSection, WeightGradient, weight_gradient
 from megatron_lynx.schedule.flushes import with_flushes
-from megatron_lynx.schedule.schedule import with_recomputations
 from megatron_lynx.simulator.halves import segments
 from megatron_lynx.simulator.passes import Entry, Queue
 from megatron_lynx.simulator.simulate import simulate
@@ -39,8 +36,7 @@ def passes_of(waits, tensor=2, most_bytes=PLENTY, interference=1.0, **reduced):
 
 
 def step_of(passes, microbatches=2):
-    schedule = with_flushes(1, microbatches)
-    return simulate(replace(schedule, orders=tuple(tuple(with_recomputations(order)) for order in schedule.orders)), [[passes]])
+    return simulate(with_flushes(1, microbatches), [[passes]])
 
 
 def at(passing, half, ordinal=0):
@@ -166,7 +162,6 @@ def test_cooldown_beside_zero_bubble(pipeline):
     stock, microbatches = passes_of({}, tensor=1), 2 * pipeline
     everything = {name: (RECV_BACKWARD,) for section in (ATTENTION, MLP) for name in section.linears}
     schedule = with_flushes(pipeline, microbatches)
-    schedule = replace(schedule, orders=tuple(tuple(with_recomputations(order)) for order in schedule.orders))
     ours = simulate(schedule, [[passes_of(everything, tensor=1)]] * (pipeline - 1) + [[stock]])
     plain = simulate(schedule, [[stock]] * pipeline)
     forward_s, backward_s, weight_s = 11.0, 18.0, 4.0
@@ -184,7 +179,6 @@ def handed_on(pipeline, microbatches, stages, **more):
     everything = {name: (SEND_BACKWARD,) for section in (ATTENTION, MLP) for name in section.linears}
     ours = passes_of(everything, tensor=1, **send)
     schedule = with_flushes(pipeline, microbatches)
-    schedule = replace(schedule, orders=tuple(tuple(with_recomputations(order)) for order in schedule.orders))
     return simulate(schedule, [[ours if stage in stages else stock] for stage in range(pipeline)]), simulate(
         schedule, [[stock]] * pipeline
     )
