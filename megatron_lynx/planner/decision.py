@@ -27,9 +27,9 @@ from megatron_lynx.planner.checks import check_plannable, check_profile, why_non
 from megatron_lynx.planner.evaluation import (
     PlanFigures,
     check_budget_kept,
+    excesses,
     figures_of,
     held_by_moment,
-    peak_bytes,
     range_of,
     with_lengths,
 )
@@ -143,13 +143,10 @@ class Decision:
         return self.simulation.memory(stage).peak_bytes
 
     def excess_bytes(self, stage: int, layers_bytes: int | None = None) -> int:
-        """Bytes by which a stage's device at some moment, or its layers, exceed the budget; 0 without a budget. `layers_bytes`:
-        allowed to the layers in any case."""
-        if not (known := [each for each in (layers_budget_bytes(self.job, stage), layers_bytes) if each is not None]):
-            return 0
-        most_bytes = self.job.memory_budget_bytes
-        on_device = peak_bytes(self.job, self.simulation, stage) - most_bytes if bounded_by_device(self.job) else 0
-        return max(0, on_device, self.layers_bytes(stage) - max(known))
+        """Bytes by which a stage exceeds the budget, or without a budget its layers these bytes."""
+        if layers_bytes is not None and layers_budget_bytes(self.job, stage) is None:
+            return max(0, self.layers_bytes(stage) - layers_bytes)
+        return int(max((size - most for *_, size, most in excesses(self.job, self.simulation, stage)), default=0))
 
     def gained(self, other: Decision) -> str:
         """How much shorter its step is, in words."""

@@ -91,17 +91,27 @@ class Held(NamedTuple):
 
 def check_budget_kept(job: Job, simulation: Simulation) -> None:
     """Raises `PlannerFault` with every stage, chunk and moment that exceeds the budget. `job`: with the plan's layers."""
-    most_layers_bytes = inf if job.budget.activation_mib is None else int(job.budget.activation_mib * MIB)
-    most_device_bytes = job.memory_budget_bytes if bounded_by_device(job) else inf
-    todo, problems = "report it with the job (or the launch), the cluster and the budget", list[Problem]()
-    for held in (held for stage in range(job.parallel.pipeline) for held in most_held(job, simulation, stage)):
-        on_device, in_layers = (held.device_bytes, most_device_bytes), (held.layers_bytes, most_layers_bytes)
-        for where, (size, most) in (("on the device", on_device), ("held by the layers", in_layers)):
-            if size > most:
-                found = f"{format_bytes(size)} {where}, {format_bytes(size - most)} too much"
-                problems.append(Problem(held.where, found, f"at most {format_bytes(most)}", todo))
+    todo = "report it with the job (or the launch), the cluster and the budget"
+    problems = [
+        Problem(
+            where, f"{format_bytes(size)} {what}, {format_bytes(size - most)} too much", f"at most {format_bytes(most)}", todo
+        )
+        for stage in range(job.parallel.pipeline)
+        for where, what, size, most in excesses(job, simulation, stage)
+    ]
     if problems:
         raise PlannerFault("the planner made a plan that exceeds its budget; this is an error of megatron-lynx", problems)
+
+
+def excesses(job: Job, simulation: Simulation, stage: int) -> Iterator[tuple[str, str, int, float]]:
+    """Yield where a stage exceeds the budget: the moment, the bound in words, bytes held, and the most allowed."""
+    device_bytes = job.memory_budget_bytes if bounded_by_device(job) else inf
+    layers_bytes = inf if job.budget.activation_mib is None else int(job.budget.activation_mib * MIB)
+    for held in most_held(job, simulation, stage):
+        if held.device_bytes > device_bytes:
+            yield held.where, "on the device", held.device_bytes, device_bytes
+        if held.layers_bytes > layers_bytes:
+            yield held.where, "held by the layers", held.layers_bytes, layers_bytes
 
 
 def held_by_moment(job: Job, simulation: Simulation, stage: int) -> dict[Moment, StageMemory]:
