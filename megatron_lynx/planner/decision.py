@@ -45,8 +45,6 @@ from megatron_lynx.solver.answer import NOTHING_FITS, StageAnswer
 from megatron_lynx.solver.stages import Lag, Stages
 from megatron_lynx.units import SECOND_DIGITS
 
-NONE_DEFERRED = "none deferred: no wait that is left, and for which there is memory, makes it faster"
-
 SHORTER_S = 10.0**-SECOND_DIGITS
 """Least difference of two steps that a plan file can state."""
 
@@ -229,7 +227,8 @@ def fitting(stages: Stages) -> Decision:
 def _deferring(decision: Decision) -> Decision:
     """Defer weight gradients into waits, whole or in pieces, or without waits of forwards, if that is faster and fits. Then send
     gradients before weight gradients that are left, unless the reduction would end later."""
-    job, filler, best, said = decision.job, decision.filler, decision, NONE_DEFERRED
+    job, filler, best = decision.job, decision.filler, decision
+    said = "none deferred: no wait that is left, and for which there is memory, makes it faster"
     if (why := why_none_deferred(job)) is not None:
         return replace(decision, weight_gradients=f"none deferred: {why}")
     for forwards, pieces in FILLINGS:

@@ -77,8 +77,12 @@ class Rooms:
     @once
     def linears(self, layer: int) -> tuple[Linear, ...]:
         """In backward order."""
-        sections = reversed(self.plan.model.sections_of(layer))
-        return tuple(self._linear(layer, section, name) for section in sections for name in reversed(self._deferrable(section)))
+        sections = [
+            section
+            for section in reversed(self.plan.model.sections_of(layer))
+            if not (section.captured or section.apart or (section.exchanges and not self.looked_into))
+        ]
+        return tuple(self._linear(layer, section, name) for section in sections for name in reversed(section.linears))
 
     def cost(self, linear: str) -> WeightGradient:
         return self.prices.weight_gradient(self.section_of[linear], linear)
@@ -93,10 +97,6 @@ class Rooms:
         """By linear."""
         sections = dict.fromkeys(section for layer in self.entry.layers for section in self.plan.model.sections_of(layer))
         return {linear: section for section in sections for linear in section.linears}
-
-    def _deferrable(self, section: Section) -> tuple[str, ...]:
-        closed = section.captured or section.apart or (section.exchanges and not self.looked_into)
-        return () if closed else section.linears
 
     @cached_property
     def _by_layer(self) -> dict[int, dict[WindowAddress, Wait]]:
@@ -130,13 +130,10 @@ class Rooms:
             if at._replace(layer=layer - 1) in below:
                 puts.append(Put(place, window_name("bwd", at.half, at.ordinal, -1), place + len(own) - first))
         puts += [Put(place, names[place], 2 * len(waits)) for place in range(len(own), len(waits))]
-        return Linear(name, hidden[0] if hidden else None, tuple(puts), self._cuts(name))
-
-    @once
-    def _cuts(self, linear: str) -> tuple[tuple[float, ...], ...]:
-        cost = self.cost(linear)
-        numbers = [1, *(pieces for pieces in PIECES if pieces <= cost.most_pieces)]
-        return tuple(tuple(piece.seconds for piece in cost.cut(pieces)) for pieces in numbers)
+        cost = self.cost(name)
+        cuts = (cost.cut(pieces) for pieces in (1, *PIECES) if pieces <= cost.most_pieces)
+        seconds = tuple(tuple(piece.seconds for piece in cut) for cut in cuts)
+        return Linear(name, hidden[0] if hidden else None, tuple(puts), seconds)
 
 
 Waits = Mapping[str, tuple[str, ...]]
