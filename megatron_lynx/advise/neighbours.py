@@ -9,9 +9,8 @@ The search visits them best first, by a lower bound of their step. The fastest a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from pydantic import ValidationError
@@ -53,8 +52,7 @@ class Neighbour:
 
 @dataclass(frozen=True)
 class Near(Space):
-    @cached_property
-    def _jobs(self) -> Mapping[Parallel, tuple[Job, ...]]:
+    def layouts(self) -> Iterator[list[Job]]:
         by_layout: dict[Parallel, list[Job]] = {}
         for parallel in _layouts(self.job):
             for step in MICRO_STEPS:
@@ -62,13 +60,7 @@ class Near(Space):
                 near_job = None if micro != int(micro) else _valid(self.job, parallel, int(micro))
                 if near_job is not None and (near_job.parallel, near_job.batch) != (self.job.parallel, self.job.batch):
                     by_layout.setdefault(near_job.parallel, []).append(near_job)
-        return {layout: tuple(jobs) for layout, jobs in by_layout.items()}
-
-    def layouts(self) -> Iterator[Parallel]:
-        return iter(self._jobs)
-
-    def on(self, layout: Parallel) -> Iterator[Job]:
-        return iter(self._jobs[layout])
+        return iter(by_layout.values())
 
     def takes_plans(self, layout: Any) -> bool:
         return True

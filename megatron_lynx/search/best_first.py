@@ -204,8 +204,8 @@ class BestFirst:
     """By rounded bound and order."""
 
     def run(self) -> tuple[Candidate, ...]:
-        for layout in self.space.layouts():
-            self._open(list(self.space.on(layout)))
+        for jobs in self.space.layouts():
+            self._open(jobs)
         heapify(self._queue)
         won, taken = list[Candidate](), set[Parallel]()
         while self._queue and len(won) < self.top:

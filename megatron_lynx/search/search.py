@@ -22,7 +22,6 @@ from itertools import chain, islice, takewhile
 from typing import Any
 
 from megatron_lynx.config.job import Job, Policy
-from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.cost.budget import most_beside_layers, shortages
 from megatron_lynx.cost.host_optimizer import host_shortage
 from megatron_lynx.cost.moments import StageMemory
@@ -247,7 +246,7 @@ def _smallest_that_fits(space: Space, policies: Sequence[Policy]) -> Job | None:
 
 
 def _by_state(space: Space) -> list[Job]:
-    return sorted((next(space.on(parallel)) for parallel in space.layouts()), key=always_bytes)
+    return sorted((jobs[0] for jobs in space.layouts()), key=always_bytes)
 
 
 def _under(policies: Sequence[Policy], jobs: Iterable[Job]) -> Iterator[Job]:
@@ -268,12 +267,13 @@ def smallest_layout(job: Job) -> Job:
     Raises `Infeasible` if nothing fits.
     """
     space = Space(job, job.gpus, contexts=(1,))
-    jobs = [next(space.on(layout)) for layout in sorted(space.layouts(), key=_size) if layout.layers_per_chunk is None]
+    jobs = sorted((jobs[0] for jobs in space.layouts() if jobs[0].chunks == 1), key=_size)
     smallest = next(filter(fits, chain.from_iterable(_under([policy], jobs) for policy in STOCK)), None)
     if smallest is None:
         raise nothing_fits(space, STOCK)
     return smallest
 
 
-def _size(layout: Parallel) -> tuple[int, ...]:
+def _size(job: Job) -> tuple[int, ...]:
+    layout = job.parallel
     return layout.ranks, layout.pipeline, layout.expert, not layout.sequence_parallel

@@ -41,16 +41,11 @@ class Space:
         job_context = self.job.parallel.context
         return layout.context in ((1, job_context) if self.contexts is None else self.contexts)
 
-    def __iter__(self) -> Iterator[Job]:
-        """Yield jobs of all layouts and micro-batch sizes, with policy `none`."""
-        for layout in self.layouts():
-            yield from self.on(layout)
-
-    def layouts(self) -> Iterator[Parallel]:
-        return (layout for layout in self._layouts() if next(self._sizes(layout), None) is not None)
-
-    def on(self, layout: Parallel) -> Iterator[Job]:
-        return (self._job(layout, micro) for micro in self._sizes(layout))
+    def layouts(self) -> Iterator[list[Job]]:
+        """Yield the jobs of each layout, one for each micro-batch size, with policy `none`."""
+        for layout in self._layouts():
+            if jobs := [self._job(layout, micro) for micro in self._sizes(layout)]:
+                yield jobs
 
     def _sizes(self, layout: Parallel) -> Iterator[int]:
         """Micro-batch sizes."""

@@ -11,7 +11,7 @@ def sizes(gpus: int, tensor: int) -> set[int]:
     """Tensor-parallel sizes of all neighbours."""
     layout = {"tensor": tensor, "sequence_parallel": True, "distributed_optimizer": True}
     job: Job = catalogued_job("gpt-175b", "h100-80g", gpus=gpus, batch=16, parallel=layout, policy="planned")
-    return {layout.tensor for layout in Near(job, gpus).layouts()}
+    return {jobs[0].parallel.tensor for jobs in Near(job, gpus).layouts()}
 
 
 def test_tensor_parallel_ranks_stay_on_one_node() -> None:

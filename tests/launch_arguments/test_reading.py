@@ -25,9 +25,9 @@ from megatron_lynx.plan.layout import layout_text
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.planner.summary import job_flags
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.search.space import Space
 from megatron_lynx.stock.legality import Facts, offered
 from megatron_lynx.stock.setting import StockSetting
+from tests.search.jobs import jobs_of
 
 SMALL = (
     "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --max-position-embeddings 512 "
@@ -357,7 +357,7 @@ def test_instances_of_the_distributed_optimizer_are_read() -> None:
     assert [job.optimizer_sharers, job.replicas] == [4, 8]
     (problem,) = read(f"{SMALL} {flags}", gpus=8).problems
     assert str(problem).startswith("--num-distributed-optimizer-instances: found 2, needed --use-distributed-optimizer beside it")
-    layouts = list(Space(job, 16))
+    layouts = list(jobs_of(job, 16))
     assert layouts
     assert all(each.parallel.optimizer_instances == 2 for each in layouts)
     assert all(16 // (each.parallel.tensor * each.parallel.pipeline) % 2 == 0 for each in layouts)

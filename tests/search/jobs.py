@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from megatron_lynx.config import Job
+from megatron_lynx.search.space import Space
 from tests.config.jobs import catalogued_job
 
 
@@ -16,3 +19,7 @@ def small_job(model: str = "llama-7b", cluster: str = "a800-80g", *, batch: int 
 
 def with_budget(job: Job, memory_gib: float) -> Job:
     return job.model_copy(update={"budget": job.budget.model_copy(update={"memory_gib": memory_gib})})
+
+
+def jobs_of(job: Job, gpus: int) -> Iterator[Job]:
+    return chain.from_iterable(Space(job, gpus).layouts())

@@ -9,11 +9,10 @@ import pytest
 from megatron_lynx.config import Job
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.search.best_first import STOCK, LayerCost
-from megatron_lynx.search.space import Space
 from megatron_lynx.simulator.simulation import Simulation, period_of
 from megatron_lynx.stock import NONE, OF_POLICY, priced
 from tests.config.jobs import catalogued_job
-from tests.search.jobs import small_job
+from tests.search.jobs import jobs_of, small_job
 
 
 def simulated_s(job: Job) -> float:
@@ -22,7 +21,7 @@ def simulated_s(job: Job) -> float:
 
 @pytest.mark.parametrize(("model", "cluster"), [("llama-7b", "a800-80g"), ("gpt-22b", "a100-80g-pcie")])
 def test_a_floor_is_a_bit_less_than_the_simulated_step(model: str, cluster: str) -> None:
-    for job in list(Space(small_job(model, cluster, batch=8), 8))[::5]:
+    for job in list(jobs_of(small_job(model, cluster, batch=8), 8))[::5]:
         cost = LayerCost.of(job)
         for policy in STOCK:
             own = job.model_copy(update={"policy": policy})

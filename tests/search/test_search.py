@@ -17,7 +17,7 @@ from megatron_lynx.search.best_first import STOCK, BestFirst, Candidate
 from megatron_lynx.search.space import Space
 from tests.config.jobs import catalogued_job
 from tests.long import long
-from tests.search.jobs import small_job, with_budget
+from tests.search.jobs import jobs_of, small_job, with_budget
 
 TIGHT_GIB = 24.0
 """Where a third of the layouts of `small_job` does not fit, and many others only with recomputations or copies."""
@@ -25,10 +25,9 @@ TIGHT_GIB = 24.0
 
 def everything(job: Job, gpus: int, policies: tuple[str, ...]) -> list[Candidate]:
     """The best of each layout by simulated time: nothing pruned, nothing put off."""
-    space = Space(job, gpus)
-    running = BestFirst(space, policies, 1)
+    running = BestFirst(Space(job, gpus), policies, 1)
     best: dict[object, tuple[float, int, Candidate]] = {}
-    for order, (each, policy) in enumerate(product(space, policies)):
+    for order, (each, policy) in enumerate(product(jobs_of(job, gpus), policies)):
         if policy == "planned" and each.parallel.context > 1:
             continue
         *_, looks = running._floored(order, each.model_copy(update={"policy": policy}), 0.0)
@@ -91,7 +90,7 @@ def test_candidates_fit_and_come_in_order(tight: Ranking) -> None:
 
 
 def test_everybody_is_considered(tight: Ranking) -> None:
-    assert tight.considered == len(POLICIES) * len(list(Space(tight.job, 8)))
+    assert tight.considered == len(POLICIES) * len(list(jobs_of(tight.job, 8)))
 
 
 def test_the_same_answer_every_time(tight: Ranking) -> None:
@@ -196,7 +195,7 @@ def test_what_does_not_divide_lists_what_does() -> None:
     nearest = [int(text) for text in problem.todo.split(": ")[1].split(", ")]
     assert 1024 in nearest
     for gpus in nearest:
-        assert next(iter(Space(small_job(), gpus)), None) is not None
+        assert next(jobs_of(small_job(), gpus), None) is not None
 
 
 @pytest.mark.parametrize(("more", "said"), [(1.005, "0.5 % more than the fastest"), (1.5, "")])

@@ -12,9 +12,9 @@ from pydantic import ValidationError
 
 from megatron_lynx.config import Job
 from megatron_lynx.config.experts import Experts
-from megatron_lynx.search.space import Space, divisors
+from megatron_lynx.search.space import divisors
 from tests.config.jobs import catalogued_job
-from tests.search.jobs import small_job
+from tests.search.jobs import jobs_of, small_job
 
 SHAPES = st.fixed_dictionaries(
     {
@@ -71,13 +71,13 @@ def valid(job: Job, gpus: int) -> set[tuple[Any, ...]]:
 @given(SHAPES, st.integers(1, 6), st.integers(1, 6))
 def test_it_is_what_a_job_accepts(shape: dict[str, Any], gpus: int, batch: int) -> None:
     job = job_with(shape, batch)
-    assert {facts(each) for each in Space(job, gpus)} == valid(job, gpus)
+    assert {facts(each) for each in jobs_of(job, gpus)} == valid(job, gpus)
 
 
 @settings(max_examples=25, deadline=None)
 @given(SHAPES, st.integers(1, 64), st.integers(1, 48))
 def test_each_is_valid_and_there_once(shape: dict[str, Any], gpus: int, batch: int) -> None:
-    jobs = list(Space(job_with(shape, batch), gpus))
+    jobs = list(jobs_of(job_with(shape, batch), gpus))
     assert len({facts(job) for job in jobs}) == len(jobs)
     for job in jobs:
         assert Job.model_validate(job.model_dump(by_alias=True)) == job
@@ -90,7 +90,7 @@ def test_tensor_parallel_groups_do_not_straddle_nodes() -> None:
     shape = {"layers": 6, "heads": 6, "kv_groups": 6, "seq": 12}
 
     def sizes(gpus: int) -> set[int]:
-        return {each.parallel.tensor for each in Space(job_with(shape, 6, node_gpus=4), gpus)}
+        return {each.parallel.tensor for each in jobs_of(job_with(shape, 6, node_gpus=4), gpus)}
 
     assert sizes(6) == {1, 2}
     assert sizes(3) == {1, 3}
@@ -99,7 +99,7 @@ def test_tensor_parallel_groups_do_not_straddle_nodes() -> None:
 def test_the_optimizer_is_distributed_unless_the_job_says_otherwise() -> None:
     layouts = {"said": {"distributed_optimizer": False}, "unsaid": {"tensor": 1}}
     jobs = {name: catalogued_job("llama-7b", "a800-80g", gpus=1, batch=8, parallel=said) for name, said in layouts.items()}
-    found = {name: {each.parallel.distributed_optimizer for each in Space(job, 8)} for name, job in jobs.items()}
+    found = {name: {each.parallel.distributed_optimizer for each in jobs_of(job, 8)} for name, job in jobs.items()}
     assert found == {"said": {False}, "unsaid": {True}}
 
 
@@ -113,7 +113,7 @@ def test_every_layout_is_one_that_a_job_accepts(asked: str) -> None:
     job = small_job("llama-65b", "h800-80g", seq=4096, fp8="delayed" if asked == "fp8" else None)
     experts = Experts(count=8, per_token=2, ffn=1024)
     job = with_model(job, ffn=22000) if asked == "fp8" else with_model(job, experts=experts)
-    jobs = list(Space(job, 8))
+    jobs = list(jobs_of(job, 8))
     assert jobs
     assert {each.parallel.tensor for each in jobs} == ({1} if asked == "fp8" else {1, 2, 4, 8})
     for each in jobs:
@@ -123,12 +123,12 @@ def test_every_layout_is_one_that_a_job_accepts(asked: str) -> None:
 def test_rows_that_fp8_does_not_take_are_no_micro_batch() -> None:
     """Twelve rows are no multiple of 8."""
     job = with_model(small_job("llama-65b", "h800-80g", batch=4, fp8="delayed"), seq=12)
-    assert {each.batch.micro for each in Space(job, 1)} == {2, 4}
+    assert {each.batch.micro for each in jobs_of(job, 1)} == {2, 4}
 
 
 def test_it_is_lazy() -> None:
     """A million devices, thousands of sequences: the first layout is there at once."""
-    first = next(iter(Space(small_job(batch=2**14), 2**20)))
+    first = next(jobs_of(small_job(batch=2**14), 2**20))
     assert first.gpus == 2**20
 
 
