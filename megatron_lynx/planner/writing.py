@@ -263,30 +263,16 @@ def _offload(job: Job, answer: StageAnswer, chunk: int) -> Offload | None:
 
 
 def _rule(layers: LayerRange, sections: Sequence[Section], choice: Layer) -> Rule:
-    options = [pair for pair in zip(HALVES, choice, strict=True) if pair[1].checkpoint is None]
-    recompute = {item for _, option in options for item in option.recompute}
-    windows = {
-        half: option.seat.placement.window
-        for half, option in zip(HALVES, choice, strict=True)
-        if option.recompute and (option.checkpoint is None or option.checkpoint.rest_in_wait)
-    }
-    gathers = {half: option.seat.gather for half, option in options}
-    named = [section for section in sections if section.half in dict(options)]
-    return rule_of(layers, named, recompute, windows, gathers, _checkpoint(choice), ahead=_ahead(choice))
-
-
-def _ahead(choice: Layer) -> Ahead:
-    """Collectives of a checkpointed layer that begin ahead."""
-    checkpoints = [option.checkpoint for option in choice if option.checkpoint is not None]
-    if any(one.gathers_ahead for one in checkpoints):
-        return "gather"
-    return any(one.ahead_to is not None for one in checkpoints)
-
-
-def _checkpoint(choice: Layer) -> CheckpointName | None:
-    if choice[0].joined:
-        return "layer"
-    halves = [half for half, option in zip(HALVES, choice, strict=True) if option.checkpoint is not None]
-    if halves[1:]:
-        return "halves"
-    return halves[0] if halves else None
+    both = dict(zip(HALVES, choice, strict=True))
+    plain = {half: option for half, option in both.items() if option.checkpoint is None}
+    checkpoints = {half: option.checkpoint for half, option in both.items() if option.checkpoint is not None}
+    recompute = {item for option in plain.values() for item in option.recompute}
+    windows = {half: option.window for half, option in both.items() if option.window is not None}
+    gathers = {half: option.seat.gather for half, option in plain.items()}
+    named = [section for section in sections if section.half in plain]
+    unit: CheckpointName | None = next(iter(checkpoints), None)
+    if len(checkpoints) == len(HALVES):
+        unit = "layer" if choice[0].joined else "halves"
+    gathered = any(one.gathers_ahead for one in checkpoints.values())
+    ahead: Ahead = "gather" if gathered else any(option.begins_ahead for option in choice)
+    return rule_of(layers, named, recompute, windows, gathers, unit, ahead=ahead)

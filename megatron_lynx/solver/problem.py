@@ -21,8 +21,6 @@ from megatron_lynx.timeline import Passes
 from megatron_lynx.units import SECOND_DIGITS
 
 Floats = NDArray[np.float64]
-ENDLESS = 1e100
-"""Larger figures are cut to this, so that their sums stay finite."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +54,12 @@ class Option:
     @property
     def begins_ahead(self) -> bool:
         return self.checkpoint is not None and self.checkpoint.ahead_to is not None
+
+    @property
+    def window(self) -> str | None:
+        """Windows in which it is recomputed, as written in a plan file; None for a checkpoint that runs on demand."""
+        waits = self.checkpoint is None or self.checkpoint.rest_in_wait
+        return self.seat.placement.window if self.recompute and waits else None
 
     @property
     def longer_s(self) -> float:
@@ -97,12 +101,12 @@ class Choices(tuple[Option, ...]):
 
     @cached_property
     def columns(self) -> Columns:
-        """Costs of the options. Float64 counts bytes exactly up to 2^53. NaN seconds count as `ENDLESS`."""
+        """Costs of the options. Float64 counts bytes exactly up to 2^53. NaN and larger figures count as the largest float32."""
         rows = [
             (round(option.longer_s, SECOND_DIGITS), option.hidden_s > 0, option.memory.resident, *option.memory.columns)
             for option in self
         ]
-        table = np.fmin(np.array(rows, dtype=np.float64).reshape(len(rows), 3 + len(COLUMNS)), ENDLESS)
+        table = np.fmin(np.array(rows, dtype=np.float64).reshape(len(rows), 3 + len(COLUMNS)), np.finfo(np.float32).max)
         return Columns(table[:, 0], table[:, 1], table[:, 2], table[:, 3:])
 
     @cached_property

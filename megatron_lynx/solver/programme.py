@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from megatron_lynx.anatomy import HALVES
 from megatron_lynx.cost.host import NO_HOST_TIME
 from megatron_lynx.solver.answer import Solved, infeasible
-from megatron_lynx.solver.problem import ENDLESS, Choices, Floats, Grouped, Option, StageProblem, unbeaten
+from megatron_lynx.solver.problem import Choices, Floats, Grouped, Option, StageProblem, unbeaten
 from megatron_lynx.units import SECOND_DIGITS
 
 MOST_PAIRS = 300
@@ -118,7 +118,7 @@ class Programme:
             answer = self(replace(problem, device=None))
             if not _host_late_s(problem, answer):
                 return answer
-        for found in self._found(problem, min(float(problem.budget_bytes), ENDLESS)):
+        for found in self._found(problem, float(problem.budget_bytes)):
             if found.peak_bytes <= problem.budget_bytes:
                 return found
         least = self.least(problem)
