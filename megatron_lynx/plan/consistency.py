@@ -14,7 +14,8 @@ backward is if another micro-batch follows, and any of a forward if a forward fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
+from math import inf
 
 from megatron_lynx.anatomy import EXPERTS, HALVES, Half, Section
 from megatron_lynx.anatomy.address import (
@@ -183,12 +184,9 @@ def _reduced_amaxes(plan: Plan, rule: Rule, half: Half) -> Iterator[str]:
 def order_problems(stage: Stage, timetable: Timetable, chunk: int, *, te: bool = False, receives: bool = True) -> Iterator[str]:
     """Every window of an entry that the runtime cannot follow. `chunk`: the entry's index in the timetable. `receives`: whether
     its gradients are received."""
-    places, entered = _places(timetable, chunk)
-    if not receives:
-        del places[RECV_BACKWARD]
+    windows = {wait.window for _, _, waits in timetable.serving(chunk) for wait in waits if not wait.over}
     for half in reversed(timetable.chunks[chunk]):
-        in_time = entered[half.key] - 1 + _own_in_time(half, timetable, te)
-        yield from _misplaced(stage, half, places, in_time)
+        yield from _misplaced(stage, half, windows if receives else windows - {RECV_BACKWARD}, _needed_at(half, timetable, te))
     deepest, where = _deepest(timetable, chunk)
     if deepest > stage.ahead_depth:
         yield f"ahead_depth is {stage.ahead_depth}, but {deepest} frames are regenerated ahead at {where}"
@@ -198,32 +196,30 @@ def depth(timetable: Timetable, chunk: int = 0) -> int:
     return _deepest(timetable, chunk)[0]
 
 
-Places = Mapping[Window, int]
+Place = tuple[float, int, int]
+"""Sort key of a backward's waits."""
 
 
-def _places(timetable: Timetable, chunk: int) -> tuple[dict[Window, int], Mapping[FrameKey, int]]:
-    places: dict[Window, int] = {}
-    entered: dict[FrameKey, int] = {}
-    for _, half, waits in timetable.serving(chunk):
-        if half is not None:
-            entered[half] = len(places)
-        for window in (wait.window for wait in waits if not wait.over):
-            places[window] = len(places)
-    return places, entered
+def _place(window: Window) -> Place:
+    """The receive of its gradient comes first."""
+    if not isinstance(window, WindowAddress):
+        return -inf, 0, 0
+    return -window.layer, -HALVES.index(window.half), window.ordinal
 
 
-def _own_in_time(half: PlannedHalf, timetable: Timetable, te: bool) -> int:
-    """Number of windows of the half's backward before backward needs a recomputed tensor of the half."""
-    if half.rest_after is not None:
-        return 1  # this includes the dropout mask that backward reads first
+def _needed_at(half: PlannedHalf, timetable: Timetable, te: bool) -> Place:
+    """Where backward needs a recomputed tensor of the half."""
     layout = timetable.layout
     exchanged, sliced = half.layer in layout.exchanging, layout.sequence_parallel
-    return own_waits_in_time(half.section, half.recompute, exchanged=exchanged, sequence_parallel=sliced, te=te)
+    own = own_waits_in_time(half.section, half.recompute, exchanged=exchanged, sequence_parallel=sliced, te=te)
+    if half.rest_after is not None:
+        own = 1  # this includes the dropout mask that backward reads first
+    return _place(WindowAddress("bwd", *half.key, own))
 
 
-def _misplaced(stage: Stage, half: PlannedHalf, windows: Places, in_time: int) -> Iterator[str]:
-    """`in_time`: index of the last window that can hide this frame's recomputation."""
-    (layer, name), gather, before = half.key, half.place.gather, -1
+def _misplaced(stage: Stage, half: PlannedHalf, windows: Collection[Window], needed_at: Place) -> Iterator[str]:
+    """`windows`: those of the backward. `needed_at`: the first place that is too late for this half's recomputation."""
+    (layer, name), gather, before = half.key, half.place.gather, (-inf, -1, 0)
     if gather is not None and gather != ON_DEMAND and gather not in windows:
         yield f"gather.{name} of layer {layer} ({gather}) is no collective of this stage"
         return
@@ -235,16 +231,16 @@ def _misplaced(stage: Stage, half: PlannedHalf, windows: Places, in_time: int) -
         if window not in windows:
             why = ": the last stage receives no gradient" if window == RECV_BACKWARD else ""
             yield f"{where} is no window of this stage{why}"
-        elif windows[window] > in_time:
+        elif _place(window) >= needed_at:
             yield f"{where} comes after backward needs the half"
-        elif windows[window] <= before:
+        elif _place(window) <= before:
             yield f"{where} does not come after the window of the stretch before it"
         elif gather == ON_DEMAND:
             yield f"{where} cannot hide a recomputation whose input is gathered on demand (none communicates in a window)"
-        elif gather is not None and windows[gather] >= windows[window]:
+        elif gather is not None and _place(gather) >= _place(window):
             yield f"{where} comes before the half's input is gathered ({gather})"
         else:
-            before = windows[window]
+            before = _place(window)
             continue
         return
 
@@ -303,20 +299,11 @@ def _never(plan: Plan, stage: Stage, timetable: Timetable, where: tuple[int, Sec
     halves = timetable.backward(stage.chunk).halves
     if all(wait.window != window or wait.over for half in halves for wait in half.waits):
         return "which is no wait of this stage"
-    if not another and _in_backward(*window.frame, window.ordinal) < _behind(*where, timetable.layout.sequence_parallel):
+    layer, section, linear = where
+    delayed_at = WindowAddress("bwd", layer, section.half, section.behind_wgrad(linear, timetable.layout.sequence_parallel))
+    if not another and _place(window) < _place(delayed_at):
         return "which comes before its own backward, and there is only one micro-batch"
     return None
-
-
-def _in_backward(layer: int, half: Half, ordinal: int) -> tuple[int, int, int]:
-    """Sort key of a backward's waits."""
-    return -layer, -HALVES.index(half), ordinal
-
-
-def _behind(layer: int, section: Section, linear: str, sequence_parallel: bool) -> tuple[int, int, int]:
-    """First wait after a linear's weight gradient is delayed: for a column-parallel linear that for its input's gradient, for a
-    row-parallel one the first after the wait for the gathered gradient, for others the next."""
-    return _in_backward(layer, section.half, section.behind_wgrad(linear, sequence_parallel))
 
 
 def _receives(plan: Plan, stage: Stage) -> bool:
