@@ -146,7 +146,11 @@ def estimate(job: Job, profile: Profile | None = None, today: Today | None = Non
 
     Raises `ConfigError` for a profile of another shape, for a plan without figures, and for a job that no plan can express.
     """
-    costs = _costs(job, profile)
+    costs = profile
+    if profile is not None:
+        check_profile(job, profile)
+    if job.cluster.matmul is not None:
+        costs = analytic_profile(job) if profile is None else on_cluster(profile, job)
     costs = None if costs is None else costs.issued(graphs=today is not None and today.graphs)
     setting = OF_POLICY.get(job.policy) if today is None else today.setting
     if setting is not None and job.schedule == "flush" and job.offload_ratio in (0, "auto"):
@@ -179,11 +183,3 @@ def _planned(job: Job, costs: Profile | None) -> Estimate:
     except Infeasible as error:
         made, short = leanest(with_least_memory(job), costs), error.problems
     return Estimate(made.job, made.offload_ratio, made.memory, short, costs, made.step, made.simulation)
-
-
-def _costs(job: Job, profile: Profile | None) -> Profile | None:
-    if profile is not None:
-        check_profile(job, profile)
-    if job.cluster.matmul is None:
-        return profile
-    return analytic_profile(job) if profile is None else on_cluster(profile, job)

@@ -116,7 +116,9 @@ class LayerCost:
         device = profile.model_copy(update={"host_time": None})
         ends = embedding_of(profile, shape.gathered_bytes), last_end_of(profile, shape.gathered_bytes, job.head_pieces)
         first_s, last_s = (block.forward_s + block.backward_s for block in ends)
-        whole = {policy: _whole_model_s(job, device, policy) for policy in STOCK}
+        one_stage = job.parallel.model_copy(update={"pipeline": 1, "layers_per_chunk": None})
+        flat = job.model_copy(update={"parallel": one_stage})
+        whole = {policy: priced(flat, device, OF_POLICY[policy]).microbatch_s(0).both_s for policy in STOCK}
         again = {policy: (whole[policy] - whole["none"]) / layers for policy in STOCK}
         message_s = profile.link_s("p2p", shape.input_bytes)
         return cls(profile, (whole["none"] - first_s - last_s) / layers, again, (first_s, last_s), message_s)
@@ -140,13 +142,6 @@ class LayerCost:
         stages_s[0] += self.ends_s[0]
         stages_s[-1] += self.ends_s[1]
         return stages_s
-
-
-def _whole_model_s(job: Job, profile: Profile, policy: Policy) -> float:
-    """One micro-batch with all layers on one stage."""
-    parallel = job.parallel.model_copy(update={"pipeline": 1, "layers_per_chunk": None})
-    flat = job.model_copy(update={"parallel": parallel})
-    return priced(flat, profile, OF_POLICY[policy]).microbatch_s(0).both_s
 
 
 Looks = Iterator["float | Candidate"]
