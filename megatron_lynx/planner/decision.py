@@ -83,7 +83,7 @@ class Decision:
         """The draft with its origin, predictions of the rehearsal, loads of experts, and lengths of packed sequences."""
         origin = {"job": self.asked.digest, "profile": self.profile.digest, "note": self.profile.source.caution}
         plan = self.draft.model_copy(update={"provenance": self.draft.provenance.model_copy(update=origin)})
-        plan = with_rehearsed(plan, self.job, self.profile, self.stages, self.simulation)
+        plan = with_rehearsed(plan, self.job, self.profile, self.simulation)
         plan = with_loads(plan, self.job, self.profile, self.simulation)
         return with_lengths(plan, self.job, self.profile, self.simulation.step_s)
 

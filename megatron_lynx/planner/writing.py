@@ -6,6 +6,7 @@ StageAnswer of each stage ──> an entry for each chunk: rules, windows, depth
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any, Literal
 
@@ -40,33 +41,23 @@ def written(job: Job, answers: Sequence[StageAnswer]) -> Plan:
     return plan_of(job, tuple(_entry(job, answer, chunk) for answer, chunk in places), Provenance(made_by=made_by()))
 
 
-def with_rehearsed(plan: Plan, parted: Job, profile: Profile, answers: Sequence[StageAnswer], simulation: Simulation) -> Plan:
+def with_rehearsed(plan: Plan, parted: Job, profile: Profile, simulation: Simulation) -> Plan:
     loads = {load.stage: load for load in simulation.host_bound}
-    waits_s = [round(simulation.exposed_copy_s(answer.stage), SECOND_DIGITS) for answer in answers]
-    added_s = round(update_s(parted, profile), SECOND_DIGITS)
-    held_of = [held_by_moment(parted, simulation, answer.stage) for answer in answers]
+    added_s = update_s(parted, profile)
+    held_of = {stage: held_by_moment(parted, simulation, stage) for stage in range(parted.parallel.pipeline)}
     stages = []
     for entry in plan.stages:
-        held = held_of[entry.stage]
-        predictions: dict[str, object] = {
-            "step_s": round(simulation.step_s, SECOND_DIGITS),
-            "update_s": added_s,
-            "exposed_copy_s": waits_s[entry.stage],
-            "memory_bytes": max(memory.total for memory in held.values()),
-            "memory": _by_moment(held) if entry.chunk == 0 else {},
-        }
+        total, held = partial(simulation.total, entry.stage, chunk=entry.chunk), held_of[entry.stage]
+        seconds = {"step_s": simulation.step_s, "update_s": added_s, "exposed_copy_s": simulation.exposed_copy_s(entry.stage)}
         if (load := loads.get(entry.stage)) is not None:
-            predictions |= {"host_s": round(load.host_s, SECOND_DIGITS), "device_s": round(load.device_s, SECOND_DIGITS)}
+            seconds |= {"host_s": load.host_s, "device_s": load.device_s}
         if parted.chunks > 1:  # hidden seconds of a receive differ by backward, and the solver assumes the least
-            hidden_s, exposed_s = (simulation.total(entry.stage, name, entry.chunk) for name in ("hidden_s", "exposed_s"))
-            predictions |= {
-                "hidden_recompute_s": round(hidden_s, SECOND_DIGITS),
-                "exposed_recompute_s": round(exposed_s, SECOND_DIGITS),
-            }
+            seconds |= {"hidden_recompute_s": total("hidden_s"), "exposed_recompute_s": total("exposed_s")}
         if entry.defers:
-            both_s = (simulation.total(entry.stage, name, entry.chunk) for name in ("filled_s", "unfilled_s"))
-            hidden, exposed = (round(seconds, SECOND_DIGITS) for seconds in both_s)
-            predictions |= {"weight_gradient_hidden_s": hidden, "weight_gradient_exposed_s": exposed}
+            seconds |= {"weight_gradient_hidden_s": total("filled_s"), "weight_gradient_exposed_s": total("unfilled_s")}
+        predictions: dict[str, object] = {name: round(value, SECOND_DIGITS) for name, value in seconds.items()}
+        predictions["memory_bytes"] = max(memory.total for memory in held.values())
+        predictions["memory"] = _by_moment(held) if entry.chunk == 0 else {}
         stages.append(entry.model_copy(update={"predicted": entry.predicted.model_copy(update=predictions)}))
     return plan.model_copy(update={"stages": tuple(stages)})
 
