@@ -33,9 +33,8 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.flushes import goes_back_at_once, sets_on_host
 from megatron_lynx.solver.answer import NOTHING_FITS, Share, Solved, SolvedChunks, Solver, StageAnswer
-from megatron_lynx.solver.offload import Leaver, bytes_copied_in, host_s, may_go_within
+from megatron_lynx.solver.offload import Leaver, host_s, may_go_within
 from megatron_lynx.solver.options import HalfOptions, StageProblems
-from megatron_lynx.solver.problem import StageProblem
 from megatron_lynx.solver.programme import Programme, keep_all, least_memory
 from megatron_lynx.timeline import Passes
 from megatron_lynx.units import SECOND_DIGITS, format_bytes
@@ -175,16 +174,10 @@ class Stages:
     def answer(self, stage: int, lags: tuple[Lag, ...] = ()) -> StageAnswer:
         """Return the fastest answer that fits. Raises `Infeasible` if none fits.
 
-        After the first lag between passes, the stage offloads no more of a chunk than is copied during its forward. After another
-        one the same share gets that much less memory, and then it is excluded.
+        After a lag the same share gets that much less memory, and after another one it is excluded.
         """
         if self.job.whole_microbatches != 0:
             return self._keeping_some(stage, lags)
-        return self._fastest(stage, lags)
-
-    def _fastest(self, stage: int, lags: tuple[Lag, ...]) -> StageAnswer:
-        pacing = [at for at, (share, _) in enumerate(lags) if not share.within and self.job.policy == "planned"][:1]
-        counted = [lag for at, lag in enumerate(lags) if at not in pacing]
         budget_bytes = layers_budget_bytes(self.job, stage)
         best: StageAnswer | None = None
         problems: Callable[[], list[Problem]] = partial(_lagging, stage)
@@ -192,14 +185,14 @@ class Stages:
             if best is not None and not self._may_gain(stage, shares[-1:], budget_bytes, best):
                 continue
             for share in shares:
-                lagging_bytes = [size for lagging, size in counted if lagging == share]
+                lagging_bytes = [size for lagging, size in lags if lagging == share]
                 if lagging_bytes[1:]:
                     continue
                 less_bytes = sum(lagging_bytes)
                 try:
-                    candidate = self._known(stage, share, budget_bytes and budget_bytes - less_bytes, bool(pacing))
+                    candidate = self._known(stage, share, budget_bytes and budget_bytes - less_bytes)
                 except Infeasible as error:
-                    problems = partial(_lagging, stage) if less_bytes or pacing else partial(self._shortage, stage, error)
+                    problems = partial(_lagging, stage) if less_bytes else partial(self._shortage, stage, error)
                     if self.fits(self.least(stage)):
                         continue
                     raise Infeasible(NOTHING_FITS, problems()) from None
@@ -217,7 +210,7 @@ class Stages:
     def _may_gain(self, stage: int, largest: list[Share], budget_bytes: int | None, best: StageAnswer) -> bool:
         """Whether the largest of the shares within micro-batches, which leaves most memory, is faster than the best answer."""
         with suppress(Infeasible):
-            return any(self._late_s(self._known(stage, share, budget_bytes, False)) < self._late_s(best) for share in largest)
+            return any(self._late_s(self._known(stage, share, budget_bytes)) < self._late_s(best) for share in largest)
         return False
 
     def _keeping_some(self, stage: int, lags: tuple[Lag, ...]) -> StageAnswer:
@@ -277,28 +270,11 @@ class Stages:
             yield [Share(ratio, within=ratio > 0) for ratio in ratios if ratio or not between]
 
     @once
-    def _known(self, stage: int, share: Share, budget_bytes: int | None, paced: bool) -> StageAnswer:
-        """Raises `Infeasible`."""
-        if not share.within:
-            paces = paced and share.ratio
-            return self._offloading(stage, share, budget_bytes, partial(self._paced, share) if paces else self._programme)
-        try:  # layers that hold most are lowest, because they leave first
-            return self._offloading(stage, share, budget_bytes, lambda problem: self._programme(replace(problem, leaving=True)))
-        except Infeasible:
-            least = self._offloading(stage, share, None, self._programme)
-            if budget_bytes is None or least.peak_bytes > budget_bytes:
-                raise
-            return least
-
-    def _paced(self, share: Share, problem: StageProblem) -> Solved:
-        """Return an answer of which this fraction can be copied to the host during a forward of the layers."""
-        most_bytes = bytes_copied_in(self.profile, problem.forward_s) / share.ratio
-        solved = self._programme(problem)
-        while solved.resident_bytes > most_bytes:
-            spared_bytes = ceil((solved.resident_bytes - most_bytes) * problem.in_flight)
-            problem = replace(problem, budget_bytes=solved.peak_bytes - spared_bytes)
-            solved = self._programme(problem)
-        return solved
+    def _known(self, stage: int, share: Share, budget_bytes: int | None) -> StageAnswer:
+        """Raises `Infeasible`. Within micro-batches, layers that hold most are lowest, because they leave first."""
+        return self._offloading(
+            stage, share, budget_bytes, lambda problem: self._programme(replace(problem, leaving=share.within))
+        )
 
     def _offloading(self, stage: int, share: Share, budget_bytes: int | None, solver: Solver, whole: int = 0) -> StageAnswer:
         """`whole`: micro-batches in flight that keep everything, for which the budget has no room."""
