@@ -125,7 +125,7 @@ def parts_of(job: Job, profile: Profile, setting: StockSetting) -> Parts:
     layers = [layer for chunk in StockStage(job, setting, stage).chunks for layer in chunk]
     for layer in layers:
         for half, section in zip(layer_seconds(shape, profile, setting, layer.kind), layer.kind, strict=True):
-            seconds["recompute"] += (half.recomputed_whole if layer.whole else half).again_s
+            seconds["recompute"] += half.forward_s if layer.whole else half.again_s
             if section.exchanges and profile.experts is not None:
                 seconds["exchanges"] += 0.0 if setting.overlap else sum(map(profile.experts.waits_s, PASSES))
             else:

@@ -48,7 +48,7 @@ def of_stock(job: Job, profile: Profile, setting: StockSetting) -> Predicted:
     memory = priced(job, profile, setting).stages[0]
     run, alone = (priced(job, costs, setting).simulation for costs in (profile, without_host(profile)))
     stage = StockStage(job, setting, 0)
-    stays = sum(layer.stays for layer in stage.chunks[0])
+    stays = sum(layer.bytes.stays for layer in stage.chunks[0])
     return _predicted(job, profile, run, alone, memory, stays)
 
 

@@ -14,7 +14,7 @@ Unequal chunks are counted one by one (`schedule.flushes.counts_at_backwards`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from operator import mul
 from typing import TypeVar
@@ -43,10 +43,6 @@ class HalfSeconds:
     forward_s: float
     backward_s: float
     again_s: float = 0.0
-
-    @property
-    def recomputed_whole(self) -> HalfSeconds:
-        return replace(self, again_s=self.forward_s)
 
 
 def half_seconds(profile: Profile, section: Section) -> HalfSeconds:

@@ -18,27 +18,27 @@ The half of a layer with experts, and the items of Megatron's modules in it:
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from megatron_lynx.anatomy import LayerKind, Section
 from megatron_lynx.cost.combined import LayerSeconds
-from megatron_lynx.cost.communication import window_lengths_s
+from megatron_lynx.cost.communication import again_s
 from megatron_lynx.cost.recompute import half_kept_bytes
 from megatron_lynx.cost.stage import HalfSeconds, half_seconds
 from megatron_lynx.kinds.experts.planning import expert_linears
-from megatron_lynx.kinds.experts.section import BESIDE, DISPATCH, EXPERTS_FC1, SHARED_FC1
+from megatron_lynx.kinds.experts.section import EXPERTS_FC1
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.profile import Profile, SavedTensor
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.stock.setting import LEAST_ELEMENTS, OF_OFFLOAD, OF_RECOMPUTE, StockSetting
 
 
-@dataclass(frozen=True)
-class HalfBytes:
+class HalfBytes(NamedTuple):
     """Including the half's input."""
 
-    stays: int
+    stays: int = 0
     again: int = 0
     """Recomputed at the beginning of its backward."""
     leaves: int = 0
@@ -47,17 +47,12 @@ class HalfBytes:
     input_leaves: int = 0
     """Bytes of the half's input in `leaves`. The schedule keeps inputs received from another stage."""
 
-    @property
-    def received(self) -> HalfBytes:
-        return replace(self, stays=self.stays + self.input_leaves, leaves=self.leaves - self.input_leaves, input_leaves=0)
-
-    @property
-    def kept_whole(self) -> HalfBytes:
-        return HalfBytes(self.stays + self.leaves, self.again)
+    def keeping(self, left_bytes: int) -> HalfBytes:
+        """Return the half with a part of `leaves` on the device, too."""
+        return self._replace(stays=self.stays + left_bytes, leaves=self.leaves - left_bytes)
 
 
-@dataclass(frozen=True)
-class Treatment:
+class Treatment(NamedTuple):
     section: Section
     again: frozenset[str]
     """Inside a checkpoint."""
@@ -65,23 +60,13 @@ class Treatment:
     """Items whose outputs are freed."""
     groups: tuple[frozenset[str], ...]
     """By offloaded module: items whose saved tensors it copies."""
-    given: frozenset[str] = frozenset()
+    given: frozenset[str]
     """Linears that save their original input instead of its FP8 bytes, because it is freed (`set_save_original_input`)."""
-
-    @property
-    def runs(self) -> tuple[str, ...]:
-        return tuple(name for name in self.section.names if name in self.again | self.discarded)
 
     def makes_again(self, tensor: SavedTensor) -> bool:
         if tensor.made_by in self.discarded or (tensor.saved_by == (tensor.made_by,) and tensor.made_by in self.given):
             return True
         return tensor.made_by in self.again and self.again.issuperset(tensor.saved_by)
-
-    def copies(self, readers: tuple[str, ...]) -> int:
-        return sum(not group.isdisjoint(readers) for group in self.groups)
-
-    def sends_away(self, readers: tuple[str, ...]) -> bool:
-        return frozenset[str]().union(*self.groups).issuperset(readers)
 
 
 def treatment(shape: LayerShape, setting: StockSetting, section: Section) -> Treatment:
@@ -125,14 +110,15 @@ def _half_bytes(shape: LayerShape, setting: StockSetting, section: Section, leas
     given_bytes = planning_of(section).core_arguments_bytes(shape) if half_treatment.again.intersection(_cores(section)) else 0
     inputs = (section.norm,) if section.norm not in half_treatment.again else ()  # else the checkpoint holds it
     large = [(size, readers) for size, readers in [*blocks, (shape.input_bytes, inputs)] if size >= least_bytes and readers]
-    leaves = sum(size for size, readers in large if half_treatment.sends_away(readers))
-    copied = leaves if section.in_some_layers else sum(size * half_treatment.copies(readers) for size, readers in large)
+    groups, away = half_treatment.groups, frozenset[str]().union(*half_treatment.groups)
+    leaves = sum(size for size, readers in large if away.issuperset(readers))
+    copied = sum(size for size, readers in large for group in groups if not group.isdisjoint(readers))
     return HalfBytes(
         stays=shape.input_bytes + sum(size for size, _ in blocks) + given_bytes - leaves,
         again=sum(tensor.bytes for tensor in tensors) - sum(tensor.bytes for tensor in kept),
         leaves=leaves,
-        copied=copied,
-        input_leaves=shape.input_bytes if (shape.input_bytes, inputs) in large and half_treatment.sends_away(inputs) else 0,
+        copied=leaves if section.in_some_layers else copied,
+        input_leaves=shape.input_bytes if (shape.input_bytes, inputs) in large and away.issuperset(inputs) else 0,
     )
 
 
@@ -185,29 +171,13 @@ def _of_section(setting: StockSetting, section: Section) -> StockSetting:
 
 def layer_seconds(shape: LayerShape, profile: Profile, setting: StockSetting, kind: LayerKind | None = None) -> LayerSeconds:
     sections = kind or shape.model.kind_sections(experts=False)
-    return tuple(_half(shape, profile, setting, section) for section in sections)
+    return tuple(_half_seconds(shape, profile, setting, section) for section in sections)
 
 
-def _half(shape: LayerShape, profile: Profile, setting: StockSetting, section: Section) -> HalfSeconds:
-    again_s = _experts_again_s if section.exchanges else _again_s
-    return replace(half_seconds(profile, section), again_s=again_s(shape, profile, setting, section))
-
-
-def _again_s(shape: LayerShape, profile: Profile, setting: StockSetting, section: Section) -> float:
+def _half_seconds(shape: LayerShape, profile: Profile, setting: StockSetting, section: Section) -> HalfSeconds:
+    seconds = half_seconds(profile, section)
     if section.opaque:
-        return 0.0
-    runs = treatment(shape, setting, section).runs
-    again_s = sum(profile.of(section).items[name].forward_s for name in runs)
-    if section.row_parallel in runs:
-        again_s += sum(window_lengths_s(profile, "fwd", section, shape.gathered_bytes))
-    return again_s
-
-
-def _experts_again_s(shape: LayerShape, profile: Profile, setting: StockSetting, section: Section) -> float:
-    """Seconds of recomputation in an expert half. `moe` repeats the exchange of rows, and shared experts repeat their
-    collectives."""
-    assert profile.experts is not None, "a profile of such a layer has its figures"
-    runs, half = treatment(shape, setting, section).runs, profile.experts
-    again_s = sum(half.items[name].forward_s for name in runs)
-    again_s += 2 * (half.exchange_s + half.cut_s) * (DISPATCH in runs) + 2 * half.collective_s * (SHARED_FC1 in runs)
-    return again_s - (sum(half.beside_s("fwd", role) for role in BESIDE) if DISPATCH in runs else 0.0)
+        return seconds
+    chosen, items = treatment(shape, setting, section), profile.of(section).items
+    computing_s = sum(items[name].forward_s for name in section.names if name in chosen.again | chosen.discarded)
+    return replace(seconds, again_s=computing_s + again_s(profile, section, chosen.again))

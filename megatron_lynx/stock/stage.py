@@ -23,10 +23,10 @@ tensors once more (counted on CPU ranks). Passes follow each other without gaps,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 from megatron_lynx.anatomy import LayerKind
@@ -42,8 +42,8 @@ from megatron_lynx.profiler.profile import BlockProfile, Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.schedule import Action, Phase, Schedule
 from megatron_lynx.simulator.passes import PHASES, ChunkPasses, HostCopies, Kind, TimedPass, in_phases
-from megatron_lynx.stock.layer import LayerBytes, layer_bytes, layer_seconds
-from megatron_lynx.stock.setting import LEAST_ELEMENTS, NONE, StockSetting
+from megatron_lynx.stock.layer import HalfBytes, LayerBytes, layer_bytes, layer_seconds
+from megatron_lynx.stock.setting import NONE, StockSetting
 from megatron_lynx.timeline import Passes
 
 
@@ -99,12 +99,12 @@ class StockStage:
         parts = parts_beside_layers(self.of_job.counted, stage, layer_whole=whole, overlapped=overlap)
         if overlap:
             parts = parts.more("backward", self._pair_more_bytes)
-        stays = [sum(layer.stays for layer in chunk) for chunk in self.chunks]
+        stays = [sum(layer.bytes.stays for layer in chunk) for chunk in self.chunks]
         return replace(
             parts,
             **activations_in_flight(job, stage, stays, self._deferred_bytes),
             staging=staging_bytes,
-            recomputed=max(map(made_again_bytes, self.chunks)),
+            recomputed=max(map(recomputed_bytes, self.chunks)),
         )
 
     @property
@@ -120,12 +120,12 @@ class StockStage:
         """Most bytes that the two chunks of a pair hold beyond one."""
         layers = [layer for chunk in self.chunks for layer in chunk]
         rows = dispatched_bytes(self.of_job.shape) if any(layer.kind[1].exchanges for layer in layers) else 0
-        return max((layer.stays for layer in layers), default=0) + rows
+        return max((layer.bytes.stays for layer in layers), default=0) + rows
 
     @property
     def host_bytes(self) -> int:
         """Page-locked host memory: each chunk in flight has its own."""
-        return most_in_flight_bytes(self.job, self.stage, [sum(layer.copied for layer in chunk) for chunk in self.chunks])
+        return most_in_flight_bytes(self.job, self.stage, [sum(layer.bytes.copied for layer in chunk) for chunk in self.chunks])
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class TimedStage(StockStage):
 
     @cached_property
     def copies(self) -> StageCopies | None:
-        if not any(layer.copied for chunk in self.chunks for layer in chunk):
+        if not any(layer.copied for chunk in self._layers for layer in chunk):
             return None
         blocking = self.schedule.blocking and self.schedule.pipeline > 1
         exchange_s = self.profile.link_s("p2p", self.of_job.shape.input_bytes) if blocking else None
@@ -207,20 +207,18 @@ class TimedStage(StockStage):
         ]
 
     def _timed_layer(self, layer: StockLayer) -> CopiedLayer:
-        seconds, copied = self._seconds[layer.kind], layer.copied
-        attention, mlp = (half.recomputed_whole for half in seconds) if layer.whole else seconds
-        again_s = mlp.again_s + (attention.again_s + self._both_ways_s(layer) if layer.whole else 0.0)
-        rest_s = attention.backward_s + (0.0 if layer.whole else attention.again_s)
-        copy_s = self.profile.link_s("host", copied) if copied else 0.0
+        attention, mlp = self._seconds[layer.kind]
         forward_s = attention.forward_s + mlp.forward_s
-        return CopiedLayer(forward_s, (again_s + mlp.backward_s, rest_s), copy_s, layer.leaves, copied)
+        again_s = (forward_s + self._both_ways_s(layer), 0.0) if layer.whole else (mlp.again_s, attention.again_s)
+        backward_s = (again_s[0] + mlp.backward_s, again_s[1] + attention.backward_s)
+        copied, leaves = layer.bytes.copied, layer.bytes.leaves
+        return CopiedLayer(forward_s, backward_s, self.profile.link_s("host", copied) if copied else 0.0, leaves, copied)
 
     def _both_ways_s(self, layer: StockLayer) -> float:
         """Seconds of copying recomputed tensors of a whole-recomputed layer in both directions."""
         if not self.setting.offload:
             return 0.0
-        modules = StockSetting(offload=self.setting.offload)
-        halves = layer_bytes(self.of_job.shape, modules, layer.kind)
+        halves = layer_bytes(self.of_job.shape, self.setting, layer.kind)
         return 2 * self.profile.link_s("host", sum(half.copied for half in halves))
 
 
@@ -310,54 +308,41 @@ def with_ends(layers: Sequence[CopiedLayer], first: BlockProfile, last: BlockPro
     return timed
 
 
-@dataclass(frozen=True)
-class StockLayer:
+class StockLayer(NamedTuple):
     kind: LayerKind
     halves: LayerBytes
+    """The first layer of a checkpoint has one, for all that it recomputes; the others have none."""
     whole: bool = False
-    begins: bool = True
-    """Whether a checkpoint that keeps its input begins with it."""
-    input_bytes: int = 0
 
     @property
-    def stays(self) -> int:
-        return self.input_bytes * self.begins if self.whole else sum(half.stays for half in self.halves)
-
-    @property
-    def leaves(self) -> int:
-        return 0 if self.whole else sum(half.leaves for half in self.halves)
-
-    @property
-    def copied(self) -> int:
-        return 0 if self.whole else sum(half.copied for half in self.halves)
+    def bytes(self) -> HalfBytes:
+        return HalfBytes(*map(sum, zip(*self.halves, strict=True)))
 
 
 @lru_cache(maxsize=4096)
 def chunk_layers(
-    shape: LayerShape, setting: StockSetting, of_layers: tuple[LayerKind, ...], *, first: bool
+    shape: LayerShape, setting: StockSetting, kinds: tuple[LayerKind, ...], *, first: bool
 ) -> tuple[StockLayer, ...]:
     """The layers of one chunk. `first`: whether it is the model's first chunk. Cached: most chunks are alike."""
-    kinds = [(kind, *_in_checkpoint(setting, at)) for at, kind in enumerate(of_layers)]
-    known = {kind: _layer(shape, setting, *kind) for kind in set(kinds)}
-    layers = [known[kind] for kind in kinds]
-    if setting.offload:
-        count = offloading_layers(setting, len(layers))
-        kept = (replace(layer, halves=tuple(half.kept_whole for half in layer.halves)) for layer in layers[count:])
-        layers = [*layers[:count], *kept]
-        if not first and layers:
-            layers[0] = replace(layers[0], halves=(layers[0].halves[0].received, *layers[0].halves[1:]))
+    number = setting.layers or 0
+    whole, size = {"uniform": (len(kinds), number), "block": (number, 1), None: (0, 1)}[setting.method]
+    checkpoints = (kinds[at : min(at + size, whole)] for at in range(0, min(whole, len(kinds)), size))
+    known = {kind: layer_bytes(shape, setting, kind) for kind in {*kinds[whole:]}}
+    layers = [*chain.from_iterable(_checkpointed(shape, inside) for inside in checkpoints)]
+    layers += [StockLayer(kind, known[kind]) for kind in kinds[whole:]]
+    for at in range(offloading_layers(setting, len(layers)), len(layers)) if setting.offload else ():
+        kept = (half.keeping(half.leaves)._replace(copied=0, input_leaves=0) for half in layers[at].halves)
+        layers[at] = layers[at]._replace(halves=tuple(kept))
+    if layers and not first:
+        halves = layers[0].halves
+        layers[0] = layers[0]._replace(halves=(halves[0].keeping(halves[0].input_leaves), *halves[1:]))
     return tuple(layers)
 
 
-def _in_checkpoint(setting: StockSetting, at: int) -> tuple[bool, bool]:
-    """Whether the layer at an index of its chunk is recomputed whole, and whether a checkpoint begins there."""
-    whole = setting.method == "uniform" or (setting.method == "block" and at < (setting.layers or 0))
-    return whole, setting.method != "uniform" or at % (setting.layers or 1) == 0
-
-
-def _layer(shape: LayerShape, setting: StockSetting, kind: LayerKind, whole: bool, begins: bool) -> StockLayer:
-    halves = layer_bytes(shape, NONE if whole else StockSetting(setting.recompute, offload=setting.offload), kind, LEAST_ELEMENTS)
-    return StockLayer(kind, halves, whole, begins, shape.input_bytes)
+def _checkpointed(shape: LayerShape, kinds: Sequence[LayerKind]) -> Iterator[StockLayer]:
+    inside_bytes = sum(half.stays for kind in kinds for half in layer_bytes(shape, NONE, kind))
+    yield StockLayer(kinds[0], (HalfBytes(shape.input_bytes, inside_bytes - shape.input_bytes),), whole=True)
+    yield from (StockLayer(kind, (), whole=True) for kind in kinds[1:])
 
 
 def offloading_layers(setting: StockSetting, layers: int) -> int:
@@ -365,22 +350,13 @@ def offloading_layers(setting: StockSetting, layers: int) -> int:
     the end."""
     groups = len(setting.offload)
     count = layers * groups
-    return (count - int(count * (1 - setting.fraction))) // groups if groups else 0
+    return (count - int(count * (1 - setting.fraction))) // groups
 
 
-def made_again_bytes(layers: Sequence[StockLayer]) -> int:
-    """Most bytes by which a chunk's memory rises during the backward of one micro-batch. From the last layer down: a checkpoint
-    recomputes all its tensors, and finished layers are freed."""
+def recomputed_bytes(layers: Sequence[StockLayer]) -> int:
+    """Most bytes by which a chunk's memory rises during one micro-batch's backward, which frees it from the last half down."""
     held_bytes = peak_bytes = 0
-    inside = 0
-    for layer in reversed(layers):
-        if layer.whole:
-            inside += sum(half.stays for half in layer.halves)
-            if layer.begins:
-                peak_bytes = max(peak_bytes, held_bytes + inside - layer.stays)
-                held_bytes, inside = held_bytes - layer.stays, 0
-            continue
-        for half in reversed(layer.halves):
-            peak_bytes = max(peak_bytes, held_bytes + half.again)
-            held_bytes -= half.stays
+    for half in reversed([half for layer in layers for half in layer.halves]):
+        peak_bytes = max(peak_bytes, held_bytes + half.again)
+        held_bytes -= half.stays
     return peak_bytes

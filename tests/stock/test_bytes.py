@@ -135,7 +135,7 @@ def test_blocks_hold_what_is_priced(pool_of):
     settings = [NONE, *(block(layers) for layers in (1, 2, 3)), FULL]
     (held,) = pool_of(1).run(hold, [job], [setting.fields for setting in settings])[0]
     layers = [StockStage(job, setting, 0).chunks[0] for setting in settings]
-    stays = [sum(layer.stays for layer in each) for each in layers]
+    stays = [sum(layer.bytes.stays for layer in each) for each in layers]
     for each, counted, priced in zip(layers, held, stays, strict=True):
         whole = sum(layer.whole for layer in each)
         assert counted - held[0] == pytest.approx(priced - stays[0] + STATES * whole, abs=ODD)

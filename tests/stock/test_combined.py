@@ -119,7 +119,7 @@ def test_copies_that_are_longer_than_a_pair_are_waited_for():
     slower = costs.model_copy(update={"links": tuple(slow)})
     near, far, kept = priced(job, costs, sent), priced(job, slower, sent), priced(job, slower, OVERLAPPED)
     stage = StockStage(job, sent, 0)
-    copies_s = sum(slower.link_s("host", layer.copied) for layer in stage.chunks[0])
+    copies_s = sum(slower.link_s("host", layer.bytes.copied) for layer in stage.chunks[0])
     assert near.step_s == pytest.approx(kept.step_s)
     assert far.step_s > (job.microbatches - 1) * copies_s
 
