@@ -263,10 +263,12 @@ def _defer(walk: Walk, half: Treated, ordinal: int, parts: Segments, delayed: fr
     for linear, cost in half.deferred.items():
         if ordinal == parts.ends[linear]:
             of, reduces = Linear(half.layer, half.half, linear), not section.exchanges and linear != section.row_parallel
-            pieces = cost.cut(half.planned.pieces.get(linear, 1))
-            ran = walk.defer(of, pieces) if linear in delayed else walk.catch_up(of)
-            if reduces:
-                ran_s += ran
+            start_s = walk.clock_s
+            if linear in delayed:
+                walk.defer(of, cost.cut(half.planned.pieces.get(linear, 1)))
+            else:
+                walk.flush(of)
+            ran_s += (walk.clock_s - start_s) * reduces
             if not reduces or ordinal < len(parts.windows_s) - 1:
                 walk.holds(of, cost.gradient_bytes)
     return ran_s

@@ -18,7 +18,7 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise, takewhile
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megatron_lynx.schedule.schedule import Action, Phase, Schedule
 from megatron_lynx.simulator.passes import NOTHING, ChunkPasses, HostCopies, HostCopy, PassKey, Pending, TimedPass
@@ -113,19 +113,19 @@ class Run:
         self._arrivals: dict[Message, float] = {}
         self._links: dict[tuple[int, str], float] = {}
         self._waiting: dict[Message, list[int]] = {}
-        self._ready: deque[int] = deque()
+        self._ready = deque(range(self._pipeline))
 
     def simulation(self) -> Simulation:
         walks = [self._walk(number) for number in range(self._pipeline)]
-        wanted = [next(walk) for walk in walks]
-        for number, message in enumerate(wanted):
-            self._await(number, message)
+        wanted: list[Message | None] = [None] * self._pipeline
         while self._ready:
             number = self._ready.popleft()
             message = wanted[number]
-            assert message is not None
-            wanted[number] = walks[number].send(self._arrivals[message])
-            self._await(number, wanted[number])
+            wanted[number] = message = walks[number].send(None if message is None else self._arrivals[message])
+            if message in self._arrivals:
+                self._ready.append(number)
+            elif message is not None:
+                self._waiting.setdefault(message, []).append(number)
         if any(message is not None for message in wanted):
             stuck = "; ".join(f"stage {number} waits for {message}" for number, message in enumerate(wanted) if message)
             raise ValueError(f"the stages' orders cannot be run together: {stuck}")
@@ -133,15 +133,7 @@ class Run:
             tuple(tuple(stage.executed) for stage in self._stages), tuple(tuple(stage.copies.done) for stage in self._stages)
         )
 
-    def _await(self, number: int, message: Message | None) -> None:
-        if message is None:
-            return
-        if message in self._arrivals:
-            self._ready.append(number)
-        else:
-            self._waiting.setdefault(message, []).append(number)
-
-    def _walk(self, number: int) -> Generator[Message | None, float, None]:
+    def _walk(self, number: int) -> Generator[Message | None, Any, None]:
         """Yield each message that the stage waits for, and None at its end."""
         stage, free, before = self._stages[number], 0.0, None
         for step in self._steps[number]:

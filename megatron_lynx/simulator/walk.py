@@ -205,20 +205,12 @@ class Walk:
             self._weight_gradient(entry, fits_s, name, self._interference)
         return sum(waits_s)
 
-    def defer(self, of: Linear, pieces: Sequence[WeightGradient]) -> float:
-        """Delay a weight gradient; return the seconds of those that must run at once to make room."""
-        start_s = self.clock_s
+    def defer(self, of: Linear, pieces: Sequence[WeightGradient]) -> None:
+        """Delay a weight gradient; those that no longer fit run at once."""
         self._unheld[of] = pieces[-1].bytes
         for cost in pieces:
             for oldest in self._queue.put(Entry(of, self._queue.chunk, cost)):
                 self._weight_gradient(oldest, 0.0, FLUSHED)
-        return self.clock_s - start_s
-
-    def catch_up(self, of: Linear) -> float:
-        start_s = self.clock_s
-        for entry in self._queue.take(of):
-            self._weight_gradient(entry, 0.0, FLUSHED)
-        return self.clock_s - start_s
 
     def holds(self, of: Linear, size_bytes: int) -> None:
         """Count `size_bytes` of a linear's newest entry to the entry alone."""
@@ -227,8 +219,9 @@ class Walk:
             self._unheld[of] -= size_bytes
             self.hold(size_bytes)
 
-    def flush(self, *, during_send: bool = False) -> None:
-        for entry in self._queue.take():
+    def flush(self, of: Linear | None = None, *, during_send: bool = False) -> None:
+        """Run the pending weight gradients of a linear; by default all of the chunk."""
+        for entry in self._queue.take(of):
             self._weight_gradient(entry, entry.cost.seconds if during_send else 0.0, SEND_BACKWARD if during_send else FLUSHED)
 
     def copy_out(self, place: int, half: Treated) -> None:
@@ -241,8 +234,7 @@ class Walk:
             self._leaving.append((half.leaving.turns.away, self._copy("offload", half, half.leaving), half.leaving.bytes))
 
     def copy_back(self, place: int, away: list[Treated]) -> None:
-        """`place`: index, from 1, of the half whose backward begins. `away`: halves on the host, in forward
-        order."""
+        """`place`: index, from 1, of the half whose backward begins. `away`: halves on the host."""
         while away and (leaving := away[-1].leaving) is not None and leaving.turns.back >= place:
             half = away.pop()
             self.hold(leaving.bytes)
