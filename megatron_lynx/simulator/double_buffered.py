@@ -14,31 +14,21 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from megatron_lynx.schedule.double_buffered import check, deferral
 from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.schedule.schedule import Action
 from megatron_lynx.simulator.passes import ChunkPasses
 from megatron_lynx.simulator.simulate import Message, Run, Step
-from megatron_lynx.simulator.simulation import Simulation
-from megatron_lynx.timeline import Span, Timeline
+from megatron_lynx.simulator.simulation import Simulation, Updated
 
 BATCHES = 5
 """Batches simulated, from filling to draining. The last but one is measured: stages are in step after one or two."""
 
 
-class Updated(NamedTuple):
-    arrived_s: float
-    begin_s: float
-    """When the last stage arrives."""
-
-
 @dataclass(frozen=True)
 class Unflushed(Simulation):
     """A run from filling to draining. Step figures are those of one batch in steady state; memory is the whole run's."""
-
-    updates: tuple[tuple[Updated, ...], ...]
 
     @cached_property
     def step_s(self) -> float:
@@ -54,20 +44,6 @@ class Unflushed(Simulation):
         """Beginning and end of the measured batch, the last but one."""
         before, update, _ = self.updates[stage][-3:]
         return before.begin_s, update.begin_s
-
-    def timeline(self) -> Timeline:
-        updates = [
-            [
-                Span("update", update.arrived_s, update.begin_s, name=f"update {batch}")
-                for batch, update in enumerate(of_stage)
-                if update.begin_s > update.arrived_s
-            ]
-            for of_stage in self.updates
-        ]
-        return Timeline({stage: (*spans, *updates[stage]) for stage, spans in super().timeline().ranks.items()})
-
-    def _halts(self, stage: int) -> Sequence[float]:
-        return [update.begin_s for update in self.updates[stage]]
 
 
 def simulate_without_flushes(
@@ -86,7 +62,7 @@ def simulate_without_flushes(
     later = [deferral(stage) if deferred else 0 for stage in range(len(chunks))]
     run = _UnflushedRun(microbatches, chunks, p2p_s, interference, later)
     simulation = run.simulation()
-    return Unflushed(simulation.executed, simulation.copied, tuple(map(tuple, run.updates)))
+    return Unflushed(simulation.executed, simulation.copied, updates=tuple(map(tuple, run.updates)))
 
 
 class _UnflushedRun(Run):

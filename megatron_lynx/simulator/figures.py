@@ -16,7 +16,9 @@ def as_json(simulation: Simulation, update_s: float | None) -> dict[str, Any]:
     `update_s`: seconds of the optimizer's update; None if unknown, and then `step_s` is None. Without flushes, the step is one
     batch in steady state, and the actions are those of the whole run.
     """
-    stages = [_stage(simulation, stage) for stage in range(len(simulation.executed))]
+    numbers = range(len(simulation.executed))
+    defers = any(simulation.total(stage, name) for stage in numbers for name in ("filled_s", "unfilled_s"))
+    stages = [_stage(simulation, stage, defers) for stage in numbers]
     whole_s = None if update_s is None else simulation.step_s + update_s
     seconds: dict[str, Any] = {"step_s": whole_s, "passes_s": simulation.step_s, "update_s": update_s}
     if isinstance(simulation, Unflushed):
@@ -26,12 +28,12 @@ def as_json(simulation: Simulation, update_s: float | None) -> dict[str, Any]:
 
 
 def table(simulation: Simulation, update_s: float | None) -> WrappedTable:
-    recomputations = ("recompute hidden", "recompute exposed")
-    deferred = ("weight gradients hidden", "exposed") if _defers(simulation) else ()
-    waits = ("waits for copies",) if any(map(simulation.exposed_copy_s, range(len(simulation.executed)))) else ()
-    columns = ("stage", "busy", "bubble", *recomputations, *deferred, *waits, "activations at most")
+    rows = as_json(simulation, update_s)["stages"]
+    deferred = ("weight gradients hidden", "exposed") if DEFERRED[0] in rows[0] else ()
+    waits = ("waits for copies",) if any(row["exposed_copy_s"] for row in rows) else ()
+    columns = ("stage", "busy", "bubble", "recompute hidden", "recompute exposed", *deferred, *waits, "activations at most")
     result = WrappedTable(columns, title=headline(simulation, update_s))
-    for row in as_json(simulation, update_s)["stages"]:
+    for row in rows:
         seconds = (row["busy_s"], row["hidden_recompute_s"], row["exposed_recompute_s"])
         busy, hidden, exposed = map(format_seconds, seconds)
         copies = [format_seconds(row["exposed_copy_s"])] if waits else []
@@ -55,11 +57,7 @@ def headline(simulation: Simulation, update_s: float | None) -> str:
     return f"{what}: {whole}, of which the optimizer's update {update}{old}"
 
 
-def _defers(simulation: Simulation) -> bool:
-    return any(simulation.total(stage, name) for stage in range(len(simulation.executed)) for name in ("filled_s", "unfilled_s"))
-
-
-def _stage(simulation: Simulation, stage: int) -> dict[str, Any]:
+def _stage(simulation: Simulation, stage: int, defers: bool) -> dict[str, Any]:
     """Weight gradients are left out if none are delayed, the host's seconds if they are unknown."""
     hidden_s, exposed_s, filled_s, unfilled_s, host_s, host_late_s = (
         simulation.total(stage, name) for name in ("hidden_s", "exposed_s", "filled_s", "unfilled_s", "host_s", "host_late_s")
@@ -70,7 +68,7 @@ def _stage(simulation: Simulation, stage: int) -> dict[str, Any]:
         "bubble_s": simulation.bubble_s(stage),
         "hidden_recompute_s": hidden_s,
         "exposed_recompute_s": exposed_s,
-        **(dict(zip(DEFERRED, (filled_s, unfilled_s), strict=True)) if _defers(simulation) else {}),
+        **(dict(zip(DEFERRED, (filled_s, unfilled_s), strict=True)) if defers else {}),
         "exposed_copy_s": simulation.exposed_copy_s(stage),
         **({"host_s": host_s, "host_late_s": host_late_s} if host_s else {}),
         "peak_activation_bytes": simulation.memory(stage).peak_bytes,

@@ -124,7 +124,7 @@ def segments(profile: Profile, passing: Passing, section: Section, deferred: Col
         cuts = [0, *(section.place_behind(collective) + 1 for collective in waited), len(section.names)]
         *compute_s, last_s = (sum(half.items[name].forward_s for name in section.names[at:end]) for at, end in pairwise(cuts))
     else:
-        off = {linear: weight_gradient(profile, section, linear).seconds for linear in deferred}
+        off = {linear: weight_gradient(profile, section, linear).seconds for linear in section.linears if linear in deferred}
         items = {name: _without(item, off[name]) if name in off else item for name, item in half.items.items()}
         behind = {linear: section.behind_wgrad(linear, profile.shape.sequence_parallel) for linear in section.linears}
         ends = {linear: min(windows, len(waited)) for linear, windows in behind.items()}

@@ -38,12 +38,21 @@ class Repeated(NamedTuple):
     places: tuple[range, ...]
 
 
+class Updated(NamedTuple):
+    """An update of all stages between two batches of a pipeline that is never flushed."""
+
+    arrived_s: float
+    begin_s: float
+    """When the last stage arrives."""
+
+
 @dataclass(frozen=True)
 class Simulation:
     """One simulated step, by stage. `executed` and `copied` leave out the `repeated` part."""
 
     executed: tuple[tuple[Executed, ...], ...]
     copied: tuple[tuple[Copied, ...], ...]
+    updates: tuple[tuple[Updated, ...], ...] = field(default=(), kw_only=True)
     repeated: Repeated | None = field(default=None, kw_only=True)
 
     @cached_property
@@ -111,23 +120,25 @@ class Simulation:
         return curve_of_parts([(execution.start_s, execution.content.regenerated) for execution in self.executed[stage]])
 
     def timeline(self) -> Timeline:
-        stages = zip(self.executed, self.copied, strict=True)
+        stages = zip(self.executed, self.copied, self.updates or [()] * len(self.executed), strict=True)
         return Timeline(
             {
-                stage: (*_spans(executed, self._halts(stage)), *map(_copy, copied))
-                for stage, (executed, copied) in enumerate(stages)
+                stage: (*_spans(executed, updates), *map(_copy, copied), *_updates(updates))
+                for stage, (executed, copied, updates) in enumerate(stages)
             }
         )
 
-    def _halts(self, stage: int) -> Sequence[float]:
-        """Times at which a stage resumes after something that is not an action."""
-        return ()
+
+def _updates(updates: Sequence[Updated]) -> Iterator[Span]:
+    for batch, (arrived_s, begin_s) in enumerate(updates):
+        if begin_s > arrived_s:
+            yield Span("update", arrived_s, begin_s, name=f"update {batch}")
 
 
-def _spans(executed: Sequence[Executed], halts: Sequence[float]) -> Iterator[Span]:
+def _spans(executed: Sequence[Executed], updates: Sequence[Updated]) -> Iterator[Span]:
     free_s = 0.0
     for execution in executed:
-        free_s = max([free_s, *(end_s for end_s in halts if end_s <= execution.arrived_s)])
+        free_s = max([free_s, *(update.begin_s for update in updates if update.begin_s <= execution.arrived_s)])
         if execution.action.is_pass:
             if execution.arrived_s > free_s:
                 name = f"pipe.recv_{'forward' if execution.action.kind == 'F' else 'backward'}"
