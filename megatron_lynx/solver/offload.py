@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, compress
+from math import inf
 from typing import NamedTuple
 
 from megatron_lynx.anatomy import Section
@@ -26,12 +27,18 @@ from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.flushes import counts_at_backwards
 from megatron_lynx.solver.answer import Solved, SolvedChunks, Within
 from megatron_lynx.timeline import Passes
-from megatron_lynx.units import GIB
 
 SLACK = 0.95
 """Part of the bytes that a link copies during a half: halves differ, and passes wait for copies that are too slow. With 1, 23
 bundled jobs at the bytes of stock's full recomputation take 0.13 % longer in the mean and 1.7 % at worst; with 0.9, 0.27 % and
 1.6 %."""
+
+
+def bytes_copied_in(profile: Profile, seconds: float) -> float:
+    """Return the bytes that the link to the host copies one way; infinite without such a link."""
+    size_bytes = 2**30
+    copy_s = profile.link_s("host", size_bytes)
+    return size_bytes * seconds / copy_s if copy_s else inf
 
 
 def may_go_within(job: Job) -> bool:
@@ -87,10 +94,10 @@ class Leaver:
         return tuple(max(count[chunk] for count in some) for chunk, some in enumerate(counts_at_backwards(*layout)))
 
     def hidden_bytes(self) -> int:
-        """Return the bytes that can be copied one way during the forward of every chunk; 0 without a link to the host."""
+        """Return the bytes that can be copied during the forward of every chunk."""
         waits_s = [(1 - 1 / len(chunk.sections)) * chunk.forward_s for chunk in self._chunks if chunk.sections]
-        copy_s = self.profile.link_s("host", GIB)
-        return int(GIB * min(waits_s, default=0.0) / copy_s) if copy_s else 0
+        copied_bytes = min((bytes_copied_in(self.profile, seconds) for seconds in waits_s), default=inf)
+        return int(copied_bytes) if copied_bytes < inf else 0
 
     def _within(self, asked_bytes: int, chunks: SolvedChunks) -> Within:
         """Return the offload with these choices, at most `asked_bytes` of each chunk.

@@ -19,7 +19,7 @@ from megatron_lynx.cost.host import half_host_s
 from megatron_lynx.cost.moments import less_in_hand_bytes
 from megatron_lynx.cost.recompute import INSIDE, Checkpoint, sensible_choices
 from megatron_lynx.cost.section import PricedSection, Prices
-from megatron_lynx.cost.stage import chunks_in_flight, stage_seconds
+from megatron_lynx.cost.stage import HalfSeconds, chunks_in_flight, half_seconds, stage_seconds
 from megatron_lynx.fp8_recipes import gathers_once
 from megatron_lynx.kinds.latent.section import core_kept
 from megatron_lynx.once import once
@@ -123,6 +123,10 @@ class HalfOptions:
             return None
         both = (self._with_rest_in_wait(section, checkpoint) for checkpoint in (LAYER[section.half], INSIDE))
         return Grouped(*(self._checkpoint(section, checkpoint) for checkpoint in both))
+
+    @cached_property
+    def seconds(self) -> Mapping[Section, HalfSeconds]:
+        return {section: half_seconds(self.profile, section) for section in self.job.model.every_section}
 
     @once
     def _at_top(self, kind: HalfKind, other: Section) -> Choices:
@@ -259,6 +263,7 @@ class StageProblems:
             budget_bytes=None if budget_mib is None else int(budget_mib * MIB),
             inside=tuple(map(self.options.inside_of, sections)),
             device=self._device(stage, chunks) if layers else None,
+            forward_s=sum(self.options.seconds[section].forward_s for section in sections),
             loss_bytes=self._loss_bytes(stage, chunks),
         )
         return problem if self.job.policy == "planned" else problem.under(self.job.policy)

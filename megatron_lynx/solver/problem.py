@@ -177,6 +177,8 @@ class StageProblem:
     budget_bytes: int | None = None
     device: Passes | None = None
     """One micro-batch on the device without recomputation; None if host seconds are unknown."""
+    forward_s: float = 0.0
+    """Seconds of its layers' forward, for one micro-batch."""
     leaving: bool = False
     """Whether bytes are offloaded within their own micro-batch, those of the lowest layers first."""
     loss_bytes: int = 0
