@@ -60,20 +60,19 @@ class Facts:
     @classmethod
     def of(cls, job: Job, release: str = NEWEST) -> Facts:
         """Transformer Engine's experts are assumed to have grouped GEMMs, which all published recipes enable."""
-        model, has = job.model, set[Fact]()
-        if model.experts is not None:
-            has.add("experts")
-            has |= {"grouped_gemm"} if model.uses_te else set()
-            has |= {"shared_experts"} if model.experts.shared_ffn else set()
-        if model.latent is not None:
-            has.add("latent")
-        if any(half.kind == "gated_delta_net" for half in model.opaque):
-            has.add("gated_delta")
+        model, experts = job.model, job.model.experts
+        known: dict[Fact, bool] = {
+            "experts": experts is not None,
+            "grouped_gemm": experts is not None and model.uses_te,
+            "shared_experts": experts is not None and bool(experts.shared_ffn),
+            "latent": model.latent is not None,
+            "gated_delta": any(half.kind == "gated_delta_net" for half in model.opaque),
+        }
         return cls(
             release,
-            frozenset(has),
+            frozenset(fact for fact, there in known.items() if there),
             model.fp8_recipe,
-            shared_overlap=model.experts is not None and model.experts.shared_beside,
+            shared_overlap=experts is not None and experts.shared_beside,
             transformer_engine=model.uses_te,
             bias=model.bias,
             pipeline=job.parallel.pipeline,

@@ -67,12 +67,9 @@ class _Rivals:
 
     def take(self, family: Family) -> None:
         last = family[-1]
-        without_copies = replace(last, offload=(), fraction=WHOLE)
-        if last.method is None and self._is_known_slower(without_copies):
+        if last.method is None and self._is_slower(replace(last, offload=(), fraction=WHOLE)):
             return
         if (last.offload and not self._has_link) or self._least(last) > self.budget_bytes:
-            return
-        if last.method is None and self._step_s(without_copies) >= self._least_s:
             return
         price = self._first_that_fits(family)
         if price is not None and host_shortage(self.job, price.host_bytes) is None:
@@ -84,13 +81,13 @@ class _Rivals:
         return None if number == len(family) else prices[number]
 
     def promising(self, sets: Iterable[Modules]) -> Iterator[Modules]:
-        """Yield sets of recomputed modules, the shortest recomputation first, without those that are hopeless by then: they are
-        known to be slower, or do not fit with everything offloaded."""
+        """Yield sets of recomputed modules, the shortest recomputation first, without those that are hopeless by then: they
+        are slower, or do not fit with everything offloaded."""
         all_offloaded = tuple(module.name for module in OFFLOADED if module.since <= self.facts.release and self._has_link)
         for recompute in sorted(sets, key=self._recomputed_s):
             ways = [StockSetting(recompute), *(setting for (setting,) in _overlapped(StockSetting(recompute), self.facts))]
             fits = self._least(StockSetting(recompute, offload=all_offloaded)) <= self.budget_bytes
-            if fits and not all(map(self._is_known_slower, ways)):
+            if fits and not all(map(self._is_slower, ways)):
                 yield recompute
 
     @once
@@ -113,17 +110,17 @@ class _Rivals:
         best = fastest(self.priced)
         return inf if best is None else best.step_s * (1 - WORTH_PRICING)
 
-    def _is_known_slower(self, setting: StockSetting) -> bool:
-        """Whether a setting with a part of its recomputation is known to be no faster. More recomputation is never faster."""
+    def _is_slower(self, setting: StockSetting) -> bool:
+        """Whether a setting without copies is no faster than the best. More recomputation is never faster: a slower one with
+        a part of it spares the price."""
         least_s = self._least_s
         slow = (known for known, seconds in self._known_s.items() if seconds >= least_s)
         alike = (known for known in slow if (known.overlap, known.delayed) == (setting.overlap, setting.delayed))
-        return any({*known.recompute} <= {*setting.recompute} for known in alike)
-
-    def _step_s(self, without_copies: StockSetting) -> float:
-        if without_copies not in self._known_s:
-            self._known_s[without_copies] = priced(self.job, self.profile, without_copies).step_s
-        return self._known_s[without_copies]
+        if any({*known.recompute} <= {*setting.recompute} for known in alike):
+            return True
+        if setting not in self._known_s:
+            self._known_s[setting] = priced(self.job, self.profile, setting).step_s
+        return self._known_s[setting] >= least_s
 
     @property
     def _has_link(self) -> bool:
