@@ -94,10 +94,8 @@ def parallel_facts(job: Job) -> ParallelFacts:
 
 def plan_of(job: Job, stages: tuple[Stage, ...], provenance: Provenance) -> Plan:
     checkpoints = any(rule.checkpoint is not None for entry in stages for rule in entry.rules)
-    copies_kept = not (checkpoints and job.model.facts.copies_go)
-    contents = contents_of(job)
-    contents["model"] = contents["model"].model_copy(update={"fp8_copies_kept": copies_kept})
-    return Plan(**contents, stages=stages, device=planned_device(job), provenance=provenance)
+    model = model_facts(job).model_copy(update={"fp8_copies_kept": not (checkpoints and job.model.facts.copies_go)})
+    return Plan(**contents_of(job) | {"model": model}, stages=stages, device=planned_device(job), provenance=provenance)
 
 
 def contents_of(job: Job) -> dict[str, Any]:
@@ -248,7 +246,7 @@ def _offload(job: Job, answer: StageAnswer, chunk: int) -> Offload | None:
         smallest_tensor_bytes=smallest_bytes,
         beside_messages=beside,
         experts=experts,
-        pace_bytes=None if answer.within is None else answer.within.pace_bytes[chunk],
+        pace_bytes=None if answer.within is None else answer.within.chunks[chunk].pace_bytes,
         half_by_half="at_once" if answer.within is None or answer.in_flight == 1 else "all",
     )
 

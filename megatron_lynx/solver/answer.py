@@ -133,13 +133,20 @@ class Share(NamedTuple):
     """Whether it goes within its own micro-batch (`solver.offload`) instead of between passes."""
 
 
+class Leaving(NamedTuple):
+    """Offload of one chunk within micro-batches."""
+
+    bytes: int = 0
+    pace_bytes: int = 1
+    """Bytes copied during one half's forward."""
+    gone_bytes: int = 0
+    """Bytes that are away before its last half ends."""
+
+
 class Within(NamedTuple):
     """Offload of each micro-batch within its own forward; it comes back within its own backward (`runtime.offload`)."""
 
-    bytes: tuple[int, ...]
-    """By chunk."""
-    pace_bytes: tuple[int, ...]
-    """Bytes copied during one half's forward, for each chunk."""
+    chunks: tuple[Leaving, ...]
     spared_bytes: int
     """Bytes of all micro-batches in flight that are away when the last half of one ends its forward and begins its backward."""
 
@@ -209,7 +216,7 @@ class StageAnswer:
 
     def offloaded_bytes(self, chunk: int) -> int:
         if self.within is not None:
-            return self.within.bytes[chunk]
+            return self.within.chunks[chunk].bytes
         return min(int(self.offload_ratio * self.chunks[chunk].resident_bytes), self._movable_bytes(chunk))
 
     @property

@@ -25,7 +25,7 @@ from megatron_lynx.pace import Pace
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.flushes import counts_at_backwards
-from megatron_lynx.solver.answer import Solved, SolvedChunks, Within
+from megatron_lynx.solver.answer import Leaving, Solved, SolvedChunks, Within
 from megatron_lynx.timeline import Passes
 
 SLACK = 0.95
@@ -72,13 +72,14 @@ class Leaver:
             chunks = solved(None if budget_bytes is None else budget_bytes + spared_bytes)
             within = self._within(asked_bytes, chunks)
             if within.spared_bytes >= spared_bytes:
-                return chunks, within._replace(spared_bytes=spared_bytes) if any(within.bytes) else None
+                leaves = any(chunk.bytes for chunk in within.chunks)
+                return chunks, within._replace(spared_bytes=spared_bytes) if leaves else None
             spared_bytes = within.spared_bytes
 
     def sections_leaving(self, chunks: SolvedChunks, within: Within | None) -> Iterator[Section]:
-        sizes = [0] * len(chunks) if within is None else within.bytes
-        for chunk, solved, size_bytes in zip(self._chunks, chunks, sizes, strict=True):
-            yield from compress(chunk.sections, self._sizes(solved, size_bytes))
+        if within is not None:
+            for chunk, solved, leaving in zip(self._chunks, chunks, within.chunks, strict=True):
+                yield from compress(chunk.sections, self._sizes(solved, leaving.bytes))
 
     @property
     def in_flight(self) -> int:
@@ -108,18 +109,17 @@ class Leaver:
         beside = zip(chunks.beside_each_other, parts, strict=False)
         beside_bytes = min(chunks.most_resident_bytes - solved.resident_bytes + part.bytes for solved, part in beside)
         spared_bytes = min(part.gone_bytes for part in parts) + (self.in_flight - 1) * beside_bytes
-        sizes, paces = (tuple(getattr(part, name) for part in parts) for name in ("bytes", "pace_bytes"))
-        return Within(sizes, paces, spared_bytes)
+        return Within(tuple(parts), spared_bytes)
 
-    def _leaves(self, chunk: _Chunk, solved: Solved, asked_bytes: int) -> _Leaves:
+    def _leaves(self, chunk: _Chunk, solved: Solved, asked_bytes: int) -> Leaving:
         sizes, halves = self._sizes(solved, asked_bytes), len(chunk.sections)
         if not (size_bytes := sum(sizes)):
-            return _Leaves()
+            return Leaving()
         copy_s, half_s = self.profile.link_s("host", size_bytes), chunk.forward_s / halves
         pace_bytes = max(1, int(SLACK * size_bytes * half_s / copy_s)) if copy_s else size_bytes
         pace = Pace(pace_bytes, halves)
         turns = [(size, pace.leaves(place, size)) for place, size in enumerate(sizes, start=1) if size]
-        return _Leaves(size_bytes, pace_bytes, sum(size for size, turn in turns if turn.away < halves))
+        return Leaving(size_bytes, pace_bytes, sum(size for size, turn in turns if turn.away < halves))
 
     def _sizes(self, solved: Solved, size_bytes: int) -> list[int]:
         """Return the bytes that leave each half but the last, first those that forward produced first."""
@@ -141,13 +141,6 @@ class Leaver:
             return _Chunk(sections, paired_s(nodes, nodes, delayed=self.job.model.moe_delayed))
         seconds = {section: half_seconds(self.profile, section).forward_s for section in dict.fromkeys(sections)}
         return _Chunk(sections, sum(seconds[section] for section in sections))
-
-
-class _Leaves(NamedTuple):
-    bytes: int = 0
-    pace_bytes: int = 1
-    gone_bytes: int = 0
-    """Bytes that are away before its last half ends."""
 
 
 class _Chunk(NamedTuple):

@@ -15,7 +15,7 @@ Peaks are exact, so no answer exceeds its budget. No time limit or tolerance aff
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, chain, pairwise, product, takewhile
@@ -133,7 +133,7 @@ class Programme:
         """Yield the best answer without groups of layers, then with groups of the lowest, then those with all layers in
         groups."""
         if not problem.layers:
-            yield Solved((), problem.in_flight, loss_bytes=problem.loss_bytes)
+            yield _solved(problem, [])
             return
         stage = self._stage(problem)
         yield from stage.best(budget_bytes)
@@ -148,11 +148,8 @@ class Programme:
             first = sum(len(each.resident) for each in stage.tables)
             grouped = replace(stage, groups=_columns(columns), ways=np.where(some < 0, some, some + first))
             yield from grouped.best(budget_bytes)
-        everywhere = [[columns[number] for number in way] for way in ways[ways[:, -1] >= 0].tolist()]
-        found = [
-            Solved(tuple(chain.from_iterable(each)), problem.in_flight, loss_bytes=problem.loss_bytes) for each in everywhere
-        ]
-        yield from sorted(found, key=lambda answer: answer.longer_s)
+        everywhere = [_solved(problem, [columns[number] for number in way]) for way in ways[ways[:, -1] >= 0].tolist()]
+        yield from sorted(everywhere, key=lambda answer: answer.longer_s)
 
     def _stage(self, problem: StageProblem) -> _Stage:
         halves = iter(problem.halves)
@@ -175,6 +172,10 @@ def _host_late_s(problem: StageProblem, answer: Solved) -> float:
     assert problem.device is not None
     host = sum((half.host for half in answer.halves), start=NO_HOST_TIME)
     return host.beyond(problem.device.forward_s, problem.device.backward_s + answer.longer_s)
+
+
+def _solved(problem: StageProblem, layers: Iterable[tuple[Option, Option]]) -> Solved:
+    return Solved(tuple(chain.from_iterable(layers)), problem.in_flight, loss_bytes=problem.loss_bytes)
 
 
 def solve(problem: StageProblem) -> Solved:
@@ -218,8 +219,8 @@ class _Stage:
         return self._improved(found, None, alike=alike)
 
     def solved(self, answer: Answer) -> Solved:
-        layers = [*(self._columns.halves[number] for number in answer.lower.tolist()), self.last.halves[answer.last]]
-        return Solved(tuple(chain.from_iterable(layers)), self.problem.in_flight, loss_bytes=self.problem.loss_bytes)
+        lower = [self._columns.halves[number] for number in answer.lower.tolist()]
+        return _solved(self.problem, [*lower, self.last.halves[answer.last]])
 
     def _improved(self, found: Answer, budget_bytes: float | None, *, alike: bool = False) -> Answer:
         """[2]"""
