@@ -156,7 +156,7 @@ def test_what_gains_most_is_deferred_to_where_it_fits():
 
     def found(*filled_s: float) -> list[Placed]:
         waits = [Wait(*each) for each in zip((2.0, 3.0, 4.0), filled_s, strict=True)]
-        return ways_of(tuple(waits), (row, column), 1.0, pieces=True)
+        return ways_of(tuple(waits), (row, column), 1.0)
 
     assert found(0.0, 1.0, 0.0)[0].waits == {"linear_fc2": ("bwd.attention.0",)}
     first, *rest = found(0.0, 3.0, 0.0)
@@ -179,7 +179,7 @@ def test_packing_finds_nearly_the_best_of_all_assignments(filled_s: tuple[float,
         *(whole(f"linear_{at}_up_proj", 0.9 - at / 5, Put(at, SEVEN_WAITS[at], 0), tuple(puts[at + 1 :])) for at in range(3)),
         whole("linear_kv_down_proj", 0.2, None, tuple(puts[5:])),
     ]
-    found = ways_of(tuple(waits), tuple(linears), 1.1, pieces=True)
+    found = ways_of(tuple(waits), tuple(linears), 1.1)
     assert not any(is_forward(wait) for waits in found[0].waits.values() for wait in waits)
     for way, forwards in ((found[0], False), (min(found, key=attrgetter("seconds")), True)):
         offered = [[None, *(put for put in each.places if forwards or not is_forward(put.name))] for each in linears]
@@ -276,7 +276,7 @@ def test_pieces_without_a_wait_run_where_the_whole_would_hide() -> None:
     linear = Linear("linear_fc1", Put(0, "bwd.mlp.2", 0), (Put(1, "bwd.attention.0", 1),), ((4.0,), (2.0, 2.0), (1.0,) * 4))
     for lengths_s, shares in (((3.0, 1.0), (3, 1)), ((2.0, 2.0), (1, 1)), ((4.0, 0.1), ())):
         waits = [Wait(length_s, 0.0) for length_s in lengths_s]
-        found = ways_of(tuple(waits), (linear,), 1.0, pieces=True)[0].waits.get("linear_fc1", ())
+        found = ways_of(tuple(waits), (linear,), 1.0)[0].waits.get("linear_fc1", ())
         assert tuple(Counter(sorted(found, reverse=True)).values()) == shares
 
 
@@ -285,5 +285,5 @@ def test_pieces_may_run_in_every_wait_of_a_forward() -> None:
     waits, names = [Wait(1.0, 1.0), *[Wait(1.0, 0.0)] * 4], ["bwd.mlp.0", *(f"fwd.mlp.{number}" for number in range(4))]
     puts = tuple(Put(at, name, 20 if is_forward(name) else 0) for at, name in enumerate(names))
     linear = Linear("linear_fc2", None, puts, ((4.0,), (2.0, 2.0), (1.0,) * 4))
-    found = min(ways_of(tuple(waits), (linear,), 1.0, pieces=True), key=attrgetter("seconds"))
+    found = min(ways_of(tuple(waits), (linear,), 1.0), key=attrgetter("seconds"))
     assert sorted(found.waits["linear_fc2"]) == [f"fwd.mlp.{number}" for number in range(4)]

@@ -256,7 +256,7 @@ def _placed(decision: Decision, place: Callable[[Sequence[int]], Plan], best: De
     budgets = [held if bound is None else bound for held, bound in zip(held_bytes, bounds_bytes, strict=True)]
     for _ in range(PLACED_AGAIN):
         plan = place(budgets)
-        if plan == decision.draft or not _step_s(found := decision.under(plan)) < _step_s(best) - SHORTER_S:
+        if plan in (decision.draft, best.draft) or not _step_s(found := decision.under(plan)) < _step_s(best) - SHORTER_S:
             return None
         over = [found.excess_bytes(stage, held) for stage, held in enumerate(held_bytes)]
         if not any(over):

@@ -17,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import product
 
 import numpy as np
@@ -285,8 +285,11 @@ class Filler:
 
     def _fill(self, rooms: Rooms, filling: Filling, pieces: bool) -> None:
         """Choose the waits of each layer's weight gradients: first those without forwards, then those that gain most per byte."""
-        packed = partial(ways_of, interference=self.prices.profile.interference, pieces=pieces)
-        ways = [(part, packed(rooms.waits(part.first), rooms.linears(part.first))) for part in rooms.parts]
+        whole, interference = slice(None if pieces else 1), self.prices.profile.interference
+        ways = []
+        for part in rooms.parts:
+            linears = tuple(linear._replace(cuts=linear.cuts[whole]) for linear in rooms.linears(part.first))
+            ways.append((part, ways_of(rooms.waits(part.first), linears, interference)))
         chosen_s: dict[int, float] = {}
         for part, (first, *_) in ways:
             if any(filling.holds(part, waits) for waits in (first.waits, *_alone(rooms.linears(part.first), first.waits))):

@@ -71,19 +71,15 @@ class Placed(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def ways_of(waits: tuple[Wait, ...], linears: tuple[Linear, ...], interference: float, *, pieces: bool) -> list[Placed]:
+def ways_of(waits: tuple[Wait, ...], linears: tuple[Linear, ...], interference: float) -> list[Placed]:
     """Return the best assignment found without forwards, then shorter ones: the best of all, and those with forwards for one of
-    the weight gradients that use them there, or for all but one.
-
-    `pieces`: whether weight gradients may be cut.
-    """
+    the weight gradients that use them there, or for all but one."""
     none = Loads([wait.seconds for wait in waits], [wait.filled_s for wait in waits], 0.0, interference)
 
     def best(forwards: Collection[str]) -> Placed:
         """`forwards`: linears whose weight gradients may use waits of forwards."""
         places = [tuple(put for put in one.places if one.name in forwards or not is_forward(put.name)) for one in linears]
-        cuts = [linear.cuts if pieces else linear.cuts[:1] for linear in linears]
-        return _best([one._replace(places=may, cuts=cut) for one, may, cut in zip(linears, places, cuts, strict=True)], none)
+        return _best([one._replace(places=may) for one, may in zip(linears, places, strict=True)], none)
 
     first, most = best(()), best([linear.name for linear in linears])
     using = [linear for linear, names in most.waits.items() if any(map(is_forward, names))]
