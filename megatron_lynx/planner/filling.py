@@ -1,7 +1,7 @@
 """Fills waits that recomputation leaves with weight gradients, which depend on no other rank.
 
     the plan, rehearsed ──> time left in each wait      ──packing──> the best ways to fill each layer's waits
-                        └─> memory left in the budget   ──slack────> the layers for which there is memory
+                        └─> memory left in the budget   ──Filling──> the layers for which there is memory
                                                                └──> the plan with weight gradients in waits
 
 Each layer first gets weight gradients that wait for a window of the same backward, which hold little; then, while memory lasts,
