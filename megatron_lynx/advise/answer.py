@@ -31,6 +31,7 @@ from megatron_lynx.planner.checks import check_plannable
 from megatron_lynx.planner.left_open import QUARTERS
 from megatron_lynx.planner.nearest import Changes, decide, fewest_changes, first_that_fits, with_changes
 from megatron_lynx.planner.variants import fastest_variant, fastest_with_copies
+from megatron_lynx.prediction import EVEN
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.units import GIB, format_seconds
@@ -77,7 +78,7 @@ class Answer:
         if less is None or less.step.expected_s > (1 + WORTH) * best.step.expected_s:
             return best
         rival_s = best.step.expected_s if self.stock is None else max(self.stock.row.expected_s, best.step.expected_s)
-        slower = self.stock is not None and less.step.expected_s > rival_s
+        slower = self.stock is not None and less.step.expected_s > (1 + EVEN) * rival_s
         return best if slower else less
 
     @property

@@ -8,7 +8,7 @@ faster than every other plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from math import inf
 
@@ -16,11 +16,10 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.errors import LynxError
 from megatron_lynx.planner.decision import Decision, fastest_decision
 from megatron_lynx.planner.left_open import with_exchanges
-from megatron_lynx.prediction import DENSE
+from megatron_lynx.prediction import DENSE, EVEN
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.stock.legality import Facts, offered
 from megatron_lynx.stock.setting import StockSetting
-from megatron_lynx.units import SECOND_DIGITS
 
 WORTH_COPIES = DENSE.ratios
 """Relative gain from which copies to the host are recommended: the mean error of such ratios."""
@@ -41,12 +40,18 @@ def fastest(plans: Sequence[Decision], rival_s: float | None = None) -> Decision
     """Return the plan with the shortest longest step, which is certain; if stock's best is faster, the one with the shortest
     middle.
 
-    `rival_s`: middle of stock's best. The first of equal plans is taken, as later ones change more flags.
+    `rival_s`: middle of stock's best.
     """
-    certain = min(plans, key=lambda plan: round(plan.step.most_s, SECOND_DIGITS), default=None)
-    if certain is None or rival_s is None or certain.step.expected_s <= rival_s:
+    certain = _first_of_fastest(plans, lambda plan: plan.step.most_s)
+    if certain is None or rival_s is None or certain.step.expected_s <= (1 + EVEN) * rival_s:
         return certain
-    return min(plans, key=lambda plan: round(plan.step.expected_s, SECOND_DIGITS))
+    return _first_of_fastest(plans, lambda plan: plan.step.expected_s)
+
+
+def _first_of_fastest(plans: Sequence[Decision], seconds: Callable[[Decision], float]) -> Decision | None:
+    """Return the first plan that takes no longer than the shortest one by more than `EVEN`: later ones change more flags."""
+    least_s = min(map(seconds, plans), default=0.0)
+    return next((plan for plan in plans if seconds(plan) <= (1 + EVEN) * least_s), None)
 
 
 def fastest_with_copies(
