@@ -162,7 +162,7 @@ def _most_of_layers(simulation: Simulation, stage: int) -> Mapping[tuple[int | N
     np.add.at(running, first, 1)
     np.add.at(running, last + 1, -1)
     most: dict[tuple[int | None, str], int] = defaultdict(int, {(None, "between"): int(held[np.cumsum(running) == 0].max())})
-    peaks = np.maximum.reduceat(held, np.column_stack([first, last + 1]).ravel())[::2].tolist()
+    peaks = np.maximum.reduceat(held, np.column_stack([first, last + 1]).ravel()).reshape(-1, 2)[:, 0].tolist()
     begun, ended = held[first].tolist(), held[last].tolist()
     for at, execution in enumerate(executed):
         chunk, sizes = execution.action.chunk, {"forward" if execution.action.kind == "F" else "backward": peaks[at]}

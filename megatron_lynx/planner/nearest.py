@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.budget import bounded_by_device, layers_budget_bytes
+from megatron_lynx.cost.budget import bounded_by_device
 from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner.decision import Decision, fastest_decision, leanest, plannable
@@ -103,16 +103,10 @@ def first_that_fits(job: Job, profile: Profile, tried: Iterable[Changes]) -> Fou
         measured = shape_of(changed) == profile.shape
         if measured or job.cluster.matmul is not None:
             costs = profile if measured else analytic_profile(changed)
-            if _least_fits(changed, costs) and plannable(changed, costs):
+            fits = map(Stages(changed, costs).least_fits, range(changed.parallel.pipeline))
+            if (changed.parallel.partition == "auto" or all(fits)) and plannable(changed, costs):
                 return Found(changes, changed)
     return None
-
-
-def _least_fits(job: Job, profile: Profile) -> bool:
-    """Whether a job fits with all that can be recomputed and offloaded, which is found fast; true if its layers are open."""
-    stages, budgets = Stages(job, profile), [layers_budget_bytes(job, stage) for stage in range(job.parallel.pipeline)]
-    fits = (budget is None or stages.least(stage).peak_bytes <= budget for stage, budget in enumerate(budgets))
-    return job.parallel.partition == "auto" or all(fits)
 
 
 def _changes(job: Job) -> Iterator[tuple[str, Any]]:

@@ -159,6 +159,8 @@ def looks_at_plan(job: Job, cost: LayerCost, floor_s: float, *, besides_none: bo
     if besides_none and fits(job.model_copy(update={"policy": "none"})):
         return
     stages, last = Stages(job, cost.profile), job.parallel.pipeline - 1
+    if not all(map(stages.least_fits, {0, last})):
+        return
     solved: dict[int, StageAnswer] = {}
     with suppress(Infeasible):
         for stage in dict.fromkeys((0, last, *range(last))):

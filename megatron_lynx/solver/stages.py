@@ -255,6 +255,11 @@ class Stages:
         answers = [self._offloading(stage, share, None, self._programme.least) for share in largest_shares]
         return min(answers, key=lambda answer: answer.peak_bytes)
 
+    def least_fits(self, stage: int) -> bool:
+        """Found much faster than that no answer fits, and rarely wrong: an answer that offloads may need less than the least."""
+        budget_bytes = layers_budget_bytes(self.job, stage)
+        return budget_bytes is None or self.least(stage).peak_bytes <= budget_bytes
+
     def keeping_all(self, stage: int) -> StageAnswer:
         """Regardless of the budget."""
         return self._offloading(stage, NOTHING, None, keep_all)

@@ -13,7 +13,7 @@ from megatron_lynx.solver.answer import Share, StageAnswer
 from megatron_lynx.solver.stages import Stages
 
 
-def test_no_other_share_is_tried_where_not_even_the_largest_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_share_is_tried_where_not_even_the_largest_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search of 64 GPUs spent most of its time on solving such layouts for some twenty shares each."""
     job = load_job("jobs/llama-65b")
     budget = job.budget.model_copy(update={"memory_gib": 20.0})
@@ -26,5 +26,5 @@ def test_no_other_share_is_tried_where_not_even_the_largest_fits(monkeypatch: py
 
     monkeypatch.setattr(Stages, "_known", counted)
     assert not list(looks_at_plan(job, cost, cost.floor_s(job)))
-    assert {*tried} == {0.0}
+    assert not tried
     assert least_memory(job)[1].total > job.memory_budget_bytes
