@@ -4,17 +4,18 @@ every stage with n layers: one job ──Stages──> seconds of each stage ─
 
     step = (m - 1) x slowest stage  +  all stages once       time(s, n): stage s with n layers; infinite if none fits
 
-A dynamic programme over (stage, layers before it) keeps the ways that no other one beats in both the slowest stage and the sum.
-A stage takes at most an m-th of the even partition's step, so few counts above the even ones are priced.
+From the even partition single layers move between stages, until no move makes the slowest stages faster, then until none makes
+the step shorter. That is the fastest partition if no layer takes less time than the one below it; few counts are priced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import permutations
 from math import inf
+from typing import Any
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import Infeasible
@@ -29,9 +30,6 @@ StageTime = Callable[[int, int], float]
 
 Counts = tuple[int, ...]
 """Layers of each stage."""
-
-Way = tuple[float, float, Counts]
-"""Seconds of the slowest of the first stages, of all of them, and their layers."""
 
 
 def partitioned(job: Job, profile: Profile) -> list[Stages]:
@@ -108,50 +106,29 @@ def even(layers: int, stages: int) -> Counts:
 
 
 def best(layers: int, stages: int, microbatches: int, time: StageTime, fewest: int = 1) -> Counts | None:
-    """Return the fastest partition, or None if none fits. Ties go to the even one, then to fewer layers on the first stages.
+    """Return the fastest partition, or None if none fits. `fewest`: layers of a stage."""
 
-    `fewest`: layers of a stage. `time` grows with their number.
-    """
-    start = even(layers, stages)
-    start_s = step_s(start, microbatches, time)
-    bound_s = start_s / microbatches + 10.0**-SECOND_DIGITS
-    counts_of_any = range(fewest, layers - fewest * (stages - 1) + 1)
-    most = [_most(stage, count, time, bound_s, counts_of_any) for stage, count in enumerate(start)]
-    reached: dict[int, list[Way]] = {0: [(0.0, 0.0, ())]}
-    for stage in range(stages):
-        longer: dict[int, list[Way]] = {}
-        counts = range(max(fewest, layers - (sum(most) - most[stage])), most[stage] + 1)
-        times = [(count, time(stage, count)) for count in counts]
-        for (before, ways), (count, seconds) in product(reached.items(), times):
-            added = [(max(pace_s, seconds), total_s + seconds, (*counts, count)) for pace_s, total_s, counts in ways]
-            longer.setdefault(before + count, []).extend(added)
-        reached = {before: _unbeaten(ways) for before, ways in longer.items() if before <= layers}
-    steps = [((microbatches - 1) * pace_s + total_s, counts) for pace_s, total_s, counts in reached.get(layers, ())]
-    if steps and step_s(found := min(steps)[1], microbatches, time) < start_s:
-        return found
-    return start if start_s < inf else None
+    def slowest(counts: Counts) -> tuple[int, list[float]]:
+        """Layers of stages that do not fit, and all times, the longest first."""
+        times = [time(stage, count) for stage, count in enumerate(counts)]
+        return sum(count for count, seconds in zip(counts, times, strict=True) if seconds == inf), sorted(times, reverse=True)
+
+    def step(counts: Counts) -> float:
+        return step_s(counts, microbatches, time)
+
+    found = even(layers, stages)
+    ranks: tuple[Callable[[Counts], Any], ...] = (slowest, step)
+    for rank in ranks:
+        while rank(moved := min(_moves(found, fewest), key=rank, default=found)) < rank(found):
+            found = moved
+    return found if step(found) < inf else None
 
 
-def _most(stage: int, count: int, time: StageTime, bound_s: float, counts: range) -> int:
-    """Return the largest of the counts that fits and is within the bound, found from `count` on; 0 if none is."""
-
-    def within(count: int) -> bool:
-        return count in counts and time(stage, count) < inf and time(stage, count) <= bound_s
-
-    while count and not within(count):
-        count -= 1
-    while within(count + 1):
-        count += 1
-    return count
-
-
-def _unbeaten(ways: Iterable[Way]) -> list[Way]:
-    """Return those that no other one beats or equals in both their slowest stage and their sum."""
-    kept: list[Way] = []
-    for way in sorted(ways):
-        if not kept or way[1] < kept[-1][1]:
-            kept.append(way)
-    return kept
+def _moves(counts: Counts, fewest: int) -> Iterator[Counts]:
+    """Move a layer from one stage to another."""
+    for source, target in permutations(range(len(counts)), 2):
+        if counts[source] > fewest:
+            yield tuple(count - (stage == source) + (stage == target) for stage, count in enumerate(counts))
 
 
 def spread(count: int, chunks: int, *, last_stage: bool) -> Counts:
