@@ -69,7 +69,7 @@ class _Rivals:
         last = family[-1]
         if last.method is None and self._is_slower(replace(last, offload=(), fraction=WHOLE)):
             return
-        if (last.offload and not self._has_link) or self._least(last) > self.budget_bytes:
+        if (last.offload and not self._has_link) or not self._may_fit(last):
             return
         price = self._first_that_fits(family)
         if price is not None and host_shortage(self.job, price.host_bytes) is None:
@@ -86,13 +86,13 @@ class _Rivals:
         all_offloaded = tuple(module.name for module in OFFLOADED if module.since <= self.facts.release and self._has_link)
         for recompute in sorted(sets, key=self._recomputed_s):
             ways = [StockSetting(recompute), *(setting for (setting,) in _overlapped(StockSetting(recompute), self.facts))]
-            fits = self._least(StockSetting(recompute, offload=all_offloaded)) <= self.budget_bytes
-            if fits and not all(map(self._is_slower, ways)):
+            if self._may_fit(StockSetting(recompute, offload=all_offloaded)) and not all(map(self._is_slower, ways)):
                 yield recompute
 
     @once
-    def _least(self, setting: StockSetting) -> int:
-        return least_bytes(self.job, setting, self._stages)
+    def _may_fit(self, setting: StockSetting) -> bool:
+        """Whether it fits if copies take no time."""
+        return all(least_bytes(self.job, setting, (stage,)) <= self.budget_bytes for stage in self._stages)
 
     @cached_property
     def _stages(self) -> frozenset[int]:
