@@ -200,7 +200,7 @@ def in_steady_state(group: int, microbatches: int, simulated: Callable[[int], Si
         if (period_s := period_of(simulation, group)) is not None:
             places = tuple(_last_group(simulation, stage, group) for stage in range(len(simulation.executed)))
             return replace(simulation, repeated=Repeated(groups - few, period_s, places))
-        few *= 2
+        few += few - 3  # 5, 7, 11, ...: most are by then
     return simulated(microbatches)
 
 
