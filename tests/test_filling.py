@@ -22,7 +22,7 @@ from megatron_lynx.plan.facts import LayerRange
 from megatron_lynx.plan.plan_file import dump_plan, load_plan
 from megatron_lynx.planner import decide
 from megatron_lynx.planner.filling import Filler, Filling, _waits
-from megatron_lynx.planner.packing import WORTH, Linear, Placed, Put, Wait, ways_of
+from megatron_lynx.planner.packing import WORTH, Linear, Loads, Placed, Put, ways_of
 from megatron_lynx.planner.summary import summary
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.rehearsal import rehearse
@@ -110,8 +110,9 @@ def test_memory_that_one_weight_gradient_takes_is_not_left_for_another():
     )
     one, two = (dict.fromkeys(linears, (SEND_BACKWARD,)) for linears in (("linear_fc1",), ("linear_fc1", "linear_fc2")))
     without = Filling(rooms, found.simulation, through, peak_bytes)
-    ((between, size_bytes),) = without._claims(lowest, one)
-    filling = Filling(rooms, found.simulation, through, peak_bytes - int(without._left[between].min()) + size_bytes)
+    claimed = without._claimed(lowest, one)
+    size_bytes = int(claimed.max())
+    filling = Filling(rooms, found.simulation, through, peak_bytes - int(without._free[claimed > 0].min()) + size_bytes)
     assert not filling.holds(lowest, two)
     assert filling.holds(lowest, one)
     assert not filling.holds(lowest, two)
@@ -145,7 +146,7 @@ def test_old_jobs_keep_their_digest():
 
 
 def whole(name: str, seconds: float, beside: Put | None, puts: tuple[Put, ...]) -> Linear:
-    return Linear(name, beside, puts, ((seconds,),))
+    return Linear(name, beside, puts, ((1, seconds),))
 
 
 def test_what_gains_most_is_deferred_to_where_it_fits():
@@ -155,8 +156,7 @@ def test_what_gains_most_is_deferred_to_where_it_fits():
     row = whole("linear_fc2", 2.0, None, (Put(0, "bwd.mlp.2", 0), Put(1, "bwd.attention.0", 1), Put(2, "fwd.mlp.0", 9)))
 
     def found(*filled_s: float) -> list[Placed]:
-        waits = [Wait(*each) for each in zip((2.0, 3.0, 4.0), filled_s, strict=True)]
-        return ways_of(tuple(waits), (row, column), 1.0)
+        return ways_of(Loads((2.0, 3.0, 4.0), filled_s, 1.0), (row, column))
 
     assert found(0.0, 1.0, 0.0)[0].waits == {"linear_fc2": ("bwd.attention.0",)}
     first, *rest = found(0.0, 3.0, 0.0)
@@ -172,31 +172,31 @@ LENGTHS_S = (0.5, 1.0, 2.0, 0.7, 0.1, 1.5, 0.4)
 @pytest.mark.parametrize("filled_s", [(0.0,) * 7, (0.5, 0.0, 2.0, 0.0, 0.0, 0.3, 0.0), LENGTHS_S])
 def test_packing_finds_nearly_the_best_of_all_assignments(filled_s: tuple[float, ...]) -> None:
     """Five linears, three of which hide a wait, and seven waits."""
-    waits = [Wait(*each) for each in zip(LENGTHS_S, filled_s, strict=True)]
+    none = Loads(LENGTHS_S, filled_s, 1.1)
     puts = [Put(at, name, 20 if is_forward(name) else at) for at, name in enumerate(SEVEN_WAITS)]
     linears = [
         whole("linear_proj", 1.6, None, tuple(puts[1:])),
         *(whole(f"linear_{at}_up_proj", 0.9 - at / 5, Put(at, SEVEN_WAITS[at], 0), tuple(puts[at + 1 :])) for at in range(3)),
         whole("linear_kv_down_proj", 0.2, None, tuple(puts[5:])),
     ]
-    found = ways_of(tuple(waits), tuple(linears), 1.1)
+    found = ways_of(none, tuple(linears))
     assert not any(is_forward(wait) for waits in found[0].waits.values() for wait in waits)
     for way, forwards in ((found[0], False), (min(found, key=attrgetter("seconds")), True)):
         offered = [[None, *(put for put in each.places if forwards or not is_forward(put.name))] for each in linears]
-        best = min(seconds_of(waits, linears, chosen) for chosen in product(*offered))
+        best = min(seconds_of(none, linears, chosen) for chosen in product(*offered))
         assert best - 1e-9 <= way.seconds <= 1.04 * best
 
 
-def seconds_of(waits: Sequence[Wait], linears: Sequence[Linear], chosen: Sequence[Put | None]) -> float:
+def seconds_of(none: Loads, linears: Sequence[Linear], chosen: Sequence[Put | None]) -> float:
     """Of a layer with these places, a weight gradient's worth included; None: not deferred."""
-    lengths, taken, alone = [wait.seconds for wait in waits], [wait.filled_s for wait in waits], 0.0
+    lengths, taken, alone = [*none.lengths_s], [*none.taken_s], 0.0
     for linear, put in zip(linears, chosen, strict=True):
         alone += linear.seconds if put is None else WORTH * linear.seconds
         if put is not None:
             taken[put.wait] += linear.seconds
         elif linear.beside is not None:
             lengths[linear.beside.wait] = max(0.0, lengths[linear.beside.wait] - linear.seconds)
-    return alone + sum(length + max(0.0, work - length / 1.1) for length, work in zip(lengths, taken, strict=True))
+    return alone + sum(length + max(0.0, work - length / none.interference) for length, work in zip(lengths, taken, strict=True))
 
 
 def test_forwards_of_whichever_chunk_are_filled(monkeypatch):
@@ -273,17 +273,16 @@ def test_no_rows_are_cut_in_fp8() -> None:
 def test_pieces_without_a_wait_run_where_the_whole_would_hide() -> None:
     """Of four pieces one has a wait of its own, three run beside the reduction that they hide anyway: as one of two pieces could
     not. Two and two are two pieces."""
-    linear = Linear("linear_fc1", Put(0, "bwd.mlp.2", 0), (Put(1, "bwd.attention.0", 1),), ((4.0,), (2.0, 2.0), (1.0,) * 4))
+    linear = Linear("linear_fc1", Put(0, "bwd.mlp.2", 0), (Put(1, "bwd.attention.0", 1),), ((1, 4.0), (2, 2.0), (4, 1.0)))
     for lengths_s, shares in (((3.0, 1.0), (3, 1)), ((2.0, 2.0), (1, 1)), ((4.0, 0.1), ())):
-        waits = [Wait(length_s, 0.0) for length_s in lengths_s]
-        found = ways_of(tuple(waits), (linear,), 1.0)[0].waits.get("linear_fc1", ())
+        found = ways_of(Loads(lengths_s, (0.0, 0.0), 1.0), (linear,))[0].waits.get("linear_fc1", ())
         assert tuple(Counter(sorted(found, reverse=True)).values()) == shares
 
 
 def test_pieces_may_run_in_every_wait_of_a_forward() -> None:
     """A whole linear needs one forward at most, so four pieces shared one, and full waits of backward."""
-    waits, names = [Wait(1.0, 1.0), *[Wait(1.0, 0.0)] * 4], ["bwd.mlp.0", *(f"fwd.mlp.{number}" for number in range(4))]
+    names = ["bwd.mlp.0", *(f"fwd.mlp.{number}" for number in range(4))]
     puts = tuple(Put(at, name, 20 if is_forward(name) else 0) for at, name in enumerate(names))
-    linear = Linear("linear_fc2", None, puts, ((4.0,), (2.0, 2.0), (1.0,) * 4))
-    found = min(ways_of(tuple(waits), (linear,), 1.0), key=attrgetter("seconds"))
+    linear = Linear("linear_fc2", None, puts, ((1, 4.0), (2, 2.0), (4, 1.0)))
+    found = min(ways_of(Loads((1.0,) * 5, (1.0, 0.0, 0.0, 0.0, 0.0), 1.0), (linear,)), key=attrgetter("seconds"))
     assert sorted(found.waits["linear_fc2"]) == [f"fwd.mlp.{number}" for number in range(4)]

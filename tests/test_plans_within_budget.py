@@ -201,7 +201,7 @@ def test_what_is_fullest_while_no_pass_runs_is_found() -> None:
 def test_weight_gradients_without_room_are_found(monkeypatch) -> None:
     job, profile = within(job_of({"tensor": 4, "pipeline": 2}, cluster="a100-80g-pcie", model={"vocab": 512}), 0.5)
     assert decide(job, profile).weight_gradients.startswith("deferred")
-    monkeypatch.setattr(Filling, "_claims", lambda *held: [])
+    monkeypatch.setattr(Filling, "_claimed", lambda filling, *held: 0 * filling._free)
     monkeypatch.setattr(Decision, "excess_bytes", lambda *held: 0)
     assert "stage 0, chunk 0, backward: found" in message_of(job, profile)
 

@@ -15,10 +15,12 @@ That may cost more than it gains, so plans without forwards are tried as well.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from math import inf
+from typing import Any
 
 import numpy as np
 
@@ -40,7 +42,7 @@ from megatron_lynx.plan.facts import LayerRange
 from megatron_lynx.plan.plan import Plan, Stage, WeightGradients
 from megatron_lynx.plan.rule import joined
 from megatron_lynx.plan.timetables import layout_of, planned_halves
-from megatron_lynx.planner.packing import Linear, Placed, Put, Wait, ways_of
+from megatron_lynx.planner.packing import Linear, Loads, Placed, Put, ways_of
 from megatron_lynx.rehearsal import treated_halves
 from megatron_lynx.simulator.simulation import Executed, Simulation
 from megatron_lynx.timetable import Timetable
@@ -70,9 +72,10 @@ class Rooms:
     forwards: bool
     looked_into: bool = True
 
-    def waits(self, layer: int) -> tuple[Wait, ...]:
-        """Those of its backward first."""
-        return tuple(self._by_layer.get(layer, {}).values())
+    def loads(self, layer: int) -> Loads:
+        """Waits of its backward first."""
+        lengths_s, filled_s = zip(*waits, strict=True) if (waits := self._by_layer.get(layer, {}).values()) else ((), ())
+        return Loads(lengths_s, filled_s, self.prices.profile.interference)
 
     @once
     def linears(self, layer: int) -> tuple[Linear, ...]:
@@ -99,11 +102,11 @@ class Rooms:
         return {linear: section for section in sections for linear in section.linears}
 
     @cached_property
-    def _by_layer(self) -> dict[int, dict[WindowAddress, Wait]]:
-        """Waits of each layer, without exchanges that take no time."""
+    def _by_layer(self) -> dict[int, dict[WindowAddress, tuple[float, float]]]:
+        """Seconds of each layer's waits, and of recomputation in them; without exchanges that take no time."""
         timetable = Timetable([tuple(planned_halves(self.entry, self.plan.model.sections_of))], layout_of(self.plan))
         halves = {half.planned.key: half for half in treated_halves(self.entry, timetable.chunks[0], self.prices)}
-        waits: dict[int, dict[WindowAddress, Wait]] = {}
+        waits: dict[int, dict[WindowAddress, tuple[float, float]]] = {}
         for through in (timetable.backward(0), *([timetable.forward(0)] if self.forwards else [])):
             for at in (wait.window for half in through.halves for wait in half.waits if not wait.over):
                 assert isinstance(at, WindowAddress)
@@ -111,7 +114,7 @@ class Rooms:
                 seconds = self.prices.windows_s(at.passing, section, section.linears)[at.ordinal]
                 if seconds or not section.exchanges:
                     recomputed = (halves[task.half].part(task) for task in through.at("in", at) if task.do == "recompute")
-                    waits.setdefault(at.layer, {})[at] = Wait(seconds, sum(part.seconds for part in recomputed))
+                    waits.setdefault(at.layer, {})[at] = seconds, sum(part.seconds for part in recomputed)
         return waits
 
     def _linear(self, layer: int, section: Section, name: str) -> Linear:
@@ -131,9 +134,8 @@ class Rooms:
                 puts.append(Put(place, window_name("bwd", at.half, at.ordinal, -1), place + len(own) - first))
         puts += [Put(place, names[place], 2 * len(waits)) for place in range(len(own), len(waits))]
         cost = self.cost(name)
-        cuts = (cost.cut(pieces) for pieces in (1, *PIECES) if pieces <= cost.most_pieces)
-        seconds = tuple(tuple(piece.seconds for piece in cut) for cut in cuts)
-        return Linear(name, hidden[0] if hidden else None, tuple(puts), seconds)
+        cuts = ((pieces, cost.cut(pieces)[0].seconds) for pieces in (1, *PIECES) if pieces <= cost.most_pieces)
+        return Linear(name, hidden[0] if hidden else None, tuple(puts), tuple(cuts))
 
 
 Waits = Mapping[str, tuple[str, ...]]
@@ -154,7 +156,8 @@ class Filling:
         (backward, last), entry, curve = through, rooms.entry, simulation.memory(rooms.entry.stage)
         first, end = bisect_right(curve.times_s, backward.start_s) - 1, bisect_right(curve.times_s, last.end_s)
         self._rooms, self._end_s, self._times_s = rooms, last.end_s, list(curve.times_s[first:end])
-        self._free = self._left = budget_bytes - np.array(curve.bytes[first:end], dtype=np.int64)
+        self._free = budget_bytes - np.array(curve.bytes[first:end], dtype=np.int64)
+        self._taken = np.zeros_like(self._free)
         self._moved = rooms.plan.chunks_of(entry.stage)[last.action.chunk].layers.first - entry.layers.first
         self._chosen: dict[int, Waits] = {}
         self._spans: dict[object, tuple[float, float]] = {}
@@ -165,26 +168,22 @@ class Filling:
 
     def holds(self, layers: LayerRange, waits: Waits) -> bool:
         """Delay these weight gradients of each of the layers, instead of those before, if there is memory for their operands."""
-        before, claims = (self._claims(layers, each) for each in (self._chosen.get(layers.first, {}), waits))
-        left = self._left.copy()
-        for between, size_bytes in before:
-            left[between] += size_bytes
-        for between, size_bytes in claims:
-            left[between] -= size_bytes
-        if any(left[between].min(initial=0) < 0 for between, _ in claims):
+        claimed = self._claimed(layers, waits)
+        taken = self._taken - self._claimed(layers, self._chosen.get(layers.first, {})) + claimed
+        if (taken > self._free)[claimed > 0].any():
             return False
-        self._left, self._chosen[layers.first] = left, waits
+        self._taken, self._chosen[layers.first] = taken, waits
         return True
 
-    def _claims(self, layers: LayerRange, waits: Waits) -> list[tuple[slice, int]]:
-        """Moments at which operands are held, and their bytes."""
-        claims = []
+    def _claimed(self, layers: LayerRange, waits: Waits) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Bytes of operands that are held, by moment."""
+        claimed = np.zeros_like(self._free)
         for layer, (linear, each) in product(layers, waits.items()):
             begins_s, _ = self._spans[("backward", layer, self._rooms.section_of[linear].half)]
             opens_s = max(self._opens_s(window_at(wait, layer)) for wait in each)
             first = max(0, bisect_right(self._times_s, begins_s) - 1)
-            claims.append((slice(first, bisect_right(self._times_s, opens_s)), self._rooms.cost(linear).bytes))
-        return claims
+            claimed[first : bisect_right(self._times_s, opens_s)] += self._rooms.cost(linear).bytes
+        return claimed
 
     def _opens_s(self, window: Window) -> float:
         """Time at which a wait is reached; the end of its half if it takes no time."""
@@ -212,7 +211,7 @@ class Filling:
         if not (linears := {linear for waits in self._chosen.values() for linear in waits}):
             return entry
         before = 0 if entry.weight_gradients is None else entry.weight_gradients.bytes
-        taken = int((self._free - self._left).max(initial=0)) + max(self._rooms.cost(linear).bytes for linear in linears)
+        taken = int(self._taken.max(initial=0)) + max(self._rooms.cost(linear).bytes for linear in linears)
         bound = WeightGradients(bytes=-(-(before + taken) // MIB) * MIB)
         return entry.model_copy(update={"rules": joined(rules), "weight_gradients": bound})
 
@@ -285,31 +284,18 @@ class Filler:
 
     def _fill(self, rooms: Rooms, filling: Filling, pieces: bool) -> None:
         """Choose the waits of each layer's weight gradients: first those without forwards, then those that gain most per byte."""
-        whole, interference = slice(None if pieces else 1), self.prices.profile.interference
-        ways = []
+        candidates: list[tuple[float, int, LayerRange, Placed]] = []
         for part in rooms.parts:
-            linears = tuple(linear._replace(cuts=linear.cuts[whole]) for linear in rooms.linears(part.first))
-            ways.append((part, ways_of(rooms.waits(part.first), linears, interference)))
+            linears = tuple(linear._replace(cuts=linear.cuts[: None if pieces else 1]) for linear in rooms.linears(part.first))
+            ways = ways_of(rooms.loads(part.first), linears)
+            candidates += [(_gain_per_byte(rooms, ways[0], way), -part.first, part, way) for way in ways]
         chosen_s: dict[int, float] = {}
-        for part, (first, *_) in ways:
-            if any(filling.holds(part, waits) for waits in (first.waits, *_alone(rooms.linears(part.first), first.waits))):
-                chosen_s[part.first] = first.seconds
-        gains = [
-            ((first.seconds - other.seconds) / _in_forwards_bytes(rooms, other), -part.first, part, other)
-            for part, (first, *others) in ways
-            for other in others
-        ]
-        for *_, part, other in sorted(gains, key=lambda gain: gain[:2], reverse=True):
-            if other.seconds < chosen_s.get(part.first, 0.0) and filling.holds(part, other.waits):
-                chosen_s[part.first] = other.seconds
+        for *_, part, way in sorted(candidates, key=lambda candidate: candidate[:2], reverse=True):
+            if way.seconds < chosen_s.get(part.first, inf) and filling.holds(part, way.waits):
+                chosen_s[part.first] = way.seconds
 
 
-def _alone(linears: Sequence[Linear], waits: Waits) -> Iterator[Waits]:
-    """Yield each of the weight gradients by itself, if each gains something alone: not if one of them hides a wait."""
-    hiding = {linear.name for linear in linears if linear.beside is not None}
-    if len(waits) > 1 and not waits.keys() & hiding:
-        yield from ({linear: each} for linear, each in waits.items())
-
-
-def _in_forwards_bytes(rooms: Rooms, placed: Placed) -> int:
-    return sum(rooms.cost(linear).bytes for linear, waits in placed.waits.items() if any(map(is_forward, waits))) or 1
+def _gain_per_byte(rooms: Rooms, first: Placed, way: Placed) -> float:
+    """Seconds gained over `first`, which has no forwards, by byte that waits for a forward; infinite without such bytes."""
+    waiting = [linear for linear, waits in way.waits.items() if any(map(is_forward, waits))]
+    return (first.seconds - way.seconds) / sum(rooms.cost(linear).bytes for linear in waiting) if waiting else inf

@@ -31,13 +31,6 @@ WORTH = 0.01
 0.02, Mixtral 8x7B on H800 loses 1.9 %."""
 
 
-class Wait(NamedTuple):
-    seconds: float
-    """Whole length, without a weight gradient that hides it."""
-    filled_s: float
-    """Seconds of recomputation in it, without interference."""
-
-
 class Put(NamedTuple):
     """One place for a weight gradient: a wait's index, and its name relative to the linear's layer."""
 
@@ -52,15 +45,12 @@ class Linear(NamedTuple):
     beside: Put | None
     """The wait that its weight gradient hides if not deferred. Pieces may run there."""
     places: tuple[Put, ...]
-    cuts: tuple[tuple[float, ...], ...]
-    """Seconds of its pieces for each number of them that is possible, the whole first."""
+    cuts: tuple[tuple[int, float], ...]
+    """Numbers of pieces that are possible, and seconds of one of so many; the whole first."""
 
     @property
     def seconds(self) -> float:
-        return self.cuts[0][0]
-
-    def cut(self, pieces: int) -> tuple[float, ...]:
-        return self.cuts[0] if pieces == 1 else next(pieces_s for pieces_s in self.cuts if len(pieces_s) == pieces)
+        return self.cuts[0][1]
 
 
 class Placed(NamedTuple):
@@ -71,10 +61,12 @@ class Placed(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def ways_of(waits: tuple[Wait, ...], linears: tuple[Linear, ...], interference: float) -> list[Placed]:
-    """Return the best assignment found without forwards, then shorter ones: the best of all, and those with forwards for one of
-    the weight gradients that use them there, or for all but one."""
-    none = Loads([wait.seconds for wait in waits], [wait.filled_s for wait in waits], 0.0, interference)
+def ways_of(none: Loads, linears: tuple[Linear, ...]) -> list[Placed]:
+    """Return the best assignment found without forwards, each weight gradient of it by itself, then shorter assignments: the best
+    of all, and those with forwards for one of the weight gradients that use them there, or for all but one.
+
+    `none`: the layer without weight gradients. None is by itself if one of them hides a wait.
+    """
 
     def best(forwards: Collection[str]) -> Placed:
         """`forwards`: linears whose weight gradients may use waits of forwards."""
@@ -82,11 +74,12 @@ def ways_of(waits: tuple[Wait, ...], linears: tuple[Linear, ...], interference: 
         return _best([one._replace(places=may) for one, may in zip(linears, places, strict=True)], none)
 
     first, most = best(()), best([linear.name for linear in linears])
+    hiding = any(linear.name in first.waits for linear in linears if linear.beside is not None)
+    alone = [] if hiding else [first._replace(waits={linear: waits}) for linear, waits in first.waits.items()]
     using = [linear for linear, names in most.waits.items() if any(map(is_forward, names))]
-    sizes = sorted({1, len(using) - 1}) if len(using) > 1 else ()
-    fewer = chain.from_iterable(combinations(using, size) for size in sizes)
-    others = [most, *map(best, fewer)]
-    return [first, *(way for way in others if way.seconds < first.seconds)]
+    fewer = chain.from_iterable(combinations(using, size) for size in {1, len(using) - 1} if 0 < size < len(using))
+    shorter = (way for way in (most, *map(best, fewer)) if way.seconds < first.seconds)
+    return [first, *alone, *shorter]
 
 
 Chosen = dict[str, tuple[Put, ...]]
@@ -94,25 +87,26 @@ Chosen = dict[str, tuple[Put, ...]]
 
 
 class Loads(NamedTuple):
-    lengths_s: list[float]
+    """What a layer's waits take; recomputation alone, or with weight gradients."""
+
+    lengths_s: Sequence[float]
     """Seconds of each wait, without the part that a weight gradient beside it hides."""
-    taken_s: list[float]
-    """Work in each wait."""
-    alone_s: float
-    """Seconds of weight gradients that are not deferred, and the least gain of those that are."""
+    taken_s: Sequence[float]
+    """Work in each wait, without interference."""
     interference: float
+    alone_s: float = 0.0
+    """Seconds of weight gradients that are not deferred, and the least gain of those that are."""
 
     def beside(self, linear: Linear, puts: tuple[Put, ...]) -> Loads:
         """Return the loads with one more weight gradient, in pieces at these places; not deferred if there are none."""
-        lengths_s, taken_s, alone_s = self.lengths_s, self.taken_s, linear.seconds
+        lengths_s, taken_s, alone_s = [*self.lengths_s], [*self.taken_s], linear.seconds
         if puts:
-            taken_s, alone_s = [*taken_s], WORTH * linear.seconds + WAIT_S * sum([put.windows for put in puts])
-            for put, seconds in zip(puts, linear.cut(len(puts)), strict=True):
-                taken_s[put.wait] += seconds
+            alone_s = WORTH * linear.seconds + WAIT_S * sum([put.windows for put in puts])
+            for put in puts:
+                taken_s[put.wait] += dict(linear.cuts)[len(puts)]
         elif linear.beside is not None:
-            lengths_s = [*lengths_s]
             lengths_s[linear.beside.wait] = max(0.0, lengths_s[linear.beside.wait] - linear.seconds)
-        return Loads(lengths_s, taken_s, self.alone_s + alone_s, self.interference)
+        return Loads(lengths_s, taken_s, self.interference, self.alone_s + alone_s)
 
     @property
     def rooms_s(self) -> list[float]:
@@ -146,11 +140,11 @@ def _best(linears: Sequence[Linear], none: Loads) -> Placed:
 
 def _piece_by_piece(linear: Linear, loads: Loads) -> Iterator[tuple[Put, ...]]:
     """Yield the best places of one weight gradient, whole and in pieces. Pieces may also run in the wait that it hides anyway."""
-    for pieces_s in linear.cuts:
-        places = [linear.beside, *linear.places] if linear.beside and pieces_s[1:] else linear.places
+    for pieces, piece_s in linear.cuts:
+        places = [linear.beside, *linear.places] if linear.beside and pieces > 1 else linear.places
         if places:
             puts, left_s = list[Put](), [max(0.0, room_s) for room_s in loads.rooms_s]
-            for piece_s in pieces_s:
+            for _ in range(pieces):
                 puts.append(min(places, key=lambda put: max(0.0, piece_s - left_s[put.wait]) + WAIT_S * put.windows))
                 left_s[puts[-1].wait] = max(0.0, left_s[puts[-1].wait] - piece_s)
             yield tuple(puts)
