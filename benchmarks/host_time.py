@@ -30,12 +30,12 @@ from megatron_lynx.anatomy import DENSE
 from megatron_lynx.config.job import Job
 from megatron_lynx.kinds.dense.section import ACTIVATION
 from megatron_lynx.measure.measurement import Links, this_machine
-from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.candidates import FULL, NONE, Candidate, offloading_all
 from megatron_lynx.testbed.ranks import Hosts, hosts_for
 from megatron_lynx.timeline import Passes
 from tests import instruments
 from tests.tiny_jobs import tiny_job
+from tests.uniform import uniform_plan
 
 MICROBATCHES = 4
 STEPS = 3

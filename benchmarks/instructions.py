@@ -71,8 +71,8 @@ def settings(kind: str, *, offloading: bool) -> tuple[Job, dict[str, Candidate]]
         "none": NONE,
         "full": FULL,
         "keeps_everything": Candidate("kept", plan=kept),
-        "norms_and_activation": Candidate("some", plan=uniform_plan(job, NORMS_AND_ACTIVATION, windows=False)),
-        "everything_on_demand": Candidate("all", plan=uniform_plan(job, windows=False)),
+        "norms_and_activation": Candidate("some", plan=uniform_plan(job, NORMS_AND_ACTIVATION)),
+        "everything_on_demand": Candidate("all", plan=uniform_plan(job)),
     }
 
 

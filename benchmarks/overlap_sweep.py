@@ -25,12 +25,12 @@ from megatron_lynx.anatomy import COLUMN_PARALLEL, DENSE, RECOMPUTABLE
 from megatron_lynx.config.job import Job
 from megatron_lynx.measure.measurement import this_machine
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.testbed.candidates import FULL, NONE, Candidate, ours
 from megatron_lynx.testbed.comparison import Lap, race
 from megatron_lynx.testbed.profiling import measure_profile
 from megatron_lynx.testbed.ranks import Hosts, hosts_for
+from tests.uniform import uniform_plan
 
 MODES = {"no sequence parallelism": (False, "keep"), "keep": (True, "keep"), "gather once": (True, "once")}
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)

@@ -29,7 +29,7 @@ from megatron_lynx.config.job import Budget, Job
 from megatron_lynx.kinds.dense.section import ACTIVATION, CORE_ATTENTION, DENSE
 from megatron_lynx.measure.measurement import this_machine
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.planner import make_plan, uniform_plan
+from megatron_lynx.planner import make_plan
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.testbed.candidates import NONE, Candidate, without_windows
@@ -37,6 +37,7 @@ from megatron_lynx.testbed.comparison import Lap, race
 from megatron_lynx.testbed.profiling import measure_profile
 from megatron_lynx.testbed.ranks import Hosts, hosts_for
 from megatron_lynx.units import MIB
+from tests.uniform import uniform_plan
 
 NORMS_AND_ACTIVATION = (*(section.norm for section in DENSE.values()), ACTIVATION)
 """The balanced policy of Yuan et al."""

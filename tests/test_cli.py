@@ -20,7 +20,6 @@ from megatron_lynx.cli import app
 from megatron_lynx.config import Job, load_job
 from megatron_lynx.config.loader import bundled_configs
 from megatron_lynx.plan import Plan, load_plan, save_plan
-from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.profile import load_profile
 from megatron_lynx.testbed.comparison import Comparison
 from megatron_lynx.testbed.fusions import deferring_job
@@ -31,6 +30,7 @@ from tests.measure.samples import measurement, setting
 from tests.nursery import process as nursery
 from tests.plan.test_plan_file import small_plan
 from tests.tiny_jobs import tiny_job
+from tests.uniform import uniform_plan
 
 
 def lynx(*arguments: object) -> Result:

@@ -9,7 +9,6 @@ import pytest
 
 from megatron_lynx.cli.answers import write_comparison
 from megatron_lynx.plan import save_plan
-from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.profile import save_profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.testbed.comparison import Comparison
@@ -18,6 +17,7 @@ from tests.profiler.made_up import made_up_profile
 from tests.report.samples import PLAN, as_if_run, rows_in, table_in
 from tests.test_cli import lynx
 from tests.tiny_jobs import tiny_job
+from tests.uniform import uniform_plan
 
 JOB = tiny_job("llama", tensor=2, pipeline=2, microbatches=3)
 

@@ -16,7 +16,7 @@ from megatron_lynx.cost.stage_memory import parts_beside_layers
 from megatron_lynx.errors import ConfigError, Infeasible
 from megatron_lynx.kinds.planning import half_tensors
 from megatron_lynx.plan.plan_file import dump_plan
-from megatron_lynx.planner import decide, make_plan, uniform_plan
+from megatron_lynx.planner import decide, make_plan
 from megatron_lynx.planner.writing import written
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
@@ -31,6 +31,7 @@ from tests.layouts import LAYOUTS
 from tests.long import long, with_models
 from tests.profiler.made_up import made_up_profile
 from tests.tiny_jobs import tiny_job
+from tests.uniform import uniform_plan
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 every_model = pytest.mark.parametrize("like", ["gpt", "llama"])

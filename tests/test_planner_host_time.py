@@ -17,7 +17,7 @@ from megatron_lynx.estimate import estimate
 from megatron_lynx.plan import dump_plan, load_plan, save_plan
 from megatron_lynx.plan.explanation import explanation
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.planner import Decision, decide, uniform_plan
+from megatron_lynx.planner import Decision, decide
 from megatron_lynx.planner.summary import summary
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.rehearsal import rehearse
@@ -26,6 +26,7 @@ from megatron_lynx.solver.stages import Stages
 from tests.config.jobs import catalogued_job
 from tests.deferring import deferring
 from tests.profiler.made_up import made_up_host_time, made_up_layer_host_time
+from tests.uniform import uniform_plan
 
 pytestmark = pytest.mark.slow
 

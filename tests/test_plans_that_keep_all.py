@@ -19,7 +19,6 @@ from megatron_lynx.errors import ConfigError
 from megatron_lynx.kinds.opaque.section import IN_NODES, OpaqueName
 from megatron_lynx.launch_arguments.command_line import read_launch_file
 from megatron_lynx.planner.partitioning import partitioned
-from megatron_lynx.planner.uniform import uniform_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.stock import StockSetting, priced
@@ -27,6 +26,7 @@ from scripts.make_plans import LAUNCHES, MEMORY_GIB, launch_words
 from tests.launch_arguments.test_public_launches import FOLDER, READ
 from tests.test_never_less_than_stock import jobs
 from tests.test_plans_are_accepted import job_of
+from tests.uniform import uniform_plan
 
 JOBS = sorted(path.stem for path in (bundled_configs() / "jobs").glob("*-*0g.yaml"))
 

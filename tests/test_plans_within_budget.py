@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_lynx.config.job import Budget, Job
 from megatron_lynx.cost import budget as cost_budget
 from megatron_lynx.errors import Infeasible, PlannerFault
-from megatron_lynx.planner import decide, leanest, uniform_plan
+from megatron_lynx.planner import decide, leanest
 from megatron_lynx.planner.decision import Decision
 from megatron_lynx.planner.evaluation import check_budget_kept, most_held
 from megatron_lynx.planner.filling import Filling
@@ -28,6 +28,7 @@ from megatron_lynx.timeline import MemoryCurve
 from megatron_lynx.units import GIB, MIB
 from tests.config.jobs import catalogued_job
 from tests.stock.parts import memory_of_stages
+from tests.uniform import uniform_plan
 
 SMALL = {"layers": 8, "hidden": 2048, "ffn": 5504, "heads": 16, "kv_groups": 8, "vocab": 32_000}
 EXPERTS = {"experts": {"count": 8, "per_token": 2, "ffn": 1024}}

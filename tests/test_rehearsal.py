@@ -14,7 +14,7 @@ from megatron_lynx.errors import PlanMismatch
 from megatron_lynx.plan.facts import LayerRange
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.timetables import planned_halves
-from megatron_lynx.planner import decide, make_plan, uniform_plan
+from megatron_lynx.planner import decide, make_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import LinkPoint, Profile
 from megatron_lynx.rehearsal import passes_of_chunks, rehearse, treated_halves
@@ -26,6 +26,7 @@ from tests import layouts
 from tests.config.jobs import catalogued_job
 from tests.profiler.made_up import made_up_profile
 from tests.tiny_jobs import tiny_job
+from tests.uniform import uniform_plan
 
 LAYOUTS = {
     **layouts.LAYOUTS,

@@ -81,7 +81,7 @@ def _stock(job: Job, profile: Profile, setting: StockSetting) -> Setting:
 
 
 def _plans(job: Job, profile: Profile) -> tuple[dict[str, Plan], dict[str, str]]:
-    kept, recomputed = uniform_plan(job, "none"), uniform_plan(job, windows=False)
+    kept, recomputed = uniform_plan(job, "none"), uniform_plan(job)
     plans = {"everything kept": kept, "everything recomputed": recomputed}
     refused = {}
     budget = _Budgets(job, profile, kept, recomputed)
@@ -97,9 +97,9 @@ def _plans(job: Job, profile: Profile) -> tuple[dict[str, Plan], dict[str, str]]
             plans[name] = decide(wanted, profile).plan
         except LynxError as error:
             refused[f"ours, {name}"] = " ".join(str(error).split())
-    plans["norms and activation recomputed"] = some = uniform_plan(job, NORMS_AND_ACTIVATION, windows=False)
+    plans["norms and activation recomputed"] = some = uniform_plan(job, NORMS_AND_ACTIVATION)
     if job.model.attention == "unfused":
-        plans["core attention recomputed"] = uniform_plan(job, (CORE_ATTENTION,), windows=False)
+        plans["core attention recomputed"] = uniform_plan(job, (CORE_ATTENTION,))
     if job.parallel.pipeline > 1:  # copies between passes
         plans["everything kept, 1 GiB of each micro-batch to the host"] = offloading(job, kept, GIB)
         plans["norms and activation recomputed, the rest to the host"] = offloading(job, some, _resident_bytes(some, profile))

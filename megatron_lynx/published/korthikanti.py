@@ -137,7 +137,7 @@ def _steps(config: Mapping[str, Any], published: Mapping[str, Any]) -> Iterator[
 def _gained_by_whole(config: Mapping[str, Any], published: Mapping[str, Any]) -> Row:
     """Gain in utilisation if each stage keeps as many of its outstanding micro-batches whole as fit in its memory."""
     job = job_of(config, "seqsel").model_copy(update={"policy": "planned"})
-    profile, plan = analytic_profile(job), uniform_plan(job, (ATTENTION.core,), windows=False)
+    profile, plan = analytic_profile(job), uniform_plan(job, (ATTENTION.core,))
     held, kept = (memory_of_stages(job, setting) for setting in (SELECTIVE, NONE))
     shares = [
         min(1.0, (job.memory_budget_bytes - some.total) / (every.total - some.total))

@@ -113,7 +113,7 @@ def _half_alone(job: Job, setting: Literal["partly", "recomputed", "gathered"]) 
     for half, section in DENSE.items():
         some = [item for item in (section.norm, ACTIVATION) if item in section.names]
         items = some if setting == "partly" else section.recomputable
-        plan = uniform_plan(job, items, windows=False, gather="once" if setting == "gathered" else "keep")
+        plan = uniform_plan(job, items)
         yield Candidate(f"{half} {setting}", plan=plan)
 
 

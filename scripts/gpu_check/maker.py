@@ -13,7 +13,6 @@ from megatron_lynx.anatomy import DENSE
 from megatron_lynx.apply.releases import KNOWN_TE, minor_of
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.fusions import NAME
 from scripts.gpu_check.machine import Machine
 from scripts.gpu_check.meeting import meeting
@@ -26,6 +25,7 @@ from tests.deferring import deferring
 from tests.tiny_jobs import tiny_job
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, recomputable
+from tests.uniform import uniform_plan
 
 SIZE = {"hidden": 1024, "ffn": 4096, "heads": 16, "vocab": 32_000, "seq": 512}
 LARGE = {"hidden": 8192, "ffn": 32_768, "heads": 64, "kv_groups": 64, "vocab": 32_000, "seq": 2048, "micro": 1}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_lynx.planner import uniform_plan
 from scripts.gpu_check.copies import copies, order, order_sanitized
 from scripts.gpu_check.machine import Machine
 from scripts.gpu_check.maker import (
@@ -21,6 +20,7 @@ from scripts.gpu_check.maker import (
 )
 from scripts.gpu_check.part import Part
 from tests.instruments.compiler import COMPILER
+from tests.uniform import uniform_plan
 
 REDUCED = {"ddp": True, "overlap_grad_reduce": True, "optimizer": "megatron"}
 FUSED = {"bias_dropout_fusion": True, "bias_activation_fusion": True, "gradient_accumulation_fusion": True}

@@ -7,7 +7,7 @@ import shlex
 from megatron_lynx.advise.flags import changes, command
 from megatron_lynx.launch_arguments import read_launch
 from megatron_lynx.launch_arguments.reading import job_of
-from megatron_lynx.planner import uniform_plan
+from tests.uniform import uniform_plan
 
 PACKED = (
     "train.py --num-layers 8 --hidden-size 1024 --num-attention-heads 16 --vocab-size 50257 --max-tokens-per-gpu 4096 --lr 1e-4 "

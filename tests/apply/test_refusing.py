@@ -16,9 +16,9 @@ from megatron_lynx.apply.releases import KNOWN
 from megatron_lynx.errors import HookRefused, OffloadError, PlanMismatch
 from megatron_lynx.limits import limits
 from megatron_lynx.plan.plan import Head
-from megatron_lynx.planner import uniform_plan
 from tests.deferring import deferring
 from tests.tiny_jobs import tiny_job
+from tests.uniform import uniform_plan
 
 from ..transparency.offloaded import offloading
 from ..transparency.plans import plan_for, recomputable

@@ -13,9 +13,9 @@ import pytest
 
 from megatron_lynx.anatomy import COLUMN_PARALLEL, RECOMPUTABLE
 from megatron_lynx.config.job import Job
-from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.ranks import RankPool
 from tests.tiny_jobs import tiny_job
+from tests.uniform import uniform_plan
 
 from ..long import long
 from ..te_releases import pools_with

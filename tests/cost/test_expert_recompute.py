@@ -12,7 +12,6 @@ from megatron_lynx.config import Experts, Job
 from megatron_lynx.cost.recompute import recomputation_of, recomputed_flops, sensible_choices
 from megatron_lynx.kinds.experts.planning import expert_tensors
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.profile import SavedTensor
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.testbed.ranks import RankPool
@@ -20,6 +19,7 @@ from tests.cost.on_ranks import count
 from tests.long import long
 from tests.profiler.test_experts import mixtral
 from tests.tiny_jobs import tiny_job
+from tests.uniform import uniform_plan
 
 LAYERS = 8
 STATES_PER_HALF = 8

@@ -10,11 +10,11 @@ from megatron_lynx.anatomy import DENSE, HALVES, ITEMS, ROW_PARALLEL
 from megatron_lynx.cost.recompute import recomputation_of, recomputed_flops, sensible_choices
 from megatron_lynx.kinds.planning import half_tensors
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.shape import LayerShape
 from tests.cost.on_ranks import count
 from tests.long import long
 from tests.tiny_jobs import tiny_job
+from tests.uniform import uniform_plan
 
 LAYERS = 8
 STATES_PER_HALF = 5

@@ -19,7 +19,7 @@ from megatron_lynx.errors import ConfigError
 from megatron_lynx.kinds.dense.section import LINEAR_QKV
 from megatron_lynx.kinds.planning import flops_of, half_tensors
 from megatron_lynx.plan.plan_file import dump_plan, load_plan
-from megatron_lynx.planner import make_plan, uniform_plan
+from megatron_lynx.planner import make_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.rehearsal import rehearse
@@ -32,6 +32,7 @@ from tests.kinds.gated.section import GATE, GATED, GATING
 from tests.profiler.made_up import made_up_profile
 from tests.tiny_jobs import tiny_job
 from tests.transparency.trials import Trial
+from tests.uniform import uniform_plan
 
 KIND = {"kinds": (GATED.name,)}
 

@@ -12,11 +12,12 @@ from megatron_lynx.errors import ConfigError
 from megatron_lynx.kinds.mamba.planning import rule_flops
 from megatron_lynx.kinds.mamba.section import CONVOLUTION, DELTA_NET, GATED_NORM, IN_PROJ, RULE, DeltaSizes
 from megatron_lynx.plan.plan_file import dump_plan, load_plan
-from megatron_lynx.planner import make_plan, uniform_plan
+from megatron_lynx.planner import make_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.rehearsal import rehearse
 from tests.config.jobs import catalogued_job
+from tests.uniform import uniform_plan
 
 SIZES = DeltaSizes(key_heads=16, key_size=128, value_heads=32, value_size=128, convolved=4)
 

@@ -8,10 +8,11 @@ from megatron_lynx.config.experts import Opaque
 from megatron_lynx.config.job import Budget, Job
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.kinds.mamba.section import MAMBA_IN_PROJ, MAMBA_NORM, SCAN, MambaSizes
-from megatron_lynx.planner import make_plan, uniform_plan
+from megatron_lynx.planner import make_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.rehearsal import rehearse
 from tests.config.jobs import catalogued_job
+from tests.uniform import uniform_plan
 
 SIZES = MambaSizes(heads=128, size=64, groups=8, state=128)
 

@@ -12,11 +12,12 @@ from megatron_lynx.cost.parameters import stage_parameters
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.plan.plan_file import dump_plan, load_plan
-from megatron_lynx.planner import make_plan, uniform_plan
+from megatron_lynx.planner import make_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.rehearsal import rehearse
 from tests.config.jobs import catalogued_job
+from tests.uniform import uniform_plan
 
 FIGURES = {"parameters": 67_000_000, "kept_bytes": 90_000, "in_hand_bytes": 80_000, "flops": 150_000_000}
 

@@ -13,10 +13,11 @@ from megatron_lynx.kinds.dense.section import ROTARY
 from megatron_lynx.kinds.latent.section import CORE, SparseSizes
 from megatron_lynx.launch_arguments import job_of, read_launch
 from megatron_lynx.plan.plan_file import dump_plan, load_plan
-from megatron_lynx.planner import make_plan, uniform_plan
+from megatron_lynx.planner import make_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.rehearsal import rehearse
+from tests.uniform import uniform_plan
 
 LAUNCH = """torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 4 --hidden-size 7168 --ffn-hidden-size 18432
     --num-attention-heads 128 --kv-channels 128 --vocab-size 129280 --swiglu --disable-bias-linear --normalization RMSNorm

@@ -16,10 +16,10 @@ from typing import Any
 from megatron_lynx.anatomy import Facts, sections_of
 from megatron_lynx.plan import save_plan
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.planner import uniform_plan
 from tests.hurry import skip_in_a_hurry
 from tests.nursery.process import OF_LAUNCHES, start, with_megatron
 from tests.tiny_jobs import tiny_job
+from tests.uniform import uniform_plan
 
 ROOT = Path(__file__).parents[2]
 ITERATION = re.compile(r" iteration +(\d+)/.*lm loss: (\S+) .*grad norm: (\S+) ")

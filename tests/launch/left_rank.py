@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from megatron_lynx.launch.ending import ENDED
 from megatron_lynx.launch.out_of_memory import MemoryWatch
-from megatron_lynx.planner import uniform_plan
 from tests.tiny_jobs import tiny_job
+from tests.uniform import uniform_plan
 
 if __name__ == "__main__":
     watch = MemoryWatch(lambda: "in step 1")

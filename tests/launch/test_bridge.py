@@ -19,9 +19,9 @@ import torch
 
 from megatron_lynx.launch_arguments import job_of, read_launch
 from megatron_lynx.plan import save_plan
-from megatron_lynx.planner import uniform_plan
 from tests.instruments.script_device import MEMORY_BYTES
 from tests.tiny_jobs import tiny_job
+from tests.uniform import uniform_plan
 
 from ..te_releases import folder_of
 from ..test_cli import lynx

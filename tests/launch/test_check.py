@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from megatron_lynx.config.job import Head
-from megatron_lynx.planner import uniform_plan
 from tests.deferring import deferring
 from tests.tiny_jobs import tiny_job
+from tests.uniform import uniform_plan
 
 from ..transparency.checkpoints import checkpointed
 from ..transparency.plans import plan_for

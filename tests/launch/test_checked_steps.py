@@ -15,8 +15,8 @@ from torch import nn
 from megatron_lynx.launch.check import Outcome, backward_position, differences, named_parameters, stock
 from megatron_lynx.launch.launch import arguments_against
 from megatron_lynx.launch.training_state import DataIterators, TrainingState
-from megatron_lynx.planner import uniform_plan
 from tests.tiny_jobs import tiny_job
+from tests.uniform import uniform_plan
 
 
 def reading(count):

@@ -16,9 +16,9 @@ import pytest
 
 from megatron_lynx.anatomy import ATTENTION, Facts, sections_of
 from megatron_lynx.measure.run_outcome import FILE_NAME, load_outcome
-from megatron_lynx.planner import uniform_plan
 from tests.deferring import deferring
 from tests.tiny_jobs import tiny_job
+from tests.uniform import uniform_plan
 
 from ..long import long
 from ..transparency.checkpoints import ahead, checkpointed, with_rest_in_wait

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lynx.planner import uniform_plan
 from tests.tiny_jobs import tiny_job
+from tests.uniform import uniform_plan
 
 from .checkouts import minor_of, te_for, under_plans
 from .launched import GROUPED, LAYOUTS, MODEL, SIZE, TE, WITH_EXPERTS

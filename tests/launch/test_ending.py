@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatron_lynx.launch.ending import Ended, concluded
-from megatron_lynx.planner import uniform_plan
 from tests.tiny_jobs import tiny_job
+from tests.uniform import uniform_plan
 
 from .launched import MODEL, SIZE, saved
 

@@ -9,8 +9,8 @@ import pytest
 
 from megatron_lynx.launch.launch import against_two_versions, arguments_against
 from megatron_lynx.plan import Plan
-from megatron_lynx.planner.uniform import uniform_plan
 from tests.tiny_jobs import tiny_job
+from tests.uniform import uniform_plan
 
 PLAN = uniform_plan(tiny_job("llama", tensor=2, sequence_parallel=True))
 AS_PLANNED = {

@@ -15,11 +15,11 @@ import torch
 from megatron_lynx.launch.check import difference
 from megatron_lynx.launch.frames import Draw
 from megatron_lynx.launch.launch import arguments_against
-from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.ranks import RankPool
 from tests.tiny_jobs import tiny_job
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, recomputable
+from tests.uniform import uniform_plan
 
 from .frames_on_ranks import Checked, Trial, check_frames
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 from megatron_lynx.launch.hosts import Bridge, Settings
 from megatron_lynx.launch.launch import arguments_against
-from megatron_lynx.planner import uniform_plan
 from tests.tiny_jobs import tiny_job
+from tests.uniform import uniform_plan
 
 from .hosts_on_ranks import one_after_the_other
 from .launched import saved

@@ -18,11 +18,12 @@ from megatron_lynx.launch.out_of_memory import (
     rounded_down,
     states_held,
 )
-from megatron_lynx.planner import decide, uniform_plan
+from megatron_lynx.planner import decide
 from megatron_lynx.runtime.order import Whereabouts, note
 from megatron_lynx.units import GIB, KIB, MIB, format_bytes
 from tests.instruments.script_device import MEMORY_BYTES, LimitedMemory, out_of_memory
 from tests.tiny_jobs import tiny_job
+from tests.uniform import uniform_plan
 
 from ..profiler.made_up import made_up_profile
 from .launched import MODEL, SIZE, flags_of, saved

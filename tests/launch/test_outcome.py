@@ -29,11 +29,12 @@ from megatron_lynx.measure.run_outcome import (
 )
 from megatron_lynx.plan import load_plan
 from megatron_lynx.plan.facts import PackedFacts
-from megatron_lynx.planner import decide, uniform_plan
+from megatron_lynx.planner import decide
 from megatron_lynx.runtime.device import Clock, device_for
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.units import GIB, format_bytes, format_seconds
 from tests.tiny_jobs import tiny_job
+from tests.uniform import uniform_plan
 
 from ..profiler.made_up import made_up_profile
 from .launched import MODEL, SIZE, flags_of, saved

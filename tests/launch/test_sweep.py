@@ -12,8 +12,8 @@ import pytest
 from megatron_lynx.config import Job
 from megatron_lynx.launch_arguments import read_launch
 from megatron_lynx.plan import save_plan
-from megatron_lynx.planner import uniform_plan
 from tests.tiny_jobs import tiny_job
+from tests.uniform import uniform_plan
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "scripts/launches/gpt_tiny_cpu.sh"

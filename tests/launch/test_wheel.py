@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lynx.planner import uniform_plan
 from tests.tiny_jobs import tiny_job
+from tests.uniform import uniform_plan
 
 from ..long import long
 from ..te_releases import folder_of

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from megatron_lynx.errors import LynxError, Problem
 from megatron_lynx.launch.out_of_memory import MemoryWatch
 from megatron_lynx.launch.script import stop
-from megatron_lynx.planner import uniform_plan
 from tests.tiny_jobs import tiny_job
+from tests.uniform import uniform_plan
 
 
 def fail(failure: str) -> None:

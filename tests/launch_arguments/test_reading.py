@@ -22,12 +22,12 @@ from megatron_lynx.launch_arguments import Reading, job_of, read_launch
 from megatron_lynx.launch_arguments.parallel_facts import layers_of_layout
 from megatron_lynx.launch_arguments.reading import unsaid
 from megatron_lynx.plan.layout import layout_text
-from megatron_lynx.planner import uniform_plan
 from megatron_lynx.planner.summary import job_flags
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.stock.legality import Facts, offered
 from megatron_lynx.stock.setting import StockSetting
 from tests.search.jobs import jobs_of
+from tests.uniform import uniform_plan
 
 SMALL = (
     "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --max-position-embeddings 512 "

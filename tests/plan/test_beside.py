@@ -12,12 +12,12 @@ from pydantic import ValidationError
 
 from megatron_lynx.anatomy import MLP
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.planner import uniform_plan
 from tests.plan import test_latent
 from tests.tiny_jobs import tiny_job
 from tests.transparency.checkpoints import ahead, checkpointed
 from tests.transparency.plans import plan_for
 from tests.transparency.test_overlapped import job_of as overlapped_job
+from tests.uniform import uniform_plan
 
 TE = {"implementation": "transformer_engine", "dtype": "bf16"}
 SP = {"tensor": 2, "sequence_parallel": True}

@@ -13,10 +13,10 @@ from megatron_lynx.plan import load_plan
 from megatron_lynx.plan.explanation import explanation, summary
 from megatron_lynx.plan.plan import Head, Offload, Plan
 from megatron_lynx.plan.rule import CheckpointGroups
-from megatron_lynx.planner import uniform_plan
 from megatron_lynx.units import GIB
 from tests.tiny_jobs import tiny_job
 from tests.transparency.checkpoints import checkpointed, with_rest_in_wait, without_copies
+from tests.uniform import uniform_plan
 
 
 def shown(plan: Plan) -> str:

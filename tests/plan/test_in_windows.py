@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megatron_lynx.plan.timetables import norms_in_windows
-from megatron_lynx.planner import uniform_plan
 from tests.tiny_jobs import tiny_job
+from tests.uniform import uniform_plan
 
 
 def test_norms_run_in_windows_but_where_their_output_is_gathered() -> None:

@@ -17,8 +17,8 @@ from yaml import safe_load
 from megatron_lynx.plan.layout import launch_flags, layer_flags, layout_text
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.plan_file import dump_plan
-from megatron_lynx.planner import uniform_plan
 from tests.tiny_jobs import tiny_job
+from tests.uniform import uniform_plan
 
 FIELDS = {
     "--decoder-first-pipeline-num-layers": "num_layers_in_first_pipeline_stage",

@@ -18,11 +18,11 @@ from megatron_lynx.errors import ConfigError
 from megatron_lynx.plan import Plan, dump_plan, load_plan, plan_schema, save_plan
 from megatron_lynx.plan.plan import Whole
 from megatron_lynx.plan.rule import Windows
-from megatron_lynx.planner import uniform_plan
 from megatron_lynx.validation import validated
 from megatron_lynx.version import __version__
 from megatron_lynx.yaml_file import write_yaml
 from tests.plan.strategies import plans
+from tests.uniform import uniform_plan
 
 RECOMPUTED = [
     "input_layernorm",

@@ -7,9 +7,10 @@ from pydantic import ValidationError
 
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.plan_file import dump_plan
-from megatron_lynx.planner import make_plan, uniform_plan
+from megatron_lynx.planner import make_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from tests.tiny_jobs import tiny_job
+from tests.uniform import uniform_plan
 
 from ..config.jobs import catalogued_job
 from ..transparency.plans import plan_for, recomputable

@@ -17,13 +17,14 @@ from megatron_lynx.launch.launch import arguments_against
 from megatron_lynx.plan.layout import launch_flags
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.plan_file import dump_plan
-from megatron_lynx.planner import decide, make_plan, uniform_plan
+from megatron_lynx.planner import decide, make_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.stock import FULL, priced
 from megatron_lynx.units import GIB
 from tests.stock.parts import stage_parts
 from tests.tiny_jobs import tiny_job
+from tests.uniform import uniform_plan
 
 from ..config.jobs import catalogued_job
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from megatron_lynx.measure.measurement import save_measurement
 from megatron_lynx.plan import save_plan
-from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.profile import save_profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.simulation import Simulation
@@ -17,6 +16,7 @@ from megatron_lynx.timeline import Span, Timeline, write_trace
 from tests.measure.samples import measurement
 from tests.profiler.made_up import made_up_profile
 from tests.tiny_jobs import tiny_job
+from tests.uniform import uniform_plan
 
 JOB = tiny_job("llama", tensor=2, pipeline=2, microbatches=3)
 PLAN, PROFILE = uniform_plan(JOB), made_up_profile(JOB)

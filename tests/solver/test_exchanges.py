@@ -13,7 +13,7 @@ from megatron_lynx.config import Job
 from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.rule import Rule
-from megatron_lynx.planner import decide, loads, uniform_plan
+from megatron_lynx.planner import decide, loads
 from megatron_lynx.planner.evaluation import most_held
 from megatron_lynx.planner.loads import rehearsed_with_load_of, with_load
 from megatron_lynx.profiler.analytic import analytic_profile
@@ -23,6 +23,7 @@ from megatron_lynx.solver.options import HalfOptions, StageProblems
 from megatron_lynx.solver.problem import Choices
 from megatron_lynx.units import GIB
 from tests.config.jobs import catalogued_job
+from tests.uniform import uniform_plan
 
 
 def qwen3(**layout: object) -> Job:

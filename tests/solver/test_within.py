@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_lynx.config.job import Budget, Job
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.planner import Decision, decide, uniform_plan
+from megatron_lynx.planner import Decision, decide
 from megatron_lynx.planner.evaluation import held_by_moment, most_held
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.rehearsal import rehearse
@@ -20,6 +20,7 @@ from megatron_lynx.solver.offload import host_s
 from megatron_lynx.solver.stages import Stages
 from megatron_lynx.units import MIB
 from tests.config.jobs import catalogued_job
+from tests.uniform import uniform_plan
 
 pytestmark = pytest.mark.slow
 

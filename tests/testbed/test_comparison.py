@@ -12,7 +12,7 @@ import pytest
 from megatron_lynx.anatomy import HALVES
 from megatron_lynx.config import load_job
 from megatron_lynx.errors import ConfigError, LynxError, PlanMismatch
-from megatron_lynx.planner import make_plan, uniform_plan
+from megatron_lynx.planner import make_plan
 from megatron_lynx.planner.checks import check_plan
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.report.drawing import kind_of
@@ -24,6 +24,7 @@ from megatron_lynx.testbed.ranks import hosts_for
 from tests.deferring import deferring
 from tests.testbed import on_ranks
 from tests.tiny_jobs import tiny_job
+from tests.uniform import uniform_plan
 
 JOB = tiny_job("gpt", tensor=2, microbatches=1, micro=1, hidden=64, ffn=128, seq=128)
 """With dropout: equal gradients need equal random numbers. Wide enough that activations outweigh the states of generators."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from benchmarks.schedules import Way, differing, time_ways
-from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.ranks import RankPool
 from tests.tiny_jobs import tiny_job
+from tests.uniform import uniform_plan
 
 
 def test_trained_ways_are_what_they_are_said_to_be() -> None:

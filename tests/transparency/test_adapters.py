@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from megatron_lynx.config.job import Budget
 from megatron_lynx.plan import Plan
-from megatron_lynx.planner import make_plan, uniform_plan
+from megatron_lynx.planner import make_plan
 from tests.long import long
 from tests.profiler.made_up import made_up_profile
 from tests.te_releases import pools_with
@@ -19,6 +19,7 @@ from tests.transparency.adapters import compare, refused
 from tests.transparency.checkpoints import checkpointed
 from tests.transparency.offloaded import offloading
 from tests.transparency.trials import Trial
+from tests.uniform import uniform_plan
 
 ALL = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 LAYOUTS: dict[str, dict[str, Any]] = {

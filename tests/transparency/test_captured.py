@@ -13,7 +13,6 @@ from megatron_lynx.anatomy import DENSE
 from megatron_lynx.apply.live_run import refused_graphs
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.ranks import RankError, RankPool
 from tests.instruments.graphs import Tracker
 from tests.long import long
@@ -24,6 +23,7 @@ from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, recomputable
 from tests.transparency.test_every_bit import LAYOUTS, checked
 from tests.transparency.trials import Trial
+from tests.uniform import uniform_plan
 
 Pools = Callable[[int], RankPool]
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.ranks import RankPool
 from tests.tiny_jobs import tiny_job
 from tests.transparency.changing import CHANGES, steps
+from tests.uniform import uniform_plan
 
 JOB = tiny_job("gpt", layers=2)
 PLANS = {

@@ -13,7 +13,6 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.parameters import parameter_tensors, stage_parameters
 from megatron_lynx.kinds.mamba.section import CONVOLUTION, DELTA_NET, GATED_NORM, IN_PROJ, OUT_PROJ, RULE
 from megatron_lynx.kinds.planning import planning_of
-from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.profile import SavedTensor
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.testbed.ranks import RankPool
@@ -26,6 +25,7 @@ from tests.transparency.checkpoints import ahead, checkpointed
 from tests.transparency.offloaded import offloading
 from tests.transparency.opaque_layers import compare, delta_net_in, refused
 from tests.transparency.trials import Trial
+from tests.uniform import uniform_plan
 
 EXPERTS = {"count": 4, "per_token": 2, "ffn": 32, "shared_ffn": 32, "shared_gate": True, "layers": [2, 4]}
 TE = {"implementation": "transformer_engine"}

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.ranks import RankPool
 from tests.long import long
 from tests.tiny_jobs import tiny_job
 from tests.transparency.offloaded import offloading
 from tests.transparency.trials import Trial, compare_with_stock
+from tests.uniform import uniform_plan
 
 EXPERTS = {"count": 4, "per_token": 2, "ffn": 32}
 LAYOUTS: dict[str, dict[str, Any]] = {

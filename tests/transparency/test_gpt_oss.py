@@ -12,7 +12,6 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Window
 from megatron_lynx.cost.parameters import flops_per_token
 from megatron_lynx.kinds.dense.section import CORE_ATTENTION
-from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.testbed.ranks import RankPool
 from tests.config.jobs import catalogued_job
@@ -21,6 +20,7 @@ from tests.long import long
 from tests.tiny_jobs import tiny_job
 from tests.transparency.test_every_bit import checked
 from tests.transparency.trials import Trial
+from tests.uniform import uniform_plan
 
 Pools = Callable[[int], RankPool]
 

@@ -12,7 +12,6 @@ import pytest
 from megatron_lynx.cost.parameters import parameter_tensors, stage_parameters
 from megatron_lynx.kinds.mamba.section import MAMBA, MAMBA_IN_PROJ, MAMBA_NORM, MAMBA_OUT_PROJ, SCAN
 from megatron_lynx.kinds.planning import planning_of
-from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.testbed.ranks import RankPool
 from tests.apply.on_ranks import reads_otherwise
@@ -26,6 +25,7 @@ from tests.transparency.offloaded import offloading
 from tests.transparency.opaque_layers import delta_net_in
 from tests.transparency.plans import plan_for, recomputable
 from tests.transparency.trials import Trial
+from tests.uniform import uniform_plan
 
 Pools = Callable[[int], RankPool]
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.ranks import RankPool
 from tests.cost.on_ranks import count
 from tests.long import long
@@ -16,6 +15,7 @@ from tests.tiny_jobs import tiny_job
 from tests.transparency.plans import plan_for, recomputable
 from tests.transparency.test_every_bit import checked
 from tests.transparency.trials import Trial
+from tests.uniform import uniform_plan
 
 Pools = Callable[[int], RankPool]
 

@@ -19,7 +19,6 @@ from megatron_lynx.cost.section import weight_gradient
 from megatron_lynx.errors import PlanMismatch
 from megatron_lynx.kinds.latent.section import LatentSizes
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.planner import uniform_plan
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.report.drawing import kind_of
 from megatron_lynx.testbed.ranks import RankPool
@@ -34,6 +33,7 @@ from tests.transparency.plans import plan_for
 from tests.transparency.test_every_bit import checked
 from tests.transparency.test_weight_gradients import counts_of
 from tests.transparency.trials import Trial
+from tests.uniform import uniform_plan
 
 Pools = Callable[[int], RankPool]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_lynx.planner import uniform_plan
 from tests.tiny_jobs import tiny_job
+from tests.uniform import uniform_plan
 
 from ..long import long
 from ..te_releases import pool_with

@@ -9,7 +9,6 @@ import pytest
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.parameters import stage_parameters
-from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.ranks import RankPool
 from tests.deferring import deferring
 from tests.long import long
@@ -18,6 +17,7 @@ from tests.transparency.checkpoints import checkpointed
 from tests.transparency.offloaded import offloading
 from tests.transparency.opaque_layers import compare, held_and_parameters, own_attention_in, refused
 from tests.transparency.trials import Trial
+from tests.uniform import uniform_plan
 
 EXPERTS = {"count": 4, "per_token": 2, "ffn": 32, "shared_ffn": 32, "shared_gate": True, "layers": [2, 4]}
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -16,7 +16,6 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.section import Prices
 from megatron_lynx.kinds.experts.planning import expert_tensors
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.profile import ExpertHalf, ItemProfile, Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.rehearsal import passes_of_chunks
@@ -34,6 +33,7 @@ from tests.transparency.opaque_layers import delta_net_in
 from tests.transparency.plans import plan_for, recomputable
 from tests.transparency.test_every_bit import checked
 from tests.transparency.test_experts import EXPERTS, SPREAD, TP2, trial_of
+from tests.uniform import uniform_plan
 
 Pools = Callable[[int], RankPool]
 

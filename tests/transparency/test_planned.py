@@ -10,7 +10,7 @@ import pytest
 from megatron_lynx.config.job import Budget
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.plan.plan import Plan, Whole
-from megatron_lynx.planner import Decision, decide, make_plan, uniform_plan
+from megatron_lynx.planner import Decision, decide, make_plan
 from megatron_lynx.profiler.profile import BlockProfile, LinkPoint
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.simulation import Simulation
@@ -21,6 +21,7 @@ from tests.profiler.made_up import made_up_profile
 from tests.tiny_jobs import tiny_job
 from tests.transparency.test_every_bit import checked
 from tests.transparency.trials import Trial
+from tests.uniform import uniform_plan
 
 Pools = Callable[[int], RankPool]
 

@@ -12,7 +12,6 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.parameters import parameter_tensors, stage_parameters
 from megatron_lynx.kinds.latent.section import CORE
 from megatron_lynx.kinds.planning import planning_of
-from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.shape import LayerShape
 from tests.kinds.on_ranks import measured_sparse
 from tests.long import long
@@ -22,6 +21,7 @@ from tests.transparency.checkpoints import checkpointed
 from tests.transparency.offloaded import offloading
 from tests.transparency.sparse_layers import compare, logged_losses
 from tests.transparency.trials import Trial
+from tests.uniform import uniform_plan
 
 SPARSE = {"heads": 4, "head_size": 8, "keys": 5, "loss": "all"}
 SIZES = {"q_rank": 12, "kv_rank": 8, "head_size": 8, "rope_size": 4, "value_head_size": 6}

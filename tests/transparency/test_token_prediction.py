@@ -9,7 +9,6 @@ import pytest
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import PlanMismatch
-from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.ranks import RankPool
 from tests.apply import on_ranks
 from tests.deferring import deferring
@@ -17,6 +16,7 @@ from tests.te_releases import pool_with
 from tests.tiny_jobs import tiny_job
 from tests.transparency.test_every_bit import checked
 from tests.transparency.trials import Trial
+from tests.uniform import uniform_plan
 
 Pools = Callable[[int], RankPool]
 

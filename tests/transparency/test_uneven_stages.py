@@ -10,7 +10,7 @@ import pytest
 
 from megatron_lynx.launch_arguments import read_launch
 from megatron_lynx.plan.plan_file import dump_plan
-from megatron_lynx.planner import make_plan, uniform_plan
+from megatron_lynx.planner import make_plan
 from megatron_lynx.testbed.ranks import RankPool
 from tests.long import with_models
 from tests.profiler.made_up import made_up_profile
@@ -18,6 +18,7 @@ from tests.tiny_jobs import tiny_job
 from tests.transparency.offloaded import offloading
 from tests.transparency.test_every_bit import checked
 from tests.transparency.trials import Trial
+from tests.uniform import uniform_plan
 
 LAUNCH = (
     "--hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --vocab-size 64 "
