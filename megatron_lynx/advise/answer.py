@@ -145,23 +145,22 @@ def answered(
     `copies`: whether the plan may offload activations although `job.offload_ratio` is 0."""
     release = None if reading is None else reading.given.release
     near = near and not refused
-    calls: list[Call] = [partial(stocks_best, job, costs, release)]
+    call: Call = tuple
     if near and job.cluster.matmul is not None:
-        calls.append(partial(neighbours, job, release, copies=copies))
-    with _called(job, calls) as result:
-        answer = _in_layout(job, costs, reading, refused, release, result, copies=copies)
-        if answer.refused:
-            return answer
-        return replace(answer, near=tuple(result()) if len(calls) > 1 else (), asked_near=near)
+        call = partial(neighbours, job, release, copies=copies)
+    with _beside(job, call) as found:
+        answer = _in_layout(job, costs, reading, refused, release, copies=copies)
+        return answer if answer.refused else replace(answer, near=tuple(found()), asked_near=near)
 
 
 @contextmanager
-def _called(job: Job, calls: Sequence[Call]) -> Iterator[Call]:
-    if job.parallel.pipeline * job.chunks < MANY_STAGES or os.cpu_count() == 1:
-        yield partial(next, (call() for call in calls))
+def _beside(job: Job, call: Call) -> Iterator[Call]:
+    """Make the call in another process meanwhile, if that pays."""
+    if call is tuple or job.parallel.pipeline * job.chunks < MANY_STAGES or os.cpu_count() == 1:
+        yield call
         return
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        yield partial(next, (future.result() for future in [pool.submit(call) for call in calls]))
+        yield pool.submit(call).result
 
 
 def _in_layout(
@@ -170,12 +169,11 @@ def _in_layout(
     reading: Reading | None,
     refused: Sequence[Problem],
     release: str | None,
-    stocks_best: Call,
     *,
     copies: bool,
 ) -> Answer:
     launch = launch_today(job, costs, reading)
-    stock = or_launch(stocks_best(), launch, reading, job)
+    stock = or_launch(stocks_best(job, costs, release), launch, reading, job)
     if refused:
         return Answer(job, reading, launch, stock, refused=tuple(refused))
     may_copy = copies and may_offload(job)
