@@ -24,7 +24,7 @@ from math import gcd, inf
 from typing import NamedTuple
 
 from megatron_lynx.anatomy.address import is_forward
-from megatron_lynx.solver.programme import WAIT_S
+from megatron_lynx.solver.problem import WAIT_S
 
 WORTH = 0.01
 """Part of its seconds that deferring a weight gradient must gain. With 0, Llama 3 70B on two thirds of an H100 loses 0.8 %; with

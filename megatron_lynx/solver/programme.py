@@ -1,8 +1,7 @@
 """Solves a stage: how many layers of each kind get each column, for the fastest micro-batch within the budget (docs/planner.md).
 
 A column is an option for each half of a layer, checkpoints included, that no other column beats. Of adjacent layers of one kind,
-the one with the larger need beyond its resident bytes is lower, where the layers above it are finished. Host seconds are counted
-only if the fastest answer without them is late.
+the one with the larger need beyond its resident bytes is lower, where the layers above it are finished.
 
 [1] At a price for a byte every layer chooses alone. As the price rises, each kind of layer moves down the lower convex hull of
     its columns, layer after layer. Each of these answers is evaluated with every column of the last layer.
@@ -25,7 +24,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lynx.anatomy import HALVES
-from megatron_lynx.cost.host import NO_HOST_TIME
 from megatron_lynx.solver.answer import Solved, infeasible
 from megatron_lynx.solver.problem import Choices, Floats, Grouped, Option, StageProblem, unbeaten
 from megatron_lynx.units import SECOND_DIGITS
@@ -33,12 +31,6 @@ from megatron_lynx.units import SECOND_DIGITS
 MOST_PAIRS = 300
 """Changes of two layers that are evaluated, the fastest first [2]. With 30, steps of 22 ready jobs are 0.06 % longer in the mean
 and 1.3 % at worst; with 3,000, 0.04 % shorter at best."""
-
-WAIT_S = 1e-9
-"""Seconds that count for each half that hides recomputation in waits, and for each wait that a weight gradient lets pass, less
-than any work takes: of equally fast answers, one that leaves the most waits to weight gradients is taken. Taking the one with the
-fewest bytes as well and keeping the better plan makes steps of 76 rows 0.06 % shorter in the mean and 0.7 % at best, one other
-launch's 1.1 %, in half as much again time."""
 
 Numbers = NDArray[np.intp]
 
@@ -65,29 +57,28 @@ class Table(NamedTuple):
         return Table(tuple(self.halves[number] for number in numbers), *(part[numbers] for part in self[1:]))
 
 
-def table(attention: Choices, mlp: Choices, *, last: bool, hosted: bool) -> Table:
-    """Return the columns of a kind of layer that no other one beats. `last`: of the stage's last layer. `hosted`: host seconds
-    count."""
-    first, second = (half.unbeaten if hosted else half.unbeaten_on_device for half in (attention, mlp))
-    columns = _columns([*product(first.apart, second.apart), *zip(first.joined, second.joined, strict=False)])
+def table(attention: Choices, mlp: Choices, *, last: bool) -> Table:
+    """Return the columns of a kind of layer that no other one beats. `last`: of the stage's last layer."""
+    first, second = attention.unbeaten, mlp.unbeaten
+    apart = product(range(len(first.apart)), range(len(second.apart)))
+    joined = zip(range(len(first.apart), len(first)), range(len(second.apart), len(second)), strict=False)
+    columns = _columns(first, second, [*apart, *joined])
     moments = columns.whole.T if last else np.array([np.maximum(columns.need, 0), columns.ahead.max(axis=1)])
-    host_s = [columns.host_s.sum(axis=1)] if hosted else []
-    costs = columns.longer_s, columns.resident, *moments, *host_s
-    return columns.at(unbeaten(costs))
+    return columns.at(unbeaten([columns.longer_s, columns.resident, *moments, columns.host_s.sum(axis=1)]))
 
 
-def _columns(halves: Sequence[tuple[Option, Option]]) -> Table:
-    both = [Choices(options) for options in zip(*halves, strict=True)] or [Choices(), Choices()]
-    first, second = (choices.columns for choices in both)
-    x, y = first.moments, second.moments
-    host_s = [[sum(each.host.forward_s for each in pair), sum(each.host.backward_s for each in pair)] for pair in halves]
+def _columns(attention: Choices, mlp: Choices, pairs: Sequence[tuple[int, int]]) -> Table:
+    """`pairs`: numbers of both halves' options."""
+    numbers = np.array(pairs, dtype=np.intp).reshape(-1, len(HALVES))
+    first, second = (half.costs[of_half] for half, of_half in zip((attention, mlp), numbers.T, strict=True))
+    x, y = first[:, 3:], second[:, 3:]
     return Table(
-        tuple(halves),
-        np.round(first.longer_s + second.longer_s + WAIT_S * (first.hides + second.hides), SECOND_DIGITS),
-        first.resident + second.resident,
+        tuple((attention[one], mlp[other]) for one, other in pairs),
+        np.round(first[:, 0] + second[:, 0], SECOND_DIGITS),
+        x[:, 0] + y[:, 0],
         np.stack([y[:, 5] + x[:, 3], y[:, 6] + x[:, 4], x[:, 5], x[:, 6]], axis=1),
         np.stack([y[:, 1], y[:, 2], y[:, 3] + x[:, 1] - x[:, 0], y[:, 4] + x[:, 2] - x[:, 0]], axis=1) - y[:, :1],
-        np.array(host_s).reshape(-1, 2),
+        first[:, 1:3] + second[:, 1:3],
     )
 
 
@@ -104,8 +95,8 @@ class Answer(NamedTuple):
 class Programme:
     """Solver of a series of problems, which share the tables of their kinds of layers."""
 
-    tables: dict[tuple[int, int, bool, bool], tuple[Choices, Choices, Table]] = field(default_factory=dict)
-    """By identity of both halves' choices, which are kept; last layer; host seconds."""
+    tables: dict[tuple[int, int, bool], tuple[Choices, Choices, Table]] = field(default_factory=dict)
+    """By identity of both halves' choices, which are kept; last layer."""
 
     def __call__(self, problem: StageProblem) -> Solved:
         """Return the fastest answer that fits; without a budget, the least memory with all layers alike. Raises `Infeasible`."""
@@ -114,10 +105,6 @@ class Programme:
                 return self.least(problem)
             stage = self._stage(problem.simplest)
             return stage.solved(stage.leanest(alike=True))
-        if problem.device is not None:
-            answer = self(replace(problem, device=None))
-            if not _host_late_s(problem, answer):
-                return answer
         for found in self._found(problem, float(problem.budget_bytes)):
             if found.peak_bytes <= problem.budget_bytes:
                 return found
@@ -146,7 +133,9 @@ class Programme:
         some = ways[ways[:, -1] < 0, :-1]
         if len(some):
             first = sum(len(each.resident) for each in stage.tables)
-            grouped = replace(stage, groups=_columns(columns), ways=np.where(some < 0, some, some + first))
+            attention, mlp = (Choices(halves) for halves in zip(*columns, strict=True))
+            groups = _columns(attention, mlp, [(number, number) for number in range(len(columns))])
+            grouped = replace(stage, groups=groups, ways=np.where(some < 0, some, some + first))
             yield from grouped.best(budget_bytes)
         everywhere = [_solved(problem, [columns[number] for number in way]) for way in ways[ways[:, -1] >= 0].tolist()]
         yield from sorted(everywhere, key=lambda answer: answer.longer_s)
@@ -157,21 +146,14 @@ class Programme:
         kinds = {(id(first), id(second)): (first, second) for first, second in lower}
         numbers = {key: number for number, key in enumerate(kinds)}
         kind_of_layer = np.array([numbers[id(first), id(second)] for first, second in lower], dtype=np.intp)
-        hosted = problem.device is not None
-        tables = tuple(self._table(*both, last=False, hosted=hosted) for both in kinds.values())
-        return _Stage(problem, kind_of_layer, tables, self._table(*last, last=True, hosted=hosted))
+        tables = tuple(self._table(*both, last=False) for both in kinds.values())
+        return _Stage(problem, kind_of_layer, tables, self._table(*last, last=True))
 
-    def _table(self, attention: Choices, mlp: Choices, *, last: bool, hosted: bool) -> Table:
-        key = id(attention), id(mlp), last, hosted
+    def _table(self, attention: Choices, mlp: Choices, *, last: bool) -> Table:
+        key = id(attention), id(mlp), last
         if key not in self.tables:
-            self.tables[key] = attention, mlp, table(attention, mlp, last=last, hosted=hosted)
+            self.tables[key] = attention, mlp, table(attention, mlp, last=last)
         return self.tables[key][2]
-
-
-def _host_late_s(problem: StageProblem, answer: Solved) -> float:
-    assert problem.device is not None
-    host = sum((half.host for half in answer.halves), start=NO_HOST_TIME)
-    return host.beyond(problem.device.forward_s, problem.device.backward_s + answer.longer_s)
 
 
 def _solved(problem: StageProblem, layers: Iterable[tuple[Option, Option]]) -> Solved:
@@ -285,7 +267,7 @@ class _Stage:
 
     @cached_property
     def _columns(self) -> Table:
-        every = [*self.tables, *([] if self.groups is None else [self.groups])] or [_columns([])]
+        every = [*self.tables, *([] if self.groups is None else [self.groups])] or [_columns(Choices(), Choices(), [])]
         halves = tuple(pair for each in every for pair in each.halves)
         return Table(halves, *(np.concatenate(parts) for parts in zip(*(each[1:] for each in every), strict=True)))
 
@@ -315,14 +297,23 @@ class _Stage:
         return [self._at_prices(cost)[:, self.kind_of_layer] for cost in costs]
 
     def _at_prices(self, seconds: Floats) -> Numbers:
-        hulls = [_hull(seconds, self._size, *both) for both in self._ranges]
-        corners = [[hull[0] for hull in hulls]]
-        steps = [
-            (_price(seconds, self._size, own, to), kind, to) for kind, hull in enumerate(hulls) for own, to in pairwise(hull)
-        ]
-        for _, kind, to in sorted(steps):
-            corners.append([*corners[-1][:kind], to, *corners[-1][kind + 1 :]])
-        return np.array(corners, dtype=np.intp)
+        """Return columns of all kinds. At each rising price one kind moves on to its next vertex."""
+        kind = np.repeat(np.arange(len(self.tables)), [end - begin for begin, end in self._ranges])
+        seconds, size = seconds[: len(kind)], self._size[: len(kind)]
+        own = np.array(
+            [begin + np.lexsort((size[begin:end], seconds[begin:end]))[0] for begin, end in self._ranges], dtype=np.intp
+        )
+        corners = [own]
+        while len(kind):
+            freed = size[own][kind] - size
+            price = np.divide(seconds - seconds[own][kind], freed, out=np.full(len(kind), np.inf), where=freed > 0)
+            to = np.lexsort((-freed, kind, price))[0]
+            if not np.isfinite(price[to]):
+                break
+            own = own.copy()
+            own[kind[to]] = to
+            corners.append(own)
+        return np.array(corners)
 
     def _changed(self, found: Answer, budget_bytes: float | None, *, alike: bool) -> Numbers:
         """Return the answer with 1, 2, 4 ... or all layers of a block changed to another column."""
@@ -397,22 +388,6 @@ class _Stage:
 def _doubled(most: int) -> list[int]:
     """Return 1, 2, 4 ... and `most`."""
     return [*(1 << power for power in range((most - 1).bit_length())), most]
-
-
-def _hull(seconds: Floats, size: Floats, begin: int, end: int) -> list[int]:
-    """Return the columns on the lower left hull, from the fastest to the one that holds least."""
-    corners: list[int] = []
-    for each in (begin + np.lexsort((size[begin:end], seconds[begin:end]))).tolist():
-        if corners and size[each] >= size[corners[-1]]:
-            continue
-        while len(corners) > 1 and _price(seconds, size, corners[-2], each) <= _price(seconds, size, *corners[-2:]):
-            corners.pop()
-        corners.append(each)
-    return corners
-
-
-def _price(seconds: Floats, size: Floats, own: int, to: int) -> float:
-    return float((seconds[to] - seconds[own]) / (size[own] - size[to]))
 
 
 def _ways(problem: StageProblem) -> tuple[list[tuple[Option, Option]], Numbers]:
