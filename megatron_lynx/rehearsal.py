@@ -33,7 +33,7 @@ from megatron_lynx.simulator.double_buffered import simulate_without_flushes
 from megatron_lynx.simulator.halves import stage_passes
 from megatron_lynx.simulator.passes import ChunkPasses, HostCopy
 from megatron_lynx.simulator.simulate import simulate
-from megatron_lynx.simulator.simulation import PairedChunk, SideBySide, Simulation, in_steady_state, most_beside, paired
+from megatron_lynx.simulator.simulation import PairedChunk, Simulation, in_steady_state, most_beside, paired
 from megatron_lynx.simulator.walk import Halves, Leaving, Treated
 from megatron_lynx.timeline import Passes
 from megatron_lynx.timetable import PlannedHalf, Timetable
@@ -86,7 +86,7 @@ def rehearse(
     together = simulated(pairs, more=1)
     layers_bytes = (_most_of_a_layer(plan, stage, stage_prices.profile) for stage, stage_prices in enumerate(of_stages))
     more_bytes = tuple(map(most_beside, chunks, layers_bytes))
-    return SideBySide(together.executed, together.copied, apart, more_bytes, repeated=together.repeated)
+    return replace(together, apart=apart, more_bytes=more_bytes)
 
 
 def _reduces_in_backward(job: Job | None, stage: int) -> bool:

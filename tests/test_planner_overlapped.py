@@ -16,7 +16,7 @@ from megatron_lynx.planner import Decision, decide
 from megatron_lynx.planner.evaluation import most_held
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.simulator.passes import ChunkPasses, TimedPass, in_phases
-from megatron_lynx.simulator.simulation import SideBySide, most_beside
+from megatron_lynx.simulator.simulation import most_beside
 from megatron_lynx.stock import NONE, StockSetting, priced
 from megatron_lynx.timeline import Span
 from megatron_lynx.units import GIB
@@ -95,7 +95,7 @@ def test_a_plan_that_the_loss_binds_fits(gib: float) -> None:
 
 def test_what_is_held_at_a_time_is_that_of_passes_one_after_the_other() -> None:
     simulation = decided(57).simulation
-    assert isinstance(simulation, SideBySide)
+    assert simulation.apart is not None
     job = job_of(57)
     assert [*most_held(job, simulation, 0)] == [*most_held(job, simulation.apart, 0)]
 

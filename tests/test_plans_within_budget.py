@@ -170,7 +170,7 @@ class Fuller(Simulation):
 
     begin_s: float
     end_s: float
-    more_bytes: int
+    added_bytes: int
 
     def memory(self, stage: int) -> MemoryCurve:
         curve = super().memory(stage)
@@ -178,7 +178,7 @@ class Fuller(Simulation):
             return curve
         times_s = sorted({*curve.times_s, self.begin_s, self.end_s})
         held = [curve.bytes[bisect_right(curve.times_s, time_s) - 1] for time_s in times_s]
-        more = [self.more_bytes * (self.begin_s <= time_s < self.end_s) for time_s in times_s]
+        more = [self.added_bytes * (self.begin_s <= time_s < self.end_s) for time_s in times_s]
         return MemoryCurve(tuple(times_s), tuple(map(sum, zip(held, more, strict=True))))
 
 

@@ -39,7 +39,6 @@ from megatron_lynx.plan.facts import PackedFacts
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
-from megatron_lynx.simulator.double_buffered import Unflushed
 from megatron_lynx.simulator.passes import TimedPass
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.units import MIB, format_bytes
@@ -154,7 +153,7 @@ def _most_of_layers(simulation: Simulation, stage: int) -> Mapping[tuple[int | N
     """Most bytes of a stage's layers `between` passes, and by chunk: during forwards; during backwards, or while their gradients
     are awaited or sent; when a backward has `begun`, without its first allocations; when it has `ended`, without those of a
     receive that starts then."""
-    executed, curve = simulation.holding(stage), simulation.memory(stage)
+    executed, curve = simulation.held.executed[stage], simulation.memory(stage)
     times_s, held = np.array(curve.times_s), np.array([*curve.bytes, 0])
     first = np.searchsorted(times_s, [execution.start_s for execution in executed], "right") - 1
     last = np.searchsorted(times_s, [execution.end_s for execution in executed], "right") - 1
@@ -190,7 +189,7 @@ def _taken_at_once(content: TimedPass) -> int:
 
 
 def _at_updates(simulation: Simulation, stage: int) -> int:
-    if not isinstance(simulation, Unflushed):
+    if not simulation.updates:
         return 0
     curve = simulation.memory(stage)
     begins = np.searchsorted(curve.times_s, [update.arrived_s for update in simulation.updates[stage]], "right") - 1

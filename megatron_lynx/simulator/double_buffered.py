@@ -12,8 +12,7 @@ Between two updates a stage runs as many forwards and backwards as a batch has m
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import replace
 
 from megatron_lynx.schedule.double_buffered import check, deferral
 from megatron_lynx.schedule.flushes import with_flushes
@@ -26,26 +25,6 @@ BATCHES = 5
 """Batches simulated, from filling to draining. The last but one is measured: stages are in step after one or two."""
 
 
-@dataclass(frozen=True)
-class Unflushed(Simulation):
-    """A run from filling to draining. Step figures are those of one batch in steady state; memory is the whole run's."""
-
-    @cached_property
-    def step_s(self) -> float:
-        begin_s, end_s = self._steady_s(0)
-        return end_s - begin_s + self._repeated_s
-
-    def times(self, stage: int) -> Sequence[int]:
-        begin_s, end_s = self._steady_s(stage)
-        executions = zip(self.executed[stage], super().times(stage), strict=True)
-        return [times if begin_s <= execution.start_s < end_s else 0 for execution, times in executions]
-
-    def _steady_s(self, stage: int) -> tuple[float, float]:
-        """Beginning and end of the measured batch, the last but one."""
-        before, update, _ = self.updates[stage][-3:]
-        return before.begin_s, update.begin_s
-
-
 def simulate_without_flushes(
     microbatches: int,
     chunks: Sequence[ChunkPasses],
@@ -53,7 +32,7 @@ def simulate_without_flushes(
     interference: float = 1.0,
     *,
     deferred: bool = True,
-) -> Unflushed:
+) -> Simulation:
     """Simulate a run. `chunks` is indexed by stage. Raises ConfigError if a batch has fewer micro-batches than there are stages.
 
     `deferred`: whether a stage's update runs after the first backwards of the next batch (`schedule.double_buffered.deferral`).
@@ -62,7 +41,7 @@ def simulate_without_flushes(
     later = [deferral(stage) if deferred else 0 for stage in range(len(chunks))]
     run = _UnflushedRun(microbatches, chunks, p2p_s, interference, later)
     simulation = run.simulation()
-    return Unflushed(simulation.executed, simulation.copied, updates=tuple(map(tuple, run.updates)))
+    return replace(simulation, updates=tuple(map(tuple, run.updates)))
 
 
 class _UnflushedRun(Run):

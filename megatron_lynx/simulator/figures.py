@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_lynx.simulator.double_buffered import Unflushed
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.tables import WrappedTable
 from megatron_lynx.units import format_bytes, format_seconds
@@ -21,7 +20,7 @@ def as_json(simulation: Simulation, update_s: float | None) -> dict[str, Any]:
     stages = [_stage(simulation, stage, defers) for stage in numbers]
     whole_s = None if update_s is None else simulation.step_s + update_s
     seconds: dict[str, Any] = {"step_s": whole_s, "passes_s": simulation.step_s, "update_s": update_s}
-    if isinstance(simulation, Unflushed):
+    if simulation.updates:
         updates = [[update._asdict() for update in stage] for stage in simulation.updates]
         seconds |= {"schedule": "double_buffered", "gradient_age_updates": 1, "updates": updates}
     return {**seconds, "stages": stages}
@@ -49,7 +48,7 @@ DEFERRED = ("hidden_weight_gradient_s", "exposed_weight_gradient_s")
 
 def headline(simulation: Simulation, update_s: float | None) -> str:
     what, old = "one step", ""
-    if isinstance(simulation, Unflushed):
+    if simulation.updates:
         what, old = "one batch without flushes, in the steady state", " (gradients are one update old)"
     if update_s is None:
         return f"{what}, without the optimizer's update: {format_seconds(simulation.step_s)}{old}"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from math import inf
-from typing import Literal, NamedTuple, TypeVar
+from statistics import fmean
+from typing import Any, Literal, NamedTuple
 
 from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.cost.combined import Beside, Nodes, paired_s
@@ -48,20 +49,44 @@ class Updated(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """One simulated step, by stage. `executed` and `copied` leave out the `repeated` part."""
+    """One simulated step, by stage. `executed` and `copied` leave out the `repeated` part. With `updates` they are a whole run
+    without flushes, and the step's figures are those of its last batch but one, which is in steady state.
+
+    In Megatron's combined schedule a forward and a backward of different micro-batches are interleaved node by node:
+
+    apart       F0 B0 F1 B1 F2 B2 ...              bytes: of these passes, and at most one layer more, counted separately
+    together    F0 [F1 with B0] [F2 with B1] ... B seconds: of each pair (`cost.combined`)
+
+    A pair is a forward of the pair's length and a backward that takes no time. Half-by-half copies run in both directions during
+    a pair, and a pair waits for copies that are longer.
+    """
 
     executed: tuple[tuple[Executed, ...], ...]
     copied: tuple[tuple[Copied, ...], ...]
-    updates: tuple[tuple[Updated, ...], ...] = field(default=(), kw_only=True)
-    repeated: Repeated | None = field(default=None, kw_only=True)
+    _: KW_ONLY
+    updates: tuple[tuple[Updated, ...], ...] = ()
+    repeated: Repeated | None = None
+    apart: Simulation | None = None
+    more_bytes: tuple[int, ...] = ()
+    """Bytes in flight to and from the host in both passes of a pair, beyond those of one pass and a layer."""
 
     @cached_property
     def step_s(self) -> float:
-        return max((execution.end_s for stage in self.executed for execution in stage[-1:]), default=0.0) + self._repeated_s
+        if self.updates:
+            begin_s, end_s = self._batch_s(0)
+            return end_s - begin_s
+        end_s = max((execution.end_s for stage in self.executed for execution in stage[-1:]), default=0.0)
+        return end_s if self.repeated is None else end_s + self.repeated.times * self.repeated.period_s
+
+    def _batch_s(self, stage: int) -> tuple[float, float]:
+        """Beginning and end of a run's last batch but one."""
+        before, update, _ = self.updates[stage][-3:]
+        return before.begin_s, update.begin_s
 
     @property
-    def _repeated_s(self) -> float:
-        return 0.0 if self.repeated is None else self.repeated.times * self.repeated.period_s
+    def held(self) -> Simulation:
+        """The simulation of the passes whose bytes count."""
+        return self.apart or self
 
     @property
     def idle_at_end_s(self) -> list[float]:
@@ -71,10 +96,11 @@ class Simulation:
 
     def times(self, stage: int) -> Sequence[int]:
         """How often each executed action of a stage counts in the step."""
-        if self.repeated is None:
-            return [1] * len(self.executed[stage])
-        place = self.repeated.places[stage]
-        return [1 + self.repeated.times if at in place else 1 for at in range(len(self.executed[stage]))]
+        if self.updates:
+            begin_s, end_s = self._batch_s(stage)
+            return [int(begin_s <= execution.start_s < end_s) for execution in self.executed[stage]]
+        repeated = self.repeated or Repeated(0, 0.0, (range(0),) * len(self.executed))
+        return [1 + repeated.times * (at in repeated.places[stage]) for at in range(len(self.executed[stage]))]
 
     def total(self, stage: int, name: str, chunk: int | None = None) -> float:
         """Sum a field of `TimedPass`."""
@@ -105,19 +131,16 @@ class Simulation:
             if late_s > 0
         )
 
-    def holding(self, stage: int) -> tuple[Executed, ...]:
-        """At the times of its `memory`."""
-        return self.executed[stage]
-
     @once
     def memory(self, stage: int) -> MemoryCurve:
         """Activation bytes of the stage's layers over time."""
-        passes = [(execution.start_s, execution.content.memory) for execution in self.holding(stage)]
-        return curve_of_parts([*passes, (0.0, tuple(copy.memory for copy in self.copied[stage]))])
+        passes = [(execution.start_s, execution.content.memory) for execution in self.held.executed[stage]]
+        more = tuple((0.0, size) for size in self.more_bytes[stage : stage + 1])
+        return curve_of_parts([(0.0, more), *passes, (0.0, tuple(copy.memory for copy in self.held.copied[stage]))])
 
     def regenerated(self, stage: int) -> MemoryCurve:
         """Bytes of recomputed tensors in `memory`. At the end of a half they are freed before its kept ones."""
-        return curve_of_parts([(execution.start_s, execution.content.regenerated) for execution in self.executed[stage]])
+        return curve_of_parts([(execution.start_s, execution.content.regenerated) for execution in self.held.executed[stage]])
 
     def timeline(self) -> Timeline:
         stages = zip(self.executed, self.copied, self.updates or [()] * len(self.executed), strict=True)
@@ -181,10 +204,8 @@ FEWEST_GROUPS = 4
 PERIODIC = 1e-9
 """Relative difference up to which shifts count as equal."""
 
-Simulated = TypeVar("Simulated", bound=Simulation)
 
-
-def in_steady_state(group: int, microbatches: int, simulated: Callable[[int], Simulated]) -> Simulated:
+def in_steady_state(group: int, microbatches: int, simulated: Callable[[int], Simulation]) -> Simulation:
     """Return a step of `microbatches`, extended from one of few.
 
         stage 0   F F F | F B F B | F B F B | F B ... B B B
@@ -197,75 +218,40 @@ def in_steady_state(group: int, microbatches: int, simulated: Callable[[int], Si
     few = FEWEST_GROUPS
     while few < groups:
         simulation = simulated(few * group + rest)
-        if (period_s := period_of(simulation, group)) is not None:
-            places = tuple(_last_group(simulation, stage, group) for stage in range(len(simulation.executed)))
+        places = tuple(_last_group(executed, group) for executed in simulation.executed)
+        if (period_s := period_of(simulation, places, group)) is not None:
             return replace(simulation, repeated=Repeated(groups - few, period_s, places))
         few += few - 3  # 5, 7, 11, ...: most are by then
     return simulated(microbatches)
 
 
-def period_of(simulation: Simulation, group: int) -> float | None:
-    """Seconds between an action and the same one `group` micro-batches earlier, in the last full group of forward-backward pairs.
+def period_of(simulation: Simulation, places: Sequence[range], group: int) -> float | None:
+    """Seconds between an action and the same one `group` micro-batches earlier, in these places of the stages' actions.
 
     Returns None if actions, copies or stages differ in it: the pipeline is not yet in steady state.
     """
-    shifts = [shift for stage in range(len(simulation.executed)) for shift in _shifts_s(simulation, stage, group)]
+    shifts = []
+    for executed, copied, place in zip(simulation.executed, simulation.copied, places, strict=True):
+        known: dict[Action, tuple[Any, ...]] = {}
+        known |= {execution.action: (execution.content, execution.end_s) for execution in executed if execution.action.is_pass}
+        known |= {copy.action: (*known[copy.action], copy.end_s) for copy in copied}
+        for action in (execution.action for execution in executed[place.start : place.stop] if execution.action.is_pass):
+            content, *ends_s = known[action]
+            before, *before_s = known.get(action._replace(micro_batch=action.micro_batch - group), (None,))
+            alike = before is content and len(before_s) == len(ends_s)
+            shifts += [end_s - earlier_s for end_s, earlier_s in zip(ends_s, before_s, strict=True)] if alike else [inf]
     longest_s = max(shifts)
     return longest_s if longest_s - min(shifts) <= PERIODIC * min(shifts) < inf else None
 
 
-def _shifts_s(simulation: Simulation, stage: int, group: int) -> list[float]:
-    """Shifts of one stage's passes and copies; infinite if the group before has no such pass, or one with other content."""
-    executed = simulation.executed[stage]
-    passes = {execution.action: execution for execution in executed if execution.action.is_pass}
-    copied_s = {copy.action: copy.end_s for copy in simulation.copied[stage]}
-    place, shifts = _last_group(simulation, stage, group), list[float]()
-    for action in (execution.action for execution in executed[place.start : place.stop] if execution.action.is_pass):
-        earlier = action._replace(micro_batch=action.micro_batch - group)
-        now, before = passes[action], passes.get(earlier)
-        alike = before is not None and before.content is now.content and (action in copied_s) == (earlier in copied_s)
-        shifts.append(now.end_s - before.end_s if before is not None and alike else inf)
-        if alike and action in copied_s:
-            shifts.append(copied_s[action] - copied_s[earlier])
-    return shifts
-
-
-def _last_group(simulation: Simulation, stage: int, group: int) -> range:
-    """Indices of the last full group of forward-backward pairs, with recomputation in receives."""
-    counted = zip(simulation.executed[stage], simulation.times(stage), strict=True)
-    passes = [(at, execution.action) for at, (execution, times) in enumerate(counted) if times and execution.action.is_pass]
+def _last_group(executed: Sequence[Executed], group: int) -> range:
+    """Indices of a stage's last full group of forward-backward pairs, with recomputation in receives."""
+    passes = [(at, execution.action) for at, execution in enumerate(executed) if execution.action.is_pass]
     last_forward = max(number for number, (_, action) in enumerate(passes) if action.kind == "F")
     chunks = len({action.chunk for _, action in passes})
     rest = len(passes) // (2 * chunks) % group
     end = last_forward + 1 - 2 * max(1, rest * chunks)  # the last backward flushes delayed weight gradients
     return range(passes[max(0, end - 2 * group * chunks)][0] + 1, passes[end][0] + 1)
-
-
-@dataclass(frozen=True)
-class SideBySide(Simulation):
-    """A step of Megatron's combined schedule, which interleaves a forward and a backward of different micro-batches node by node.
-
-    apart       F0 B0 F1 B1 F2 B2 ...              bytes: of these passes, and at most one layer more, counted separately
-    together    F0 [F1 with B0] [F2 with B1] ... B seconds: of each pair (`cost.combined`)
-
-    A pair is a forward of the pair's length and a backward that takes no time. Half-by-half copies run in both directions during
-    a pair, and a pair waits for copies that are longer.
-    """
-
-    apart: Simulation
-    more_bytes: tuple[int, ...] = ()
-    """Bytes in flight to and from the host in both passes of a pair, beyond those of one pass and a layer."""
-
-    def holding(self, stage: int) -> tuple[Executed, ...]:
-        return self.apart.executed[stage]
-
-    def memory(self, stage: int) -> MemoryCurve:
-        alone = self.apart.memory(stage)
-        more = self.more_bytes[stage] if self.more_bytes else 0
-        return MemoryCurve(alone.times_s, tuple(size + more for size in alone.bytes)) if more else alone
-
-    def regenerated(self, stage: int) -> MemoryCurve:
-        return self.apart.regenerated(stage)
 
 
 @dataclass(frozen=True)
@@ -306,23 +292,16 @@ def _by_layer(one: TimedPass) -> Iterator[int]:
 def paired(chunks: Sequence[PairedChunk], beside: Beside, *, delayed: bool = False) -> list[ChunkPasses]:
     """Return the passes of a stage's chunks. A steady forward is paired equally often with each chunk's backward. `delayed`:
     weight gradients are nodes."""
-    return [_paired(chunk, chunks, partial(paired_s, beside=beside, delayed=delayed)) for chunk in chunks]
-
-
-def _paired(
-    chunk: PairedChunk, chunks: Sequence[PairedChunk], pair_s: Callable[[Sequence[Nodes], Sequence[Nodes]], float]
-) -> ChunkPasses:
-    seconds = exposed_s = again_s = 0.0
-    for other in chunks:
-        both_s = pair_s(chunk.nodes, other.nodes)
-        seconds += (both_s + chunk.ends_s[0] + other.ends_s[1]) / len(chunks)
-        exposed_s += (both_s - pair_s(chunk.without_again, other.without_again)) / len(chunks)
-        again_s += other.again_s / len(chunks)
-    exposed_s = min(max(exposed_s, 0.0), again_s)
-    backward_host_s = sum(other.passes.one("B", "steady").host_s for other in chunks) / len(chunks)
-    host_s = chunk.passes.one("F", "steady").host_s + backward_host_s
-    spans = (Span("forward", 0.0, seconds),)
-    waited_s = max(0.0, chunk.copy_s - seconds)
-    passed = TimedPass(seconds + waited_s, again_s - exposed_s, exposed_s, spans=spans, copy_wait_s=waited_s)
-    copy = chunk.passes.copy if chunk.passes.at_once is None else None
-    return replace(chunk.passes.with_steady(passed.issued_in(host_s), TimedPass()), copy=copy, at_once=None)
+    pair_s, pairs = partial(paired_s, beside=beside, delayed=delayed), []
+    again_s = fmean(other.again_s for other in chunks)
+    for chunk in chunks:
+        nodes_s = fmean(pair_s(chunk.nodes, other.nodes) for other in chunks)
+        exposed_s = nodes_s - fmean(pair_s(chunk.nodes, other.without_again) for other in chunks)
+        exposed_s = min(max(exposed_s, 0.0), again_s)
+        seconds = nodes_s + chunk.ends_s[0] + fmean(other.ends_s[1] for other in chunks)
+        waited_s, spans = max(0.0, chunk.copy_s - seconds), (Span("forward", 0.0, seconds),)
+        both = TimedPass(seconds + waited_s, again_s - exposed_s, exposed_s, spans=spans, copy_wait_s=waited_s)
+        host_s = chunk.passes.one("F", "steady").host_s + fmean(other.passes.one("B", "steady").host_s for other in chunks)
+        copy = chunk.passes.copy if chunk.passes.at_once is None else None
+        pairs.append(replace(chunk.passes.with_steady(both.issued_in(host_s), TimedPass()), copy=copy, at_once=None))
+    return pairs

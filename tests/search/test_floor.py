@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -68,10 +68,13 @@ def test_chunks_that_differ_find_their_pace_later(monkeypatch: pytest.MonkeyPatc
     assert few_s == pytest.approx(in_full(monkeypatch, lambda: priced(job, profile, NONE).step_s), rel=1e-9)
 
 
-def noting(found: Callable[[Simulation, int], float | None], groups: list[int]) -> Callable[[Simulation, int], float | None]:
-    def noted(simulation: Simulation, group: int) -> float | None:
+Found = Callable[[Simulation, Sequence[range], int], float | None]
+
+
+def noting(found: Found, groups: list[int]) -> Found:
+    def noted(simulation: Simulation, places: Sequence[range], group: int) -> float | None:
         groups.append(group)
-        return found(simulation, group)
+        return found(simulation, places, group)
 
     return noted
 
