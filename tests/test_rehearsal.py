@@ -278,7 +278,7 @@ def test_an_input_that_was_gathered_before_is_not_waited_for_again():
     assert "bwd.attention.1@3" not in waits[1]
     (stage,) = plans[1].stages
     halves = treated_halves(stage, planned_halves(stage, plans[1].model.sections_of), Prices(profile))
-    spared_s = next(half.spared_s(half.planned.place.gather) for half in halves if half.layer == 3)
+    spared_s = next(half.spared_s(half.planned.place.gather) for half in halves if half.planned.layer == 3)
     (span,) = (span for span in kept.executed[0][1].content.spans if span.name == "bwd.attention.1@3")
     assert spared_s > 0
     assert spared_s == pytest.approx(span.end_s - span.start_s)

@@ -15,7 +15,7 @@ compute, but not during a wait. A delayed weight gradient takes no time in its o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -23,33 +23,32 @@ from typing import TYPE_CHECKING
 
 from megatron_lynx.anatomy import Collective, Section
 from megatron_lynx.anatomy import Pass as Passing
-from megatron_lynx.anatomy.address import RECV_BACKWARD, SEND_BACKWARD, WindowAddress
+from megatron_lynx.anatomy.address import RECV_BACKWARD, SEND_BACKWARD, Window, WindowAddress
 from megatron_lynx.cost.communication import window_lengths_s, windows_of
 from megatron_lynx.cost.ends import NO_BLOCK
 from megatron_lynx.cost.host import NO_HOST_TIME
 from megatron_lynx.cost.section import Prices, weight_gradient
-from megatron_lynx.kinds.section import Exchange
 from megatron_lynx.simulator.passes import ChunkPasses, Kind, PassKey, Queue, TimedPass, walked_once
 from megatron_lynx.simulator.walk import Halves, Treated, Walk
-from megatron_lynx.timetable import HalfPass, Linear, Pass, Task, Timetable, Wait
+from megatron_lynx.timetable import HalfPass, Linear, Pass, Timetable, Wait
 
 if TYPE_CHECKING:
-    from megatron_lynx.profiler.profile import BlockProfile, ItemProfile, Profile
+    from megatron_lynx.profiler.profile import BlockProfile, Profile
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Seconds of compute, and of the windows between them."""
+    """Seconds of compute, and of the windows between them. The rest is of a backward."""
 
     compute_s: tuple[float, ...]
     windows_s: tuple[float, ...]
     ends: Mapping[str, int] = field(default_factory=dict)
-    """By linear: windows of its half's backward before the point where its weight gradient is delayed."""
+    """By linear: windows before the point where its weight gradient is delayed."""
+    freed: tuple[str, ...] = ()
+    """Linears whose inputs are freed in the last window: the last linear, or those of all experts."""
     core: tuple[int, float] = (0, 0.0)
-    """Backward with a core attention: (windows before it, seconds between the last of them and it)."""
+    """With a core attention: (windows before it, seconds between the last of them and it)."""
 
-
-Waited = Sequence[Collective | Exchange]
 
 Parts = Callable[..., Segments]
 """Of a pass and a section, and of the linears whose weight gradients are delayed in that backward."""
@@ -81,26 +80,30 @@ def stage_passes(
     host = sum((half.host for half in chunk_halves), start=NO_HOST_TIME)
     drains_otherwise = any(half.planned.delayed(drains=False) != half.planned.delayed(drains=True) for half in chunk_halves)
     defers_any = any(half.deferred for half in timetable.all_halves)
-    messages: dict[Kind, tuple[str, tuple[Task, ...]]] = {
-        "R": (RECV_BACKWARD, timetable.receive(chunk).at("in", RECV_BACKWARD)),
-        "W": (SEND_BACKWARD, timetable.sent(chunk).at("in", SEND_BACKWARD)),
+    messages: dict[Kind, tuple[Window, Pass]] = {
+        "R": (RECV_BACKWARD, timetable.receive(chunk)),
+        "W": (SEND_BACKWARD, timetable.sent(chunk)),
     }
-    working = {kind for kind, (_, tasks) in messages.items() if tasks} | ({"W"} if defers_any and read_after_send else set())
+    working = {kind for kind, (_, through) in messages.items() if through.tasks} | (
+        {"W"} if defers_any and read_after_send else set()
+    )
 
     def walked(key: PassKey, queue: Queue) -> TimedPass:
         kind, which, last = key
         if kind in messages:
-            walk = Walk(1.0, halves, queue)
-            walk.during(*messages[kind])
+            window, through = messages[kind]
+            walk = Walk(1.0, halves, queue, through)
+            walk.during(window)
             if kind == "W" and last and read_after_send:
                 walk.flush(during_send=True)
             return walk.over()
         if kind == "F":
-            walk = Walk(interference, halves, queue, embedding.forward_s)
-            return _forward(walk, timetable.forward(chunk), chunk_halves, parts, head.forward_s).issued_in(host.forward_s)
-        walk = Walk(interference, halves, queue, head.backward_s)
-        delays = None if last and reduced_in_backward else which == "cooldown" or last
-        _backward(walk, timetable.backward(chunk), chunk_halves, parts, delays)
+            walk = Walk(interference, halves, queue, timetable.forward(chunk), embedding.forward_s)
+            _forward(walk, chunk_halves, parts)
+            walk.compute(head.forward_s)
+            return walk.over().issued_in(host.forward_s)
+        walk = Walk(interference, halves, queue, timetable.backward(chunk), head.backward_s)
+        _backward(walk, chunk_halves, parts, None if last and reduced_in_backward else which == "cooldown" or last)
         walk.compute(embedding.backward_s)
         if last and not read_after_send:
             walk.flush()
@@ -117,140 +120,103 @@ def stage_passes(
 
 def segments(profile: Profile, passing: Passing, section: Section, deferred: Collection[str] = ()) -> Segments:
     """Return a section's seconds around its windows. `deferred`: linears whose weight gradients are delayed, and not counted."""
+    half, waited = profile.of(section), windows_of(profile, section, passing)
     windows_s = window_lengths_s(profile, passing, section, profile.message_bytes, deferred)
-    waited, half = windows_of(profile, section, passing), profile.of(section)
-    off_s, parts = 0.0, Segments((), windows_s)
+    places = [section.place_behind(collective) for collective in waited]
     if passing == "fwd":
-        cuts = [0, *(section.place_behind(collective) + 1 for collective in waited), len(section.names)]
-        *compute_s, last_s = (sum(half.items[name].forward_s for name in section.names[at:end]) for at, end in pairwise(cuts))
+        items_s = [half.items[name].forward_s for name in section.names]
+        cuts = [0, *(place + 1 for place in places), len(items_s)]
+        compute_s, whole_s = [sum(items_s[at:end]) for at, end in pairwise(cuts)], half.forward_s
+        parts = Segments((), windows_s)
     else:
-        off = {linear: weight_gradient(profile, section, linear).seconds for linear in section.linears if linear in deferred}
-        items = {name: _without(item, off[name]) if name in off else item for name, item in half.items.items()}
+        off_s = {linear: weight_gradient(profile, section, linear).seconds for linear in section.linears if linear in deferred}
+        items_s = [max(0.0, half.items[name].backward_s - off_s.get(name, 0.0)) for name in section.names]
+        cuts = [len(items_s), *places, 0]
+        compute_s, whole_s = [sum(items_s[end:at]) for at, end in pairwise(cuts)], half.backward_s - sum(off_s.values())
+        for at, (collective, place) in enumerate(zip(waited, places, strict=True)):
+            if isinstance(collective, Collective) and collective.beside == "dgrad" and section.names[place] not in off_s:
+                wgrad_s = min(compute_s[at], half.items[section.names[place]].wgrad_s)  # it runs after the collective
+                compute_s[at : at + 2] = compute_s[at] - wgrad_s, compute_s[at + 1] + wgrad_s
         behind = {linear: section.behind_wgrad(linear, profile.shape.sequence_parallel) for linear in section.linears}
         ends = {linear: min(windows, len(waited)) for linear, windows in behind.items()}
-        off_s, parts = sum(off.values()), replace(parts, ends=ends, core=_before_core(items, section, waited))
-        *compute_s, last_s = _between_backward(items, section, waited)
+        parts = Segments((), windows_s, ends, _freed(section), _before_core(section, items_s, places))
     if section.exchanges:  # waits that are not windows count as compute at the end of the pass
-        whole_s = (half.forward_s if passing == "fwd" else half.backward_s) - off_s
-        last_s += max(0.0, whole_s - sum(windows_s) - sum(compute_s) - last_s)
-    return replace(parts, compute_s=(*compute_s, last_s))
+        compute_s[-1] += max(0.0, whole_s - sum(windows_s) - sum(compute_s))
+    return replace(parts, compute_s=tuple(compute_s))
 
 
-def _without(item: ItemProfile, wgrad_s: float) -> ItemProfile:
-    return item.model_copy(update={"backward_s": max(0.0, item.backward_s - wgrad_s), "wgrad_s": 0.0})
+def _freed(section: Section) -> tuple[str, ...]:
+    if not section.exchanges:
+        return section.linears[-1:]
+    waits = len(section.exchanges_of["bwd"])
+    return tuple(linear for linear in section.linears if section.behind_wgrad(linear, False) < waits)
 
 
-def _between_backward(items: Mapping[str, ItemProfile], section: Section, waited: Waited) -> Iterator[float]:
-    """Yield backward seconds between waits. The wgrad of a linear whose dgrad overlaps a collective runs after it."""
-    end, behind_s = len(section.names), 0.0
-    for collective in waited:
-        begin = section.place_behind(collective)
-        seconds = behind_s + _backward_s(items, section, begin, end)
-        beside_dgrad = isinstance(collective, Collective) and collective.beside == "dgrad"
-        wgrad_s = items[section.names[begin]].wgrad_s if beside_dgrad else 0.0
-        yield max(0.0, seconds - wgrad_s)
-        end, behind_s = begin, min(seconds, wgrad_s)
-    yield behind_s + _backward_s(items, section, 0, end)
-
-
-def _before_core(items: Mapping[str, ItemProfile], section: Section, waited: Waited) -> tuple[int, float]:
+def _before_core(section: Section, items_s: Sequence[float], places: Sequence[int]) -> tuple[int, float]:
     if not section.core:
         return 0, 0.0
     at = section.index(section.core)
-    cuts = [place for collective in waited if (place := section.place_behind(collective)) > at]
-    return len(cuts), _backward_s(items, section, at + 1, cuts[-1] if cuts else len(section.names))
+    before = [place for place in places if place > at]
+    return len(before), sum(items_s[at + 1 : before[-1] if before else None])
 
 
-def _backward_s(items: Mapping[str, ItemProfile], section: Section, begin: int, end: int) -> float:
-    return sum(items[name].backward_s for name in section.names[begin:end])
-
-
-def _forward(walk: Walk, through: Pass, treated: Sequence[Treated], segments_of: Parts, end_s: float) -> TimedPass:
-    for number, (half, planned) in enumerate(zip(treated, through.halves, strict=True), start=1):
-        start_s = walk.clock_s
-        parts = segments_of("fwd", half.section)
-        for ordinal, compute_s in enumerate(parts.compute_s):
-            walk.compute(compute_s)
-            if ordinal < len(parts.windows_s):
-                wait = _wait(planned, "fwd", ordinal)
-                walk.window(wait, parts.windows_s[ordinal], through.at("in", wait.window))
-        walk.hold(half.memory.resident)
-        walk.span("forward", start_s, half)
-        walk.copy_out(number, half)
-    walk.compute(end_s)
-    return walk.over()
-
-
-def _wait(planned: HalfPass, passing: Passing, ordinal: int) -> Wait:
+def _waits(planned: HalfPass, passing: Passing, parts: Segments) -> Sequence[Wait]:
     """Opaque exchanges of experts are in no timetable."""
-    return planned.waits[ordinal] if ordinal < len(planned.waits) else Wait(WindowAddress(passing, *planned.half, ordinal))
+    return planned.waits or [Wait(WindowAddress(passing, *planned.half, ordinal)) for ordinal in range(len(parts.windows_s))]
 
 
-def _backward(walk: Walk, through: Pass, treated: Sequence[Treated], segments_of: Parts, delays: bool | None) -> None:
+def _forward(walk: Walk, treated: Sequence[Treated], segments_of: Parts) -> None:
+    for number, (half, planned) in enumerate(zip(treated, walk.through.halves, strict=True), start=1):
+        start_s, parts = walk.clock_s, segments_of("fwd", half.section)
+        for compute_s, window_s, wait in zip(parts.compute_s, parts.windows_s, _waits(planned, "fwd", parts), strict=False):
+            walk.compute(compute_s)
+            walk.window(wait, window_s)
+        walk.compute(parts.compute_s[-1])
+        walk.hold(half.memory.resident)
+        walk.draw("forward", start_s, walk.clock_s, planned.half)
+        walk.copy_out(number, half)
+
+
+def _backward(walk: Walk, treated: Sequence[Treated], segments_of: Parts, delays: bool | None) -> None:
     """`treated`: in forward order. `delays`: whether it also delays the weight gradients of the drain; None: it delays none."""
     away = [half for half in treated if half.leaving is not None]
     not_in_hand = [0, *(half.memory.less_in_hand for half in treated)]
     walk.hold(-not_in_hand[-1])
-    for number, half, planned in zip(range(len(treated), 0, -1), reversed(treated), through.halves, strict=True):
+    for number, half, planned in zip(range(len(treated), 0, -1), reversed(treated), walk.through.halves, strict=True):
         walk.copy_back(number, away)
-        walk.needs(half.planned.key)
-        for task in (*through.at("demand", planned.half), *through.at("enter", planned.half)):
-            walk.needs(task.half)
-            walk.on_demand(task)
+        walk.needs(planned.half)
+        walk.on_demand("demand", planned.half)
+        walk.on_demand("enter", planned.half)
         start_s = walk.clock_s
         delayed = frozenset[str]() if delays is None else half.planned.delayed(drains=delays)
-        over_bytes = not_in_hand[number] - not_in_hand[number - 1]
-        _back_through(walk, half, through, planned, segments_of("bwd", half.section, delayed), delayed, over_bytes)
-        walk.span("backward", start_s, half)
+        more_bytes = not_in_hand[number] - not_in_hand[number - 1]
+        _back_through(walk, half, planned, segments_of("bwd", half.section, delayed), delayed, more_bytes)
+        walk.draw("backward", start_s, walk.clock_s, planned.half)
 
 
 def _back_through(
-    walk: Walk,
-    half: Treated,
-    through: Pass,
-    planned: HalfPass,
-    parts: Segments,
-    delayed: frozenset[str],
-    over_bytes: int,
+    walk: Walk, half: Treated, planned: HalfPass, parts: Segments, delayed: frozenset[str], more_bytes: int
 ) -> None:
-    """`over_bytes`: transient bytes of the next half that count from this half's end."""
-    last, left, regenerated = len(parts.windows_s) - 1, half.memory.whole, half.memory.regenerated
+    """`more_bytes`: transient bytes of the next half that count from this half's end."""
+    memory, last, waits = half.memory, len(parts.windows_s) - 1, _waits(planned, "bwd", parts)
+    tail = memory.tail if parts.windows_s else memory.whole
+    first = max(0, min(memory.regenerated, memory.whole - tail))
+    begins, before_s = parts.core
     for ordinal, compute_s in enumerate(parts.compute_s):
-        begins, before_s = parts.core
-        if ordinal == begins and (tasks := through.at("core", planned.half)):
+        if ordinal == begins and walk.through.at("core", planned.half):
             walk.compute(before_s)
             compute_s -= before_s
-            for task in tasks:
-                walk.on_demand(task)
+            walk.on_demand("core", planned.half)
         walk.compute(compute_s)
         ran_s = _defer(walk, half, ordinal, parts, delayed)
         if ordinal == last:  # in its last window a half frees all but the inputs of its last GEMM (`cost.memory`)
-            first = max(0, min(regenerated, left - half.memory.tail))
-            walk.hold(half.memory.tail - left, regenerated_bytes=-first)
-            left, regenerated = half.memory.tail, regenerated - first
-            _hold_rest(walk, half, *_let_go_of(half.section))
+            walk.hold(tail - memory.whole, -first)
+            walk.hold_operands(*(Linear(*planned.half, linear) for linear in parts.freed))
         if ordinal <= last:
-            wait = _wait(planned, "bwd", ordinal)
-            during, after = through.at("in", wait.window), through.at("after", wait.window)
-            walk.needs(*(task.half for task in (*during, *after) if task.do in ("recompute", "begin")))
-            walk.window(wait, max(0.0, parts.windows_s[ordinal] - ran_s - half.spared_s(wait.gathered)), during, after)
-    walk.hold(over_bytes - left, regenerated_bytes=-regenerated)
-    _hold_rest(walk, half, *half.deferred)
-
-
-def _let_go_of(section: Section) -> tuple[str, ...]:
-    """Linears whose inputs are freed in the half's last window: the last linear, or those of all experts."""
-    if section.exchanges:
-        waits = len(section.exchanges_of["bwd"])
-        return tuple(linear for linear in section.linears if section.behind_wgrad(linear, False) < waits)
-    return section.linears[-1:]
-
-
-def _hold_rest(walk: Walk, half: Treated, *linears: str) -> None:
-    """Count the inputs of these linears to their delayed weight gradients, because their half frees them now."""
-    for linear in linears:
-        if linear in half.deferred:
-            walk.holds(Linear(half.layer, half.half, linear), half.deferred[linear].bytes)
+            wait = waits[ordinal]
+            walk.window(wait, max(0.0, parts.windows_s[ordinal] - ran_s - half.spared_s(wait.gathered)))
+    walk.hold(more_bytes - tail, first - memory.regenerated)
+    walk.hold_operands(*walk.unheld)
 
 
 def _defer(walk: Walk, half: Treated, ordinal: int, parts: Segments, delayed: frozenset[str]) -> float:
@@ -262,7 +228,7 @@ def _defer(walk: Walk, half: Treated, ordinal: int, parts: Segments, delayed: fr
     ran_s, section = 0.0, half.section
     for linear, cost in half.deferred.items():
         if ordinal == parts.ends[linear]:
-            of, reduces = Linear(half.layer, half.half, linear), not section.exchanges and linear != section.row_parallel
+            of, reduces = Linear(*half.planned.key, linear), not section.exchanges and linear != section.row_parallel
             start_s = walk.clock_s
             if linear in delayed:
                 walk.defer(of, cost.cut(half.planned.pieces.get(linear, 1)))
@@ -270,5 +236,5 @@ def _defer(walk: Walk, half: Treated, ordinal: int, parts: Segments, delayed: fr
                 walk.flush(of)
             ran_s += (walk.clock_s - start_s) * reduces
             if not reduces or ordinal < len(parts.windows_s) - 1:
-                walk.holds(of, cost.gradient_bytes)
+                walk.hold_operands(of, most_bytes=cost.gradient_bytes)
     return ran_s

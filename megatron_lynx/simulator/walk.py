@@ -13,17 +13,17 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from megatron_lynx.anatomy import Half, Section
+from megatron_lynx.anatomy import Section
 from megatron_lynx.anatomy.address import ON_DEMAND, SEND_BACKWARD, FrameKey, Window, WindowAddress
 from megatron_lynx.cost.host import NO_HOST_TIME
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.section import PricedSection, Progress, WeightGradient
 from megatron_lynx.pace import Turns
 from megatron_lynx.simulator.passes import Entry, Queue, Stream, TimedPass
-from megatron_lynx.timeline import FLUSHED, Passes, Span
-from megatron_lynx.timetable import Linear, PlannedHalf, Task, Wait
+from megatron_lynx.timeline import FLUSHED, Passes, Span, SpanKind
+from megatron_lynx.timetable import At, Linear, Pass, PlannedHalf, Task, Wait
 
 
 class Leaving(NamedTuple):
@@ -48,16 +48,8 @@ class Treated:
     leaving: Leaving | None = None
 
     @property
-    def layer(self) -> int:
-        return self.planned.layer
-
-    @property
     def section(self) -> Section:
         return self.planned.section
-
-    @property
-    def half(self) -> Half:
-        return self.planned.half
 
     @property
     def memory(self) -> HalfMemory:
@@ -104,13 +96,11 @@ Halves = Mapping[FrameKey, Treated]
 class Walk:
     """Starts `start_s` after the pass. Work in a window takes `interference` times longer. `halves`: the stage's."""
 
-    def __init__(self, interference: float, halves: Halves, queue: Queue, start_s: float = 0.0) -> None:
-        self.clock_s = start_s
-        self.halves = halves
-        self._queue = queue
-        self._unheld: dict[Linear, int] = {}
+    def __init__(self, interference: float, halves: Halves, queue: Queue, through: Pass, start_s: float = 0.0) -> None:
+        self.clock_s, self.through, self.halves = start_s, through, halves
+        self.unheld: dict[Linear, int] = {}
         """Bytes of entries that their own half still holds, or that are counted as transient (`cost.moments`)."""
-        self._interference = interference
+        self._queue, self._interference = queue, interference
         self._spans: list[Span] = []
         self._memory: list[tuple[float, int]] = []
         self._regenerated: list[tuple[float, int]] = []
@@ -127,102 +117,118 @@ class Walk:
 
     def compute(self, seconds: float) -> None:
         """Advance the clock. Overlapped with communication begun ahead, compute takes longer, as in a window."""
-        beside_s = min(self._under_way_s, seconds * self._interference)
-        self._under_way_s -= beside_s
-        slower_s = beside_s - beside_s / self._interference
-        self._exposed_s += slower_s
-        self.clock_s += seconds + slower_s
+        if self._under_way_s:
+            beside_s = min(self._under_way_s, seconds * self._interference)
+            self._under_way_s -= beside_s
+            slower_s = beside_s - beside_s / self._interference
+            self._exposed_s += slower_s
+            seconds += slower_s
+        self.clock_s += seconds
 
-    def hold(self, change_bytes: int, *, regenerated_bytes: int = 0) -> None:
+    def hold(self, change_bytes: int, regenerated_bytes: int = 0) -> None:
         """Allocate bytes or, below 0, free them. `regenerated_bytes`: the recomputed part."""
         if change_bytes:
             self._memory.append((self.clock_s, change_bytes))
         if regenerated_bytes:
             self._regenerated.append((self.clock_s, regenerated_bytes))
 
-    def regenerate(self, change_bytes: int) -> None:
-        self.hold(change_bytes, regenerated_bytes=change_bytes)
+    def draw(self, kind: SpanKind, start_s: float, end_s: float, of: FrameKey, window: str | None = None, name: str = "") -> None:
+        self._spans.append(Span(kind, start_s, end_s, *of, None, window, name or f"{kind} {of[1]}({of[0]})"))
 
-    def recompute(self, half: Treated, seconds: float, window: str) -> None:
-        """`window`: where it is drawn; exposed seconds are drawn as on demand."""
+    def _run(self, seconds: float, kind: SpanKind, of: FrameKey, window: str | None = None, name: str = "") -> None:
+        """Advance the clock, and draw what runs. `window`: where it is drawn; exposed recomputation is drawn as on demand."""
         if seconds:
             start_s, self.clock_s = self.clock_s, self.clock_s + seconds
-            self.span("recompute", start_s, half, window)
+            self.draw(kind, start_s, self.clock_s, of, window, name)
 
-    def on_demand(self, task: Task) -> None:
-        half = self.halves[task.half]
-        part = half.part(task)
-        if half.resumes(task):
-            self._await()
-        if part.waits_s:
-            start_s, self.clock_s = self.clock_s, self.clock_s + part.waits_s
-            self.span("gather", start_s, half)
-        self.regenerate(part.bytes)
-        self.recompute(half, part.seconds, ON_DEMAND)
-        self._exposed_s += part.seconds + part.waits_s
-        if task.do == "begin":
-            self._under_way_s, self._holds_up = part.under_way_s, not half.section.exchanges
+    def on_demand(self, at: At, place: FrameKey | Window) -> None:
+        """Run the tasks of a moment, exposed."""
+        for task in self.through.at(at, place):
+            half = self.halves[task.half]
+            if task.do == "gather":
+                self.hold(half.gathered_bytes, half.gathered_bytes)
+                continue
+            part = half.part(task)
+            self.needs(task.half)
+            if half.resumes(task):
+                self._await()
+            self._run(part.waits_s, "gather", task.half)
+            self.hold(part.bytes, part.bytes)
+            self._run(part.seconds, "recompute", task.half, ON_DEMAND)
+            self._exposed_s += part.seconds + part.waits_s
+            if task.do == "begin":
+                self._under_way_s, self._holds_up = part.under_way_s, not half.section.exchanges
 
     def _await(self) -> None:
         self.clock_s += self._under_way_s
         self._exposed_s += self._under_way_s
         self._under_way_s = 0.0
 
-    def window(self, wait: Wait, seconds: float, during: Sequence[Task] = (), after: Sequence[Task] = ()) -> None:
-        if self._holds_up or any(self.halves[task.half].resumes(task) for task in during):
+    def window(self, wait: Wait, seconds: float) -> None:
+        tasks = [task for task in self.through.at("in", wait.window) if task.do == "recompute"]
+        self.needs(*(task.half for task in tasks))
+        if self._holds_up or any(self.halves[task.half].resumes(task) for task in tasks):
             self._await()
-        start_s, name = self.clock_s, str(wait.window)
-        waits_s = self.during(name, during, seconds / self._interference)
+        start_s = self.clock_s
+        waits_s = self.during(wait.window, seconds / self._interference)
         self.clock_s = max(self.clock_s, start_s + seconds) + waits_s
         if self.clock_s > start_s and isinstance(wait.window, WindowAddress):
-            layer, half_name = wait.window.frame
-            self._spans.append(Span("window", start_s, self.clock_s, layer, half_name, None, name, name))
-        for task in after:
-            if task.do == "gather":
-                self.regenerate(self.halves[task.half].gathered_bytes)
-            else:
-                self.on_demand(task)
+            name = str(wait.window)
+            self.draw("window", start_s, self.clock_s, wait.window.frame, name, name)
+        self.on_demand("after", wait.window)
 
-    def during(self, name: str, tasks: Sequence[Task], room_s: float = inf) -> float:
+    def during(self, window: Window, room_s: float = inf) -> float:
         """Run the tasks of a wait with room for `room_s` of work; by default for all, as in a message until it is placed. Return
         the seconds that recomputations wait for their own communication."""
-        waits_s = []
+        tasks, name, waits_s = self.through.at("in", window), str(window), 0.0
         for task in tasks:
             if task.do == "recompute":
-                half = self.halves[task.half]
-                part = half.part(task)
-                self.regenerate(part.bytes)
+                part = self.halves[task.half].part(task)
+                self.hold(part.bytes, part.bytes)
                 fits_s = min(part.seconds, room_s)
                 room_s -= fits_s
-                self.recompute(half, fits_s * self._interference, name)
-                self.recompute(half, part.seconds - fits_s, ON_DEMAND)
+                self._run(fits_s * self._interference, "recompute", task.half, name)
+                self._run(part.seconds - fits_s, "recompute", task.half, ON_DEMAND)
                 self._hidden_s += fits_s
                 self._exposed_s += part.seconds - fits_s + part.waits_s
-                waits_s.append(part.waits_s)
+                waits_s += part.waits_s
         for entry in self._queue.due([task.linear for task in tasks if task.do == "weight_gradient"]):
             fits_s = min(entry.cost.seconds, room_s)
             room_s -= fits_s
             self._weight_gradient(entry, fits_s, name, self._interference)
-        return sum(waits_s)
+        return waits_s
 
     def defer(self, of: Linear, pieces: Sequence[WeightGradient]) -> None:
         """Delay a weight gradient; those that no longer fit run at once."""
-        self._unheld[of] = pieces[-1].bytes
+        self.unheld[of] = pieces[-1].bytes
         for cost in pieces:
             for oldest in self._queue.put(Entry(of, self._queue.chunk, cost)):
                 self._weight_gradient(oldest, 0.0, FLUSHED)
 
-    def holds(self, of: Linear, size_bytes: int) -> None:
-        """Count `size_bytes` of a linear's newest entry to the entry alone."""
-        if of in self._unheld:
-            size_bytes = min(size_bytes, self._unheld[of])
-            self._unheld[of] -= size_bytes
-            self.hold(size_bytes)
+    def hold_operands(self, *linears: Linear, most_bytes: int | None = None) -> None:
+        """Count what is unheld of these linears' newest entries, or `most_bytes` of it, to the entries alone."""
+        for of in linears:
+            left_bytes = self.unheld.get(of, 0)
+            size_bytes = left_bytes if most_bytes is None else min(most_bytes, left_bytes)
+            if size_bytes:
+                self.unheld[of] -= size_bytes
+                self.hold(size_bytes)
 
     def flush(self, of: Linear | None = None, *, during_send: bool = False) -> None:
         """Run the pending weight gradients of a linear; by default all of the chunk."""
         for entry in self._queue.take(of):
             self._weight_gradient(entry, entry.cost.seconds if during_send else 0.0, SEND_BACKWARD if during_send else FLUSHED)
+
+    def _weight_gradient(self, entry: Entry, fits_s: float, window: str, interference: float = 1.0) -> None:
+        """`fits_s`: the seconds of it that fit into the wait."""
+        of, cost, name = entry.of, entry.cost, f"weight gradient {entry.of.name}({entry.of.layer})"
+        self.hold(cost.copied_bytes)
+        self._run(fits_s * interference, "weight_gradient", of[:2], window, name)
+        self._run(cost.seconds - fits_s, "weight_gradient", of[:2], FLUSHED, name)
+        self._filled_s += fits_s
+        self._unfilled_s += cost.seconds - fits_s
+        unheld_bytes = self.unheld.pop(of, 0) if of in self.unheld and not self._queue.holds(of) else 0
+        self.hold(unheld_bytes - cost.copied_bytes - cost.bytes)
 
     def copy_out(self, place: int, half: Treated) -> None:
         """`place`: index, from 1, of the half that ends."""
@@ -245,9 +251,9 @@ class Walk:
         for half in halves if self._back_s else ():
             self._wait(self._back_s.get(half, 0.0))
 
-    def _copy(self, kind: Literal["offload", "reload"], half: Treated, leaving: Leaving) -> float:
+    def _copy(self, kind: SpanKind, half: Treated, leaving: Leaving) -> float:
         start_s, end_s = self._stream.copy(self.clock_s, leaving.seconds)
-        self._spans.append(Span(kind, start_s, end_s, half.layer, half.half, name=f"{kind} {half.half}({half.layer})"))
+        self.draw(kind, start_s, end_s, half.planned.key)
         return end_s
 
     def _wait(self, until_s: float) -> None:
@@ -268,29 +274,3 @@ class Walk:
             unfilled_s=self._unfilled_s,
             copy_wait_s=self._copy_wait_s,
         )
-
-    def _weight_gradient(self, entry: Entry, fits_s: float, window: str, interference: float = 1.0) -> None:
-        """`fits_s`: the seconds of it that fit into the wait."""
-        name = f"weight gradient {entry.of.name}({entry.of.layer})"
-        self.hold(entry.cost.copied_bytes)
-        parts = ((fits_s, fits_s * interference, window), (rest_s := entry.cost.seconds - fits_s, rest_s, FLUSHED))
-        for seconds, takes_s, where in parts:
-            if seconds:
-                start_s, self.clock_s = self.clock_s, self.clock_s + takes_s
-                self._spans.append(Span("weight_gradient", start_s, self.clock_s, *entry.of[:2], None, where, name))
-        self._filled_s += fits_s
-        self._unfilled_s += rest_s
-        unheld_bytes = 0
-        if entry.of in self._unheld and not self._queue.holds(entry.of):
-            unheld_bytes = self._unheld.pop(entry.of)
-        self.hold(unheld_bytes - entry.cost.copied_bytes - entry.cost.bytes)
-
-    def span(
-        self,
-        kind: Literal["forward", "backward", "recompute", "gather"],
-        start_s: float,
-        half: Treated,
-        window: str | None = None,
-    ) -> None:
-        name = f"{kind} {half.half}({half.layer})"
-        self._spans.append(Span(kind, start_s, self.clock_s, half.layer, half.half, None, window, name))

@@ -13,7 +13,7 @@ from megatron_lynx.timetable import Layout, Timetable
 
 def passes_of_halves(halves: tuple[Treated, ...], profile: Any, *ends: Any, **more: Any) -> ChunkPasses:
     """Of the only chunk of a stage. `ends`: embedding and head."""
-    shape, layers = profile.shape, [half.layer for half in halves]
+    shape, layers = profile.shape, [half.planned.layer for half in halves]
     layout = Layout(shape.tensor > 1, shape.sequence_parallel, layers if shape.expert > 1 else ())
     timetable = Timetable([[half.planned for half in halves]], layout)
     return stage_passes(timetable, 0, halves, {half.planned.key: half for half in halves}, Prices(profile), *ends, **more)

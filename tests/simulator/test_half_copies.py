@@ -11,7 +11,7 @@ from megatron_lynx.pace import Turns
 from megatron_lynx.simulator.passes import Queue, TimedPass
 from megatron_lynx.simulator.walk import Leaving, Treated, Walk
 from megatron_lynx.timeline import Span, curve_of_parts
-from megatron_lynx.timetable import PlannedHalf
+from megatron_lynx.timetable import Pass, PlannedHalf
 
 KEPT = [Treated(PlannedHalf(layer, DENSE[half]), PricedSection(HalfMemory(100, 0, 100))) for layer in (1, 2) for half in HALVES]
 
@@ -23,7 +23,7 @@ def leaving(seconds: float, *turns: tuple[int, int]) -> list[Treated]:
 
 
 def walk() -> Walk:
-    return Walk(1.0, {}, Queue(0, 0))
+    return Walk(1.0, {}, Queue(0, 0), Pass())
 
 
 def forward(halves: list[Treated]) -> TimedPass:

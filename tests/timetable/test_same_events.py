@@ -82,7 +82,7 @@ def test_what_is_simulated_is_the_timetable(layout: str, data: st.DataObject) ->
     for stage, executed in enumerate(simulation.executed):
         timetable = timetable_of(plan, stage)
         entries = zip(plan.chunks_of(stage), timetable.chunks, strict=True)
-        halves = {(half.layer, half.half): half for entry, planned in entries for half in treated_halves(entry, planned, prices)}
+        halves = {half.planned.key: half for entry, planned in entries for half in treated_halves(entry, planned, prices)}
         received = {each.action[::2]: each.content for each in executed if each.action.kind == "R"}
         by_action = {each.action: each.content for each in executed if each.action.kind != "R"}
         for action, _, ran, while_received in passes(plan, job, stage, timetable):
