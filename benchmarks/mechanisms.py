@@ -32,7 +32,6 @@ from megatron_lynx.planner.partitioning import partitioned
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.solver import offload, options, stages
 from megatron_lynx.solver.options import HalfOptions
-from megatron_lynx.solver.seats import Seats
 from megatron_lynx.solver.stages import Stages
 from megatron_lynx.stock import priced
 from megatron_lynx.units import GIB
@@ -95,14 +94,9 @@ MECHANISMS = (
         ((filling.Filler, "sending_first", lambda filler, budgets: filler.plan),),
     ),
     Mechanism(
-        "recomputation in parts of several waits",
-        _of_class(Seats, "stops"),
-        ((Seats, "stops", lambda seats, kind, recompute, price: {}),),
-    ),
-    Mechanism(
         "checkpoints begin ahead",
-        (options.ways_ahead, options.spared_s, *_of_class(HalfOptions, "_ways")),
-        ((options, "ways_ahead", lambda profile, sections, layer: [layer]),),
+        _of_class(HalfOptions, "_ways", "_spared_s"),
+        ((options, "ahead_to", lambda *half, **how: None), (options, "may_gather_ahead", lambda *half, **how: False)),
     ),
     Mechanism(
         "checkpoints go on in waits",

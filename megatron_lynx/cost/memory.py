@@ -47,7 +47,7 @@ class HalfMemory:
     tail: int
     """Needed by its backward at its last collective: its input and its column-parallel linear's. Everything if it has no
     collectives."""
-    ahead: tuple[int, int, int, int] = (0, 0, 0, 0)
+    ahead: tuple[int, ...] = (0, 0, 0, 0)
     """Recomputed or gathered bytes already live at the four moments before its backward, nearest first."""
     movable: int = 0
     """Part of `resident` that can be offloaded."""

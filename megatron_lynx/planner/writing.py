@@ -226,9 +226,9 @@ def _rules(job: Job, where: tuple[int, int], choices: Sequence[Layer]) -> Iterat
         (first, choice), *layers_above = treated
         layers = LayerRange(first=first, last=first + len(layers_above))
         if choice[1].feeds:
-            seat = layers_above[-1][1][1].seat  # the rest of the group's last half may run in a wait, if all layers have it
+            window = layers_above[-1][1][1].window  # the rest of the group's last half may run in a wait, if all layers have it
             alike = len({job.model.sections(layer) for layer in layers}) == 1
-            windows = {HALVES[1]: seat.placement.window} if seat.placement and alike else {}
+            windows = {HALVES[1]: window} if window and alike else {}
             yield Rule.model_validate({"layers": layers, "checkpoint": {"layers": len(layers)}, "windows": windows})
         else:
             yield _rule(layers, job.model.sections(first), choice)
@@ -257,7 +257,8 @@ def _rule(layers: LayerRange, sections: Sequence[Section], choice: Layer) -> Rul
     checkpoints = {half: option.checkpoint for half, option in both.items() if option.checkpoint is not None}
     recompute = {item for option in plain.values() for item in option.recompute}
     windows = {half: option.window for half, option in both.items() if option.window is not None}
-    gathers = {half: option.seat.gather for half, option in plain.items()}
+    windows = {half: ON_DEMAND for half, option in plain.items() if option.recompute} | windows
+    gathers = {half: option.gather for half, option in plain.items()}
     named = [section for section in sections if section.half in plain]
     unit: CheckpointName | None = next(iter(checkpoints), None)
     if len(checkpoints) == len(HALVES):

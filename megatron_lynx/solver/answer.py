@@ -70,7 +70,7 @@ class Solved:
     @cached_property
     def ahead_bytes(self) -> int:
         """Largest number of bytes recomputed in a window."""
-        seated = [half.memory for half in self.halves if half.seat.placement]
+        seated = [half.memory for half in self.halves if half.window]
         return max((memory.regenerated for memory in seated), default=0)
 
     @cached_property

@@ -1,7 +1,29 @@
 """Options for one half of a layer: tensors kept, items recomputed and where, and their cost.
 
-subsets of items ──recomputation_of──> items run, kept, recomputed    ──Seats──> windows ──> Option, Option, ...
-checkpoints      ──recomputation_of──> ...                             ──on demand─────────> of the half, and of the layer
+    sets of items  ──price──> recomputed on demand, or in one wait of the backward ──> Option, Option, ...
+    checkpoints    ──price──> recomputed on demand, in part ahead or in a wait     ──> of the half, and of the layer
+
+Waits ("windows") of a stage's backward in which a half may be recomputed:
+
+    backward, from the last layer      mlp(L) [bwd.mlp.*]       attention(L) [bwd.attention.*]    mlp(L-1) ...
+                                       recompute attention(L)   recompute mlp(L-1)                                            [1]
+    with sequence parallelism          [bwd.X.0] X ...          a half's own recomputation, before its GEMMs                  [2]
+
+[1] A half is recomputed in one window of the half before it. If that is not its last one, recomputed bytes are held while that
+    whole half runs.
+[2] `anatomy.in_time` says when that window comes before anything of the half is needed. Each window is offered to one half: to
+    the half itself in Megatron's own layers, and to the next half in Transformer Engine's, where it rarely comes in time for the
+    half itself.
+[3] With expert parallelism the all-to-all that brings gradients to the experts is offered to their own half, which needs its
+    recomputed tensors right after it. The all-to-all that returns gradients is offered to the attention half below.
+
+An input that is gathered once for recomputation is gathered after the first collective of the half before. If the recomputation
+runs in that half's first window, it is gathered after the first collective one half earlier.
+
+These are not offered: windows of zero length; windows in which an input is gathered; windows of forwards; collectives with
+userbuffers or beside overlapped exchanges of experts. Recomputation that communicates runs on demand: in FP8 with one scale for
+all ranks' parts of a norm's output, recomputing the norm reduces its amax (rule R2). So does recomputation in a
+receive of a gradient: that hides less than 1 % of a step.
 """
 
 from __future__ import annotations
@@ -9,12 +31,21 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from megatron_lynx.anatomy import HALVES, Half, Section, by_layer
-from megatron_lynx.anatomy.address import own_window, resumes_in_wait
+from megatron_lynx.anatomy.address import (
+    ON_DEMAND,
+    amax_reducing,
+    half_before,
+    own_waits_in_time,
+    own_window,
+    resumes_in_wait,
+    window_name,
+)
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import loss_bytes
-from megatron_lynx.cost.communication import before_core_s, behind_gather_s
+from megatron_lynx.cost.communication import before_core_s, behind_gather_s, gather_lost_and_spared_s, windows_of
 from megatron_lynx.cost.host import half_host_s
 from megatron_lynx.cost.moments import less_in_hand_bytes
 from megatron_lynx.cost.recompute import INSIDE, Checkpoint, sensible_choices
@@ -25,7 +56,6 @@ from megatron_lynx.kinds.latent.section import core_kept
 from megatron_lynx.once import once
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.solver.problem import Choices, Grouped, Option, StageProblem
-from megatron_lynx.solver.seats import NOWHERE, HalfKind, Placement, Portion, Seat, Seats, Wait, held_in
 from megatron_lynx.timeline import Passes
 from megatron_lynx.timetable import ahead_to, may_gather_ahead
 from megatron_lynx.units import MIB
@@ -34,42 +64,30 @@ Layer = tuple[Checkpoint, Checkpoint]
 """Checkpoints of the attention half and the MLP half of a layer."""
 
 
-def ways_ahead(profile: Profile, sections: tuple[Section, Section], layer: Layer) -> Iterator[Layer]:
-    """Yield a checkpointed layer as it is, then with a dispatch or a reduction ahead, then with the gather before it ahead as
-    well, as far as possible. `sections`: of both halves."""
-    experts, shape = sections[1].exchanges, profile.shape
-    first, second = (
-        one._replace(ahead_to=ahead_to(section, experts=experts, feeds=one.feeds))
-        for section, one in zip(sections, layer, strict=True)
-    )
-    yield from dict.fromkeys((layer, (first, second)))
-    gathers = shape.sequence_parallel and shape.tensor > 1 and gathers_once(shape.fp8)
-    if gathers and may_gather_ahead(sections[0], experts=experts, feeds=first.feeds):
-        yield first._replace(gathers_ahead=True), second
+class Wait(NamedTuple):
+    """A window of the backward, as a half that is recomputed there sees it."""
+
+    window: str | None = None
+    """None: on demand."""
+    seconds: float = 0.0
+    ahead: int = 0
+    """Moments before the half's own backward at which it begins (`cost.memory`); 0 for the half's own windows."""
 
 
-def spared_s(
-    profile: Profile, price: PricedSection, section: Section, checkpoint: Checkpoint | None, layer: tuple[Section, Section]
-) -> float:
-    """Return the seconds that a checkpoint saves because its communication runs during the attention backward of the layer above.
+class Gather(NamedTuple):
+    """A collective after which the input of a recomputation is gathered once (sequence parallelism)."""
 
-    Tokens travel during that whole attention backward. With sequence parallelism a reduction travels between two gathers. After a
-    gather, communication starts at the core attention.
+    window: str | None = None
+    """None: it is not gathered."""
+    exposed_s: float = 0.0
+    spared_s: float = 0.0
+    """Seconds by which the half's backward waits less for its input, because it was gathered before."""
+    ahead: int = 0
+    """Moments before the half's own backward from which the gathered input is there (`cost.memory`)."""
 
-    layer: the sections of the layer itself, and of the layer above.
-    """
-    if checkpoint is None or checkpoint.ahead_to is None or not price.stops:
-        return 0.0
-    attention, mlp = layer
-    between_gathers = profile.shape.sequence_parallel and not mlp.exchanges
-    computes_s = behind_gather_s(profile, attention) if between_gathers else profile.of(attention).backward_s
-    before_s = before_core_s(profile, attention) if checkpoint.gathers_ahead else 0.0
-    return sum(
-        min(begun.under_way_s / profile.interference, computes_s - before_s if item == checkpoint.ahead_to else before_s)
-        - begun.again_s
-        for item, begun in price.stops.items()
-    )
 
+ON_DEMAND_WAIT = Wait()
+NO_GATHER = Gather()
 
 LAYER: Mapping[Half, Checkpoint] = dict(zip(HALVES, (Checkpoint(feeds=True), Checkpoint(fed=True)), strict=True))
 """Both halves of a checkpointed layer, which keeps its input only."""
@@ -112,10 +130,10 @@ class HalfOptions:
 
     def in_order(self, sections: Sequence[Section]) -> Iterator[Choices]:
         """Yield the choices of a chunk's halves, in forward order."""
-        kinds = [HalfKind(*neighbours) for neighbours in zip(sections, (*sections[1:], None), strict=False)]
-        for attention, mlp in by_layer(kinds):
-            yield self._at_top(attention, mlp.section) if mlp.last else self._offered(attention, mlp.section)
-            yield self._offered(mlp, attention.section)
+        layers = by_layer(sections)
+        for (attention, mlp), above in zip(layers, (*layers[1:], None), strict=False):
+            yield self._offered(attention, mlp, before=mlp, top=above is None)
+            yield self._offered(mlp, attention, before=above and above[0], top=above is None)
 
     @once
     def inside_of(self, section: Section) -> Grouped | None:
@@ -128,62 +146,167 @@ class HalfOptions:
     def seconds(self) -> Mapping[Section, HalfSeconds]:
         return {section: half_seconds(self.profile, section) for section in self.job.model.every_section}
 
-    @once
-    def _at_top(self, kind: HalfKind, other: Section) -> Choices:
-        """In the last layer of a stage nothing begins ahead, and an input has fewer windows after which it is gathered."""
-        choices = self._offered(kind, other)
-        return Choices(one for one in choices if self._seats.at_top(kind, one.seat) and not one.begins_ahead)
+    @cached_property
+    def prices(self) -> Prices:
+        return Prices(self.profile, less_in_hand_bytes(self.job))
 
     @once
-    def _offered(self, kind: HalfKind, other: Section) -> Choices:
-        """Return the choices on every stage: all subsets in the seats of its backward, then checkpoints.
+    def _offered(self, section: Section, other: Section, *, before: Section | None, top: bool) -> Choices:
+        """Return all options of a half: sets of recomputed items, then checkpoints.
 
         other: section of the layer's other half. Beside an opaque one the layer is no checkpoint.
+        before: section of the half whose backward comes before; None for a stage's last half.
+        top: whether it is in a stage's last layer, where nothing begins ahead, and no half is two halves before.
         """
-        choices = Choices((*self._seated(kind), *self._checkpoints(kind, other)))
-        return choices.apart if other.kept_whole else choices
+        above = window_name("bwd", section.half, 0, 1)
+        options = [option for option in self._recomputed(section, before) if not (top and option.gather == above)]
+        least_bytes = min(option.memory.resident for option in options)
+        index, layer = (0, (section, other)) if section.half == HALVES[0] else (1, (other, section))
+        for checkpoint in (Checkpoint(), LAYER[section.half]):
+            if not may_checkpoint(self.job, section, checkpoint) or (checkpoint.joined and other.kept_whole):
+                continue
+            ways = [way[index] for way in self._ways(layer, joined=checkpoint.joined, top=top)]
+            for way in ways if checkpoint.joined else dict.fromkeys(ways):
+                option = self._checkpoint(section, way, layer)
+                if option.joined or option.memory.resident < least_bytes:  # one half alone keeps less than every set does
+                    options.append(option)
+        return Choices(options)
 
     @once
-    def _seated(self, kind: HalfKind) -> tuple[Option, ...]:
-        return tuple(
-            self._option(items, replace(price, memory=held_in(price, kind.section, seat)), seat, host)
-            for items, price, host in self._recomputations_of(kind.section)
-            for seat in self._seats.everywhere(kind, items, price)
+    def _recomputed(self, section: Section, before: Section | None) -> tuple[Option, ...]:
+        """Return all sets of items that may be recomputed, on demand and in each wait that is offered."""
+        options = list[Option]()
+        stays, parallel = stays_whole(self.job, section), self.job.parallel
+        shape, costs = self.profile.shape, self.profile.of(section)
+        whole_inputs = self.job.keeps_gathered or (parallel.sequence_parallel and not section.has_windows)
+        sliced, te = shape.sequence_parallel, self.job.model.uses_te
+        for items in sensible_choices(section, costs.tensors, shape.context, sequence_parallel=sliced, te=te):
+            if (stays and items) or asks_host(self.job, section, items):
+                continue
+            if whole_inputs and section.gathered in items:
+                continue  # what owns a userbuffer does not run again, nor what nothing gathers the input for
+            price, host = self.prices.of(section, items), half_host_s(self.profile, section, items)
+            movable_bytes = 0 if stays else price.memory.movable
+            if self.job.model.moe_overlapped and not section.apart:  # Megatron holds the input of a node
+                movable_bytes = max(0, movable_bytes - costs.input_bytes)
+            for wait, gather in self._seats(section, before, items):
+                memory = replace(price.memory, movable=movable_bytes, ahead=_ahead(price, section, wait, gather))
+                exposed_s = price.recompute_s - min(price.recompute_s, wait.seconds / self.profile.interference)
+                exposed_s += gather.exposed_s
+                where = wait.window, gather.window
+                options.append(Option(items, memory, *where, price.recompute_s, exposed_s, gather.spared_s, price.flops, host))
+        return tuple(options)
+
+    def _seats(self, section: Section, before: Section | None, items: Collection[str]) -> Iterator[tuple[Wait, Gather]]:
+        """Yield the waits in which these items may be recomputed, on demand first, each with the gather of their input."""
+        model, sliced = self.job.model, self.job.parallel.sequence_parallel
+        communicates = amax_reducing(section, items, model.fp8_recipe, sequence_parallel=sliced)
+        waits = (ON_DEMAND_WAIT, *(self._waits(section, before, items) if items and not communicates else ()))
+        if not sliced or section.gathered not in items:
+            yield from ((wait, NO_GATHER) for wait in waits)
+        elif communicates or not self._collectives_hide or before is None or not before.has_windows:
+            yield ON_DEMAND_WAIT, Gather(ON_DEMAND, *self._gather_s(section, None))
+        else:
+            yield from ((wait, self._gather(section, before, wait)) for wait in waits)
+
+    def _waits(self, section: Section, before: Section | None, items: Collection[str]) -> Iterator[Wait]:
+        """Yield the windows that are offered to these items of a half, in order. [1] [2] [3]"""
+        sliced, te = self.job.parallel.sequence_parallel, self.job.model.uses_te
+        own_first = sliced and not (te and self._reaches_back)
+        in_time = own_waits_in_time(section, items, exchanged=True, sequence_parallel=sliced, te=te)
+        _, above = half_before(section.half)
+        earlier = [] if before is None else self._windows(before, above, ahead=2)[before.exchanges :]
+        own = self._windows(section)[:in_time] if section.exchanges or own_first else []
+        yield from (wait for wait in (*(earlier[-1:] if own_first else earlier), *own) if wait.seconds > 0)
+
+    @once
+    def _windows(self, section: Section, above: int = 0, *, ahead: int = 0) -> list[Wait]:
+        """Return the windows of a half in a backward, some layers above the recomputed half. A gather of an input is no window.
+        `ahead`: moments before the recomputed half's backward at which that backward begins."""
+        whole = self.job.model.experts_whole or self.job.userbuffers
+        hide = not whole if section.exchanges else self._collectives_hide and section.has_windows
+        lengths_s = self.prices.windows_s("bwd", section, ()) if hide else ()
+        last = len(lengths_s) - 1
+        return [
+            Wait(window_name("bwd", section.half, ordinal, above), seconds, ahead and ahead - (ordinal == last))
+            for ordinal, (seconds, waited) in enumerate(zip(lengths_s, windows_of(self.profile, section, "bwd"), strict=False))
+            if waited.carries != "input"
+        ]
+
+    def _gather(self, section: Section, before: Section, wait: Wait) -> Gather:
+        """Return the gather of a half's input after the first collective of the half before. If the half is recomputed in that
+        wait, its input is gathered one half earlier."""
+        half, above = half_before(section.half)
+        first = window_name("bwd", half, 0, above)
+        if wait.window == first:
+            return Gather(window_name("bwd", section.half, 0, 1), *self._gather_s(section, section, whole=True), ahead=4)
+        return Gather(first, *self._gather_s(section, before), ahead=2)
+
+    def _gather_s(self, section: Section, behind: Section | None, *, whole: bool = False) -> tuple[float, float]:
+        """Return exposed seconds and saved seconds of gathering a half's input after another half's first collective."""
+        message_bytes = self.profile.message_bytes
+        return self.prices.once(gather_lost_and_spared_s, section, behind, message_bytes, whole=whole)
+
+    @property
+    def _collectives_hide(self) -> bool:
+        """Whether tensor-parallel collectives are windows (`Job.no_windows`). Beside overlapped exchanges of experts nodes
+        of two micro-batches alternate."""
+        return not self.job.no_windows and not self.job.model.moe_overlapped
+
+    @cached_property
+    def _reaches_back(self) -> bool:
+        """Whether an input may be gathered two halves before: if neither may be experts or opaque."""
+        return self.job.model.experts is None and not (self.job.model.opaque or self.job.model.captured)
+
+    def _checkpoint(self, section: Section, checkpoint: Checkpoint, layer: tuple[Section, Section] | None = None) -> Option:
+        """Return the option of a checkpoint. `layer`: sections of its layer, if it may begin ahead."""
+        items = checkpoint.items(section)
+        price, window = self.prices.of(section, items, checkpoint), None
+        exposed_s = price.recompute_s + price.communicates_s
+        if layer is not None and checkpoint.ahead_to is not None:
+            exposed_s -= self._spared_s(price, checkpoint, *layer)
+        if checkpoint.rest_in_wait:
+            window, (begun,) = own_window(section.half), price.stops.values()
+            window_s, *_ = self.prices.windows_s("bwd", section, ())
+            rest_s = price.recompute_s - begun.seconds + begun.again_s
+            exposed_s += (0.0 if checkpoint.ahead_to else begun.again_s) - min(rest_s, window_s / self.profile.interference)
+        host = half_host_s(self.profile, section, items, checkpointed=True)
+        return Option(items, price.memory, window, None, price.recompute_s, exposed_s, 0.0, price.flops, host, checkpoint)
+
+    def _spared_s(self, price: PricedSection, checkpoint: Checkpoint, attention: Section, mlp: Section) -> float:
+        """Return the seconds that a checkpoint saves because its communication runs during the attention backward of the layer
+        above, which has the same sections.
+
+        Tokens travel during that whole attention backward. With sequence parallelism a reduction travels between two gathers.
+        After a gather, communication starts at the core attention.
+        """
+        between_gathers = self.profile.shape.sequence_parallel and not mlp.exchanges
+        computes_s = behind_gather_s(self.profile, attention) if between_gathers else self.profile.of(attention).backward_s
+        before_s = before_core_s(self.profile, attention) if checkpoint.gathers_ahead else 0.0
+        return sum(
+            min(begun.under_way_s / self.profile.interference, computes_s - before_s if item == checkpoint.ahead_to else before_s)
+            - begun.again_s
+            for item, begun in price.stops.items()
         )
 
-    def _option(
-        self, items: tuple[str, ...], price: PricedSection, seat: Seat, host: Passes, checkpoint: Checkpoint | None = None
-    ) -> Option:
-        exposed_s = seat.exposed_s(price.recompute_s, self.profile.interference)
-        return Option(items, price.memory, seat, price.recompute_s, exposed_s, price.flops, host, checkpoint)
-
-    def _checkpoints(self, kind: HalfKind, other: Section) -> Iterator[Option]:
-        """Yield a checkpoint of the half if it keeps less than every subset does, and the half's part of a checkpointed layer."""
-        least_bytes = min(price.memory.resident for _, price, _ in self._recomputations_of(kind.section))
-        for checkpoint in (Checkpoint(), LAYER[kind.half]):
-            if not may_checkpoint(self.job, kind.section, checkpoint):
-                continue
-            for way in self._ways(kind, other, joined=checkpoint.joined):
-                option = self._checkpoint(kind.section, way, other)
-                if option.joined or option.memory.resident < least_bytes:
-                    yield option
-
-    def _checkpoint(self, section: Section, checkpoint: Checkpoint, other: Section | None = None) -> Option:
-        """Return the option of a checkpoint. `other`: section of the layer's other half, if the checkpoint may begin ahead."""
-        items = checkpoint.items(section)
-        price = self.prices.of(section, items, checkpoint)
-        waits_s = price.communicates_s
-        if other is not None:
-            attention, mlp = (section, other) if section.half == HALVES[0] else (other, section)
-            waits_s -= spared_s(self.profile, price, section, checkpoint, (attention, mlp))
-        rest = NOWHERE
-        if checkpoint.rest_in_wait:
-            (begun,), (window_s, *_) = price.stops.values(), self.prices.windows_s("bwd", section, ())
-            own_wait = Wait(own_window(section.half), window_s)
-            rest = Placement((Portion(own_wait, price.recompute_s - begun.seconds + begun.again_s),))
-            waits_s += 0.0 if checkpoint.ahead_to else begun.again_s
-        host = half_host_s(self.profile, section, items, checkpointed=True)
-        return self._option(items, price, Seat(rest, gather_s=waits_s), host, checkpoint)
+    @once
+    def _ways(self, layer: tuple[Section, Section], *, joined: bool, top: bool) -> tuple[Layer, ...]:
+        """Return both halves' checkpoints as they are, then with a dispatch or a reduction ahead, then with the gather before it
+        ahead as well, as far as possible. `joined`: of a checkpointed layer."""
+        attention, mlp = layer
+        first, second = LAYER.values() if joined else (Checkpoint(), Checkpoint())
+        late = first, self._with_rest_in_wait(mlp, second)
+        if top or self.job.no_windows or attention.kept_whole or mlp.kept_whole:
+            return (late,)
+        first, second = (
+            half._replace(ahead_to=ahead_to(section, experts=mlp.exchanges, feeds=half.feeds))
+            for section, half in zip(layer, late, strict=True)
+        )
+        ways, shape = [late, (first, second)], self.profile.shape
+        gathers = shape.sequence_parallel and shape.tensor > 1 and gathers_once(shape.fp8)
+        if gathers and may_gather_ahead(attention, experts=mlp.exchanges, feeds=first.feeds):
+            ways.append((first._replace(gathers_ahead=True), second))
+        return tuple(dict.fromkeys(ways))
 
     def _with_rest_in_wait(self, section: Section, checkpoint: Checkpoint) -> Checkpoint:
         """Return the checkpoint with the rest of its recomputation in its first wait, if it may run there.
@@ -199,49 +322,19 @@ class HalfOptions:
         may = waits and not checkpoint.feeds and not model.hidden_dropout
         return checkpoint._replace(rest_in_wait=may and self.prices.windows_s("bwd", section, ())[0] > 0)
 
-    @once
-    def _ways(self, kind: HalfKind, other: Section, *, joined: bool) -> tuple[Checkpoint, ...]:
-        """Return the checkpoints of a half, as it is and begun ahead in each possible way. A stage's last MLP half begins none.
 
-        `joined`: of a checkpointed layer; those of its other half belong to these, one to one.
-        """
-        first = kind.half == HALVES[0]
-        sections = (kind.section, other) if first else (other, kind.section)
-        attention, mlp = LAYER.values() if joined else (Checkpoint(), Checkpoint())
-        layer = (attention, self._with_rest_in_wait(sections[1], mlp))
-        begins = not (kind.last or self.job.no_windows or any(section.kept_whole for section in sections))
-        ways = (way[not first] for way in (ways_ahead(self.profile, sections, layer) if begins else [layer]))
-        return tuple(ways if joined else dict.fromkeys(ways))
+def _ahead(price: PricedSection, section: Section, wait: Wait, gather: Gather) -> tuple[int, ...]:
+    """Return the bytes recomputed or gathered before a half's own backward, at the four moments of `HalfMemory.ahead`.
 
-    @cached_property
-    def prices(self) -> Prices:
-        return Prices(self.profile, less_in_hand_bytes(self.job))
-
-    @cached_property
-    def _seats(self) -> Seats:
-        return Seats(self.job, self.profile)
-
-    @once
-    def _recomputations_of(self, section: Section) -> list[tuple[tuple[str, ...], PricedSection, Passes]]:
-        """Sets of items of a section that may be recomputed, with their costs, whatever half comes before."""
-        known = list[tuple[tuple[str, ...], PricedSection, Passes]]()
-        whole_inputs = self.job.keeps_gathered or (self.job.parallel.sequence_parallel and not section.has_windows)
-        stays = stays_whole(self.job, section)
-        shape, tensors = self.profile.shape, self.profile.of(section).tensors
-        sliced, te = shape.sequence_parallel, self.job.model.uses_te
-        for items in sensible_choices(section, tensors, shape.context, sequence_parallel=sliced, te=te):
-            if (stays and items) or asks_host(self.job, section, items):
-                continue
-            if whole_inputs and section.gathered in items:
-                continue  # what owns a userbuffer does not run again, nor what nothing gathers the input for
-            price = self.prices.of(section, items)
-            if stays:
-                price = replace(price, memory=replace(price.memory, movable=0))
-            elif self.job.model.moe_overlapped and not section.apart:  # Megatron holds the input of a node
-                movable_bytes = price.memory.movable - self.profile.of(section).input_bytes
-                price = replace(price, memory=replace(price.memory, movable=max(0, movable_bytes)))
-            known.append((items, price, half_host_s(self.profile, section, items)))
-        return known
+    windows of       attention(3)        mlp(2): the half before    attention(2): the half itself
+                     [A]       [B]       [A]       [B]              [A]
+    recomputed       ahead[3]  ahead[2]  ahead[1]  ahead[0]         whole ... until the half's own backward ends
+    """
+    gathered_bytes = price.stops[section.column_parallel].bytes if gather.ahead else 0
+    return tuple(
+        price.memory.regenerated if moment < wait.ahead else gathered_bytes if moment < gather.ahead else 0
+        for moment in range(len(price.memory.ahead))
+    )
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from megatron_lynx.config.job import Policy
 from megatron_lynx.cost.host import NO_HOST_TIME
 from megatron_lynx.cost.memory import COLUMNS, HalfMemory
 from megatron_lynx.cost.recompute import Checkpoint, recomputed_items
-from megatron_lynx.solver.seats import ON_DEMAND_SEAT, Seat
 from megatron_lynx.timeline import Passes
 from megatron_lynx.units import SECOND_DIGITS
 
@@ -27,9 +26,14 @@ Floats = NDArray[np.float64]
 class Option:
     recompute: tuple[str, ...]
     memory: HalfMemory
-    seat: Seat
+    window: str | None
+    """Window in which it is recomputed; None: on demand, when backward needs its first tensor."""
+    gather: str | None
+    """Collective after which its input is gathered once (sequence parallelism); None: it is not."""
     recompute_s: float
     exposed_s: float
+    spared_s: float
+    """Seconds by which its backward waits less for its input, because it was gathered before."""
     flops: int
     host: Passes = NO_HOST_TIME
     """Host seconds to issue the half."""
@@ -56,27 +60,14 @@ class Option:
         return self.checkpoint is not None and self.checkpoint.ahead_to is not None
 
     @property
-    def window(self) -> str | None:
-        """Windows in which it is recomputed, as written in a plan file; None for a checkpoint that runs on demand."""
-        waits = self.checkpoint is None or self.checkpoint.rest_in_wait
-        return self.seat.placement.window if self.recompute and waits else None
-
-    @property
     def longer_s(self) -> float:
         """Seconds that its backward takes longer than without recomputation. Negative if a gather for recomputation saves a
         longer wait."""
-        return self.exposed_s - self.seat.spared_s
+        return self.exposed_s - self.spared_s
 
     @property
     def hidden_s(self) -> float:
         return max(0.0, self.recompute_s - self.exposed_s)
-
-    @property
-    def on_demand(self) -> Option:
-        """The same recomputation without waits; its input is gathered on demand, too."""
-        seat = replace(ON_DEMAND_SEAT, gather=self.seat.gather and ON_DEMAND, gather_s=self.seat.gather_s)
-        memory = replace(self.memory, ahead=(0, 0, 0, 0))
-        return replace(self, seat=seat, exposed_s=self.recompute_s + seat.gather_s, memory=memory)
 
 
 WAIT_S = 1e-9
@@ -134,7 +125,7 @@ class Choices(tuple[Option, ...]):
 
     @cached_property
     def best_seated(self) -> Choices:
-        """Every set of recomputed items once, in the seat that hides most of it."""
+        """Every set of recomputed items once, in the window that hides most of it."""
         subsets: dict[object, Option] = {}
         for option in self:
             known = subsets.get(key := (option.recompute, option.checkpoint))
@@ -144,7 +135,9 @@ class Choices(tuple[Option, ...]):
 
     def recomputing(self, items: Set[str]) -> Option:
         """Return the option that recomputes most of these items, and as few others as possible, on demand."""
-        return max(self.plain, key=lambda option: (len(items & {*option.recompute}), -len(option.recompute))).on_demand
+        first = max(self.plain, key=lambda option: (len(items & {*option.recompute}), -len(option.recompute)))
+        memory = replace(first.memory, ahead=(0, 0, 0, 0))
+        return replace(first, gather=first.gather and ON_DEMAND, spared_s=0.0, memory=memory)
 
     @property
     def items(self) -> Set[str]:

@@ -15,7 +15,6 @@ from megatron_lynx.solver.answer import Solved
 from megatron_lynx.solver.options import HalfOptions, StageProblems
 from megatron_lynx.solver.problem import Choices, Option, StageProblem
 from megatron_lynx.solver.programme import keep_all, least_memory
-from megatron_lynx.solver.seats import NOWHERE, Placement, Portion, Seat, Wait
 from tests.config.jobs import catalogued_job
 
 RECOMPUTABLE = ("input_layernorm", "linear_qkv", "rotary", "core_attention")
@@ -35,13 +34,14 @@ LAYOUTS = {
 def option(count: int, saved: int, regenerated: int, recompute_s: float, window_s: float) -> Option:
     """A choice that recomputes the first `count` items."""
     seated = count and window_s
-    seat = Seat(Placement((Portion(Wait(WINDOW, window_s)),)) if seated else NOWHERE)
     return Option(
         recompute=RECOMPUTABLE[:count],
         memory=HalfMemory(INPUT + saved, regenerated, INPUT, (regenerated * bool(seated), 0, 0, 0)),
-        seat=seat,
+        window=WINDOW if seated else None,
+        gather=None,
         recompute_s=recompute_s,
-        exposed_s=seat.exposed_s(recompute_s, 1.0),
+        exposed_s=max(0.0, recompute_s - window_s),
+        spared_s=0.0,
         flops=count,
     )
 

@@ -34,8 +34,8 @@ def qwen3(**layout: object) -> Job:
 
 
 def begun(choices: Choices) -> set[str]:
-    """The windows of backwards in which recomputes begin."""
-    return {option.seat.placement[0].wait.window if option.seat.placement else ON_DEMAND for option in choices}
+    """The windows of backwards in which recomputations run."""
+    return {option.window or ON_DEMAND for option in choices}
 
 
 def problems(job: Job) -> tuple[Choices, Choices]:

@@ -29,7 +29,7 @@ def test_policies_recompute_what_they_name(name):
     assert "core_attention" in items["selective"] <= {"rotary", "core_attention"}
     assert items["balanced"] == set(BALANCED)
     assert items["balanced"] < items["full"] <= set(ITEMS) - set(ROW_PARALLEL)
-    assert not any(half.seat.placement for layer in recomputed.values() for half in layer)
+    assert not any(half.window for layer in recomputed.values() for half in layer)
 
 
 def test_a_planned_policy_has_to_be_solved_for():
