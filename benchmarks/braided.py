@@ -28,7 +28,7 @@ from megatron_lynx.cost.section import Prices
 from megatron_lynx.planner import decide, uniform_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.rehearsal import passes_of_chunks
+from megatron_lynx.rehearsal import RehearsedStage
 from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.simulator.passes import ChunkPasses, TimedPass
 from megatron_lynx.simulator.simulate import simulate
@@ -115,7 +115,7 @@ class Braided:
 
 def braided(job: Job, profile: Profile) -> Braided:
     plan, prices = uniform_plan(job, "none"), Prices(profile)
-    apart = [passes_of_chunks(plan, plan.chunks_of(stage), prices) for stage in range(job.parallel.pipeline)]
+    apart = [RehearsedStage(plan, stage, prices).passes() for stage in range(job.parallel.pipeline)]
     pairs, waits_s, left_s = [], 0.0, 0.0
     for (chunk,) in apart:
         forward, backward = chunk.one("F", "steady"), chunk.one("B", "steady")

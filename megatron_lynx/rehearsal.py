@@ -8,14 +8,15 @@ plan ──schedule.flushes──> order of every stage          ─┐
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from statistics import fmean
 from types import MappingProxyType
 
 from megatron_lynx.anatomy.address import ON_DEMAND, Window, WindowAddress
 from megatron_lynx.config.experts import as_spans
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.combined import keeping_all, nodes_of, shared_rates
+from megatron_lynx.cost.combined import Beside, Nodes, keeping_all, nodes_of, paired_s, shared_rates
 from megatron_lynx.cost.communication import gather_lost_and_spared_s
 from megatron_lynx.cost.ends import ends_of
 from megatron_lynx.cost.host import half_host_s
@@ -31,11 +32,11 @@ from megatron_lynx.profiler.profile import BlockProfile, Profile
 from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.simulator.double_buffered import simulate_without_flushes
 from megatron_lynx.simulator.halves import stage_passes
-from megatron_lynx.simulator.passes import ChunkPasses, HostCopy
+from megatron_lynx.simulator.passes import ChunkPasses, HostCopy, TimedPass
 from megatron_lynx.simulator.simulate import simulate
-from megatron_lynx.simulator.simulation import PairedChunk, Simulation, in_steady_state, most_beside, paired
+from megatron_lynx.simulator.simulation import Simulation, in_steady_state, most_beside
 from megatron_lynx.simulator.walk import Halves, Leaving, Treated
-from megatron_lynx.timeline import Passes
+from megatron_lynx.timeline import Passes, Span
 from megatron_lynx.timetable import PlannedHalf, Timetable
 
 
@@ -61,127 +62,140 @@ def rehearse(
     check_shapes(plan, profile)
     less_in_hand = {} if job is None else less_in_hand_bytes(job)
     usual = Prices(profile, less_in_hand) if prices is None else prices
-    of_stages = [Prices(loaded[stage], less_in_hand) if stage in loaded else usual for stage in range(plan.parallel.pipeline)]
-    chunks = [
-        passes_of_chunks(plan, plan.chunks_of(stage), stage_prices, reduced_in_backward=_reduces_in_backward(job, stage))
-        for stage, stage_prices in enumerate(of_stages)
+    stages = [
+        RehearsedStage(plan, stage, Prices(loaded[stage], less_in_hand) if stage in loaded else usual, job)
+        for stage in range(plan.parallel.pipeline)
     ]
+    chunks, p2p_s = [stage.passes() for stage in stages], profile.link_s("p2p", profile.attention.input_bytes)
+    layout, microbatches = plan.parallel, plan.batch.microbatches
     if plan.schedule == "double_buffered":
-        return simulate_without_flushes(
-            plan.batch.microbatches,
-            [passes for (passes,) in chunks],
-            profile.link_s("p2p", profile.attention.input_bytes),
-            profile.interference,
-            deferred=plan.defer_updates,
-        )
-    simulated = partial(_simulated, plan, profile, whole=whole)
+        only = [passes for (passes,) in chunks]
+        return simulate_without_flushes(microbatches, only, p2p_s, profile.interference, deferred=plan.defer_updates)
+
+    def simulated(chunks: Sequence[Sequence[ChunkPasses]], more: int = 0) -> Simulation:
+        """`more`: additional warm-up forwards."""
+
+        def of_few(few: int) -> Simulation:
+            schedule = with_flushes(layout.pipeline, few, layout.chunks, layout.group, more)
+            return simulate(schedule, chunks, p2p_s, profile.interference, between_passes=profile.messages_between_passes)
+
+        if whole or any(entry.whole is not None for entry in plan.stages):  # not all micro-batches are alike
+            return of_few(microbatches)
+        return in_steady_state(max(layout.pipeline, layout.group), microbatches, of_few)
+
     apart = simulated(chunks)
     if not plan.model.moe_overlapped:
         return apart
     beside = shared_rates(profile, 1.0 if job is None else job.fused_dispatch.computing_kept)
-    pairs = [
-        paired(list(_in_nodes(plan, stage, passes, of_stages[stage])), beside, delayed=plan.model.moe_delayed)
-        for stage, passes in enumerate(chunks)
-    ]
-    together = simulated(pairs, more=1)
-    layers_bytes = (_most_of_a_layer(plan, stage, stage_prices.profile) for stage, stage_prices in enumerate(of_stages))
-    more_bytes = tuple(map(most_beside, chunks, layers_bytes))
-    return replace(together, apart=apart, more_bytes=more_bytes)
+    pairs = [stage.pairs(passes, beside) for stage, passes in zip(stages, chunks, strict=True)]
+    more_bytes = tuple(most_beside(passes, stage.layer_bytes) for stage, passes in zip(stages, chunks, strict=True))
+    return replace(simulated(pairs, more=1), apart=apart, more_bytes=more_bytes)
 
 
-def _reduces_in_backward(job: Job | None, stage: int) -> bool:
-    """Whether a stage reduces gradients during the last micro-batch's backward, as `apply.live_run` finds it."""
-    if job is None or not job.overlap.gradients:
-        return False
-    return not job.overlap.aligned or job.parallel.pipeline == 1 or (stage == 0 and job.chunks == 1)
+@dataclass(frozen=True)
+class RehearsedStage:
+    """A stage of a plan, with the prices of its profile. `job`: as in `rehearse`."""
 
+    plan: Plan
+    stage: int
+    prices: Prices
+    job: Job | None = None
 
-def _simulated(
-    plan: Plan, profile: Profile, chunks: Sequence[Sequence[ChunkPasses]], more: int = 0, *, whole: bool
-) -> Simulation:
-    """Simulate a step that flushes. `more`: additional warm-up forwards."""
-    layout, microbatches = plan.parallel, plan.batch.microbatches
-    p2p_s, between = profile.link_s("p2p", profile.attention.input_bytes), profile.messages_between_passes
+    @cached_property
+    def entries(self) -> tuple[Stage, ...]:
+        return self.plan.chunks_of(self.stage)
 
-    def simulated(few: int) -> Simulation:
-        schedule = with_flushes(layout.pipeline, few, layout.chunks, layout.group, more)
-        return simulate(schedule, chunks, p2p_s, profile.interference, between_passes=between)
+    @cached_property
+    def timetable(self) -> Timetable:
+        return timetable_of(self.plan, self.stage)
 
-    if whole or any(entry.whole is not None for entry in plan.stages):  # not all micro-batches are alike
-        return simulated(microbatches)
-    return in_steady_state(max(layout.pipeline, layout.group), microbatches, simulated)
+    @cached_property
+    def halves(self) -> list[list[Treated]]:
+        """By chunk, in forward order."""
+        chunks = zip(self.entries, self.timetable.chunks, strict=True)
+        return [list(treated_halves(entry, planned, self.prices)) for entry, planned in chunks]
 
+    @cached_property
+    def ends(self) -> list[tuple[BlockProfile, BlockProfile]]:
+        """By chunk, the embedding and the head, without seconds if it has none."""
+        plan, prices, places = self.plan, self.prices, [(self.stage, entry.chunk) for entry in self.entries]
+        last, pieces = (plan.parallel.pipeline - 1, plan.parallel.chunks - 1), 1 if plan.head is None else plan.head.pieces
+        ends = partial(ends_of, prices.profile, prices.message_bytes, pieces=pieces)
+        return [ends(first=place == (0, 0), last=place == last) for place in places]
 
-def _most_of_a_layer(plan: Plan, stage: int, profile: Profile) -> int:
-    """Without recomputation."""
-    kinds = {plan.model.sections_of(layer) for entry in plan.chunks_of(stage) for layer in entry.layers}
-    halves = [[profile.of(section) for section in kind] for kind in kinds]
-    return max(sum(half.input_bytes + sum(tensor.bytes for tensor in half.tensors) for half in layer) for layer in halves)
+    @property
+    def reduces_in_backward(self) -> bool:
+        """Whether it reduces gradients during the last micro-batch's backward, as `apply.live_run` finds it."""
+        job = self.job
+        if job is None or not job.overlap.gradients:
+            return False
+        return not job.overlap.aligned or job.parallel.pipeline == 1 or (self.stage == 0 and job.chunks == 1)
 
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of its largest layer without recomputation."""
+        kinds = {self.plan.model.sections_of(layer) for entry in self.entries for layer in entry.layers}
+        halves = [[self.prices.profile.of(section) for section in kind] for kind in kinds]
+        return max(sum(half.input_bytes + sum(tensor.bytes for tensor in half.tensors) for half in layer) for layer in halves)
 
-def _in_nodes(plan: Plan, stage: int, passes: Sequence[ChunkPasses], prices: Prices) -> Iterator[PairedChunk]:
-    """The chunks of a stage, layer by layer, with recomputation in the nodes of their backward."""
-    profile, timetable = prices.profile, timetable_of(plan, stage)
-    for entry, chunk_passes in zip(plan.chunks_of(stage), passes, strict=True):
-        halves = list(treated_halves(entry, timetable.chunks[entry.chunk], prices))
-        with_again, without = [], []
-        for attention, mlp in zip(*[iter(halves)] * 2, strict=True):
-            sections = attention.section, mlp.section
-            plain = keeping_all(profile, sections)
-            again = tuple(replace(costs, again_s=half.again_s) for costs, half in zip(plain, (attention, mlp), strict=True))
-            with_again.append(nodes_of(profile, again, sections))
-            without.append(nodes_of(profile, plain, sections))
-        ends = _ends(plan, entry, prices)
-        ends_s = sum(end.forward_s for end in ends), sum(end.backward_s for end in ends)
-        again_s = sum(half.again_s for half in halves)
-        copy = chunk_passes.copy if chunk_passes.at_once is not None else None
-        copy_s = 0.0 if copy is None else copy.out_s / (1 - 1 / len(halves))  # the last half is not copied
-        yield PairedChunk(chunk_passes, tuple(with_again), again_s, tuple(without), ends_s, copy_s)
+    def passes(self) -> list[ChunkPasses]:
+        """By chunk."""
+        of_stage = {half.planned.key: half for halves in self.halves for half in halves}
+        return [self._chunk_passes(chunk, of_stage) for chunk in range(len(self.entries))]
 
+    def _chunk_passes(self, chunk: int, of_stage: Halves) -> ChunkPasses:
+        entry, halves, prices = self.entries[chunk], self.halves[chunk], self.prices
+        made = partial(
+            stage_passes,
+            halves=of_stage,
+            prices=prices,
+            ends=self.ends[chunk],
+            deferral=(chunk, 0 if entry.weight_gradients is None else entry.weight_gradients.bytes),
+            reduced_in_backward=self.reduces_in_backward,
+            read_after_send=self.stage > 0 and self.plan.schedule == "flush",
+        )
+        passes, offload = made(self.timetable, chunk, halves), entry.offload
+        if offload is not None:
+            movable = list(_movable_of_halves(self.plan, offload, prices.profile, halves))
+            passes = replace(passes, copy=_copy(entry, offload, prices.profile, sum(movable)))
+            if offload.pace_bytes is not None:
+                within = made(self.timetable, chunk, list(_half_by_half(offload, prices, halves, movable)))
+                passes = within if offload.half_by_half == "all" else replace(passes, at_once=within)
+        if entry.whole is None:
+            return passes
+        beside = self.timetable.beside_kept(chunk)
+        kept = list(treated_halves(entry, beside.chunks[-1], prices))
+        return replace(passes, whole=entry.whole, keeping=made(beside, len(beside.chunks) - 1, kept))
 
-def passes_of_chunks(
-    plan: Plan, entries: Sequence[Stage], prices: Prices, *, reduced_in_backward: bool = False
-) -> list[ChunkPasses]:
-    timetable = timetable_of(plan, entries[0].stage)
-    halves = {
-        half.planned.key: half for entry in entries for half in treated_halves(entry, timetable.chunks[entry.chunk], prices)
-    }
-    return [_chunk_passes(plan, entry, prices, timetable, halves, reduced_in_backward=reduced_in_backward) for entry in entries]
+    def pairs(self, passes: Sequence[ChunkPasses], beside: Beside) -> list[ChunkPasses]:
+        """The chunks' passes in pairs (`Simulation`). A steady forward is paired equally often with each chunk's backward."""
+        pair_s, pairs = partial(paired_s, beside=beside, delayed=self.plan.model.moe_delayed), []
+        keeping, recomputing = ([self._nodes(halves, again) for halves in self.halves] for again in (False, True))
+        again_s = fmean(sum(half.again_s for half in halves) for halves in self.halves)
+        backward_s = fmean(sum(end.backward_s for end in ends) for ends in self.ends)
+        for chunk, apart in enumerate(passes):
+            nodes_s, kept_s = (fmean(pair_s(keeping[chunk], other) for other in others) for others in (recomputing, keeping))
+            exposed_s = min(max(nodes_s - kept_s, 0.0), again_s)
+            seconds, waited_s, copy = nodes_s + backward_s + sum(end.forward_s for end in self.ends[chunk]), 0.0, apart.copy
+            if copy is not None and apart.at_once is not None:
+                copied_s, copy = copy.out_s / (1 - 1 / len(self.halves[chunk])), None  # the last half is not copied
+                waited_s = max(0.0, copied_s - seconds)
+            spans = (Span("forward", 0.0, seconds),)
+            both = TimedPass(seconds + waited_s, again_s - exposed_s, exposed_s, spans=spans, copy_wait_s=waited_s)
+            host_s = apart.one("F", "steady").host_s + fmean(other.one("B", "steady").host_s for other in passes)
+            pairs.append(replace(apart.with_steady(both.issued_in(host_s), TimedPass()), copy=copy, at_once=None))
+        return pairs
 
-
-def _chunk_passes(
-    plan: Plan, entry: Stage, prices: Prices, timetable: Timetable, halves: Halves, *, reduced_in_backward: bool
-) -> ChunkPasses:
-    """`halves`: of all chunks of the stage."""
-    deferral = entry.chunk, 0 if entry.weight_gradients is None else entry.weight_gradients.bytes
-    made = partial(stage_passes, halves=halves, prices=prices, ends=_ends(plan, entry, prices), deferral=deferral)
-    chunk_halves = [halves[planned.key] for planned in timetable.chunks[entry.chunk]]
-    usual = partial(
-        made,
-        timetable,
-        entry.chunk,
-        reduced_in_backward=reduced_in_backward,
-        read_after_send=entry.stage > 0 and plan.schedule == "flush",
-    )
-    passes, offload = usual(chunk_halves), entry.offload
-    if offload is not None:
-        movable = list(_movable_of_halves(plan, offload, prices.profile, chunk_halves))
-        passes = replace(passes, copy=_copy(entry, offload, prices.profile, sum(movable)))
-        if offload.pace_bytes is not None:
-            within = usual(list(_half_by_half(offload, prices, chunk_halves, movable)))
-            passes = within if offload.half_by_half == "all" else replace(passes, at_once=within)
-    if entry.whole is None:
-        return passes
-    beside = timetable.beside_kept(entry.chunk)
-    kept = list(treated_halves(entry, beside.chunks[-1], prices))
-    return replace(passes, whole=entry.whole, keeping=made(beside, len(beside.chunks) - 1, kept))
-
-
-def _ends(plan: Plan, stage: Stage, prices: Prices) -> tuple[BlockProfile, BlockProfile]:
-    """Embedding and head of a stage's entry, without seconds if it has none."""
-    place, pieces = (stage.stage, stage.chunk), 1 if plan.head is None else plan.head.pieces
-    last = place == (plan.parallel.pipeline - 1, plan.parallel.chunks - 1)
-    return ends_of(prices.profile, prices.message_bytes, first=place == (0, 0), last=last, pieces=pieces)
+    def _nodes(self, halves: Sequence[Treated], recomputing: bool) -> tuple[Nodes, ...]:
+        """The layers of a chunk. `recomputing`: whether recomputation is a part of their backward."""
+        profile, nodes = self.prices.profile, []
+        for layer in zip(*[iter(halves)] * 2, strict=True):
+            sections = layer[0].section, layer[1].section
+            costs = keeping_all(profile, sections)
+            if recomputing:
+                costs = tuple(replace(cost, again_s=half.again_s) for cost, half in zip(costs, layer, strict=True))
+            nodes.append(nodes_of(profile, costs, sections))
+        return tuple(nodes)
 
 
 def _copy(stage: Stage, offload: Offload, profile: Profile, movable_bytes: int) -> HostCopy:

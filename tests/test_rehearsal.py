@@ -17,7 +17,7 @@ from megatron_lynx.plan.timetables import planned_halves
 from megatron_lynx.planner import decide, make_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import LinkPoint, Profile
-from megatron_lynx.rehearsal import passes_of_chunks, rehearse, treated_halves
+from megatron_lynx.rehearsal import RehearsedStage, rehearse, treated_halves
 from megatron_lynx.simulator.figures import as_json
 from megatron_lynx.solver.stages import Stages
 from megatron_lynx.testbed.candidates import without_windows
@@ -69,7 +69,7 @@ def test_a_pass_takes_what_the_parts_of_its_stage_take(layout, link_s):
     plan = make_plan(job, profile)
     for stage in plan.stages:
         entries = plan.chunks_of(stage.stage)
-        passes = passes_of_chunks(plan, entries, Prices(profile))[entries.index(stage)]
+        passes = RehearsedStage(plan, stage.stage, Prices(profile)).passes()[entries.index(stage)]
         expected = stage_seconds(job, profile, stage.stage)
         for phase in ("warmup", "steady", "cooldown"):
             assert passes.one("F", phase).seconds == pytest.approx(expected.forward_s)

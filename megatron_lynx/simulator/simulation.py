@@ -5,14 +5,12 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate, pairwise
 from math import inf
-from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 from megatron_lynx.anatomy.address import ON_DEMAND
-from megatron_lynx.cost.combined import Beside, Nodes, paired_s
 from megatron_lynx.cost.host import HostLoad
 from megatron_lynx.once import once
 from megatron_lynx.schedule.schedule import Action, Phase
@@ -254,20 +252,6 @@ def _last_group(executed: Sequence[Executed], group: int) -> range:
     return range(passes[max(0, end - 2 * group * chunks)][0] + 1, passes[end][0] + 1)
 
 
-@dataclass(frozen=True)
-class PairedChunk:
-    """One chunk of a stage: its separate passes, and the nodes of its layers. `again_s`: recomputation in its backward, a part of
-    these nodes. `ends_s`: of the embedding and of the output layer, forward and backward."""
-
-    passes: ChunkPasses
-    nodes: tuple[Nodes, ...]
-    again_s: float
-    without_again: tuple[Nodes, ...]
-    ends_s: tuple[float, float]
-    copy_s: float = 0.0
-    """Shortest duration of a pair, because of its host copies."""
-
-
 def most_beside(chunks: Sequence[ChunkPasses], layer_bytes: int) -> int:
     """Bytes that a pair of a half-by-half offloaded chunk holds beyond its separate passes and one layer, at most."""
     if len(chunks) > 1 or (passes := chunks[0].at_once) is None:
@@ -287,21 +271,3 @@ def _by_layer(one: TimedPass) -> Iterator[int]:
     ends_s = sorted({span.layer: span.end_s for span in sorted(halves, key=lambda span: span.end_s)}.values())
     for begin_s, end_s in pairwise([0.0, *ends_s[:-1], one.seconds]):
         yield max(taken[max(0, bisect_left(times_s, begin_s) - 1) : bisect_right(times_s, end_s)])
-
-
-def paired(chunks: Sequence[PairedChunk], beside: Beside, *, delayed: bool = False) -> list[ChunkPasses]:
-    """Return the passes of a stage's chunks. A steady forward is paired equally often with each chunk's backward. `delayed`:
-    weight gradients are nodes."""
-    pair_s, pairs = partial(paired_s, beside=beside, delayed=delayed), []
-    again_s = fmean(other.again_s for other in chunks)
-    for chunk in chunks:
-        nodes_s = fmean(pair_s(chunk.nodes, other.nodes) for other in chunks)
-        exposed_s = nodes_s - fmean(pair_s(chunk.nodes, other.without_again) for other in chunks)
-        exposed_s = min(max(exposed_s, 0.0), again_s)
-        seconds = nodes_s + chunk.ends_s[0] + fmean(other.ends_s[1] for other in chunks)
-        waited_s, spans = max(0.0, chunk.copy_s - seconds), (Span("forward", 0.0, seconds),)
-        both = TimedPass(seconds + waited_s, again_s - exposed_s, exposed_s, spans=spans, copy_wait_s=waited_s)
-        host_s = chunk.passes.one("F", "steady").host_s + fmean(other.passes.one("B", "steady").host_s for other in chunks)
-        copy = chunk.passes.copy if chunk.passes.at_once is None else None
-        pairs.append(replace(chunk.passes.with_steady(both.issued_in(host_s), TimedPass()), copy=copy, at_once=None))
-    return pairs

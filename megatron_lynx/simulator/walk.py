@@ -136,7 +136,7 @@ class Walk:
         self._spans.append(Span(kind, start_s, end_s, *of, None, window, name or f"{kind} {of[1]}({of[0]})"))
 
     def _run(self, seconds: float, kind: SpanKind, of: FrameKey, window: str | None = None, name: str = "") -> None:
-        """Advance the clock, and draw what runs. `window`: where it is drawn; exposed recomputation is drawn as on demand."""
+        """Advance the clock and draw a span. `window`: where it is drawn; exposed recomputation is drawn as on demand."""
         if seconds:
             start_s, self.clock_s = self.clock_s, self.clock_s + seconds
             self.draw(kind, start_s, self.clock_s, of, window, name)
@@ -206,7 +206,7 @@ class Walk:
                 self._weight_gradient(oldest, 0.0, FLUSHED)
 
     def hold_operands(self, *linears: Linear, most_bytes: int | None = None) -> None:
-        """Count what is unheld of these linears' newest entries, or `most_bytes` of it, to the entries alone."""
+        """Count unheld bytes of these linears' newest entries to the entries alone; of each at most `most_bytes`."""
         for of in linears:
             left_bytes = self.unheld.get(of, 0)
             size_bytes = left_bytes if most_bytes is None else min(most_bytes, left_bytes)

@@ -18,7 +18,7 @@ from megatron_lynx.kinds.experts.planning import expert_tensors
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.profiler.profile import ExpertHalf, ItemProfile, Profile
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.rehearsal import passes_of_chunks
+from megatron_lynx.rehearsal import RehearsedStage
 from megatron_lynx.simulator.passes import TimedPass
 from megatron_lynx.testbed.ranks import RankError, RankPool
 from tests.long import long
@@ -127,7 +127,7 @@ def profile_of(job: Job) -> Profile:
 
 def gone_in_pairs(plan: Plan, profile: Profile) -> list[int]:
     """What is on the host of one forward alone, of each pair and of one backward alone, in the order of Megatron's nodes."""
-    (chunk,) = passes_of_chunks(plan, plan.stages, Prices(profile, {}))
+    (chunk,) = RehearsedStage(plan, 0, Prices(profile, {})).passes()
     assert chunk.at_once is not None
     made, back = (
         [kept - now for kept, now in zip(*(at_halves(each.one(kind, "steady")) for each in (chunk, chunk.at_once)), strict=True)]
