@@ -28,7 +28,6 @@ from megatron_lynx.launch_arguments import Reading
 from megatron_lynx.launch_arguments.model_facts import CHUNK, CHUNKED
 from megatron_lynx.planner import Decision
 from megatron_lynx.planner.checks import check_plannable
-from megatron_lynx.planner.left_open import QUARTERS
 from megatron_lynx.planner.nearest import Changes, decide, fewest_changes, first_that_fits, with_changes
 from megatron_lynx.planner.variants import fastest_variant, fastest_with_copies
 from megatron_lynx.prediction import EVEN
@@ -38,6 +37,7 @@ from megatron_lynx.units import GIB, format_seconds
 
 Call = Callable[[], Any]
 MANY_STAGES = 8
+QUARTERS = (0.25, 0.5, 0.75, 1.0)
 CHUNK_MIB = 256
 """MiB of optimizer moments in one copy, as in Megatron's example."""
 
@@ -231,7 +231,7 @@ def would_fit(job: Job, costs: Profile, reading: Reading | None = None) -> Itera
 def _optimizer(job: Job, costs: Profile, reading: Reading | None) -> Iterator[tuple[float, str]]:
     """Yield the update's seconds and a sentence for the least quarter of optimizer state on the host with which a plan fits."""
     aware: Changes = () if job.optimizer.precision_aware else (("optimizer.precision_aware", True),)
-    found = first_that_fits(job, costs, ((*aware, ("optimizer.offload", share)) for share in QUARTERS[1:]))
+    found = first_that_fits(job, costs, ((*aware, ("optimizer.offload", share)) for share in QUARTERS))
     if found is not None:
         on_host = OnHost.of(found.job, costs.host_adam, priced=costs.host_adam is not None)
         assert on_host is not None, "a share of the optimizer is there"

@@ -54,10 +54,11 @@ def if_it_runs(held_bytes: int) -> str:
 
 
 def most_beside_layers(job: Job, stage: int) -> StageMemory:
-    """Return the fullest moment without layers: an update if it alone is too much, else the layers' backward."""
+    """Return the fullest moment without layers, if it alone is too much, else the layers' backward."""
     beside = parts_beside_layers(job, stage)
-    update = max(beside.at("reduction"), beside.at("update"), key=lambda memory: memory.total)
-    return update if update.total > job.memory_budget_bytes else beside.at("backward")
+    without = [beside.at(moment) for moment in beside.moments if moment in ("reduction", "update", "optimizer_made")]
+    fullest = max(without, key=lambda memory: memory.total)
+    return fullest if fullest.total > job.memory_budget_bytes else beside.at("backward")
 
 
 def shortages(job: Job, stages: Iterable[tuple[int, StageMemory]]) -> Iterator[Problem]:

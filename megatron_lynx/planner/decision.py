@@ -34,7 +34,6 @@ from megatron_lynx.planner.evaluation import (
     with_lengths,
 )
 from megatron_lynx.planner.filling import Filler
-from megatron_lynx.planner.left_open import Setting
 from megatron_lynx.planner.loads import with_loads
 from megatron_lynx.planner.partitioning import partitioned
 from megatron_lynx.planner.writing import with_rehearsed, written
@@ -152,33 +151,25 @@ class Decision:
 
 
 def fastest_decision(job: Job, profile: Profile) -> Decision:
-    """Return the fastest plan. Raises as `planner.make_plan` does, without changes that would fit."""
+    """Return the fastest plan of all ways to decide what the job leaves open. Raises as `planner.make_plan` does, without changes
+    that would fit."""
     check_plannable(job)
     check_profile(job, profile)
-    return replace(_best_way(job, profile, left_open.SETTINGS), asked=job)
-
-
-def _best_way(job: Job, profile: Profile, settings: Sequence[Setting]) -> Decision:
-    """Decide for a job that leaves these settings open. Raises the error of the last way that was tried if none fits."""
-    if not settings:
-        return _made(job, profile)
     best: Decision | None = None
     failed: Infeasible | None = None
-    costs: list[float] = []
-    for way in settings[0](job, costs):
-        if not way.may_win(None if best is None else best.draft):
+    for way in left_open.ways(job):
+        if (gain := left_open.worth(job, way, None if best is None else best.draft)) == inf:
             continue
         try:
-            found = _best_way(way.job, profile, settings[1:])
-            costs.append(found.cost)
-            best = found if best is None or found.cost < (1 - way.worth) * best.cost else best
+            found = _made(way, profile)
         except Infeasible as error:
-            costs.append(inf)
             failed = error
+            continue
+        best = found if best is None or found.cost < (1 - gain) * best.cost else best
     if best is None:
-        assert failed is not None, "a setting has a way"
+        assert failed is not None, "there is a way"
         raise failed
-    return best
+    return replace(best, asked=job)
 
 
 def _step_s(decision: Decision) -> float:

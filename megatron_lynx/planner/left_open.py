@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from math import inf
-from typing import NamedTuple
 
 from megatron_lynx.config.job import Head, Job
 from megatron_lynx.cost.budget import bounded_by_device
@@ -15,9 +14,9 @@ from megatron_lynx.planner.partitioning import with_partition
 from megatron_lynx.stock.price import least_bytes
 from megatron_lynx.stock.setting import NONE, StockSetting
 
-QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Shares of the optimizer on the host that are tried first. With halves, DeepSeek-V2-Lite on 40 % of an H100 takes 4.0 %
-longer."""
+EIGHTHS = tuple(eighth / 8 for eighth in range(9))
+"""Shares of the optimizer on the host that are tried. With quarters, Llama 3 70B on half of an H100 takes 0.4 % longer; with
+halves, DeepSeek-V2-Lite on 40 % of one 4.0 %."""
 
 STEPS = 100
 """Shares are hundredths, rounded up."""
@@ -65,80 +64,62 @@ def with_share(job: Job, share: float) -> Job:
     return job.model_copy(update={"optimizer": job.optimizer.model_copy(update={"offload": share})})
 
 
-class Way(NamedTuple):
-    job: Job
-    worth: float = 0.0
-    """Relative gain from which it is taken instead of an earlier way."""
-    may_win: Callable[[Plan | None], bool] = lambda best: True
-    """Whether it may be taken, by the plan of the best earlier way, if any fits."""
+def ways(job: Job) -> list[Job]:
+    """Return the jobs in which every setting that this one leaves open is decided."""
+    decided = [job]
+    for setting in (_rotary, _heads, _graphs, _shares, _copies):
+        decided = [way for each in decided for way in setting(each)]
+    return decided
 
 
-Setting = Callable[[Job, Sequence[float]], Iterator[Way]]
-"""Yields the ways to decide a setting, one if it is not open. The list grows by the cost of each way's plan, infinite if none
-fits."""
+def worth(asked: Job, way: Job, best: Plan | None) -> float:
+    """Return the relative gain over the best plan of earlier ways from which a way is taken; infinite if it may not be taken.
+
+    `best`: None if no earlier way fits.
+    """
+    turns_again = way.batch.packed != asked.batch.packed
+    keeps_copies = way.model.fp8 != asked.model.fp8 and way.model.fp8 is not None and bool(way.model.fp8.copies_kept)
+    if (turns_again and best is not None) or (keeps_copies and (best is None or not best.checkpointed)):
+        return inf
+    return WORTH_BITS if way.head != asked.head and way.head is not None and bounded_by_device(asked) else 0.0
 
 
-def _graphs(job: Job, costs: Sequence[float]) -> Iterator[Way]:
-    yield Way(job)
-    if job.model.captured:
-        yield Way(job.with_captured(()))
+def _rotary(job: Job) -> list[Job]:
+    """RoPE of packed sequences kept, or recomputed, which makes the host wait for the device."""
+    recomputed = job.model_copy(update={"batch": job.batch.model_copy(update={"packed": False})})
+    return [job, recomputed] if job.rotary_asks_host else [job]
 
 
-def _shares(job: Job, costs: Sequence[float]) -> Iterator[Way]:
-    """Share of the optimizer on the host: quarters, the least with which everything could be kept, then halfway from the best of
-    them to its neighbours. Optimizer bytes cost seconds of the update, once per step; activation bytes cost seconds in each
-    micro-batch."""
-    if job.optimizer.offload != "auto":
-        yield Way(job)
-        return
-    shares = sorted({*QUARTERS, least_share_that_fits(job).optimizer.offloaded})
-    yield from (Way(with_share(job, share)) for share in shares)
-    if (best_cost := min(costs)) < inf:
-        at = costs.index(best_cost)
-        halfway = (round((shares[at] + share) / 2, 2) for share in (*shares[max(0, at - 1) : at], *shares[at + 1 : at + 2]))
-        yield from [Way(with_share(job, share)) for share in halfway if share not in shares]
-
-
-def _heads(job: Job, costs: Sequence[float]) -> Iterator[Way]:
+def _heads(job: Job) -> list[Job]:
     """The whole head, or the fewest pieces with which the loss is not the last stage's fullest moment."""
     if job.head is None or job.head.pieces != "auto":
-        yield Way(job)
-        return
-    yield Way(job.model_copy(update={"head": None}))
-    if (pieced := with_pieces(job)) is not None:
-        yield Way(pieced, WORTH_BITS if bounded_by_device(job) else 0.0)
+        return [job]
+    return [job.model_copy(update={"head": None}), *filter(None, [with_pieces(job)])]
 
 
-def _rotary(job: Job, costs: Sequence[float]) -> Iterator[Way]:
-    """RoPE of packed sequences kept. Its recomputation makes the host wait for the device."""
-    yield Way(job)
-    if job.rotary_asks_host:
-        asking = job.model_copy(update={"batch": job.batch.model_copy(update={"packed": False})})
-        yield Way(asking, may_win=lambda best: best is None)
+def _graphs(job: Job) -> list[Job]:
+    return [job, job.with_captured(())] if job.model.captured else [job]
 
 
-def _copies(job: Job, costs: Sequence[float]) -> Iterator[Way]:
+def _shares(job: Job) -> list[Job]:
+    """Shares of the optimizer on the host, up to the least with which everything could be kept. Optimizer bytes cost seconds of
+    the update, once per step; activation bytes cost seconds in each micro-batch."""
+    if job.optimizer.offload != "auto":
+        return [job]
+    enough = least_share_that_fits(job)
+    return [*(with_share(job, share) for share in EIGHTHS if share < enough.optimizer.offloaded), enough]
+
+
+def _copies(job: Job) -> list[Job]:
     """In FP8, a checkpointed half recomputes its last linear's input, or keeps its FP8 copy, which holds more."""
     if job.model.fp8 is None or job.model.fp8.copies_kept is not None:
-        yield Way(job)
-        return
-    yield Way(with_copies(job, kept=False))
-    yield Way(with_copies(job, kept=True), may_win=lambda best: best is not None and best.checkpointed != "")
-
-
-SETTINGS: tuple[Setting, ...] = (_graphs, _shares, _heads, _rotary, _copies)
-
-
-def leaves_nothing(job: Job) -> bool:
-    """Whether the job states its layers and every setting."""
-    return job.parallel.partition != "auto" and all(len([*setting(job, [inf])]) == 1 for setting in SETTINGS)
+        return [job]
+    return [with_copies(job, kept=False), with_copies(job, kept=True)]
 
 
 def with_least_memory(job: Job) -> Job:
-    """Return the job with every setting decided as in the last plan that is tried, which needs the least memory."""
-    for setting in SETTINGS:
-        *_, job = (way.job for way in setting(job, [inf]) if way.may_win(None))
-    return job
+    """Return the way that needs the least memory, which is the last that is tried if none fits."""
+    return [way for way in ways(job) if worth(job, way, None) < inf][-1]
 
 
 LEAST_TOKENS = {"cuda": 1024, "cpu": 1}

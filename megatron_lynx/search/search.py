@@ -30,7 +30,7 @@ from megatron_lynx.cost.stage_memory import always_bytes
 from megatron_lynx.errors import ConfigError, Infeasible, LynxError, Problem, suggestion
 from megatron_lynx.planner import check_plannable
 from megatron_lynx.planner.decision import fastest_decision, finished
-from megatron_lynx.planner.left_open import leaves_nothing
+from megatron_lynx.planner.left_open import ways
 from megatron_lynx.prediction import within_error
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.roofline import Roofline
@@ -115,7 +115,7 @@ def _finished(candidate: Candidate) -> Candidate | None:
     job, decision = candidate.job, candidate.decision
     with suppress(LynxError):
         check_plannable(job)
-        decision = finished(decision) if leaves_nothing(job) else fastest_decision(job, analytic_profile(job))
+        decision = finished(decision) if ways(job) == [job] else fastest_decision(job, analytic_profile(job))
         return Candidate(job, decision.figures.step_s, decision.offload_ratio, decision.memory_bytes)
     return None
 
