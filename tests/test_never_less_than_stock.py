@@ -69,10 +69,9 @@ def jobs(draw: st.DrawFn) -> Job:
 
 def settings_of(job: Job) -> list[StockSetting]:
     """None, whole layers by themselves or several at a time, each module and each two of them, recomputed or offloaded."""
-    again, away = ([module.name for module in modules] for modules in (RECOMPUTED, OFFLOADED))
-    sets = [StockSetting(recompute=chosen) for count in (1, 2) for chosen in combinations(again, count)]
-    sets += [StockSetting(offload=chosen) for count in (1, 2) for chosen in combinations(away, count)]
-    sets += [StockSetting(recompute=(first,), offload=(second,)) for first in again for second in away]
+    sets = [StockSetting(recompute=chosen) for count in (1, 2) for chosen in combinations(RECOMPUTED, count)]
+    sets += [StockSetting(offload=chosen) for count in (1, 2) for chosen in combinations(OFFLOADED, count)]
+    sets += [StockSetting(recompute=(first,), offload=(second,)) for first in RECOMPUTED for second in OFFLOADED]
     most = max(len(job.layers_of(stage, chunk)) for stage in range(job.parallel.pipeline) for chunk in range(job.chunks))
     whole = [make(layers) for layers in range(1, most + 1) for make in (uniform, block)]
     return [NONE, *whole, *(setting for setting in sets if offered(setting, Facts.of(job)))]

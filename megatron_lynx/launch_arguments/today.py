@@ -5,7 +5,7 @@ runs without the host, and so without our hooks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from megatron_lynx.kinds.captured import BESIDE as CAPTURABLE
 from megatron_lynx.kinds.captured import CAPTURED_MODULES, captures_nothing, refused_capture
 from megatron_lynx.launch_arguments.given import Fact, Given
 from megatron_lynx.stock import setting as stock
-from megatron_lynx.stock.legality import Facts, fails, not_launched, refused
+from megatron_lynx.stock.legality import Facts, objections
 from megatron_lynx.stock.setting import Fact as StockFact
 
 if TYPE_CHECKING:
@@ -50,6 +50,12 @@ NOT_PRICED = {
     SHARED_OUT: "inputs that tensor-parallel ranks share out, and gather again, are not priced",
 }
 
+OF_FLAGS: Mapping[StockFact, str] = {
+    "grouped_gemm": "moe_grouped_gemm",
+    "shared_overlap": "moe_shared_expert_overlap",
+    "op_fuser": "use_transformer_engine_op_fuser",
+}
+"""What the launch's flags say of its layers, whatever the job assumes."""
 LOWER_BOUND = {"min_offloaded_tensor_size": stock.LEAST_ELEMENTS, "delta_offload_bytes_across_pp_ranks": 0}
 
 
@@ -109,23 +115,21 @@ def against_megatron(given: Given, today: Today, job: Job) -> Iterator[Problem]:
     """The refusals of the newest release, if every release that accepts the launch's flags refuses its setting for this job."""
     whys = []
     for release in given.releases:
-        facts = _facts(given, job, release)
-        whys.append([*refused(today.setting, facts), *filter(None, [not_launched(today.setting, facts)])])
+        whys.append([*objections(today.setting, _facts(given, job, release), "config", "launch")])
     if all(whys):
         where = " ".join([*today.flags, *([given.origin(stock.OVERLAP)] if today.beside else [])])
         yield from (Problem(where, why, "", f"{STOPS}: drop what it refuses") for why in whys[-1])
 
 
 def cannot_train(given: Given, today: Today, job: Job) -> str | None:
-    return fails(today.setting, _facts(given, job, given.release))
+    return next(objections(today.setting, _facts(given, job, given.release), "training"), None)
 
 
 def _facts(given: Given, job: Job, release: str) -> Facts:
     facts = Facts.of(job, release)
-    grouped: frozenset[StockFact] = frozenset({"grouped_gemm"} if given["moe_grouped_gemm"] else ())
-    has = (facts.has - {"grouped_gemm"}) | (grouped if "experts" in facts.has else frozenset())
-    overlap, fuser = bool(given["moe_shared_expert_overlap"]), bool(given["use_transformer_engine_op_fuser"])
-    return replace(facts, has=has, shared_overlap=overlap, op_fuser=fuser)
+    said = {name for name, field in OF_FLAGS.items() if given[field]}
+    known = facts.has - OF_FLAGS.keys() | (said if "experts" in facts.has else said - {"grouped_gemm"})
+    return replace(facts, has=known)
 
 
 def _setting(given: Given) -> stock.StockSetting:
@@ -134,12 +138,12 @@ def _setting(given: Given) -> stock.StockSetting:
     layered = bool(given["moe_layer_recompute"])
     granularity = given[GRANULARITY] or ("selective" if given["recompute_activations"] or layered else None)
     offload = tuple(given[OFFLOAD] or ()) if given[FINE_GRAINED] else ()
-    offload = _in_order(offload, [module.name for module in stock.OFFLOADED])
+    offload = _in_order(offload, [*stock.OFFLOADED])
     fraction = given[FRACTION] if offload and given[FRACTION] is not None else stock.WHOLE
     if granularity == "full":
         return stock.StockSetting((), given[METHOD], given[LAYERS], offload, fraction, overlap, delayed, head)
     modules = (*(given[MODULES] or ("core_attn",)), *(["moe"] if layered else [])) if granularity else ()
-    recompute = _in_order(modules, [module.name for module in stock.RECOMPUTED])
+    recompute = _in_order(modules, [*stock.RECOMPUTED])
     return stock.StockSetting(recompute, None, None, offload, fraction, overlap, delayed, head)
 
 

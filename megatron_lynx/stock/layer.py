@@ -32,7 +32,7 @@ from megatron_lynx.kinds.experts.section import EXPERTS_FC1
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.profile import Profile, SavedTensor
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.stock.setting import LEAST_ELEMENTS, OF_OFFLOAD, OF_RECOMPUTE, StockSetting
+from megatron_lynx.stock.setting import LEAST_ELEMENTS, OFFLOADED, RECOMPUTED, StockSetting
 
 
 class HalfBytes(NamedTuple):
@@ -75,7 +75,7 @@ def treatment(shape: LayerShape, setting: StockSetting, section: Section) -> Tre
     joined = {section.norm, section.column_parallel} if shape.model.uses_te and section.fuses_norm else set[str]()
     inside = {item.name: item.norm_inside for item in section.items if item.norm_inside and shape.model.uses_te}
     again, discarded = set[str](), set[str]()
-    for module in map(OF_RECOMPUTE.__getitem__, setting.recompute):
+    for module in map(RECOMPUTED.__getitem__, setting.recompute):
         names = set(module.items(section))
         names |= {norm for linear, norm in inside.items() if linear in names}
         if module.discards_output:
@@ -83,7 +83,7 @@ def treatment(shape: LayerShape, setting: StockSetting, section: Section) -> Tre
         else:
             again |= names | (joined if names & joined else set())
     groups = []
-    for asked in map(OF_OFFLOAD.__getitem__, setting.offload):
+    for asked in map(OFFLOADED.__getitem__, setting.offload):
         names = set(asked.items(section)) - (joined if "norm" in asked.roles else set())
         groups.append(frozenset(names | joined if names & joined else names) - again)
     return Treatment(section, frozenset(again), frozenset(discarded), tuple(groups), _given(shape, section, discarded))
@@ -164,9 +164,8 @@ def layer_bytes(
 
 @lru_cache(maxsize=4096)
 def _of_section(setting: StockSetting, section: Section) -> StockSetting:
-    recomputed = (module for module in map(OF_RECOMPUTE.__getitem__, setting.recompute) if module.items(section))
-    offloaded = (module for module in map(OF_OFFLOAD.__getitem__, setting.offload) if module.items(section))
-    return StockSetting(tuple(module.name for module in recomputed), offload=tuple(module.name for module in offloaded))
+    recomputed = tuple(name for name in setting.recompute if RECOMPUTED[name].items(section))
+    return StockSetting(recomputed, offload=tuple(name for name in setting.offload if OFFLOADED[name].items(section)))
 
 
 def layer_seconds(shape: LayerShape, profile: Profile, setting: StockSetting, kind: LayerKind | None = None) -> LayerSeconds:

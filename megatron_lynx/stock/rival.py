@@ -83,7 +83,7 @@ class _Rivals:
     def promising(self, sets: Iterable[Modules]) -> Iterator[Modules]:
         """Yield sets of recomputed modules, the shortest recomputation first, without those that are hopeless by then: they
         are slower, or do not fit with everything offloaded."""
-        all_offloaded = tuple(module.name for module in OFFLOADED if module.since <= self.facts.release and self._has_link)
+        all_offloaded = tuple(name for name, module in OFFLOADED.items() if module.since <= self.facts.release and self._has_link)
         for recompute in sorted(sets, key=self._recomputed_s):
             ways = [StockSetting(recompute), *(setting for (setting,) in _overlapped(StockSetting(recompute), self.facts))]
             if self._may_fit(StockSetting(recompute, offload=all_offloaded)) and not all(map(self._is_slower, ways)):
@@ -188,10 +188,10 @@ def module_sets(job: Job, release: str = NEWEST, least: int = LEAST_ELEMENTS, ch
         setting = StockSetting(recompute=recompute, offload=offload)
         return [layer_bytes(shape, setting, kind, least) for kind in kinds]
 
-    sets = (StockSetting(recompute) for recompute in _subsets([module.name for module in RECOMPUTED]))
+    sets = (StockSetting(recompute) for recompute in _subsets([*RECOMPUTED]))
     sets = (setting for setting in sets if offered(setting, facts) and _each_differs(held, setting.recompute, ()))
     for recompute in choose(setting.recompute for setting in sets):
-        for offload in _subsets([module.name for module in OFFLOADED]):
+        for offload in _subsets([*OFFLOADED]):
             setting = StockSetting(recompute=recompute, offload=offload)
             if setting != NONE and offered(setting, facts) and _each_differs(held, recompute, offload):
                 yield setting

@@ -35,21 +35,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Literal
 
-from megatron_lynx.anatomy import ATTENTION, EXPERTS, EXPERTS_WITH_SHARED, LATENT, MLP, SHARED_EXPERTS, Role, Section
+from megatron_lynx.anatomy import EXPERTS, EXPERTS_WITH_SHARED, HALVES, SHARED_EXPERTS, Half, Role, Section
 from megatron_lynx.kinds.experts.section import EXPERTS_ACTIVATION, EXPERTS_FC1
 from megatron_lynx.kinds.mamba.section import DELTA_NET, GATED_NORM
 
-Fact = Literal["experts", "grouped_gemm", "shared_experts", "latent", "gated_delta"]
+Fact = Literal["experts", "grouped_gemm", "shared_experts", "shared_overlap", "latent", "gated_delta", "op_fuser"]
 
 
 @dataclass(frozen=True)
 class Module:
-    name: str
-    sections: tuple[Section, ...] = ()
-    """Sections of whose halves it selects the items with one of `roles`."""
+    halves: tuple[Half, ...] = ()
+    """Halves in which it selects the items with one of `roles`."""
     roles: tuple[Role, ...] = ()
     discards_output: bool = False
     named: tuple[str, ...] = ()
@@ -63,41 +61,32 @@ class Module:
         other attention."""
         if section.in_some_layers:
             return frozenset(section.names).intersection(self.named)
-        if section.half not in {module_section.half for module_section in self.sections} or (
-            self.needs == "latent" and section.column_parallel
-        ):
+        if section.half not in self.halves or (self.needs == "latent" and section.column_parallel):
             return frozenset()
         return frozenset(item.name for item in section.items if item.role in self.roles)
 
 
-RECOMPUTED = (
-    Module("core_attn", (ATTENTION,), ("core", "sparse_core")),
-    Module("layernorm", (ATTENTION, MLP), ("norm",), discards_output=True, named=(EXPERTS.norm, DELTA_NET.norm)),
-    Module("mlp", (MLP,), ("column_parallel", "code", "row_parallel")),
-    Module("moe", named=EXPERTS_WITH_SHARED.names[1:-1]),
-    Module("moe_act", discards_output=True, named=(EXPERTS_ACTIVATION,), needs="grouped_gemm"),
-    Module("shared_experts", named=SHARED_EXPERTS),
-    Module(
-        "mla_up_proj",
-        (LATENT[True, False],),
-        ("up_projection", "query_projection", "code"),
-        discards_output=True,
-        needs="latent",
-    ),
-    Module("gdn_norm_out", discards_output=True, named=(GATED_NORM,), needs="gated_delta", since="0.19"),
-)
-OFFLOADED = (
-    Module("attn_norm", (ATTENTION,), ("norm",), since="0.16"),
-    Module("qkv_linear", (ATTENTION,), ("column_parallel",), since="0.16"),
-    Module("core_attn", (ATTENTION,), ("core",), since="0.16"),
-    Module("attn_proj", (ATTENTION,), ("row_parallel",), since="0.16"),
-    Module("mlp_norm", (MLP,), ("norm",), named=(EXPERTS.norm,), since="0.16"),
-    Module("expert_fc1", named=(EXPERTS_FC1,), since="0.16"),
-    Module("moe_act", named=(EXPERTS_ACTIVATION,), since="0.16"),
-    Module("fused_group_mlp", since="0.19"),
-)
-OF_RECOMPUTE = {module.name: module for module in RECOMPUTED}
-OF_OFFLOAD = {module.name: module for module in OFFLOADED}
+UP_PROJECTIONS: tuple[Role, ...] = ("up_projection", "query_projection", "code")
+RECOMPUTED: Mapping[str, Module] = {
+    "core_attn": Module(("attention",), ("core", "sparse_core")),
+    "layernorm": Module(HALVES, ("norm",), discards_output=True, named=(EXPERTS.norm, DELTA_NET.norm)),
+    "mlp": Module(("mlp",), ("column_parallel", "code", "row_parallel")),
+    "moe": Module(named=EXPERTS_WITH_SHARED.names[1:-1]),
+    "moe_act": Module(discards_output=True, named=(EXPERTS_ACTIVATION,), needs="grouped_gemm"),
+    "shared_experts": Module(named=SHARED_EXPERTS),
+    "mla_up_proj": Module(("attention",), UP_PROJECTIONS, discards_output=True, needs="latent"),
+    "gdn_norm_out": Module(discards_output=True, named=(GATED_NORM,), needs="gated_delta", since="0.19"),
+}
+OFFLOADED: Mapping[str, Module] = {
+    "attn_norm": Module(("attention",), ("norm",), since="0.16"),
+    "qkv_linear": Module(("attention",), ("column_parallel",), since="0.16"),
+    "core_attn": Module(("attention",), ("core",), since="0.16"),
+    "attn_proj": Module(("attention",), ("row_parallel",), since="0.16"),
+    "mlp_norm": Module(("mlp",), ("norm",), named=(EXPERTS.norm,), since="0.16"),
+    "expert_fc1": Module(named=(EXPERTS_FC1,), since="0.16"),
+    "moe_act": Module(named=(EXPERTS_ACTIVATION,), since="0.16"),
+    "fused_group_mlp": Module(needs="op_fuser", since="0.19"),
+}
 
 LEAST_ELEMENTS = 1024 * 1024
 """Megatron's default of `min_offloaded_tensor_size`."""
@@ -130,40 +119,38 @@ class StockSetting:
     @property
     def name(self) -> str:
         """Name in tables, without the word stock."""
-        parts = [self._recomputation, self._offloading]
-        parts += ["exchanges overlapped"] if self.overlap else []
-        parts += ["weight gradients delayed"] if self.delayed else []
-        parts += ["userbuffers"] if self.userbuffers else []
-        parts += ["head's weight gradients deferred"] if self.head is not None else []
-        return ", ".join(part for part in parts if part) or "none"
-
-    @property
-    def _recomputation(self) -> str:
-        if self.method is not None:
-            return "full" if (self.method, self.layers) == (FULL.method, FULL.layers) else f"{self.method} {self.layers}"
-        return "selective" if self.recompute == SELECTIVE.recompute else " + ".join(self.recompute)
-
-    @property
-    def _offloading(self) -> str:
+        modules = "selective" if self.recompute == SELECTIVE.recompute else " + ".join(self.recompute)
+        layers = "full" if (self.method, self.layers) == (FULL.method, FULL.layers) else f"{self.method} {self.layers}"
         share = "" if self.fraction == WHOLE else f" ({self.fraction:.2f} of the layers)"
-        return f"offload {' + '.join(self.offload)}{share}" if self.offload else ""
+        parts = (
+            modules if self.method is None else layers,
+            f"offload {' + '.join(self.offload)}{share}" if self.offload else "",
+            "exchanges overlapped" if self.overlap else "",
+            "weight gradients delayed" if self.delayed else "",
+            "userbuffers" if self.userbuffers else "",
+            "" if self.head is None else "head's weight gradients deferred",
+        )
+        return ", ".join(filter(None, parts)) or "none"
 
     @property
     def fields(self) -> dict[str, Any]:
-        fields: dict[str, Any] = {}
-        if self.method is not None:
-            fields = {"recompute_granularity": "full", "recompute_method": self.method, "recompute_num_layers": self.layers}
-        elif self.recompute:
-            fields = {"recompute_granularity": "selective", "recompute_modules": list(self.recompute)}
-        if self.offload:
-            fields |= {"fine_grained_activation_offloading": True, "offload_modules": list(self.offload)}
-        if self.fraction != WHOLE:
-            fields["activation_offload_fraction"] = self.fraction
-        fields |= {OVERLAP: True} if self.overlap else {}
-        fields |= {DELAYED: True} if self.delayed else {}
-        fields |= {USERBUFFERS: True} if self.userbuffers else {}
-        fields |= {DEFERRED_HEAD: True, DEFERRED_AT_MOST: self.head} if self.head is not None else {}
-        return fields
+        """Fields of Megatron's configuration that differ from its defaults."""
+        granularity = "full" if self.method is not None else "selective" if self.recompute else None
+        fields = {
+            "recompute_granularity": granularity,
+            "recompute_method": self.method,
+            "recompute_num_layers": self.layers,
+            "recompute_modules": [*self.recompute] or None,
+            "fine_grained_activation_offloading": True if self.offload else None,
+            "offload_modules": [*self.offload] or None,
+            "activation_offload_fraction": None if self.fraction == WHOLE else self.fraction,
+            OVERLAP: self.overlap or None,
+            DELAYED: self.delayed or None,
+            USERBUFFERS: self.userbuffers or None,
+            DEFERRED_HEAD: None if self.head is None else True,
+            DEFERRED_AT_MOST: self.head,
+        }
+        return {name: value for name, value in fields.items() if value is not None}
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -185,7 +172,7 @@ def flags_of(fields: Mapping[str, Any]) -> Flags:
 NONE = StockSetting()
 SELECTIVE = StockSetting(recompute=("core_attn",))
 FULL = StockSetting(method="uniform", layers=1)
-OF_POLICY: Mapping[str, StockSetting] = MappingProxyType({"none": NONE, "selective": SELECTIVE, "full": FULL})
+OF_POLICY: Mapping[str, StockSetting] = {"none": NONE, "selective": SELECTIVE, "full": FULL}
 
 
 def block(layers: int) -> StockSetting:

@@ -31,7 +31,7 @@ from megatron_lynx.stock.legality import Facts, offered
 from megatron_lynx.stock.setting import RECOMPUTED, block
 from megatron_lynx.testbed.cpu_device import TRANSFORMER_ENGINE
 
-MODULES = tuple(module.name for module in RECOMPUTED if module.sections)
+MODULES = tuple(name for name, module in RECOMPUTED.items() if module.halves)
 """Stock's `recompute_modules` of a dense layer. The others apply to experts and latent attention."""
 
 

@@ -14,7 +14,7 @@ from megatron_lynx.published.row import catalogued_job
 from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.stock import NONE, StockSetting, priced
 from megatron_lynx.stock.layer import layer_seconds
-from megatron_lynx.stock.legality import Facts, refused
+from megatron_lynx.stock.legality import Facts, objections
 from megatron_lynx.stock.rival import families, fastest, rivals
 from megatron_lynx.stock.stage import StockStage
 
@@ -129,7 +129,7 @@ def test_they_are_among_the_rivals_where_megatron_takes_them():
     chunks = job_of(parallel={"pipeline": 2, "expert": 8, "layers_per_chunk": 12})
     overlapped = [any(setting.overlap for family in families(job) for setting in family) for job in (whole, pipeline, chunks)]
     assert overlapped == [True, False, True]
-    assert "several chunks" in refused(OVERLAPPED, Facts.of(pipeline))[0]
+    assert "several chunks" in next(objections(OVERLAPPED, Facts.of(pipeline), "config"))
     for job in (whole, chunks):
         costs = analytic_profile(job)
         price = priced(job, costs, StockSetting(overlap=True, delayed=True))

@@ -10,10 +10,11 @@ import torch
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.loader import load_cluster
 from megatron_lynx.kinds.mamba.section import GATED_NORM
+from megatron_lynx.launch_arguments.today import OF_FLAGS
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.stock.layer import layer_bytes, layer_seconds
-from megatron_lynx.stock.legality import Facts, refused
+from megatron_lynx.stock.legality import Facts, objections
 from megatron_lynx.stock.rival import module_sets
 from megatron_lynx.stock.setting import NONE, Fact, StockSetting
 from tests.stock.on_ranks import hold
@@ -74,12 +75,12 @@ def test_its_seconds_are_those_of_the_gated_norm() -> None:
 
 
 def test_stock_is_offered_it_where_layers_have_a_delta_net() -> None:
-    assert refused(NORM_OUT, Facts.of(job_of())) == []
-    assert "gated_delta_net alone" in refused(NORM_OUT, Facts.of(tiny_job("llama")))[0]
+    assert not [*objections(NORM_OUT, Facts.of(job_of()), "config")]
+    assert "gated_delta_net alone" in next(objections(NORM_OUT, Facts.of(tiny_job("llama")), "config"))
     assert NORM_OUT in set(module_sets(job_of()))
 
 
-def test_every_fact_that_a_module_may_need_is_found_in_some_job() -> None:
+def test_every_fact_that_a_module_may_need_is_found_in_some_job_or_said_by_a_launch() -> None:
     """`gated_delta` was in the table, and set nowhere."""
     experts = {"count": 4, "per_token": 2, "ffn": 32, "shared_ffn": 32}
     jobs = (
@@ -87,4 +88,4 @@ def test_every_fact_that_a_module_may_need_is_found_in_some_job() -> None:
         tiny_job("gpt", latent=LATENT),
         tiny_job("llama", implementation="transformer_engine", experts=experts),
     )
-    assert frozenset[str]().union(*(Facts.of(job).has for job in jobs)) == set(get_args(Fact))
+    assert frozenset[str]().union(*(Facts.of(job).has for job in jobs)) | OF_FLAGS.keys() == set(get_args(Fact))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_lynx.kinds.planning import half_tensors
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.stock.layer import layer_bytes
-from megatron_lynx.stock.legality import Facts, refused
+from megatron_lynx.stock.legality import Facts, objections
 from megatron_lynx.stock.setting import StockSetting
 from tests.tiny_jobs import tiny_job
 
@@ -27,6 +27,6 @@ def test_heads_are_made_again_of_what_was_compressed() -> None:
 
 def test_it_is_for_latent_attention_alone() -> None:
     usual = tiny_job("gpt")
-    assert refused(UP, Facts.of(tiny_job("gpt", latent=SIZES))) == []
-    assert refused(UP, Facts.of(usual)) == ["mla_up_proj is recomputed with --multi-latent-attention alone"]
+    assert not [*objections(UP, Facts.of(tiny_job("gpt", latent=SIZES)), "config")]
+    assert [*objections(UP, Facts.of(usual), "config")] == ["mla_up_proj is recomputed with --multi-latent-attention alone"]
     assert layer_bytes(LayerShape.of(usual), UP) == layer_bytes(LayerShape.of(usual), StockSetting())

@@ -6,12 +6,14 @@ from itertools import chain, combinations
 
 import pytest
 
-from megatron_lynx.stock.legality import RELEASES, Facts, fails, not_launched, refused
+from megatron_lynx.stock.legality import Facts, objections
 from megatron_lynx.stock.setting import FULL, NONE, OFFLOADED, RECOMPUTED, StockSetting, block
 from megatron_lynx.testbed.ranks import RankPool
 from tests.stock.on_ranks import accepts
 from tests.te_releases import folder_of, python_path
+from tests.tiny_jobs import tiny_job
 
+RELEASES = ("0.15", "0.16", "0.17", "0.18", "0.19", "0.20")
 INSTALLED = "0.16"
 
 MODELS = {
@@ -31,22 +33,23 @@ DELTA_NET = {
 }
 """A gated delta net, which 0.15 does not have."""
 OVERLAP = {"moe_shared_expert_overlap": True}
+EXPERTS = {"count": 2, "per_token": 1, "ffn": 16}
 COMBINED = {
-    "one stage": ({"expert": 2}, {}),
-    "gathers": ({"expert": 2, "gathers": True}, {"moe_token_dispatcher_type": "allgather"}),
-    "one rank": ({}, {"expert_model_parallel_size": 1}),
-    "fp32": ({"expert": 2, "sixteen_bits": False}, {"bf16": False}),
-    "a pipeline": ({"expert": 2, "pipeline": 2}, {"pipeline_model_parallel_size": 2, "pipeline_dtype": "bf16"}),
+    "one stage": ({}, {}),
+    "gathers": ({"experts": EXPERTS | {"dispatcher": "allgather"}}, {"moe_token_dispatcher_type": "allgather"}),
+    "one rank": ({"expert": 1}, {"expert_model_parallel_size": 1}),
+    "fp32": ({"dtype": "fp32"}, {"bf16": False}),
+    "a pipeline": ({"pipeline": 2}, {"pipeline_model_parallel_size": 2, "pipeline_dtype": "bf16"}),
     "chunks": (
-        {"expert": 2, "pipeline": 2, "chunks": 2},
+        {"pipeline": 2, "layers_per_chunk": 1},
         {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "pipeline_dtype": "bf16", "num_layers": 4},
     ),
     "shared experts beside it": (
-        {"expert": 2, "has": frozenset({"experts", "shared_experts"}), "shared_overlap": True},
+        {"experts": EXPERTS | {"shared_ffn": 16, "whole": True, "shared_beside": True}},
         {"moe_shared_expert_intermediate_size": 16, **OVERLAP},
     ),
 }
-"""Facts and fields in which exchanges may be overlapped, or not."""
+"""Changes of a job whose experts are on two ranks, and fields, in which exchanges may be overlapped, or not."""
 OVERLAPPED = [
     StockSetting(recompute=modules, overlap=overlap, delayed=delayed)
     for modules in ((), ("layernorm",), ("moe",))
@@ -58,8 +61,8 @@ def subsets(names):
     return chain.from_iterable(combinations(names, count) for count in range(len(names) + 1))
 
 
-RECOMPUTE_SETS = list(subsets([module.name for module in RECOMPUTED]))
-OFFLOAD_SETS = list(subsets([module.name for module in OFFLOADED]))
+RECOMPUTE_SETS = list(subsets([*RECOMPUTED]))
+OFFLOAD_SETS = list(subsets([*OFFLOADED]))
 SETTINGS = [
     NONE,
     FULL,
@@ -84,26 +87,32 @@ def release_pool(request):
         yield request.param, pool
 
 
+def has(release, *facts, **fields):
+    return Facts(tiny_job("gpt", **fields), release, frozenset(facts))
+
+
 def test_what_a_release_accepts_is_exactly_what_the_table_calls_legal(release_pool):
     release, pool = release_pool
-    asked = [(Facts(release, has), fields, setting) for has, fields in MODELS.values() for setting in SETTINGS]
+    asked = [(has(release, *facts), fields, setting) for facts, fields in MODELS.values() for setting in SETTINGS]
     if release > "0.15":
-        asked += [(Facts(release, frozenset({"gated_delta"})), DELTA_NET, setting) for setting in SETTINGS]
+        asked += [(has(release, "gated_delta"), DELTA_NET, setting) for setting in SETTINGS]
     shared, fields = MODELS["shared experts"]
-    asked += [(Facts(release, shared, shared_overlap=True), fields | OVERLAP, setting) for setting in SETTINGS]
+    asked += [(has(release, *shared, "shared_overlap"), fields | OVERLAP, setting) for setting in SETTINGS]
+    delayed = has(release, implementation="transformer_engine", bias=False, dtype="bf16", fp8={"recipe": "delayed"})
     asked += [
-        (Facts(release, fp8_recipe="delayed"), {"fp8": "e4m3", "fp8_recipe": "delayed"}, StockSetting(recompute=modules))
+        (delayed, {"fp8": "e4m3", "fp8_recipe": "delayed"}, StockSetting(recompute=modules))
         for modules in RECOMPUTE_SETS
         if modules
     ]
     mixed = {"num_moe_experts": 2, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall", "bf16": True}
-    for facts, more in COMBINED.values():
-        asked += [(Facts(release, **{"has": frozenset({"experts"}), **facts}), mixed | more, each) for each in OVERLAPPED]
+    for changes, more in COMBINED.values():
+        job = tiny_job("llama", **{"experts": EXPERTS, "expert": 2, "dtype": "bf16", **changes}, replicas=2)
+        asked += [(Facts.of(job, release), mixed | more, each) for each in OVERLAPPED]
     (answers,) = pool.run(accepts, [fields | setting.fields for _, fields, setting in asked])
     wrong = [
-        (setting, refused(setting, facts), answer)
+        (setting, refused, answer)
         for (facts, _, setting), answer in zip(asked, answers, strict=True)
-        if bool(refused(setting, facts)) != (answer is not None)
+        if bool(refused := [*objections(setting, facts, "config")]) != (answer is not None)
     ]
     assert wrong == []
     legal = sum(answer is None for answer in answers)
@@ -111,18 +120,21 @@ def test_what_a_release_accepts_is_exactly_what_the_table_calls_legal(release_po
 
 
 def test_what_is_accepted_and_cannot_train_is_said_apart():
-    offloading = StockSetting(offload=("core_attn",))
-    local, te = Facts(transformer_engine=False), Facts()
-    assert refused(offloading, local) == refused(offloading, te) == []
-    assert not_launched(offloading, te) is None
-    assert "Transformer Engine" in (not_launched(offloading, local) or "")
+    def said(setting, facts):
+        assert not [*objections(setting, facts, "config")]
+        return " ".join(objections(setting, facts, "launch", "training"))
+
+    offloading, te = StockSetting(offload=("core_attn",)), {"implementation": "transformer_engine", "bias": False}
+    assert "Transformer Engine" in said(offloading, has("0.19"))
+    assert said(offloading, has("0.19", **te)) == ""
     both = StockSetting(method="block", layers=1, offload=("core_attn",))
-    assert fails(both, Facts(pipeline=1)) is None
-    assert "loses its place" in (fails(both, Facts(pipeline=2)) or "")
-    overlap, delta = StockSetting(overlap=True), frozenset({"gated_delta"})
-    assert "backward_dw" in (fails(overlap, Facts("0.16", delta)) or "")
-    assert fails(overlap, Facts("0.16")) is fails(overlap, Facts("0.17", delta)) is None
-    assert "without end" in (fails(StockSetting(recompute=("mlp",)), Facts(bias=True)) or "")
+    assert said(both, has("0.19", **te)) == ""
+    assert "loses its place" in said(both, has("0.19", **te, pipeline=2))
+    overlap, experts = StockSetting(overlap=True), {"experts": EXPERTS, "expert": 2, "dtype": "bf16", "replicas": 2}
+    assert "backward_dw" in said(overlap, has("0.16", "gated_delta", **experts))
+    assert said(overlap, has("0.16", **experts)) == said(overlap, has("0.17", "gated_delta", **experts)) == ""
+    assert "without end" in said(StockSetting(recompute=("mlp",)), has("0.19", bias=True))
+    assert said(StockSetting(recompute=("mlp",)), has("0.19", bias=False)) == ""
 
 
 def test_a_setting_says_its_flags_and_its_name():

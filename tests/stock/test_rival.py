@@ -11,7 +11,7 @@ from megatron_lynx.cost.step import StepRange
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.stock import FULL, NONE, StockSetting, priced
-from megatron_lynx.stock.legality import Facts, offered, refused
+from megatron_lynx.stock.legality import Facts, objections, offered
 from megatron_lynx.stock.rival import SimulatedRow, families, fastest, module_sets, rivals, side_by_side, verdict
 from tests.config.jobs import catalogued_job
 
@@ -75,7 +75,7 @@ def test_older_releases_offload_all_layers_or_nothing():
     job = job_of()
     settings = {release: [each for family in families(job, release) for each in family] for release in ("0.15", "0.17", "0.19")}
     for release, own in settings.items():
-        assert not [each for each in own if refused(each, Facts.of(job, release))]
+        assert not [each for each in own if [*objections(each, Facts.of(job, release), "config")]]
     assert not any(each.offload for each in settings["0.15"])
     assert {each.fraction for each in settings["0.17"]} == {1.0}
     assert len({each.fraction for each in settings["0.19"]}) == job.partition[0]
