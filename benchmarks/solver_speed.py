@@ -24,7 +24,7 @@ from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.solver.answer import Solved
 from megatron_lynx.solver.options import HalfOptions, StageProblems
 from megatron_lynx.solver.problem import StageProblem
-from megatron_lynx.solver.programme import keep_all, least_memory, solve
+from megatron_lynx.solver.programme import Programme, keep_all
 from megatron_lynx.yaml_file import read_yaml
 
 SHARES = (0.02, 0.1, 0.3, 0.6, 0.9)
@@ -73,7 +73,7 @@ def timed(action: Callable[[], Any], rounds: int) -> list[float]:
 
 
 def with_budget(problem: StageProblem, share: float) -> StageProblem:
-    least, most = least_memory(problem).peak_bytes, keep_all(problem).peak_bytes
+    least, most = Programme().least(problem).peak_bytes, keep_all(problem).peak_bytes
     return replace(problem, budget_bytes=least + int(share * (most - least)))
 
 
@@ -88,7 +88,7 @@ def solved_row(model: str, cluster: str, layers: int, stages: int, rounds: int, 
 
         def plan(budgets: Sequence[int | None] = budgets) -> list[Solved]:
             problems = StageProblems(job, HalfOptions(job, profile))
-            return [solve(replace(problems.of(stage), budget_bytes=size)) for stage, size in enumerate(budgets)]
+            return [Programme()(replace(problems.of(stage), budget_bytes=size)) for stage, size in enumerate(budgets)]
 
         seconds = timed(plan, rounds)
         medians.append(statistics.median(seconds))

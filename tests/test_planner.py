@@ -23,13 +23,13 @@ from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.solver.answer import SolvedChunks
 from megatron_lynx.solver.options import HalfOptions, StageProblems
-from megatron_lynx.solver.programme import solve
 from megatron_lynx.units import MIB
 from tests.config.jobs import catalogued_job
 from tests.cost.on_ranks import count
 from tests.layouts import LAYOUTS
 from tests.long import long, with_models
 from tests.profiler.made_up import made_up_profile
+from tests.solver.problems import solve
 from tests.tiny_jobs import tiny_job
 from tests.uniform import uniform_plan
 

@@ -123,16 +123,6 @@ class Choices(tuple[Option, ...]):
         numbers = unbeaten([longer_s, sum(host_s), *self.apart.costs.T[3:]])
         return Choices((*(self.apart[number] for number in numbers), *self.joined))
 
-    @cached_property
-    def best_seated(self) -> Choices:
-        """Every set of recomputed items once, in the window that hides most of it."""
-        subsets: dict[object, Option] = {}
-        for option in self:
-            known = subsets.get(key := (option.recompute, option.checkpoint))
-            if known is None or option.longer_s < known.longer_s:
-                subsets[key] = option
-        return Choices(subsets.values())
-
     def recomputing(self, items: Set[str]) -> Option:
         """Return the option that recomputes most of these items, and as few others as possible, on demand."""
         first = max(self.plain, key=lambda option: (len(items & {*option.recompute}), -len(option.recompute)))
@@ -178,12 +168,6 @@ class StageProblem:
     @property
     def layers(self) -> int:
         return len(self.halves) // len(HALVES)
-
-    @property
-    def simplest(self) -> StageProblem:
-        """Without checkpoints and host seconds, and with all recomputation in the windows that hide most of it: leaving a window
-        empty saves no memory."""
-        return replace(self.with_choices(lambda choices: choices.plain.best_seated), inside=(), device=None)
 
     def under(self, policy: Policy) -> StageProblem:
         """Return the problem with one choice for each half: what a named policy recomputes, on demand.

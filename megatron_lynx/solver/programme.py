@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lynx.anatomy import HALVES
+from megatron_lynx.anatomy import HALVES, by_layer
 from megatron_lynx.solver.answer import Solved, infeasible
 from megatron_lynx.solver.problem import Choices, Floats, Grouped, Option, StageProblem, unbeaten
 from megatron_lynx.units import SECOND_DIGITS
@@ -55,6 +55,11 @@ class Table(NamedTuple):
 
     def at(self, numbers: Sequence[int] | Numbers) -> Table:
         return Table(tuple(self.halves[number] for number in numbers), *(part[numbers] for part in self[1:]))
+
+    @classmethod
+    def of(cls, tables: Iterable[Table]) -> Table:
+        halves, *parts = zip(*tables, strict=True)
+        return cls(tuple(chain.from_iterable(halves)), *map(np.concatenate, parts))
 
 
 def table(attention: Choices, mlp: Choices, *, last: bool) -> Table:
@@ -99,12 +104,12 @@ class Programme:
     """By identity of both halves' choices, which are kept; last layer."""
 
     def __call__(self, problem: StageProblem) -> Solved:
-        """Return the fastest answer that fits; without a budget, the least memory with all layers alike. Raises `Infeasible`."""
+        """Return the fastest answer that fits; without a budget, that fits where everything is recomputed, in waits if possible.
+        Raises `Infeasible`."""
         if problem.budget_bytes is None:
-            if not problem.layers:
-                return self.least(problem)
-            stage = self._stage(problem.simplest)
-            return stage.solved(stage.leanest(alike=True))
+            leanest = (min(half.plain, key=lambda option: (option.memory.resident, option.longer_s)) for half in problem.halves)
+            problem = replace(problem, budget_bytes=_solved(problem, leanest).peak_bytes, device=None)
+        assert problem.budget_bytes is not None
         for found in self._found(problem, float(problem.budget_bytes)):
             if found.peak_bytes <= problem.budget_bytes:
                 return found
@@ -114,6 +119,7 @@ class Programme:
         return least  # peaks beyond 2^53 bytes are rounded
 
     def least(self, problem: StageProblem) -> Solved:
+        """Return the answer with the least peak, whatever the budget."""
         return min(self._found(problem, None), key=lambda answer: answer.peak_bytes)
 
     def _found(self, problem: StageProblem, budget_bytes: float | None) -> Iterator[Solved]:
@@ -122,32 +128,27 @@ class Programme:
         if not problem.layers:
             yield _solved(problem, [])
             return
-        stage = self._stage(problem)
-        yield from stage.best(budget_bytes)
+        yield from self._stage(problem).best(budget_bytes)
         if problem.leaving:
-            stage = self._stage(replace(problem, leaving=False))
-            yield from stage.best(budget_bytes)
+            yield from self._stage(replace(problem, leaving=False)).best(budget_bytes)
         columns, ways = _ways(problem)
-        if not columns:
-            return
-        some = ways[ways[:, -1] < 0, :-1]
-        if len(some):
-            first = sum(len(each.resident) for each in stage.tables)
-            attention, mlp = (Choices(halves) for halves in zip(*columns, strict=True))
-            groups = _columns(attention, mlp, [(number, number) for number in range(len(columns))])
-            grouped = replace(stage, groups=groups, ways=np.where(some < 0, some, some + first))
-            yield from grouped.best(budget_bytes)
-        everywhere = [_solved(problem, [columns[number] for number in way]) for way in ways[ways[:, -1] >= 0].tolist()]
-        yield from sorted(everywhere, key=lambda answer: answer.longer_s)
+        everywhere = ways[:, -1] >= 0
+        if not everywhere.all():
+            yield from self._stage(problem, columns, ways[~everywhere, :-1]).best(budget_bytes)
+        answers = [_solved(problem, chain(*(columns[number] for number in way))) for way in ways[everywhere].tolist()]
+        yield from sorted(answers, key=lambda answer: answer.longer_s)
 
-    def _stage(self, problem: StageProblem) -> _Stage:
-        halves = iter(problem.halves)
-        *lower, last = zip(halves, halves, strict=True)
+    def _stage(self, problem: StageProblem, grouped: Sequence[tuple[Option, Option]] = (), ways: Numbers | None = None) -> _Stage:
+        *lower, last = by_layer(problem.halves)
         kinds = {(id(first), id(second)): (first, second) for first, second in lower}
+        tables = [self._table(*both, last=False) for both in kinds.values()]
+        begins = list(accumulate((len(each.resident) for each in tables), initial=0))
+        attention, mlp = (Choices(layer[half] for layer in grouped) for half in range(len(HALVES)))
+        columns = Table.of([*tables, _columns(attention, mlp, [(number, number) for number in range(len(grouped))])])
         numbers = {key: number for number, key in enumerate(kinds)}
         kind_of_layer = np.array([numbers[id(first), id(second)] for first, second in lower], dtype=np.intp)
-        tables = tuple(self._table(*both, last=False) for both in kinds.values())
-        return _Stage(problem, kind_of_layer, tables, self._table(*last, last=True))
+        ways = np.full((1, len(lower)), -1) if ways is None else np.where(ways < 0, ways, ways + begins[-1])
+        return _Stage(problem, kind_of_layer, list(pairwise(begins)), columns, self._table(*last, last=True), ways)
 
     def _table(self, attention: Choices, mlp: Choices, *, last: bool) -> Table:
         key = id(attention), id(mlp), last
@@ -156,22 +157,13 @@ class Programme:
         return self.tables[key][2]
 
 
-def _solved(problem: StageProblem, layers: Iterable[tuple[Option, Option]]) -> Solved:
-    return Solved(tuple(chain.from_iterable(layers)), problem.in_flight, loss_bytes=problem.loss_bytes)
-
-
-def solve(problem: StageProblem) -> Solved:
-    """Return the best answer. Raises `Infeasible` if none fits the budget."""
-    return Programme()(problem)
-
-
-def least_memory(problem: StageProblem) -> Solved:
-    return Programme().least(problem)
+def _solved(problem: StageProblem, halves: Iterable[Option]) -> Solved:
+    return Solved(tuple(halves), problem.in_flight, loss_bytes=problem.loss_bytes)
 
 
 def keep_all(problem: StageProblem) -> Solved:
     """Whatever that holds."""
-    return solve(replace(problem.under("none"), budget_bytes=None))
+    return _solved(problem, chain.from_iterable(problem.under("none").halves))
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,34 +172,31 @@ class _Stage:
 
     problem: StageProblem
     kind_of_layer: Numbers
-    tables: tuple[Table, ...]
+    ranges: list[tuple[int, int]]
+    """First column of each kind, and the one after its last."""
+    columns: Table
     last: Table
-    groups: Table | None = None
-    ways: Numbers | None = None
+    ways: Numbers
     """Columns of the lowest layers, a row for each size and number of groups; -1 above the groups. [3]"""
 
     def best(self, budget_bytes: float | None) -> Iterator[Solved]:
         """Yield the fastest answer that fits, if one is found; without a budget, the one with the least peak."""
-        found = self._best(self._starts, budget_bytes)
-        if found is None:
-            found = self._best(self.leanest().lower[None], budget_bytes)
+        found = self._best(self._starts, budget_bytes) or self._best(self._leanest.lower[None], budget_bytes)
         if found is not None:
-            yield self.solved(self._improved(found, budget_bytes))
+            answer = self._improved(found, budget_bytes)
+            lower = (self.columns.halves[number] for number in answer.lower.tolist())
+            yield _solved(self.problem, chain(*lower, self.last.halves[answer.last]))
 
-    def leanest(self, *, alike: bool = False) -> Answer:
-        """Return the answer with the least peak. `alike`: with all layers of a kind alike."""
-        found = self._best(np.concatenate(self._alike) if alike else self._starts, None)
+    @property
+    def _leanest(self) -> Answer:
+        found = self._best(self._starts, None)
         assert found is not None
-        return self._improved(found, None, alike=alike)
+        return self._improved(found, None)
 
-    def solved(self, answer: Answer) -> Solved:
-        lower = [self._columns.halves[number] for number in answer.lower.tolist()]
-        return _solved(self.problem, [*lower, self.last.halves[answer.last]])
-
-    def _improved(self, found: Answer, budget_bytes: float | None, *, alike: bool = False) -> Answer:
+    def _improved(self, found: Answer, budget_bytes: float | None) -> Answer:
         """[2]"""
         while True:
-            better = self._best(self._changed(found, budget_bytes, alike=alike), budget_bytes)
+            better = self._best(self._changed(found, budget_bytes), budget_bytes)
             if (better is None or better.costs >= found.costs) and budget_bytes is not None:
                 better = self._best(self._changed_twice(found, budget_bytes), budget_bytes)
             if better is None or better.costs >= found.costs:
@@ -231,7 +220,7 @@ class _Stage:
 
     def _evaluated(self, rows: Numbers) -> tuple[Floats, Floats, Floats]:
         """Return seconds, peaks and resident bytes: (rows, columns of the last layer)."""
-        lower, last, others = self._columns, self.last, self.problem.in_flight - 1
+        lower, last, others = self.columns, self.last, self.problem.in_flight - 1
         resident = lower.resident[rows]
         below = resident.cumsum(axis=1) - resident
         moments = lower.whole[rows] + below[..., None]
@@ -247,7 +236,7 @@ class _Stage:
     def _late_s(self, rows: Numbers, seconds: Floats) -> Floats | float:
         if (device := self.problem.device) is None:
             return 0.0
-        host_s = self._columns.host_s[rows].sum(axis=1)[:, None] + self.last.host_s
+        host_s = self.columns.host_s[rows].sum(axis=1)[:, None] + self.last.host_s
         backward_s = host_s[..., 1] - device.backward_s - seconds
         return np.asarray(np.maximum(0, host_s[..., 0] - device.forward_s) + np.maximum(0, backward_s))
 
@@ -263,45 +252,33 @@ class _Stage:
 
     @cached_property
     def _size(self) -> Floats:
-        return np.asarray(self.problem.in_flight * self._columns.resident)
-
-    @cached_property
-    def _columns(self) -> Table:
-        every = [*self.tables, *([] if self.groups is None else [self.groups])] or [_columns(Choices(), Choices(), [])]
-        halves = tuple(pair for each in every for pair in each.halves)
-        return Table(halves, *(np.concatenate(parts) for parts in zip(*(each[1:] for each in every), strict=True)))
-
-    @cached_property
-    def _ranges(self) -> list[tuple[int, int]]:
-        """First and last column of each kind."""
-        return list(pairwise(accumulate((len(each.resident) for each in self.tables), initial=0)))
+        return np.asarray(self.problem.in_flight * self.columns.resident)
 
     @cached_property
     def _starts(self) -> Numbers:
-        """Answers from which the search begins. [1] [3]"""
-        if self.ways is not None:
-            alike = np.concatenate(self._alike)
-            return np.where(self.ways[:, None] < 0, alike, self.ways[:, None]).reshape(-1, alike.shape[1])
+        """Answers from which the search begins: one layer after the other gets its next column. [1] [3]"""
         rows = [alike[:1] for alike in self._alike]
-        for own, to in chain.from_iterable(map(pairwise, self._alike)):  # layer after layer
+        for own, to in chain.from_iterable(map(pairwise, self._alike)):
             changed = np.cumsum(own != to)
             rows.append(np.where(changed <= np.arange(1, changed[-1] + 1)[:, None], to, own))
+        above = np.concatenate(rows)
+        rows = [np.where(way < 0, above, way) for way in self.ways]
         return self._ordered(np.concatenate(rows))
 
     @cached_property
     def _alike(self) -> list[Numbers]:
         """Columns that all layers of a kind choose at rising prices of a byte: for their seconds, for their need instead, or for
         host seconds alone."""
-        columns = self._columns
+        columns = self.columns
         costs = [columns.longer_s, columns.need, *([] if self.problem.device is None else [columns.host_s.sum(axis=1)])]
         return [self._at_prices(cost)[:, self.kind_of_layer] for cost in costs]
 
     def _at_prices(self, seconds: Floats) -> Numbers:
         """Return columns of all kinds. At each rising price one kind moves on to its next vertex."""
-        kind = np.repeat(np.arange(len(self.tables)), [end - begin for begin, end in self._ranges])
+        kind = np.repeat(np.arange(len(self.ranges)), [end - begin for begin, end in self.ranges])
         seconds, size = seconds[: len(kind)], self._size[: len(kind)]
         own = np.array(
-            [begin + np.lexsort((size[begin:end], seconds[begin:end]))[0] for begin, end in self._ranges], dtype=np.intp
+            [begin + np.lexsort((size[begin:end], seconds[begin:end]))[0] for begin, end in self.ranges], dtype=np.intp
         )
         corners = [own]
         while len(kind):
@@ -315,17 +292,18 @@ class _Stage:
             corners.append(own)
         return np.array(corners)
 
-    def _changed(self, found: Answer, budget_bytes: float | None, *, alike: bool) -> Numbers:
+    def _changed(self, found: Answer, budget_bytes: float | None) -> Numbers:
         """Return the answer with 1, 2, 4 ... or all layers of a block changed to another column."""
-        rows = []
-        for kind, layers in self._kinds if alike else self._blocks(found.lower):
-            for count in [len(layers)] if alike else _doubled(len(layers)):
-                more = found.lower[None].repeat(self._ranges[kind][1] - self._ranges[kind][0], axis=0)
-                more[:, layers[:count]] = np.arange(*self._ranges[kind])[:, None]
+        rows = [np.empty((0, len(found.lower)), dtype=np.intp)]
+        for kind, layers in self._blocks(found.lower):
+            columns = np.arange(*self.ranges[kind])
+            for count in _doubled(len(layers)):
+                more = found.lower[None].repeat(len(columns), axis=0)
+                more[:, layers[:count]] = columns[:, None]
                 rows.append(more)
-        changed = np.concatenate(rows) if rows else np.empty((0, len(found.lower)), dtype=np.intp)
+        changed = np.concatenate(rows)
         if budget_bytes is not None:
-            changed = changed[self._columns.longer_s[changed].sum(axis=1) + self.last.longer_s.min() <= found.costs[0]]
+            changed = changed[self.columns.longer_s[changed].sum(axis=1) + self.last.longer_s.min() <= found.costs[0]]
         return self._ordered(changed)
 
     def _changed_twice(self, found: Answer, budget_bytes: float) -> Numbers:
@@ -334,11 +312,11 @@ class _Stage:
             (layer, column, nth)
             for kind, layers in self._blocks(found.lower)
             for nth, layer in enumerate(layers[:2].tolist())
-            for column in range(*self._ranges[kind])
+            for column in range(*self.ranges[kind])
         ]
         layer, column, nth = np.array(changes, dtype=np.intp).reshape(-1, 3).T
         first, own = np.flatnonzero(nth == 0), found.lower[layer]
-        longer_s, more = (costs[column] - costs[own] for costs in (self._columns.longer_s, self._size))
+        longer_s, more = (costs[column] - costs[own] for costs in (self.columns.longer_s, self._size))
         both_s = longer_s[first, None] + longer_s
         room = budget_bytes - self._evaluated(found.lower[None])[1][0, found.last]
         fit = (both_s < 0) & (more[first, None] + more <= room) & (layer[first, None] != layer)
@@ -360,11 +338,11 @@ class _Stage:
     @cached_property
     def _rank(self) -> Numbers:
         """Rank of each column from the lowest layer up: by need, or by resident bytes if lowest layers are offloaded first."""
-        columns = self._columns
+        columns = self.columns
         order = np.lexsort((columns.ahead.sum(axis=1), columns.resident if self.problem.leaving else columns.need))[::-1]
         rank = np.empty(len(order), dtype=np.intp)
         rank[order] = np.arange(len(order))
-        rank[self._ranges[-1][1] if self._ranges else 0 :] = -1
+        rank[self.ranges[-1][1] if self.ranges else 0 :] = -1
         return rank
 
     @cached_property
@@ -372,16 +350,12 @@ class _Stage:
         borders = np.flatnonzero(np.diff(self.kind_of_layer, prepend=-1, append=-1)).tolist()
         return list(pairwise(borders))
 
-    @property
-    def _kinds(self) -> Iterator[tuple[int, Numbers]]:
-        return ((kind, np.flatnonzero(self.kind_of_layer == kind)) for kind in range(len(self.tables)))
-
     def _blocks(self, lower: Numbers) -> Iterator[tuple[int, Numbers]]:
         """Yield the kind and the layers of a run that have one column."""
         for begin, end in self._runs:
             kind = int(self.kind_of_layer[begin])
             for column in dict.fromkeys(lower[begin:end].tolist()):
-                if column < self._ranges[kind][1]:  # not in a group
+                if column < self.ranges[kind][1]:  # not in a group
                     yield kind, begin + np.flatnonzero(lower[begin:end] == column)
 
 
@@ -419,7 +393,7 @@ def _ways(problem: StageProblem) -> tuple[list[tuple[Option, Option]], Numbers]:
                     columns.append(_in_group(inside, begin, layer, last=last))
                 way[layer] = numbers[key]
             ways.append(way)
-    return columns, np.array(ways, dtype=np.intp)
+    return columns, np.array(ways, dtype=np.intp).reshape(-1, problem.layers)
 
 
 def _in_group(inside: Sequence[Grouped], begin: int, layer: int, *, last: bool) -> tuple[Option, Option]:

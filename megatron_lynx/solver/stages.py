@@ -36,7 +36,7 @@ from megatron_lynx.solver.answer import NOTHING_FITS, Share, Solved, SolvedChunk
 from megatron_lynx.solver.offload import Leaver, bytes_copied_in, host_s, may_go_within
 from megatron_lynx.solver.options import HalfOptions, StageProblems
 from megatron_lynx.solver.problem import StageProblem
-from megatron_lynx.solver.programme import Programme, keep_all, least_memory
+from megatron_lynx.solver.programme import Programme, keep_all
 from megatron_lynx.timeline import Passes
 from megatron_lynx.units import SECOND_DIGITS, format_bytes
 
@@ -140,7 +140,7 @@ class Chunks:
     @once
     def _leanest(self, stage: int) -> Solved:
         """The model's last chunk alone."""
-        return least_memory(replace(self.problems.of(stage, (self.problems.job.chunks - 1,)), in_flight=1))
+        return Programme().least(replace(self.problems.of(stage, (self.problems.job.chunks - 1,)), in_flight=1))
 
     def _goes_back_at_once(self, stage: int) -> bool:
         """Whether the backward of the last of several chunks follows its own forward. [4]"""

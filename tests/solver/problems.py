@@ -14,7 +14,7 @@ from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.solver.answer import Solved
 from megatron_lynx.solver.options import HalfOptions, StageProblems
 from megatron_lynx.solver.problem import Choices, Option, StageProblem
-from megatron_lynx.solver.programme import keep_all, least_memory
+from megatron_lynx.solver.programme import Programme, keep_all
 from tests.config.jobs import catalogued_job
 
 RECOMPUTABLE = ("input_layernorm", "linear_qkv", "rotary", "core_attention")
@@ -29,6 +29,14 @@ LAYOUTS = {
     "no tensor parallelism": ("gpt-1.3b", "a100-80g", {"tensor": 1, "pipeline": 8}),
     "Transformer Engine": ("llama-65b", "h800-80g", {"tensor": 8, "pipeline": 8, "sequence_parallel": True}),
 }
+
+
+def solve(problem: StageProblem) -> Solved:
+    return Programme()(problem)
+
+
+def least_memory(problem: StageProblem) -> Solved:
+    return Programme().least(problem)
 
 
 def option(count: int, saved: int, regenerated: int, recompute_s: float, window_s: float) -> Option:

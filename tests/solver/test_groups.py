@@ -16,11 +16,10 @@ from megatron_lynx.plan.rule import CheckpointGroups
 from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.solver.programme import least_memory, solve
 from megatron_lynx.stock import priced
 from megatron_lynx.stock.setting import StockSetting
 from megatron_lynx.units import GIB
-from tests.solver.problems import catalogued_problems, grouped
+from tests.solver.problems import catalogued_problems, grouped, least_memory, solve
 
 
 def inputs_of(answer):

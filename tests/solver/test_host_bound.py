@@ -13,9 +13,8 @@ from megatron_lynx.config.loader import job_path, load_job
 from megatron_lynx.cost.host import NO_HOST_TIME, half_host_s, setting_of
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.solver.problem import Choices, StageProblem
-from megatron_lynx.solver.programme import solve
 from megatron_lynx.timeline import Passes
-from tests.solver.problems import budgets, every_answer, options, problems
+from tests.solver.problems import budgets, every_answer, options, problems, solve
 
 KEPT = Passes(1.0, 1.0)
 TOUCHED = Passes(1.5, 3.0)

@@ -21,9 +21,9 @@ from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.solver.answer import Share, Solved, SolvedChunks, StageAnswer
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import StageProblem
-from megatron_lynx.solver.programme import keep_all, least_memory, solve
+from megatron_lynx.solver.programme import keep_all
 from megatron_lynx.timeline import Passes
-from tests.solver.problems import LAYOUTS, catalogued, grouped
+from tests.solver.problems import LAYOUTS, catalogued, grouped, least_memory, solve
 
 pytestmark = pytest.mark.slow
 

@@ -17,8 +17,8 @@ from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.solver.answer import Solved
 from megatron_lynx.solver.options import HalfOptions, StageProblems
 from megatron_lynx.solver.problem import StageProblem
-from megatron_lynx.solver.programme import least_memory, solve
 from tests.config.jobs import catalogued_job
+from tests.solver.problems import least_memory, solve
 
 ENDLESS_BYTES = 10**15
 

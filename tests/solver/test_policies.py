@@ -6,8 +6,7 @@ import pytest
 
 from megatron_lynx.anatomy import ITEMS, ROW_PARALLEL
 from megatron_lynx.cost.recompute import BALANCED
-from megatron_lynx.solver.programme import solve
-from tests.solver.problems import LAYOUTS, catalogued
+from tests.solver.problems import LAYOUTS, catalogued, solve
 
 every_layout = pytest.mark.parametrize("name", sorted(LAYOUTS))
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.solver.answer import Solved
 from megatron_lynx.solver.problem import Choices, StageProblem
-from megatron_lynx.solver.programme import keep_all, least_memory, solve
+from megatron_lynx.solver.programme import keep_all
 from tests.solver.problems import (
     LAYOUTS,
     alike,
@@ -24,8 +24,10 @@ from tests.solver.problems import (
     catalogued,
     catalogued_problems,
     every_answer,
+    least_memory,
     options,
     problems,
+    solve,
     with_layers,
 )
 
@@ -63,7 +65,7 @@ def test_free_where_windows_exceed_what_was_dropped(problem):
 
 def recomputing_all(problem):
     """Each half in the window that hides most."""
-    halves = [max(choices.best_seated, key=lambda option: len(option.recompute)) for choices in problem.halves]
+    halves = [max(choices, key=lambda option: (len(option.recompute), -option.longer_s)) for choices in problem.halves]
     return Solved(tuple(halves), problem.in_flight, loss_bytes=problem.loss_bytes)
 
 
