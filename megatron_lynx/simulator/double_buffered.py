@@ -18,7 +18,7 @@ from megatron_lynx.schedule.double_buffered import check, deferral
 from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.schedule.schedule import Action
 from megatron_lynx.simulator.passes import ChunkPasses
-from megatron_lynx.simulator.simulate import Message, Run, Step
+from megatron_lynx.simulator.simulate import REST, Message, Run, Step
 from megatron_lynx.simulator.simulation import Simulation, Updated
 
 BATCHES = 5
@@ -65,26 +65,19 @@ class _UnflushedRun(Run):
         """By stage and direction, the last message sent."""
         self.updates: list[list[Updated]] = [[] for _ in chunks]
 
-    def _exchange(
-        self, number: int, before: Step | None, step: Step, free: float
-    ) -> Generator[Message, float, tuple[float, float]]:
-        if before is not None and before.sent is not None:
-            under_way, sent = self._under_way[number], before.sent
+    def _exchange(self, number: int, before: Step, step: Step, free: float) -> Generator[Message, float, tuple[float, float]]:
+        sent, received, under_way = before.sent, step.received, self._under_way[number]
+        if sent is not None:
             if (earlier := under_way.get(sent.kind)) is not None:
                 free = max(free, (yield earlier))
             under_way[sent.kind] = sent
             self._post(sent, free)
-        received = step.received
+            if step is REST:
+                free = max(free, (yield sent))
         if received is not None:
             self._post(received, free)
-        free = free if before is None else (yield from self._updated(number, before, free))
+        free = yield from self._updated(number, before, free)
         return free, free if received is None else max(free, (yield received))
-
-    def _end(self, number: int, last: Step, free: float) -> Generator[Message, float, None]:
-        if last.sent is not None:
-            self._post(last.sent, free)
-            free = max(free, (yield last.sent))
-        yield from self._updated(number, last, free)
 
     def _updated(self, number: int, before: Step, time_s: float) -> Generator[Message, float, float]:
         """Return when the update after an action has begun; `time_s` if there is none."""

@@ -28,7 +28,8 @@ from megatron_lynx.cost.communication import window_lengths_s, windows_of
 from megatron_lynx.cost.ends import NO_BLOCK
 from megatron_lynx.cost.host import NO_HOST_TIME
 from megatron_lynx.cost.section import Prices, weight_gradient
-from megatron_lynx.simulator.passes import ChunkPasses, Kind, PassKey, Queue, TimedPass, walked_once
+from megatron_lynx.schedule.schedule import Phase
+from megatron_lynx.simulator.passes import ChunkPasses, Kind, PassKey, Pending, Queue, TimedPass, walked_once
 from megatron_lynx.simulator.walk import Halves, Treated, Walk
 from megatron_lynx.timetable import HalfPass, Linear, Pass, Timetable, Wait
 
@@ -84,17 +85,18 @@ def stage_passes(
         "R": (RECV_BACKWARD, timetable.receive(chunk)),
         "W": (SEND_BACKWARD, timetable.sent(chunk)),
     }
-    working = {kind for kind, (_, through) in messages.items() if through.tasks} | (
-        {"W"} if defers_any and read_after_send else set()
-    )
+    sends_first = defers_any and read_after_send
 
-    def walked(key: PassKey, queue: Queue) -> TimedPass:
-        kind, which, last = key
+    def walked(key: PassKey, pending: Pending) -> tuple[TimedPass, Pending]:
+        queue = Queue(*deferral, pending)
+        return through(*key, queue), queue.pending
+
+    def through(kind: Kind, which: Phase, last: bool, queue: Queue) -> TimedPass:
         if kind in messages:
-            window, through = messages[kind]
-            walk = Walk(1.0, halves, queue, through)
-            walk.during(window)
-            if kind == "W" and last and read_after_send:
+            window, message = messages[kind]
+            walk = Walk(1.0, halves, queue, message)
+            walk.during(window, message.at("in", window))
+            if kind == "W" and last and sends_first:
                 walk.flush(during_send=True)
             return walk.over()
         if kind == "F":
@@ -109,13 +111,14 @@ def stage_passes(
             walk.flush()
         return walk.over().issued_in(host.backward_s)
 
-    def plain(key: PassKey) -> PassKey:
-        """Return the one key of all passes that are equal to this one's, so that each is walked once."""
+    def plain(key: PassKey) -> PassKey | None:
         kind, which, last = key
+        if kind in messages and not messages[kind][1].tasks and not (kind == "W" and sends_first):
+            return None
         alone = kind == "B" and which == "cooldown" and drains_otherwise
         return kind, "cooldown" if alone else "steady", last and defers_any
 
-    return ChunkPasses(walked_once(walked, partial(Queue, *deferral), plain), idle=frozenset(messages.keys() - working))
+    return ChunkPasses(walked_once(walked, plain))
 
 
 def segments(profile: Profile, passing: Passing, section: Section, deferred: Collection[str] = ()) -> Segments:

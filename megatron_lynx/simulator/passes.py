@@ -115,9 +115,8 @@ class Queue:
 
     def __init__(self, chunk: int, bound_bytes: int, pending: Pending = ()) -> None:
         self.chunk = chunk
-        self._bound_bytes = bound_bytes
         self._entries = list(pending)
-        self._held_bytes = sum(entry.cost.bytes for entry in pending if entry.chunk == chunk)
+        self._room_bytes = bound_bytes - sum(entry.cost.bytes for entry in pending if entry.chunk == chunk)
 
     @property
     def pending(self) -> Pending:
@@ -129,8 +128,8 @@ class Queue:
     def put(self, entry: Entry) -> Iterator[Entry]:
         """Queue an entry; yield entries that must run to make room, oldest first."""
         self._entries.append(entry)
-        self._held_bytes += entry.cost.bytes
-        while self._held_bytes > self._bound_bytes:
+        self._room_bytes -= entry.cost.bytes
+        while self._room_bytes < 0:
             yield self._removed(next(queued_entry for queued_entry in self._entries if queued_entry.chunk == self.chunk))
 
     def due(self, linears: Sequence[Linear]) -> Iterator[Entry]:
@@ -146,7 +145,7 @@ class Queue:
 
     def _removed(self, entry: Entry) -> Entry:
         self._entries.remove(entry)
-        self._held_bytes -= entry.cost.bytes * (entry.chunk == self.chunk)
+        self._room_bytes += entry.cost.bytes * (entry.chunk == self.chunk)
         return entry
 
 
@@ -208,9 +207,6 @@ KINDS: tuple[Kind, ...] = ("F", "R", "B", "W")
 PassKey = tuple[Kind, Phase, bool]
 """(kind, phase, whether it is the chunk's last in a step)."""
 
-PlainKey = Callable[[PassKey], PassKey]
-
-
 Walked = Callable[[PassKey, Pending], tuple[TimedPass, Pending]]
 """Returns a pass of a chunk, and the weight gradients that are pending after it."""
 
@@ -220,34 +216,32 @@ def in_phases(passes: Mapping[tuple[Kind, Phase], TimedPass]) -> Walked:
     return lambda key, pending: (passes.get(key[:2], NOTHING), pending)
 
 
-def walked_once(walk: Callable[[PassKey, Queue], TimedPass], queue: Callable[[Pending], Queue], plain: PlainKey) -> Walked:
-    """Passes that are walked when they are first needed; `walk` leaves pending entries in the queue.
+def walked_once(walked: Walked, plain: Callable[[PassKey], PassKey | None]) -> Walked:
+    """Passes that are walked when they are first needed.
 
-    `plain` maps keys of equal passes to one. Passes are known by the identity of the pending entries, which are interned and kept
-    alive: comparing long equal tuples is slow.
+    `plain` maps keys of equal passes to one, and those of passes without work to None. Passes are known by the identity of the
+    pending entries, which are interned and kept alive: comparing long equal tuples is slow.
     """
-    known: dict[tuple[PassKey, int], tuple[Pending, TimedPass, Pending]] = {}
+    known: dict[tuple[PassKey, int], tuple[Pending, tuple[TimedPass, Pending]]] = {}
     interned: dict[Pending, Pending] = {}
 
-    def walked(key: PassKey, pending: Pending) -> tuple[TimedPass, Pending]:
+    def walked_before(key: PassKey, pending: Pending) -> tuple[TimedPass, Pending]:
         found = known.get((key, id(pending)))
         if found is None:
-            alike = plain(key)
-            if (alike, id(pending)) not in known:
-                entries = queue(pending)
-                made, left = walk(alike, entries), entries.pending
-                known[alike, id(pending)] = pending, made, interned.setdefault(left, left)
-            found = known[key, id(pending)] = known[alike, id(pending)]
-        return found[1:]
+            if (alike := plain(key)) is None:
+                found = pending, (NOTHING, pending)
+            elif (found := known.get((alike, id(pending)))) is None:
+                made, left = walked(alike, pending)
+                found = known[alike, id(pending)] = pending, (made, interned.setdefault(left, left))
+            known[key, id(pending)] = found
+        return found[1]
 
-    return walked
+    return walked_before
 
 
 @dataclass(frozen=True)
 class ChunkPasses:
     walked: Walked
-    idle: frozenset[Kind] = frozenset()
-    """Kinds of passes that never have work."""
     copy: HostCopy | None = None
     """Offloaded bytes of each micro-batch. Recomputation during a receive does not wait for it."""
     whole: Container[int] = ()

@@ -48,6 +48,10 @@ class Step(NamedTuple):
     sent: Message | None
 
 
+REST = Step(Action(0, "F"), "warmup", ("F", "warmup", False), False, None, None, None)
+"""Before a stage's first pass and after its last one, no message is received or sent."""
+
+
 def simulate(
     schedule: Schedule,
     chunks: Sequence[Sequence[ChunkPasses]],
@@ -82,8 +86,6 @@ class RunningStage:
 
     def timed(self, step: Step, key: PassKey) -> TimedPass:
         passes = self.passes[step.action.chunk].of(step.action.micro_batch, at_once=step.at_once)
-        if key[0] in passes.idle:
-            return NOTHING
         made, self.pending = passes.walked(key, self.pending)
         return made
 
@@ -135,31 +137,26 @@ class Run:
 
     def _walk(self, number: int) -> Generator[Message | None, Any, None]:
         """Yield each message that the stage waits for, and None at its end."""
-        stage, free, before = self._stages[number], 0.0, None
-        for step in self._steps[number]:
+        stage, free = self._stages[number], 0.0
+        for before, step in pairwise((REST, *self._steps[number], REST)):
             recompute = stage.timed(step, ("R", step.phase, False)) if step.action.kind == "B" else NOTHING
-            exchanges = step.received is not None or (before is not None and before.sent is not None)
-            synchronises = exchanges and self._blocking and self.synchronises
+            synchronises = self._blocking and self.synchronises and (step.received is not None or before.sent is not None)
             over = max(free, stage.copies.free_s) if synchronises and stage.avoids_messages else free
             ready, arrived = yield from self._exchange(number, before, step, over)
-            synchronised = max(arrived, stage.copies.free_s) if synchronises else arrived
-            held_up_s = over - free + synchronised - arrived
-            begin = self._during_message(stage, (step, "R"), recompute, ready, synchronised)
-            free = self._execute(stage, step, (synchronised, begin, held_up_s)) + self._behind_each_s
-            before = step
-        if before is not None:
-            yield from self._end(number, before, free)
+            if step is not REST:
+                synchronised = max(arrived, stage.copies.free_s) if synchronises else arrived
+                held_up_s = over - free + synchronised - arrived
+                begin = self._during_message(stage, (step, "R"), recompute, ready, synchronised)
+                free = self._execute(stage, step, (synchronised, begin, held_up_s)) + self._behind_each_s
         yield None
 
-    def _exchange(
-        self, number: int, before: Step | None, step: Step, free: float
-    ) -> Generator[Message, float, tuple[float, float]]:
+    def _exchange(self, number: int, before: Step, step: Step, free: float) -> Generator[Message, float, tuple[float, float]]:
         """Exchange the output of the pass before and the next one's input; return when the stage is free to wait, and when both
-        are there."""
-        stage, blocking, left = self._stages[number], self._blocking, NOTHING
-        sent, received = None if before is None else before.sent, step.received
-        if sent is not None and before is not None:
-            left = self._left(stage, before)
+        are there. No pass waits for the last output."""
+        stage, blocking, sent, received, left = self._stages[number], self._blocking, before.sent, step.received, NOTHING
+        if sent is not None:
+            if before.action.kind == "B":  # it may leave weight gradients until the gradient of its input is sent
+                left = stage.timed(before, ("W", "cooldown", before.key[2]))
             self._post(sent, free)
             if blocking and before.action.kind == step.action.kind:  # else one exchange sends and receives
                 over = max(free, (yield sent))
@@ -169,25 +166,13 @@ class Run:
             if blocking:
                 self._post(received, free)
             arrived = max(arrived, (yield received))
-        if sent is not None and blocking:
+        if sent is not None and blocking and step is not REST:
             arrived = max(arrived, (yield sent))
-        if before is not None and left.seconds:
-            begun = free - self._behind_each_s
-            arrived = self._during_message(stage, (before, "W"), left, begun, arrived)
-            free = min(arrived, max(free, begun + left.seconds * self._interference))
+        if left.seconds:
+            begun, lasts_s = free - self._behind_each_s, left.seconds * self._interference
+            arrived = self._during_message(stage, (before, "W"), left, begun, begun + lasts_s if step is REST else arrived)
+            free = min(arrived, max(free, begun + lasts_s))
         return free, arrived
-
-    def _end(self, number: int, last: Step, free: float) -> Generator[Message, float, None]:
-        if last.sent is not None:
-            self._post(last.sent, free)
-            stage = self._stages[number]
-            left = self._left(stage, last)  # no pass waits for them
-            self._during_message(stage, (last, "W"), left, free, free + left.seconds * self._interference)
-        yield from ()
-
-    def _left(self, stage: RunningStage, before: Step) -> TimedPass:
-        """Weight gradients that a backward leaves until the gradient of its input is sent."""
-        return NOTHING if before.action.kind != "B" else stage.timed(before, ("W", "cooldown", before.key[2]))
 
     def _during_message(
         self, stage: RunningStage, of: tuple[Step, Literal["R", "W"]], work: TimedPass, free: float, arrived: float

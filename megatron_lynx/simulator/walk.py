@@ -165,22 +165,23 @@ class Walk:
         self._under_way_s = 0.0
 
     def window(self, wait: Wait, seconds: float) -> None:
-        tasks = [task for task in self.through.at("in", wait.window) if task.do == "recompute"]
-        self.needs(*(task.half for task in tasks))
-        if self._holds_up or any(self.halves[task.half].resumes(task) for task in tasks):
+        tasks = self.through.at("in", wait.window)
+        again = [task for task in tasks if task.do == "recompute"]
+        self.needs(*(task.half for task in again))
+        if self._holds_up or any(self.halves[task.half].resumes(task) for task in again):
             self._await()
         start_s = self.clock_s
-        waits_s = self.during(wait.window, seconds / self._interference)
+        waits_s = self.during(wait.window, tasks, seconds / self._interference) if tasks else 0.0
         self.clock_s = max(self.clock_s, start_s + seconds) + waits_s
         if self.clock_s > start_s and isinstance(wait.window, WindowAddress):
             name = str(wait.window)
             self.draw("window", start_s, self.clock_s, wait.window.frame, name, name)
         self.on_demand("after", wait.window)
 
-    def during(self, window: Window, room_s: float = inf) -> float:
+    def during(self, window: Window, tasks: Sequence[Task], room_s: float = inf) -> float:
         """Run the tasks of a wait with room for `room_s` of work; by default for all, as in a message until it is placed. Return
         the seconds that recomputations wait for their own communication."""
-        tasks, name, waits_s = self.through.at("in", window), str(window), 0.0
+        name, waits_s = str(window), 0.0
         for task in tasks:
             if task.do == "recompute":
                 part = self.halves[task.half].part(task)
