@@ -55,7 +55,7 @@ OF_FLAGS: Mapping[StockFact, str] = {
     "shared_overlap": "moe_shared_expert_overlap",
     "op_fuser": "use_transformer_engine_op_fuser",
 }
-"""What the launch's flags say of its layers, whatever the job assumes."""
+"""Facts that the flags of a launch state, in place of those that its job assumes."""
 LOWER_BOUND = {"min_offloaded_tensor_size": stock.LEAST_ELEMENTS, "delta_offload_bytes_across_pp_ranks": 0}
 
 

@@ -57,7 +57,7 @@ class Facts:
 
 
 By = Literal["config", "launch", "training", "us"]
-"""Who has an objection to a setting.
+"""Sources of objections to a setting.
 
 config     TransformerConfig's own validation refuses it (tests run it for every release)
 launch     `validate_args` refuses it, or the launch's training loop has no code for it
@@ -66,11 +66,11 @@ us         it is legal, and not recommended to a launch without it
 """
 
 Rules = Iterator[tuple[By, object, str]]
-"""(who objects, whether the rule is broken, the objection)."""
+"""(source, whether the rule is broken, objection)."""
 
 
 def objections(setting: StockSetting, facts: Facts, *by: By) -> Iterator[str]:
-    """`by`: whose; by default everybody's."""
+    """Yield the objections to a setting; `by`: of these alone."""
     rules = chain.from_iterable(rules(setting, facts) for rules in (_recomputation, _offloading, _overlap, _userbuffers))
     return (why for who, broken, why in rules if broken and (not by or who in by))
 
