@@ -82,7 +82,7 @@ def _compare_simulated(
     from megatron_lynx.planner.evaluation import figures_of, range_of
     from megatron_lynx.rehearsal import rehearse
     from megatron_lynx.stock.legality import NEWEST
-    from megatron_lynx.stock.rival import SimulatedRow, allowed_bytes, rivals, side_by_side, verdict
+    from megatron_lynx.stock.rival import SimulatedRow, rivals, side_by_side, verdict
 
     advised: list[Stock] = []
 
@@ -101,7 +101,7 @@ def _compare_simulated(
     simulation = rehearse(made, costs, job=parted)
     figures = figures_of(parted, costs, simulation)
     step = range_of(made, parted, costs, simulation).plus(figures.update_s)
-    budget_bytes = allowed_bytes(parted, figures.memory_bytes)
+    budget_bytes = parted.memory_budget_bytes if parted.cluster.device == "cuda" else figures.memory_bytes
     today = None if reading is None else launch_today(job, costs, reading)
     row = None if today is None else today.row
     first = None if today is None or row is None else SimulatedRow(f"today: {today.setting}", row.step, row.memory_bytes)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import chain, combinations
@@ -40,7 +40,7 @@ from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.stock.layer import LayerBytes, layer_bytes, layer_seconds
 from megatron_lynx.stock.legality import FRACTION_SINCE, NEWEST, Facts, offered
 from megatron_lynx.stock.price import Priced, least_bytes, priced
-from megatron_lynx.stock.setting import FULL, LEAST_ELEMENTS, NONE, OFFLOADED, RECOMPUTED, WHOLE, StockSetting, block
+from megatron_lynx.stock.setting import FULL, NONE, OFFLOADED, RECOMPUTED, WHOLE, StockSetting, block
 from megatron_lynx.units import format_bytes, speed_in_words
 
 
@@ -50,8 +50,10 @@ def rivals(job: Job, profile: Profile, budget_bytes: int, release: str = NEWEST)
     running = _Rivals(job, profile, budget_bytes, Facts.of(job, release))
     for family in families(job, release, running.promising):
         running.take(family)
-    if (best := fastest(running.priced)) is not None:
-        running.priced += _with_userbuffers(job, profile, budget_bytes, best.setting, release)
+    if (best := fastest(running.priced)) is not None and not job.userbuffers and job.cluster.nvlink is not None:
+        price = priced(job, profile, replace(best.setting, userbuffers=True))
+        if offered(price.setting, running.facts) and price.fits(budget_bytes):
+            running.priced.append(price)
     return running.priced
 
 
@@ -71,14 +73,9 @@ class _Rivals:
             return
         if (last.offload and not self._has_link) or not self._may_fit(last):
             return
-        price = self._first_that_fits(family)
-        if price is not None and host_shortage(self.job, price.host_bytes) is None:
-            self.priced.append(price)
-
-    def _first_that_fits(self, family: Family) -> Priced | None:
         prices = [priced(self.job, self.profile, setting) for setting in family]
-        number = bisect_left(prices, True, key=lambda price: price.fits(self.budget_bytes))
-        return None if number == len(family) else prices[number]
+        first = bisect_left(prices, True, key=lambda price: price.fits(self.budget_bytes))
+        self.priced += [price for price in prices[first : first + 1] if host_shortage(self.job, price.host_bytes) is None]
 
     def promising(self, sets: Iterable[Modules]) -> Iterator[Modules]:
         """Yield sets of recomputed modules, the shortest recomputation first, without those that are hopeless by then: they
@@ -104,16 +101,10 @@ class _Rivals:
         kinds = self.job.model.kinds_of(range(1, self.job.model.layers + 1))
         return sum(half.again_s for kind in kinds for half in layer_seconds(shape, self.profile, setting, kind))
 
-    @property
-    def _least_s(self) -> float:
-        """Seconds below which a setting is faster than the best that fits."""
-        best = fastest(self.priced)
-        return inf if best is None else best.step_s * (1 - WORTH_PRICING)
-
     def _is_slower(self, setting: StockSetting) -> bool:
         """Whether a setting without copies is no faster than the best. More recomputation is never faster: a slower one with
         a part of it spares the price."""
-        least_s = self._least_s
+        least_s = min((price.step_s for price in self.priced), default=inf) * (1 - WORTH_PRICING)
         slow = (known for known, seconds in self._known_s.items() if seconds >= least_s)
         alike = (known for known in slow if (known.overlap, known.delayed) == (setting.overlap, setting.delayed))
         if any({*known.recompute} <= {*setting.recompute} for known in alike):
@@ -135,16 +126,6 @@ def fastest(prices: Iterable[Priced]) -> Priced | None:
     return min(prices, key=by_speed, default=None)
 
 
-def _with_userbuffers(job: Job, profile: Profile, budget_bytes: int, setting: StockSetting, release: str) -> Iterator[Priced]:
-    """Yield the setting with userbuffers if the launch has none, its ranks have NVLink, and it fits."""
-    beside = replace(setting, userbuffers=True)
-    if job.userbuffers or job.cluster.nvlink is None or not offered(beside, Facts.of(job, release)):
-        return
-    price = priced(job, profile, beside)
-    if price.most_bytes <= budget_bytes:
-        yield price
-
-
 Family = tuple[StockSetting, ...]
 Modules = tuple[str, ...]
 
@@ -163,7 +144,7 @@ def families(job: Job, release: str = NEWEST, choose: Choose = tuple) -> Iterato
     for layers in range(2, most_layers + 1):
         if not any(count % layers for count in job.partition):  # releases before 0.18 need that
             yield (StockSetting(method="uniform", layers=layers),)
-    for setting in module_sets(job, release, choose=choose):
+    for setting in module_sets(job, release, choose):
         shares = _shares(most_layers) if setting.offload and release >= FRACTION_SINCE else ()
         yield (*(replace(setting, fraction=share) for share in shares), setting)
         beside = tuple(StockSetting(method="block", layers=layers, offload=setting.offload) for layers in range(1, most_layers))
@@ -179,36 +160,31 @@ def _overlapped(setting: StockSetting, facts: Facts) -> Iterator[Family]:
             yield (overlapped,)
 
 
-def module_sets(job: Job, release: str = NEWEST, least: int = LEAST_ELEMENTS, choose: Choose = tuple) -> Iterator[StockSetting]:
+def module_sets(job: Job, release: str = NEWEST, choose: Choose = tuple) -> Iterator[StockSetting]:
     """Yield the legal sets of recomputed and offloaded modules in which each module makes a difference."""
     facts, shape, kinds = Facts.of(job, release), LayerShape.of(job), tuple(job.model.kinds_of(range(1, job.model.layers + 1)))
 
     @cache
     def held(recompute: Modules, offload: Modules) -> list[LayerBytes]:
-        setting = StockSetting(recompute=recompute, offload=offload)
-        return [layer_bytes(shape, setting, kind, least) for kind in kinds]
+        return [layer_bytes(shape, StockSetting(recompute, offload=offload), kind) for kind in kinds]
 
-    sets = (StockSetting(recompute) for recompute in _subsets([*RECOMPUTED]))
-    sets = (setting for setting in sets if offered(setting, facts) and _each_differs(held, setting.recompute, ()))
-    for recompute in choose(setting.recompute for setting in sets):
-        for offload in _subsets([*OFFLOADED]):
-            setting = StockSetting(recompute=recompute, offload=offload)
-            if setting != NONE and offered(setting, facts) and _each_differs(held, recompute, offload):
+    def each_differs(recompute: Modules, offload: Modules) -> bool:
+        fewer = [*((less, offload) for less in _without_one(recompute)), *((recompute, less) for less in _without_one(offload))]
+        return all(held(*less) != held(recompute, offload) for less in fewer)
+
+    sets = (recompute for recompute in _subsets(RECOMPUTED) if offered(StockSetting(recompute), facts))
+    for recompute in choose(recompute for recompute in sets if each_differs(recompute, ())):
+        for offload in _subsets(OFFLOADED):
+            setting = StockSetting(recompute, offload=offload)
+            if setting != NONE and offered(setting, facts) and each_differs(recompute, offload):
                 yield setting
 
 
-def _each_differs(held: Callable[[Modules, Modules], list[LayerBytes]], recompute: Modules, offload: Modules) -> bool:
-    whole = held(recompute, offload)
-    return all(held(_without(name, recompute), offload) != whole for name in recompute) and all(
-        held(recompute, _without(name, offload)) != whole for name in offload
-    )
+def _without_one(names: Modules) -> Iterator[Modules]:
+    return (names[:at] + names[at + 1 :] for at in range(len(names)))
 
 
-def _without(name: str, names: Modules) -> Modules:
-    return tuple(other for other in names if other != name)
-
-
-def _subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+def _subsets(names: Collection[str]) -> Iterator[Modules]:
     return chain.from_iterable(combinations(names, count) for count in range(len(names) + 1))
 
 
@@ -233,13 +209,7 @@ class SimulatedRow:
 
     @property
     def as_json(self) -> dict[str, Any]:
-        fields = {name: value for name, value in vars(self).items() if name != "step"}
-        return {**fields, **self.step.as_json, "flags": list(self.flags)}
-
-
-def allowed_bytes(job: Job, ours_bytes: int) -> int:
-    """Device bytes that stock may use: our budget, even if ours needs less; on the testbed, ours."""
-    return job.memory_budget_bytes if job.cluster.device == "cuda" else ours_bytes
+        return {name: value for name, value in vars(self).items() if name != "step"} | self.step.as_json
 
 
 def side_by_side(
@@ -250,16 +220,16 @@ def side_by_side(
     none, full = priced(job, profile, NONE), priced(job, profile, FULL)
     contenders = [price for price in sorted(rivals, key=by_speed) if price.setting not in (NONE, FULL)]
     added_s = update_s(job, profile)
-    rows = [_row(price, added_s) for price in (none, full, *contenders[:5])]
+    rows = [
+        SimulatedRow(
+            f"stock {price.setting.name}", price.step.plus(added_s), price.most_bytes, price.host_bytes, price.setting.flags
+        )
+        for price in (none, full, *contenders[:5])
+    ]
     if today is not None:
         rows = [today, *(row for row in rows if f"today: {row.setting}" != today.setting)]
     none_s = none.step_s + added_s
     return [replace(row, ratio_to_none=row.step.expected_s / none_s) for row in (*rows, ours)]
-
-
-def _row(price: Priced, added_s: float) -> SimulatedRow:
-    setting, step = price.setting, price.step.plus(added_s)
-    return SimulatedRow(f"stock {setting.name}", step, price.most_bytes, price.host_bytes, setting.flags)
 
 
 def verdict(rows: list[SimulatedRow], budget_bytes: int, *, experts: bool) -> str:
