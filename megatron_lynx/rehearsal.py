@@ -35,7 +35,7 @@ from megatron_lynx.simulator.halves import stage_passes
 from megatron_lynx.simulator.passes import ChunkPasses, HostCopy, TimedPass
 from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.simulator.simulation import Simulation, in_steady_state, most_beside
-from megatron_lynx.simulator.walk import Halves, Leaving, Treated
+from megatron_lynx.simulator.walk import Leaving, Treated
 from megatron_lynx.timeline import Passes, Span
 from megatron_lynx.timetable import PlannedHalf, Timetable
 
@@ -140,14 +140,12 @@ class RehearsedStage:
 
     def passes(self) -> list[ChunkPasses]:
         """By chunk."""
-        of_stage = {half.planned.key: half for halves in self.halves for half in halves}
-        return [self._chunk_passes(chunk, of_stage) for chunk in range(len(self.entries))]
+        return [self._chunk_passes(chunk) for chunk in range(len(self.entries))]
 
-    def _chunk_passes(self, chunk: int, of_stage: Halves) -> ChunkPasses:
+    def _chunk_passes(self, chunk: int) -> ChunkPasses:
         entry, halves, prices = self.entries[chunk], self.halves[chunk], self.prices
         made = partial(
             stage_passes,
-            halves=of_stage,
             prices=prices,
             ends=self.ends[chunk],
             deferral=(chunk, 0 if entry.weight_gradients is None else entry.weight_gradients.bytes),
@@ -271,27 +269,23 @@ def treated_halves(stage: Stage, planned: Iterable[PlannedHalf], prices: Prices)
         rest_in_wait = half.rest_after is not None
         checkpoint = Checkpoint(half.feeds, fed, half.ahead_to, half.gathers_ahead, rest_in_wait) if half.checkpoint else None
         fed = half.feeds
+        gathers = () if half.place.gather is None else (half.place.gather, ON_DEMAND)
         yield Treated(
             half,
             prices.of(half.section, half.recompute, checkpoint),
-            gathers_s=_gathers_s(half, prices),
+            gathers_s={gather: _gather_s(half, gather, prices) for gather in gathers},
             host=_host_s(half, prices, offloads=stage.offload is not None),
             deferred={linear: prices.weight_gradient(half.section, linear) for linear in half.deferred},
         )
 
 
 def _host_s(half: PlannedHalf, prices: Prices, *, offloads: bool) -> Passes:
-    deferred = sum(half.pieces.get(linear, 1) for linear in half.deferred)
-    return prices.once(
-        half_host_s, half.section, half.recompute, checkpointed=half.checkpoint, offloads=offloads, deferred=deferred
-    )
+    deferred, checkpointed = sum(half.pieces.get(linear, 1) for linear in half.deferred), half.checkpoint
+    return prices.once(half_host_s, half.section, half.recompute, checkpointed=checkpointed, offloads=offloads, deferred=deferred)
 
 
-def _gathers_s(half: PlannedHalf, prices: Prices) -> dict[Window, tuple[float, float]]:
-    """Costs of gathering a half's input at the plan's place, and on demand."""
-    costs_s: dict[Window, tuple[float, float]] = {}
-    for gather in () if half.place.gather is None else (half.place.gather, ON_DEMAND):
-        behind = prices.profile.shape.halves[gather.half] if isinstance(gather, WindowAddress) else None
-        whole = behind is not None and behind.half == half.half
-        costs_s[gather] = prices.once(gather_lost_and_spared_s, half.section, behind, prices.message_bytes, whole=whole)
-    return costs_s
+def _gather_s(half: PlannedHalf, window: Window, prices: Prices) -> tuple[float, float]:
+    """Costs of gathering a half's input after a window, or on demand."""
+    behind = prices.profile.shape.halves[window.half] if isinstance(window, WindowAddress) else None
+    whole = behind is not None and behind.half == half.half
+    return prices.once(gather_lost_and_spared_s, half.section, behind, prices.message_bytes, whole=whole)

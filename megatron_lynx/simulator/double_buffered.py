@@ -39,9 +39,7 @@ def simulate_without_flushes(
     """
     check(len(chunks), microbatches)
     later = [deferral(stage) if deferred else 0 for stage in range(len(chunks))]
-    run = _UnflushedRun(microbatches, chunks, p2p_s, interference, later)
-    simulation = run.simulation()
-    return replace(simulation, updates=tuple(map(tuple, run.updates)))
+    return _UnflushedRun(microbatches, chunks, p2p_s, interference, later).simulation()
 
 
 class _UnflushedRun(Run):
@@ -63,7 +61,10 @@ class _UnflushedRun(Run):
         """By batch, the times at which stages reached its update."""
         self._under_way: list[dict[str, Message]] = [{} for _ in chunks]
         """By stage and direction, the last message sent."""
-        self.updates: list[list[Updated]] = [[] for _ in chunks]
+        self._updates: list[list[Updated]] = [[] for _ in chunks]
+
+    def simulation(self) -> Simulation:
+        return replace(super().simulation(), updates=tuple(map(tuple, self._updates)))
 
     def _exchange(self, number: int, before: Step, step: Step, free: float) -> Generator[Message, float, tuple[float, float]]:
         sent, received, under_way = before.sent, step.received, self._under_way[number]
@@ -91,5 +92,5 @@ class _UnflushedRun(Run):
             self._arrivals[together] = max(arrivals_s)
             self._ready.extend(self._waiting.pop(together, ()))
         begin_s = yield together
-        self.updates[number].append(Updated(time_s, begin_s))
+        self._updates[number].append(Updated(time_s, begin_s))
         return begin_s

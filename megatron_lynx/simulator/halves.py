@@ -28,9 +28,9 @@ from megatron_lynx.cost.communication import window_lengths_s, windows_of
 from megatron_lynx.cost.ends import NO_BLOCK
 from megatron_lynx.cost.host import NO_HOST_TIME
 from megatron_lynx.cost.section import Prices, weight_gradient
-from megatron_lynx.schedule.schedule import Phase
-from megatron_lynx.simulator.passes import ChunkPasses, Kind, PassKey, Pending, Queue, TimedPass, walked_once
-from megatron_lynx.simulator.walk import Halves, Treated, Walk
+from megatron_lynx.schedule.schedule import ActionKind, Phase
+from megatron_lynx.simulator.passes import ChunkPasses, PassKey, Pending, Queue, TimedPass, walked_once
+from megatron_lynx.simulator.walk import Treated, Walk
 from megatron_lynx.timetable import HalfPass, Linear, Pass, Timetable, Wait
 
 if TYPE_CHECKING:
@@ -58,8 +58,7 @@ Parts = Callable[..., Segments]
 def stage_passes(
     timetable: Timetable,
     chunk: int,
-    chunk_halves: Sequence[Treated],
-    halves: Halves,
+    halves: Sequence[Treated],
     prices: Prices,
     ends: tuple[BlockProfile, BlockProfile] = (NO_BLOCK, NO_BLOCK),
     deferral: tuple[int, int] = (0, 0),
@@ -70,18 +69,18 @@ def stage_passes(
     """Return the passes of one chunk of a stage.
 
     Args:
-        chunk_halves: in forward order. `halves` are those of all chunks.
+        halves: those of the chunk, in forward order.
         ends: the embedding and the head, without seconds if the chunk has none.
         deferral: this chunk's (index, most bytes of delayed weight gradients); its last backward computes the rest.
         reduced_in_backward: gradients are reduced during the chunk's last backward of a step, which then delays none.
         read_after_send: weight gradients left by the chunk's last backward run once the gradient of its input is sent.
     """
     interference, (embedding, head) = prices.profile.interference, ends
-    parts = partial(prices.once, segments)
-    host = sum((half.host for half in chunk_halves), start=NO_HOST_TIME)
-    drains_otherwise = any(half.planned.delayed(drains=False) != half.planned.delayed(drains=True) for half in chunk_halves)
+    parts, of_key = partial(prices.once, segments), {half.planned.key: half for half in halves}
+    host = sum((half.host for half in halves), start=NO_HOST_TIME)
+    drains_otherwise = any(half.planned.delayed(drains=False) != half.planned.delayed(drains=True) for half in halves)
     defers_any = any(half.deferred for half in timetable.all_halves)
-    messages: dict[Kind, tuple[Window, Pass]] = {
+    messages: dict[ActionKind, tuple[Window, Pass]] = {
         "R": (RECV_BACKWARD, timetable.receive(chunk)),
         "W": (SEND_BACKWARD, timetable.sent(chunk)),
     }
@@ -91,21 +90,21 @@ def stage_passes(
         queue = Queue(*deferral, pending)
         return through(*key, queue), queue.pending
 
-    def through(kind: Kind, which: Phase, last: bool, queue: Queue) -> TimedPass:
+    def through(kind: ActionKind, which: Phase, last: bool, queue: Queue) -> TimedPass:
         if kind in messages:
             window, message = messages[kind]
-            walk = Walk(1.0, halves, queue, message)
+            walk = Walk(1.0, of_key, queue, message)
             walk.during(window, message.at("in", window))
             if kind == "W" and last and sends_first:
                 walk.flush(during_send=True)
             return walk.over()
         if kind == "F":
-            walk = Walk(interference, halves, queue, timetable.forward(chunk), embedding.forward_s)
-            _forward(walk, chunk_halves, parts)
+            walk = Walk(interference, of_key, queue, timetable.forward(chunk), embedding.forward_s)
+            _forward(walk, halves, parts)
             walk.compute(head.forward_s)
             return walk.over().issued_in(host.forward_s)
-        walk = Walk(interference, halves, queue, timetable.backward(chunk), head.backward_s)
-        _backward(walk, chunk_halves, parts, None if last and reduced_in_backward else which == "cooldown" or last)
+        walk = Walk(interference, of_key, queue, timetable.backward(chunk), head.backward_s)
+        _backward(walk, halves, parts, None if last and reduced_in_backward else which == "cooldown" or last)
         walk.compute(embedding.backward_s)
         if last and not read_after_send:
             walk.flush()
@@ -175,7 +174,7 @@ def _forward(walk: Walk, treated: Sequence[Treated], segments_of: Parts) -> None
             walk.compute(compute_s)
             walk.window(wait, window_s)
         walk.compute(parts.compute_s[-1])
-        walk.hold(half.memory.resident)
+        walk.hold(half.price.memory.resident)
         walk.draw("forward", start_s, walk.clock_s, planned.half)
         walk.copy_out(number, half)
 
@@ -183,7 +182,7 @@ def _forward(walk: Walk, treated: Sequence[Treated], segments_of: Parts) -> None
 def _backward(walk: Walk, treated: Sequence[Treated], segments_of: Parts, delays: bool | None) -> None:
     """`treated`: in forward order. `delays`: whether it also delays the weight gradients of the drain; None: it delays none."""
     away = [half for half in treated if half.leaving is not None]
-    not_in_hand = [0, *(half.memory.less_in_hand for half in treated)]
+    not_in_hand = [0, *(half.price.memory.less_in_hand for half in treated)]
     walk.hold(-not_in_hand[-1])
     for number, half, planned in zip(range(len(treated), 0, -1), reversed(treated), walk.through.halves, strict=True):
         walk.copy_back(number, away)
@@ -201,7 +200,7 @@ def _back_through(
     walk: Walk, half: Treated, planned: HalfPass, parts: Segments, delayed: frozenset[str], more_bytes: int
 ) -> None:
     """`more_bytes`: transient bytes of the next half that count from this half's end."""
-    memory, last, waits = half.memory, len(parts.windows_s) - 1, _waits(planned, "bwd", parts)
+    memory, last, waits = half.price.memory, len(parts.windows_s) - 1, _waits(planned, "bwd", parts)
     tail = memory.tail if parts.windows_s else memory.whole
     first = max(0, min(memory.regenerated, memory.whole - tail))
     begins, before_s = parts.core

@@ -25,10 +25,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from megatron_lynx.cost.section import WeightGradient
-from megatron_lynx.schedule.schedule import Action, Phase, VirtualMicroBatch
+from megatron_lynx.schedule.schedule import Action, ActionKind, Phase, VirtualMicroBatch
 from megatron_lynx.timeline import Span
 from megatron_lynx.timetable import Linear
 
@@ -149,6 +149,7 @@ class Queue:
         return entry
 
 
+PASS_KINDS: tuple[ActionKind, ActionKind] = ("F", "B")
 PHASES: tuple[Phase, Phase, Phase] = ("warmup", "steady", "cooldown")
 
 
@@ -201,17 +202,14 @@ class TimedPass:
 
 NOTHING = TimedPass()
 
-Kind = Literal["F", "R", "B", "W"]
-KINDS: tuple[Kind, ...] = ("F", "R", "B", "W")
-
-PassKey = tuple[Kind, Phase, bool]
+PassKey = tuple[ActionKind, Phase, bool]
 """(kind, phase, whether it is the chunk's last in a step)."""
 
 Walked = Callable[[PassKey, Pending], tuple[TimedPass, Pending]]
 """Returns a pass of a chunk, and the weight gradients that are pending after it."""
 
 
-def in_phases(passes: Mapping[tuple[Kind, Phase], TimedPass]) -> Walked:
+def in_phases(passes: Mapping[tuple[ActionKind, Phase], TimedPass]) -> Walked:
     """Passes that delay no weight gradient; without work if not listed."""
     return lambda key, pending: (passes.get(key[:2], NOTHING), pending)
 
@@ -254,10 +252,10 @@ class ChunkPasses:
         passes = self.keeping if self.keeping is not None and micro_batch in self.whole else self
         return passes.at_once if at_once and passes.at_once is not None else passes
 
-    def one(self, kind: Kind, phase: Phase) -> TimedPass:
+    def one(self, kind: ActionKind, phase: Phase) -> TimedPass:
         """The pass of a phase with no weight gradient pending. R: work that runs while the gradient is awaited."""
         return self.walked((kind, phase, False), ())[0]
 
     def with_steady(self, forward: TimedPass, backward: TimedPass) -> ChunkPasses:
-        passes = {(kind, phase): self.one(kind, phase) for kind in KINDS for phase in PHASES}
+        passes = {(kind, phase): self.one(kind, phase) for kind in PASS_KINDS for phase in PHASES}
         return replace(self, walked=in_phases(passes | {("F", "steady"): forward, ("B", "steady"): backward}))

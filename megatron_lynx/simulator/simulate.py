@@ -152,7 +152,7 @@ class Run:
 
     def _exchange(self, number: int, before: Step, step: Step, free: float) -> Generator[Message, float, tuple[float, float]]:
         """Exchange the output of the pass before and the next one's input; return when the stage is free to wait, and when both
-        are there. No pass waits for the last output."""
+        are there. The last output is not waited for."""
         stage, blocking, sent, received, left = self._stages[number], self._blocking, before.sent, step.received, NOTHING
         if sent is not None:
             if before.action.kind == "B":  # it may leave weight gradients until the gradient of its input is sent

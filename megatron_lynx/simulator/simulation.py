@@ -122,12 +122,9 @@ class Simulation:
     @cached_property
     def host_bound(self) -> tuple[HostLoad, ...]:
         """Host-bound stages, with host and device seconds of their passes."""
-        added_s = {stage: self.total(stage, "host_late_s") for stage in range(len(self.executed))}
-        return tuple(
-            HostLoad(stage, self.total(stage, "host_s"), self.busy_s(stage) - late_s)
-            for stage, late_s in added_s.items()
-            if late_s > 0
-        )
+        late_s = [self.total(stage, "host_late_s") for stage in range(len(self.executed))]
+        late = (stage for stage, seconds in enumerate(late_s) if seconds > 0)
+        return tuple(HostLoad(stage, self.total(stage, "host_s"), self.busy_s(stage) - late_s[stage]) for stage in late)
 
     @once
     def memory(self, stage: int) -> MemoryCurve:
@@ -144,16 +141,10 @@ class Simulation:
         stages = zip(self.executed, self.copied, self.updates or [()] * len(self.executed), strict=True)
         return Timeline(
             {
-                stage: (*_spans(executed, updates), *map(_copy, copied), *_updates(updates))
-                for stage, (executed, copied, updates) in enumerate(stages)
+                number: (*_spans(executed, updates), *map(_copy, copied))
+                for number, (executed, copied, updates) in enumerate(stages)
             }
         )
-
-
-def _updates(updates: Sequence[Updated]) -> Iterator[Span]:
-    for batch, (arrived_s, begin_s) in enumerate(updates):
-        if begin_s > arrived_s:
-            yield Span("update", arrived_s, begin_s, name=f"update {batch}")
 
 
 def _spans(executed: Sequence[Executed], updates: Sequence[Updated]) -> Iterator[Span]:
@@ -172,6 +163,9 @@ def _spans(executed: Sequence[Executed], updates: Sequence[Updated]) -> Iterator
             if span.kind == "weight_gradient":  # an earlier backward's
                 placed = placed._replace(micro_batch=None)
             yield from (placed,) if execution.action.is_pass else _parted(placed, execution.end_s - _delay_s(execution))
+    for batch, (arrived_s, begin_s) in enumerate(updates):
+        if begin_s > arrived_s:
+            yield Span("update", arrived_s, begin_s, name=f"update {batch}")
 
 
 def _busy_s(execution: Executed) -> float:

@@ -18,7 +18,6 @@ from typing import NamedTuple
 from megatron_lynx.anatomy import Section
 from megatron_lynx.anatomy.address import ON_DEMAND, SEND_BACKWARD, FrameKey, Window, WindowAddress
 from megatron_lynx.cost.host import NO_HOST_TIME
-from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.section import PricedSection, Progress, WeightGradient
 from megatron_lynx.pace import Turns
 from megatron_lynx.simulator.passes import Entry, Queue, Stream, TimedPass
@@ -50,10 +49,6 @@ class Treated:
     @property
     def section(self) -> Section:
         return self.planned.section
-
-    @property
-    def memory(self) -> HalfMemory:
-        return self.price.memory
 
     @property
     def again_s(self) -> float:
@@ -90,13 +85,12 @@ class Treated:
         return Progress(seconds, end.bytes - begin.bytes, end.under_way_s, waits_s=waits_s)
 
 
-Halves = Mapping[FrameKey, Treated]
-
-
 class Walk:
-    """Starts `start_s` after the pass. Work in a window takes `interference` times longer. `halves`: the stage's."""
+    """Starts `start_s` after the pass. Work in a window takes `interference` times longer."""
 
-    def __init__(self, interference: float, halves: Halves, queue: Queue, through: Pass, start_s: float = 0.0) -> None:
+    def __init__(
+        self, interference: float, halves: Mapping[FrameKey, Treated], queue: Queue, through: Pass, start_s: float = 0.0
+    ) -> None:
         self.clock_s, self.through, self.halves = start_s, through, halves
         self.unheld: dict[Linear, int] = {}
         """Bytes of entries that their own half still holds, or that are counted as transient (`cost.moments`)."""
@@ -108,7 +102,8 @@ class Walk:
         """Seconds left of communication begun ahead."""
         self._holds_up = False
         """Whether it uses the TP group, so that later TP collectives queue after it."""
-        self._hidden_s = self._exposed_s = self._filled_s = self._unfilled_s = self._copy_wait_s = 0.0
+        self._seconds = dict.fromkeys(("hidden_s", "exposed_s", "filled_s", "unfilled_s", "copy_wait_s"), 0.0)
+        """Fields of the `TimedPass`, so far."""
         self._stream = Stream()
         self._leaving: deque[tuple[int, float, int]] = deque()
         """(half after which compute waits for the copy out, its end, bytes)."""
@@ -121,7 +116,7 @@ class Walk:
             beside_s = min(self._under_way_s, seconds * self._interference)
             self._under_way_s -= beside_s
             slower_s = beside_s - beside_s / self._interference
-            self._exposed_s += slower_s
+            self._seconds["exposed_s"] += slower_s
             seconds += slower_s
         self.clock_s += seconds
 
@@ -155,13 +150,13 @@ class Walk:
             self._run(part.waits_s, "gather", task.half)
             self.hold(part.bytes, part.bytes)
             self._run(part.seconds, "recompute", task.half, ON_DEMAND)
-            self._exposed_s += part.seconds + part.waits_s
+            self._seconds["exposed_s"] += part.seconds + part.waits_s
             if task.do == "begin":
                 self._under_way_s, self._holds_up = part.under_way_s, not half.section.exchanges
 
     def _await(self) -> None:
         self.clock_s += self._under_way_s
-        self._exposed_s += self._under_way_s
+        self._seconds["exposed_s"] += self._under_way_s
         self._under_way_s = 0.0
 
     def window(self, wait: Wait, seconds: float) -> None:
@@ -190,8 +185,8 @@ class Walk:
                 room_s -= fits_s
                 self._run(fits_s * self._interference, "recompute", task.half, name)
                 self._run(part.seconds - fits_s, "recompute", task.half, ON_DEMAND)
-                self._hidden_s += fits_s
-                self._exposed_s += part.seconds - fits_s + part.waits_s
+                self._seconds["hidden_s"] += fits_s
+                self._seconds["exposed_s"] += part.seconds - fits_s + part.waits_s
                 waits_s += part.waits_s
         for entry in self._queue.due([task.linear for task in tasks if task.do == "weight_gradient"]):
             fits_s = min(entry.cost.seconds, room_s)
@@ -226,8 +221,8 @@ class Walk:
         self.hold(cost.copied_bytes)
         self._run(fits_s * interference, "weight_gradient", of[:2], window, name)
         self._run(cost.seconds - fits_s, "weight_gradient", of[:2], FLUSHED, name)
-        self._filled_s += fits_s
-        self._unfilled_s += cost.seconds - fits_s
+        self._seconds["filled_s"] += fits_s
+        self._seconds["unfilled_s"] += cost.seconds - fits_s
         unheld_bytes = self.unheld.pop(of, 0) if of in self.unheld and not self._queue.holds(of) else 0
         self.hold(unheld_bytes - cost.copied_bytes - cost.bytes)
 
@@ -260,18 +255,9 @@ class Walk:
     def _wait(self, until_s: float) -> None:
         if until_s > self.clock_s:
             self._spans.append(Span("copy_wait", self.clock_s, until_s, name="copy_wait"))
-            self._copy_wait_s += until_s - self.clock_s
+            self._seconds["copy_wait_s"] += until_s - self.clock_s
             self.clock_s = until_s
 
     def over(self) -> TimedPass:
-        return TimedPass(
-            self.clock_s,
-            self._hidden_s,
-            self._exposed_s,
-            tuple(self._memory),
-            tuple(self._spans),
-            regenerated=tuple(self._regenerated),
-            filled_s=self._filled_s,
-            unfilled_s=self._unfilled_s,
-            copy_wait_s=self._copy_wait_s,
-        )
+        memory, spans, regenerated = tuple(self._memory), tuple(self._spans), tuple(self._regenerated)
+        return TimedPass(self.clock_s, memory=memory, spans=spans, regenerated=regenerated, **self._seconds)

@@ -17,14 +17,12 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.schedule.schedule import Schedule
-from megatron_lynx.simulator.passes import Kind
+from megatron_lynx.simulator.passes import PASS_KINDS
 from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.simulator.simulation import Simulation, in_steady_state
 from megatron_lynx.stock.setting import StockSetting
 from megatron_lynx.stock.stage import StockStage, TimedStage, deferred_heads
 from megatron_lynx.timeline import Passes
-
-PASS_KINDS: tuple[Kind, Kind] = ("F", "B")
 
 WALKED_GROUPS = 4
 """Copies are simulated for this many groups of micro-batches (one per stage); then every phase is in steady state."""

@@ -40,8 +40,8 @@ from megatron_lynx.cost.stage import most_in_flight_bytes
 from megatron_lynx.cost.stage_memory import activations_in_flight, dispatched_bytes, parts_beside_layers, without_overlap
 from megatron_lynx.profiler.profile import BlockProfile, Profile
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.schedule.schedule import Action, Phase, Schedule
-from megatron_lynx.simulator.passes import PHASES, ChunkPasses, HostCopies, Kind, TimedPass, in_phases
+from megatron_lynx.schedule.schedule import Action, ActionKind, Phase, Schedule
+from megatron_lynx.simulator.passes import PHASES, ChunkPasses, HostCopies, TimedPass, in_phases
 from megatron_lynx.stock.layer import HalfBytes, LayerBytes, layer_bytes, layer_seconds
 from megatron_lynx.stock.setting import NONE, StockSetting
 from megatron_lynx.timeline import Passes
@@ -187,7 +187,7 @@ class TimedStage(StockStage):
 
     def _chunk_passes(self, chunk: int, host: Passes) -> ChunkPasses:
         layers, walked = self._layers[chunk], {} if self.copies is None else self.copies.seconds
-        ways: tuple[tuple[Kind, float, float], ...] = (
+        ways: tuple[tuple[ActionKind, float, float], ...] = (
             ("F", host.forward_s, sum(layer.forward_s for layer in layers)),
             ("B", host.backward_s, sum(sum(layer.backward_s) for layer in layers)),
         )
