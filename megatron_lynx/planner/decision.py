@@ -131,19 +131,10 @@ class Decision:
     def filler(self) -> Filler:
         return Filler(self.draft, self.job, self.prices, self.simulation)
 
-    def under(self, plan: Plan) -> Decision:
-        """The decision with weight gradients as in this plan."""
-        return replace(self, draft=plan, simulation=rehearse(plan, self.profile, job=self.job, prices=self.prices))
-
-    def layers_bytes(self, stage: int) -> int:
-        """The most that the layers of a stage hold."""
-        return self.simulation.memory(stage).peak_bytes
-
-    def excess_bytes(self, stage: int, layers_bytes: int | None = None) -> int:
-        """Bytes by which a stage exceeds the budget, or without a budget its layers these bytes."""
-        if layers_bytes is not None and layers_budget_bytes(self.job, stage) is None:
-            return max(0, self.layers_bytes(stage) - layers_bytes)
-        return int(max((size - most for *_, size, most in excesses(self.job, self.simulation, stage)), default=0))
+    def excess_bytes(self, stage: int, layers_bytes: float = inf) -> int:
+        """Bytes by which a stage exceeds the budget, or its layers these bytes."""
+        over = [size for size, _ in excesses(self.job, self.simulation, stage)]
+        return int(max([0, *over, self.simulation.memory(stage).peak_bytes - layers_bytes]))
 
     def gained(self, other: Decision) -> str:
         """How much shorter its step is, in words."""
@@ -161,7 +152,7 @@ def fastest_decision(job: Job, profile: Profile) -> Decision:
         if (gain := left_open.worth(job, way, None if best is None else best.draft)) == inf:
             continue
         try:
-            found = _made(way, profile)
+            found = finished(min(map(fitting, partitioned(way, profile)), key=lambda fits: fits.simulation.step_s))
         except Infeasible as error:
             failed = error
             continue
@@ -170,14 +161,6 @@ def fastest_decision(job: Job, profile: Profile) -> Decision:
         assert failed is not None, "there is a way"
         raise failed
     return replace(best, asked=job)
-
-
-def _step_s(decision: Decision) -> float:
-    return decision.simulation.step_s
-
-
-def _made(job: Job, profile: Profile) -> Decision:
-    return finished(min(map(fitting, partitioned(job, profile)), key=_step_s))
 
 
 def finished(decision: Decision) -> Decision:
@@ -217,7 +200,7 @@ def fitting(stages: Stages) -> Decision:
 
 def _deferring(decision: Decision) -> Decision:
     """Defer weight gradients into waits, whole or in pieces, or without waits of forwards, if that is faster and fits. Then send
-    gradients before weight gradients that are left, unless the reduction would end later."""
+    gradients before weight gradients that are left."""
     job, filler, best = decision.job, decision.filler, decision
     said = "none deferred: no wait that is left, and for which there is memory, makes it faster"
     if (why := why_none_deferred(job)) is not None:
@@ -228,9 +211,7 @@ def _deferring(decision: Decision) -> Decision:
         place = partial(filler.filled, forwards=forwards, pieces=pieces)
         if (found := _placed(decision, place, best)) is not None:
             best, said = found, f"deferred {'in pieces ' if pieces else ''}into waits: the step is {found.gained(decision)}"
-    found = _placed(best, best.filler.sending_first, best)
-    latest_s, late_s = (late_reduction_s(job, each.simulation.idle_at_end_s) for each in (best, found or best))
-    if found is not None and late_s <= latest_s + SHORTER_S:
+    if (found := _placed(best, best.filler.sending_first, best)) is not None:
         before = "deferred" if best is decision else said
         best, said = found, f"{before}; gradients sent before others: {found.gained(best)}"
     return replace(best, weight_gradients=said)
@@ -242,18 +223,26 @@ def _placed(decision: Decision, place: Callable[[Sequence[int]], Plan], best: De
     Bytes over the budget in the simulation are taken from the budget of weight gradients, and they are placed again: fewer of
     them, so a plan that is too slow is not tried again. `place`: by the bytes of each stage's layers, the plan.
     """
-    held_bytes = [decision.layers_bytes(stage) for stage in range(decision.job.parallel.pipeline)]
-    bounds_bytes = [layers_budget_bytes(decision.job, stage) for stage in range(len(held_bytes))]
+    job, prices = decision.job, decision.prices
+    held_bytes = [decision.simulation.memory(stage).peak_bytes for stage in range(job.parallel.pipeline)]
+    bounds_bytes = [layers_budget_bytes(job, stage) for stage in range(job.parallel.pipeline)]
     budgets = [held if bound is None else bound for held, bound in zip(held_bytes, bounds_bytes, strict=True)]
     for _ in range(PLACED_AGAIN):
-        plan = place(budgets)
-        if plan in (decision.draft, best.draft) or not _step_s(found := decision.under(plan)) < _step_s(best) - SHORTER_S:
+        if (plan := place(budgets)) in (decision.draft, best.draft):
             return None
-        over = [found.excess_bytes(stage, held) for stage, held in enumerate(held_bytes)]
+        found = replace(decision, draft=plan, simulation=rehearse(plan, prices.profile, job=job, prices=prices))
+        if _with_reduction_s(found) >= _with_reduction_s(best) - SHORTER_S:
+            return None
+        over = [found.excess_bytes(stage, held if bounds_bytes[stage] is None else inf) for stage, held in enumerate(held_bytes)]
         if not any(over):
             return found
         budgets = [budget - size for budget, size in zip(budgets, over, strict=True)]
     return None
+
+
+def _with_reduction_s(decision: Decision) -> float:
+    """Seconds of forwards and backwards, and of overlapped gradient reductions that end later."""
+    return decision.simulation.step_s + late_reduction_s(decision.job, decision.simulation.idle_at_end_s)
 
 
 def _answers(stages: Stages, lags: Mapping[int, tuple[Lag, ...]]) -> tuple[StageAnswer, ...]:

@@ -90,27 +90,22 @@ class Held(NamedTuple):
 
 def check_budget_kept(job: Job, simulation: Simulation) -> None:
     """Raises `PlannerFault` with every stage, chunk and moment that exceeds the budget. `job`: with the plan's layers."""
-    todo = "report it with the job (or the launch), the cluster and the budget"
-    problems = [
-        Problem(
-            where, f"{format_bytes(size)} {what}, {format_bytes(size - most)} too much", f"at most {format_bytes(most)}", todo
-        )
-        for stage in range(job.parallel.pipeline)
-        for where, what, size, most in excesses(job, simulation, stage)
-    ]
+    problems = [problem for stage in range(job.parallel.pipeline) for _, problem in excesses(job, simulation, stage)]
     if problems:
         raise PlannerFault("the planner made a plan that exceeds its budget; this is an error of megatron-lynx", problems)
 
 
-def excesses(job: Job, simulation: Simulation, stage: int) -> Iterator[tuple[str, str, int, float]]:
-    """Yield where a stage exceeds the budget: the moment, the bound in words, bytes held, and the most allowed."""
+def excesses(job: Job, simulation: Simulation, stage: int) -> Iterator[tuple[int, Problem]]:
+    """Yield the bytes by which a stage exceeds the budget at each moment, on the device and in its layers."""
+    todo = "report it with the job (or the launch), the cluster and the budget"
     device_bytes = job.memory_budget_bytes if bounded_by_device(job) else inf
     layers_bytes = inf if job.budget.activation_mib is None else int(job.budget.activation_mib * MIB)
     for held in most_held(job, simulation, stage):
-        if held.device_bytes > device_bytes:
-            yield held.where, "on the device", held.device_bytes, device_bytes
-        if held.layers_bytes > layers_bytes:
-            yield held.where, "held by the layers", held.layers_bytes, layers_bytes
+        bounds = (held.device_bytes, device_bytes, "on the device"), (held.layers_bytes, layers_bytes, "held by the layers")
+        for size, most, what in bounds:
+            if size > most:
+                found = f"{format_bytes(size)} {what}, {format_bytes(size - most)} too much"
+                yield int(size - most), Problem(held.where, found, f"at most {format_bytes(most)}", todo)
 
 
 def held_by_moment(job: Job, simulation: Simulation, stage: int) -> dict[Moment, StageMemory]:
@@ -127,49 +122,41 @@ def peak_bytes(job: Job, simulation: Simulation, stage: int) -> int:
 
 
 def most_held(job: Job, simulation: Simulation, stage: int) -> Iterator[Held]:
-    beside, most = parts_beside_layers(job, stage), _most_of_layers(simulation, stage)
+    beside = parts_beside_layers(job, stage)
     at = {moment: beside.at(moment) for moment in beside.moments}
-    without_head = replace(at["forward"], head=0)
-    last = (stage, job.chunks - 1) if stage == job.parallel.pipeline - 1 else None
-    for chunk in range(job.chunks):
-        layers: dict[Moment, int] = {"forward": most[chunk, "forward"], "backward": most[chunk, "backward"]}
-        if (stage, chunk) == last:
-            layers |= dict.fromkeys(("loss", "head_backward"), most[chunk, "begun"])
-        if (stage, chunk) == (0, 0):
-            layers["embedding_backward"] = most[chunk, "ended"]
-        for moment, memory in at.items():
-            if moment in layers:
-                memory_beside = without_head if moment == "forward" and (stage, chunk) != last else memory
-                yield Held(stage, chunk, layers[moment], memory_beside)
-    yield Held(stage, None, most[None, "between"], without_head)
-    left = _at_updates(simulation, stage)
-    for moment in BETWEEN_BATCHES:
-        yield Held(stage, None, left, at[moment])
-    if "optimizer_made" in at:
-        yield Held(stage, None, 0, at["optimizer_made"])
+    without_head, last = replace(at["forward"], head=0), (job.parallel.pipeline - 1, job.chunks - 1)
+    for (chunk, moment), size in _most_of_layers(simulation, stage, last).items():
+        if moment in at:
+            yield Held(stage, chunk, size, without_head if moment == "forward" and (stage, chunk) != last else at[moment])
 
 
-def _most_of_layers(simulation: Simulation, stage: int) -> Mapping[tuple[int | None, str], int]:
-    """Most bytes of a stage's layers `between` passes, and by chunk: during forwards; during backwards, or while their gradients
-    are awaited or sent; when a backward has `begun`, without its first allocations; when it has `ended`, without those of a
-    receive that starts then."""
+def _most_of_layers(simulation: Simulation, stage: int, last: tuple[int, int]) -> Mapping[tuple[int | None, Moment], int]:
+    """Most bytes of a stage's layers at each moment: of a chunk, or between passes and batches. `last`: the last stage and chunk.
+
+    At the loss a backward has begun, without its first allocations; in the embedding's backward it has ended, without those of a
+    receive that starts then. While a gradient is awaited or sent counts as backward.
+    """
     executed, curve = simulation.held.executed[stage], simulation.memory(stage)
     times_s, held = np.array(curve.times_s), np.array([*curve.bytes, 0])
     first = np.searchsorted(times_s, [execution.start_s for execution in executed], "right") - 1
-    last = np.searchsorted(times_s, [execution.end_s for execution in executed], "right") - 1
+    final = np.searchsorted(times_s, [execution.end_s for execution in executed], "right") - 1
     running = np.zeros(len(held))
     np.add.at(running, first, 1)
-    np.add.at(running, last + 1, -1)
-    most: dict[tuple[int | None, str], int] = defaultdict(int, {(None, "between"): int(held[np.cumsum(running) == 0].max())})
-    peaks = np.maximum.reduceat(held, np.column_stack([first, last + 1]).ravel()).reshape(-1, 2)[:, 0].tolist()
-    begun, ended = held[first].tolist(), held[last].tolist()
+    np.add.at(running, final + 1, -1)
+    updates_s = [update.arrived_s for update in simulation.updates[stage]] if simulation.updates else []
+    left = int(held[np.searchsorted(times_s, updates_s, "right") - 1].max(initial=0))
+    most = defaultdict[tuple[int | None, Moment], int](int, {(None, moment): left for moment in BETWEEN_BATCHES})
+    most |= {(None, "forward"): int(held[np.cumsum(running) == 0].max()), (None, "optimizer_made"): 0}
+    peaks = np.maximum.reduceat(held, np.column_stack([first, final + 1]).ravel()).reshape(-1, 2)[:, 0].tolist()
     for at, execution in enumerate(executed):
-        chunk, sizes = execution.action.chunk, {"forward" if execution.action.kind == "F" else "backward": peaks[at]}
-        if execution.action.kind == "B":
-            receives = at + 1 < len(executed) and executed[at + 1].action.kind == "R" and first[at + 1] == last[at]
-            sizes["begun"] = begun[at] - _taken_at_once(execution.content)
-            sizes["ended"] = ended[at] - (_taken_at_once(executed[at + 1].content) if receives else 0)
-        most |= {(chunk, name): max(most[chunk, name], size) for name, size in sizes.items()}
+        chunk = execution.action.chunk
+        sizes: dict[Moment, int] = {"forward" if execution.action.kind == "F" else "backward": peaks[at]}
+        if execution.action.kind == "B" and (stage, chunk) == last:
+            sizes["loss"] = sizes["head_backward"] = int(held[first[at]]) - _taken_at_once(execution.content)
+        if execution.action.kind == "B" and (stage, chunk) == (0, 0):
+            receives = at + 1 < len(executed) and executed[at + 1].action.kind == "R" and first[at + 1] == final[at]
+            sizes["embedding_backward"] = int(held[final[at]]) - (_taken_at_once(executed[at + 1].content) if receives else 0)
+        most |= {(chunk, moment): max(most[chunk, moment], size) for moment, size in sizes.items()}
     return most
 
 
@@ -186,14 +173,6 @@ def _by_kind(held: Held, simulation: Simulation) -> StageMemory:
 
 def _taken_at_once(content: TimedPass) -> int:
     return sum(change for _, change in takewhile(lambda event: event[0] == 0, content.memory))
-
-
-def _at_updates(simulation: Simulation, stage: int) -> int:
-    if not simulation.updates:
-        return 0
-    curve = simulation.memory(stage)
-    begins = np.searchsorted(curve.times_s, [update.arrived_s for update in simulation.updates[stage]], "right") - 1
-    return int(np.array(curve.bytes)[begins].max())
 
 
 def with_lengths(plan: Plan, job: Job, profile: Profile, step_s: float) -> Plan:
