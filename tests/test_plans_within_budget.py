@@ -18,7 +18,7 @@ from megatron_lynx.planner import decide, leanest
 from megatron_lynx.planner.decision import Decision
 from megatron_lynx.planner.evaluation import check_budget_kept, most_held
 from megatron_lynx.planner.filling import Filling
-from megatron_lynx.planner.loads import rehearsed_with_load_of, with_load
+from megatron_lynx.planner.loads import with_load
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import LinkPoint, Profile
 from megatron_lynx.rehearsal import rehearse
@@ -27,6 +27,7 @@ from megatron_lynx.solver.answer import SolvedChunks
 from megatron_lynx.timeline import MemoryCurve
 from megatron_lynx.units import GIB, MIB
 from tests.config.jobs import catalogued_job
+from tests.heavier import rehearsed_with_load_of
 from tests.stock.parts import memory_of_stages
 from tests.uniform import uniform_plan
 

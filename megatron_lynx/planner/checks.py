@@ -17,20 +17,15 @@ ESTIMATED = "the job can be estimated under a stock policy"
 
 def check_plannable(job: Job) -> None:
     """Raises `ConfigError` for everything that a job may state for an estimate, but that no plan can have."""
-    problems = [*_limits(job)]
-    if not problems:  # refused by a plan file
-        contents = Plan.model_construct(**contents_of(job), stages=())
-        problems = [Problem("job", text, "", ESTIMATED) for text in of_launch(contents)]
-    if problems:
+    if problems := refusals(job):
         raise ConfigError("no plan can do what this job asks for yet", problems)
 
 
-def is_plannable(job: Job) -> bool:
-    try:
-        check_plannable(job)
-    except ConfigError:
-        return False
-    return True
+def refusals(job: Job) -> list[Problem]:
+    """Return the problems of `check_plannable`: those of a plan file only if there are no others."""
+    if problems := [*_limits(job)]:
+        return problems
+    return [Problem("job", text, "", ESTIMATED) for text in of_launch(Plan.model_construct(**contents_of(job), stages=()))]
 
 
 def _limits(job: Job) -> Iterator[Problem]:

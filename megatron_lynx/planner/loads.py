@@ -1,8 +1,8 @@
 """Loads of experts at which a finished plan still fits, and from which its expert halves fall back.
 
 The largest load is stated if twice the assumed load would not fit. It is interpolated between the fullest moment's bytes at the
-plan's load and at twice that load: bytes of experts grow with their rows. Routers exceed the assumed load, and the runtime holds
-all rows that come.
+plan's load and at one that is too much, first twice that load, until it fits: bytes of experts grow with their rows. Routers
+exceed the assumed load, and the runtime holds all rows that come.
 """
 
 from __future__ import annotations
@@ -47,30 +47,28 @@ def with_loads(plan: Plan, job: Job, profile: Profile, simulation: Simulation) -
 
 def loads_that_fit(job: Job, experts: Experts, plan: Plan, profile: Profile, simulation: Simulation) -> list[float]:
     """Return the largest load of each stage's experts; 0 if it has none, or if twice the load fits."""
-    heavier = with_load(job, min(2 * job.model.moe_load, experts.most_load(job.parallel.expert)))
-    if heavier.model.moe_load <= job.model.moe_load:
-        return [0.0] * job.parallel.pipeline
-    later = rehearsed_with_load_of(heavier, plan, profile)
-    loads = [
-        _largest(job, heavier, peak_bytes(job, simulation, stage), peak_bytes(heavier, later, stage)) if count else 0.0
-        for stage, count in enumerate(map(job.experts_on, range(job.parallel.pipeline)))
-    ]
-    while jobs := {stage: with_load(job, load) for stage, load in enumerate(loads) if load > job.model.moe_load}:
-        simulation = rehearse(plan, profile, job=job, loaded={stage: _loaded(loaded, profile) for stage, loaded in jobs.items()})
-        over = [stage for stage, loaded in jobs.items() if peak_bytes(loaded, simulation, stage) > job.memory_budget_bytes]
+    stages, usual = range(job.parallel.pipeline), job.model.moe_load
+    held_bytes = [peak_bytes(job, simulation, stage) for stage in stages]
+    most = min(2 * usual, experts.most_load(job.parallel.expert))
+    loads = {stage: most for stage in stages if job.experts_on(stage)}
+    while jobs := {stage: with_load(job, load) for stage, load in loads.items() if load > usual}:
+        loaded = {stage: _loaded(heavier, profile) for stage, heavier in jobs.items()}
+        simulation = rehearse(plan, profile, job=job, loaded=loaded)
+        more_bytes = {stage: peak_bytes(heavier, simulation, stage) for stage, heavier in jobs.items()}
+        over = [stage for stage, size in more_bytes.items() if size > job.memory_budget_bytes]
+        for stage in over:
+            between = _between(job, held_bytes[stage], loads[stage], more_bytes[stage])
+            loads[stage] = min(between, round(loads[stage] - 0.01, 2))
+        loads = {stage: load for stage, load in loads.items() if load < most}
         if not over:
             break
-        for stage in over:
-            loads[stage] = round(loads[stage] - 0.01, 2)
-    return loads
+    return [loads.get(stage, 0.0) for stage in stages]
 
 
-def _largest(job: Job, heavier: Job, held_bytes: int, more_bytes: int) -> float:
-    """Interpolate the load at which a stage fills its device, between two loads and their bytes; 0 if both fit."""
-    if more_bytes <= job.memory_budget_bytes:
-        return 0.0
+def _between(job: Job, held_bytes: int, load: float, more_bytes: int) -> float:
+    """Interpolate the load at which a stage fills its device, between the job's load and one that is too much, by their bytes."""
     share = max(0.0, (job.memory_budget_bytes - held_bytes) / (more_bytes - held_bytes))
-    return _rounded_down(job.model.moe_load + share * (heavier.model.moe_load - job.model.moe_load))
+    return _rounded_down(job.model.moe_load + share * (load - job.model.moe_load))
 
 
 def loads_of_falling_back(
@@ -110,11 +108,6 @@ def _rows_bytes(profiles: tuple[Profile, Profile], section: Section, recompute: 
     """Additional bytes of a half that recomputes these items, with the rows of the second profile."""
     less, more = (priced(profile, section, sorted(recompute)).memory.resident for profile in profiles)
     return more - less
-
-
-def rehearsed_with_load_of(job: Job, plan: Plan, profile: Profile) -> Simulation:
-    loaded = plan.model_copy(update={"model": plan.model.model_copy(update={"moe_load": job.model.moe_load})})
-    return rehearse(loaded, _loaded(job, profile), job=job)
 
 
 def _loaded(job: Job, profile: Profile) -> Profile:

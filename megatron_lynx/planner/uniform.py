@@ -8,10 +8,9 @@ from typing import Literal
 from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.recompute import recomputed_flops
-from megatron_lynx.plan.facts import Provenance
 from megatron_lynx.plan.plan import Plan, Predicted, Stage
 from megatron_lynx.planner.checks import check_plannable
-from megatron_lynx.planner.writing import made_by, plan_of, rule_of, stage_of
+from megatron_lynx.planner.writing import plan_of, rule_of, stage_of
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.solver.options import stays_whole
 
@@ -27,8 +26,7 @@ def uniform_plan(job: Job, recompute: Literal["all", "none"] | Collection[str] =
     for section in job.model.every_section if recompute == "all" else ():
         gathered = (section.gathered,) if sliced or job.keeps_gathered else ()
         items |= {*section.recomputable_among(job.parallel.context, sequence_parallel=sliced)}.difference(gathered)
-    places = ((stage, chunk) for chunk in range(job.chunks) for stage in range(job.parallel.pipeline))
-    return plan_of(job, tuple(_stage(job, place, items) for place in places), Provenance(made_by=made_by(), job=job.digest))
+    return plan_of(job, lambda where: _stage(job, where, items))
 
 
 def _stage(job: Job, where: tuple[int, int], items: Collection[str]) -> Stage:

@@ -5,7 +5,7 @@ StageAnswer of each stage ──> an entry for each chunk: rules, windows, depth
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any, Literal
@@ -37,8 +37,7 @@ Layer = tuple[Option, Option]
 
 def written(job: Job, answers: Sequence[StageAnswer]) -> Plan:
     """Return the plan of these answers. `job`: with its layers."""
-    places = ((answers[stage], chunk) for chunk in range(job.chunks) for stage in range(job.parallel.pipeline))
-    return plan_of(job, tuple(_entry(job, answer, chunk) for answer, chunk in places), Provenance(made_by=made_by()))
+    return plan_of(job, lambda where: _entry(job, answers[where[0]], where))
 
 
 def with_rehearsed(plan: Plan, parted: Job, profile: Profile, simulation: Simulation) -> Plan:
@@ -79,8 +78,17 @@ def model_facts(job: Job) -> ModelFacts:
     return ModelFacts(**facts)
 
 
-def parallel_facts(job: Job) -> ParallelFacts:
-    return ParallelFacts(
+def plan_of(job: Job, entry_of: Callable[[tuple[int, int]], Stage]) -> Plan:
+    """Return the plan with these entries, by stage and chunk."""
+    stages = tuple(entry_of((stage, chunk)) for chunk in range(job.chunks) for stage in range(job.parallel.pipeline))
+    checkpoints = any(rule.checkpoint is not None for entry in stages for rule in entry.rules)
+    model = model_facts(job).model_copy(update={"fp8_copies_kept": not (checkpoints and job.model.facts.copies_go)})
+    provenance = Provenance(made_by=f"megatron-lynx {__version__}", job=job.digest)
+    return Plan(**contents_of(job) | {"model": model}, stages=stages, device=planned_device(job), provenance=provenance)
+
+
+def contents_of(job: Job) -> dict[str, Any]:
+    parallel = ParallelFacts(
         tensor=job.parallel.tensor,
         pipeline=job.parallel.pipeline,
         chunks=job.chunks,
@@ -90,19 +98,10 @@ def parallel_facts(job: Job) -> ParallelFacts:
         context=job.parallel.context,
         userbuffers=job.userbuffers,
     )
-
-
-def plan_of(job: Job, stages: tuple[Stage, ...], provenance: Provenance) -> Plan:
-    checkpoints = any(rule.checkpoint is not None for entry in stages for rule in entry.rules)
-    model = model_facts(job).model_copy(update={"fp8_copies_kept": not (checkpoints and job.model.facts.copies_go)})
-    return Plan(**contents_of(job) | {"model": model}, stages=stages, device=planned_device(job), provenance=provenance)
-
-
-def contents_of(job: Job) -> dict[str, Any]:
     return {
         "version": 1,
         "model": model_facts(job),
-        "parallel": parallel_facts(job),
+        "parallel": parallel,
         "batch": BatchFacts(micro=job.batch.micro, microbatches=job.microbatches),
         "schedule": job.schedule,
         "defer_updates": job.defer_updates,
@@ -182,12 +181,8 @@ def rule_of(
     return Rule.model_validate(content)
 
 
-def made_by() -> str:
-    return f"megatron-lynx {__version__}"
-
-
-def _entry(job: Job, answer: StageAnswer, chunk: int) -> Stage:
-    solved, where = answer.chunks[chunk], (answer.stage, chunk)
+def _entry(job: Job, answer: StageAnswer, where: tuple[int, int]) -> Stage:
+    solved = answer.chunks[where[1]]
     whole = Whole(of_every=answer.in_flight, first=answer.whole) if 0 < answer.whole < answer.in_flight else None
     recomputing = sum(whole is None or number not in whole for number in range(job.microbatches))
     predicted = Predicted(
@@ -198,17 +193,11 @@ def _entry(job: Job, answer: StageAnswer, chunk: int) -> Stage:
         recomputed_flops=solved.flops,
         host_bytes=answer.host_bytes,
     )
-    rules = _alike_at_top([*_rules(job, where, solved.layers)])
-    return stage_of(job, where, rules, predicted, _offload(job, answer, chunk), whole)
-
-
-def _alike_at_top(rules: list[Rule]) -> list[Rule]:
-    """The last layer begins nothing ahead, whatever its rule says: it is the rule below, if they differ in that alone."""
-    if len(rules) > 1 and len(rules[-1].layers) == 1:
+    rules = [*_rules(job, where, solved.layers)]
+    if len(rules) > 1 and len(rules[-1].layers) == 1:  # nothing begins ahead of the last layer, whatever its rule says
         as_below = rules[-1].model_copy(update={"ahead": rules[-2].ahead})
-        if as_below.treatment == rules[-2].treatment:
-            return [*rules[:-1], as_below]
-    return rules
+        rules[-1] = as_below if as_below.treatment == rules[-2].treatment else rules[-1]
+    return stage_of(job, where, rules, predicted, _offload(job, answer, where[1]), whole)
 
 
 def _rules(job: Job, where: tuple[int, int], choices: Sequence[Layer]) -> Iterator[Rule]:

@@ -33,7 +33,7 @@ from megatron_lynx.cost.step import waited_messages
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.planner import Decision, fitting
-from megatron_lynx.planner.checks import is_plannable
+from megatron_lynx.planner.checks import refusals
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
@@ -226,7 +226,7 @@ class BestFirst:
         if always_bytes(jobs[0]) > jobs[0].memory_budget_bytes:
             return
         least_update_s = update_s(jobs[-1], self._cost(jobs[-1]).profile)  # more of it overlaps with larger micro-batches
-        takes_plans = self.space.takes_plans(jobs[0].parallel) and is_plannable(jobs[0])
+        takes_plans = self.space.takes_plans(jobs[0].parallel) and not refusals(jobs[0])
         for job, policy in product(jobs, self.policies):
             if policy != "planned" or takes_plans:
                 self._queue.append(self._floored(len(self._queue), job.model_copy(update={"policy": policy}), least_update_s))

@@ -15,7 +15,7 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.rule import Rule
 from megatron_lynx.planner import decide, loads
 from megatron_lynx.planner.evaluation import most_held
-from megatron_lynx.planner.loads import rehearsed_with_load_of, with_load
+from megatron_lynx.planner.loads import with_load
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.simulator.halves import segments
 from megatron_lynx.simulator.simulation import Simulation
@@ -23,6 +23,7 @@ from megatron_lynx.solver.options import HalfOptions, StageProblems
 from megatron_lynx.solver.problem import Choices
 from megatron_lynx.units import GIB
 from tests.config.jobs import catalogued_job
+from tests.heavier import rehearsed_with_load_of
 from tests.uniform import uniform_plan
 
 
@@ -103,8 +104,8 @@ def within(gib: float) -> Job:
 @pytest.mark.parametrize("more", [0, 0.05])
 def test_a_load_that_does_not_fit_in_its_rehearsal_is_not_promised(monkeypatch: pytest.MonkeyPatch, more: float) -> None:
     """Also where a straight line between two loads says more than what fits."""
-    between = loads._largest
-    monkeypatch.setattr(loads, "_largest", lambda *given: between(*given) + more)
+    between = loads._between
+    monkeypatch.setattr(loads, "_between", lambda *given: between(*given) + more)
     decision = decide(within(58), analytic_profile(within(58)))
     for stage in decision.plan.stages:
         load = stage.predicted.moe_load
@@ -118,9 +119,9 @@ def test_a_plan_says_which_load_still_fits(monkeypatch: pytest.MonkeyPatch) -> N
     """Twice the balanced load does not, in 54 GiB; with all of the device it does. It is found in a few rehearsals."""
     job, tight, rehearse, loads_tried = qwen3(), within(54), loads.rehearse, []
 
-    def counted(plan: Plan, *args: Any, **kwargs: Any) -> Simulation:
-        loads_tried.append(plan.model.moe_load)
-        return rehearse(plan, *args, **kwargs)
+    def counted(*args: Any, loaded: Any, **kwargs: Any) -> Simulation:
+        loads_tried.append(loaded)
+        return rehearse(*args, loaded=loaded, **kwargs)
 
     with monkeypatch.context() as patched:
         patched.setattr(loads, "rehearse", counted)
