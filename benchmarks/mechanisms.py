@@ -27,7 +27,7 @@ from benchmarks import never_less, when_not, when_not_experts
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.loader import bundled_configs, load_job
 from megatron_lynx.errors import Infeasible, LynxError
-from megatron_lynx.planner import decide, decision, filling, packing, partitioning
+from megatron_lynx.planner import decide, decision, filling, partitioning
 from megatron_lynx.planner.partitioning import partitioned
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.solver import offload, options, stages
@@ -79,7 +79,7 @@ IN_PIECES, SENT_FIRST = "weight gradients in pieces", "gradients sent before wei
 MECHANISMS = (
     Mechanism(
         "weight gradients in waits",
-        (filling, packing),
+        (filling,),
         ((decision, "why_none_deferred", lambda job: "switched off"),),
     ),
     Mechanism(
@@ -90,8 +90,8 @@ MECHANISMS = (
     Mechanism(IN_PIECES, (), ((filling, "PIECES", ()),)),
     Mechanism(
         SENT_FIRST,
-        (filling.Filler.sending_first,),
-        ((filling.Filler, "sending_first", lambda filler, budgets: filler.plan),),
+        (filling.Filling.send_first,),
+        ((filling.Filling, "send_first", lambda chunk: None),),
     ),
     Mechanism(
         "checkpoints begin ahead",

@@ -21,8 +21,7 @@ from megatron_lynx.errors import Infeasible
 from megatron_lynx.plan.facts import LayerRange
 from megatron_lynx.plan.plan_file import dump_plan, load_plan
 from megatron_lynx.planner import decide
-from megatron_lynx.planner.filling import Filler, Filling, _waits
-from megatron_lynx.planner.packing import WORTH, Linear, Loads, Placed, Put, ways_of
+from megatron_lynx.planner.filling import WORTH, Filler, Filling, Linear, Loads, Placed, Put, _waits, ways_of
 from megatron_lynx.planner.summary import summary
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.rehearsal import rehearse
@@ -213,7 +212,7 @@ def test_forwards_of_whichever_chunk_are_filled(monkeypatch):
     assert max(memory.total for memory in found.memory) <= job.memory_budget_bytes
     assert any(entry.defers for entry in found.plan.chunks_of(1))
     filled = Filler.filled
-    monkeypatch.setattr(Filler, "filled", lambda *of, forwards, pieces: filled(*of, forwards=False, pieces=pieces))
+    monkeypatch.setattr(Filler, "filled", lambda *of, **how: filled(*of, **(how | {"forwards": False})))
     assert found.simulation.step_s < decide(job, profile).simulation.step_s
 
 

@@ -8,7 +8,7 @@ from math import inf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lynx.planner.partitioning import Counts, best, spread, step_s
+from megatron_lynx.planner.partitioning import Counts, best, by_virtual_stage, step_s
 
 growth = st.lists(st.sampled_from([0.5, 1.0, 1.0, 1.5, 3.0]), min_size=8, max_size=8).map(sorted)
 
@@ -76,5 +76,4 @@ def test_only_counts_next_to_the_even_ones_are_priced():
 
 
 def test_chunks_with_an_end_of_the_model_have_no_more_than_others():
-    assert spread(7, 3, last_stage=False) == (2, 2, 3)
-    assert spread(7, 3, last_stage=True) == (3, 2, 2)
+    assert by_virtual_stage((7, 7), 3) == (2, 3, 2, 2, 3, 2)

@@ -13,7 +13,7 @@ from megatron_lynx.config.parallel import Overlap
 from megatron_lynx.cost.update import late_reduction_s, reduction_s
 from megatron_lynx.planner import decide
 from megatron_lynx.planner.evaluation import peak_bytes
-from megatron_lynx.planner.filling import Filler
+from megatron_lynx.planner.filling import Filling
 from megatron_lynx.profiler.analytic import analytic_profile
 
 JOB = "gpt-175b-a100-80g"
@@ -21,7 +21,7 @@ JOB = "gpt-175b-a100-80g"
 
 def without(job: Job, monkeypatch: pytest.MonkeyPatch) -> Any:
     with monkeypatch.context() as patch:
-        patch.setattr(Filler, "sending_first", lambda filler, budgets: filler.plan)
+        patch.setattr(Filling, "send_first", lambda filling: None)
         return decide(job, analytic_profile(job))
 
 
@@ -46,7 +46,7 @@ def test_the_lowest_layers_come_first() -> None:
     job = load_job(job_path(JOB))
     decided = decide(job.model_copy(update={"overlap": Overlap(weight_gradients="none")}), analytic_profile(job))
     peaks = [decided.simulation.memory(stage).peak_bytes for stage in range(job.parallel.pipeline)]
-    few, none = (decided.filler.sending_first([peak // part for peak in peaks]) for part in (4, 10**12))
+    few, none = (decided.filler.filled([peak // part for peak in peaks], sending=True) for part in (4, 10**12))
     assert none == decided.draft
     entry = few.stages[-1]
     layers = sorted({layer for layer, _ in sent(entry)})

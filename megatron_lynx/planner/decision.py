@@ -211,7 +211,7 @@ def _deferring(decision: Decision) -> Decision:
         place = partial(filler.filled, forwards=forwards, pieces=pieces)
         if (found := _placed(decision, place, best)) is not None:
             best, said = found, f"deferred {'in pieces ' if pieces else ''}into waits: the step is {found.gained(decision)}"
-    if (found := _placed(best, best.filler.sending_first, best)) is not None:
+    if (found := _placed(best, partial(best.filler.filled, sending=True), best)) is not None:
         before = "deferred" if best is decision else said
         best, said = found, f"{before}; gradients sent before others: {found.gained(best)}"
     return replace(best, weight_gradients=said)

@@ -1,8 +1,19 @@
-"""Fills waits that recomputation leaves with weight gradients, which depend on no other rank.
+"""Fills waits that recomputation leaves with weight gradients, whole or in pieces, which depend on no other rank.
 
-    the plan, rehearsed ──> time left in each wait      ──packing──> the best ways to fill each layer's waits
+    the plan, rehearsed ──> time left in each wait      ──ways_of──> the best ways to fill each layer's waits
                         └─> memory left in the budget   ──Filling──> the layers for which there is memory
                                                                └──> the plan with weight gradients in waits
+
+    a layer's waits, in order      bwd.mlp.0   bwd.mlp.2   bwd.attention.0   bwd.attention.2   fwd.attention.0 ...
+    recomputation takes            ▓▓▓▓▓▓▓▓    ▓▓          ▓▓▓▓▓▓▓           ▓▓
+    weight gradients may take                  ░░░░░░              ░         ░░░░░░            ░░░░░░░░░░░
+
+    seconds of a layer  =  its waits, with the work that exceeds them   +   weight gradients that are not deferred
+
+If not deferred, the column-parallel linear's weight gradient hides the next wait. Lower layers are assumed to be filled like this
+one, so a window of the layer below counts as one of this layer's. Work adds to a wait what exceeds it, which is convex. So equal
+pieces of one weight gradient, given the others, are placed best one by one, each where it adds least. Weight gradients are placed
+anew, one or two at a time, until nothing gets shorter.
 
 Each layer first gets weight gradients that wait for a window of the same backward, which hold little; then, while memory lasts,
 those that wait for a forward: the largest gain per byte first, of equals the lowest layer, whose weight gradients wait shortest.
@@ -15,12 +26,13 @@ That may cost more than it gains, so plans without forwards are tried as well.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import product
-from math import inf
-from typing import Any
+from functools import cached_property, lru_cache
+from itertools import chain, combinations, cycle, permutations, product
+from math import gcd, inf
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,9 +54,9 @@ from megatron_lynx.plan.facts import LayerRange
 from megatron_lynx.plan.plan import Plan, Stage, WeightGradients
 from megatron_lynx.plan.rule import joined
 from megatron_lynx.plan.timetables import layout_of, planned_halves
-from megatron_lynx.planner.packing import Linear, Loads, Placed, Put, ways_of
 from megatron_lynx.rehearsal import treated_halves
 from megatron_lynx.simulator.simulation import Executed, Simulation
+from megatron_lynx.solver.problem import WAIT_S
 from megatron_lynx.timetable import Timetable
 from megatron_lynx.units import MIB
 
@@ -52,6 +64,136 @@ PASS_NAMES = {"fwd": "forward", "bwd": "backward"}
 
 PIECES = (2, 4)
 """Numbers of pieces that are tried. Four fill every wait; more are GEMMs of less efficiency."""
+
+WORTH = 0.01
+"""Part of its seconds that deferring a weight gradient must gain. With 0, Llama 3 70B on two thirds of an H100 loses 0.8 %; with
+0.02, Mixtral 8x7B on H800 loses 1.9 %."""
+
+
+class Put(NamedTuple):
+    """One place for a weight gradient: a wait's index, and its name relative to the linear's layer."""
+
+    wait: int
+    name: str
+    windows: int
+    """Number of windows that it waits."""
+
+
+class Linear(NamedTuple):
+    name: str
+    beside: Put | None
+    """The wait that its weight gradient hides if not deferred. Pieces may run there."""
+    places: tuple[Put, ...]
+    cuts: tuple[tuple[int, float], ...]
+    """Numbers of pieces that are possible, and seconds of one of so many; the whole first."""
+
+    @property
+    def seconds(self) -> float:
+        return self.cuts[0][1]
+
+
+class Placed(NamedTuple):
+    seconds: float
+    """Seconds of the layer's waits and weight gradients together."""
+    waits: dict[str, tuple[str, ...]]
+    """By deferred linear, the wait of each piece."""
+
+
+@lru_cache(maxsize=1024)
+def ways_of(none: Loads, linears: tuple[Linear, ...]) -> list[Placed]:
+    """Return the best assignment found without forwards, each weight gradient of it by itself, then shorter assignments: the best
+    of all, and those with forwards for one of the weight gradients that use them there, or for all but one.
+
+    `none`: the layer without weight gradients. None is by itself if one of them hides a wait.
+    """
+
+    def best(forwards: Collection[str]) -> Placed:
+        """`forwards`: linears whose weight gradients may use waits of forwards."""
+        places = [tuple(put for put in one.places if one.name in forwards or not is_forward(put.name)) for one in linears]
+        return _best([one._replace(places=may) for one, may in zip(linears, places, strict=True)], none)
+
+    first, most = best(()), best([linear.name for linear in linears])
+    hiding = any(linear.name in first.waits for linear in linears if linear.beside is not None)
+    alone = [] if hiding else [first._replace(waits={linear: waits}) for linear, waits in first.waits.items()]
+    using = [linear for linear, names in most.waits.items() if any(map(is_forward, names))]
+    fewer = chain.from_iterable(combinations(using, size) for size in {1, len(using) - 1} if 0 < size < len(using))
+    shorter = (way for way in (most, *map(best, fewer)) if way.seconds < first.seconds)
+    return [first, *alone, *shorter]
+
+
+Chosen = dict[str, tuple[Put, ...]]
+"""By linear, the place of each piece; none if it is not deferred."""
+
+
+class Loads(NamedTuple):
+    """What a layer's waits take; recomputation alone, or with weight gradients."""
+
+    lengths_s: Sequence[float]
+    """Seconds of each wait, without the part that a weight gradient beside it hides."""
+    taken_s: Sequence[float]
+    """Work in each wait, without interference."""
+    interference: float
+    alone_s: float = 0.0
+    """Seconds of weight gradients that are not deferred, and the least gain of those that are."""
+
+    def beside(self, linear: Linear, puts: tuple[Put, ...]) -> Loads:
+        """Return the loads with one more weight gradient, in pieces at these places; not deferred if there are none."""
+        lengths_s, taken_s, alone_s = [*self.lengths_s], [*self.taken_s], linear.seconds
+        if puts:
+            alone_s = WORTH * linear.seconds + WAIT_S * sum([put.windows for put in puts])
+            for put in puts:
+                taken_s[put.wait] += dict(linear.cuts)[len(puts)]
+        elif linear.beside is not None:
+            lengths_s[linear.beside.wait] = max(0.0, lengths_s[linear.beside.wait] - linear.seconds)
+        return Loads(lengths_s, taken_s, self.interference, self.alone_s + alone_s)
+
+    @property
+    def rooms_s(self) -> list[float]:
+        """Seconds of work for which each wait has room; below 0, of work that exceeds it."""
+        return [length_s / self.interference - work_s for length_s, work_s in zip(self.lengths_s, self.taken_s, strict=True)]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all waits, with the work that exceeds them, and of weight gradients."""
+        return self.alone_s + sum(self.lengths_s) - sum([room_s for room_s in self.rooms_s if room_s < 0])
+
+
+def _best(linears: Sequence[Linear], none: Loads) -> Placed:
+    """Place one weight gradient anew after another, then two together, until nothing gets shorter. `none`: without any."""
+    chosen: Chosen = {linear.name: () for linear in linears}
+    least_s, alone = inf, [(linear,) for linear in linears]
+    for moves in (alone, [*permutations(linears, 2)]):
+        turns, in_vain = cycle(moves), 0
+        while in_vain < len(moves):
+            anew, loads, moved = next(turns), none, dict(chosen)
+            for linear in (linear for linear in linears if linear not in anew):
+                loads = loads.beside(linear, chosen[linear.name])
+            for linear in anew:
+                ways = [(loads.beside(linear, puts), puts) for puts in ((), *_piece_by_piece(linear, loads))]
+                loads, moved[linear.name] = min(ways, key=lambda way: way[0].seconds)
+            in_vain += 1
+            if (seconds := loads.seconds) < least_s - WAIT_S / 2:
+                least_s, chosen, in_vain = seconds, moved, 0
+    return Placed(least_s, {name: _fewest(puts) for name, puts in chosen.items() if puts})
+
+
+def _piece_by_piece(linear: Linear, loads: Loads) -> Iterator[tuple[Put, ...]]:
+    """Yield the best places of one weight gradient, whole and in pieces. Pieces may also run in the wait that it hides anyway."""
+    for pieces, piece_s in linear.cuts:
+        places = [linear.beside, *linear.places] if linear.beside and pieces > 1 else linear.places
+        if places:
+            puts, left_s = list[Put](), [max(0.0, room_s) for room_s in loads.rooms_s]
+            for _ in range(pieces):
+                puts.append(min(places, key=lambda put: max(0.0, piece_s - left_s[put.wait]) + WAIT_S * put.windows))
+                left_s[puts[-1].wait] = max(0.0, left_s[puts[-1].wait] - piece_s)
+            yield tuple(puts)
+
+
+def _fewest(puts: Sequence[Put]) -> tuple[str, ...]:
+    """Return the waits of the fewest equal pieces with these shares."""
+    numbers = Counter(put.name for put in puts)
+    pieces = gcd(*numbers.values())
+    return tuple(wait for wait, number in numbers.items() for _ in range(number // pieces))
 
 
 @dataclass(frozen=True)
@@ -125,17 +267,18 @@ class Rooms:
         hides = section.beside_wgrad(name, sliced)
         behind = HALVES.index(section.half), -section.behind_wgrad(name, sliced) - (hides is not None)
         first = sum((HALVES.index(at.half), -at.ordinal) > behind for at in own)
-        below = self._by_layer.get(layer - 1, ())
-        names = [window_name(at.passing, at.half, at.ordinal) for at in waits]
-        hidden = [Put(place, names[place], 0) for place, at in enumerate(own) if (at.half, at.ordinal) == (section.half, hides)]
-        puts = [Put(place, names[place], place - first) for place in range(first, len(own))]
-        for place, at in enumerate(own[:first]):
-            if at._replace(layer=layer - 1) in below:
+        hidden, puts = None, list[Put]()
+        for place, at in enumerate(waits):
+            if (at.passing, at.half, at.ordinal) == ("bwd", section.half, hides):
+                hidden = Put(place, window_name("bwd", at.half, at.ordinal), 0)
+            if place >= first:
+                windows = place - first if at.passing == "bwd" else 2 * len(waits)
+                puts.append(Put(place, window_name(at.passing, at.half, at.ordinal), windows))
+            elif at._replace(layer=layer - 1) in self._by_layer.get(layer - 1, ()):
                 puts.append(Put(place, window_name("bwd", at.half, at.ordinal, -1), place + len(own) - first))
-        puts += [Put(place, names[place], 2 * len(waits)) for place in range(len(own), len(waits))]
         cost = self.cost(name)
         cuts = ((pieces, cost.cut(pieces)[0].seconds) for pieces in (1, *PIECES) if pieces <= cost.most_pieces)
-        return Linear(name, hidden[0] if hidden else None, tuple(puts), tuple(cuts))
+        return Linear(name, hidden, tuple(sorted(puts, key=lambda put: put.windows)), tuple(cuts))
 
 
 Waits = Mapping[str, tuple[str, ...]]
@@ -165,6 +308,35 @@ class Filling:
             for span in execution.content.spans:
                 what = span.name if span.kind == "window" else (span.kind, span.layer, span.half)
                 self._spans[what] = execution.start_s + span.start_s, execution.start_s + span.end_s
+
+    def fill(self, pieces: bool) -> None:
+        """Choose the waits of each layer's weight gradients: first those without forwards, then those that gain most per byte."""
+        rooms, candidates = self._rooms, list[tuple[float, int, LayerRange, Placed]]()
+        for part in rooms.parts:
+            linears = tuple(linear._replace(cuts=linear.cuts[: None if pieces else 1]) for linear in rooms.linears(part.first))
+            ways = ways_of(rooms.loads(part.first), linears)
+            candidates += [(_gain_per_byte(rooms, ways[0], way), -part.first, part, way) for way in ways]
+        chosen_s: dict[int, float] = {}
+        for *_, part, way in sorted(candidates, key=lambda candidate: candidate[:2], reverse=True):
+            if way.seconds < chosen_s.get(part.first, inf) and self.holds(part, way.waits):
+                chosen_s[part.first] = way.seconds
+
+    def send_first(self) -> None:
+        """Let weight gradients run once the gradient of the chunk's input is sent.
+
+        held   ╲  backward k                     the lowest layers first: their operands wait shortest, where memory is freest
+                ╲___ linear_fc1(2) ___ ... sent
+
+        In each layer the last one of backward comes first. Operands of experts' linears grow with a rank's rows, also where
+        halves fall back: they are not held.
+        """
+        rooms, entry = self._rooms, self._rooms.entry
+        for part in rooms.parts if entry.stage or entry.chunk else ():
+            delayed, sent = entry.rule_for(part.first).weight_gradients, dict[str, tuple[str, ...]]()
+            for name in (linear.name for linear in reversed(rooms.linears(part.first))):
+                if name not in delayed and not rooms.section_of[name].of_name[name].of_experts:
+                    more = {**sent, name: (SEND_BACKWARD,)}
+                    sent = more if self.holds(part, more) else sent
 
     def holds(self, layers: LayerRange, waits: Waits) -> bool:
         """Delay these weight gradients of each of the layers, instead of those before, if there is memory for their operands."""
@@ -229,47 +401,26 @@ class Filler:
     prices: Prices
     simulation: Simulation
 
-    def filled(self, budgets: Sequence[int], *, forwards: bool, pieces: bool) -> Plan:
+    def filled(self, budgets: Sequence[int], *, forwards: bool = False, pieces: bool = False, sending: bool = False) -> Plan:
         """Return the plan with weight gradients in its waits; unchanged if nothing is gained or fits.
 
-        `forwards`: whether waits of forwards are filled, too. `pieces`: whether weight gradients may be cut.
+        `forwards`: whether waits of forwards are filled, too. `pieces`: whether weight gradients may be cut. `sending`: instead,
+        they run once the gradient of their chunk's input is sent, and none waits for them.
         """
         entries = []
         for number, entry in enumerate(self.plan.stages):
-            through = self._through(entry)
+            through = self._through(entry, sending)
             rooms = self._rooms(number, forwards and through[1] is not through[0])
             filling = Filling(rooms, self.simulation, through, budgets[entry.stage])
-            self._fill(rooms, filling, pieces)
+            filling.send_first() if sending else filling.fill(pieces)
             entries.append(filling.entry(receives=self.job.chunks == 1 and cooldown_backwards(self.job, entry.stage) > 0))
-        return self.plan.model_copy(update={"stages": tuple(entries)})
-
-    def sending_first(self, budgets: Sequence[int]) -> Plan:
-        """Return the plan with weight gradients that run once the gradient of their chunk's input is sent: none waits for them.
-
-        held   ╲  backward k                     the lowest layers first: their operands wait shortest, where memory is freest
-                ╲___ linear_fc1(2) ___ ... sent
-
-        In each layer the last one of backward comes first. Operands of experts' linears grow with a rank's rows, also where
-        halves fall back: they are not held.
-        """
-        entries = []
-        for number, entry in enumerate(self.plan.stages):
-            rooms = self._rooms(number, False)
-            filling = Filling(rooms, self.simulation, self._through(entry, drains=True), budgets[entry.stage])
-            for part in rooms.parts if entry.stage or entry.chunk else ():
-                delayed, sent = entry.rule_for(part.first).weight_gradients, dict[str, tuple[str, ...]]()
-                for name in (linear.name for linear in reversed(rooms.linears(part.first))):
-                    if name not in delayed and not rooms.section_of[name].of_name[name].of_experts:
-                        more = {**sent, name: (SEND_BACKWARD,)}
-                        sent = more if filling.holds(part, more) else sent
-            entries.append(filling.entry())
         return self.plan.model_copy(update={"stages": tuple(entries)})
 
     @once
     def _rooms(self, number: int, forwards: bool) -> Rooms:
         return Rooms(self.plan, self.plan.stages[number], self.prices, forwards, not self.job.model.experts_whole)
 
-    def _through(self, entry: Stage, *, drains: bool = False) -> tuple[Executed, Executed]:
+    def _through(self, entry: Stage, drains: bool = False) -> tuple[Executed, Executed]:
         """Return a backward of a chunk, and the last pass in which its weight gradients may run: a forward of any chunk that
         follows it, or itself. `drains`: its first backward in cool-down, or else its last."""
         passes = [execution for execution in self.simulation.executed[entry.stage] if execution.action.is_pass]
@@ -281,18 +432,6 @@ class Filler:
         cooldown = [at for at in backwards if passes[at].phase == "cooldown"] or backwards[-1:]
         alone = passes[(cooldown if drains else backwards)[0]]
         return alone, alone
-
-    def _fill(self, rooms: Rooms, filling: Filling, pieces: bool) -> None:
-        """Choose the waits of each layer's weight gradients: first those without forwards, then those that gain most per byte."""
-        candidates: list[tuple[float, int, LayerRange, Placed]] = []
-        for part in rooms.parts:
-            linears = tuple(linear._replace(cuts=linear.cuts[: None if pieces else 1]) for linear in rooms.linears(part.first))
-            ways = ways_of(rooms.loads(part.first), linears)
-            candidates += [(_gain_per_byte(rooms, ways[0], way), -part.first, part, way) for way in ways]
-        chosen_s: dict[int, float] = {}
-        for *_, part, way in sorted(candidates, key=lambda candidate: candidate[:2], reverse=True):
-            if way.seconds < chosen_s.get(part.first, inf) and filling.holds(part, way.waits):
-                chosen_s[part.first] = way.seconds
 
 
 def _gain_per_byte(rooms: Rooms, first: Placed, way: Placed) -> float:

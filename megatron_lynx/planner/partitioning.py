@@ -45,7 +45,7 @@ def partitioned(job: Job, profile: Profile) -> list[Stages]:
     if counts is None:
         return [times.like]
     fitting = [partition for partition in (even(layers, stages), counts) if step_s(partition, job.microbatches, times.of) < inf]
-    parted = [with_partition(job, _by_virtual_stage(partition, job.chunks)) for partition in dict.fromkeys(fitting)]
+    parted = [with_partition(job, by_virtual_stage(partition, job.chunks)) for partition in dict.fromkeys(fitting)]
     return [Stages(each, profile, times.like) for each in parted]
 
 
@@ -56,9 +56,11 @@ def with_partition(job: Job, partition: tuple[int, ...]) -> Job:
     return job.model_copy(update={"parallel": parallel, "model": model})
 
 
-def _by_virtual_stage(counts: Counts, chunks: int) -> Counts:
-    by_stage = [spread(count, chunks, last_stage=stage == len(counts) - 1) for stage, count in enumerate(counts)]
-    return tuple(layers[chunk] for chunk in range(chunks) for layers in by_stage)
+def by_virtual_stage(counts: Counts, chunks: int) -> Counts:
+    """Spread each stage's layers evenly over its chunks. Chunks with an end of the model get fewer: the first ones, or the last
+    ones of the last stage."""
+    *by_stage, last = (even(count, chunks) for count in counts)
+    return tuple(layers[chunk] for chunk in range(chunks) for layers in (*by_stage, last[::-1]))
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class _Times:
     @once
     def _stages(self, count: int) -> Stages:
         counts = (count,) * self.job.parallel.pipeline
-        return Stages(with_partition(self.job, _by_virtual_stage(counts, self.job.chunks)), self.profile, self.like)
+        return Stages(with_partition(self.job, by_virtual_stage(counts, self.job.chunks)), self.profile, self.like)
 
     @cached_property
     def like(self) -> Stages:
@@ -129,10 +131,3 @@ def _moves(counts: Counts, fewest: int) -> Iterator[Counts]:
     for source, target in permutations(range(len(counts)), 2):
         if counts[source] > fewest:
             yield tuple(count - (stage == source) + (stage == target) for stage, count in enumerate(counts))
-
-
-def spread(count: int, chunks: int, *, last_stage: bool) -> Counts:
-    """Spread the layers of a stage evenly over its chunks. Chunks with an end of the model get fewer: the first ones, or on the
-    last stage the last ones."""
-    counts = even(count, chunks)
-    return tuple(reversed(counts)) if last_stage else counts
