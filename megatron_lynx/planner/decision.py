@@ -142,7 +142,7 @@ class Decision:
 
 
 def fastest_decision(job: Job, profile: Profile) -> Decision:
-    """Return the fastest plan of all ways to decide what the job leaves open. Raises as `planner.make_plan` does, without changes
+    """Return the fastest plan of all ways to decide the job's open settings. Raises as `planner.make_plan` does, without changes
     that would fit."""
     check_plannable(job)
     check_profile(job, profile)
@@ -200,7 +200,7 @@ def fitting(stages: Stages) -> Decision:
 
 def _deferring(decision: Decision) -> Decision:
     """Defer weight gradients into waits, whole or in pieces, or without waits of forwards, if that is faster and fits. Then send
-    gradients before weight gradients that are left."""
+    gradients before weight gradients that are left, unless the reduction would end later."""
     job, filler, best = decision.job, decision.filler, decision
     said = "none deferred: no wait that is left, and for which there is memory, makes it faster"
     if (why := why_none_deferred(job)) is not None:
@@ -211,7 +211,9 @@ def _deferring(decision: Decision) -> Decision:
         place = partial(filler.filled, forwards=forwards, pieces=pieces)
         if (found := _placed(decision, place, best)) is not None:
             best, said = found, f"deferred {'in pieces ' if pieces else ''}into waits: the step is {found.gained(decision)}"
-    if (found := _placed(best, partial(best.filler.filled, sending=True), best)) is not None:
+    found = _placed(best, partial(best.filler.filled, sending=True), best)
+    latest_s, late_s = (late_reduction_s(job, each.simulation.idle_at_end_s) for each in (best, found or best))
+    if found is not None and late_s <= latest_s + SHORTER_S:
         before = "deferred" if best is decision else said
         best, said = found, f"{before}; gradients sent before others: {found.gained(best)}"
     return replace(best, weight_gradients=said)
@@ -231,18 +233,13 @@ def _placed(decision: Decision, place: Callable[[Sequence[int]], Plan], best: De
         if (plan := place(budgets)) in (decision.draft, best.draft):
             return None
         found = replace(decision, draft=plan, simulation=rehearse(plan, prices.profile, job=job, prices=prices))
-        if _with_reduction_s(found) >= _with_reduction_s(best) - SHORTER_S:
+        if found.simulation.step_s >= best.simulation.step_s - SHORTER_S:
             return None
         over = [found.excess_bytes(stage, held if bounds_bytes[stage] is None else inf) for stage, held in enumerate(held_bytes)]
         if not any(over):
             return found
         budgets = [budget - size for budget, size in zip(budgets, over, strict=True)]
     return None
-
-
-def _with_reduction_s(decision: Decision) -> float:
-    """Seconds of forwards and backwards, and of overlapped gradient reductions that end later."""
-    return decision.simulation.step_s + late_reduction_s(decision.job, decision.simulation.idle_at_end_s)
 
 
 def _answers(stages: Stages, lags: Mapping[int, tuple[Lag, ...]]) -> tuple[StageAnswer, ...]:

@@ -85,7 +85,7 @@ class Linear(NamedTuple):
     """The wait that its weight gradient hides if not deferred. Pieces may run there."""
     places: tuple[Put, ...]
     cuts: tuple[tuple[int, float], ...]
-    """Numbers of pieces that are possible, and seconds of one of so many; the whole first."""
+    """Possible numbers of pieces, and the seconds of one piece; the whole first."""
 
     @property
     def seconds(self) -> float:
@@ -104,7 +104,7 @@ def ways_of(none: Loads, linears: tuple[Linear, ...]) -> list[Placed]:
     """Return the best assignment found without forwards, each weight gradient of it by itself, then shorter assignments: the best
     of all, and those with forwards for one of the weight gradients that use them there, or for all but one.
 
-    `none`: the layer without weight gradients. None is by itself if one of them hides a wait.
+    `none`: the layer without weight gradients. If one of them hides a wait, each is placed only with the others.
     """
 
     def best(forwards: Collection[str]) -> Placed:
@@ -126,10 +126,10 @@ Chosen = dict[str, tuple[Put, ...]]
 
 
 class Loads(NamedTuple):
-    """What a layer's waits take; recomputation alone, or with weight gradients."""
+    """Waits of a layer with their recomputation, and with weight gradients as they are added."""
 
     lengths_s: Sequence[float]
-    """Seconds of each wait, without the part that a weight gradient beside it hides."""
+    """Seconds of each wait, without the part that a concurrent weight gradient hides."""
     taken_s: Sequence[float]
     """Work in each wait, without interference."""
     interference: float
