@@ -15,7 +15,7 @@ compute, but not during a wait. A delayed weight gradient takes no time in its o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -28,8 +28,8 @@ from megatron_lynx.cost.communication import window_lengths_s, windows_of
 from megatron_lynx.cost.ends import NO_BLOCK
 from megatron_lynx.cost.host import NO_HOST_TIME
 from megatron_lynx.cost.section import Prices, weight_gradient
-from megatron_lynx.schedule.schedule import ActionKind, Phase
-from megatron_lynx.simulator.passes import ChunkPasses, PassKey, Pending, Queue, TimedPass, walked_once
+from megatron_lynx.schedule.schedule import ActionKind
+from megatron_lynx.simulator.passes import ChunkPasses, PassKey, Pending, TimedPass, walked_once
 from megatron_lynx.simulator.walk import Treated, Walk
 from megatron_lynx.timetable import HalfPass, Linear, Pass, Timetable, Wait
 
@@ -49,10 +49,6 @@ class Segments:
     """Linears whose inputs are freed in the last window: the last linear, or those of all experts."""
     core: tuple[int, float] = (0, 0.0)
     """With a core attention: (windows before it, seconds between the last of them and it)."""
-
-
-Parts = Callable[..., Segments]
-"""Of a pass and a section, and of the linears whose weight gradients are delayed in that backward."""
 
 
 def stage_passes(
@@ -76,7 +72,7 @@ def stage_passes(
         read_after_send: weight gradients left by the chunk's last backward run once the gradient of its input is sent.
     """
     interference, (embedding, head) = prices.profile.interference, ends
-    parts, of_key = partial(prices.once, segments), {half.planned.key: half for half in halves}
+    of_key = {half.planned.key: half for half in halves}
     host = sum((half.host for half in halves), start=NO_HOST_TIME)
     drains_otherwise = any(half.planned.delayed(drains=False) != half.planned.delayed(drains=True) for half in halves)
     defers_any = any(half.deferred for half in timetable.all_halves)
@@ -87,28 +83,25 @@ def stage_passes(
     sends_first = defers_any and read_after_send
 
     def walked(key: PassKey, pending: Pending) -> tuple[TimedPass, Pending]:
-        queue = Queue(*deferral, pending)
-        return through(*key, queue), queue.pending
-
-    def through(kind: ActionKind, which: Phase, last: bool, queue: Queue) -> TimedPass:
+        kind, which, last = key
+        made, host_s = partial(Walk, of_key, deferral, pending), 0.0
         if kind in messages:
             window, message = messages[kind]
-            walk = Walk(1.0, of_key, queue, message)
+            walk = made(message)
             walk.during(window, message.at("in", window))
             if kind == "W" and last and sends_first:
                 walk.flush(during_send=True)
-            return walk.over()
-        if kind == "F":
-            walk = Walk(interference, of_key, queue, timetable.forward(chunk), embedding.forward_s)
-            _forward(walk, halves, parts)
+        elif kind == "F":
+            walk, host_s = made(timetable.forward(chunk), interference, embedding.forward_s), host.forward_s
+            _forward(walk, halves, prices)
             walk.compute(head.forward_s)
-            return walk.over().issued_in(host.forward_s)
-        walk = Walk(interference, of_key, queue, timetable.backward(chunk), head.backward_s)
-        _backward(walk, halves, parts, None if last and reduced_in_backward else which == "cooldown" or last)
-        walk.compute(embedding.backward_s)
-        if last and not read_after_send:
-            walk.flush()
-        return walk.over().issued_in(host.backward_s)
+        else:
+            walk, host_s = made(timetable.backward(chunk), interference, head.backward_s), host.backward_s
+            _backward(walk, halves, prices, None if last and reduced_in_backward else which == "cooldown" or last)
+            walk.compute(embedding.backward_s)
+            if last and not read_after_send:
+                walk.flush()
+        return walk.over().issued_in(host_s), tuple(walk.pending)
 
     def plain(key: PassKey) -> PassKey | None:
         kind, which, last = key
@@ -167,9 +160,9 @@ def _waits(planned: HalfPass, passing: Passing, parts: Segments) -> Sequence[Wai
     return planned.waits or [Wait(WindowAddress(passing, *planned.half, ordinal)) for ordinal in range(len(parts.windows_s))]
 
 
-def _forward(walk: Walk, treated: Sequence[Treated], segments_of: Parts) -> None:
+def _forward(walk: Walk, treated: Sequence[Treated], prices: Prices) -> None:
     for number, (half, planned) in enumerate(zip(treated, walk.through.halves, strict=True), start=1):
-        start_s, parts = walk.clock_s, segments_of("fwd", half.section)
+        start_s, parts = walk.clock_s, prices.once(segments, "fwd", half.section)
         for compute_s, window_s, wait in zip(parts.compute_s, parts.windows_s, _waits(planned, "fwd", parts), strict=False):
             walk.compute(compute_s)
             walk.window(wait, window_s)
@@ -179,7 +172,7 @@ def _forward(walk: Walk, treated: Sequence[Treated], segments_of: Parts) -> None
         walk.copy_out(number, half)
 
 
-def _backward(walk: Walk, treated: Sequence[Treated], segments_of: Parts, delays: bool | None) -> None:
+def _backward(walk: Walk, treated: Sequence[Treated], prices: Prices, delays: bool | None) -> None:
     """`treated`: in forward order. `delays`: whether it also delays the weight gradients of the drain; None: it delays none."""
     away = [half for half in treated if half.leaving is not None]
     not_in_hand = [0, *(half.price.memory.less_in_hand for half in treated)]
@@ -192,7 +185,7 @@ def _backward(walk: Walk, treated: Sequence[Treated], segments_of: Parts, delays
         start_s = walk.clock_s
         delayed = frozenset[str]() if delays is None else half.planned.delayed(drains=delays)
         more_bytes = not_in_hand[number] - not_in_hand[number - 1]
-        _back_through(walk, half, planned, segments_of("bwd", half.section, delayed), delayed, more_bytes)
+        _back_through(walk, half, planned, prices.once(segments, "bwd", half.section, delayed), delayed, more_bytes)
         walk.draw("backward", start_s, walk.clock_s, planned.half)
 
 

@@ -23,7 +23,7 @@ ATC '24). Copies do not slow messages down and do not share a link with another 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -69,7 +69,7 @@ class Stream:
 
 
 class HostCopies:
-    """Copies of one stage, in the order in which its passes issue them. `part`: of what a pass copies, such as one layer."""
+    """Copies of one stage, in the order in which its passes issue them. `part`: a part of a pass, such as one layer."""
 
     def __init__(self) -> None:
         self.done: list[Copied] = []
@@ -102,51 +102,15 @@ class HostCopies:
 
 
 class Entry(NamedTuple):
+    """A delayed weight gradient, or a piece of one."""
+
     of: Linear
     chunk: int
     cost: WeightGradient
 
 
 Pending = tuple[Entry, ...]
-
-
-class Queue:
-    """Pending entries on a stage during a pass of one chunk. `bound_bytes`: bound on the bytes of that chunk's entries."""
-
-    def __init__(self, chunk: int, bound_bytes: int, pending: Pending = ()) -> None:
-        self.chunk = chunk
-        self._entries = list(pending)
-        self._room_bytes = bound_bytes - sum(entry.cost.bytes for entry in pending if entry.chunk == chunk)
-
-    @property
-    def pending(self) -> Pending:
-        return tuple(self._entries)
-
-    def holds(self, of: Linear) -> bool:
-        return any(entry.of == of for entry in self._entries)
-
-    def put(self, entry: Entry) -> Iterator[Entry]:
-        """Queue an entry; yield entries that must run to make room, oldest first."""
-        self._entries.append(entry)
-        self._room_bytes -= entry.cost.bytes
-        while self._room_bytes < 0:
-            yield self._removed(next(queued_entry for queued_entry in self._entries if queued_entry.chunk == self.chunk))
-
-    def due(self, linears: Sequence[Linear]) -> Iterator[Entry]:
-        for linear in linears:
-            oldest = next((entry for entry in self._entries if entry.of == linear), None)
-            if oldest is not None:
-                yield self._removed(oldest)
-
-    def take(self, of: Linear | None = None) -> list[Entry]:
-        """Remove all entries of a linear, or those of the chunk."""
-        taken = [entry for entry in self._entries if (entry.chunk == self.chunk if of is None else entry.of == of)]
-        return [self._removed(entry) for entry in taken]
-
-    def _removed(self, entry: Entry) -> Entry:
-        self._entries.remove(entry)
-        self._room_bytes += entry.cost.bytes * (entry.chunk == self.chunk)
-        return entry
+"""Of a stage, oldest first."""
 
 
 PASS_KINDS: tuple[ActionKind, ActionKind] = ("F", "B")

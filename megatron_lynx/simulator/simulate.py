@@ -245,7 +245,7 @@ def _steps_of(schedule: Schedule, stage: int, batch: int | None) -> Iterator[Ste
     last = schedule.pipeline * schedule.chunks - 1
     for action, phase in schedule.phases(stage):
         place, within = action.chunk * schedule.pipeline + stage, action.virtual in at_once
-        if action.kind == "F":  # the combined schedule pairs it with the backward behind it
+        if action.kind == "F":  # the combined schedule pairs it with the next backward
             key: PassKey = ("F", "steady" if phase == "steady" and action in behind and not within else "warmup", False)
             source, begins, ends = place - 1, place == 0, place == last
         else:

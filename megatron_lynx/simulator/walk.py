@@ -20,7 +20,7 @@ from megatron_lynx.anatomy.address import ON_DEMAND, SEND_BACKWARD, FrameKey, Wi
 from megatron_lynx.cost.host import NO_HOST_TIME
 from megatron_lynx.cost.section import PricedSection, Progress, WeightGradient
 from megatron_lynx.pace import Turns
-from megatron_lynx.simulator.passes import Entry, Queue, Stream, TimedPass
+from megatron_lynx.simulator.passes import Entry, Pending, Stream, TimedPass
 from megatron_lynx.timeline import FLUSHED, Passes, Span, SpanKind
 from megatron_lynx.timetable import At, Linear, Pass, PlannedHalf, Task, Wait
 
@@ -86,15 +86,25 @@ class Treated:
 
 
 class Walk:
-    """Starts `start_s` after the pass. Work in a window takes `interference` times longer."""
+    """Walks a pass from `start_s` after its beginning. Work in a window takes `interference` times longer.
+
+    `deferral`: the chunk's (index, most bytes of its pending weight gradients); those over the bound run at once, oldest first.
+    """
 
     def __init__(
-        self, interference: float, halves: Mapping[FrameKey, Treated], queue: Queue, through: Pass, start_s: float = 0.0
+        self,
+        halves: Mapping[FrameKey, Treated],
+        deferral: tuple[int, int],
+        pending: Pending,
+        through: Pass,
+        interference: float = 1.0,
+        start_s: float = 0.0,
     ) -> None:
-        self.clock_s, self.through, self.halves = start_s, through, halves
+        self.clock_s, self.through, self.halves, self.pending = start_s, through, halves, list(pending)
         self.unheld: dict[Linear, int] = {}
         """Bytes of entries that their own half still holds, or that are counted as transient (`cost.moments`)."""
-        self._queue, self._interference = queue, interference
+        self._interference, (self._chunk, most_bytes) = interference, deferral
+        self._room_bytes = most_bytes - sum(entry.cost.bytes for entry in pending if entry.chunk == self._chunk)
         self._spans: list[Span] = []
         self._memory: list[tuple[float, int]] = []
         self._regenerated: list[tuple[float, int]] = []
@@ -188,18 +198,22 @@ class Walk:
                 self._seconds["hidden_s"] += fits_s
                 self._seconds["exposed_s"] += part.seconds - fits_s + part.waits_s
                 waits_s += part.waits_s
-        for entry in self._queue.due([task.linear for task in tasks if task.do == "weight_gradient"]):
-            fits_s = min(entry.cost.seconds, room_s)
-            room_s -= fits_s
-            self._weight_gradient(entry, fits_s, name, self._interference)
+        for linear in [task.linear for task in tasks if task.do == "weight_gradient"]:
+            oldest = next((entry for entry in self.pending if entry.of == linear), None)
+            if oldest is not None:
+                fits_s = min(oldest.cost.seconds, room_s)
+                room_s -= fits_s
+                self._weight_gradient(oldest, fits_s, name, self._interference)
         return waits_s
 
     def defer(self, of: Linear, pieces: Sequence[WeightGradient]) -> None:
         """Delay a weight gradient; those that no longer fit run at once."""
         self.unheld[of] = pieces[-1].bytes
         for cost in pieces:
-            for oldest in self._queue.put(Entry(of, self._queue.chunk, cost)):
-                self._weight_gradient(oldest, 0.0, FLUSHED)
+            self.pending.append(Entry(of, self._chunk, cost))
+            self._room_bytes -= cost.bytes
+            while self._room_bytes < 0:
+                self._weight_gradient(next(entry for entry in self.pending if entry.chunk == self._chunk))
 
     def hold_operands(self, *linears: Linear, most_bytes: int | None = None) -> None:
         """Count unheld bytes of these linears' newest entries to the entries alone; of each at most `most_bytes`."""
@@ -212,18 +226,21 @@ class Walk:
 
     def flush(self, of: Linear | None = None, *, during_send: bool = False) -> None:
         """Run the pending weight gradients of a linear; by default all of the chunk."""
-        for entry in self._queue.take(of):
-            self._weight_gradient(entry, entry.cost.seconds if during_send else 0.0, SEND_BACKWARD if during_send else FLUSHED)
+        for entry in [entry for entry in self.pending if (entry.chunk == self._chunk if of is None else entry.of == of)]:
+            self._weight_gradient(entry, entry.cost.seconds if during_send else 0.0, SEND_BACKWARD)
 
-    def _weight_gradient(self, entry: Entry, fits_s: float, window: str, interference: float = 1.0) -> None:
+    def _weight_gradient(self, entry: Entry, fits_s: float = 0.0, window: str = FLUSHED, interference: float = 1.0) -> None:
         """`fits_s`: the seconds of it that fit into the wait."""
         of, cost, name = entry.of, entry.cost, f"weight gradient {entry.of.name}({entry.of.layer})"
+        self.pending.remove(entry)
+        self._room_bytes += cost.bytes * (entry.chunk == self._chunk)
         self.hold(cost.copied_bytes)
         self._run(fits_s * interference, "weight_gradient", of[:2], window, name)
         self._run(cost.seconds - fits_s, "weight_gradient", of[:2], FLUSHED, name)
         self._seconds["filled_s"] += fits_s
         self._seconds["unfilled_s"] += cost.seconds - fits_s
-        unheld_bytes = self.unheld.pop(of, 0) if of in self.unheld and not self._queue.holds(of) else 0
+        left = of in self.unheld and any(other.of == of for other in self.pending)
+        unheld_bytes = 0 if left else self.unheld.pop(of, 0)
         self.hold(unheld_bytes - cost.copied_bytes - cost.bytes)
 
     def copy_out(self, place: int, half: Treated) -> None:

@@ -8,7 +8,7 @@ from megatron_lynx.anatomy import DENSE, HALVES
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.section import PricedSection
 from megatron_lynx.pace import Turns
-from megatron_lynx.simulator.passes import Queue, TimedPass
+from megatron_lynx.simulator.passes import TimedPass
 from megatron_lynx.simulator.walk import Leaving, Treated, Walk
 from megatron_lynx.timeline import Span, curve_of_parts
 from megatron_lynx.timetable import Pass, PlannedHalf
@@ -23,7 +23,7 @@ def leaving(seconds: float, *turns: tuple[int, int]) -> list[Treated]:
 
 
 def walk() -> Walk:
-    return Walk(1.0, {}, Queue(0, 0), Pass())
+    return Walk({}, (0, 0), (), Pass())
 
 
 def forward(halves: list[Treated]) -> TimedPass:

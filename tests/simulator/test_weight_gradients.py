@@ -11,10 +11,10 @@ from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.section import PricedSection, WeightGradient, weight_gradient
 from megatron_lynx.schedule.flushes import with_flushes
 from megatron_lynx.simulator.halves import segments
-from megatron_lynx.simulator.passes import Entry, Queue
+from megatron_lynx.simulator.passes import Entry
 from megatron_lynx.simulator.simulate import simulate
-from megatron_lynx.simulator.walk import Treated
-from megatron_lynx.timetable import Linear, PlannedHalf
+from megatron_lynx.simulator.walk import Treated, Walk
+from megatron_lynx.timetable import Linear, Pass, PlannedHalf, Task
 from tests.simulator.by_hand import passes_of_halves
 from tests.simulator.test_halves import profile_of
 
@@ -100,17 +100,36 @@ def test_what_does_not_fit_runs_at_once():
     assert max(tight.memory(0).bytes) <= max(roomy.memory(0).bytes)
 
 
+FC1, FC2 = (Entry(Linear(1, "mlp", name), 0, A_SECOND) for name in MLP.linears)
+
+
+def walk_of(pending, chunk=0, most_bytes=PLENTY):
+    return Walk({}, (chunk, most_bytes), pending, Pass())
+
+
+def tasks_of(*entries):
+    return [Task("weight_gradient", entry.of[:2], entry.of.name) for entry in entries]
+
+
+def ran(walk):
+    return [(span.name, span.window) for span in walk.over().spans]
+
+
 def test_entries_of_a_linear_run_in_the_order_in_which_they_came():
-    first, second = (Entry(Linear(1, "mlp", name), 0, A_SECOND) for name in MLP.linears)
-    queue = Queue(0, 2 * A_SECOND.bytes, (first, second))
-    assert list(queue.put(first)) == [first], "the oldest one of the chunk"
-    assert queue.pending == (second, first)
-    assert list(queue.due([first.of])) == [first]
-    assert list(queue.due([first.of])) == [], "there is none left"
-    other = Queue(1, A_SECOND.bytes, queue.pending)
-    assert other.take() == []
-    assert other.pending == (second,), "another chunk's are not its own"
-    assert list(other.put(Entry(first.of, 1, WeightGradient(1.0, 8, 0)))) != [], "what is larger than the bound runs itself"
+    walk = walk_of((FC1, FC2), most_bytes=2 * A_SECOND.bytes)
+    walk.defer(FC1.of, [A_SECOND])
+    assert ran(walk) == [("weight gradient linear_fc1(1)", "flushed")], "the oldest one of the chunk"
+    assert walk.pending == [FC2, FC1]
+    walk.during(RECV_BACKWARD, tasks_of(FC1))
+    assert ran(walk)[1:] == [("weight gradient linear_fc1(1)", RECV_BACKWARD)]
+    walk.during(RECV_BACKWARD, tasks_of(FC1))
+    assert len(ran(walk)) == 2, "there is none left"
+    other = walk_of(walk.pending, chunk=1, most_bytes=A_SECOND.bytes)
+    other.flush()
+    assert other.pending == [FC2], "another chunk's are not its own"
+    other.defer(FC1.of, [WeightGradient(1.0, 8, 0)])
+    assert other.pending == [FC2], "what is larger than the bound runs itself"
+    assert len(ran(other)) == 1
 
 
 @pytest.mark.parametrize(("wait", "filled_s"), [(at("fwd", "mlp"), 1.0), (at("bwd", "mlp", 2), 0.0)])
@@ -212,7 +231,7 @@ def test_the_other_half_is_priced_where_a_profile_does_not_know_it():
 
 def test_a_wait_runs_its_linears_in_the_order_of_the_plan():
     """What does not fit is left over of the last one."""
-    first, second = (Linear(1, "mlp", name) for name in ("linear_fc2", "linear_fc1"))
-    entries = [Entry(linear, 0, A_SECOND) for linear in (second, first)]
-    queue = Queue(0, PLENTY, tuple(entries))
-    assert [entry.of for entry in queue.due([first, second])] == [first, second]
+    walk = walk_of((FC1, FC2))
+    walk.during(RECV_BACKWARD, tasks_of(FC2, FC1), room_s=1.0)
+    assert ran(walk) == [("weight gradient linear_fc2(1)", RECV_BACKWARD), ("weight gradient linear_fc1(1)", "flushed")]
+    assert walk.pending == []
