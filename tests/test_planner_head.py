@@ -72,7 +72,7 @@ def test_a_plan_is_rehearsed_with_its_head():
 def test_stock_has_no_pieces():
     job = catalogued_job("llama3-8b", "h100-80g", gpus=8, batch=8, policy="none", parallel={"tensor": 1})
     pieced = job.model_copy(update={"head": Head(pieces=8)})
-    assert StockStage(pieced, FULL, 0).parts().fullest == StockStage(job, FULL, 0).parts().fullest
+    assert StockStage(pieced, FULL, 0).parts.fullest == StockStage(job, FULL, 0).parts.fullest
 
 
 # --- what is refused -----------------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def _shares(config: Mapping[str, Any], published: Mapping[str, Any]) -> Iterator
 
 def _activations(config: Mapping[str, Any], technique: str) -> int:
     job = job_of(config, technique)
-    return StockStage(job, OF_POLICY[job.policy], 0).parts().activations
+    return StockStage(job, OF_POLICY[job.policy], 0).parts.activations
 
 
 def _layer_seconds(config: Mapping[str, Any], published: Mapping[str, Any]) -> Iterator[Row]:

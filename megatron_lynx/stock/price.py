@@ -38,7 +38,7 @@ class Priced:
 
     @cached_property
     def stages(self) -> tuple[StageMemory, ...]:
-        return tuple(stage.held.fullest for stage in self._stages)
+        return tuple(stage.parts.fullest for stage in self._stages)
 
     @cached_property
     def most_bytes(self) -> int:
@@ -80,7 +80,7 @@ class Priced:
         return {name: value for name, value in vars(self).items() if name not in ("_stages", "simulation")}
 
     def fits(self, budget_bytes: int) -> bool:
-        return all(stage.held.peak_bytes <= budget_bytes for stage in self._stages)
+        return all(stage.parts.peak_bytes <= budget_bytes for stage in self._stages)
 
     @cached_property
     def _stages(self) -> list[TimedStage]:
@@ -111,12 +111,12 @@ def priced(job: Job, profile: Profile, setting: StockSetting) -> Priced:
 
 def memory_of_stages(job: Job, setting: StockSetting) -> tuple[StageMemory, ...]:
     """Memory of all stages, without copies in flight."""
-    return tuple(StockStage(job, setting, stage).parts().fullest for stage in range(job.parallel.pipeline))
+    return tuple(StockStage(job, setting, stage).parts.fullest for stage in range(job.parallel.pipeline))
 
 
 def least_bytes(job: Job, setting: StockSetting, stages: Iterable[int]) -> int:
     """Bytes of the fullest of these devices if copies take no time."""
-    return max(StockStage(job, setting, stage).parts().peak_bytes for stage in stages)
+    return max(StockStage(job, setting, stage).parts.peak_bytes for stage in stages)
 
 
 _schedule_of = lru_cache(maxsize=16)(with_flushes)

@@ -23,8 +23,8 @@ tensors once more (counted on CPU ranks). Passes follow each other without gaps,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
@@ -41,7 +41,7 @@ from megatron_lynx.cost.stage_memory import activations_in_flight, dispatched_by
 from megatron_lynx.profiler.profile import BlockProfile, Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.schedule import Action, ActionKind, Phase, Schedule
-from megatron_lynx.simulator.passes import PHASES, ChunkPasses, HostCopies, TimedPass, in_phases
+from megatron_lynx.simulator.passes import NOTHING, PHASES, ChunkPasses, HostCopies, TimedPass, in_phases
 from megatron_lynx.stock.layer import HalfBytes, LayerBytes, layer_bytes, layer_seconds
 from megatron_lynx.stock.setting import NONE, StockSetting
 from megatron_lynx.timeline import Passes
@@ -92,8 +92,13 @@ class StockStage:
             for chunk, kinds in enumerate(self.of_job.kinds[self.stage])
         )
 
-    def parts(self, staging_bytes: int = 0) -> Parts:
-        """`staging_bytes`: of copies in flight."""
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of copies in flight: none without seconds."""
+        return 0
+
+    @cached_property
+    def parts(self) -> Parts:
         job, stage = self.job, self.stage
         overlap, whole = bool(self.setting.overlap), not self.setting.recompute
         parts = parts_beside_layers(self.of_job.counted, stage, layer_whole=whole, overlapped=overlap)
@@ -103,7 +108,7 @@ class StockStage:
         return replace(
             parts,
             **activations_in_flight(job, stage, stays, self._deferred_bytes),
-            staging=staging_bytes,
+            staging=self.staging_bytes,
             recomputed=max(map(recomputed_bytes, self.chunks)),
         )
 
@@ -135,32 +140,44 @@ class TimedStage(StockStage):
     profile: Profile
     schedule: Schedule
 
-    @cached_property
-    def copies(self) -> StageCopies | None:
-        if not any(layer.copied for chunk in self._layers for layer in chunk):
-            return None
-        blocking = self.schedule.blocking and self.schedule.pipeline > 1
-        exchange_s = self.profile.link_s("p2p", self.of_job.shape.input_bytes) if blocking else None
-        copies = StageCopies(self._layers, exchange_s, ahead=self.setting.method is None)
-        copies.walk(list(self.schedule.phases(self.stage)))
-        return copies
+    @property
+    def staging_bytes(self) -> int:
+        return self._with_copies[1]
 
     @cached_property
-    def held(self) -> Parts:
-        return self.parts(0 if self.copies is None else self.copies.most_bytes())
+    def _with_copies(self) -> tuple[WalkedSeconds, int]:
+        if not any(layer.copied for chunk in self._layers for layer in chunk):
+            return {}, 0
+        blocking = self.schedule.blocking and self.schedule.pipeline > 1
+        exchange_s = self.profile.link_s("p2p", self.of_job.shape.input_bytes) if blocking else None
+        return with_copies(self._layers, [*self.schedule.phases(self.stage)], exchange_s, ahead=self.setting.method is None)
 
     @cached_property
     def passes(self) -> list[ChunkPasses]:
         """Passes of each chunk. Host time is that of the closest setting for which it is known."""
-        job, setting = self.job, self.setting
-        measured: Setting = "full" if setting.method == "uniform" else "none"
-        host = stage_host_s(job, self.profile, self.stage, measured) * (1 / job.chunks)
-        apart = [self._chunk_passes(chunk, host) for chunk in range(job.chunks)]
-        return [self._paired(chunk, apart, host) for chunk in range(job.chunks)] if setting.overlap else apart
+        measured: Setting = "full" if self.setting.method == "uniform" else "none"
+        host = stage_host_s(self.job, self.profile, self.stage, measured) * (1 / self.job.chunks)
+        return [ChunkPasses(in_phases(self._chunk_passes(chunk, host))) for chunk in range(self.job.chunks)]
 
-    def _paired(self, chunk: int, apart: Sequence[ChunkPasses], host: Passes) -> ChunkPasses:
-        """Return a chunk whose steady forward lasts as long as its pair with a backward, in the mean over the stage's chunks, and
-        whose steady backward takes no time. Copies overlap with the pair, which waits for longer ones."""
+    def _chunk_passes(self, chunk: int, host: Passes) -> dict[tuple[ActionKind, Phase], TimedPass]:
+        """With overlapped exchanges a steady forward is the pair with a backward, which then takes no time."""
+        layers, (walked_s, _) = self._layers[chunk], self._with_copies
+        ways: tuple[tuple[ActionKind, float, float], ...] = (
+            ("F", host.forward_s, sum(layer.forward_s for layer in layers)),
+            ("B", host.backward_s, sum(layer.before_s + layer.rest_s for layer in layers)),
+        )
+        passes = {
+            (kind, phase): TimedPass(walked_s.get((kind, chunk, phase), plain_s)).issued_in(host_s)
+            for kind, host_s, plain_s in ways
+            for phase in PHASES
+        }
+        if not self.setting.overlap:
+            return passes
+        return passes | {("F", "steady"): TimedPass(self._pair_s(chunk)).issued_in(host.both_s), ("B", "steady"): NOTHING}
+
+    def _pair_s(self, chunk: int) -> float:
+        """Seconds of a chunk's forward with a backward, in the mean over the stage's chunks. Copies overlap with the pair, which
+        waits for longer ones."""
         job, beside = self.job, shared_rates(self.profile, self.job.fused_dispatch.computing_kept)
         both_s = 0.0
         for other in range(job.chunks):
@@ -168,7 +185,7 @@ class TimedStage(StockStage):
             nodes_s = paired_s(self._nodes[chunk], self._nodes[other], beside, delayed=self.setting.delayed)
             copies_s = max(sum(layer.copy_s for layer in self._layers[which]) for which in (chunk, other))
             both_s += max(nodes_s + ends_s, copies_s) / job.chunks
-        return apart[chunk].with_steady(TimedPass(both_s).issued_in(host.both_s), TimedPass())
+        return both_s
 
     @cached_property
     def _seconds(self) -> dict[LayerKind, LayerSeconds]:
@@ -185,47 +202,38 @@ class TimedStage(StockStage):
         last = place == (job.parallel.pipeline - 1, job.chunks - 1)
         return ends_of(self.profile, self.of_job.shape.gathered_bytes, first=place == (0, 0), last=last)
 
-    def _chunk_passes(self, chunk: int, host: Passes) -> ChunkPasses:
-        layers, walked = self._layers[chunk], {} if self.copies is None else self.copies.seconds
-        ways: tuple[tuple[ActionKind, float, float], ...] = (
-            ("F", host.forward_s, sum(layer.forward_s for layer in layers)),
-            ("B", host.backward_s, sum(sum(layer.backward_s) for layer in layers)),
-        )
-        passes = {
-            (kind, phase): TimedPass(walked.get((kind, chunk, phase), plain_s)).issued_in(host_s)
-            for kind, host_s, plain_s in ways
-            for phase in PHASES
-        }
-        return ChunkPasses(in_phases(passes))
-
     @cached_property
     def _layers(self) -> list[list[CopiedLayer]]:
         """By chunk, with embedding and output layer."""
-        return [
-            with_ends([self._timed_layer(layer) for layer in layers], *self._ends(chunk))
-            for chunk, layers in enumerate(self.chunks)
-        ]
+        timed = [[self._timed_layer(layer) for layer in layers] or [CopiedLayer()] for layers in self.chunks]
+        for chunk, layers in enumerate(timed):
+            first, last = self._ends(chunk)
+            bottom = layers[0]
+            layers[0] = bottom._replace(forward_s=bottom.forward_s + first.forward_s, rest_s=bottom.rest_s + first.backward_s)
+            top = layers[-1]
+            layers[-1] = top._replace(forward_s=top.forward_s + last.forward_s, before_s=top.before_s + last.backward_s)
+        return timed
 
     def _timed_layer(self, layer: StockLayer) -> CopiedLayer:
         attention, mlp = self._seconds[layer.kind]
-        forward_s = attention.forward_s + mlp.forward_s
-        again_s = (forward_s + self._both_ways_s(layer), 0.0) if layer.whole else (mlp.again_s, attention.again_s)
-        backward_s = (again_s[0] + mlp.backward_s, again_s[1] + attention.backward_s)
-        copied, leaves = layer.bytes.copied, layer.bytes.leaves
-        return CopiedLayer(forward_s, backward_s, self.profile.link_s("host", copied) if copied else 0.0, leaves, copied)
-
-    def _both_ways_s(self, layer: StockLayer) -> float:
-        """Seconds of copying recomputed tensors of a whole-recomputed layer in both directions."""
-        if not self.setting.offload:
-            return 0.0
-        halves = layer_bytes(self.of_job.shape, self.setting, layer.kind)
-        return 2 * self.profile.link_s("host", sum(half.copied for half in halves))
+        forward_s, copied = attention.forward_s + mlp.forward_s, layer.bytes.copied
+        mlp_again_s, attention_again_s = mlp.again_s, attention.again_s
+        if layer.whole:  # recomputed tensors are copied in both directions
+            halves = layer_bytes(self.of_job.shape, self.setting, layer.kind) if self.setting.offload else ()
+            again_bytes = sum(half.copied for half in halves)
+            mlp_again_s = forward_s + (2 * self.profile.link_s("host", again_bytes) if halves else 0.0)
+            attention_again_s = 0.0
+        before_s, rest_s = mlp_again_s + mlp.backward_s, attention_again_s + attention.backward_s
+        copy_s = self.profile.link_s("host", copied) if copied else 0.0
+        return CopiedLayer(forward_s, before_s, rest_s, copy_s, layer.bytes.leaves, copied)
 
 
 class CopiedLayer(NamedTuple):
-    forward_s: float
-    backward_s: tuple[float, float]
-    """Up to the beginning of its attention's backward, and from there on."""
+    """A layer's seconds; backward, up to its attention's backward, and from there on."""
+
+    forward_s: float = 0.0
+    before_s: float = 0.0
+    rest_s: float = 0.0
     copy_s: float = 0.0
     """In one direction."""
     leaves: int = 0
@@ -234,78 +242,61 @@ class CopiedLayer(NamedTuple):
     """Bytes reloaded, into new blocks."""
 
 
-@dataclass
-class StageCopies:
-    """Seconds of a stage's passes with copies, and device bytes of the copied tensors."""
-
-    chunks: Sequence[Sequence[CopiedLayer]]
-    exchange_s: float | None
-    """Seconds of a blocking exchange between stages, which synchronises the device; None without one."""
-    ahead: bool = True
-    """Whether tensors are reloaded one layer ahead."""
-    seconds: dict[tuple[str, int, Phase], float] = field(default_factory=dict)
-    """By kind of pass, chunk and phase: seconds of the last such pass."""
-    copies: HostCopies = field(default_factory=HostCopies)
-    _now_s: float = 0.0
-    _changes: list[tuple[float, int]] = field(default_factory=list)
-    """(time, bytes that passes allocate or free)."""
-
-    def walk(self, actions: Sequence[tuple[Action, Phase]]) -> None:
-        order = [action for action, _ in actions]
-        backwards = [action for action in order if action.kind == "B"]
-        behind, next_backward = dict(pairwise(order)), dict(pairwise(backwards))
-        for action, phase in actions:
-            begin_s = self._now_s
-            if action.kind == "F":
-                own = action._replace(kind="B")
-                self._forward(action, keeps_top=own in (*backwards[:1], behind.get(action)))
-            else:
-                self._backward(action, next_backward.get(action))
-            if self.exchange_s is not None:  # device synchronisation
-                self._now_s = max(self._now_s, self.copies.free_s - self.exchange_s)
-            self.seconds[action.kind, action.chunk, phase] = self._now_s - begin_s
-
-    def most_bytes(self) -> int:
-        changes = sorted([*self._changes, *(copy.memory for copy in self.copies.done)])
-        return max(accumulate((change for _, change in changes), initial=0))
-
-    def _forward(self, action: Action, *, keeps_top: bool) -> None:
-        layers = self.chunks[action.chunk]
-        for at, layer in enumerate(layers):
-            self._now_s += layer.forward_s
-            if not layer.copied:
-                continue
-            self._changes.append((self._now_s, layer.leaves))
-            if at < len(layers) - 1 or not keeps_top or not self.ahead:
-                self.copies.offload(action, self._now_s, layer.copy_s, layer.leaves, at)
-
-    def _backward(self, action: Action, next_backward: Action | None) -> None:
-        layers = self.chunks[action.chunk]
-        for at in reversed(range(len(layers))):
-            before_s, rest_s = layers[at].backward_s
-            self._now_s += before_s
-            self._reload(action, at)  # if it was not ahead
-            back_s = self.copies.back_s(action, at)
-            self._now_s = max(self._now_s, back_s)
-            if self.ahead and at:
-                self._reload(action, at - 1)
-            elif self.ahead and next_backward is not None:
-                self._reload(next_backward, len(self.chunks[next_backward.chunk]) - 1)  # its top layer
-            self._now_s += rest_s
-            if layers[at].copied:
-                self._changes.append((self._now_s, -(layers[at].copied if back_s else layers[at].leaves)))
-
-    def _reload(self, backward: Action, at: int) -> None:
-        layer = self.chunks[backward.chunk][at]
-        self.copies.reload(backward, self._now_s, layer.copy_s, layer.copied, at)
+WalkedSeconds = Mapping[tuple[ActionKind, int, Phase], float]
+"""By kind of pass, chunk and phase: seconds of the last such pass."""
 
 
-def with_ends(layers: Sequence[CopiedLayer], first: BlockProfile, last: BlockProfile) -> list[CopiedLayer]:
-    timed = list(layers) or [CopiedLayer(0.0, (0.0, 0.0))]
-    for at, end, before_s, rest_s in ((0, first, 0.0, first.backward_s), (-1, last, last.backward_s, 0.0)):
-        (first_s, second_s), forward_s = timed[at].backward_s, timed[at].forward_s + end.forward_s
-        timed[at] = timed[at]._replace(forward_s=forward_s, backward_s=(first_s + before_s, second_s + rest_s))
-    return timed
+def with_copies(
+    chunks: Sequence[Sequence[CopiedLayer]],
+    actions: Sequence[tuple[Action, Phase]],
+    exchange_s: float | None = None,
+    *,
+    ahead: bool = True,
+) -> tuple[WalkedSeconds, int]:
+    """Return a stage's seconds with copies, and the most bytes of the copied tensors on its device.
+
+    `exchange_s`: seconds of a blocking exchange between stages, which synchronises the device; None without one. `ahead`: whether
+    tensors are reloaded one layer ahead.
+    """
+    order = [action for action, _ in actions]
+    backwards = [action for action in order if action.kind == "B"]
+    behind, next_backward = dict(pairwise(order)), dict(pairwise(backwards))
+    copies, now_s, seconds = HostCopies(), 0.0, dict[tuple[ActionKind, int, Phase], float]()
+    changes: list[tuple[float, int]] = []  # (time, bytes that passes allocate or free)
+
+    def reload(backward: Action, at: int) -> None:
+        layer = chunks[backward.chunk][at]
+        copies.reload(backward, now_s, layer.copy_s, layer.copied, at)
+
+    for action, phase in actions:
+        begin_s, layers = now_s, chunks[action.chunk]
+        if action.kind == "F":
+            keeps_top = ahead and action._replace(kind="B") in (*backwards[:1], behind.get(action))
+            for at, layer in enumerate(layers):
+                now_s += layer.forward_s
+                if layer.copied:
+                    changes.append((now_s, layer.leaves))
+                    if at < len(layers) - 1 or not keeps_top:
+                        copies.offload(action, now_s, layer.copy_s, layer.leaves, at)
+        else:
+            following = next_backward.get(action)
+            for at, layer in reversed([*enumerate(layers)]):
+                now_s += layer.before_s
+                reload(action, at)  # if it was not ahead
+                back_s = copies.back_s(action, at)
+                now_s = max(now_s, back_s)
+                if ahead and at:
+                    reload(action, at - 1)
+                elif ahead and following is not None:
+                    reload(following, len(chunks[following.chunk]) - 1)  # its top layer
+                now_s += layer.rest_s
+                if layer.copied:
+                    changes.append((now_s, -(layer.copied if back_s else layer.leaves)))
+        if exchange_s is not None:
+            now_s = max(now_s, copies.free_s - exchange_s)
+        seconds[action.kind, action.chunk, phase] = now_s - begin_s
+    changes += [copy.memory for copy in copies.done]
+    return seconds, max(accumulate((change for _, change in sorted(changes)), initial=0))
 
 
 class StockLayer(NamedTuple):

@@ -13,7 +13,7 @@ from megatron_lynx.stock.stage import StockStage
 
 def stage_parts(job: Job, stage: int) -> Parts:
     """With a head in pieces and overlapped exchanges, if the job has them."""
-    parts = StockStage(job, OF_POLICY.get(job.policy, NONE), stage).parts()
+    parts = StockStage(job, OF_POLICY.get(job.policy, NONE), stage).parts
     return replace(parts, beside=parts_beside_layers(job, stage, layer_whole=True).beside)
 
 
