@@ -184,7 +184,7 @@ def rows(always: Mapping[str, Any]) -> Iterator[Row]:
 
 def held_gib(job: Job, policy: Policy) -> float:
     """What the fullest device holds."""
-    return least_bytes(job, OF_POLICY[policy], range(job.parallel.pipeline)) / GIB
+    return least_bytes(job, OF_POLICY[policy]) / GIB
 
 
 def budget_gib_of(job: Job) -> float:

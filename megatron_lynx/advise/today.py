@@ -92,8 +92,7 @@ def graph_bytes(job: Job, setting: StockSetting = NONE) -> int:
     """Bytes that captured graphs add to the fullest stage under a stock setting (`cost.stage_memory`)."""
     if not job.model.captured:
         return 0
-    stages = range(job.parallel.pipeline)
-    return least_bytes(as_stock(job, graphs=True), setting, stages) - least_bytes(as_stock(job), setting, stages)
+    return least_bytes(as_stock(job, graphs=True), setting) - least_bytes(as_stock(job), setting)
 
 
 def _row(job: Job, costs: Profile, today: Today) -> Row:

@@ -55,7 +55,7 @@ def least_share_that_fits(job: Job, setting: StockSetting = NONE) -> Job:
     """Return a job with the least share of its optimizer on the host that fits under a stock setting, else with all of it."""
 
     def fits(steps: int) -> bool:
-        return least_bytes(with_share(job, steps / STEPS), setting, range(job.parallel.pipeline)) <= job.memory_budget_bytes
+        return least_bytes(with_share(job, steps / STEPS), setting) <= job.memory_budget_bytes
 
     return with_share(job, bisect_left(range(STEPS), True, key=fits) / STEPS)
 

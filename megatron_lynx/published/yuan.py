@@ -188,7 +188,7 @@ def _demo_memory(demo: Mapping[str, Any]) -> Iterator[Row]:
             what = f"demo: offload ratio of {run['method']}, Llama-7B on {job.gpus} GPUs"
             yield Row(SOURCE, what, run["alpha"], _smallest_ratio(job), "", bound=0.01, error_in="unit")
         if run.get("result") == "OOM":
-            beyond = float(least_bytes(job, NONE, range(job.parallel.pipeline)) > GIB * job.cluster.memory_gib)
+            beyond = float(least_bytes(job, NONE) > GIB * job.cluster.memory_gib)
             yield Row(SOURCE, f"demo: {run['method']} runs out of memory", 1, beyond, "", bound=0.0, error_in="unit")
 
 

@@ -107,7 +107,7 @@ Watch = Callable[[int, int], None]
 
 def plans_over_budgets(job: Job, profile: Profile, budgets: int, watch: Watch) -> Iterator[Point]:
     least = leanest(job, profile).memory_bytes
-    most = least_bytes(job, NONE, range(job.parallel.pipeline))
+    most = least_bytes(job, NONE)
     seen: set[tuple[int | None, float]] = set()
     for number in range(budgets):
         budget_bytes = least + (max(most, least) - least) * (number + 1) / budgets

@@ -86,6 +86,7 @@ def passes_of(
     return phases_of(actions, warmup(pipeline, stage, chunks, group) + more)
 
 
+@lru_cache(maxsize=16)
 def with_flushes(pipeline: int, microbatches: int, chunks: int = 1, group: int | None = None, more: int = 0) -> Schedule:
     """Arguments and errors: as `order`."""
     stages = range(pipeline)

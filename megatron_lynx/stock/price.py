@@ -5,9 +5,9 @@ Seconds are of forwards and backwards; gradient reduction and the optimizer's up
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 from megatron_lynx.config.job import Job
@@ -92,7 +92,7 @@ class Priced:
 
     def _schedule(self, microbatches: int) -> Schedule:
         job = self.job
-        return _schedule_of(job.parallel.pipeline, microbatches, job.chunks, job.microbatch_group, int(self.setting.overlap))
+        return with_flushes(job.parallel.pipeline, microbatches, job.chunks, job.microbatch_group, int(self.setting.overlap))
 
     def _simulated(self, stages: Sequence[TimedStage]) -> Simulation:
         job, passes = self.job, [stage.passes for stage in stages]
@@ -114,9 +114,6 @@ def memory_of_stages(job: Job, setting: StockSetting) -> tuple[StageMemory, ...]
     return tuple(StockStage(job, setting, stage).parts.fullest for stage in range(job.parallel.pipeline))
 
 
-def least_bytes(job: Job, setting: StockSetting, stages: Iterable[int]) -> int:
-    """Bytes of the fullest of these devices if copies take no time."""
-    return max(StockStage(job, setting, stage).parts.peak_bytes for stage in stages)
-
-
-_schedule_of = lru_cache(maxsize=16)(with_flushes)
+def least_bytes(job: Job, setting: StockSetting) -> int:
+    """Bytes of the fullest device if copies take no time."""
+    return max(memory.total for memory in memory_of_stages(job, setting))

@@ -39,8 +39,9 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.stock.layer import LayerBytes, layer_bytes, layer_seconds
 from megatron_lynx.stock.legality import FRACTION_SINCE, NEWEST, Facts, offered
-from megatron_lynx.stock.price import Priced, least_bytes, priced
+from megatron_lynx.stock.price import Priced, priced
 from megatron_lynx.stock.setting import FULL, NONE, OFFLOADED, RECOMPUTED, WHOLE, StockSetting, block
+from megatron_lynx.stock.stage import StockStage
 from megatron_lynx.units import format_bytes, speed_in_words
 
 
@@ -89,7 +90,7 @@ class _Rivals:
     @once
     def _may_fit(self, setting: StockSetting) -> bool:
         """Whether it fits if copies take no time."""
-        return all(least_bytes(self.job, setting, (stage,)) <= self.budget_bytes for stage in self._stages)
+        return all(StockStage(self.job, setting, stage).parts.peak_bytes <= self.budget_bytes for stage in self._stages)
 
     @cached_property
     def _stages(self) -> frozenset[int]:

@@ -1,14 +1,16 @@
 """One setting of stock Megatron against activation memory, and the modules that it names.
 
 recompute    modules recomputed in backward                       --recompute-granularity selective --recompute-modules ...
-method       whole layers: `uniform`, all; `block`, the first `layers` of each chunk         --recompute-granularity full
+method       whole layers: `uniform`, all, `layers` in one checkpoint; `block`, the first `layers` of each chunk
+                                                                  --recompute-granularity full
 offload      modules whose saved tensors are offloaded            --fine-grained-activation-offloading --offload-modules ...
 fraction     part of these that is offloaded (0.19 and later): the first layers of each chunk
 overlap      exchanges of experts overlapped with compute of another micro-batch
                                                                   --overlap-moe-expert-parallel-comm
 delayed      weight gradients separate from the rest of a backward                  --delay-wgrad-compute
-userbuffers  linears exchange with other tensor-parallel ranks inside their GEMMs         --tp-comm-overlap
-head         micro-batches whose head weight gradients run at the end of the step (0: all)
+userbuffers  linears exchange with other tensor-parallel ranks inside their GEMMs; false if the launch has them anyway
+                                                                  --tp-comm-overlap
+head         micro-batches whose head weight gradients run at the end of the step (0: all; None: not deferred)
                                                                   --defer-embedding-wgrad-compute --wgrad-deferral-limit N
 
 Modules recomputed:
@@ -101,20 +103,17 @@ DEFERRED_HEAD, DEFERRED_AT_MOST = "defer_embedding_wgrad_compute", "wgrad_deferr
 
 @dataclass(frozen=True)
 class StockSetting:
-    """`recompute` and `offload` have Megatron's names, in the order of `RECOMPUTED` and `OFFLOADED`."""
+    """See above. `recompute` and `offload` have Megatron's names, in the order of `RECOMPUTED` and `OFFLOADED`."""
 
     recompute: tuple[str, ...] = ()
     method: Method | None = None
     layers: int | None = None
-    """With `uniform`, layers of one checkpoint; with `block`, recomputed layers of each chunk."""
     offload: tuple[str, ...] = ()
     fraction: float = WHOLE
     overlap: bool = False
     delayed: bool = False
     head: int | None = None
-    """Is None if not deferred."""
     userbuffers: bool = False
-    """Whether the setting enables them; false if the launch has them anyway."""
 
     @property
     def name(self) -> str:
