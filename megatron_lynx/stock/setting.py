@@ -103,7 +103,7 @@ DEFERRED_HEAD, DEFERRED_AT_MOST = "defer_embedding_wgrad_compute", "wgrad_deferr
 
 @dataclass(frozen=True)
 class StockSetting:
-    """See above. `recompute` and `offload` have Megatron's names, in the order of `RECOMPUTED` and `OFFLOADED`."""
+    """`recompute` and `offload` have Megatron's names, in the order of `RECOMPUTED` and `OFFLOADED`."""
 
     recompute: tuple[str, ...] = ()
     method: Method | None = None
