@@ -311,14 +311,14 @@ def waits_of(decision: Decision, stage: int) -> Waits:
         for each, linears in deferred
     )
     plain = [half for half in halves if half.planned.recompute and not half.planned.checkpoint]
-    free_s = sum(half.price.recompute_s for half in plain if half.planned.place.gather is None)
+    free_s = sum(half.price.recompute_s for half in plain if half.planned.gathered is None)
     never_s = sum(half.price.recompute_s + half.price.communicates_s for half in halves if half.planned.checkpoint)
     forward_s = 0.0 if last else steady * layer_s["fwd"]
     return Waits(
         job.microbatches * job.layers_on(stage) * layer_s["bwd"] / profile.interference,
         steady * message_s + cooldown * cooldown_s,
         steady * min(message_s, free_s) + cooldown * min(cooldown_s, free_s),
-        job.microbatches * sum(half.spared_s(half.planned.place.gather) for half in halves) / profile.interference,
+        job.microbatches * sum(half.spared_s(half.planned.gathered) for half in halves) / profile.interference,
         job.microbatches * opened_s / profile.interference,
         filled_in_backwards_s(decision, stage, profile.interference),
         job.layers_on(stage) * forward_s / profile.interference,

@@ -269,7 +269,7 @@ def treated_halves(stage: Stage, planned: Iterable[PlannedHalf], prices: Prices)
         rest_in_wait = half.rest_after is not None
         checkpoint = Checkpoint(half.feeds, fed, half.ahead_to, half.gathers_ahead, rest_in_wait) if half.checkpoint else None
         fed = half.feeds
-        gathers = () if half.place.gather is None else (half.place.gather, ON_DEMAND)
+        gathers = () if half.gathered is None else (half.gathered, ON_DEMAND)
         yield Treated(
             half,
             prices.of(half.section, half.recompute, checkpoint),

@@ -27,7 +27,7 @@ its output, which the same ranks reduce:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
@@ -149,16 +149,6 @@ class Layout(NamedTuple):
         return len(section.collectives(passing, self.sequence_parallel)) if self.collectives else 0
 
 
-class Place(NamedTuple):
-    stretches: tuple[tuple[Window, str | None], ...] = ((ON_DEMAND, None),)
-    """Windows, each with the item before which the recomputation stops there; None: it does not stop."""
-    gather: Window | None = None
-    """Window after which its input is gathered; None: it is not gathered."""
-
-
-ON_DEMAND_PLACE = Place()
-
-
 def ahead_to(section: Section, *, experts: bool, feeds: bool) -> str | None:
     """Return the item up to which a checkpointed half is recomputed during the backward of the layer above.
 
@@ -183,13 +173,16 @@ class PlannedHalf:
     section: Section
     recompute: Collection[str] = ()
     """Recomputed items, in forward order."""
-    place: Place = ON_DEMAND_PLACE
+    stretches: tuple[tuple[Window, str | None], ...] = ((ON_DEMAND, None),)
+    """Windows in which it is recomputed, each with the item before which recomputation stops there; None: it does not stop."""
+    gathered: Window | None = None
+    """Window after which its input is gathered for that; None: it is not gathered."""
     deferred: Mapping[str, tuple[Window, ...]] = field(default_factory=dict)
     """By linear in backward order, the waits of its delayed weight gradient: each takes the oldest pending one."""
     pieces: Mapping[str, int] = field(default_factory=dict)
     """By linear whose delayed weight gradient is cut, the number of its pieces: each wait takes the oldest pending piece."""
     checkpoint: bool = False
-    """Whether it keeps at most its input: all of `recompute` is recomputed on demand, including communication. If its place is
+    """Whether it keeps at most its input: all of `recompute` is recomputed on demand, including communication. If its window is
     the first wait of that half's backward, the part after its last communication runs there."""
     fed_behind: int = 0
     """Number of halves after this checkpointed one that get their input from its recomputation."""
@@ -229,7 +222,7 @@ class PlannedHalf:
     def rest_after(self) -> str | None:
         """The item of a checkpointed half after whose communication the rest is recomputed in the first wait of its backward;
         None: all of it is recomputed when backward enters it."""
-        return self.section.last_communicating if self.checkpoint and self.place != ON_DEMAND_PLACE else None
+        return self.section.last_communicating if self.checkpoint and self.stretches[0][0] != ON_DEMAND else None
 
     @property
     def gathers(self) -> bool:
@@ -242,19 +235,15 @@ class PlannedHalf:
         """Number of halves before its own backward at which its recomputation or gather may begin. The receive of a gradient does
         not count: no recomputation of a micro-batch runs between its forward and its backward."""
         place = _place_in_stage(self.key)
-        window_frames = [at.frame for at in self._windows() if isinstance(at, WindowAddress)]
+        window_frames = [at.frame for at in self.windows if isinstance(at, WindowAddress)]
         if self.ahead_to is not None:
             window_frames.append((self.layer + 1, HALVES[0]))
         return max((_place_in_stage(frame) + 1 - place for frame in window_frames), default=1 + self.fed_behind)
 
     @property
-    def begins_early(self) -> bool:
-        return RECV_BACKWARD in self._windows()
-
-    def _windows(self) -> Iterator[Window | None]:
+    def windows(self) -> tuple[Window | None, ...]:
         """In which it is recomputed, or after which its input is gathered."""
-        yield from (window for window, _ in self.place.stretches)
-        yield self.place.gather
+        return (*(window for window, _ in self.stretches), self.gathered)
 
 
 def _place_in_stage(key: FrameKey) -> int:
@@ -272,21 +261,22 @@ class Timetable:
     @once
     def forward(self, chunk: int) -> Pass:
         halves = tuple(HalfPass(half.key, tuple(self._waits("fwd", half))) for half in self.chunks[chunk])
-        return Pass(halves, _table({wait.window for half in halves for wait in half.waits}, {}, self._weight_gradients[chunk]))
+        return self._pass(chunk, halves, {wait.window for half in halves for wait in half.waits})
 
     @once
     def backward(self, chunk: int) -> Pass:
         halves = tuple(HalfPass(half.key, tuple(self._waits("bwd", half))) for half in reversed(self.chunks[chunk]))
-        places = {place for half in halves for place in (half.half, *(wait.window for wait in half.waits))}
-        return Pass(halves, _table(places, self._planned[chunk], self._weight_gradients[chunk]))
+        return self._pass(
+            chunk, halves, {place for half in halves for place in (half.half, *(wait.window for wait in half.waits))}
+        )
 
     @once
     def receive(self, chunk: int) -> Pass:
-        return Pass((), _table((RECV_BACKWARD,), self._planned[chunk], self._deferred[chunk]))
+        return self._pass(chunk, (), {RECV_BACKWARD})
 
     @once
     def sent(self, chunk: int) -> Pass:
-        return Pass((), _table((SEND_BACKWARD,), {}, self._deferred[chunk]))
+        return self._pass(chunk, (), {SEND_BACKWARD})
 
     def serving(self, chunk: int) -> Iterator[tuple[Pass, FrameKey | None, Sequence[Wait]]]:
         """The waits of all passes that may serve a backward, in order."""
@@ -298,10 +288,6 @@ class Timetable:
         """The same stage with one more chunk at its end: this chunk for micro-batches that keep everything."""
         kept = [PlannedHalf(half.layer, half.section) for half in self.chunks[chunk]]
         return Timetable([*self.chunks, kept], self.layout)
-
-    @property
-    def all_halves(self) -> Iterator[PlannedHalf]:
-        return (half for chunk in self.chunks for half in chunk)
 
     @cached_property
     def core_halves(self) -> frozenset[FrameKey]:
@@ -315,60 +301,52 @@ class Timetable:
         gathered = passing == "bwd" and self.layout.sequence_parallel and half.gathers and not half.section.exchanges
         for ordinal in range(self.layout.waits(passing, half.layer, half.section)):
             over = gathered and half.section.collectives("bwd", True)[ordinal].carries == "input"
-            yield Wait(WindowAddress(passing, half.layer, half.half, ordinal), (half.place.gather or ON_DEMAND) if over else None)
+            yield Wait(WindowAddress(passing, half.layer, half.half, ordinal), (half.gathered or ON_DEMAND) if over else None)
+
+    def _pass(self, chunk: int, halves: tuple[HalfPass, ...], places: Container[FrameKey | Window]) -> Pass:
+        return Pass(halves, {moment: tasks for moment, tasks in self._tasks[chunk].items() if moment.place in places})
 
     @cached_property
-    def _planned(self) -> tuple[Tasks, ...]:
-        return tuple(_planned(halves, self.layout) for halves in self.chunks)
-
-    @cached_property
-    def _deferred(self) -> tuple[Tasks, ...]:
-        return tuple(_deferred(halves) for halves in self.chunks)
-
-    @cached_property
-    def _weight_gradients(self) -> tuple[Tasks, ...]:
-        """By chunk, weight gradients that run in its waits; those of other chunks run in its forwards, at the same index."""
-        tables = []
-        for running, deferred in enumerate(self._deferred):
-            tasks = dict(deferred)
-            for other, of_other in enumerate(self._deferred):
-                if other == running or not of_other or not self.chunks[running]:
-                    continue
-                above = self.chunks[running][0].layer - self.chunks[other][0].layer
-                for moment, more in _moved(of_other, above).items():
-                    tasks[moment] = (*tasks.get(moment, ()), *more)
-            tables.append(tasks)
+    def _tasks(self) -> tuple[Tasks, ...]:
+        """By chunk, its recomputations, then its weight gradients, then those of other chunks that run in its forwards, at the
+        same index."""
+        tables, deferred = [], [tuple(_deferred(halves)) for halves in self.chunks]
+        for halves, own in zip(self.chunks, deferred, strict=True):
+            others = [
+                moved
+                for other, tasks in zip(self.chunks, deferred, strict=True)
+                if other is not halves and halves and tasks
+                for moved in _moved(tasks, halves[0].layer - other[0].layer)
+            ]
+            table = dict[Moment, tuple[Task, ...]]()
+            for moment, task in (*_planned(halves, self.layout), *own, *others):
+                table[moment] = (*table.get(moment, ()), task)
+            tables.append(table)
         return tuple(tables)
 
 
-def _table(places: Collection[FrameKey | Window], planned: Tasks, weight_gradients: Tasks) -> Tasks:
-    """Tasks of both tables in these places; in a wait recomputations come first."""
-    moments = (moment for moment in (*planned, *weight_gradients) if moment.place in places)
-    return {moment: (*planned.get(moment, ()), *weight_gradients.get(moment, ())) for moment in moments}
-
-
-def _planned(halves: Sequence[PlannedHalf], layout: Layout) -> Tasks:
-    tasks: dict[Moment, tuple[Task, ...]] = {}
+def _planned(halves: Sequence[PlannedHalf], layout: Layout) -> Iterator[tuple[Moment, Task]]:
     for at in reversed(range(len(halves))):
         half = halves[at]
         if half.feeds or not half.recompute:
             continue
-        feeding = [Task("recompute", one.key) for one in takewhile(attrgetter("feeds"), reversed(halves[:at]))]
-        for moment, task in _checkpointed(half, feeding[::-1], layout) if half.checkpoint else _recomputed(half):
-            tasks[moment] = (*tasks.get(moment, ()), task)
-    _begin_ahead(tasks, halves, layout)
-    return tasks
+        if half.checkpoint:
+            feeding = [*takewhile(attrgetter("feeds"), reversed(halves[:at]))]
+            above = halves[at + 1] if half.half == HALVES[1] and at + 1 < len(halves) else None
+            yield from _checkpointed((*reversed(feeding), half), above, layout)
+        else:
+            yield from _recomputed(half)
 
 
 def _recomputed(half: PlannedHalf) -> Iterator[tuple[Moment, Task]]:
     since: str | None = None
-    gather = half.place.gather
+    gather = half.gathered
     if gather == ON_DEMAND:
         yield Moment("demand", half.key), Task("recompute", half.key, gathered=ON_DEMAND)  # no window may communicate (rule R2)
         return
     if gather is not None:
         yield Moment("after", gather), Task("gather", half.key)
-    for window, until in (*half.place.stretches, (ON_DEMAND, None)):
+    for window, until in (*half.stretches, (ON_DEMAND, None)):
         moment = Moment("demand", half.key) if window == ON_DEMAND else Moment("in", window)
         yield moment, Task("recompute", half.key, until, since, gather)
         if until is None:
@@ -376,68 +354,50 @@ def _recomputed(half: PlannedHalf) -> Iterator[tuple[Moment, Task]]:
         since, gather = until, None
 
 
-def _checkpointed(half: PlannedHalf, before: Sequence[Task], layout: Layout) -> Iterator[tuple[Moment, Task]]:
-    """`before`: tasks that return its input. The part after its last communication may run in a wait."""
-    entered, behind = Moment("enter", half.key), half.rest_after
-    yield from ((entered, task) for task in before)
-    if behind is None or not layout.waits("bwd", half.layer, half.section):
-        yield entered, Task("recompute", half.key)
-        return
-    ((window, _),) = half.place.stretches
-    yield entered, Task("begin", half.key, behind)
-    yield Moment("in", window), Task("recompute", half.key, since=behind)
+def _checkpointed(halves: Sequence[PlannedHalf], above: PlannedHalf | None, layout: Layout) -> Iterator[tuple[Moment, Task]]:
+    """Yield the recomputation of halves of which all but the last feed the next. It runs where backward enters the last one, but
+    for a part that begins ahead, or that runs in a wait. `above`: the attention half of the layer above."""
+    last = halves[-1]
+    entered, behind = Moment("enter", last.key), last.rest_after
+    for half in halves:
+        place, stops = entered, _begun_ahead(half, above, layout)
+        if half is last and behind is not None and layout.waits("bwd", half.layer, half.section):
+            place, stops = Moment("in", half.stretches[0][0]), stops or [(entered, behind)]
+        elif half is not last:
+            place = next((moment for moment, _ in _begun_ahead(last, above, layout)), entered)
+        since: str | None = None
+        for moment, item in stops:
+            yield moment, Task("begin", half.key, item, since)
+            since = item
+        yield place, Task("recompute", half.key, since=since)
 
 
-def _begin_ahead(tasks: dict[Moment, tuple[Task, ...]], halves: Sequence[PlannedHalf], layout: Layout) -> None:
-    """Begin communication of layers where backward enters the attention half above them, or soon after: the MLP half above is
-    freed by then. Does nothing at the top of a chunk."""
-    for attention, mlp, above in zip(halves[::2], halves[1::2], halves[2::2], strict=False):
-        half = mlp if mlp.leaves_under_way else attention
-        item = half.leaves_under_way
-        if item is None or above.section.kept_whole or not layout.waits("fwd", half.layer, half.section):
-            continue
-        if half is attention and attention.gathers_ahead and not above.section.core:
-            continue  # its reduction would begin at the core
-        entered, place = Moment("enter", mlp.key), Moment("enter", above.key)
-        *before, last_task = tasks[entered]
-        begin = Task("begin", half.key, item)
-        if half is mlp:
-            ahead = (*before, begin)
-            tasks[entered] = (last_task._replace(since=item),)
-            if last_task.do == "begin":
-                del tasks[entered]  # the rest of it runs in a wait
-        else:
-            place, ahead = _place_ahead(above, layout), (begin,)
-            if attention.gathers_ahead:
-                gathered = attention.section.gathered
-                ahead = (Task("begin", half.key, gathered),)
-                tasks[Moment("core", above.key)] = (begin._replace(since=gathered),)
-            tasks[entered] = (Task("recompute", attention.key, since=item), last_task)
-        tasks[place] = (*tasks.get(place, ()), *ahead)
+def _begun_ahead(half: PlannedHalf, above: PlannedHalf | None, layout: Layout) -> list[tuple[Moment, str | None]]:
+    """Return the items up to which a half is recomputed ahead, whose communication is left in flight, and when: where backward
+    enters the attention half above, or soon after, since the MLP half above is freed by then. A reduction of the same ranks
+    begins after the gather of the gradient, which would otherwise queue after it."""
+    item = half.leaves_under_way
+    if item is None or above is None or above.section.kept_whole or not layout.waits("fwd", half.layer, half.section):
+        return []
+    if half.gathers_ahead and not above.section.core:
+        return []  # its reduction would begin at the core
+    begins = Moment("enter", above.key)
+    if half.half == HALVES[0]:
+        first, *_ = above.section.collectives("bwd", layout.sequence_parallel)
+        begins = Moment("after", WindowAddress("bwd", *above.key, 0)) if first.carries == "gradient" else begins
+    if half.gathers_ahead:
+        return [(begins, half.section.gathered), (Moment("core", above.key), item)]
+    return [(begins, item)]
 
 
-def _place_ahead(above: PlannedHalf, layout: Layout) -> Moment:
-    """Moment in a half's backward at which a reduction of the same ranks begins: after the gather of the gradient, which would
-    otherwise queue after it."""
-    first, *_ = above.section.collectives("bwd", layout.sequence_parallel)
-    gathers = first.carries == "gradient"
-    return Moment("after", WindowAddress("bwd", *above.key, 0)) if gathers else Moment("enter", above.key)
-
-
-def _deferred(halves: Sequence[PlannedHalf]) -> Tasks:
-    tasks: dict[Moment, tuple[Task, ...]] = {}
+def _deferred(halves: Sequence[PlannedHalf]) -> Iterator[tuple[Moment, Task]]:
     for half in reversed(halves):
         for linear, waits in half.deferred.items():
-            for wait in waits:
-                moment = Moment("in", wait)
-                tasks[moment] = (*tasks.get(moment, ()), Task("weight_gradient", half.key, linear))
-    return tasks
+            yield from ((Moment("in", wait), Task("weight_gradient", half.key, linear)) for wait in waits)
 
 
-def _moved(tasks: Tasks, layers: int) -> Tasks:
-    """Tasks in forwards, moved to the forward of another chunk, whose first layer is `layers` above."""
-    return {
-        moment._replace(place=moment.place._replace(layer=moment.place.layer + layers)): content
-        for moment, content in tasks.items()
-        if isinstance(moment.place, WindowAddress) and moment.place.passing == "fwd"
-    }
+def _moved(tasks: Iterable[tuple[Moment, Task]], layers: int) -> Iterator[tuple[Moment, Task]]:
+    """Yield the tasks in forwards, moved to the forward of another chunk, whose first layer is `layers` above."""
+    for moment, task in tasks:
+        if isinstance(moment.place, WindowAddress) and moment.place.passing == "fwd":
+            yield moment._replace(place=moment.place._replace(layer=moment.place.layer + layers)), task

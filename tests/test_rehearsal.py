@@ -114,7 +114,7 @@ def closed_form_s(job, profile, plan):
     for stage in plan.stages:
         time, exposed_s = stage_seconds(job, profile, stage.stage), stage.predicted.exposed_recompute_s / job.microbatches
         halves = treated_halves(stage, planned_halves(stage, plan.model.sections_of), Prices(profile))
-        spared_s = sum(half.spared_s(half.planned.place.gather) for half in halves)
+        spared_s = sum(half.spared_s(half.planned.gathered) for half in halves)
         neighbours = (stage.stage > 0) + (stage.stage < len(plan.stages) - 1)  # a message blocks both sides
         seconds.append(time.both_s + exposed_s - spared_s + neighbours * message_s)
     return (job.microbatches - 1) * max(seconds) + sum(seconds)
@@ -278,7 +278,7 @@ def test_an_input_that_was_gathered_before_is_not_waited_for_again():
     assert "bwd.attention.1@3" not in waits[1]
     (stage,) = plans[1].stages
     halves = treated_halves(stage, planned_halves(stage, plans[1].model.sections_of), Prices(profile))
-    spared_s = next(half.spared_s(half.planned.place.gather) for half in halves if half.planned.layer == 3)
+    spared_s = next(half.spared_s(half.planned.gathered) for half in halves if half.planned.layer == 3)
     (span,) = (span for span in kept.executed[0][1].content.spans if span.name == "bwd.attention.1@3")
     assert spared_s > 0
     assert spared_s == pytest.approx(span.end_s - span.start_s)

@@ -219,12 +219,12 @@ def _needed_at(half: PlannedHalf, timetable: Timetable, te: bool) -> Place:
 
 def _misplaced(stage: Stage, half: PlannedHalf, windows: Collection[Window], needed_at: Place) -> Iterator[str]:
     """`windows`: those of the backward. `needed_at`: the first place that is too late for this half's recomputation."""
-    (layer, name), gather, before = half.key, half.place.gather, (-inf, -1, 0)
+    (layer, name), gather, before = half.key, half.gathered, (-inf, -1, 0)
     if gather is not None and gather != ON_DEMAND and gather not in windows:
         yield f"gather.{name} of layer {layer} ({gather}) is no collective of this stage"
         return
     as_named = stage.rule_for(layer).windows.stretches(name)
-    for (window, _), stretch in zip(half.place.stretches, as_named, strict=True):
+    for (window, _), stretch in zip(half.stretches, as_named, strict=True):
         if window == ON_DEMAND:
             return
         where = f"windows.{name} of layer {layer} ({stretch})"

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megatron_lynx.anatomy import HALVES, Half
+from megatron_lynx.anatomy.address import RECV_BACKWARD
 from megatron_lynx.plan.facts import BatchFacts, LayerRange, Layers, ModelFacts, ParallelFacts, PlannedDevice, Provenance
 from megatron_lynx.plan.rule import Rule, joined
 from megatron_lynx.timetable import PlannedHalf
@@ -89,7 +90,7 @@ class Offload(Part):
     def stays(self, half: PlannedHalf) -> bool:
         """Whether a half's kept activations stay on the device: with `half_by_half` all, those of halves whose recomputation
         begins before their own backward."""
-        return self.half_by_half == "all" and half.begins_early
+        return self.half_by_half == "all" and RECV_BACKWARD in half.windows
 
 
 class WeightGradients(Part):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
-from functools import partial
 
-from megatron_lynx.anatomy import Half, Section
-from megatron_lynx.anatomy.address import ON_DEMAND, window_at
+from megatron_lynx.anatomy import Section
+from megatron_lynx.anatomy.address import ON_DEMAND, Stretch, window_at
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.plan.rule import Rule
-from megatron_lynx.timetable import ON_DEMAND_PLACE, Layout, Place, PlannedHalf, Timetable, ahead_to, may_gather_ahead
+from megatron_lynx.timetable import Layout, PlannedHalf, Timetable, ahead_to, may_gather_ahead
 
 SectionsOf = Callable[[int], Iterable[Section]]
 
@@ -39,23 +37,20 @@ def _planned(rule: Rule, layer: int, section: Section, experts: bool) -> Planned
         if linear in rule.weight_gradients
     }
     pieces = {linear: rule.weight_gradient_pieces[linear] for linear in deferred if linear in rule.weight_gradient_pieces}
-    planned = partial(PlannedHalf, layer, section, deferred=deferred, pieces=pieces)
-    if rule.checkpoints(half):
-        behind = rule.fed_behind(layer, half)
-        ahead = ahead_to(section, experts=experts, feeds=behind > 0) if rule.ahead else None
-        gathers = rule.gathers_ahead and may_gather_ahead(section, experts=experts, feeds=behind > 0)
-        place = ON_DEMAND_PLACE if behind else _place(rule, layer, half)
-        again = planned(section.run_again(whole=behind > 0), place)
-        return replace(again, checkpoint=True, fed_behind=behind, ahead_to=ahead, gathers_ahead=gathers)
-    if not (recompute := rule.recomputed_in(half)):
-        return planned()
-    return planned(recompute, _place(rule, layer, half))
-
-
-def _place(rule: Rule, layer: int, half: Half) -> Place:
-    return Place(
-        tuple((window_at(stretch.window, layer), stretch.until) for stretch in rule.windows.stretches(half)),
-        None if (gather := rule.gather.of(half)) is None else window_at(gather, layer),
+    checkpoint, behind, gather = rule.checkpoints(half), rule.fed_behind(layer, half), rule.gather.of(half)
+    stretches = (Stretch(ON_DEMAND),) if behind else rule.windows.stretches(half)
+    return PlannedHalf(
+        layer,
+        section,
+        section.run_again(whole=behind > 0) if checkpoint else rule.recomputed_in(half),
+        tuple((window_at(stretch.window, layer), stretch.until) for stretch in stretches),
+        None if gather is None else window_at(gather, layer),
+        deferred,
+        pieces,
+        checkpoint=checkpoint,
+        fed_behind=behind,
+        ahead_to=ahead_to(section, experts=experts, feeds=behind > 0) if checkpoint and rule.ahead else None,
+        gathers_ahead=rule.gathers_ahead and may_gather_ahead(section, experts=experts, feeds=behind > 0),
     )
 
 
@@ -66,6 +61,6 @@ def norms_in_windows(plan: Plan) -> tuple[str, ...]:
         for stage in plan.stages
         for half in planned_halves(stage, plan.model.sections_of)
         if half.section.norm in half.recompute and not half.checkpoint
-        if half.place.gather is None and half.place.stretches[0][0] != ON_DEMAND
+        if half.gathered is None and half.stretches[0][0] != ON_DEMAND
     }
     return tuple(sorted(norms))

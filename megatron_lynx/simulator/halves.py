@@ -75,7 +75,7 @@ def stage_passes(
     of_key = {half.planned.key: half for half in halves}
     host = sum((half.host for half in halves), start=NO_HOST_TIME)
     drains_otherwise = any(half.planned.delayed(drains=False) != half.planned.delayed(drains=True) for half in halves)
-    defers_any = any(half.deferred for half in timetable.all_halves)
+    defers_any = any(half.deferred for planned in timetable.chunks for half in planned)
     messages: dict[ActionKind, tuple[Window, Pass]] = {
         "R": (RECV_BACKWARD, timetable.receive(chunk)),
         "W": (SEND_BACKWARD, timetable.sent(chunk)),

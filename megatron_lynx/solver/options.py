@@ -184,7 +184,7 @@ class HalfOptions:
             if (stays and items) or asks_host(self.job, section, items):
                 continue
             if whole_inputs and section.gathered in items:
-                continue  # what owns a userbuffer does not run again, nor what nothing gathers the input for
+                continue  # a linear with a userbuffer is not recomputed, nor one whose input no collective gathers
             price, host = self.prices.of(section, items), half_host_s(self.profile, section, items)
             movable_bytes = 0 if stays else price.memory.movable
             if self.job.model.moe_overlapped and not section.apart:  # Megatron holds the input of a node

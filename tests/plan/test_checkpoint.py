@@ -85,14 +85,14 @@ def test_groups_are_counted_from_the_first_layer_of_a_rule():
 
 
 def test_an_input_is_needed_where_the_last_half_of_its_group_begins():
-    found = {half.key: half.ahead for half in timetable_of(checkpointed(NOTHING, {"layers": 2}), 0).all_halves}
+    found = {half.key: half.ahead for half in timetable_of(checkpointed(NOTHING, {"layers": 2}), 0).chunks[0]}
     assert [found[layer, half] for layer in (1, 2) for half in ("attention", "mlp")] == [4, 3, 2, 1]
 
 
 def test_an_input_is_needed_where_it_begins_to_travel():
     """Where backward enters the attention half of the layer above. The model's last layer has none above."""
     plan = ahead(checkpointed(plan_for(tiny_job("llama", tensor=2), lambda layer: ()), "layer"))
-    found = [half.ahead for half in timetable_of(plan, 0).all_halves if half.half == "attention"]
+    found = [half.ahead for half in timetable_of(plan, 0).chunks[0] if half.half == "attention"]
     assert found == [3] * plan.model.layers
 
 

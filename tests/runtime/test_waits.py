@@ -23,7 +23,7 @@ from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.frame import DONE, ChunkPolicy, Frame, MicroBatch
 from megatron_lynx.runtime.order import StageOrder
 from megatron_lynx.schedule.schedule import Action
-from megatron_lynx.timetable import ON_DEMAND_PLACE, Layout, Place, PlannedHalf, Timetable
+from megatron_lynx.timetable import Layout, PlannedHalf, Timetable
 from tests.runtime.tiny_half import ACTIVATION, FC1, NORM, WIDTH, TinyHalf, policy, reporting_to
 
 RECOMPUTED = frozenset([NORM, FC1, ACTIVATION])
@@ -68,7 +68,7 @@ class _Collective(torch.autograd.Function):
 class Stage:
     """An engine and the layers of its chunks. `log` has what ran, in order."""
 
-    places: Mapping[int, Place] = field(default_factory=dict)
+    places: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     """Where layers are recomputed; others on demand."""
     order: StageOrder = AT_ONCE
     chunks: Sequence[range] = (range(1, 4),)
@@ -93,9 +93,8 @@ class Stage:
         self.log.append(f"{linear} in {window}")
 
     def _planned(self, layer: int) -> PlannedHalf:
-        place = self.places.get(layer, ON_DEMAND_PLACE)
         deferred = self.deferred if layer == self.chunks[-1][-1] else {}
-        return PlannedHalf(layer, MLP, (NORM, FC1, ACTIVATION), place, deferred)
+        return PlannedHalf(layer, MLP, (NORM, FC1, ACTIVATION), **self.places.get(layer, {}), deferred=deferred)
 
     def _half(self, layer: int, chunk: int, hidden: Tensor) -> Tensor:
         more: dict[str, Any] = {"gather_site": FC1, "gather": self._gather} if layer in self.gathers else {}
@@ -143,9 +142,9 @@ class Stage:
         return [(event.micro_batch, event.layer, event.window) for event in events if event.kind == "recompute"]
 
 
-def within(*windows: Window, until: Sequence[str] = (), gather: Window | None = None) -> Place:
+def within(*windows: Window, until: Sequence[str] = (), gather: Window | None = None) -> dict[str, Any]:
     """In these windows, stretch by stretch, the first ones until these items."""
-    return Place(tuple(zip_longest(windows, until)), gather)
+    return {"stretches": tuple(zip_longest(windows, until)), "gathered": gather}
 
 
 def test_recomputations_run_before_the_wait() -> None:

@@ -13,7 +13,7 @@ from megatron_lynx.simulator.halves import segments
 from megatron_lynx.simulator.passes import PHASES
 from megatron_lynx.simulator.walk import Treated
 from megatron_lynx.timeline import Passes
-from megatron_lynx.timetable import ON_DEMAND_PLACE, Place, PlannedHalf
+from megatron_lynx.timetable import PlannedHalf
 from tests.profiler.made_up import made_up_profile
 from tests.simulator.by_hand import passes_of_halves
 from tests.tiny_jobs import tiny_job
@@ -44,14 +44,14 @@ def profile_of(interference=1.0, **layout):
 
 def layer(recompute_s, **attention):
     """An attention half that recomputes and an MLP half that does not."""
-    planned = PlannedHalf(1, ATTENTION, ATTENTION.names, attention.pop("place", ON_DEMAND_PLACE))
+    where = {"stretches": attention.pop("stretches")} if "stretches" in attention else {}
+    planned = PlannedHalf(1, ATTENTION, ATTENTION.names, **where)
     price = PricedSection(HalfMemory(resident=10, regenerated=30, tail=12), recompute_s, stops=attention.pop("stops", {}))
     recomputing = Treated(planned, price, **attention)
     return recomputing, Treated(PlannedHalf(1, MLP), PricedSection(HalfMemory(resident=50, regenerated=0, tail=15)))
 
 
-BEFORE = Place(((WindowAddress("bwd", 1, "mlp", 0), None),))
-IN_WINDOW = {"place": BEFORE}
+IN_WINDOW = {"stretches": ((WindowAddress("bwd", 1, "mlp", 0), None),)}
 
 
 def test_compute_lies_around_the_windows():
@@ -107,7 +107,7 @@ def test_memory_of_a_backward_step_by_step():
 
 def test_a_receive_hides_recomputations():
     attention = Treated(PlannedHalf(1, ATTENTION), PricedSection(HalfMemory(10, 0, 10)))
-    received = Place((("pipe.recv_backward", None),))
+    received = (("pipe.recv_backward", None),)
     mlp = Treated(PlannedHalf(1, MLP, MLP.names, received), PricedSection(HalfMemory(10, 30, 12), 7.0))
     passes = passes_of_halves((attention, mlp), profile_of(tensor=2))
     assert passes.one("F", "warmup").seconds == 21.0

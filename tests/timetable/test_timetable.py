@@ -12,7 +12,7 @@ from megatron_lynx.kinds.captured import in_graph
 from megatron_lynx.kinds.opaque.section import OPAQUE
 from megatron_lynx.kinds.sections import filling
 from megatron_lynx.plan.plan import Offload
-from megatron_lynx.timetable import Layout, Pass, Place, PlannedHalf, Task, Timetable
+from megatron_lynx.timetable import Layout, Pass, PlannedHalf, Task, Timetable
 
 
 def at(passing: Any, layer: int, half: Any = "mlp", ordinal: int = 0) -> WindowAddress:
@@ -21,8 +21,7 @@ def at(passing: Any, layer: int, half: Any = "mlp", ordinal: int = 0) -> WindowA
 
 def mlp(layer: int, *windows: tuple[Window, str | None], gather: Window | None = None, **deferred: Any) -> PlannedHalf:
     """A half that is recomputed in these windows."""
-    place = Place(windows, gather)
-    return PlannedHalf(layer, MLP, MLP.recomputable if windows else (), place, deferred)
+    return PlannedHalf(layer, MLP, MLP.recomputable if windows else (), windows, gather, deferred)
 
 
 def recompute(layer: int, until: str | None = None, since: str | None = None, gathered: Window | None = None) -> Task:
@@ -40,7 +39,6 @@ def test_only_the_first_part_of_a_recomputation_is_the_one_whose_input_is_gather
 @pytest.mark.parametrize(("window", "early"), [(RECV_BACKWARD, True), (at("bwd", 2), False), (ON_DEMAND, False)], ids=str)
 def test_what_is_recomputed_before_its_own_backward_stays_where_all_goes_half_by_half(window: Window, early: bool) -> None:
     half = mlp(1, (window, None))
-    assert half.begins_early == early
     for which in ("all", "at_once"):
         offload = Offload(bytes=1000, pace_bytes=100, half_by_half=which)  # type: ignore[arg-type]
         assert offload.stays(half) == (early and which == "all")

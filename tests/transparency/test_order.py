@@ -31,9 +31,7 @@ def recomputations_seen(pool_of: Pools, job: Job, plan: Plan) -> list[list[tuple
 
 def planned_windows(job: Job, plan: Plan, stage_number: int) -> set[tuple[Any, ...]]:
     (halves,) = timetable_of(plan, stage_number).chunks
-    return {
-        (micro_batch, *half.key, str(half.place.stretches[-1][0])) for micro_batch in range(job.microbatches) for half in halves
-    }
+    return {(micro_batch, *half.key, str(half.stretches[-1][0])) for micro_batch in range(job.microbatches) for half in halves}
 
 
 @pytest.mark.quick
