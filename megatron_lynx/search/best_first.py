@@ -17,13 +17,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from itertools import product
 from typing import Any
 
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.config.parallel import Parallel
-from megatron_lynx.cost.communication import embedding_of
-from megatron_lynx.cost.ends import last_end_of
 from megatron_lynx.cost.host_optimizer import host_shortage
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.parameters import throughput
@@ -38,7 +35,6 @@ from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.search.space import Space
-from megatron_lynx.solver.answer import StageAnswer
 from megatron_lynx.solver.stages import Stages
 from megatron_lynx.stock import FULL, OF_POLICY, priced
 from megatron_lynx.stock.price import memory_of_stages
@@ -100,33 +96,26 @@ def fits(job: Job) -> bool:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Seconds of a layer and of the model's ends: one micro-batch, forward and backward, on one rank. Pipelines, chunks and
-    replicas share them; a floor of each is a few additions."""
+    """Prices of a layer, which pipelines, chunks and replicas share, so that a floor of each is a few additions."""
 
     profile: Profile
-    layer_s: float
     recompute_s: Mapping[Policy, float]
-    ends_s: tuple[float, float]
-    """The embedding, and the output layer."""
+    """One micro-batch on one rank."""
     message_s: float
 
     @classmethod
     def of(cls, job: Job) -> LayerCost:
-        profile, shape, layers = analytic_profile(job), LayerShape.of(job), job.model.layers
-        device = profile.model_copy(update={"host_time": None})
-        ends = embedding_of(profile, shape.gathered_bytes), last_end_of(profile, shape.gathered_bytes, job.head_pieces)
-        first_s, last_s = (block.forward_s + block.backward_s for block in ends)
-        one_stage = job.parallel.model_copy(update={"pipeline": 1, "layers_per_chunk": None})
-        flat = job.model_copy(update={"parallel": one_stage})
+        profile = analytic_profile(job)
+        one_stage = job.parallel.model_copy(update={"pipeline": 1, "layers_per_chunk": None, "partition": None})
+        flat, device = job.model_copy(update={"parallel": one_stage}), profile.model_copy(update={"host_time": None})
         whole = {policy: priced(flat, device, OF_POLICY[policy]).microbatch_s(0).both_s for policy in STOCK}
-        again = {policy: (whole[policy] - whole["none"]) / layers for policy in STOCK}
-        message_s = profile.link_s("p2p", shape.input_bytes)
-        return cls(profile, (whole["none"] - first_s - last_s) / layers, again, (first_s, last_s), message_s)
+        again = {policy: (seconds - whole["none"]) / job.model.layers for policy, seconds in whole.items()}
+        return cls(profile, again, profile.link_s("p2p", LayerShape.of(job).input_bytes))
 
-    def floor_s(self, job: Job) -> float:
+    def floor_s(self, job: Job, stages_s: Sequence[float]) -> float:
         """A lower bound of a step without its update: the slowest stage, and one micro-batch on the others, without host time.
-        Each message between stages is waited for once. A plan may hide all its recomputation."""
-        pipeline, stages_s = job.parallel.pipeline, self.stages_s(job)
+        Each message between stages is waited for once. A plan may hide all its recomputation. `stages_s`: as below."""
+        pipeline = job.parallel.pipeline
         again_s = min(map(job.layers_on, range(pipeline))) * self.recompute_s.get(job.policy, 0.0)
         passes_s = job.microbatches * (max(stages_s) + again_s)
         if job.schedule != "flush":  # later passes can hide all waits
@@ -135,13 +124,8 @@ class LayerCost:
         return passes_s + bubble_s + 2 * waited_messages(job) * self.message_s
 
     def stages_s(self, job: Job) -> list[float]:
-        """Seconds of one micro-batch on each stage without recomputation. Unequal stages are priced one by one."""
-        if len(set(job.partition)) > 1:
-            return of_every_stage(job, lambda stage: stage_seconds(job, self.profile, stage).both_s)
-        stages_s = [job.model.layers // job.parallel.pipeline * self.layer_s] * job.parallel.pipeline
-        stages_s[0] += self.ends_s[0]
-        stages_s[-1] += self.ends_s[1]
-        return stages_s
+        """Seconds of one micro-batch on each stage without recomputation."""
+        return of_every_stage(job, lambda stage: stage_seconds(job, self.profile, stage).both_s)
 
 
 Looks = Iterator["float | Candidate"]
@@ -158,26 +142,20 @@ def looks_at_plan(job: Job, cost: LayerCost, floor_s: float, *, besides_none: bo
     """`besides_none`: whether policy `none` is a candidate, too."""
     if besides_none and fits(job.model_copy(update={"policy": "none"})):
         return
-    stages, last = Stages(job, cost.profile), job.parallel.pipeline - 1
+    stages, last, kept_s = Stages(job, cost.profile), job.parallel.pipeline - 1, max(cost.stages_s(job))
     if not all(map(stages.least_fits, {0, last})):
         return
-    solved: dict[int, StageAnswer] = {}
+    exposed_s = copies_s = 0.0  # of the slowest stage so far
     with suppress(Infeasible):
-        for stage in dict.fromkeys((0, last, *range(last))):
-            solved[stage] = stages.answer(stage)
-            bound_s = floor_s + _exposed_s(cost, job, [*solved.values()])
+        for answer in map(stages.answer, dict.fromkeys((0, last, *range(last)))):
+            exposed_s = max(exposed_s, answer.stock.both_s + answer.longer_s - kept_s)
+            copies_s = max(copies_s, answer.exposed_copies_s)
+            bound_s = floor_s + job.microbatches * exposed_s + copies_s
             yield bound_s
         decision = fitting(stages)
         # the bound is kept if the simulated step is shorter: only the closed form knows that copies and messages alternate
         step_s = max(decision.figures.step_s, bound_s)
         yield Candidate(job, step_s, decision.offload_ratio, decision.memory_bytes, decision)
-
-
-def _exposed_s(cost: LayerCost, job: Job, answers: Sequence[StageAnswer]) -> float:
-    """Exposed recomputation and copies of these stages in a step; the slowest stage counts."""
-    slowest_s = max(answer.stock.both_s + answer.longer_s for answer in answers)
-    recompute_s = job.microbatches * max(0.0, slowest_s - max(cost.stages_s(job)))
-    return recompute_s + max(answer.exposed_copies_s for answer in answers)
 
 
 Watch = Callable[[int, int], None]
@@ -227,19 +205,21 @@ class BestFirst:
             return
         least_update_s = update_s(jobs[-1], self._cost(jobs[-1]).profile)  # more of it overlaps with larger micro-batches
         takes_plans = self.space.takes_plans(jobs[0].parallel) and not refusals(jobs[0])
-        for job, policy in product(jobs, self.policies):
-            if policy != "planned" or takes_plans:
-                self._queue.append(self._floored(len(self._queue), job.model_copy(update={"policy": policy}), least_update_s))
+        policies = [policy for policy in self.policies if policy != "planned" or takes_plans]
+        for job in jobs:
+            stages_s = self._cost(job).stages_s(job)
+            for policy in policies:
+                self._queue.append(self._floored(job.model_copy(update={"policy": policy}), stages_s, least_update_s))
 
-    def _floored(self, order: int, job: Job, least_update_s: float) -> tuple[float, int, Job, Looks]:
+    def _floored(self, job: Job, stages_s: Sequence[float], least_update_s: float) -> tuple[float, int, Job, Looks]:
         cost = self._cost(job)
-        floor_s = cost.floor_s(job) + least_update_s
+        floor_s = cost.floor_s(job, stages_s) + least_update_s
         if job.policy == "planned":
             job = job.model_copy(update={"offload_ratio": "auto" if self.offload else 0.0})
             looks = looks_at_plan(job, cost, floor_s, besides_none="none" in self.policies)
         else:
             looks = looks_at_stock(job, cost.profile)
-        return round(floor_s, SECOND_DIGITS), order, job, looks
+        return round(floor_s, SECOND_DIGITS), len(self._queue), job, looks
 
     def _cost(self, job: Job) -> LayerCost:
         layout = job.parallel

@@ -25,6 +25,6 @@ def test_no_share_is_tried_where_not_even_the_largest_fits(monkeypatch: pytest.M
         return known(stages, stage, share, *rest)
 
     monkeypatch.setattr(Stages, "_known", counted)
-    assert not list(looks_at_plan(job, cost, cost.floor_s(job)))
+    assert not list(looks_at_plan(job, cost, cost.floor_s(job, cost.stages_s(job))))
     assert not tried
     assert least_memory(job)[1].total > job.memory_budget_bytes

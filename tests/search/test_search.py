@@ -30,7 +30,8 @@ def everything(job: Job, gpus: int, policies: tuple[str, ...]) -> list[Candidate
     for order, (each, policy) in enumerate(product(jobs_of(job, gpus), policies)):
         if policy == "planned" and each.parallel.context > 1:
             continue
-        *_, looks = running._floored(order, each.model_copy(update={"policy": policy}), 0.0)
+        stages_s = running._cost(each).stages_s(each)
+        *_, looks = running._floored(each.model_copy(update={"policy": policy}), stages_s, 0.0)
         *_, found = [None, *looks]
         if isinstance(found, Candidate):
             key = (round(found.step_s, 12), order, found)
