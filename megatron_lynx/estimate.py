@@ -59,10 +59,6 @@ class Estimate:
         return max(memory.total for memory in self.stages)
 
     @property
-    def budget_bytes(self) -> int:
-        return self.job.memory_budget_bytes
-
-    @property
     def between(self) -> BetweenSteps | None:
         return between_steps(self.job, self.stages)
 
@@ -98,7 +94,8 @@ class Estimate:
     def verdict(self) -> str:
         if self.fits:
             return "fits"
-        host = self.memory_bytes <= self.budget_bytes and any(short.where.startswith("host memory") for short in self.shortages)
+        on_device = self.memory_bytes <= self.job.memory_budget_bytes
+        host = on_device and any(short.where.startswith("host memory") for short in self.shortages)
         return "host memory is short, the device fits" if host else "does not fit"
 
     @property
@@ -107,7 +104,7 @@ class Estimate:
         if self.today is None:
             return ""
         step = "" if self.step is None else f"{self.step.in_words} a step, "
-        held, budget = format_bytes(self.memory_bytes), format_bytes(self.budget_bytes)
+        held, budget = format_bytes(self.memory_bytes), format_bytes(self.job.memory_budget_bytes)
         return f"today ({self.today.name}): {step}{held} on the fullest device: {self.verdict} in {budget}"
 
     @property
@@ -124,7 +121,7 @@ class Estimate:
             **({"schedule": self.job.schedule, "gradient_age_updates": 1} if self.job.schedule == "double_buffered" else {}),
             "fits": self.fits,
             "offload_ratio": self.offload_ratio,
-            "budget_bytes": self.budget_bytes,
+            "budget_bytes": self.job.memory_budget_bytes,
             "device": self.job.device_reserve.as_json,
             **({} if self.between is None else {"between_steps": self.between.as_json}),
             "stages": stages,

@@ -75,11 +75,11 @@ def test_the_planned_policy_is_estimated_as_its_plan() -> None:
     plan, answer = make_plan(job, analytic_profile(job)), estimate(job)
     assert answer.fits
     assert [memory.total for memory in answer.stages] == [stage.predicted.memory_bytes for stage in plan.stages[:8]]
-    assert max(memory.total for memory in answer.stages) <= answer.budget_bytes
+    assert max(memory.total for memory in answer.stages) <= job.memory_budget_bytes
     assert answer.step.most_s - answer.step_parts_s["update_s"] == pytest.approx(plan.stages[0].predicted.step_s)
     tight = job.model_copy(update={"budget": Budget(memory_gib=10)})
     assert not estimate(tight).fits
-    assert estimate(tight).stages[0].total > estimate(tight).budget_bytes
+    assert estimate(tight).stages[0].total > tight.memory_budget_bytes
     with pytest.raises(ConfigError, match="policy: found planned, needed figures"):
         estimate(tiny_job())
 

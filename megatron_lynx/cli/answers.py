@@ -88,7 +88,7 @@ def show_estimate(answer: Estimate) -> None:
     if answer.of_launch:
         show_lines(answer.of_launch)
     show(table)
-    show_lines(f"{answer.verdict} in {format_bytes(answer.budget_bytes)}; offload ratio {answer.offload_ratio:g}")
+    show_lines(f"{answer.verdict} in {format_bytes(answer.job.memory_budget_bytes)}; offload ratio {answer.offload_ratio:g}")
     if reserve := answer.job.device_reserve.in_words:
         stated = answer.job.budget.memory_gib
         show_lines(reserve if stated is None else f"{reserve}; stated {stated:.2f}")

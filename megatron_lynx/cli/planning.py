@@ -409,7 +409,7 @@ def estimate(
         show_estimate(answer)
     if not answer.fits:
         say("\n".join(["this job does not fit", *(f"  - {problem}" for problem in answer.shortages)]), err=True)
-        if today is not None and answer.memory_bytes > answer.budget_bytes:
+        if today is not None and answer.memory_bytes > job.memory_budget_bytes:
             say(if_it_runs(answer.memory_bytes), err=True)
         raise typer.Exit(1)
 

@@ -142,7 +142,7 @@ class Decision:
 
 
 def fastest_decision(job: Job, profile: Profile) -> Decision:
-    """Return the fastest plan of all ways to decide the job's open settings. Raises as `planner.make_plan` does, without changes
+    """Return the fastest plan of all ways to decide the job's open settings. Raises as `planner.decide` does, without changes
     that would fit."""
     check_plannable(job)
     check_profile(job, profile)

@@ -36,20 +36,17 @@ Changes = tuple[tuple[str, Any], ...]
 
 
 def make_plan(job: Job, profile: Profile) -> Plan:
-    """Return the plan for a job's policy.
+    return decide(job, profile).plan
 
-    The budget is `cost.budget`'s: stated by the job, else on a GPU its memory less the cluster's reserve. The fastest plan within
-    it is taken; on the testbed without a stated budget, the one with the least memory.
+
+def decide(job: Job, profile: Profile) -> Decision:
+    """Return the decision for a job's policy: the fastest plan within the budget (`cost.budget`); on the testbed without a stated
+    budget, the plan with the least memory.
 
     Raises `ConfigError` if the profile has another shape or no plan can express the job, `Infeasible` if no choice fits (with
     each stage's binding limit, the excess, and the nearest change that fits), and `PlannerFault` if a finished plan exceeds its
     budget, which is an error of ours.
     """
-    return decide(job, profile).plan
-
-
-def decide(job: Job, profile: Profile) -> Decision:
-    """Decide as `make_plan` does."""
     try:
         return fastest_decision(job, profile)
     except Infeasible as error:
@@ -74,19 +71,15 @@ def _smallest_budget(job: Job, profile: Profile) -> Iterator[Problem]:
     if (found := first_that_fits(job, profile, tried)) is not None:
         card_bytes = job.device_reserve.left_bytes
         has = f"{job.cluster.name} has {format_bytes(card_bytes)} of it"
-        short = found.job.memory_budget_bytes > card_bytes
-        more = ": share the model among more ranks (tensor, pipeline), or use more GPUs" if short else ""
-        yield Problem("smallest budget with a plan", f"--memory-gib {found.job.budget.memory_gib:g}", "", has + more)
+        if found.job.memory_budget_bytes > card_bytes:
+            has += ": share the model among more ranks (tensor, pipeline), or use more GPUs"
+        yield Problem("smallest budget with a plan", f"--memory-gib {found.job.budget.memory_gib:g}", "", has)
 
 
 class Found(NamedTuple):
-    changes: Changes
     job: Job
     """With the changes."""
-
-    @property
-    def in_words(self) -> str:
-        return ", ".join(f"{key}: {str(value).lower()}" for key, value in self.changes)
+    in_words: str
 
 
 def fewest_changes(job: Job, profile: Profile, without: Container[str] = ()) -> Found | None:
@@ -109,7 +102,7 @@ def first_that_fits(job: Job, profile: Profile, tried: Iterable[Changes], *, by_
             costs = profile if measured else analytic_profile(changed)
             fits = not by_least or all(map(Stages(changed, costs).least_fits, range(changed.parallel.pipeline)))
             if fits and plannable(changed, costs):
-                return Found(changes, changed)
+                return Found(changed, ", ".join(f"{key}: {str(value).lower()}" for key, value in changes))
     return None
 
 

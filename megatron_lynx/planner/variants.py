@@ -28,7 +28,7 @@ OVERLAPPED = (StockSetting(overlap=True), StockSetting(overlap=True, delayed=Tru
 
 
 def fastest_variant(job: Job, profile: Profile, release: str | None, rival_s: float | None = None) -> Decision | None:
-    """Plan all variants of a job, and choose as `fastest` does; None if no plan fits."""
+    """Return the fastest plan of all variants of a job; None if none fits."""
     plans: list[Decision] = []
     for variant in variants(job, release):
         with suppress(LynxError):

@@ -28,7 +28,6 @@ from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.parameters import throughput
 from megatron_lynx.cost.stage_memory import always_bytes
 from megatron_lynx.errors import ConfigError, Infeasible, LynxError, Problem, suggestion
-from megatron_lynx.planner import check_plannable
 from megatron_lynx.planner.decision import fastest_decision, finished
 from megatron_lynx.planner.left_open import ways
 from megatron_lynx.prediction import within_error
@@ -114,8 +113,7 @@ def _finished(candidate: Candidate) -> Candidate | None:
         return candidate
     job, decision = candidate.job, candidate.decision
     with suppress(LynxError):
-        check_plannable(job)
-        decision = finished(decision) if ways(job) == [job] else fastest_decision(job, analytic_profile(job))
+        decision = finished(decision) if ways(job) == [job] else fastest_decision(job, decision.profile)
         return Candidate(job, decision.figures.step_s, decision.offload_ratio, decision.memory_bytes)
     return None
 
