@@ -239,14 +239,13 @@ def check_shapes(plan: Plan, profile: Profile) -> None:
     """Raises `PlanMismatch` for every fact in which plan and profile differ."""
     facts = plan.model.model_dump() | plan.parallel.model_dump() | plan.batch.model_dump()
     facts["latent"] = facts.pop("latent_attention")
-    profiled = {name: value for name, value in profile.shape.model_dump().items() if name in facts}
+    if facts["expert"] == 1:  # without exchanges in windows it does not matter
+        del facts["expert"]
+    profiled = profile.shape.model_dump()
     if (experts := profile.shape.experts) is not None:
         profiled |= {"moe_load": experts.held_load, "shared_experts": experts.shared_ffn > 0}
-    known = {
-        f"shape.{name}": (value, facts[name], "measure the plan's job")
-        for name, value in profiled.items()
-        if (name, facts[name]) != ("expert", 1)  # without exchanges in windows `expert` does not matter
-    }
+    todo = "measure the plan's job"
+    known = {f"shape.{name}": (value, facts[name], todo) for name, value in profiled.items() if name in facts}
     layers, opaque = plan.model.layers, {layer.kind for layer in profile.shape.opaque}
     having = () if experts is None else experts.numbers(layers)
     needed = filter(plan.model.has_experts, range(1, layers + 1))

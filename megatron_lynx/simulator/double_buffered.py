@@ -45,8 +45,6 @@ def simulate_without_flushes(
 class _UnflushedRun(Run):
     """A running schedule with updates. `later`: by stage, the backwards of the next batch before an update."""
 
-    synchronises = False  # messages are posted ahead (`double_buffered.interpreter`)
-
     def __init__(
         self, microbatches: int, chunks: Sequence[ChunkPasses], p2p_s: float, interference: float, later: Sequence[int]
     ) -> None:

@@ -134,25 +134,16 @@ def segments(profile: Profile, passing: Passing, section: Section, deferred: Col
                 compute_s[at : at + 2] = compute_s[at] - wgrad_s, compute_s[at + 1] + wgrad_s
         behind = {linear: section.behind_wgrad(linear, profile.shape.sequence_parallel) for linear in section.linears}
         ends = {linear: min(windows, len(waited)) for linear, windows in behind.items()}
-        parts = Segments((), windows_s, ends, _freed(section), _before_core(section, items_s, places))
+        waits = section.exchanges_of.get("bwd", ())
+        core = section.index(section.core) if section.core else len(items_s)
+        before = [place for place in places if place > core]
+        before_s = sum(items_s[core + 1 : before[-1] if before else None])
+        of_experts = (linear for linear in section.linears if section.behind_wgrad(linear, False) < len(waits))
+        freed = tuple(of_experts) if section.exchanges else section.linears[-1:]
+        parts = Segments((), windows_s, ends, freed, (len(before), before_s))
     if section.exchanges:  # waits that are not windows count as compute at the end of the pass
         compute_s[-1] += max(0.0, whole_s - sum(windows_s) - sum(compute_s))
     return replace(parts, compute_s=tuple(compute_s))
-
-
-def _freed(section: Section) -> tuple[str, ...]:
-    if not section.exchanges:
-        return section.linears[-1:]
-    waits = len(section.exchanges_of["bwd"])
-    return tuple(linear for linear in section.linears if section.behind_wgrad(linear, False) < waits)
-
-
-def _before_core(section: Section, items_s: Sequence[float], places: Sequence[int]) -> tuple[int, float]:
-    if not section.core:
-        return 0, 0.0
-    at = section.index(section.core)
-    before = [place for place in places if place > at]
-    return len(before), sum(items_s[at + 1 : before[-1] if before else None])
 
 
 def _waits(planned: HalfPass, passing: Passing, parts: Segments) -> Sequence[Wait]:

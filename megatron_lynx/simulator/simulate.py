@@ -91,10 +91,7 @@ class RunningStage:
 
 
 class Run:
-    """Call `simulation` once. `batch`: micro-batches of a step; None: all."""
-
-    synchronises = True
-    """Whether a blocking exchange ends in a synchronisation."""
+    """Call `simulation` once. `batch`: micro-batches of a step without flushes, whose messages are posted ahead; None: all."""
 
     def __init__(
         self,
@@ -108,6 +105,8 @@ class Run:
         self._stages = [RunningStage(passes) for passes in chunks]
         self._steps = _steps(schedule, batch)
         self._blocking, self._pipeline, self._interference = schedule.blocking, schedule.pipeline, interference
+        self._synchronises = schedule.blocking and batch is None
+        """Whether exchanges end in a synchronisation."""
         between = between_passes and not schedule.blocking
         self._p2p_s, self._behind_each_s = (0.0, p2p_s) if between else (p2p_s, 0.0)
         """Seconds of a message after its pass; seconds of the exchange after each pass."""
@@ -140,7 +139,7 @@ class Run:
         stage, free = self._stages[number], 0.0
         for before, step in pairwise((REST, *self._steps[number], REST)):
             recompute = stage.timed(step, ("R", step.phase, False)) if step.action.kind == "B" else NOTHING
-            synchronises = self._blocking and self.synchronises and (step.received is not None or before.sent is not None)
+            synchronises = self._synchronises and (step.received is not None or before.sent is not None)
             over = max(free, stage.copies.free_s) if synchronises and stage.avoids_messages else free
             ready, arrived = yield from self._exchange(number, before, step, over)
             if step is not REST:

@@ -139,15 +139,10 @@ class Simulation:
 
     def timeline(self) -> Timeline:
         stages = zip(self.executed, self.copied, self.updates or [()] * len(self.executed), strict=True)
-        return Timeline(
-            {
-                number: (*_spans(executed, updates), *map(_copy, copied))
-                for number, (executed, copied, updates) in enumerate(stages)
-            }
-        )
+        return Timeline({number: tuple(_spans(*stage)) for number, stage in enumerate(stages)})
 
 
-def _spans(executed: Sequence[Executed], updates: Sequence[Updated]) -> Iterator[Span]:
+def _spans(executed: Sequence[Executed], copied: Sequence[Copied], updates: Sequence[Updated]) -> Iterator[Span]:
     free_s = 0.0
     for execution in executed:
         free_s = max([free_s, *(update.begin_s for update in updates if update.begin_s <= execution.arrived_s)])
@@ -159,10 +154,12 @@ def _spans(executed: Sequence[Executed], updates: Sequence[Updated]) -> Iterator
         stretched = (execution.end_s - execution.start_s) / execution.content.seconds if execution.content.seconds else 1.0
         for span in execution.content.spans:
             start_s, end_s = (execution.start_s + stretched * at for at in (span.start_s, span.end_s))
-            placed = span._replace(start_s=start_s, end_s=end_s, micro_batch=execution.action.micro_batch)
-            if span.kind == "weight_gradient":  # an earlier backward's
-                placed = placed._replace(micro_batch=None)
+            micro_batch = None if span.kind == "weight_gradient" else execution.action.micro_batch  # those are of earlier ones
+            placed = span._replace(start_s=start_s, end_s=end_s, micro_batch=micro_batch)
             yield from (placed,) if execution.action.is_pass else _parted(placed, execution.end_s - _delay_s(execution))
+    for copy in copied:
+        kind: Literal["offload", "reload"] = "offload" if copy.action.kind == "F" else "reload"
+        yield Span(kind, copy.start_s, copy.end_s, micro_batch=copy.action.micro_batch, name=f"{kind} {copy.action}")
     for batch, (arrived_s, begin_s) in enumerate(updates):
         if begin_s > arrived_s:
             yield Span("update", arrived_s, begin_s, name=f"update {batch}")
@@ -175,11 +172,6 @@ def _busy_s(execution: Executed) -> float:
 def _delay_s(received: Executed) -> float:
     """Seconds by which work in a receive delays the backward."""
     return received.content.exposed_s + received.content.unfilled_s
-
-
-def _copy(copied: Copied) -> Span:
-    kind: Literal["offload", "reload"] = "offload" if copied.action.kind == "F" else "reload"
-    return Span(kind, copied.start_s, copied.end_s, micro_batch=copied.action.micro_batch, name=f"{kind} {copied.action}")
 
 
 def _parted(recompute: Span, hidden_until_s: float) -> Iterator[Span]:
@@ -224,8 +216,7 @@ def period_of(simulation: Simulation, places: Sequence[range], group: int) -> fl
     """
     shifts = []
     for executed, copied, place in zip(simulation.executed, simulation.copied, places, strict=True):
-        known: dict[Action, tuple[Any, ...]] = {}
-        known |= {execution.action: (execution.content, execution.end_s) for execution in executed if execution.action.is_pass}
+        known: dict[Action, tuple[Any, ...]] = {run.action: (run.content, run.end_s) for run in executed if run.action.is_pass}
         known |= {copy.action: (*known[copy.action], copy.end_s) for copy in copied}
         for action in (execution.action for execution in executed[place.start : place.stop] if execution.action.is_pass):
             content, *ends_s = known[action]
@@ -261,7 +252,6 @@ def _by_layer(one: TimedPass) -> Iterator[int]:
     """Peak bytes allocated since the pass began, during each of its layers."""
     times_s = [0.0, *(at_s for at_s, _ in one.memory)]
     taken = [0, *accumulate(change for _, change in one.memory)]
-    halves = [span for span in one.spans if span.kind in ("forward", "backward")]
-    ends_s = sorted({span.layer: span.end_s for span in sorted(halves, key=lambda span: span.end_s)}.values())
+    ends_s = [*{span.layer: span.end_s for span in one.spans if span.kind in ("forward", "backward")}.values()]
     for begin_s, end_s in pairwise([0.0, *ends_s[:-1], one.seconds]):
         yield max(taken[max(0, bisect_left(times_s, begin_s) - 1) : bisect_right(times_s, end_s)])
