@@ -7,7 +7,7 @@ job, profile ──partitioned──> layers of each stage ──Stages──> a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -187,10 +187,18 @@ def leanest(job: Job, profile: Profile) -> Decision:
 def fitting(stages: Stages) -> Decision:
     """Decide for a known partition, before weight gradients are placed. Copies may lag behind the solver's estimate, and whole
     micro-batches hold more in their backward: stages that then exceed the budget in the rehearsal are solved again. Raises
-    `Infeasible`."""
+    `Infeasible` with the problems of all stages."""
     lags: dict[int, tuple[Lag, ...]] = dict.fromkeys(range(stages.job.parallel.pipeline), ())
     while True:
-        found = Decision.of(stages, _answers(stages, lags))
+        answers, problems = list[StageAnswer](), list[Problem]()
+        for stage, of_stage in lags.items():
+            try:
+                answers.append(stages.answer(stage, of_stage))
+            except Infeasible as error:
+                problems += error.problems
+        if problems:
+            raise Infeasible(NOTHING_FITS, problems)
+        found = Decision.of(stages, tuple(answers))
         copying = (answer for answer in found.stages if answer.offload_ratio or answer.whole)
         over = {answer.stage: (answer.asked, excess) for answer in copying if (excess := found.excess_bytes(answer.stage))}
         if not over:
@@ -240,17 +248,3 @@ def _placed(decision: Decision, place: Callable[[Sequence[int]], Plan], best: De
             return found
         budgets = [budget - size for budget, size in zip(budgets, over, strict=True)]
     return None
-
-
-def _answers(stages: Stages, lags: Mapping[int, tuple[Lag, ...]]) -> tuple[StageAnswer, ...]:
-    """Raises `Infeasible` with the problems of all stages."""
-    answers: list[StageAnswer] = []
-    problems: list[Problem] = []
-    for stage, of_stage in lags.items():
-        try:
-            answers.append(stages.answer(stage, of_stage))
-        except Infeasible as error:
-            problems += error.problems
-    if problems:
-        raise Infeasible(NOTHING_FITS, problems)
-    return tuple(answers)

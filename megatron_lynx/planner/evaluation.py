@@ -110,9 +110,7 @@ def excesses(job: Job, simulation: Simulation, stage: int) -> Iterator[tuple[int
 
 def held_by_moment(job: Job, simulation: Simulation, stage: int) -> dict[Moment, StageMemory]:
     """Most bytes of a stage's device at each of its moments, by kind."""
-    fullest: dict[Moment, Held] = {}
-    for held in sorted(most_held(job, simulation, stage), key=lambda held: held.device_bytes, reverse=True):
-        fullest.setdefault(held.moment, held)
+    fullest = {held.moment: held for held in sorted(most_held(job, simulation, stage), key=lambda held: held.device_bytes)}
     return {moment: _by_kind(fullest[moment], simulation) for moment in MOMENTS if moment in fullest}
 
 

@@ -121,10 +121,6 @@ def ways_of(none: Loads, linears: tuple[Linear, ...]) -> list[Placed]:
     return [first, *alone, *shorter]
 
 
-Chosen = dict[str, tuple[Put, ...]]
-"""By linear, the place of each piece; none if it is not deferred."""
-
-
 class Loads(NamedTuple):
     """Waits of a layer with their recomputation, and with weight gradients as they are added."""
 
@@ -160,7 +156,7 @@ class Loads(NamedTuple):
 
 def _best(linears: Sequence[Linear], none: Loads) -> Placed:
     """Place one weight gradient anew after another, then two together, until nothing gets shorter. `none`: without any."""
-    chosen: Chosen = {linear.name: () for linear in linears}
+    chosen: dict[str, tuple[Put, ...]] = {linear.name: () for linear in linears}
     least_s, alone = inf, [(linear,) for linear in linears]
     for moves in (alone, [*permutations(linears, 2)]):
         turns, in_vain = cycle(moves), 0
@@ -204,15 +200,14 @@ class Rooms:
     linear_fc2 of l                               └──────────────── may run in these, then in bwd.mlp.0 of l - 1 ──>
     any linear of l        and in the next forward, in the collectives of the same layer
 
-    `forwards`: whether a forward of this chunk follows its backwards. `looked_into`: whether plans may change the inside of
-    experts.
+    `forwards`: whether a forward of this chunk follows its backwards.
     """
 
     plan: Plan
     entry: Stage
+    job: Job
     prices: Prices
     forwards: bool
-    looked_into: bool = True
 
     def loads(self, layer: int) -> Loads:
         """Waits of its backward first."""
@@ -225,7 +220,7 @@ class Rooms:
         sections = [
             section
             for section in reversed(self.plan.model.sections_of(layer))
-            if not (section.captured or section.apart or (section.exchanges and not self.looked_into))
+            if not (section.captured or section.apart or (section.exchanges and self.job.model.experts_whole))
         ]
         return tuple(self._linear(layer, section, name) for section in sections for name in reversed(section.linears))
 
@@ -418,7 +413,7 @@ class Filler:
 
     @once
     def _rooms(self, number: int, forwards: bool) -> Rooms:
-        return Rooms(self.plan, self.plan.stages[number], self.prices, forwards, not self.job.model.experts_whole)
+        return Rooms(self.plan, self.plan.stages[number], self.job, self.prices, forwards)
 
     def _through(self, entry: Stage, drains: bool = False) -> tuple[Executed, Executed]:
         """Return a backward of a chunk, and the last pass in which its weight gradients may run: a forward of any chunk that
