@@ -266,9 +266,8 @@ class Timetable:
     @once
     def backward(self, chunk: int) -> Pass:
         halves = tuple(HalfPass(half.key, tuple(self._waits("bwd", half))) for half in reversed(self.chunks[chunk]))
-        return self._pass(
-            chunk, halves, {place for half in halves for place in (half.half, *(wait.window for wait in half.waits))}
-        )
+        windows = {wait.window for half in halves for wait in half.waits}
+        return self._pass(chunk, halves, {*windows, *(half.half for half in halves)})
 
     @once
     def receive(self, chunk: int) -> Pass:
@@ -355,8 +354,8 @@ def _recomputed(half: PlannedHalf) -> Iterator[tuple[Moment, Task]]:
 
 
 def _checkpointed(halves: Sequence[PlannedHalf], above: PlannedHalf | None, layout: Layout) -> Iterator[tuple[Moment, Task]]:
-    """Yield the recomputation of halves of which all but the last feed the next. It runs where backward enters the last one, but
-    for a part that begins ahead, or that runs in a wait. `above`: the attention half of the layer above."""
+    """Yield the recomputation of halves of which all but the last feed the next. It runs where backward enters the last one;
+    parts begin ahead or run in a wait. `above`: the attention half of the layer above, if there is one."""
     last = halves[-1]
     entered, behind = Moment("enter", last.key), last.rest_after
     for half in halves:

@@ -68,7 +68,7 @@ class Wait(NamedTuple):
     """A window of the backward, as a half that is recomputed there sees it."""
 
     window: str | None = None
-    """None: on demand."""
+    """Its name in a plan; None: on demand."""
     seconds: float = 0.0
     ahead: int = 0
     """Moments before the half's own backward at which it begins (`cost.memory`); 0 for the half's own windows."""
@@ -78,7 +78,7 @@ class Gather(NamedTuple):
     """A collective after which the input of a recomputation is gathered once (sequence parallelism)."""
 
     window: str | None = None
-    """None: it is not gathered."""
+    """The collective's name in a plan; None: the input is not gathered."""
     exposed_s: float = 0.0
     spared_s: float = 0.0
     """Seconds by which the half's backward waits less for its input, because it was gathered before."""
@@ -191,9 +191,8 @@ class HalfOptions:
                 movable_bytes = max(0, movable_bytes - costs.input_bytes)
             for wait, gather in self._seats(section, before, items):
                 memory = replace(price.memory, movable=movable_bytes, ahead=_ahead(price, section, wait, gather))
-                exposed_s = price.recompute_s - min(price.recompute_s, wait.seconds / self.profile.interference)
-                exposed_s += gather.exposed_s
-                where = wait.window, gather.window
+                hidden_s = min(price.recompute_s, wait.seconds / self.profile.interference)
+                where, exposed_s = (wait.window, gather.window), price.recompute_s - hidden_s + gather.exposed_s
                 options.append(Option(items, memory, *where, price.recompute_s, exposed_s, gather.spared_s, price.flops, host))
         return tuple(options)
 
@@ -341,7 +340,7 @@ def _ahead(price: PricedSection, section: Section, wait: Wait, gather: Gather) -
 class StageProblems:
     job: Job
     options: HalfOptions
-    """The same job's, whatever the layers of its stages."""
+    """Those of the same job; its stages may have other layers."""
 
     @once
     def of(self, stage: int, chunks: tuple[int, ...] | None = None) -> StageProblem:
