@@ -106,6 +106,8 @@ class _Rivals:
         """Whether a setting without copies is no faster than the best. More recomputation is never faster: a slower one with
         a part of it spares the price."""
         least_s = min((price.step_s for price in self.priced), default=inf) * (1 - WORTH_PRICING)
+        if least_s == inf:
+            return False
         slow = (known for known, seconds in self._known_s.items() if seconds >= least_s)
         alike = (known for known in slow if (known.overlap, known.delayed) == (setting.overlap, setting.delayed))
         if any({*known.recompute} <= {*setting.recompute} for known in alike):
@@ -141,10 +143,6 @@ def families(job: Job, release: str = NEWEST, choose: Choose = tuple) -> Iterato
     most_layers, facts = max(job.partition), Facts.of(job, release)
     yield (NONE,)
     yield from _overlapped(NONE, facts)
-    yield (*(block(layers) for layers in range(1, most_layers)), FULL)
-    for layers in range(2, most_layers + 1):
-        if not any(count % layers for count in job.partition):  # releases before 0.18 need that
-            yield (StockSetting(method="uniform", layers=layers),)
     for setting in module_sets(job, release, choose):
         shares = _shares(most_layers) if setting.offload and release >= FRACTION_SINCE else ()
         yield (*(replace(setting, fraction=share) for share in shares), setting)
@@ -152,6 +150,10 @@ def families(job: Job, release: str = NEWEST, choose: Choose = tuple) -> Iterato
         if beside and setting.offload and not setting.recompute and offered(beside[0], facts):
             yield beside
         yield from _overlapped(setting, facts)
+    yield (*(block(layers) for layers in range(1, most_layers)), FULL)
+    for layers in range(2, most_layers + 1):
+        if not any(count % layers for count in job.partition):  # releases before 0.18 need that
+            yield (StockSetting(method="uniform", layers=layers),)
 
 
 def _overlapped(setting: StockSetting, facts: Facts) -> Iterator[Family]:
