@@ -92,33 +92,18 @@ class StockStage:
             for chunk, kinds in enumerate(self.of_job.kinds[self.stage])
         )
 
-    @property
-    def staging_bytes(self) -> int:
-        """Bytes of copies in flight: none without seconds."""
-        return 0
-
     @cached_property
     def parts(self) -> Parts:
-        job, stage = self.job, self.stage
-        overlap, whole = bool(self.setting.overlap), not self.setting.recompute
-        parts = parts_beside_layers(self.of_job.counted, stage, layer_whole=whole, overlapped=overlap)
-        if overlap:
+        job, stage, setting, shape = self.job, self.stage, self.setting, self.of_job.shape
+        whole = not setting.recompute
+        parts = parts_beside_layers(self.of_job.counted, stage, layer_whole=whole, overlapped=setting.overlap)
+        if setting.overlap:
             parts = parts.more("backward", self._pair_more_bytes)
         stays = [sum(layer.bytes.stays for layer in chunk) for chunk in self.chunks]
-        return replace(
-            parts,
-            **activations_in_flight(job, stage, stays, self._deferred_bytes),
-            staging=self.staging_bytes,
-            recomputed=max(map(recomputed_bytes, self.chunks)),
-        )
-
-    @property
-    def _deferred_bytes(self) -> int:
-        """Bytes of the head's inputs and logits gradients until the end of the step."""
-        if self.stage < self.job.parallel.pipeline - 1:
-            return 0
-        shape = self.of_job.shape
-        return deferred_heads(self.job, self.setting) * (shape.input_bytes + logits_gradient_bytes(shape))
+        deferred = deferred_heads(job, setting) if stage == job.parallel.pipeline - 1 else 0
+        head_bytes = deferred * (shape.input_bytes + logits_gradient_bytes(shape))  # until the end of the step
+        activations = activations_in_flight(job, stage, stays, head_bytes)
+        return replace(parts, **activations, recomputed=max(map(recomputed_bytes, self.chunks)))
 
     @property
     def _pair_more_bytes(self) -> int:
@@ -140,9 +125,9 @@ class TimedStage(StockStage):
     profile: Profile
     schedule: Schedule
 
-    @property
-    def staging_bytes(self) -> int:
-        return self._with_copies[1]
+    @cached_property
+    def parts(self) -> Parts:
+        return replace(super().parts, staging=self._with_copies[1])
 
     @cached_property
     def _with_copies(self) -> tuple[WalkedSeconds, int]:
