@@ -141,11 +141,13 @@ Choose = Callable[[Iterable[Modules]], Iterable[Modules]]
 def families(job: Job, release: str = NEWEST, choose: Choose = tuple) -> Iterator[Family]:
     """Yield all families with the chosen sets of recomputed modules. `release`: of megatron-core."""
     most_layers, facts = max(job.partition), Facts.of(job, release)
+    # 1 to n - 1 of a chunk's n layers; slightly below k / n, so that k are taken
+    fractions = [math.floor(1_000_000 * count / most_layers) / 1_000_000 for count in range(1, most_layers)]
     yield (NONE,)
     yield from _overlapped(NONE, facts)
     for setting in module_sets(job, release, choose):
-        shares = _shares(most_layers) if setting.offload and release >= FRACTION_SINCE else ()
-        yield (*(replace(setting, fraction=share) for share in shares), setting)
+        parted = fractions if setting.offload and release >= FRACTION_SINCE else ()
+        yield (*(replace(setting, fraction=fraction) for fraction in parted), setting)
         beside = tuple(StockSetting(method="block", layers=layers, offload=setting.offload) for layers in range(1, most_layers))
         if beside and setting.offload and not setting.recompute and offered(beside[0], facts):
             yield beside
@@ -189,11 +191,6 @@ def _without_one(names: Modules) -> Iterator[Modules]:
 
 def _subsets(names: Collection[str]) -> Iterator[Modules]:
     return chain.from_iterable(combinations(names, count) for count in range(len(names) + 1))
-
-
-def _shares(layers: int) -> Iterator[float]:
-    """Fractions of a chunk's layers, for 1 to n - 1 of n. Slightly below k / n, so that k are taken."""
-    return (math.floor(1_000_000 * count / layers) / 1_000_000 for count in range(1, layers))
 
 
 @dataclass(frozen=True)
