@@ -129,8 +129,6 @@ class Programme:
             yield _solved(problem, [])
             return
         yield from self._stage(problem).best(budget_bytes)
-        if problem.leaving:
-            yield from self._stage(replace(problem, leaving=False)).best(budget_bytes)
         columns, ways = _ways(problem)
         everywhere = ways[:, -1] >= 0
         if not everywhere.all():
@@ -256,30 +254,23 @@ class _Stage:
 
     @cached_property
     def _starts(self) -> Numbers:
-        """Answers from which the search begins: one layer after the other gets its next column. [1] [3]"""
-        rows = [alike[:1] for alike in self._alike]
-        for own, to in chain.from_iterable(map(pairwise, self._alike)):
+        """Answers from which the search begins: as the price of a byte rises, one layer after the other gets its kind's next
+        column. [1] [3]"""
+        alike = self._at_prices[:, self.kind_of_layer]
+        rows = [alike[:1]]
+        for own, to in pairwise(alike):
             changed = np.cumsum(own != to)
             rows.append(np.where(changed <= np.arange(1, changed[-1] + 1)[:, None], to, own))
         above = np.concatenate(rows)
-        rows = [np.where(way < 0, above, way) for way in self.ways]
-        return self._ordered(np.concatenate(rows))
+        return self._ordered(np.concatenate([np.where(way < 0, above, way) for way in self.ways]))
 
-    @cached_property
-    def _alike(self) -> list[Numbers]:
-        """Columns that all layers of a kind choose at rising prices of a byte: for their seconds, for their need instead, or for
-        host seconds alone."""
-        columns = self.columns
-        costs = [columns.longer_s, columns.need, *([] if self.problem.device is None else [columns.host_s.sum(axis=1)])]
-        return [self._at_prices(cost)[:, self.kind_of_layer] for cost in costs]
-
-    def _at_prices(self, seconds: Floats) -> Numbers:
-        """Return columns of all kinds. At each rising price one kind moves on to its next vertex."""
+    @property
+    def _at_prices(self) -> Numbers:
+        """Columns of all kinds. At each rising price of a byte one kind moves on to its next vertex."""
         kind = np.repeat(np.arange(len(self.ranges)), [end - begin for begin, end in self.ranges])
-        seconds, size = seconds[: len(kind)], self._size[: len(kind)]
-        own = np.array(
-            [begin + np.lexsort((size[begin:end], seconds[begin:end]))[0] for begin, end in self.ranges], dtype=np.intp
-        )
+        seconds, size = self.columns.longer_s[: len(kind)], self._size[: len(kind)]
+        order = np.lexsort((size, seconds))
+        own = np.array([order[kind[order] == each][0] for each in range(len(self.ranges))], dtype=np.intp)
         corners = [own]
         while len(kind):
             freed = size[own][kind] - size
