@@ -270,7 +270,7 @@ def test_a_stated_share_is_offloaded_and_copies_are_waited_for():
     slow = job.cluster.pcie.model_copy(update={"gb_per_s": 25.0, "shared_with_nic": False})
     crawling = job.model_copy(update={"cluster": job.cluster.model_copy(update={"pcie": slow})})
     fast, late = (decide(each, analytic_profile(each)) for each in (job, crawling))
-    assert [stage.offload_ratio for stage in fast.stages] == [1.0] * 4 + [0.0] * 4
+    assert [stage.asked.ratio for stage in fast.stages] == [1.0] * 4 + [0.0] * 4
     shape = LayerShape.of(job)
     small = sum(tensor.bytes for half in HALVES for tensor in half_tensors(shape, half) if tensor.bytes < MIB)
     sizes = [stage.offload.bytes for stage in fast.plan.stages[:2]]

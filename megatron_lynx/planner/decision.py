@@ -115,7 +115,7 @@ class Decision:
     @property
     def offload_ratio(self) -> float:
         """The largest of all stages."""
-        return max(answer.offload_ratio for answer in self.stages)
+        return max(answer.asked.ratio for answer in self.stages)
 
     @property
     def recomputes(self) -> bool:
@@ -199,7 +199,7 @@ def fitting(stages: Stages) -> Decision:
         if problems:
             raise Infeasible(NOTHING_FITS, problems)
         found = Decision.of(stages, tuple(answers))
-        copying = (answer for answer in found.stages if answer.offload_ratio or answer.whole)
+        copying = (answer for answer in found.stages if answer.asked.ratio or answer.whole)
         over = {answer.stage: (answer.asked, excess) for answer in copying if (excess := found.excess_bytes(answer.stage))}
         if not over:
             return found

@@ -30,7 +30,7 @@ def summary(decision: Decision) -> dict[str, Any]:
                 "chunk": entry.chunk,
                 "layers": str(entry.layers),
                 "ahead_depth": entry.ahead_depth,
-                "offload_ratio": decision.stages[entry.stage].offload_ratio,
+                "offload_ratio": decision.stages[entry.stage].asked.ratio,
                 "offload_bytes": 0 if entry.offload is None else entry.offload.bytes,
                 "memory_bytes": memory[entry.stage].named,
                 "predicted": entry.predicted.model_dump(mode="json"),

@@ -235,8 +235,8 @@ def _offload(job: Job, answer: StageAnswer, chunk: int) -> Offload | None:
         smallest_tensor_bytes=smallest_bytes,
         beside_messages=beside,
         experts=experts,
-        pace_bytes=None if answer.within is None else answer.within.chunks[chunk].pace_bytes,
-        half_by_half="at_once" if answer.within is None or answer.in_flight == 1 else "all",
+        pace_bytes=answer.leaving[chunk].pace_bytes if answer.leaving else None,
+        half_by_half="all" if answer.leaving and answer.in_flight > 1 else "at_once",
     )
 
 

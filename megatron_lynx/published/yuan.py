@@ -96,7 +96,7 @@ def _named_bytes(job: Job) -> Iterator[tuple[int, int]]:
         moments = [beside.at(moment) for moment in beside.moments if moment in ("backward", "loss")]
         named = max(memory.total - memory.in_hand - memory.messages - memory.buffers - memory.rest for memory in moments)
         movable = max(0, answer.in_flight - CHUNKS_NOT_OFFLOADED + (answer.stage == last))
-        yield named + answer.in_flight * answer.chunk_bytes, movable * answer.chunk_bytes
+        yield named + answer.in_flight * answer.chunks.most_resident_bytes, movable * answer.chunks.most_resident_bytes
 
 
 def _smallest_ratio(job: Job) -> float:

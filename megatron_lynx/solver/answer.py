@@ -15,7 +15,7 @@ from functools import cached_property
 from math import ceil
 from typing import NamedTuple
 
-from megatron_lynx.anatomy import by_layer
+from megatron_lynx.anatomy import Section, by_layer
 from megatron_lynx.cost.host import NO_HOST_TIME
 from megatron_lynx.cost.memory import HalfMemory, peak_bytes, resident_bytes
 from megatron_lynx.errors import Infeasible, Problem
@@ -106,7 +106,7 @@ class SolvedChunks(tuple[Solved, ...]):
 
     @property
     def most_resident_bytes(self) -> int:
-        """Bytes of one micro-batch."""
+        """Bytes of one micro-batch on the largest of chunks beside others (C)."""
         return max(chunk.resident_bytes for chunk in self.beside_each_other)
 
     @property
@@ -134,21 +134,13 @@ class Share(NamedTuple):
 
 
 class Leaving(NamedTuple):
-    """Offload of one chunk within micro-batches."""
+    """Offload of one chunk within each micro-batch's own forward; it comes back within its own backward (`runtime.offload`)."""
 
     bytes: int = 0
     pace_bytes: int = 1
     """Bytes copied during one half's forward."""
-    gone_bytes: int = 0
-    """Bytes that are away before its last half ends."""
-
-
-class Within(NamedTuple):
-    """Offload of each micro-batch within its own forward; it comes back within its own backward (`runtime.offload`)."""
-
-    chunks: tuple[Leaving, ...]
-    spared_bytes: int
-    """Bytes of all micro-batches in flight that are away when the last half of one ends its forward and begins its backward."""
+    sections: tuple[Section, ...] = ()
+    """Of the halves of which something leaves."""
 
 
 @dataclass(frozen=True)
@@ -172,23 +164,17 @@ class StageAnswer:
     """Smallest offloaded fraction of a chunk's resident bytes: as requested, or all that can be moved."""
     host: Passes = NO_HOST_TIME
     """Host seconds to issue it; 0 if unknown."""
-    within: Within | None = None
-    """Offload within micro-batches; then nothing is offloaded between passes."""
+    leaving: tuple[Leaving, ...] = ()
+    """Offload within micro-batches, by chunk; then nothing is offloaded between passes."""
+    spared_bytes: int = 0
+    """Bytes of all micro-batches in flight that are away when the last half of one ends its forward and begins its backward."""
     whole: int = 0
     """Micro-batches in flight that keep everything. Bytes and seconds are of the others."""
-
-    @property
-    def offload_ratio(self) -> float:
-        return self.asked.ratio
 
     @property
     def host_late_s(self) -> float:
         """Seconds that its passes take longer because the host is slower than the device."""
         return self.host.beyond(self.stock.forward_s, self.stock.backward_s + self.longer_s)
-
-    @property
-    def exposed_s(self) -> float:
-        return sum(chunk.exposed_s for chunk in self.chunks)
 
     @property
     def longer_s(self) -> float:
@@ -198,16 +184,7 @@ class StageAnswer:
     @property
     def peak_bytes(self) -> int:
         """Peak of all its layers with all chunks in flight, with the loss included. A simulation finds no more."""
-        return self.chunks.peak_bytes - self.within_bytes
-
-    @property
-    def within_bytes(self) -> int:
-        return 0 if self.within is None else self.within.spared_bytes
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Bytes of one micro-batch on the largest of chunks beside others (C)."""
-        return self.chunks.most_resident_bytes
+        return self.chunks.peak_bytes - self.spared_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -215,9 +192,9 @@ class StageAnswer:
         return sum(sets * self.offloaded_bytes(chunk) for chunk, sets in enumerate(self.host_sets))
 
     def offloaded_bytes(self, chunk: int) -> int:
-        if self.within is not None:
-            return self.within.chunks[chunk].bytes
-        return min(int(self.offload_ratio * self.chunks[chunk].resident_bytes), self._movable_bytes(chunk))
+        if self.leaving:
+            return self.leaving[chunk].bytes
+        return min(int(self.asked.ratio * self.chunks[chunk].resident_bytes), self._movable_bytes(chunk))
 
     @property
     def movable_share(self) -> float:

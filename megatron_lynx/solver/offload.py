@@ -9,7 +9,7 @@ A chunk's input stays, because Megatron holds it. What its last half keeps stays
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, compress
@@ -25,7 +25,7 @@ from megatron_lynx.pace import Pace
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.flushes import counts_at_backwards
-from megatron_lynx.solver.answer import Leaving, Solved, SolvedChunks, Within
+from megatron_lynx.solver.answer import Leaving, Solved, SolvedChunks
 from megatron_lynx.timeline import Passes
 
 SLACK = 0.95
@@ -62,24 +62,22 @@ class Leaver:
 
     def leaving(
         self, asked_bytes: int, budget_bytes: int | None, solved: Callable[[int | None], SolvedChunks]
-    ) -> tuple[SolvedChunks, Within | None]:
-        """Return the choices with which the requested bytes leave every chunk, or as many as then can.
+    ) -> tuple[SolvedChunks, tuple[Leaving, ...], int]:
+        """Return the choices with which the requested bytes leave every chunk, or as many as then can, and `leaving` and
+        `spared_bytes` of the stage's answer.
 
         `solved` solves the chunks with a budget. Raises `Infeasible` as `solved` does.
         """
         spared_bytes = self.in_flight * asked_bytes
         while True:
             chunks = solved(None if budget_bytes is None else budget_bytes + spared_bytes)
-            within = self._within(asked_bytes, chunks)
-            if within.spared_bytes >= spared_bytes:
-                leaves = any(chunk.bytes for chunk in within.chunks)
-                return chunks, within._replace(spared_bytes=spared_bytes) if leaves else None
-            spared_bytes = within.spared_bytes
-
-    def sections_leaving(self, chunks: SolvedChunks, within: Within | None) -> Iterator[Section]:
-        if within is not None:
-            for chunk, solved, leaving in zip(self._chunks, chunks, within.chunks, strict=True):
-                yield from compress(chunk.sections, self._sizes(solved, leaving.bytes))
+            parts = [self._leaves(chunk, solved, asked_bytes) for chunk, solved in zip(self._chunks, chunks, strict=True)]
+            beside = zip(chunks.beside_each_other, parts, strict=False)
+            beside_bytes = min(chunks.most_resident_bytes - solved.resident_bytes + part.bytes for solved, (part, _) in beside)
+            most_bytes = min(gone_bytes for _, gone_bytes in parts) + (self.in_flight - 1) * beside_bytes
+            if most_bytes >= spared_bytes:
+                return chunks, tuple(part for part, _ in parts), spared_bytes
+            spared_bytes = most_bytes
 
     @property
     def in_flight(self) -> int:
@@ -100,26 +98,18 @@ class Leaver:
         copied_bytes = min((bytes_copied_in(self.profile, seconds) for seconds in waits_s), default=inf)
         return int(copied_bytes) if copied_bytes < inf else 0
 
-    def _within(self, asked_bytes: int, chunks: SolvedChunks) -> Within:
-        """Return the offload with these choices, at most `asked_bytes` of each chunk.
-
-        Bytes that are away only after the last half save memory for the other micro-batches in flight; the largest counts.
-        """
-        parts = [self._leaves(chunk, solved, asked_bytes) for chunk, solved in zip(self._chunks, chunks, strict=True)]
-        beside = zip(chunks.beside_each_other, parts, strict=False)
-        beside_bytes = min(chunks.most_resident_bytes - solved.resident_bytes + part.bytes for solved, part in beside)
-        spared_bytes = min(part.gone_bytes for part in parts) + (self.in_flight - 1) * beside_bytes
-        return Within(tuple(parts), spared_bytes)
-
-    def _leaves(self, chunk: _Chunk, solved: Solved, asked_bytes: int) -> Leaving:
+    def _leaves(self, chunk: _Chunk, solved: Solved, asked_bytes: int) -> tuple[Leaving, int]:
+        """Return what leaves a chunk with these choices, at most `asked_bytes`, and the bytes that are away before its last half
+        ends. Those that are away only after it save memory for the other micro-batches in flight."""
         sizes, halves = self._sizes(solved, asked_bytes), len(chunk.sections)
         if not (size_bytes := sum(sizes)):
-            return Leaving()
+            return Leaving(), 0
         copy_s, half_s = self.profile.link_s("host", size_bytes), chunk.forward_s / halves
         pace_bytes = max(1, int(SLACK * size_bytes * half_s / copy_s)) if copy_s else size_bytes
         pace = Pace(pace_bytes, halves)
         turns = [(size, pace.leaves(place, size)) for place, size in enumerate(sizes, start=1) if size]
-        return Leaving(size_bytes, pace_bytes, sum(size for size, turn in turns if turn.away < halves))
+        gone_bytes = sum(size for size, turn in turns if turn.away < halves)
+        return Leaving(size_bytes, pace_bytes, tuple(compress(chunk.sections, sizes))), gone_bytes
 
     def _sizes(self, solved: Solved, size_bytes: int) -> list[int]:
         """Return the bytes that leave each half but the last, first those that forward produced first."""

@@ -254,21 +254,21 @@ class _Stage:
 
     @cached_property
     def _starts(self) -> Numbers:
-        """Answers from which the search begins: as the price of a byte rises, one layer after the other gets its kind's next
-        column. [1] [3]"""
-        alike = self._at_prices[:, self.kind_of_layer]
-        rows = [alike[:1]]
-        for own, to in pairwise(alike):
+        """Answers from which the search begins: as the price of a byte in seconds rises, or in the host's alone, one layer after
+        the other gets its kind's next column. [1] [3]"""
+        costs = self.columns.longer_s, self.columns.host_s.sum(axis=1)
+        alike = [self._at_prices(seconds)[:, self.kind_of_layer] for seconds in costs]
+        rows = [each[:1] for each in alike]
+        for own, to in chain.from_iterable(map(pairwise, alike)):
             changed = np.cumsum(own != to)
             rows.append(np.where(changed <= np.arange(1, changed[-1] + 1)[:, None], to, own))
         above = np.concatenate(rows)
         return self._ordered(np.concatenate([np.where(way < 0, above, way) for way in self.ways]))
 
-    @property
-    def _at_prices(self) -> Numbers:
-        """Columns of all kinds. At each rising price of a byte one kind moves on to its next vertex."""
+    def _at_prices(self, seconds: Floats) -> Numbers:
+        """Return columns of all kinds. At each rising price of a byte one kind moves on to its next vertex."""
         kind = np.repeat(np.arange(len(self.ranges)), [end - begin for begin, end in self.ranges])
-        seconds, size = self.columns.longer_s[: len(kind)], self._size[: len(kind)]
+        seconds, size = seconds[: len(kind)], self._size[: len(kind)]
         order = np.lexsort((size, seconds))
         own = np.array([order[kind[order] == each][0] for each in range(len(self.ranges))], dtype=np.intp)
         corners = [own]

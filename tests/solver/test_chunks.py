@@ -20,16 +20,20 @@ def last_stage(memory_gib: float):
     return stages.answer(7)
 
 
+def exposed_s(answer) -> float:
+    return sum(chunk.exposed_s for chunk in answer.chunks)
+
+
 def test_chunks_in_flight_leave_the_last_one_room_where_that_exposes_less() -> None:
     """With 55.4 GiB they once kept more than with 53.2, and the last chunk had to recompute: 8.2 ms were exposed, before 4.9."""
     less, more = last_stage(53.2), last_stage(55.4)
-    assert more.exposed_s <= less.exposed_s
+    assert exposed_s(more) <= exposed_s(less)
     assert more.chunks[-1].exposed_s == 0
 
 
 def test_more_memory_never_exposes_more_on_a_stage_with_chunks() -> None:
-    exposed_s = [last_stage(memory_gib).exposed_s for memory_gib in (45, 48, 51, 54, 57, 60, 63, 66)]
-    assert all(more <= less * (1 + 1e-9) for less, more in pairwise(exposed_s))
+    seconds = [exposed_s(last_stage(memory_gib)) for memory_gib in (45, 48, 51, 54, 57, 60, 63, 66)]
+    assert all(more <= less * (1 + 1e-9) for less, more in pairwise(seconds))
 
 
 def test_all_chunks_together_keep_the_budget() -> None:
