@@ -254,10 +254,10 @@ class _Stage:
 
     @cached_property
     def _starts(self) -> Numbers:
-        """Answers from which the search begins: as the price of a byte in seconds rises, or in the host's alone, one layer after
-        the other gets its kind's next column. [1] [3]"""
-        costs = self.columns.longer_s, self.columns.host_s.sum(axis=1)
-        alike = [self._at_prices(seconds)[:, self.kind_of_layer] for seconds in costs]
+        """Answers from which the search begins: as the price of a byte rises, in seconds, in the host's alone, or in need, one
+        layer after the other gets its kind's next column. [1] [3]"""
+        costs = self.columns.longer_s, self.columns.need, self.columns.host_s.sum(axis=1)
+        alike = [self._at_prices(cost)[:, self.kind_of_layer] for cost in costs]
         rows = [each[:1] for each in alike]
         for own, to in chain.from_iterable(map(pairwise, alike)):
             changed = np.cumsum(own != to)
@@ -265,16 +265,16 @@ class _Stage:
         above = np.concatenate(rows)
         return self._ordered(np.concatenate([np.where(way < 0, above, way) for way in self.ways]))
 
-    def _at_prices(self, seconds: Floats) -> Numbers:
+    def _at_prices(self, cost: Floats) -> Numbers:
         """Return columns of all kinds. At each rising price of a byte one kind moves on to its next vertex."""
         kind = np.repeat(np.arange(len(self.ranges)), [end - begin for begin, end in self.ranges])
-        seconds, size = seconds[: len(kind)], self._size[: len(kind)]
-        order = np.lexsort((size, seconds))
+        cost, size = cost[: len(kind)], self._size[: len(kind)]
+        order = np.lexsort((size, cost))
         own = np.array([order[kind[order] == each][0] for each in range(len(self.ranges))], dtype=np.intp)
         corners = [own]
         while len(kind):
             freed = size[own][kind] - size
-            price = np.divide(seconds - seconds[own][kind], freed, out=np.full(len(kind), np.inf), where=freed > 0)
+            price = np.divide(cost - cost[own][kind], freed, out=np.full(len(kind), np.inf), where=freed > 0)
             to = np.lexsort((-freed, kind, price))[0]
             if not np.isfinite(price[to]):
                 break

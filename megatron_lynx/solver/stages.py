@@ -28,7 +28,7 @@ The chunks of a stage keep its budget together:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -100,8 +100,7 @@ class Stages:
         pacing = [at for at, (share, _) in enumerate(lags) if not share.within and self.job.policy == "planned"][:1]
         counted = [lag for at, lag in enumerate(lags) if at not in pacing]
         budget_bytes = layers_budget_bytes(self.job, stage)
-        best: StageAnswer | None = None
-        problems: Callable[[], list[Problem]] = partial(_lagging, stage)
+        best, refused, too_small = None, None, None
         for shares in self._shares(stage, steps):
             for share in shares:
                 lagging_bytes = [size for lagging, size in counted if lagging == share]
@@ -111,18 +110,20 @@ class Stages:
                 try:
                     candidate = self._known(stage, share, budget_bytes and budget_bytes - less_bytes, bool(pacing))
                 except Infeasible as error:
-                    problems = partial(_lagging, stage) if less_bytes or pacing else partial(self._shortage, stage, error)
+                    refused = None if less_bytes or pacing else error
                     continue
-                if too_small := host_shortage(self.job, candidate.host_bytes, stage):
-                    problems = partial(list, (too_small,))
+                if short := host_shortage(self.job, candidate.host_bytes, stage):
+                    too_small = short
                     continue
                 if best is None or (self._late_s(candidate), share.ratio) < (self._late_s(best), best.asked.ratio):
                     best = candidate
                 elif share.within or candidate.exposed_copies_s >= self._late_s(best):
                     break  # a smaller fraction within micro-batches leaves less memory, a larger one between passes copies more
-        if best is None:
-            raise Infeasible(NOTHING_FITS, problems())
-        return best
+        if best is not None:
+            return best
+        if too_small is not None:
+            raise Infeasible(NOTHING_FITS, [too_small])
+        raise Infeasible(NOTHING_FITS, _lagging(stage) if refused is None else self._shortage(stage, refused))
 
     def _keeping_some(self, stage: int, lags: tuple[Lag, ...]) -> StageAnswer | None:
         """Return the answer with as many whole micro-batches as the job asks for, all in flight if they are fewer; with `auto`,
