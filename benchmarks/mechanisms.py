@@ -94,6 +94,11 @@ MECHANISMS = (
         ((filling.Filling, "send_first", lambda chunk: None),),
     ),
     Mechanism(
+        "recomputation in parts of several waits",
+        (options._parted, *_of_class(HalfOptions, "_stops")),
+        ((HalfOptions, "_stops", lambda halves, section, items, price: {}),),
+    ),
+    Mechanism(
         "checkpoints begin ahead",
         _of_class(HalfOptions, "_ways", "_spared_s"),
         ((options, "ahead_to", lambda *half, **how: None), (options, "may_gather_ahead", lambda *half, **how: False)),

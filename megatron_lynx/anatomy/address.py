@@ -120,6 +120,10 @@ def stretches_in(text: str) -> tuple[Stretch, ...]:
     return tuple(Stretch(window, until or None) for window, _, until in parts)
 
 
+def in_words(stretches: tuple[Stretch, ...]) -> str:
+    return THEN.join(map(str, stretches)) or ON_DEMAND
+
+
 def half_before(half: Half) -> tuple[Half, int]:
     return ("mlp", 0) if half == "attention" else ("attention", 1)
 

@@ -1,6 +1,6 @@
 """Options for one half of a layer: tensors kept, items recomputed and where, and their cost.
 
-    sets of items  ──price──> recomputed on demand, or in one wait of the backward ──> Option, Option, ...
+    sets of items  ──price──> recomputed on demand, or in waits of the backward    ──> Option, Option, ...
     checkpoints    ──price──> recomputed on demand, in part ahead or in a wait     ──> of the half, and of the layer
 
 Waits ("windows") of a stage's backward in which a half may be recomputed:
@@ -9,8 +9,8 @@ Waits ("windows") of a stage's backward in which a half may be recomputed:
                                        recompute attention(L)   recompute mlp(L-1)                                            [1]
     with sequence parallelism          [bwd.X.0] X ...          a half's own recomputation, before its GEMMs                  [2]
 
-[1] A half is recomputed in one window of the half before it. If that is not its last one, recomputed bytes are held while that
-    whole half runs.
+[1] A half is recomputed in the windows of the half before it, in several parts if there are several windows. Bytes recomputed
+    before the last of these windows are held while that whole half runs.
 [2] `anatomy.in_time` says when that window comes before anything of the half is needed. Each window is offered to one half: to
     the half itself in Megatron's own layers, and to the next half in Transformer Engine's, where it rarely comes in time for the
     half itself.
@@ -31,13 +31,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 from megatron_lynx.anatomy import HALVES, Half, Section, by_layer
 from megatron_lynx.anatomy.address import (
     ON_DEMAND,
+    Stretch,
     amax_reducing,
     half_before,
+    in_words,
     own_waits_in_time,
     own_window,
     resumes_in_wait,
@@ -49,7 +52,7 @@ from megatron_lynx.cost.communication import before_core_s, behind_gather_s, gat
 from megatron_lynx.cost.host import half_host_s
 from megatron_lynx.cost.moments import less_in_hand_bytes
 from megatron_lynx.cost.recompute import INSIDE, Checkpoint, sensible_choices
-from megatron_lynx.cost.section import PricedSection, Prices
+from megatron_lynx.cost.section import PricedSection, Prices, Progress
 from megatron_lynx.cost.stage import HalfSeconds, chunks_in_flight, half_seconds, stage_seconds
 from megatron_lynx.fp8_recipes import gathers_once
 from megatron_lynx.kinds.latent.section import core_kept
@@ -67,11 +70,24 @@ Layer = tuple[Checkpoint, Checkpoint]
 class Wait(NamedTuple):
     """A window of the backward, as a half that is recomputed there sees it."""
 
-    window: str | None = None
-    """Its name in a plan; None: on demand."""
-    seconds: float = 0.0
+    window: str
+    """Its name in a plan."""
+    seconds: float
     ahead: int = 0
     """Moments before the half's own backward at which it begins (`cost.memory`); 0 for the half's own windows."""
+
+
+class Part(NamedTuple):
+    """Part of a recomputation that runs in a wait."""
+
+    wait: Wait
+    seconds: float
+    until: str | None = None
+    """Item before which it stops; None: all that is left runs."""
+
+
+Parts = tuple[Part, ...]
+"""In order. What is left after the last one runs on demand, when backward asks for the half's first tensor."""
 
 
 class Gather(NamedTuple):
@@ -86,7 +102,6 @@ class Gather(NamedTuple):
     """Moments before the half's own backward from which the gathered input is there (`cost.memory`)."""
 
 
-ON_DEMAND_WAIT = Wait()
 NO_GATHER = Gather()
 
 LAYER: Mapping[Half, Checkpoint] = dict(zip(HALVES, (Checkpoint(feeds=True), Checkpoint(fed=True)), strict=True))
@@ -174,7 +189,7 @@ class HalfOptions:
 
     @once
     def _recomputed(self, section: Section, before: Section | None) -> tuple[Option, ...]:
-        """Return all sets of items that may be recomputed, on demand and in each wait that is offered."""
+        """Return all sets of items that may be recomputed, on demand and in all ways in the waits that are offered."""
         options = list[Option]()
         stays, parallel = stays_whole(self.job, section), self.job.parallel
         shape, costs = self.profile.shape, self.profile.of(section)
@@ -189,24 +204,38 @@ class HalfOptions:
             movable_bytes = 0 if stays else price.memory.movable
             if self.job.model.moe_overlapped and not section.apart:  # Megatron holds the input of a node
                 movable_bytes = max(0, movable_bytes - costs.input_bytes)
-            for wait, gather in self._seats(section, before, items):
-                memory = replace(price.memory, movable=movable_bytes, ahead=_ahead(price, section, wait, gather))
-                hidden_s = min(price.recompute_s, wait.seconds / self.profile.interference)
-                where, exposed_s = (wait.window, gather.window), price.recompute_s - hidden_s + gather.exposed_s
+            for parts, gather in self._seats(section, before, items, price):
+                memory = replace(price.memory, movable=movable_bytes, ahead=_ahead(price, section, parts, gather))
+                where, exposed_s = (_window(parts), gather.window), price.recompute_s - self._hidden_s(parts) + gather.exposed_s
                 options.append(Option(items, memory, *where, price.recompute_s, exposed_s, gather.spared_s, price.flops, host))
         return tuple(options)
 
-    def _seats(self, section: Section, before: Section | None, items: Collection[str]) -> Iterator[tuple[Wait, Gather]]:
-        """Yield the waits in which these items may be recomputed, on demand first, each with the gather of their input."""
+    def _hidden_s(self, parts: Parts) -> float:
+        """Return the seconds of recomputation that waits hide. In a wait it takes `interference` times as long."""
+        return sum(min(part.seconds, part.wait.seconds / self.profile.interference) for part in parts)
+
+    def _seats(
+        self, section: Section, before: Section | None, items: Collection[str], price: PricedSection
+    ) -> Iterator[tuple[Parts, Gather]]:
+        """Yield the ways to recompute these items, on demand first, then what hides most, each with the gather of their input."""
         model, sliced = self.job.model, self.job.parallel.sequence_parallel
         communicates = amax_reducing(section, items, model.fp8_recipe, sequence_parallel=sliced)
-        waits = (ON_DEMAND_WAIT, *(self._waits(section, before, items) if items and not communicates else ()))
+        waits = [*self._waits(section, before, items)] if items and not communicates else []
+        in_waits = _parted(waits, self._stops(section, items, price), price.recompute_s)
+        ways: list[Parts] = [(), *sorted(in_waits, key=self._hidden_s, reverse=True)]
         if not sliced or section.gathered not in items:
-            yield from ((wait, NO_GATHER) for wait in waits)
+            yield from ((parts, NO_GATHER) for parts in ways)
         elif communicates or not self._collectives_hide or before is None or not before.has_windows:
-            yield ON_DEMAND_WAIT, Gather(ON_DEMAND, *self._gather_s(section, None))
+            yield (), Gather(ON_DEMAND, *self._gather_s(section, None))
         else:
-            yield from ((wait, self._gather(section, before, wait)) for wait in waits)
+            yield from ((parts, self._gather(section, before, parts)) for parts in ways)
+
+    def _stops(self, section: Section, items: Collection[str], price: PricedSection) -> dict[str, Progress]:
+        """Return the items before which a recomputation may stop. Items before a gather run together with it. A norm of
+        Transformer Engine would run again with its linear."""
+        before_linear = not (self.job.model.uses_te or self.job.parallel.sequence_parallel)
+        stops = {name: stop for name, stop in price.stops.items() if 0 < stop.seconds < price.recompute_s}
+        return {name: stop for name, stop in stops.items() if name != section.gathered or (before_linear and name in items)}
 
     def _waits(self, section: Section, before: Section | None, items: Collection[str]) -> Iterator[Wait]:
         """Yield the windows that are offered to these items of a half, in order. [1] [2] [3]"""
@@ -232,12 +261,12 @@ class HalfOptions:
             if waited.carries != "input"
         ]
 
-    def _gather(self, section: Section, before: Section, wait: Wait) -> Gather:
-        """Return the gather of a half's input after the first collective of the half before. If the half is recomputed in that
-        wait, its input is gathered one half earlier."""
+    def _gather(self, section: Section, before: Section, parts: Parts) -> Gather:
+        """Return the gather of a half's input after the first collective of the half before. If the half's recomputation begins
+        in that wait, its input is gathered one half earlier."""
         half, above = half_before(section.half)
         first = window_name("bwd", half, 0, above)
-        if wait.window == first:
+        if parts and parts[0].wait.window == first:
             return Gather(window_name("bwd", section.half, 0, 1), *self._gather_s(section, section, whole=True), ahead=4)
         return Gather(first, *self._gather_s(section, before), ahead=2)
 
@@ -322,18 +351,35 @@ class HalfOptions:
         return checkpoint._replace(rest_in_wait=may and self.prices.windows_s("bwd", section, ())[0] > 0)
 
 
-def _ahead(price: PricedSection, section: Section, wait: Wait, gather: Gather) -> tuple[int, ...]:
+def _parted(waits: Sequence[Wait], stops: Mapping[str, Progress], recompute_s: float, done_s: float = 0.0) -> Iterator[Parts]:
+    """Yield every way to run the rest of a recomputation in these waits, in order: in one wait, or part by part."""
+    for later, wait in enumerate(waits, start=1):
+        yield (Part(wait, recompute_s - done_s),)
+        for name, stop in stops.items():
+            if stop.seconds > done_s:
+                rests = _parted(waits[later:], stops, recompute_s, stop.seconds)
+                yield from ((Part(wait, stop.seconds - done_s, name), *rest) for rest in chain([()], rests))
+
+
+def _window(parts: Parts) -> str | None:
+    """Return the parts as a plan names them; None: all on demand."""
+    rest = [Stretch(ON_DEMAND)] if parts and parts[-1].until else []
+    return in_words((*(Stretch(part.wait.window, part.until) for part in parts), *rest)) if parts else None
+
+
+def _ahead(price: PricedSection, section: Section, parts: Parts, gather: Gather) -> tuple[int, ...]:
     """Return the bytes recomputed or gathered before a half's own backward, at the four moments of `HalfMemory.ahead`.
 
     windows of       attention(3)        mlp(2): the half before    attention(2): the half itself
                      [A]       [B]       [A]       [B]              [A]
     recomputed       ahead[3]  ahead[2]  ahead[1]  ahead[0]         whole ... until the half's own backward ends
     """
-    gathered_bytes = price.stops[section.column_parallel].bytes if gather.ahead else 0
-    return tuple(
-        price.memory.regenerated if moment < wait.ahead else gathered_bytes if moment < gather.ahead else 0
-        for moment in range(len(price.memory.ahead))
-    )
+    held = [(gather.ahead, price.stops[section.column_parallel].bytes)] if gather.ahead else []
+    held += [(part.wait.ahead, price.stops[part.until].bytes if part.until else price.memory.regenerated) for part in parts]
+    bytes_ahead = [0] * len(price.memory.ahead)
+    for ahead, size in held:
+        bytes_ahead[:ahead] = [size] * ahead
+    return tuple(bytes_ahead)
 
 
 @dataclass(frozen=True)

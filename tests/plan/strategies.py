@@ -15,9 +15,9 @@ from megatron_lynx.anatomy import DENSE, EXPERTS, HALVES, LINEARS, Half, Pass, S
 from megatron_lynx.anatomy.address import (
     ON_DEMAND,
     RECV_BACKWARD,
-    THEN,
     Stretch,
     WindowAddress,
+    in_words,
     stretches_in,
     window_at,
 )
@@ -303,7 +303,7 @@ def places(draw: st.DrawFn, section: Section, windows: Sequence[str]) -> str:
         else [draw(st.sampled_from(windows))]
     )
     *begun, last = sorted(some, key=_moment)
-    return THEN.join([*(str(Stretch(window, stop)) for window, stop in zip(begun, stops, strict=False)), last])
+    return in_words((*(Stretch(window, stop) for window, stop in zip(begun, stops, strict=False)), Stretch(last)))
 
 
 def _moment(window: str) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_lynx.anatomy import EXPERTS
-from megatron_lynx.anatomy.address import ON_DEMAND
+from megatron_lynx.anatomy.address import ON_DEMAND, stretches_in
 from megatron_lynx.config import Job
 from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.plan.plan import Plan
@@ -35,8 +35,8 @@ def qwen3(**layout: object) -> Job:
 
 
 def begun(choices: Choices) -> set[str]:
-    """The windows of backwards in which recomputations run."""
-    return {option.window or ON_DEMAND for option in choices}
+    """The windows of backwards in which recomputations begin."""
+    return {stretches_in(option.window)[0].window if option.window else ON_DEMAND for option in choices}
 
 
 def problems(job: Job) -> tuple[Choices, Choices]:
