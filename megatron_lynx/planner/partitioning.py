@@ -71,10 +71,11 @@ class _Times:
     @once
     def of(self, stage: int, count: int) -> float:
         """Infinite if the layers do not fit, or are fewer than the chunks."""
-        if count < self.job.chunks:
+        stages = self._stages(count) if count >= self.job.chunks else None
+        if stages is None or (self.job.offload_ratio == "auto" and not stages.least_fits(stage)):  # shares take long to try
             return inf
         try:
-            return self._stages(count).answer(stage).seconds(self.job.microbatches) + self._messages_s(stage)
+            return stages.answer(stage).seconds(self.job.microbatches) + self._messages_s(stage)
         except Infeasible:
             return inf
 

@@ -1,7 +1,8 @@
 """Solves a stage: how many layers of each kind get each column, for the fastest micro-batch within the budget (docs/planner.md).
 
 A column is an option for each half of a layer, checkpoints included, that no other column beats. Of adjacent layers of one kind,
-the one with the larger need beyond its resident bytes is lower, where the layers above it are finished.
+the one with the larger need beyond its resident bytes is lower, where the layers above it are finished. Host seconds are counted
+only if the fastest answer without them is late.
 
 [1] At a price for a byte every layer chooses alone. As the price rises, each kind of layer moves down the lower convex hull of
     its columns, layer after layer. Each of these answers is evaluated with every column of the last layer.
@@ -24,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lynx.anatomy import HALVES, by_layer
+from megatron_lynx.cost.host import NO_HOST_TIME
 from megatron_lynx.solver.answer import Solved, infeasible
 from megatron_lynx.solver.problem import Choices, Floats, Grouped, Option, StageProblem, unbeaten
 from megatron_lynx.units import SECOND_DIGITS
@@ -62,14 +64,16 @@ class Table(NamedTuple):
         return cls(tuple(chain.from_iterable(halves)), *map(np.concatenate, parts))
 
 
-def table(attention: Choices, mlp: Choices, *, last: bool) -> Table:
-    """Return the columns of a kind of layer that no other one beats. `last`: of the stage's last layer."""
+def table(attention: Choices, mlp: Choices, *, last: bool, hosted: bool) -> Table:
+    """Return the columns of a kind of layer that no other one beats. `last`: of the stage's last layer. `hosted`: host seconds
+    count."""
     first, second = attention.unbeaten, mlp.unbeaten
     apart = product(range(len(first.apart)), range(len(second.apart)))
     joined = zip(range(len(first.apart), len(first)), range(len(second.apart), len(second)), strict=False)
     columns = _columns(first, second, [*apart, *joined])
     moments = columns.whole.T if last else np.array([np.maximum(columns.need, 0), columns.ahead.max(axis=1)])
-    return columns.at(unbeaten([columns.longer_s, columns.resident, *moments, columns.host_s.sum(axis=1)]))
+    host_s = [columns.host_s.sum(axis=1)] if hosted else []
+    return columns.at(unbeaten([columns.longer_s, columns.resident, *moments, *host_s]))
 
 
 def _columns(attention: Choices, mlp: Choices, pairs: Sequence[tuple[int, int]]) -> Table:
@@ -100,8 +104,8 @@ class Answer(NamedTuple):
 class Programme:
     """Solver of a series of problems, which share the tables of their kinds of layers."""
 
-    tables: dict[tuple[int, int, bool], tuple[Choices, Choices, Table]] = field(default_factory=dict)
-    """By identity of both halves' choices, which are kept; last layer."""
+    tables: dict[tuple[int, int, bool, bool], tuple[Choices, Choices, Table]] = field(default_factory=dict)
+    """By identity of both halves' choices, which are kept; last layer; host seconds."""
 
     def __call__(self, problem: StageProblem) -> Solved:
         """Return the fastest answer that fits; without a budget, that fits where everything is recomputed, in waits if possible.
@@ -110,6 +114,11 @@ class Programme:
             leanest = (min(half.plain, key=lambda option: (option.memory.resident, option.longer_s)) for half in problem.halves)
             problem = replace(problem, budget_bytes=_solved(problem, leanest).peak_bytes, device=None)
         assert problem.budget_bytes is not None
+        if problem.device is not None:
+            answer = self(replace(problem, device=None))
+            host = sum((half.host for half in answer.halves), start=NO_HOST_TIME)
+            if not host.beyond(problem.device.forward_s, problem.device.backward_s + answer.longer_s):
+                return answer
         for found in self._found(problem, float(problem.budget_bytes)):
             if found.peak_bytes <= problem.budget_bytes:
                 return found
@@ -120,7 +129,7 @@ class Programme:
 
     def least(self, problem: StageProblem) -> Solved:
         """Return the answer with the least peak, whatever the budget."""
-        return min(self._found(problem, None), key=lambda answer: answer.peak_bytes)
+        return min(self._found(replace(problem, device=None), None), key=lambda answer: answer.peak_bytes)
 
     def _found(self, problem: StageProblem, budget_bytes: float | None) -> Iterator[Solved]:
         """Yield the best answer without groups of layers, then with groups of the lowest, then those with all layers in
@@ -138,20 +147,20 @@ class Programme:
 
     def _stage(self, problem: StageProblem, grouped: Sequence[tuple[Option, Option]] = (), ways: Numbers | None = None) -> _Stage:
         *lower, last = by_layer(problem.halves)
-        kinds = {(id(first), id(second)): (first, second) for first, second in lower}
-        tables = [self._table(*both, last=False) for both in kinds.values()]
+        kinds, hosted = {(id(first), id(second)): (first, second) for first, second in lower}, problem.device is not None
+        tables = [self._table(*both, last=False, hosted=hosted) for both in kinds.values()]
         begins = list(accumulate((len(each.resident) for each in tables), initial=0))
         attention, mlp = (Choices(layer[half] for layer in grouped) for half in range(len(HALVES)))
         columns = Table.of([*tables, _columns(attention, mlp, [(number, number) for number in range(len(grouped))])])
         numbers = {key: number for number, key in enumerate(kinds)}
         kind_of_layer = np.array([numbers[id(first), id(second)] for first, second in lower], dtype=np.intp)
         ways = np.full((1, len(lower)), -1) if ways is None else np.where(ways < 0, ways, ways + begins[-1])
-        return _Stage(problem, kind_of_layer, list(pairwise(begins)), columns, self._table(*last, last=True), ways)
+        return _Stage(problem, kind_of_layer, list(pairwise(begins)), columns, self._table(*last, last=True, hosted=hosted), ways)
 
-    def _table(self, attention: Choices, mlp: Choices, *, last: bool) -> Table:
-        key = id(attention), id(mlp), last
+    def _table(self, attention: Choices, mlp: Choices, *, last: bool, hosted: bool) -> Table:
+        key = id(attention), id(mlp), last, hosted
         if key not in self.tables:
-            self.tables[key] = attention, mlp, table(attention, mlp, last=last)
+            self.tables[key] = attention, mlp, table(attention, mlp, last=last, hosted=hosted)
         return self.tables[key][2]
 
 
@@ -256,7 +265,8 @@ class _Stage:
     def _starts(self) -> Numbers:
         """Answers from which the search begins: as the price of a byte rises, in seconds, in the host's alone, or in need, one
         layer after the other gets its kind's next column. [1] [3]"""
-        costs = self.columns.longer_s, self.columns.need, self.columns.host_s.sum(axis=1)
+        host_s = [] if self.problem.device is None else [self.columns.host_s.sum(axis=1)]
+        costs = self.columns.longer_s, self.columns.need, *host_s
         alike = [self._at_prices(cost)[:, self.kind_of_layer] for cost in costs]
         rows = [each[:1] for each in alike]
         for own, to in chain.from_iterable(map(pairwise, alike)):
