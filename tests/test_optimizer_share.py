@@ -14,6 +14,7 @@ from megatron_lynx.planner import decision as deciding
 from megatron_lynx.planner.left_open import EIGHTHS
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.solver.stages import Stages
 from tests.config.jobs import catalogued_job
 
 LAYOUT = {"tensor": 2, "pipeline": 2, "sequence_parallel": True, "distributed_optimizer": True}
@@ -39,14 +40,19 @@ def test_nothing_goes_where_everything_fits() -> None:
 @pytest.mark.slow
 def test_where_recomputations_cannot_spare_enough_some_of_the_optimizer_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     """No plan fits with all of it on the device; the answer is the fastest of the few shares that were tried, and fits."""
-    job, made, making = job_of(25), {}, deciding._made
+    job, made = job_of(25), dict[float, Decision | None]()
+    partitioning, finishing = deciding.partitioned, deciding.finished
 
-    def remembering(own: Job, profile: Profile) -> Decision:
+    def trying(own: Job, profile: Profile) -> list[Stages]:
         made[own.optimizer.offloaded] = None
-        made[own.optimizer.offloaded] = making(own, profile)
-        return made[own.optimizer.offloaded]
+        return partitioning(own, profile)
 
-    monkeypatch.setattr(deciding, "_made", remembering)
+    def remembering(found: Decision) -> Decision:
+        made[found.job.optimizer.offloaded] = finishing(found)
+        return finishing(found)
+
+    monkeypatch.setattr(deciding, "partitioned", trying)
+    monkeypatch.setattr(deciding, "finished", remembering)
     decision = decide(job, analytic_profile(job))
     assert made[0.0] is None, "infeasible"
     assert {*EIGHTHS} == {*made}

@@ -29,7 +29,6 @@ EXCEPTIONS = {
     ("launch_arguments/today.py", "'mlp'"): "one of Megatron's captured modules, which are not our sections",
     ("plan/rule.py", "'mlp'"): "a value of the key `checkpoint`, as plan files spell it",
     ("solver/options.py", "'rotary'"): "the item whose code asks the host for lengths of packed sequences",
-    ("timetable.py", "[::2]"): "what a layer begins ahead lies in both of its halves and the one above",
 }
 """(file, what is written there): why it is no half, item or window."""
 

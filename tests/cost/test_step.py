@@ -53,7 +53,7 @@ def test_copies_cost_nothing_until_they_outlast_a_forward():
         )
     )
     assert fast.exposed_copies_s == 0
-    least = crawling.offloaded_share * crawling.chunk_bytes / 1e9 * job.microbatches * job.chunks
+    least = crawling.offloaded_share * crawling.chunks.most_resident_bytes / 1e9 * job.microbatches * job.chunks
     assert crawling.exposed_copies_s > least / 2
 
 
