@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_lynx.advise import flags
 from megatron_lynx.advise.flags import Edit
-from megatron_lynx.advise.neighbours import Neighbour, may_offload, neighbours
+from megatron_lynx.advise.neighbours import Neighbour, may_offload, nearest, neighbour
 from megatron_lynx.advise.today import Launch, Row, Stock, launch_today, or_launch, row_of, stocks_best
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.host_optimizer import OnHost
@@ -35,7 +35,9 @@ from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.units import GIB, format_seconds
 
-Call = Callable[[], Any]
+Later = Callable[..., Callable[[], Any]]
+"""(function, its arguments) -> a call for its result."""
+
 MANY_STAGES = 8
 QUARTERS = (0.25, 0.5, 0.75, 1.0)
 CHUNK_MIB = 256
@@ -145,22 +147,31 @@ def answered(
     `copies`: whether the plan may offload activations although `job.offload_ratio` is 0."""
     release = None if reading is None else reading.given.release
     near = near and not refused
-    call: Call = tuple
-    if near and job.cluster.matmul is not None:
-        call = partial(neighbours, job, release, copies=copies)
-    with _beside(job, call) as found:
-        answer = _in_layout(job, costs, reading, refused, release, copies=copies)
-        return answer if answer.refused else replace(answer, near=tuple(found()), asked_near=near)
+    with _beside(job) as later:
+        near_jobs = nearest(job) if near and job.cluster.matmul is not None else []
+        calls = [later(neighbour, job, near_job, release, copies=copies) for near_job in near_jobs]
+        answer = _in_layout(job, costs, reading, refused, release, later, copies=copies)
+        if answer.refused:
+            return answer
+        found = [call() for call in reversed(calls)]  # the last one may not have started
+        ranked = sorted((each for each in reversed(found) if each.rows), key=lambda each: each.fastest.expected_s)
+        return replace(answer, near=tuple(ranked), asked_near=near)
 
 
 @contextmanager
-def _beside(job: Job, call: Call) -> Iterator[Call]:
-    """Make the call in another process meanwhile, if that pays."""
-    if call is tuple or job.parallel.pipeline * job.chunks < MANY_STAGES or os.cpu_count() == 1:
-        yield call
+def _beside(job: Job) -> Iterator[Later]:
+    """Run calls of a large job in another process, one after the other. A call that has not started there when its result is
+    needed runs in this process."""
+    if job.parallel.pipeline * job.chunks < MANY_STAGES or os.cpu_count() == 1:
+        yield partial
         return
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        yield pool.submit(call).result
+    with ProcessPoolExecutor(1, get_context("spawn")) as process, ThreadPoolExecutor(1) as turns:
+
+        def later(call: Callable[..., Any], *given: Any, **named: Any) -> Callable[[], Any]:
+            turn = turns.submit(lambda: process.submit(call, *given, **named).result())
+            return lambda: call(*given, **named) if turn.cancel() else turn.result()
+
+        yield later
 
 
 def _in_layout(
@@ -169,6 +180,7 @@ def _in_layout(
     reading: Reading | None,
     refused: Sequence[Problem],
     release: str | None,
+    later: Later,
     *,
     copies: bool,
 ) -> Answer:
@@ -185,9 +197,11 @@ def _in_layout(
             check_plannable(job)
         except ConfigError as error:
             return replace(answer, error=error, refused=error.problems)
-    answer = replace(answer, without_copies=best, in_todays_bytes=_within_today(job, costs, release, launch, best))
+    within_today = _within_today(job, costs, release, launch, best, later)
+    answer = replace(answer, without_copies=best)
     if may_copy:
         answer = replace(answer, copies=fastest_with_copies(job, costs, release, best, answer.rival_s))
+    answer = replace(answer, in_todays_bytes=within_today())
     if answer.planned is None:
         return replace(answer, error=_why_none(job, costs), would_fit=tuple(would_fit(job, costs, reading)))
     made = answer.planned
@@ -205,12 +219,14 @@ def _why_none(job: Job, costs: Profile) -> Infeasible | None:
     return None
 
 
-def _within_today(job: Job, costs: Profile, release: str | None, launch: Launch, plan: Decision | None) -> Decision | None:
-    """The plan within today's bytes; None if the given plan is, or none fits."""
+def _within_today(
+    job: Job, costs: Profile, release: str | None, launch: Launch, plan: Decision | None, later: Later
+) -> Callable[[], Decision | None]:
+    """Return a call for the plan within today's bytes: None if the given plan is within them, or if no plan fits."""
     if launch.row is None or not launch.written or (plan is not None and plan.memory_bytes <= launch.row.memory_bytes):
-        return None
-    budget = {"memory_gib": launch.row.memory_bytes / GIB, "activation_mib": None}
-    return fastest_variant(job.model_copy(update={"budget": job.budget.model_copy(update=budget)}), costs, release)
+        return lambda: None
+    budget = job.budget.model_copy(update={"memory_gib": launch.row.memory_bytes / GIB, "activation_mib": None})
+    return later(fastest_variant, job.model_copy(update={"budget": budget}), costs, release)
 
 
 OF_THE_HOST = ("offload_ratio",)

@@ -66,19 +66,20 @@ class Near(Space):
         return True
 
 
-def neighbours(job: Job, release: str | None, *, copies: bool = False) -> list[Neighbour]:
-    """Return the fastest few that fit, best first. `job`: with the policy `planned`, on a described cluster."""
+def nearest(job: Job) -> list[Job]:
+    """Return the job in the few layouts with the shortest steps, before weight gradients are placed. `job`: with the policy
+    `planned`, on a described cluster."""
     candidates = BestFirst(Near(job, job.gpus), ("planned",), MOST, offload=job.offload_ratio != 0).run()
-    near = [_answered(job, candidate.job, release, copies=copies) for candidate in candidates]
-    return sorted((neighbour for neighbour in near if neighbour.rows), key=lambda neighbour: neighbour.fastest.expected_s)
+    return [candidate.job for candidate in candidates]
 
 
 def may_offload(job: Job) -> bool:
     return job.offload_ratio == 0 and job.cluster.pcie is not None
 
 
-def _answered(asked_job: Job, near_job: Job, release: str | None, *, copies: bool) -> Neighbour:
-    """Copies to the host, which take long to plan, are tried only if stock's best is faster, or no plan fits without."""
+def neighbour(asked_job: Job, near_job: Job, release: str | None, *, copies: bool) -> Neighbour:
+    """Answer one of the nearest jobs. Copies to the host, which take long to plan, are tried only if stock's best is faster, or
+    no plan fits without."""
     job = near_job.model_copy(update={"policy": "planned", "offload_ratio": asked_job.offload_ratio, "budget": asked_job.budget})
     costs = analytic_profile(job)
     stock = stocks_best(job, costs, release)
