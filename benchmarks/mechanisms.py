@@ -161,11 +161,18 @@ def of_never_less(folder: Path | None = None) -> Iterator[Row]:
         yield Row(name, job)
 
 
+def of_offloading() -> Iterator[Row]:
+    """Bundled jobs at stock full's bytes, with copies to the host."""
+    for name, job in of_never_less():
+        yield Row(f"{name}, copies", job.model_copy(update={"offload_ratio": "auto"}))
+
+
 TABLES: Mapping[str, Callable[[], Iterator[Row]]] = {
     "bundled": bundled,
     "when_not": of_when_not,
     "experts": of_experts,
     "never_less": of_never_less,
+    "offloading": of_offloading,
 }
 
 
