@@ -272,7 +272,8 @@ class _Stage:
         for own, to in chain.from_iterable(map(pairwise, alike)):
             changed = np.cumsum(own != to)
             rows.append(np.where(changed <= np.arange(1, changed[-1] + 1)[:, None], to, own))
-        above = np.concatenate(rows)
+        grouped = bool((self.ways >= 0).any())  # layers above groups change kind by kind: there are many ways already
+        above = np.concatenate(alike if grouped else rows)
         return self._ordered(np.concatenate([np.where(way < 0, above, way) for way in self.ways]))
 
     def _at_prices(self, cost: Floats) -> Numbers:
