@@ -153,8 +153,8 @@ def answered(
         answer = _in_layout(job, costs, reading, refused, release, later, copies=copies)
         if answer.refused:
             return answer
-        found = [call() for call in reversed(calls)]  # the last one may not have started
-        ranked = sorted((each for each in reversed(found) if each.rows), key=lambda each: each.fastest.expected_s)
+        found = [call() for call in reversed(calls)][::-1]  # the last one may not have started
+        ranked = sorted((each for each in found if each.rows), key=lambda each: each.fastest.expected_s)
         return replace(answer, near=tuple(ranked), asked_near=near)
 
 

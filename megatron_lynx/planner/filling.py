@@ -137,8 +137,9 @@ class Loads(NamedTuple):
         lengths_s, taken_s, alone_s = [*self.lengths_s], [*self.taken_s], linear.seconds
         if puts:
             alone_s = WORTH * linear.seconds + WAIT_S * sum([put.windows for put in puts])
+            piece_s = dict(linear.cuts)[len(puts)]
             for put in puts:
-                taken_s[put.wait] += dict(linear.cuts)[len(puts)]
+                taken_s[put.wait] += piece_s
         elif linear.beside is not None:
             lengths_s[linear.beside.wait] = max(0.0, lengths_s[linear.beside.wait] - linear.seconds)
         return Loads(lengths_s, taken_s, self.interference, self.alone_s + alone_s)

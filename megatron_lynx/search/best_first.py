@@ -138,11 +138,11 @@ def looks_at_stock(job: Job, profile: Profile) -> Looks:
         yield Candidate(job, price.step_s + update_s(job, profile), 0.0, price.most_bytes)
 
 
-def looks_at_plan(job: Job, cost: LayerCost, floor_s: float, *, besides_none: bool = False) -> Looks:
-    """`besides_none`: whether policy `none` is a candidate, too."""
+def looks_at_plan(job: Job, profile: Profile, floor_s: float, kept_s: float, *, besides_none: bool = False) -> Looks:
+    """`kept_s`: of the slowest stage without recomputation. `besides_none`: whether policy `none` is a candidate, too."""
     if besides_none and fits(job.model_copy(update={"policy": "none"})):
         return
-    stages, last, kept_s = Stages(job, cost.profile), job.parallel.pipeline - 1, max(cost.stages_s(job))
+    stages, last = Stages(job, profile), job.parallel.pipeline - 1
     if not all(map(stages.least_fits, {0, last})):
         return
     exposed_s = copies_s = 0.0  # of the slowest stage so far
@@ -216,7 +216,7 @@ class BestFirst:
         floor_s = cost.floor_s(job, stages_s) + least_update_s
         if job.policy == "planned":
             job = job.model_copy(update={"offload_ratio": "auto" if self.offload else 0.0})
-            looks = looks_at_plan(job, cost, floor_s, besides_none="none" in self.policies)
+            looks = looks_at_plan(job, cost.profile, floor_s, max(stages_s), besides_none="none" in self.policies)
         else:
             looks = looks_at_stock(job, cost.profile)
         return round(floor_s, SECOND_DIGITS), len(self._queue), job, looks

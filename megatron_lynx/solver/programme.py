@@ -268,12 +268,13 @@ class _Stage:
         host_s = [] if self.problem.device is None else [self.columns.host_s.sum(axis=1)]
         costs = self.columns.longer_s, self.columns.need, *host_s
         alike = [self._at_prices(cost)[:, self.kind_of_layer] for cost in costs]
-        rows = [each[:1] for each in alike]
-        for own, to in chain.from_iterable(map(pairwise, alike)):
-            changed = np.cumsum(own != to)
-            rows.append(np.where(changed <= np.arange(1, changed[-1] + 1)[:, None], to, own))
-        grouped = bool((self.ways >= 0).any())  # layers above groups change kind by kind: there are many ways already
-        above = np.concatenate(alike if grouped else rows)
+        rows = alike  # above groups, all layers of a kind change together: there are many ways already
+        if (self.ways < 0).all():
+            rows = [each[:1] for each in alike]
+            for own, to in chain.from_iterable(map(pairwise, alike)):
+                changed = np.cumsum(own != to)
+                rows.append(np.where(changed <= np.arange(1, changed[-1] + 1)[:, None], to, own))
+        above = np.concatenate(rows)
         return self._ordered(np.concatenate([np.where(way < 0, above, way) for way in self.ways]))
 
     def _at_prices(self, cost: Floats) -> Numbers:

@@ -19,12 +19,13 @@ def test_no_share_is_tried_where_not_even_the_largest_fits(monkeypatch: pytest.M
     budget = job.budget.model_copy(update={"memory_gib": 20.0})
     job = job.model_copy(update={"budget": budget, "policy": "planned", "offload_ratio": "auto"})
     cost, tried, known = LayerCost.of(job), list[float](), Stages._known
+    stages_s = cost.stages_s(job)
 
     def counted(stages: Stages, stage: int, share: Share, *rest: Any) -> StageAnswer:
         tried.append(share.ratio)
         return known(stages, stage, share, *rest)
 
     monkeypatch.setattr(Stages, "_known", counted)
-    assert not list(looks_at_plan(job, cost, cost.floor_s(job, cost.stages_s(job))))
+    assert not list(looks_at_plan(job, cost.profile, cost.floor_s(job, stages_s), max(stages_s)))
     assert not tried
     assert least_memory(job)[1].total > job.memory_budget_bytes

@@ -19,7 +19,8 @@ LOOKS = 4
 def test_a_candidate_takes_as_long_as_the_plan_of_its_stages() -> None:
     """Of few micro-batches, from which the others follow."""
     job, cost = mixtral(), LayerCost.of(mixtral())
-    *bounds_s, candidate = looks_at_plan(job, cost, cost.floor_s(job, cost.stages_s(job)))
+    stages_s = cost.stages_s(job)
+    *bounds_s, candidate = looks_at_plan(job, cost.profile, cost.floor_s(job, stages_s), max(stages_s))
     assert len(bounds_s) == LOOKS
     assert bounds_s == sorted(bounds_s)
     assert isinstance(candidate, Candidate)
