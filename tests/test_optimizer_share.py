@@ -47,9 +47,9 @@ def test_where_recomputations_cannot_spare_enough_some_of_the_optimizer_goes(mon
         made[own.optimizer.offloaded] = None
         return partitioning(own, profile)
 
-    def remembering(found: Decision) -> Decision:
+    def remembering(found: Decision, below_s: float) -> Decision:
         made[found.job.optimizer.offloaded] = finishing(found)
-        return finishing(found)
+        return finishing(found, below_s)
 
     monkeypatch.setattr(deciding, "partitioned", trying)
     monkeypatch.setattr(deciding, "finished", remembering)

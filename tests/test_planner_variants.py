@@ -19,14 +19,22 @@ from tests.advise.test_screen import LAUNCH
 pytestmark = pytest.mark.slow
 
 RELEASE = "0.19.2"
+BETWEEN_NODES = (
+    f"{OVERLAPPING} --num-layers 12 --num-layers-per-virtual-pipeline-stage 3 --num-experts 16 --moe-router-topk 8 "
+    "--expert-model-parallel-size 16 --expert-tensor-parallel-size 1 --moe-ffn-hidden-size 1024"
+)
+"""Plans are fastest with exchanges overlapped."""
 
 
 def job_of(flags: str, memory_gib: float, cluster: str = "h100-80g") -> Job:
-    return asked_launch(shlex.split(f"{LAUNCH} {flags}"), cluster, changes={"budget.memory_gib": memory_gib}).job
+    words = shlex.split(f"{LAUNCH} {flags}".replace("--nnodes 2", "--nnodes 4"))
+    return asked_launch(words, cluster, changes={"budget.memory_gib": memory_gib}).job
 
 
-@pytest.mark.parametrize("flags", ["", OVERLAPPING])
-@pytest.mark.parametrize("memory_gib", [25.0, 40.0, 70.0])
+@pytest.mark.parametrize(
+    ("flags", "memory_gib"),
+    [("", 25.0), ("", 70.0), (OVERLAPPING, 40.0), (OVERLAPPING, 70.0), (BETWEEN_NODES, 20.0), (BETWEEN_NODES, 30.0)],
+)
 def test_the_plan_is_the_fastest_of_all_variants(flags: str, memory_gib: float) -> None:
     job = job_of(flags, memory_gib)
     profile, plans = analytic_profile(job), list[Decision]()

@@ -6,6 +6,7 @@ If no plan fits: changes after which one does, nearest first. Activations or a p
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -29,7 +30,7 @@ from megatron_lynx.launch_arguments.model_facts import CHUNK, CHUNKED
 from megatron_lynx.planner import Decision
 from megatron_lynx.planner.checks import check_plannable
 from megatron_lynx.planner.nearest import Changes, decide, fewest_changes, first_that_fits, with_changes
-from megatron_lynx.planner.variants import fastest_variant, fastest_with_copies
+from megatron_lynx.planner.variants import fastest, fastest_variant, fastest_with_copies, planned
 from megatron_lynx.prediction import EVEN
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
@@ -148,9 +149,10 @@ def answered(
     release = None if reading is None else reading.given.release
     near = near and not refused
     with _beside(job) as later:
+        stocks = later(stocks_best, job, costs, release)
         near_jobs = nearest(job) if near and job.cluster.matmul is not None else []
         calls = [later(neighbour, job, near_job, release, copies=copies) for near_job in near_jobs]
-        answer = _in_layout(job, costs, reading, refused, release, later, copies=copies)
+        answer = _in_layout(job, costs, reading, refused, release, stocks, later, copies=copies)
         if answer.refused:
             return answer
         found = [call() for call in reversed(calls)][::-1]  # the last one may not have started
@@ -165,7 +167,8 @@ def _beside(job: Job) -> Iterator[Later]:
     if job.parallel.pipeline * job.chunks < MANY_STAGES or os.cpu_count() == 1:
         yield partial
         return
-    with ProcessPoolExecutor(1, get_context("spawn")) as process, ThreadPoolExecutor(1) as turns:
+    process = ProcessPoolExecutor(1, get_context("spawn"), initializer=gc.set_threshold, initargs=gc.get_threshold())
+    with process, ThreadPoolExecutor(1) as turns:
 
         def later(call: Callable[..., Any], *given: Any, **named: Any) -> Callable[[], Any]:
             turn = turns.submit(lambda: process.submit(call, *given, **named).result())
@@ -180,19 +183,20 @@ def _in_layout(
     reading: Reading | None,
     refused: Sequence[Problem],
     release: str | None,
+    stocks: Callable[[], Stock | None],
     later: Later,
     *,
     copies: bool,
 ) -> Answer:
-    launch = launch_today(job, costs, reading)
-    stock = or_launch(stocks_best(job, costs, release), launch, reading, job)
+    """`stocks`: a call for stock's best, which is needed only behind the plans."""
+    launch, plans = launch_today(job, costs, reading), [] if refused else planned(job, costs, release)
+    stock = or_launch(stocks(), launch, reading, job)
     if refused:
         return Answer(job, reading, launch, stock, refused=tuple(refused))
     may_copy = copies and may_offload(job)
     asked_copies = may_copy or job.offload_ratio != 0 or job.cluster.pcie is None
     answer = Answer(job, reading, launch, stock, asked_copies=asked_copies)
-    best = fastest_variant(job, costs, release, answer.rival_s)
-    if best is None:
+    if (best := fastest(plans, answer.rival_s)) is None:
         try:
             check_plannable(job)
         except ConfigError as error:

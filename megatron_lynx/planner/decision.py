@@ -141,9 +141,9 @@ class Decision:
         return f"{100 * (1 - self.simulation.step_s / other.simulation.step_s):.1f} % shorter"
 
 
-def fastest_decision(job: Job, profile: Profile) -> Decision:
-    """Return the fastest plan of all ways to decide the job's open settings. Raises as `planner.decide` does, without changes
-    that would fit."""
+def fastest_decision(job: Job, profile: Profile, below_s: float = inf) -> Decision:
+    """Return the fastest plan of all ways to decide the job's open settings. `below_s`: with this step or a longer one, less of
+    it is worked out. Raises as `planner.decide` does, without changes that would fit."""
     check_plannable(job)
     check_profile(job, profile)
     best: Decision | None = None
@@ -152,20 +152,22 @@ def fastest_decision(job: Job, profile: Profile) -> Decision:
         if (gain := left_open.worth(job, way, None if best is None else best.draft)) == inf:
             continue
         try:
-            found = finished(min(map(fitting, partitioned(way, profile)), key=lambda fits: fits.simulation.step_s))
+            fits = min(map(fitting, partitioned(way, profile)), key=lambda fits: fits.simulation.step_s)
+            found = finished(fits, below_s)
         except Infeasible as error:
             failed = error
             continue
         best = found if best is None or found.cost < (1 - gain) * best.cost else best
+        below_s = min(below_s, best.cost) if bounded_by_device(job) else inf
     if best is None:
         assert failed is not None, "there is a way"
         raise failed
     return replace(best, asked=job)
 
 
-def finished(decision: Decision) -> Decision:
-    """Place weight gradients of a decision as `fitting` returns it, and check its budget."""
-    decision = _deferring(decision)
+def finished(decision: Decision, below_s: float = inf) -> Decision:
+    """Place weight gradients of a decision as `fitting` returns it, if its step gets shorter than `below_s`. Check its budget."""
+    decision = _deferring(decision, below_s - decision.figures.update_s)
     check_budget_kept(decision.job, decision.simulation)
     return decision
 
@@ -206,9 +208,9 @@ def fitting(stages: Stages) -> Decision:
         lags |= {stage: (*lags[stage], lag) for stage, lag in over.items()}
 
 
-def _deferring(decision: Decision) -> Decision:
+def _deferring(decision: Decision, below_s: float) -> Decision:
     """Defer weight gradients into waits, whole or in pieces, or without waits of forwards, if that is faster and fits. Then send
-    gradients before weight gradients that are left, unless the reduction would end later."""
+    gradients before weight gradients that are left, unless the reduction would end later. `below_s`: of the simulation."""
     job, filler, best = decision.job, decision.filler, decision
     said = "none deferred: no wait that is left, and for which there is memory, makes it faster"
     if (why := why_none_deferred(job)) is not None:
@@ -217,9 +219,9 @@ def _deferring(decision: Decision) -> Decision:
         if (pieces and not job.overlap.weight_gradient_pieces) or (not forwards and job.chunks == 1):
             continue
         place = partial(filler.filled, forwards=forwards, pieces=pieces)
-        if (found := _placed(decision, place, best)) is not None:
+        if (found := _placed(decision, place, best, below_s)) is not None:
             best, said = found, f"deferred {'in pieces ' if pieces else ''}into waits: the step is {found.gained(decision)}"
-    found = _placed(best, partial(best.filler.filled, sending=True), best)
+    found = _placed(best, partial(best.filler.filled, sending=True), best, below_s)
     latest_s, late_s = (late_reduction_s(job, each.simulation.idle_at_end_s) for each in (best, found or best))
     if found is not None and late_s <= latest_s + SHORTER_S:
         before = "deferred" if best is decision else said
@@ -227,8 +229,9 @@ def _deferring(decision: Decision) -> Decision:
     return replace(best, weight_gradients=said)
 
 
-def _placed(decision: Decision, place: Callable[[Sequence[int]], Plan], best: Decision) -> Decision | None:
-    """Place weight gradients until the plan fits; None if none is placed, no plan fits, or the step is not below the best one's.
+def _placed(decision: Decision, place: Callable[[Sequence[int]], Plan], best: Decision, below_s: float) -> Decision | None:
+    """Place weight gradients until the plan fits; None if none is placed, no plan fits, or the step is not below the best one's
+    and `below_s`.
 
     Bytes over the budget in the simulation are taken from the budget of weight gradients, and they are placed again: fewer of
     them, so a plan that is too slow is not tried again. `place`: by the bytes of each stage's layers, the plan.
@@ -241,7 +244,7 @@ def _placed(decision: Decision, place: Callable[[Sequence[int]], Plan], best: De
         if (plan := place(budgets)) in (decision.draft, best.draft):
             return None
         found = replace(decision, draft=plan, simulation=rehearse(plan, prices.profile, job=job, prices=prices))
-        if found.simulation.step_s >= best.simulation.step_s - SHORTER_S:
+        if found.simulation.step_s >= min(best.simulation.step_s - SHORTER_S, below_s):
             return None
         over = [found.excess_bytes(stage, held if bounds_bytes[stage] is None else inf) for stage, held in enumerate(held_bytes)]
         if not any(over):
