@@ -17,6 +17,7 @@ PACKAGE = ROOT / "megatron_lynx"
 
 FOUNDATION = {
     "anatomy",
+    "beside",
     "kinds.captured",
     "kinds.dense.section",
     "kinds.experts.section",

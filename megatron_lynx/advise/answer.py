@@ -6,21 +6,16 @@ If no plan fits: changes after which one does, nearest first. Activations or a p
 
 from __future__ import annotations
 
-import gc
-import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
-from multiprocessing import get_context
-from typing import Any
 
 from megatron_lynx.advise import flags
 from megatron_lynx.advise.flags import Edit
 from megatron_lynx.advise.neighbours import Neighbour, may_offload, nearest, neighbour
 from megatron_lynx.advise.today import Launch, Row, Stock, launch_today, or_launch, row_of, stocks_best
+from megatron_lynx.beside import Later, results
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.host_optimizer import OnHost
 from megatron_lynx.cost.update import update_s
@@ -36,10 +31,6 @@ from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.units import GIB, format_seconds
 
-Later = Callable[..., Callable[[], Any]]
-"""(function, its arguments) -> a call for its result."""
-
-MANY_STAGES = 8
 QUARTERS = (0.25, 0.5, 0.75, 1.0)
 CHUNK_MIB = 256
 """MiB of optimizer moments in one copy, as in Megatron's example."""
@@ -142,39 +133,27 @@ class Answer:
 
 
 def answered(
-    job: Job, costs: Profile, reading: Reading | None, *, refused: Sequence[Problem] = (), near: bool = True, copies: bool = False
+    job: Job,
+    costs: Profile,
+    reading: Reading | None,
+    *,
+    refused: Sequence[Problem] = (),
+    near: bool = True,
+    copies: bool = False,
+    later: Later = partial,
 ) -> Answer:
     """`refused`: problems that exclude any plan. `near`: whether neighbours are searched; needs a described cluster.
-    `copies`: whether the plan may offload activations although `job.offload_ratio` is 0."""
+    `copies`: whether the plan may offload activations although `job.offload_ratio` is 0. `later`: see `megatron_lynx.beside`."""
     release = None if reading is None else reading.given.release
     near = near and not refused
-    with _beside(job) as later:
-        stocks = later(stocks_best, job, costs, release)
-        near_jobs = nearest(job) if near and job.cluster.matmul is not None else []
-        calls = [later(neighbour, job, near_job, release, copies=copies) for near_job in near_jobs]
-        answer = _in_layout(job, costs, reading, refused, release, stocks, later, copies=copies)
-        if answer.refused:
-            return answer
-        found = [call() for call in reversed(calls)][::-1]  # the last one may not have started
-        ranked = sorted((each for each in found if each.rows), key=lambda each: each.fastest.expected_s)
-        return replace(answer, near=tuple(ranked), asked_near=near)
-
-
-@contextmanager
-def _beside(job: Job) -> Iterator[Later]:
-    """Run calls of a large job in another process, one after the other. A call that has not started there when its result is
-    needed runs in this process."""
-    if job.parallel.pipeline * job.chunks < MANY_STAGES or os.cpu_count() == 1:
-        yield partial
-        return
-    process = ProcessPoolExecutor(1, get_context("spawn"), initializer=gc.set_threshold, initargs=gc.get_threshold())
-    with process, ThreadPoolExecutor(1) as turns:
-
-        def later(call: Callable[..., Any], *given: Any, **named: Any) -> Callable[[], Any]:
-            turn = turns.submit(lambda: process.submit(call, *given, **named).result())
-            return lambda: call(*given, **named) if turn.cancel() else turn.result()
-
-        yield later
+    stocks = later(stocks_best, job, costs, release)
+    near_jobs = nearest(job) if near and job.cluster.matmul is not None else []
+    calls = [later(neighbour, job, near_job, release, copies=copies) for near_job in near_jobs]
+    answer = _in_layout(job, costs, reading, refused, release, stocks, later, copies=copies)
+    if answer.refused:
+        return answer
+    ranked = sorted((each for each in results(calls) if each.rows), key=lambda each: each.fastest.expected_s)
+    return replace(answer, near=tuple(ranked), asked_near=near)
 
 
 def _in_layout(

@@ -69,8 +69,8 @@ class Near(Space):
 def nearest(job: Job) -> list[Job]:
     """Return the job in the few layouts with the shortest steps, before weight gradients are placed. `job`: with the policy
     `planned`, on a described cluster."""
-    candidates = BestFirst(Near(job, job.gpus), ("planned",), MOST, offload=job.offload_ratio != 0).run()
-    return [candidate.job for candidate in candidates]
+    running = BestFirst(Near(job, job.gpus), ("planned",), MOST, offload=job.offload_ratio != 0)
+    return [candidate.job for candidate in running.run()]
 
 
 def may_offload(job: Job) -> bool:

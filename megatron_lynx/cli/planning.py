@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
+from megatron_lynx.beside import Later, beside
 from megatron_lynx.cli.app import app, command
 from megatron_lynx.cli.options import (
     AsJson,
@@ -38,6 +39,14 @@ if TYPE_CHECKING:
     from megatron_lynx.config import Job
     from megatron_lynx.launch_arguments import Reading
     from megatron_lynx.plan import Plan
+
+
+MANY_STAGES, MANY_GPUS = 8, 64
+"""From so many stages, or devices to search for, plans take longer than the start of a process."""
+
+
+def _beside(job: Job) -> AbstractContextManager[Later]:
+    return beside(worth=job.parallel.pipeline * job.chunks >= MANY_STAGES)
 
 
 @command
@@ -82,9 +91,9 @@ def advise(
         job, reading, refused = launch.job, launch.reading, launch.refused
         warn_of_reading(launch.reading, job)
     costs = costs_of(job, profile_file)
-    with in_progress("comparing layouts"):
+    with in_progress("comparing layouts"), _beside(job) as later:
         copies = reading is not None and budget.offload_ratio is None
-        answer = answered(job, costs, reading, refused=refused, near=profile_file is None, copies=copies)
+        answer = answered(job, costs, reading, refused=refused, near=profile_file is None, copies=copies, later=later)
     if as_json:
         from megatron_lynx.planner.summary import summary
 
@@ -199,8 +208,9 @@ def plan(
         save_profile(costs, measured)
         context.params["profile_file"] = measured
         say(f"wrote {measured}: what was measured here", err=True)
-    with in_progress("making the plan"):
-        answer = answered(job, costs, reading, near=False, copies=reading is not None and request.offload_ratio is None)
+    with in_progress("making the plan"), _beside(job) as later:
+        copies = reading is not None and request.offload_ratio is None
+        answer = answered(job, costs, reading, near=False, copies=copies, later=later)
     learned = () if lesson is None else lesson.lines
     if (decision := answer.planned) is None:
         if learned:
@@ -455,8 +465,8 @@ def search(
     if asked.is_launch and not command_line(asked.words or []).gpus:
         asked = replace(asked, gpus=gpus)
     job, _ = job_or_launch(asked, expected.changes, planning=False)
-    with in_progress("layouts ranked") as watch:
-        ranking = searched(job, gpus, top=top, policies=of_policies, offload=offload, contexts=sizes, watch=watch)
+    with in_progress("layouts ranked") as watch, beside(worth=gpus >= MANY_GPUS and top > 1) as later:
+        ranking = searched(job, gpus, top=top, policies=of_policies, offload=offload, contexts=sizes, watch=watch, later=later)
     if as_json:
         show_json(ranking.as_json)
     else:

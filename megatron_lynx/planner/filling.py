@@ -215,15 +215,15 @@ class Rooms:
         lengths_s, filled_s = zip(*waits, strict=True) if (waits := self._by_layer.get(layer, {}).values()) else ((), ())
         return Loads(lengths_s, filled_s, self.prices.profile.interference)
 
+    def deferrable(self, layer: int) -> Iterator[tuple[Section, str]]:
+        """Linears whose weight gradients may be delayed, in backward order."""
+        for section in reversed(self.plan.model.sections_of(layer)):
+            if not (section.captured or section.apart or (section.exchanges and self.job.model.experts_whole)):
+                yield from ((section, name) for name in reversed(section.linears))
+
     @once
     def linears(self, layer: int) -> tuple[Linear, ...]:
-        """In backward order."""
-        sections = [
-            section
-            for section in reversed(self.plan.model.sections_of(layer))
-            if not (section.captured or section.apart or (section.exchanges and self.job.model.experts_whole))
-        ]
-        return tuple(self._linear(layer, section, name) for section in sections for name in reversed(section.linears))
+        return tuple(self._linear(layer, section, name) for section, name in self.deferrable(layer))
 
     def cost(self, linear: str) -> WeightGradient:
         return self.prices.weight_gradient(self.section_of[linear], linear)
@@ -329,8 +329,8 @@ class Filling:
         rooms, entry = self._rooms, self._rooms.entry
         for part in rooms.parts if entry.stage or entry.chunk else ():
             delayed, sent = entry.rule_for(part.first).weight_gradients, dict[str, tuple[str, ...]]()
-            for name in (linear.name for linear in reversed(rooms.linears(part.first))):
-                if name not in delayed and not rooms.section_of[name].of_name[name].of_experts:
+            for section, name in reversed([*rooms.deferrable(part.first)]):
+                if name not in delayed and not section.of_name[name].of_experts:
                     more = {**sent, name: (SEND_BACKWARD,)}
                     sent = more if self.holds(part, more) else sent
 

@@ -178,26 +178,26 @@ class BestFirst:
     _queue: list[tuple[float, int, Job, Looks | Candidate]] = field(default_factory=list)
     """By rounded bound and order."""
 
-    def run(self) -> tuple[Candidate, ...]:
+    def run(self) -> Iterator[Candidate]:
+        """Yield each winner once it is known, the fastest first."""
         for jobs in self.space.layouts():
             self._open(jobs)
         heapify(self._queue)
-        won, taken = list[Candidate](), set[Parallel]()
-        while self._queue and len(won) < self.top:
+        taken = set[Parallel]()
+        while self._queue and len(taken) < self.top:
             if self.watch is not None:
-                self.watch(len(won), self.top)
+                self.watch(len(taken), self.top)
             _, order, job, looks = heappop(self._queue)
             if job.parallel in taken:  # by one whose step is at most this one's bound
                 continue
             if isinstance(looks, Candidate):
                 taken.add(job.parallel)
-                won.append(looks)
+                yield looks
             elif (found := next(looks, None)) is None:
                 self.unfit.append(job)
             else:
                 bound_s, looks = (found.step_s, found) if isinstance(found, Candidate) else (found, looks)
                 heappush(self._queue, (round(bound_s, SECOND_DIGITS), order, job, looks))
-        return tuple(won)
 
     def _open(self, jobs: Sequence[Job]) -> None:
         self.considered += len(jobs) * len(self.policies)

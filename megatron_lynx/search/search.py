@@ -18,9 +18,11 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, islice, takewhile
 from typing import Any
 
+from megatron_lynx.beside import Later, results
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.budget import most_beside_layers, shortages
 from megatron_lynx.cost.host_optimizer import host_shortage
@@ -86,12 +88,14 @@ def search(
     offload: bool = True,
     contexts: Sequence[int] | None = None,
     watch: Watch | None = None,
+    later: Later = partial,
 ) -> Ranking:
     """Return the `top` fastest layouts of a job on `gpus` devices, each with its best micro-batch size and policy.
 
     Args:
         offload: whether plans may offload activations.
         contexts: context-parallel sizes, each also with plans; by default all, but plans only for the job's and for 1.
+        later: see `megatron_lynx.beside`.
 
     Raises `ConfigError` if the request is invalid or nothing divides, and `Infeasible` (the binding limit and stage, and changes
     that help) if nothing fits.
@@ -100,7 +104,7 @@ def search(
     space = Space(job, gpus, None if contexts is None else tuple(sorted(set(contexts))))
     tried = _checked(space, top, policies)
     running = BestFirst(space, tried, top, offload, watch)
-    finalists = [*filter(None, map(_finished, running.run()))]
+    finalists = [*filter(None, results([later(_finished, winner) for winner in running.run()]))]
     if not finalists:
         raise nothing_fits(space, tried, running.unfit)
     candidates = tuple(sorted(finalists, key=lambda candidate: candidate.step_s))

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import accumulate, chain, pairwise, product, takewhile
 from typing import NamedTuple
 
@@ -233,7 +233,8 @@ class _Stage:
         moments = lower.whole[rows] + below[..., None]
         moments[:, 1:] += lower.ahead[rows[:, :-1]]
         ahead = lower.ahead[rows[:, -1]] if rows.shape[1] else np.zeros((len(rows), len(HALVES) * 2))
-        on_top = np.maximum((last.whole + ahead[:, None]).max(axis=-1), last.resident + self.problem.loss_bytes)
+        by_moment = (own + above[:, None] for own, above in zip(last.whole.T, ahead.T, strict=True))
+        on_top = reduce(np.maximum, by_moment, last.resident + self.problem.loss_bytes)
         peaks = np.maximum(moments.max(axis=(1, 2), initial=0)[:, None], resident.sum(axis=1)[:, None] + on_top)
         resident = resident.sum(axis=1)[:, None] + last.resident
         seconds = lower.longer_s[rows].sum(axis=1)[:, None] + last.longer_s

@@ -28,7 +28,7 @@ The chunks of a stage keep its budget together:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -91,17 +91,22 @@ class Stages:
         """
         if self.job.whole_microbatches != 0 and (found := self._keeping_some(stage, lags)) is not None:
             return found
-        if self.job.offload_ratio == "auto":
+        tenths = [*self._shares(stage, STEPS)]
+        try:
+            return self._fastest(stage, lags, tenths)
+        except Infeasible as error:
+            known = {*chain.from_iterable(tenths)}
+            between = ([share for share in shares if share not in known] for shares in self._shares(stage, 2 * STEPS))
             with suppress(Infeasible):
-                return self._fastest(stage, lags, STEPS)
-        return self._fastest(stage, lags, 2 * STEPS)
+                return self._fastest(stage, lags, between)
+            raise error
 
-    def _fastest(self, stage: int, lags: tuple[Lag, ...], steps: int) -> StageAnswer:
+    def _fastest(self, stage: int, lags: tuple[Lag, ...], tried: Iterable[Sequence[Share]]) -> StageAnswer:
         pacing = [at for at, (share, _) in enumerate(lags) if not share.within and self.job.policy == "planned"][:1]
         counted = [lag for at, lag in enumerate(lags) if at not in pacing]
         budget_bytes = layers_budget_bytes(self.job, stage)
         best, refused, too_small = None, None, None
-        for shares in self._shares(stage, steps):
+        for shares in tried:
             for share in shares:
                 lagging_bytes = [size for lagging, size in counted if lagging == share]
                 if lagging_bytes[1:]:

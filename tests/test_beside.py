@@ -1,0 +1,43 @@
+"""Calls in a second process: same results in the same order, errors included."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from megatron_lynx.beside import beside, results
+from megatron_lynx.errors import Infeasible, Problem
+
+PROBLEM = Problem("stage 0", "2 GiB", "at most 1 GiB")
+
+
+def slow(number: int) -> tuple[int, int]:
+    time.sleep(0.2)
+    return number, os.getpid()
+
+
+def refusing() -> None:
+    raise Infeasible("nothing fits", [PROBLEM])
+
+
+def test_both_processes_work_and_results_keep_their_order() -> None:
+    with beside(worth=True) as later:
+        found = results([later(slow, number) for number in range(24)])  # 5 s, and a process starts within 3
+    assert [number for number, _ in found] == [*range(24)]
+    processes = {process for _, process in found}
+    assert os.getpid() in processes
+    assert len(processes) == (1 if os.cpu_count() == 1 else 2)
+
+
+def test_what_is_not_worth_a_process_runs_in_this_one() -> None:
+    with beside(worth=False) as later:
+        assert later(slow, 7)() == (7, os.getpid())
+
+
+@pytest.mark.parametrize("worth", [False, True])
+def test_a_refusal_arrives_with_its_problems(worth: bool) -> None:
+    with beside(worth=worth) as later, pytest.raises(Infeasible, match="nothing fits") as refusal:
+        later(refusing)()
+    assert refusal.value.problems == (PROBLEM,)
