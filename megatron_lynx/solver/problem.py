@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,7 +85,9 @@ def unbeaten(costs: Sequence[Floats]) -> NDArray[np.intp]:
 
 
 class Choices(tuple[Option, ...]):
-    """All options of one kind of half."""
+    """All options of one kind of half. Equal only to itself, so that a problem is found fast among those solved before."""
+
+    __eq__, __hash__ = object.__eq__, object.__hash__
 
     @cached_property
     def costs(self) -> Floats:
@@ -135,7 +136,8 @@ class Choices(tuple[Option, ...]):
         return {item for option in self for item in option.recompute}
 
 
-class Grouped(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Grouped:
     """A half in a group of layers that keep one input."""
 
     edge: Option
@@ -183,5 +185,5 @@ class StageProblem:
 
     def with_choices(self, made: Callable[[Choices], Choices]) -> StageProblem:
         """Return the problem with other choices. Equal choices are converted once."""
-        changed = {id(choices): made(choices) for choices in self.halves}
-        return replace(self, halves=tuple(changed[id(choices)] for choices in self.halves))
+        changed = {choices: made(choices) for choices in self.halves}
+        return replace(self, halves=tuple(changed[choices] for choices in self.halves))

@@ -16,7 +16,7 @@ Peaks are exact, so no answer exceeds its budget. No time limit or tolerance aff
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from itertools import accumulate, chain, pairwise, product, takewhile
 from typing import NamedTuple
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from megatron_lynx.anatomy import HALVES, by_layer
 from megatron_lynx.cost.host import NO_HOST_TIME
+from megatron_lynx.once import once
 from megatron_lynx.solver.answer import Solved, infeasible
 from megatron_lynx.solver.problem import Choices, Floats, Grouped, Option, StageProblem, unbeaten
 from megatron_lynx.units import SECOND_DIGITS
@@ -37,10 +38,13 @@ and 1.3 % at worst; with 3,000, 0.04 % shorter at best."""
 Numbers = NDArray[np.intp]
 
 
+LayerOptions = tuple[Option, Option]
+
+
 class Table(NamedTuple):
     """Columns are treatments of one kind of layer. Bytes are for one micro-batch."""
 
-    halves: tuple[tuple[Option, Option], ...]
+    halves: tuple[LayerOptions, ...]
     longer_s: Floats
     resident: Floats
     whole: Floats
@@ -102,10 +106,7 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Programme:
-    """Solver of a series of problems, which share the tables of their kinds of layers."""
-
-    tables: dict[tuple[int, int, bool, bool], tuple[Choices, Choices, Table]] = field(default_factory=dict)
-    """By identity of both halves' choices, which are kept; last layer; host seconds."""
+    """Solver of a series of problems. Each is solved once, and kinds of layers share tables."""
 
     def __call__(self, problem: StageProblem) -> Solved:
         """Return the fastest answer that fits; without a budget, that fits where everything is recomputed, in waits if possible.
@@ -113,9 +114,21 @@ class Programme:
         if problem.budget_bytes is None:
             leanest = (min(half.plain, key=lambda option: (option.memory.resident, option.longer_s)) for half in problem.halves)
             problem = replace(problem, budget_bytes=_solved(problem, leanest).peak_bytes, device=None)
+        if (found := self._fastest(replace(problem, stage=0, forward_s=0.0))) is None:
+            raise infeasible(problem, self.least(problem))
+        return found
+
+    def least(self, problem: StageProblem) -> Solved:
+        """Return the answer with the least peak, whatever the budget."""
+        return self._least(replace(problem, stage=0, forward_s=0.0, budget_bytes=None, device=None))
+
+    @once
+    def _fastest(self, problem: StageProblem) -> Solved | None:
         assert problem.budget_bytes is not None
         if problem.device is not None:
-            answer = self(replace(problem, device=None))
+            answer = self._fastest(replace(problem, device=None))
+            if answer is None:
+                return None
             host = sum((half.host for half in answer.halves), start=NO_HOST_TIME)
             if not host.beyond(problem.device.forward_s, problem.device.backward_s + answer.longer_s):
                 return answer
@@ -123,13 +136,11 @@ class Programme:
             if found.peak_bytes <= problem.budget_bytes:
                 return found
         least = self.least(problem)
-        if least.peak_bytes > problem.budget_bytes:
-            raise infeasible(problem, least)
-        return least  # peaks beyond 2^53 bytes are rounded
+        return least if least.peak_bytes <= problem.budget_bytes else None  # peaks beyond 2^53 bytes are rounded
 
-    def least(self, problem: StageProblem) -> Solved:
-        """Return the answer with the least peak, whatever the budget."""
-        return min(self._found(replace(problem, device=None), None), key=lambda answer: answer.peak_bytes)
+    @once
+    def _least(self, problem: StageProblem) -> Solved:
+        return min(self._found(problem, None), key=lambda answer: answer.peak_bytes)
 
     def _found(self, problem: StageProblem, budget_bytes: float | None) -> Iterator[Solved]:
         """Yield the best answer without groups of layers, then with groups of the lowest, then those with all layers in
@@ -138,30 +149,59 @@ class Programme:
             yield _solved(problem, [])
             return
         yield from self._stage(problem).best(budget_bytes)
-        columns, ways = _ways(problem)
+        columns, ways = self._ways(problem.halves, problem.inside)
         everywhere = ways[:, -1] >= 0
         if not everywhere.all():
             yield from self._stage(problem, columns, ways[~everywhere, :-1]).best(budget_bytes)
-        answers = [_solved(problem, chain(*(columns[number] for number in way))) for way in ways[everywhere].tolist()]
+        answers = [_solved(problem, chain(*(columns.halves[number] for number in way))) for way in ways[everywhere].tolist()]
         yield from sorted(answers, key=lambda answer: answer.longer_s)
 
-    def _stage(self, problem: StageProblem, grouped: Sequence[tuple[Option, Option]] = (), ways: Numbers | None = None) -> _Stage:
+    def _stage(self, problem: StageProblem, grouped: Table | None = None, ways: Numbers | None = None) -> _Stage:
         *lower, last = by_layer(problem.halves)
-        kinds, hosted = {(id(first), id(second)): (first, second) for first, second in lower}, problem.device is not None
-        tables = [self._table(*both, last=False, hosted=hosted) for both in kinds.values()]
+        kinds, hosted = {both: number for number, both in enumerate(dict.fromkeys(lower))}, problem.device is not None
+        tables = [self._table(*both, last=False, hosted=hosted) for both in kinds]
         begins = list(accumulate((len(each.resident) for each in tables), initial=0))
-        attention, mlp = (Choices(layer[half] for layer in grouped) for half in range(len(HALVES)))
-        columns = Table.of([*tables, _columns(attention, mlp, [(number, number) for number in range(len(grouped))])])
-        numbers = {key: number for number, key in enumerate(kinds)}
-        kind_of_layer = np.array([numbers[id(first), id(second)] for first, second in lower], dtype=np.intp)
+        columns = Table.of([*tables, _columns(Choices(), Choices(), []) if grouped is None else grouped])
+        kind_of_layer = np.array([kinds[both] for both in lower], dtype=np.intp)
         ways = np.full((1, len(lower)), -1) if ways is None else np.where(ways < 0, ways, ways + begins[-1])
         return _Stage(problem, kind_of_layer, list(pairwise(begins)), columns, self._table(*last, last=True, hosted=hosted), ways)
 
+    @once
     def _table(self, attention: Choices, mlp: Choices, *, last: bool, hosted: bool) -> Table:
-        key = id(attention), id(mlp), last, hosted
-        if key not in self.tables:
-            self.tables[key] = attention, mlp, table(attention, mlp, last=last, hosted=hosted)
-        return self.tables[key][2]
+        return table(attention, mlp, last=last, hosted=hosted)
+
+    @once
+    def _ways(self, halves: tuple[Choices, ...], grouped: tuple[Grouped | None, ...]) -> tuple[Table, Numbers]:
+        """Return the columns of layers in groups that keep one input, and for each size and number of groups those of the lower
+        layers.
+
+            group of two          mlp(2)          attention(2)      mlp(1)       attention(1)
+            recomputed            a + b + c + d   a + b + c         a + b        a
+
+        All that a group recomputes is held when the backward of its last half begins, and is freed half by half: each half counts
+        the remaining bytes as its own. A last group may be smaller.
+        """
+        able = iter(bool(choices.joined) and each is not None for choices, each in zip(halves, grouped, strict=False))
+        most = sum(1 for _ in takewhile(all, zip(able, able, strict=True)))
+        inside = [each for each in grouped[: len(HALVES) * most] if each is not None]
+        layers, ways = len(halves) // len(HALVES), []
+        numbers: dict[object, int] = {}
+        columns: list[LayerOptions] = []
+        for size in range(2, most + 1):
+            for end in range(size, most + size, size):
+                way = np.full(layers, -1, dtype=np.intp)
+                for layer in range(min(end, most)):
+                    begin = layer - layer % size
+                    last = layer == min(begin + size, most) - 1
+                    key = (*inside[2 * begin : 2 * layer + 2], last)
+                    if key not in numbers:
+                        numbers[key] = len(columns)
+                        columns.append(_in_group(inside, begin, layer, last=last))
+                    way[layer] = numbers[key]
+                ways.append(way)
+        attention, mlp = (Choices(layer[half] for layer in columns) for half in range(len(HALVES)))
+        pairs = [(number, number) for number in range(len(columns))]
+        return _columns(attention, mlp, pairs), np.array(ways, dtype=np.intp).reshape(-1, layers)
 
 
 def _solved(problem: StageProblem, halves: Iterable[Option]) -> Solved:
@@ -366,38 +406,6 @@ class _Stage:
 def _doubled(most: int) -> list[int]:
     """Return 1, 2, 4 ... and `most`."""
     return [*(1 << power for power in range((most - 1).bit_length())), most]
-
-
-def _ways(problem: StageProblem) -> tuple[list[tuple[Option, Option]], Numbers]:
-    """Return the columns of layers in groups that keep one input, and for each size and number of groups those of the lower
-    layers.
-
-        group of two          mlp(2)          attention(2)      mlp(1)       attention(1)
-        recomputed            a + b + c + d   a + b + c         a + b        a
-
-    All that a group recomputes is held when the backward of its last half begins, and is freed half by half: each half counts the
-    remaining bytes as its own. A last group may be smaller.
-    """
-    both = zip(problem.halves, problem.inside, strict=False)
-    able = iter(bool(choices.joined) and inside is not None for choices, inside in both)
-    most = sum(1 for _ in takewhile(all, zip(able, able, strict=True)))
-    inside = [each for each in problem.inside[: len(HALVES) * most] if each is not None]
-    numbers: dict[object, int] = {}
-    columns: list[tuple[Option, Option]] = []
-    ways = []
-    for size in range(2, most + 1):
-        for end in range(size, most + size, size):
-            way = np.full(problem.layers, -1, dtype=np.intp)
-            for layer in range(min(end, most)):
-                begin = layer - layer % size
-                last = layer == min(begin + size, most) - 1
-                key = tuple(map(id, inside[2 * begin : 2 * layer + 2])), last
-                if key not in numbers:
-                    numbers[key] = len(columns)
-                    columns.append(_in_group(inside, begin, layer, last=last))
-                way[layer] = numbers[key]
-            ways.append(way)
-    return columns, np.array(ways, dtype=np.intp).reshape(-1, problem.layers)
 
 
 def _in_group(inside: Sequence[Grouped], begin: int, layer: int, *, last: bool) -> tuple[Option, Option]:
