@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -16,11 +16,13 @@ Later = Callable[..., Callable[[], Any]]
 @contextmanager
 def beside(*, worth: bool) -> Iterator[Later]:
     """Run calls in another process, one after the other. A call that has not started there when its result is needed runs in this
-    process. `worth`: whether calls take longer than the start of a process; if not, all run in this one."""
+    process, and so does every call if that process dies. `worth`: whether calls take longer than the start of a process; if not,
+    all run in this one."""
     if not worth or os.cpu_count() == 1:
         yield partial
         return
     from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor  # `--help` does without
+    from concurrent.futures.process import BrokenProcessPool
     from multiprocessing import get_context
 
     process = ProcessPoolExecutor(1, get_context("spawn"), initializer=gc.set_threshold, initargs=gc.get_threshold())
@@ -28,7 +30,14 @@ def beside(*, worth: bool) -> Iterator[Later]:
 
         def later(call: Callable[..., Any], *given: Any, **named: Any) -> Callable[[], Any]:
             turn = turns.submit(lambda: process.submit(call, *given, **named).result())
-            return lambda: call(*given, **named) if turn.cancel() else turn.result()
+
+            def result() -> Any:
+                if not turn.cancel():
+                    with suppress(BrokenProcessPool):
+                        return turn.result()
+                return call(*given, **named)
+
+            return result
 
         yield later
 

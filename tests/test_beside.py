@@ -18,6 +18,12 @@ def slow(number: int) -> tuple[int, int]:
     return number, os.getpid()
 
 
+def dying_elsewhere(home: int) -> int:
+    if os.getpid() != home:
+        os._exit(1)
+    return home
+
+
 def refusing() -> None:
     raise Infeasible("nothing fits", [PROBLEM])
 
@@ -34,6 +40,12 @@ def test_both_processes_work_and_results_keep_their_order() -> None:
 def test_what_is_not_worth_a_process_runs_in_this_one() -> None:
     with beside(worth=False) as later:
         assert later(slow, 7)() == (7, os.getpid())
+
+
+def test_calls_of_a_process_that_dies_run_in_this_one() -> None:
+    home = os.getpid()
+    with beside(worth=True) as later:
+        assert results([later(dying_elsewhere, home), later(dying_elsewhere, home), later(os.getpid)]) == [home] * 3
 
 
 @pytest.mark.parametrize("worth", [False, True])

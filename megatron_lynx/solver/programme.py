@@ -36,8 +36,6 @@ MOST_PAIRS = 300
 and 1.3 % at worst; with 3,000, 0.04 % shorter at best."""
 
 Numbers = NDArray[np.intp]
-
-
 LayerOptions = tuple[Option, Option]
 
 
