@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from itertools import accumulate, chain, pairwise, product, takewhile
 from typing import NamedTuple
 
@@ -37,6 +37,7 @@ and 1.3 % at worst; with 3,000, 0.04 % shorter at best."""
 
 Numbers = NDArray[np.intp]
 LayerOptions = tuple[Option, Option]
+Inside = tuple[Grouped | None, ...]
 
 
 class Table(NamedTuple):
@@ -146,30 +147,40 @@ class Programme:
         if not problem.layers:
             yield _solved(problem, [])
             return
-        yield from self._stage(problem).best(budget_bytes)
+        layers = partial(self._layers, problem.halves, hosted=problem.device is not None, leaving=problem.leaving)
+        yield from _Stage(problem, layers(())).best(budget_bytes)
         columns, ways = self._ways(problem.halves, problem.inside)
         everywhere = ways[:, -1] >= 0
         if not everywhere.all():
-            yield from self._stage(problem, columns, ways[~everywhere, :-1]).best(budget_bytes)
+            yield from _Stage(problem, layers(problem.inside)).best(budget_bytes)
         answers = [_solved(problem, chain(*(columns.halves[number] for number in way))) for way in ways[everywhere].tolist()]
         yield from sorted(answers, key=lambda answer: answer.longer_s)
 
-    def _stage(self, problem: StageProblem, grouped: Table | None = None, ways: Numbers | None = None) -> _Stage:
-        *lower, last = by_layer(problem.halves)
-        kinds, hosted = {both: number for number, both in enumerate(dict.fromkeys(lower))}, problem.device is not None
+    @once
+    def _layers(self, halves: tuple[Choices, ...], inside: Inside, *, hosted: bool, leaving: bool) -> _Layers:
+        """`inside`: empty if no layers are in groups, else with every way that leaves some out."""
+        *lower, last = by_layer(halves)
+        kinds = {both: number for number, both in enumerate(dict.fromkeys(lower))}
         tables = [self._table(*both, last=False, hosted=hosted) for both in kinds]
         begins = list(accumulate((len(each.resident) for each in tables), initial=0))
-        columns = Table.of([*tables, _columns(Choices(), Choices(), []) if grouped is None else grouped])
-        kind_of_layer = np.array([kinds[both] for both in lower], dtype=np.intp)
-        ways = np.full((1, len(lower)), -1) if ways is None else np.where(ways < 0, ways, ways + begins[-1])
-        return _Stage(problem, kind_of_layer, list(pairwise(begins)), columns, self._table(*last, last=True, hosted=hosted), ways)
+        grouped, ways = self._ways(halves, inside)
+        ways = ways[ways[:, -1] < 0, :-1] if inside else np.full((1, len(lower)), -1)
+        return _Layers(
+            np.array([kinds[both] for both in lower], dtype=np.intp),
+            list(pairwise(begins)),
+            Table.of([*tables, grouped]),
+            self._table(*last, last=True, hosted=hosted),
+            np.where(ways < 0, ways, ways + begins[-1]),
+            hosted,
+            leaving,
+        )
 
     @once
     def _table(self, attention: Choices, mlp: Choices, *, last: bool, hosted: bool) -> Table:
         return table(attention, mlp, last=last, hosted=hosted)
 
     @once
-    def _ways(self, halves: tuple[Choices, ...], grouped: tuple[Grouped | None, ...]) -> tuple[Table, Numbers]:
+    def _ways(self, halves: tuple[Choices, ...], grouped: Inside) -> tuple[Table, Numbers]:
         """Return the columns of layers in groups that keep one input, and for each size and number of groups those of the lower
         layers.
 
@@ -212,10 +223,9 @@ def keep_all(problem: StageProblem) -> Solved:
 
 
 @dataclass(frozen=True, eq=False)
-class _Stage:
-    """One problem. Columns of its lower layers are numbered through all kinds, then those of layers in groups."""
+class _Layers:
+    """Columns of the lower layers are numbered through all kinds, then those of layers in groups."""
 
-    problem: StageProblem
     kind_of_layer: Numbers
     ranges: list[tuple[int, int]]
     """First column of each kind, and the one after its last."""
@@ -223,10 +233,91 @@ class _Stage:
     last: Table
     ways: Numbers
     """Columns of the lowest layers, a row for each size and number of groups; -1 above the groups. [3]"""
+    hosted: bool
+    leaving: bool
+
+    @cached_property
+    def starts(self) -> Numbers:
+        """Answers from which the search begins: as the price of a byte rises, in seconds, in the host's alone, or in need, one
+        layer after the other gets its kind's next column. [1] [3]"""
+        host_s = [self.columns.host_s.sum(axis=1)] if self.hosted else []
+        costs = self.columns.longer_s, self.columns.need, *host_s
+        alike = [self._at_prices(cost)[:, self.kind_of_layer] for cost in costs]
+        rows = alike  # above groups, all layers of a kind change together: there are many ways already
+        if (self.ways < 0).all():
+            rows = [each[:1] for each in alike]
+            for own, to in chain.from_iterable(map(pairwise, alike)):
+                changed = np.cumsum(own != to)
+                rows.append(np.where(changed <= np.arange(1, changed[-1] + 1)[:, None], to, own))
+        above = np.concatenate(rows)
+        return self.ordered(np.concatenate([np.where(way < 0, above, way) for way in self.ways]))
+
+    def _at_prices(self, cost: Floats) -> Numbers:
+        """Return columns of all kinds. At each rising price of a byte one kind moves on to its next vertex."""
+        kind = np.repeat(np.arange(len(self.ranges)), [end - begin for begin, end in self.ranges])
+        cost, size = cost[: len(kind)], self.columns.resident[: len(kind)]
+        order = np.lexsort((size, cost))
+        own = np.array([order[kind[order] == each][0] for each in range(len(self.ranges))], dtype=np.intp)
+        corners = [own]
+        while len(kind):
+            freed = size[own][kind] - size
+            price = np.divide(cost - cost[own][kind], freed, out=np.full(len(kind), np.inf), where=freed > 0)
+            to = np.lexsort((-freed, kind, price))[0]
+            if not np.isfinite(price[to]):
+                break
+            own = own.copy()
+            own[kind[to]] = to
+            corners.append(own)
+        return np.array(corners)
+
+    def ordered(self, rows: Numbers) -> Numbers:
+        """Order each run of layers of one kind by need, the largest lowest. Groups stay in place."""
+        key = self._rank[rows]
+        for begin, end in self._runs:
+            order = np.argsort(key[:, begin:end], axis=1, kind="stable")
+            rows[:, begin:end] = np.take_along_axis(rows[:, begin:end], order, axis=1)
+        return rows
+
+    @cached_property
+    def _rank(self) -> Numbers:
+        """Rank of each column from the lowest layer up: by need, or by resident bytes if lowest layers are offloaded first."""
+        columns = self.columns
+        order = np.lexsort((columns.ahead.sum(axis=1), columns.resident if self.leaving else columns.need))[::-1]
+        rank = np.empty(len(order), dtype=np.intp)
+        rank[order] = np.arange(len(order))
+        rank[self.ranges[-1][1] if self.ranges else 0 :] = -1
+        return rank
+
+    @cached_property
+    def _runs(self) -> list[tuple[int, int]]:
+        borders = np.flatnonzero(np.diff(self.kind_of_layer, prepend=-1, append=-1)).tolist()
+        return list(pairwise(borders))
+
+    def blocks(self, lower: Numbers) -> Iterator[tuple[int, Numbers]]:
+        """Yield the kind and the layers of a run that have one column."""
+        for begin, end in self._runs:
+            kind = int(self.kind_of_layer[begin])
+            for column in dict.fromkeys(lower[begin:end].tolist()):
+                if column < self.ranges[kind][1]:  # not in a group
+                    yield kind, begin + np.flatnonzero(lower[begin:end] == column)
+
+
+@dataclass(frozen=True, eq=False)
+class _Stage:
+    problem: StageProblem
+    layers: _Layers
+
+    @property
+    def columns(self) -> Table:
+        return self.layers.columns
+
+    @property
+    def last(self) -> Table:
+        return self.layers.last
 
     def best(self, budget_bytes: float | None) -> Iterator[Solved]:
         """Yield the fastest answer that fits, if one is found; without a budget, the one with the least peak."""
-        found = self._best(self._starts, budget_bytes) or self._best(self._leanest.lower[None], budget_bytes)
+        found = self._best(self.layers.starts, budget_bytes) or self._best(self._leanest.lower[None], budget_bytes)
         if found is not None:
             answer = self._improved(found, budget_bytes)
             lower = (self.columns.halves[number] for number in answer.lower.tolist())
@@ -234,7 +325,7 @@ class _Stage:
 
     @property
     def _leanest(self) -> Answer:
-        found = self._best(self._starts, None)
+        found = self._best(self.layers.starts, None)
         assert found is not None
         return self._improved(found, None)
 
@@ -300,45 +391,11 @@ class _Stage:
     def _size(self) -> Floats:
         return np.asarray(self.problem.in_flight * self.columns.resident)
 
-    @cached_property
-    def _starts(self) -> Numbers:
-        """Answers from which the search begins: as the price of a byte rises, in seconds, in the host's alone, or in need, one
-        layer after the other gets its kind's next column. [1] [3]"""
-        host_s = [] if self.problem.device is None else [self.columns.host_s.sum(axis=1)]
-        costs = self.columns.longer_s, self.columns.need, *host_s
-        alike = [self._at_prices(cost)[:, self.kind_of_layer] for cost in costs]
-        rows = alike  # above groups, all layers of a kind change together: there are many ways already
-        if (self.ways < 0).all():
-            rows = [each[:1] for each in alike]
-            for own, to in chain.from_iterable(map(pairwise, alike)):
-                changed = np.cumsum(own != to)
-                rows.append(np.where(changed <= np.arange(1, changed[-1] + 1)[:, None], to, own))
-        above = np.concatenate(rows)
-        return self._ordered(np.concatenate([np.where(way < 0, above, way) for way in self.ways]))
-
-    def _at_prices(self, cost: Floats) -> Numbers:
-        """Return columns of all kinds. At each rising price of a byte one kind moves on to its next vertex."""
-        kind = np.repeat(np.arange(len(self.ranges)), [end - begin for begin, end in self.ranges])
-        cost, size = cost[: len(kind)], self._size[: len(kind)]
-        order = np.lexsort((size, cost))
-        own = np.array([order[kind[order] == each][0] for each in range(len(self.ranges))], dtype=np.intp)
-        corners = [own]
-        while len(kind):
-            freed = size[own][kind] - size
-            price = np.divide(cost - cost[own][kind], freed, out=np.full(len(kind), np.inf), where=freed > 0)
-            to = np.lexsort((-freed, kind, price))[0]
-            if not np.isfinite(price[to]):
-                break
-            own = own.copy()
-            own[kind[to]] = to
-            corners.append(own)
-        return np.array(corners)
-
     def _changed(self, found: Answer, budget_bytes: float | None) -> Numbers:
         """Return the answer with 1, 2, 4 ... or all layers of a block changed to another column."""
         rows = [np.empty((0, len(found.lower)), dtype=np.intp)]
-        for kind, layers in self._blocks(found.lower):
-            columns = np.arange(*self.ranges[kind])
+        for kind, layers in self.layers.blocks(found.lower):
+            columns = np.arange(*self.layers.ranges[kind])
             for count in _doubled(len(layers)):
                 more = found.lower[None].repeat(len(columns), axis=0)
                 more[:, layers[:count]] = columns[:, None]
@@ -346,15 +403,15 @@ class _Stage:
         changed = np.concatenate(rows)
         if budget_bytes is not None:
             changed = changed[self.columns.longer_s[changed].sum(axis=1) + self.last.longer_s.min() <= found.costs[0]]
-        return self._ordered(changed)
+        return self.layers.ordered(changed)
 
     def _changed_twice(self, found: Answer, budget_bytes: float) -> Numbers:
         """Return the answer with two layers changed that get faster and hold no more when backward begins."""
         changes = [
             (layer, column, nth)
-            for kind, layers in self._blocks(found.lower)
+            for kind, layers in self.layers.blocks(found.lower)
             for nth, layer in enumerate(layers[:2].tolist())
-            for column in range(*self.ranges[kind])
+            for column in range(*self.layers.ranges[kind])
         ]
         layer, column, nth = np.array(changes, dtype=np.intp).reshape(-1, 3).T
         first, own = np.flatnonzero(nth == 0), found.lower[layer]
@@ -367,38 +424,7 @@ class _Stage:
         rows = found.lower[None].repeat(len(picked), axis=0)
         for changes_of in (first[one[picked]], other[picked]):
             rows[np.arange(len(rows)), layer[changes_of]] = column[changes_of]
-        return self._ordered(rows)
-
-    def _ordered(self, rows: Numbers) -> Numbers:
-        """Order each run of layers of one kind by need, the largest lowest. Groups stay in place."""
-        key = self._rank[rows]
-        for begin, end in self._runs:
-            order = np.argsort(key[:, begin:end], axis=1, kind="stable")
-            rows[:, begin:end] = np.take_along_axis(rows[:, begin:end], order, axis=1)
-        return rows
-
-    @cached_property
-    def _rank(self) -> Numbers:
-        """Rank of each column from the lowest layer up: by need, or by resident bytes if lowest layers are offloaded first."""
-        columns = self.columns
-        order = np.lexsort((columns.ahead.sum(axis=1), columns.resident if self.problem.leaving else columns.need))[::-1]
-        rank = np.empty(len(order), dtype=np.intp)
-        rank[order] = np.arange(len(order))
-        rank[self.ranges[-1][1] if self.ranges else 0 :] = -1
-        return rank
-
-    @cached_property
-    def _runs(self) -> list[tuple[int, int]]:
-        borders = np.flatnonzero(np.diff(self.kind_of_layer, prepend=-1, append=-1)).tolist()
-        return list(pairwise(borders))
-
-    def _blocks(self, lower: Numbers) -> Iterator[tuple[int, Numbers]]:
-        """Yield the kind and the layers of a run that have one column."""
-        for begin, end in self._runs:
-            kind = int(self.kind_of_layer[begin])
-            for column in dict.fromkeys(lower[begin:end].tolist()):
-                if column < self.ranges[kind][1]:  # not in a group
-                    yield kind, begin + np.flatnonzero(lower[begin:end] == column)
+        return self.layers.ordered(rows)
 
 
 def _doubled(most: int) -> list[int]:
