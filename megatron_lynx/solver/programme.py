@@ -67,18 +67,6 @@ class Table(NamedTuple):
         return cls(tuple(chain.from_iterable(halves)), *map(np.concatenate, parts))
 
 
-def table(attention: Choices, mlp: Choices, *, last: bool, hosted: bool) -> Table:
-    """Return the columns of a kind of layer that no other one beats. `last`: of the stage's last layer. `hosted`: host seconds
-    count."""
-    first, second = attention.unbeaten, mlp.unbeaten
-    apart = product(range(len(first.apart)), range(len(second.apart)))
-    joined = zip(range(len(first.apart), len(first)), range(len(second.apart), len(second)), strict=False)
-    columns = _columns(first, second, [*apart, *joined])
-    moments = columns.whole.T if last else np.array([np.maximum(columns.need, 0), columns.ahead.max(axis=1)])
-    host_s = [columns.host_s.sum(axis=1)] if hosted else []
-    return columns.at(unbeaten([columns.longer_s, columns.resident, *moments, *host_s]))
-
-
 def _columns(attention: Choices, mlp: Choices, pairs: Sequence[tuple[int, int]]) -> Table:
     """`pairs`: numbers of both halves' options."""
     numbers = np.array(pairs, dtype=np.intp).reshape(-1, len(HALVES))
@@ -177,7 +165,15 @@ class Programme:
 
     @once
     def _table(self, attention: Choices, mlp: Choices, *, last: bool, hosted: bool) -> Table:
-        return table(attention, mlp, last=last, hosted=hosted)
+        """Return the columns of a kind of layer that no other one beats. `last`: of the stage's last layer. `hosted`: with host
+        seconds."""
+        first, second = attention.unbeaten, mlp.unbeaten
+        apart = product(range(len(first.apart)), range(len(second.apart)))
+        joined = zip(range(len(first.apart), len(first)), range(len(second.apart), len(second)), strict=False)
+        columns = _columns(first, second, [*apart, *joined])
+        moments = columns.whole.T if last else np.array([np.maximum(columns.need, 0), columns.ahead.max(axis=1)])
+        host_s = [columns.host_s.sum(axis=1)] if hosted else []
+        return columns.at(unbeaten([columns.longer_s, columns.resident, *moments, *host_s]))
 
     @once
     def _ways(self, halves: tuple[Choices, ...], grouped: Inside) -> tuple[Table, Numbers]:
@@ -307,21 +303,13 @@ class _Stage:
     problem: StageProblem
     layers: _Layers
 
-    @property
-    def columns(self) -> Table:
-        return self.layers.columns
-
-    @property
-    def last(self) -> Table:
-        return self.layers.last
-
     def best(self, budget_bytes: float | None) -> Iterator[Solved]:
         """Yield the fastest answer that fits, if one is found; without a budget, the one with the least peak."""
         found = self._best(self.layers.starts, budget_bytes) or self._best(self._leanest.lower[None], budget_bytes)
         if found is not None:
             answer = self._improved(found, budget_bytes)
-            lower = (self.columns.halves[number] for number in answer.lower.tolist())
-            yield _solved(self.problem, chain(*lower, self.last.halves[answer.last]))
+            lower = (self.layers.columns.halves[number] for number in answer.lower.tolist())
+            yield _solved(self.problem, chain(*lower, self.layers.last.halves[answer.last]))
 
     @property
     def _leanest(self) -> Answer:
@@ -356,7 +344,7 @@ class _Stage:
 
     def _evaluated(self, rows: Numbers) -> tuple[Floats, Floats, Floats]:
         """Return seconds, peaks and resident bytes: (rows, columns of the last layer)."""
-        lower, last, others = self.columns, self.last, self.problem.in_flight - 1
+        lower, last, others = self.layers.columns, self.layers.last, self.problem.in_flight - 1
         resident = lower.resident[rows]
         below = resident.cumsum(axis=1) - resident
         moments = lower.whole[rows] + below[..., None]
@@ -373,7 +361,7 @@ class _Stage:
     def _late_s(self, rows: Numbers, seconds: Floats) -> Floats | float:
         if (device := self.problem.device) is None:
             return 0.0
-        host_s = self.columns.host_s[rows].sum(axis=1)[:, None] + self.last.host_s
+        host_s = self.layers.columns.host_s[rows].sum(axis=1)[:, None] + self.layers.last.host_s
         backward_s = host_s[..., 1] - device.backward_s - seconds
         return np.asarray(np.maximum(0, host_s[..., 0] - device.forward_s) + np.maximum(0, backward_s))
 
@@ -384,12 +372,12 @@ class _Stage:
     @cached_property
     def _least_on_top(self) -> float:
         """Least number of bytes that the last layer adds."""
-        most = np.maximum(self.last.whole.max(axis=1), self.last.resident + self.problem.loss_bytes)
-        return float(((self.problem.in_flight - 1) * self.last.resident + most).min())
+        most = np.maximum(self.layers.last.whole.max(axis=1), self.layers.last.resident + self.problem.loss_bytes)
+        return float(((self.problem.in_flight - 1) * self.layers.last.resident + most).min())
 
     @cached_property
     def _size(self) -> Floats:
-        return np.asarray(self.problem.in_flight * self.columns.resident)
+        return np.asarray(self.problem.in_flight * self.layers.columns.resident)
 
     def _changed(self, found: Answer, budget_bytes: float | None) -> Numbers:
         """Return the answer with 1, 2, 4 ... or all layers of a block changed to another column."""
@@ -402,7 +390,9 @@ class _Stage:
                 rows.append(more)
         changed = np.concatenate(rows)
         if budget_bytes is not None:
-            changed = changed[self.columns.longer_s[changed].sum(axis=1) + self.last.longer_s.min() <= found.costs[0]]
+            changed = changed[
+                self.layers.columns.longer_s[changed].sum(axis=1) + self.layers.last.longer_s.min() <= found.costs[0]
+            ]
         return self.layers.ordered(changed)
 
     def _changed_twice(self, found: Answer, budget_bytes: float) -> Numbers:
@@ -415,7 +405,7 @@ class _Stage:
         ]
         layer, column, nth = np.array(changes, dtype=np.intp).reshape(-1, 3).T
         first, own = np.flatnonzero(nth == 0), found.lower[layer]
-        longer_s, more = (costs[column] - costs[own] for costs in (self.columns.longer_s, self._size))
+        longer_s, more = (costs[column] - costs[own] for costs in (self.layers.columns.longer_s, self._size))
         both_s = longer_s[first, None] + longer_s
         room = budget_bytes - self._evaluated(found.lower[None])[1][0, found.last]
         fit = (both_s < 0) & (more[first, None] + more <= room) & (layer[first, None] != layer)
