@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from itertools import product
 
 import pytest
 
@@ -33,7 +34,7 @@ def job_of(flags: str, memory_gib: float, cluster: str = "h100-80g") -> Job:
 
 @pytest.mark.parametrize(
     ("flags", "memory_gib"),
-    [("", 25.0), ("", 70.0), (OVERLAPPING, 40.0), (OVERLAPPING, 70.0), (BETWEEN_NODES, 20.0), (BETWEEN_NODES, 30.0)],
+    [*product(["", OVERLAPPING], [25.0, 40.0, 70.0]), (BETWEEN_NODES, 20.0), (BETWEEN_NODES, 30.0)],
 )
 def test_the_plan_is_the_fastest_of_all_variants(flags: str, memory_gib: float) -> None:
     job = job_of(flags, memory_gib)

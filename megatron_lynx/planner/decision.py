@@ -19,7 +19,7 @@ from megatron_lynx.cost.host import HostReport
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.section import Prices
 from megatron_lynx.cost.step import StepRange
-from megatron_lynx.cost.update import late_reduction_s
+from megatron_lynx.cost.update import late_reduction_s, update_s
 from megatron_lynx.errors import Infeasible, LynxError, Problem
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import left_open
@@ -167,7 +167,7 @@ def fastest_decision(job: Job, profile: Profile, below_s: float = inf) -> Decisi
 
 def finished(decision: Decision, below_s: float = inf) -> Decision:
     """Place weight gradients of a decision as `fitting` returns it, if its step gets shorter than `below_s`. Check its budget."""
-    decision = _deferring(decision, below_s - decision.figures.update_s)
+    decision = _deferring(decision, below_s - update_s(decision.job, decision.profile))
     check_budget_kept(decision.job, decision.simulation)
     return decision
 

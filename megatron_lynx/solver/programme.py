@@ -230,7 +230,9 @@ class _Layers:
     ways: Numbers
     """Columns of the lowest layers, a row for each size and number of groups; -1 above the groups. [3]"""
     hosted: bool
+    """Whether host seconds count."""
     leaving: bool
+    """As in `StageProblem`."""
 
     @cached_property
     def starts(self) -> Numbers:
@@ -300,6 +302,8 @@ class _Layers:
 
 @dataclass(frozen=True, eq=False)
 class _Stage:
+    """One problem of these layers."""
+
     problem: StageProblem
     layers: _Layers
 
