@@ -1,4 +1,4 @@
-"""Calls in a second process. Only commands start one: it would run a script again that is not guarded by its `__name__`."""
+"""Calls in other processes. Only commands start them: they would run a script again that is not guarded by its `__name__`."""
 
 from __future__ import annotations
 
@@ -9,27 +9,34 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
+Watch = Callable[[int, int], None]
+"""(number of calls that are over, number of all calls)"""
+
+PROCESSES = 4
+"""The most, with this one: `advise` has four calls that do not depend on each other."""
+
 Later = Callable[..., Callable[[], Any]]
 """(function, its arguments) -> a call for its result."""
 
 
 @contextmanager
 def beside(*, worth: bool) -> Iterator[Later]:
-    """Run calls in another process, one after the other. A call that has not started there when its result is needed runs in this
-    process, and so does every call if that process dies. `worth`: whether calls take longer than the start of a process; if not,
-    all run in this one."""
-    if not worth or os.cpu_count() == 1:
+    """Run calls in other processes, on as many cores as there are. A call that has not started there when its result is needed
+    runs in this process, and so do all calls of a process that dies. `worth`: whether calls take longer than the start of a
+    process; if not, all run in this one."""
+    others = min(os.cpu_count() or 1, PROCESSES) - 1
+    if not worth or not others:
         yield partial
         return
     from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor  # `--help` does without
     from concurrent.futures.process import BrokenProcessPool
     from multiprocessing import get_context
 
-    process = ProcessPoolExecutor(1, get_context("spawn"), initializer=gc.set_threshold, initargs=gc.get_threshold())
-    with process, ThreadPoolExecutor(1) as turns:
+    processes = ProcessPoolExecutor(others, get_context("spawn"), initializer=gc.set_threshold, initargs=gc.get_threshold())
+    with processes, ThreadPoolExecutor(others) as turns:
 
         def later(call: Callable[..., Any], *given: Any, **named: Any) -> Callable[[], Any]:
-            turn = turns.submit(lambda: process.submit(call, *given, **named).result())
+            turn = turns.submit(lambda: processes.submit(call, *given, **named).result())
 
             def result() -> Any:
                 if not turn.cancel():
@@ -42,6 +49,11 @@ def beside(*, worth: bool) -> Iterator[Later]:
         yield later
 
 
-def results(calls: list[Callable[[], Any]]) -> list[Any]:
-    """Return what calls return, in their order. The last ones may not have started."""
-    return [call() for call in reversed(calls)][::-1]
+def results(calls: list[Callable[[], Any]], watch: Watch | None = None) -> list[Any]:
+    """Return what calls return, in their order. The last ones may not have started. `watch` is called before each."""
+    found = list[Any]()
+    for call in reversed(calls):
+        if watch is not None:
+            watch(len(found), len(calls))
+        found.append(call())
+    return found[::-1]

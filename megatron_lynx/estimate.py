@@ -161,7 +161,7 @@ def _of_stock(job: Job, costs: Profile | None, setting: StockSetting) -> Estimat
     """Estimate of stock Megatron's setting. Without figures its bytes are known, except those of copies in flight."""
     job = least_share_that_fits(job, setting) if job.optimizer.offload == "auto" else job
     if costs is None:
-        memory = memory_of_stages(job, setting)
+        memory = tuple(memory_of_stages(job, setting))
         return Estimate(job, 0.0, memory, tuple(shortages(job, enumerate(memory))), costs)
     price = priced(job, costs, setting)
     short = (*shortages(job, enumerate(price.stages)), *filter(None, [host_shortage(job, price.host_bytes)]))

@@ -1,4 +1,4 @@
-"""Calls in a second process: same results in the same order, errors included."""
+"""Calls in other processes: same results in the same order, errors included."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from megatron_lynx.beside import beside, results
+from megatron_lynx.beside import PROCESSES, beside, results
 from megatron_lynx.errors import Infeasible, Problem
 
 PROBLEM = Problem("stage 0", "2 GiB", "at most 1 GiB")
@@ -28,13 +28,14 @@ def refusing() -> None:
     raise Infeasible("nothing fits", [PROBLEM])
 
 
-def test_both_processes_work_and_results_keep_their_order() -> None:
+@pytest.mark.parametrize(("cores", "processes"), [(1, 1), (2, 2), (64, PROCESSES)])
+def test_all_processes_work_and_results_keep_their_order(cores: int, processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
     with beside(worth=True) as later:
         found = results([later(slow, number) for number in range(24)])  # 5 s, and a process starts within 3
     assert [number for number, _ in found] == [*range(24)]
-    processes = {process for _, process in found}
-    assert os.getpid() in processes
-    assert len(processes) == (1 if os.cpu_count() == 1 else 2)
+    assert os.getpid() in {process for _, process in found}
+    assert len({process for _, process in found}) == processes
 
 
 def test_what_is_not_worth_a_process_runs_in_this_one() -> None:

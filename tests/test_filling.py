@@ -104,7 +104,7 @@ def test_memory_that_one_weight_gradient_takes_is_not_left_for_another():
     filler, (lowest, above) = found.filler, (LayerRange.of(range(layer, layer + 1)) for layer in (1, 2))
     rooms, through, peak_bytes = (
         filler._rooms(0, False),
-        filler._through(found.plan.stages[0]),
+        filler._through(stage=0, chunk=0, drains=False),
         found.simulation.memory(0).peak_bytes,
     )
     one, two = (dict.fromkeys(linears, (SEND_BACKWARD,)) for linears in (("linear_fc1",), ("linear_fc1", "linear_fc2")))

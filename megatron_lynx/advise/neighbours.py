@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from pydantic import ValidationError
@@ -69,8 +70,8 @@ class Near(Space):
 def nearest(job: Job) -> list[Job]:
     """Return the job in the few layouts with the shortest steps, before weight gradients are placed. `job`: with the policy
     `planned`, on a described cluster."""
-    running = BestFirst(Near(job, job.gpus), ("planned",), MOST, offload=job.offload_ratio != 0)
-    return [candidate.job for candidate in running.run()]
+    running = BestFirst(Near(job, job.gpus), ("planned",), offload=job.offload_ratio != 0)
+    return [candidate.job for candidate in islice(running.run(), MOST)]
 
 
 def may_offload(job: Job) -> bool:

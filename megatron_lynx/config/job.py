@@ -350,7 +350,7 @@ class Job(Part):
         return self.model.kinds_of(self.layers_of(stage, chunk))
 
     def kinds_on(self, stage: int) -> Counter[LayerKind]:
-        return self.model.kinds_of(chain.from_iterable(self.layers_of(stage, chunk) for chunk in range(self.chunks)))
+        return self.model.kinds_of([*chain.from_iterable(self.layers_of(stage, chunk) for chunk in range(self.chunks))])
 
     def halves_on(self, stage: int) -> Counter[Section]:
         counts = Counter[Section]()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from pydantic import Field, model_validator
@@ -327,8 +327,13 @@ class Model(Part):
             )
         )
 
-    def kinds_of(self, layers: Iterable[int]) -> Counter[LayerKind]:
-        return Counter(self.each_kind(layers))
+    @property
+    def uniform(self) -> bool:
+        """Whether all layers are of one kind."""
+        return not self.opaque and len(self.expert_layers) in (0, self.layers)
+
+    def kinds_of(self, layers: Sequence[int]) -> Counter[LayerKind]:
+        return Counter({self.sections(layers[0]): len(layers)} if self.uniform and layers else self.each_kind(layers))
 
     def opaque_in(self, section: Section) -> Opaque:
         return next(opaque for opaque in self.opaque if opaque.kind == section.name)

@@ -68,11 +68,12 @@ def stage_seconds(job: Job, profile: Profile, stage: int) -> Passes:
 
 def of_every_stage(job: Job, value: Callable[[int], T]) -> list[T]:
     """Evaluate `value` once per group of equal stages: same layers of each kind, same end of the model."""
-    pipeline = job.parallel.pipeline
+    pipeline, uniform = job.parallel.pipeline, job.model.uniform
     known: dict[object, T] = {}
     values = []
     for stage in range(pipeline):
-        kind = frozenset(job.kinds_on(stage).items()), stage == 0, stage == pipeline - 1
+        layers = job.layers_on(stage) if uniform else frozenset(job.kinds_on(stage).items())
+        kind = layers, stage == 0, stage == pipeline - 1
         if kind not in known:
             known[kind] = value(stage)
         values.append(known[kind])

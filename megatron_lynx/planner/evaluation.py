@@ -35,6 +35,7 @@ from megatron_lynx.cost.step import StepRange, hiding_all
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import PlannerFault, Problem
 from megatron_lynx.kinds.dense.section import CORE_ATTENTION
+from megatron_lynx.once import once
 from megatron_lynx.plan.facts import PackedFacts
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.profiler.profile import Profile
@@ -128,6 +129,7 @@ def most_held(job: Job, simulation: Simulation, stage: int) -> Iterator[Held]:
             yield Held(stage, chunk, size, without_head if moment == "forward" and (stage, chunk) != last else at[moment])
 
 
+@once
 def _most_of_layers(simulation: Simulation, stage: int, last: tuple[int, int]) -> Mapping[tuple[int | None, Moment], int]:
     """Most bytes of a stage's layers at each moment: of a chunk, or between passes and batches. `last`: the last stage and chunk.
 

@@ -405,7 +405,7 @@ class Filler:
         """
         entries = []
         for number, entry in enumerate(self.plan.stages):
-            through = self._through(entry, sending)
+            through = self._through(entry.stage, entry.chunk, sending)
             rooms = self._rooms(number, forwards and through[1] is not through[0])
             filling = Filling(rooms, self.simulation, through, budgets[entry.stage])
             filling.send_first() if sending else filling.fill(pieces)
@@ -416,11 +416,12 @@ class Filler:
     def _rooms(self, number: int, forwards: bool) -> Rooms:
         return Rooms(self.plan, self.plan.stages[number], self.job, self.prices, forwards)
 
-    def _through(self, entry: Stage, drains: bool = False) -> tuple[Executed, Executed]:
+    @once
+    def _through(self, stage: int, chunk: int, drains: bool) -> tuple[Executed, Executed]:
         """Return a backward of a chunk, and the last pass in which its weight gradients may run: a forward of any chunk that
         follows it, or itself. `drains`: its first backward in cool-down, or else its last."""
-        passes = [execution for execution in self.simulation.executed[entry.stage] if execution.action.is_pass]
-        backwards = [at for at, execution in enumerate(passes) if execution.action[1:] == ("B", entry.chunk)]
+        passes = [execution for execution in self.simulation.executed[stage] if execution.action.is_pass]
+        backwards = [at for at, execution in enumerate(passes) if execution.action[1:] == ("B", chunk)]
         followed = [at for at in backwards if at + 1 < len(passes) and passes[at + 1].action.kind == "F"]
         if followed and not drains:
             at = followed[len(followed) // 2]

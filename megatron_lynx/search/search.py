@@ -22,7 +22,7 @@ from functools import partial
 from itertools import chain, islice, takewhile
 from typing import Any
 
-from megatron_lynx.beside import Later, results
+from megatron_lynx.beside import Later, Watch, results
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.budget import most_beside_layers, shortages
 from megatron_lynx.cost.host_optimizer import host_shortage
@@ -30,12 +30,12 @@ from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.parameters import throughput
 from megatron_lynx.cost.stage_memory import always_bytes
 from megatron_lynx.errors import ConfigError, Infeasible, LynxError, Problem, suggestion
-from megatron_lynx.planner.decision import fastest_decision, finished
+from megatron_lynx.planner.decision import fastest_decision, finished, fitting
 from megatron_lynx.planner.left_open import ways
 from megatron_lynx.prediction import within_error
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.roofline import Roofline
-from megatron_lynx.search.best_first import STOCK, BestFirst, Candidate, Watch, fits, held, in_words
+from megatron_lynx.search.best_first import STOCK, BestFirst, Candidate, Draft, fits, held, in_words
 from megatron_lynx.search.space import Space
 from megatron_lynx.solver.stages import Stages
 from megatron_lynx.tables import WrappedTable
@@ -90,7 +90,8 @@ def search(
     watch: Watch | None = None,
     later: Later = partial,
 ) -> Ranking:
-    """Return the `top` fastest layouts of a job on `gpus` devices, each with its best micro-batch size and policy.
+    """Return the `top` fastest layouts of a job on `gpus` devices, each with its best micro-batch size and policy, as `plan` plans
+    it. They are chosen before weight gradients are placed in waits (`best_first`).
 
     Args:
         offload: whether plans may offload activations.
@@ -103,21 +104,23 @@ def search(
     began_s = time.perf_counter()
     space = Space(job, gpus, None if contexts is None else tuple(sorted(set(contexts))))
     tried = _checked(space, top, policies)
-    running = BestFirst(space, tried, top, offload, watch)
-    finalists = [*filter(None, results([later(_finished, winner) for winner in running.run()]))]
+    running, finalists = BestFirst(space, tried, offload), list[Candidate]()
+    winners = running.run()
+    while calls := [later(_planned, winner) for winner in islice(winners, top - len(finalists))]:
+        finalists += filter(None, results(calls, watch))
     if not finalists:
         raise nothing_fits(space, tried, running.unfit)
     candidates = tuple(sorted(finalists, key=lambda candidate: candidate.step_s))
     return Ranking(job, gpus, candidates, running.considered, time.perf_counter() - began_s)
 
 
-def _finished(candidate: Candidate) -> Candidate | None:
-    """Return the candidate with the figures of `plan`, which places weight gradients in waits; None if it cannot be planned."""
-    if candidate.decision is None:
+def _planned(candidate: Candidate | Draft) -> Candidate | None:
+    """Return the candidate with the figures of `plan`; None if it cannot be planned."""
+    if isinstance(candidate, Candidate):
         return candidate
-    job, decision = candidate.job, candidate.decision
+    job, _, stages = candidate
     with suppress(LynxError):
-        decision = finished(decision) if ways(job) == [job] else fastest_decision(job, decision.profile)
+        decision = finished(fitting(stages)) if ways(job) == [job] else fastest_decision(job, stages.profile)
         return Candidate(job, decision.figures.step_s, decision.offload_ratio, decision.memory_bytes)
     return None
 
@@ -212,7 +215,7 @@ def nothing_fits(space: Space, policies: Sequence[Policy], unfit: Sequence[Job] 
 def least_memory(job: Job) -> tuple[int, StageMemory, Problem | None]:
     """Return the fullest stage, its memory, and the shortage of the host if there is one. A plan recomputes and offloads
     everything that can be."""
-    stages, host_bytes = held(job), 0
+    stages, host_bytes = tuple(held(job)), 0
     if job.policy == "planned":
         solved = Stages(job, analytic_profile(job))
         least = [solved.least(stage) for stage in range(job.parallel.pipeline)]

@@ -105,7 +105,7 @@ def stage_passes(
 
     def plain(key: PassKey) -> PassKey | None:
         kind, which, last = key
-        if kind in messages and not messages[kind][1].tasks and not (kind == "W" and sends_first):
+        if kind in messages and not messages[kind][1].tasks and not (kind == "W" and last and sends_first):
             return None
         alone = kind == "B" and which == "cooldown" and drains_otherwise
         return kind, "cooldown" if alone else "steady", last and defers_any

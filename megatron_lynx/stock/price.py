@@ -5,7 +5,7 @@ Seconds are of forwards and backwards; gradient reduction and the optimizer's up
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -109,9 +109,9 @@ def priced(job: Job, profile: Profile, setting: StockSetting) -> Priced:
     return Priced(job.with_userbuffers(True) if setting.userbuffers and not job.userbuffers else job, profile, setting)
 
 
-def memory_of_stages(job: Job, setting: StockSetting) -> tuple[StageMemory, ...]:
+def memory_of_stages(job: Job, setting: StockSetting) -> Iterator[StageMemory]:
     """Memory of all stages, without copies in flight."""
-    return tuple(StockStage(job, setting, stage).parts.fullest for stage in range(job.parallel.pipeline))
+    return (StockStage(job, setting, stage).parts.fullest for stage in range(job.parallel.pipeline))
 
 
 def least_bytes(job: Job, setting: StockSetting) -> int:

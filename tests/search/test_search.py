@@ -8,12 +8,13 @@ from itertools import product
 import pytest
 
 from megatron_lynx.config import Job
+from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, Infeasible
 from megatron_lynx.estimate import estimate
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.search import POLICIES, Ranking, search
-from megatron_lynx.search.best_first import STOCK, BestFirst, Candidate
+from megatron_lynx.search.best_first import STOCK, BestFirst, Candidate, Draft
 from megatron_lynx.search.space import Space
 from tests.config.jobs import catalogued_job
 from tests.long import long
@@ -23,17 +24,18 @@ TIGHT_GIB = 24.0
 """Where a third of the layouts of `small_job` does not fit, and many others only with recomputations or copies."""
 
 
-def everything(job: Job, gpus: int, policies: tuple[str, ...]) -> list[Candidate]:
-    """The best of each layout by simulated time: nothing pruned, nothing put off."""
-    running = BestFirst(Space(job, gpus), policies, 1)
-    best: dict[object, tuple[float, int, Candidate]] = {}
-    for order, (each, policy) in enumerate(product(jobs_of(job, gpus), policies)):
+def everything(job: Job, gpus: int, policies: tuple[str, ...]) -> list[Candidate | Draft]:
+    """The best of each layout, of plans by their bounds: nothing pruned, nothing put off."""
+    running = BestFirst(Space(job, gpus), policies)
+    best: dict[object, tuple[float, int, Candidate | Draft]] = {}
+    in_order = ((jobs, each, policy) for jobs in Space(job, gpus).layouts() for each, policy in product(jobs, policies))
+    for order, (jobs, each, policy) in enumerate(in_order):
         if policy == "planned" and each.parallel.context > 1:
             continue
-        stages_s = running._cost(each).stages_s(each)
-        *_, looks = running._floored(each.model_copy(update={"policy": policy}), stages_s, 0.0)
+        stages_s, least_update_s = running._cost(each).stages_s(each), update_s(jobs[-1], running._cost(jobs[-1]).profile)
+        *_, looks = running._floored(each.model_copy(update={"policy": policy}), stages_s, least_update_s)
         *_, found = [None, *looks]
-        if isinstance(found, Candidate):
+        if isinstance(found, Candidate | Draft):
             key = (round(found.step_s, 12), order, found)
             best[each.parallel] = min(best.get(each.parallel, key), key, key=lambda known: known[:2])
     return [candidate for *_, candidate in sorted(best.values(), key=lambda known: known[:2])]
@@ -56,8 +58,7 @@ def test_nothing_that_wins_with_a_plan_is_left_out() -> None:
     expected = everything(job, 4, ("full", "planned"))
     found = search(job, 4, top=12, policies=("full", "planned")).candidates
     assert {each.job.policy for each in found} == {"full", "planned"}
-    for shown, ranked in zip(found, expected, strict=False):
-        assert shown.step_s <= ranked.step_s * (1 + 1e-6), "what is shown is decided as plan does, which is no slower"
+    assert {each.job for each in found} == {each.job for each in expected[:12]}
 
 
 def test_plans_for_cut_sequences_are_looked_at_where_they_are_asked_for() -> None:
