@@ -30,12 +30,12 @@ from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.parameters import throughput
 from megatron_lynx.cost.stage_memory import always_bytes
 from megatron_lynx.errors import ConfigError, Infeasible, LynxError, Problem, suggestion
-from megatron_lynx.planner.decision import fastest_decision, finished, fitting
+from megatron_lynx.planner.decision import fastest_decision, finished
 from megatron_lynx.planner.left_open import ways
 from megatron_lynx.prediction import within_error
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.roofline import Roofline
-from megatron_lynx.search.best_first import STOCK, BestFirst, Candidate, Draft, fits, held, in_words
+from megatron_lynx.search.best_first import STOCK, BestFirst, Candidate, fits, held, in_words
 from megatron_lynx.search.space import Space
 from megatron_lynx.solver.stages import Stages
 from megatron_lynx.tables import WrappedTable
@@ -90,8 +90,8 @@ def search(
     watch: Watch | None = None,
     later: Later = partial,
 ) -> Ranking:
-    """Return the `top` fastest layouts of a job on `gpus` devices, each with its best micro-batch size and policy, as `plan` plans
-    it. They are chosen before weight gradients are placed in waits (`best_first`).
+    """Return the `top` fastest layouts of a job on `gpus` devices, each with its best micro-batch size and policy, as `plan`
+    plans it. They are chosen before weight gradients are placed in waits (`best_first`).
 
     Args:
         offload: whether plans may offload activations.
@@ -114,13 +114,13 @@ def search(
     return Ranking(job, gpus, candidates, running.considered, time.perf_counter() - began_s)
 
 
-def _planned(candidate: Candidate | Draft) -> Candidate | None:
-    """Return the candidate with the figures of `plan`; None if it cannot be planned."""
-    if isinstance(candidate, Candidate):
+def _planned(candidate: Candidate) -> Candidate | None:
+    """Return the candidate with the figures of `plan`, which places weight gradients in waits; None if it cannot be planned."""
+    if candidate.decision is None:
         return candidate
-    job, _, stages = candidate
+    job, decision = candidate.job, candidate.decision
     with suppress(LynxError):
-        decision = finished(fitting(stages)) if ways(job) == [job] else fastest_decision(job, stages.profile)
+        decision = finished(decision) if ways(job) == [job] else fastest_decision(job, decision.profile)
         return Candidate(job, decision.figures.step_s, decision.offload_ratio, decision.memory_bytes)
     return None
 

@@ -164,6 +164,8 @@ class Stages:
     def least_fits(self, stage: int) -> bool:
         """Found much faster than that no answer fits, and rarely wrong: an answer that offloads may need less than the least."""
         budget_bytes = layers_budget_bytes(self.job, stage)
+        with suppress(Infeasible):
+            return bool(self._known(stage, NOTHING, budget_bytes, False))
         return budget_bytes is None or self.least(stage).peak_bytes <= budget_bytes
 
     def keeping_all(self, stage: int) -> StageAnswer:

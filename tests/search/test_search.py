@@ -14,7 +14,7 @@ from megatron_lynx.estimate import estimate
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.search import POLICIES, Ranking, search
-from megatron_lynx.search.best_first import STOCK, BestFirst, Candidate, Draft
+from megatron_lynx.search.best_first import STOCK, BestFirst, Candidate
 from megatron_lynx.search.space import Space
 from tests.config.jobs import catalogued_job
 from tests.long import long
@@ -24,10 +24,10 @@ TIGHT_GIB = 24.0
 """Where a third of the layouts of `small_job` does not fit, and many others only with recomputations or copies."""
 
 
-def everything(job: Job, gpus: int, policies: tuple[str, ...]) -> list[Candidate | Draft]:
-    """The best of each layout, of plans by their bounds: nothing pruned, nothing put off."""
+def everything(job: Job, gpus: int, policies: tuple[str, ...]) -> list[Candidate]:
+    """The best of each layout, of plans without weight gradients in waits: nothing pruned, nothing put off."""
     running = BestFirst(Space(job, gpus), policies)
-    best: dict[object, tuple[float, int, Candidate | Draft]] = {}
+    best: dict[object, tuple[float, int, Candidate]] = {}
     in_order = ((jobs, each, policy) for jobs in Space(job, gpus).layouts() for each, policy in product(jobs, policies))
     for order, (jobs, each, policy) in enumerate(in_order):
         if policy == "planned" and each.parallel.context > 1:
@@ -35,7 +35,7 @@ def everything(job: Job, gpus: int, policies: tuple[str, ...]) -> list[Candidate
         stages_s, least_update_s = running._cost(each).stages_s(each), update_s(jobs[-1], running._cost(jobs[-1]).profile)
         *_, looks = running._floored(each.model_copy(update={"policy": policy}), stages_s, least_update_s)
         *_, found = [None, *looks]
-        if isinstance(found, Candidate | Draft):
+        if isinstance(found, Candidate):
             key = (round(found.step_s, 12), order, found)
             best[each.parallel] = min(best.get(each.parallel, key), key, key=lambda known: known[:2])
     return [candidate for *_, candidate in sorted(best.values(), key=lambda known: known[:2])]
