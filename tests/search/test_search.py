@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from itertools import product
 
 import pytest
@@ -103,6 +104,13 @@ def test_the_same_answer_every_time(tight: Ranking) -> None:
 def test_fewer_are_the_first_of_more(tight: Ranking) -> None:
     few = search(tight.job, 8, top=3)
     assert few.candidates == tight.candidates[:3]
+
+
+def test_a_layout_that_cannot_be_planned_leaves_its_place_to_the_next(tight: Ranking, monkeypatch: pytest.MonkeyPatch) -> None:
+    searching = import_module("megatron_lynx.search.search")
+    first, planned = tight.candidates[0].job.parallel, searching._planned
+    monkeypatch.setattr(searching, "_planned", lambda each: None if each.job.parallel == first else planned(each))
+    assert search(tight.job, 8, top=11).candidates == tight.candidates[1:]
 
 
 def test_what_it_says_is_what_an_estimate_says(tight: Ranking) -> None:
