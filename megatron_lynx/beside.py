@@ -32,7 +32,7 @@ def beside(*, worth: bool) -> Iterator[Later]:
     from concurrent.futures.process import BrokenProcessPool
     from multiprocessing import get_context
 
-    processes = ProcessPoolExecutor(others, get_context("spawn"), initializer=gc.set_threshold, initargs=gc.get_threshold())
+    processes = ProcessPoolExecutor(others, get_context("spawn"), initializer=_begun, initargs=gc.get_threshold())
     with processes, ThreadPoolExecutor(others) as turns:
 
         def later(call: Callable[..., Any], *given: Any, **named: Any) -> Callable[[], Any]:
@@ -47,6 +47,20 @@ def beside(*, worth: bool) -> Iterator[Later]:
             return result
 
         yield later
+
+
+def _begun(*threshold: int) -> None:
+    """Let this new process collect garbage as its parent does, and end with it, even if that is killed."""
+    from multiprocessing import parent_process
+    from threading import Thread
+
+    def end_with_parent() -> None:
+        if (parent := parent_process()) is not None:
+            parent.join()
+            os._exit(1)
+
+    gc.set_threshold(*threshold)
+    Thread(target=end_with_parent, daemon=True).start()
 
 
 def results(calls: list[Callable[[], Any]], watch: Watch | None = None) -> list[Any]:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -47,6 +52,40 @@ def test_calls_of_a_process_that_dies_run_in_this_one() -> None:
     home = os.getpid()
     with beside(worth=True) as later:
         assert results([later(dying_elsewhere, home), later(dying_elsewhere, home), later(os.getpid)]) == [home] * 3
+
+
+ENDLESS = """
+import os, time
+from megatron_lynx.beside import beside
+
+def endless(home):
+    while True:
+        print(os.getpid(), flush=True)
+        time.sleep(0.1 if os.getpid() != home else 3600)
+
+if __name__ == "__main__":
+    os.cpu_count = lambda: 4
+    with beside(worth=True) as later:
+        calls = [later(endless, os.getpid()) for _ in range(3)]
+        time.sleep(3600)
+"""
+
+
+def test_no_process_outlives_a_command_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    command = subprocess.Popen([sys.executable, tmp_path / "endless.py"], stdout=subprocess.PIPE, text=True)
+    assert command.stdout is not None
+    others = set[int]()
+    while len(others) < 3:
+        others.add(int(command.stdout.readline()))
+    command.kill()
+    closed = False
+    with suppress(subprocess.TimeoutExpired):
+        command.communicate(timeout=20)  # until the last process has closed its output
+        closed = True
+    for other in () if closed else others:
+        os.kill(other, signal.SIGKILL)
+    assert closed
 
 
 @pytest.mark.parametrize("worth", [False, True])
