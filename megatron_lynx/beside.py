@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -50,7 +51,7 @@ def beside(*, worth: bool) -> Iterator[Later]:
 
 
 def _begun(*threshold: int) -> None:
-    """Let this new process collect garbage as its parent does, and end with it, even if that is killed."""
+    """Let this new process collect garbage as its parent does, end with it, even if that is killed, and say nothing at Ctrl-C."""
     from multiprocessing import parent_process
     from threading import Thread
 
@@ -60,6 +61,7 @@ def _begun(*threshold: int) -> None:
             os._exit(1)
 
     gc.set_threshold(*threshold)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     Thread(target=end_with_parent, daemon=True).start()
 
 
