@@ -330,7 +330,8 @@ class Model(Part):
     @property
     def uniform(self) -> bool:
         """Whether all layers are of one kind."""
-        return not self.opaque and len(self.expert_layers) in (0, self.layers)
+        parts = self.expert_layers, *(opaque.numbers(self.layers) for opaque in self.opaque)
+        return all(len(layers) in (0, self.layers) for layers in parts)
 
     def kinds_of(self, layers: Sequence[int]) -> Counter[LayerKind]:
         return Counter({self.sections(layers[0]): len(layers)} if self.uniform and layers else self.each_kind(layers))

@@ -37,7 +37,7 @@ def partitioned(job: Job, profile: Profile) -> list[Stages]:
     step. A rehearsal decides between the two. Raises `Infeasible` if nothing fits."""
     if job.parallel.partition != "auto":
         return [Stages(job, profile)]
-    if len(job.model.kinds_of(range(1, job.model.layers + 1))) > 1:  # `_Times` knows stages by their number of layers
+    if not job.model.uniform:  # `_Times` knows stages by their number of layers
         return [Stages(with_partition(job, job.partition), profile)]
     times = _Times(job, profile)
     layers, stages = job.model.layers, job.parallel.pipeline

@@ -60,6 +60,8 @@ def test_nothing_that_wins_with_a_plan_is_left_out() -> None:
     found = search(job, 4, top=12, policies=("full", "planned")).candidates
     assert {each.job.policy for each in found} == {"full", "planned"}
     assert {each.job for each in found} == {each.job for each in expected[:12]}
+    for shown, ranked in zip(found, expected, strict=False):
+        assert shown.step_s <= ranked.step_s * (1 + 1e-6), "what is shown is decided as plan does, which is no slower"
 
 
 def test_plans_for_cut_sequences_are_looked_at_where_they_are_asked_for() -> None:
