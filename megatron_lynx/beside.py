@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 Watch = Callable[[int, int], None]
-"""(number of calls that are over, number of all calls)"""
+"""Called with (done, total)."""
 
 PROCESSES = 4
 """The most, with this one: `advise` has four calls that do not depend on each other."""

@@ -11,7 +11,7 @@ nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_lynx.beside import Watch
 from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.published.row import Grade, Row, Step
 
@@ -250,7 +251,7 @@ def mean_error(errors: Iterable[float]) -> float:
     return sum(sizes) / len(sizes) if sizes else 0.0
 
 
-def left_out(rows: Sequence[Row], watch: Callable[[int, int], None]) -> LeftOut:
+def left_out(rows: Sequence[Row], watch: Watch) -> LeftOut:
     """Predict each step of `rows`. `watch`: called with the number of priced steps, and of all."""
     steps = [(row, row.step) for row in rows if row.step is not None]
     effects, total = [], 2 * len(steps)

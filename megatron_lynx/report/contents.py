@@ -15,6 +15,7 @@ from rich.console import Console, RenderableType
 
 from megatron_lynx.advise.today import as_stock
 from megatron_lynx.anatomy import HALVES
+from megatron_lynx.beside import Watch
 from megatron_lynx.compare import verdicts
 from megatron_lynx.config.job import Budget, Job
 from megatron_lynx.cost.step import StepRange
@@ -102,7 +103,6 @@ def _recomputed_s(plan: Plan, simulation: Simulation | None, which: Literal["hid
 
 
 STOCK = (NONE, SELECTIVE, FULL)
-Watch = Callable[[int, int], None]
 
 
 def plans_over_budgets(job: Job, profile: Profile, budgets: int, watch: Watch) -> Iterator[Point]:
